@@ -1,0 +1,76 @@
+# make demo    the main job in two minutes          make test    every check and test that fits 15 minutes
+# Both set up .venv by themselves, once. Another Python, without any set-up: make build-inplace PYTHON=python3
+VENV_PYTHON := .venv/bin/python
+PYTHON = $(VENV_PYTHON)
+BUILD = build
+JOBS := $(shell nproc)
+PYTEST = $(PYTHON) -m pytest -n $(JOBS)
+CPP_TESTS = $(BUILD)/cpp/thermocline_tests
+
+GENERATOR := $(if $(shell command -v ninja),-G Ninja)
+CPP_FILES = $(wildcard csrc/*/*.cc csrc/*/*.h)
+PY_FILES = $(wildcard src tests tools benchmarks examples)
+comma := ,
+
+.PHONY: cpp-tests demo test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize bench clean setup
+
+demo: build-inplace
+	$(PYTHON) -m thermocline.demo
+
+test: lint test-cpp test-py
+
+# Only the default Python is ours to install into; any other is taken as it is.
+setup:
+ifeq ($(PYTHON),$(VENV_PYTHON))
+	@python3 tools/venv.py
+endif
+
+build-inplace: setup
+	@cmake -S . -B $(BUILD)/inplace $(GENERATOR) -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')" \
+	  > /dev/null
+	@cmake --build $(BUILD)/inplace -j $(JOBS)
+
+lint: setup
+	$(PYTHON) -m ruff check $(PY_FILES)
+	$(PYTHON) -m ruff format --check $(PY_FILES)
+	$(PYTHON) -m mypy
+	$(dir $(VENV_PYTHON))clang-format --dry-run -Werror $(CPP_FILES)
+
+format: setup
+	$(PYTHON) -m ruff check --fix $(PY_FILES)
+	$(PYTHON) -m ruff format $(PY_FILES)
+	$(dir $(VENV_PYTHON))clang-format -i $(CPP_FILES)
+
+# $(call configure_cpp,folder,options): library and tests, without Python.
+configure_cpp = @cmake -S . -B $(1) $(GENERATOR) -DTHERMOCLINE_BIND=OFF -DTHERMOCLINE_TESTS=ON $(2) > /dev/null \
+  && cmake --build $(1) -j $(JOBS)
+
+cpp-tests:
+	$(call configure_cpp,$(BUILD)/cpp)
+
+test-cpp: cpp-tests
+	$(CPP_TESTS) --skip Faults
+
+test-py: build-inplace
+	$(PYTEST) -m "not faults and not long"
+
+test-faults: build-inplace cpp-tests
+	if $(CPP_TESTS) --list Faults | grep -q .; then $(CPP_TESTS) Faults; fi
+	$(PYTEST) -m faults
+
+test-long: build-inplace cpp-tests
+	THERMOCLINE_LONG=1 $(CPP_TESTS)
+	THERMOCLINE_LONG=1 $(PYTEST) -m "faults or long" --timeout 0
+
+# TSan of GCC 12 aborts under high address-space randomisation: setarch turns that off.
+test-sanitize:
+	$(call configure_cpp,$(BUILD)/asan,-DTHERMOCLINE_SANITIZE=address$(comma)undefined)
+	UBSAN_OPTIONS=print_stacktrace=1 $(BUILD)/asan/thermocline_tests
+	$(call configure_cpp,$(BUILD)/tsan,-DTHERMOCLINE_SANITIZE=thread)
+	setarch -R $(BUILD)/tsan/thermocline_tests
+
+bench: build-inplace
+	for file in benchmarks/[a-z]*.py; do $(PYTHON) $$file --quick || exit 1; done
+
+clean:
+	rm -rf $(BUILD) .venv .venv.lock src/thermocline/core/_core*.so
