@@ -1,0 +1,87 @@
+#include "util/fs.h"
+
+#include <deque>
+#include <exception>
+
+#include "util/error.h"
+
+namespace thermocline {
+namespace {
+
+// Reads at once, inside submit(); a failure is kept and thrown by the wait() that would have returned its tag.
+class SyncReadQueue : public ReadQueue {
+ public:
+  explicit SyncReadQueue(size_t depth) : depth_(depth < 1 ? 1 : depth) {}
+
+  void submit(const ReadOp& op, uint64_t tag) override {
+    if (done_.size() >= depth_) throw Error("read queue is full: call wait() first");
+    std::exception_ptr error;
+    try {
+      op.file->pread(op.buf, op.bytes, op.offset);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    done_.push_back({tag, error});
+  }
+
+  uint64_t wait() override {
+    if (done_.empty()) throw Error("read queue is empty: nothing to wait for");
+    Done d = done_.front();
+    done_.pop_front();
+    if (d.error) std::rethrow_exception(d.error);
+    return d.tag;
+  }
+
+  size_t depth() const override { return depth_; }
+
+ private:
+  struct Done {
+    uint64_t tag;
+    std::exception_ptr error;
+  };
+  const size_t depth_;
+  std::deque<Done> done_;
+};
+
+}  // namespace
+
+std::unique_ptr<ReadQueue> FileSystem::read_queue(size_t depth) { return std::make_unique<SyncReadQueue>(depth); }
+
+std::string read_whole(FileSystem& fs, const std::string& path) {
+  auto file = fs.open(path, OpenMode::kReadMeta);
+  std::string bytes(file->size(), '\0');
+  if (!bytes.empty()) file->pread(bytes.data(), bytes.size(), 0);
+  return bytes;
+}
+
+void publish_file(FileSystem& fs, const std::string& dir, const std::string& name, std::string_view bytes) {
+  const std::string path = dir + "/" + name, temp = path + ".tmp";
+  if (fs.exists(temp)) fs.unlink(temp);  // left by a crash
+  bool created = false;
+  try {
+    {
+      auto file = fs.open(temp, OpenMode::kCreateMeta);
+      created = true;
+      fs.reached("publish.created");
+      if (!bytes.empty()) file->pwrite(bytes.data(), bytes.size(), 0);
+      fs.reached("publish.written");
+      file->datasync();
+      fs.reached("publish.synced");
+    }
+    fs.rename(temp, path);
+  } catch (...) {
+    if (created) {
+      try {
+        fs.unlink(temp);
+      } catch (const Error&) {
+        // The first failure is the one to report; a stale temporary is removed by the next publish.
+      }
+    }
+    throw;
+  }
+  fs.reached("publish.renamed");
+  fs.sync_dir(dir);
+  fs.reached("publish.done");
+}
+
+}  // namespace thermocline
