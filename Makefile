@@ -22,6 +22,7 @@ test: lint test-cpp test-py
 # Only the default Python is ours to install into; any other is taken as it is.
 setup:
 ifeq ($(PYTHON),$(VENV_PYTHON))
+	@python3 -c 'import tomllib' 2> /dev/null || { echo "Thermocline needs Python 3.11 or newer as python3"; exit 1; }
 	@python3 tools/venv.py
 endif
 

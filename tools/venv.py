@@ -53,6 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.version_info < (3, 11):
-        sys.exit(f"Thermocline needs Python 3.11 or newer; python3 is {sys.version.split()[0]}")
     main()

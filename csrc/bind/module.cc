@@ -1,9 +1,80 @@
-// The Python module thermocline.core._core.
+// The Python module thermocline.core._core: error translation, and the parts of bind.h.
 #include <nanobind/nanobind.h>
 
-#include "util/hash.h"
+#include "bind/bind.h"
+#include "util/error.h"
+
+namespace nb = nanobind;
+
+namespace thermocline {
+namespace {
+
+// The classes of thermocline/errors.py. Set once by the module's initialisation and never freed: exceptions can be
+// raised as long as the interpreter lives.
+struct ErrorTypes {
+  nb::handle base, budget, corruption, lock, format, read_only, not_found, io, disk_full;
+};
+ErrorTypes types;
+
+void load_error_types() {
+  nb::module_ errors = nb::module_::import_("thermocline.errors");
+  auto type = [&](const char* name) { return nb::object(errors.attr(name)).release(); };
+  types = {.base = type("ThermoclineError"),
+           .budget = type("BudgetError"),
+           .corruption = type("CorruptionError"),
+           .lock = type("LockError"),
+           .format = type("FormatError"),
+           .read_only = type("ReadOnlyError"),
+           .not_found = type("NotFoundError"),
+           .io = type("IoError"),
+           .disk_full = type("DiskFullError")};
+}
+
+// Texts name paths, and paths need not be UTF-8.
+nb::object text_of(const std::exception& error) { return nb::steal(PyUnicode_DecodeFSDefault(error.what())); }
+
+void raise(nb::handle type, const std::exception& error) { PyErr_SetObject(type.ptr(), text_of(error).ptr()); }
+
+// As OSError does it: (errno, text) where there is an errno.
+void raise_io(nb::handle type, const IoError& error) {
+  if (error.code == 0) return raise(type, error);
+  PyErr_SetObject(type.ptr(), nb::make_tuple(error.code, text_of(error)).ptr());
+}
+
+void translate(const std::exception_ptr& pending, void*) {
+  try {
+    std::rethrow_exception(pending);
+  } catch (const CorruptionError& error) {
+    raise(types.corruption, error);
+  } catch (const LockError& error) {
+    raise(types.lock, error);
+  } catch (const FormatError& error) {
+    raise(types.format, error);
+  } catch (const BudgetError& error) {
+    raise(types.budget, error);
+  } catch (const ReadOnlyError& error) {
+    raise(types.read_only, error);
+  } catch (const NotFoundError& error) {
+    raise(types.not_found, error);
+  } catch (const DiskFullError& error) {
+    raise_io(types.disk_full, error);
+  } catch (const IoError& error) {
+    raise_io(types.io, error);
+  } catch (const Error& error) {
+    raise(types.base, error);
+  }
+}
+
+}  // namespace
+}  // namespace thermocline
 
 NB_MODULE(_core, m) {
-  m.doc() = "Thermocline's C++ core.";
-  m.def("hash_key", &thermocline::hash_key);
+  using namespace thermocline;
+  m.doc() = "Thermocline's C++ core; use it through thermocline.tables.";
+  load_error_types();
+  nb::register_exception_translator(translate);
+  bind_store(m);
+#if __has_include("mem/tier.h")
+  bind_mem(m);
+#endif
 }

@@ -64,10 +64,10 @@ void check_eq(const A& a, const B& b, const char* text, const char* file, int li
 
 }  // namespace thermocline::testing
 
-#define TEST(suite, name)                                                                                        \
-  static void suite##_##name##_body();                                                                           \
-  [[maybe_unused]] static const bool suite##_##name##_registered =                                               \
-      ::thermocline::testing::register_test(#suite, #name, suite##_##name##_body);                               \
+#define TEST(suite, name)                                                          \
+  static void suite##_##name##_body();                                             \
+  [[maybe_unused]] static const bool suite##_##name##_registered =                 \
+      ::thermocline::testing::register_test(#suite, #name, suite##_##name##_body); \
   static void suite##_##name##_body()
 
 #define CHECK(...)                                                                      \
@@ -78,16 +78,16 @@ void check_eq(const A& a, const B& b, const char* text, const char* file, int li
 #define CHECK_EQ(a, b) ::thermocline::testing::check_eq((a), (b), #a " == " #b, __FILE__, __LINE__)
 
 // The expression must throw Type (or a type derived from it).
-#define CHECK_THROWS(Type, ...)                                                                               \
-  do {                                                                                                        \
-    bool thrown_ = false;                                                                                     \
-    try {                                                                                                     \
-      (void)(__VA_ARGS__);                                                                                    \
-    } catch (const Type&) {                                                                                   \
-      thrown_ = true;                                                                                         \
-    } catch (const std::exception& other) {                                                                   \
-      ::thermocline::testing::fail(__FILE__, __LINE__,                                                        \
-                                   std::string(#__VA_ARGS__ " threw not " #Type " but: ") + other.what());    \
-    }                                                                                                         \
-    if (!thrown_) ::thermocline::testing::fail(__FILE__, __LINE__, #__VA_ARGS__ " did not throw " #Type);     \
+#define CHECK_THROWS(Type, ...)                                                                            \
+  do {                                                                                                     \
+    bool thrown_ = false;                                                                                  \
+    try {                                                                                                  \
+      (void)(__VA_ARGS__);                                                                                 \
+    } catch (const Type&) {                                                                                \
+      thrown_ = true;                                                                                      \
+    } catch (const std::exception& other) {                                                                \
+      ::thermocline::testing::fail(__FILE__, __LINE__,                                                     \
+                                   std::string(#__VA_ARGS__ " threw not " #Type " but: ") + other.what()); \
+    }                                                                                                      \
+    if (!thrown_) ::thermocline::testing::fail(__FILE__, __LINE__, #__VA_ARGS__ " did not throw " #Type);  \
   } while (0)

@@ -1,3 +1,73 @@
-"""Embedding tables larger than memory: rows live in HBM, DRAM and SSD, exact and crash-safe."""
+"""Embedding tables larger than memory: rows live in HBM, DRAM and SSD, exact and crash-safe.
+
+Names load when first used: `import thermocline` imports neither torch nor NumPy nor the C++ core.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "BudgetError": "errors",
+    "CorruptionError": "errors",
+    "DiskFullError": "errors",
+    "FormatError": "errors",
+    "IoError": "errors",
+    "LockError": "errors",
+    "NotFoundError": "errors",
+    "ReadOnlyError": "errors",
+    "StoreError": "errors",
+    "ThermoclineError": "errors",
+    "SsdStats": "tables.ssd",
+    "SsdStore": "tables.ssd",
+}
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from thermocline.errors import (
+        BudgetError as BudgetError,
+    )
+    from thermocline.errors import (
+        CorruptionError as CorruptionError,
+    )
+    from thermocline.errors import (
+        DiskFullError as DiskFullError,
+    )
+    from thermocline.errors import (
+        FormatError as FormatError,
+    )
+    from thermocline.errors import (
+        IoError as IoError,
+    )
+    from thermocline.errors import (
+        LockError as LockError,
+    )
+    from thermocline.errors import (
+        NotFoundError as NotFoundError,
+    )
+    from thermocline.errors import (
+        ReadOnlyError as ReadOnlyError,
+    )
+    from thermocline.errors import (
+        StoreError as StoreError,
+    )
+    from thermocline.errors import (
+        ThermoclineError as ThermoclineError,
+    )
+    from thermocline.tables.ssd import SsdStats as SsdStats
+    from thermocline.tables.ssd import SsdStore as SsdStore
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'thermocline' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"thermocline.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

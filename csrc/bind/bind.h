@@ -1,0 +1,22 @@
+// The parts of the Python module, and what they share.
+//
+// Arguments arrive checked and shaped by src/thermocline/tables: here only what C++ relies on is checked again. Every
+// call that works on rows or files reads its raw pointers first and then releases the GIL.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+
+namespace thermocline {
+
+using KeysArg = nanobind::ndarray<const uint64_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+using BytesArg = nanobind::ndarray<uint8_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+using RowsInArg = nanobind::ndarray<const uint8_t, nanobind::ndim<2>, nanobind::device::cpu>;
+using RowsOutArg = nanobind::ndarray<uint8_t, nanobind::ndim<2>, nanobind::device::cpu>;
+
+void bind_store(nanobind::module_& m);
+void bind_mem(nanobind::module_& m);
+
+}  // namespace thermocline

@@ -1,0 +1,170 @@
+// SsdStore for Python; its face is src/thermocline/tables/ssd.py.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "bind/bind.h"
+#include "ssd/store.h"
+#include "util/error.h"
+#include "util/fs.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace thermocline {
+namespace {
+
+std::string to_string(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+// Runs fn without the GIL.
+template <typename Fn>
+auto unlocked(Fn&& fn) {
+  nb::gil_scoped_release release;
+  return fn();
+}
+
+template <typename Rows>
+void check_rows(const SsdStore& store, size_t keys, const Rows& rows) {
+  if (rows.shape(0) != keys || rows.shape(1) != store.row_bytes() || (keys > 0 && rows.stride(1) != 1)) {
+    throw Error("rows are " + std::to_string(rows.shape(0)) + " x " + std::to_string(rows.shape(1)) +
+                " bytes: needed are " + std::to_string(keys) + " x " + std::to_string(store.row_bytes()) +
+                ", the bytes of a row contiguous");
+  }
+}
+
+IoEngine engine_named(const std::string& name) {
+  if (name == "auto") return IoEngine::kAuto;
+  if (name == "io_uring") return IoEngine::kUring;
+  if (name == "pread") return IoEngine::kPread;
+  throw Error("io_engine is '" + name + "': it is one of auto, io_uring, pread");
+}
+
+std::unique_ptr<SsdStore> open_store(const nb::bytes& path, const StoreOptions& options, const std::string& io_engine,
+                                     int io_workers, int io_depth) {
+  return unlocked([&, folder = to_string(path)] {
+    return SsdStore::open(make_posix_fs(engine_named(io_engine), io_workers, io_depth), folder, options);
+  });
+}
+
+void get(SsdStore& self, KeysArg keys, BytesArg found, RowsOutArg rows) {
+  check_rows(self, keys.size(), rows);
+  if (found.size() != keys.size()) throw Error("found must have one byte per key");
+  RowsOut out{rows.data(), static_cast<size_t>(rows.stride(0))};
+  unlocked([&, k = keys.data(), n = keys.size(), f = found.data()] { self.get(k, n, f, out); });
+}
+
+void put(SsdStore& self, KeysArg keys, RowsInArg rows) {
+  check_rows(self, keys.size(), rows);
+  RowsIn in{rows.data(), static_cast<size_t>(rows.stride(0))};
+  unlocked([&, k = keys.data(), n = keys.size()] { self.put(k, n, in); });
+}
+
+void erase(SsdStore& self, KeysArg keys) {
+  unlocked([&, k = keys.data(), n = keys.size()] { self.erase(k, n); });
+}
+
+nb::dict stats(const SsdStore& self) {
+  StoreStats s = unlocked([&] { return self.stats(); });
+  nb::dict d;
+  d["epoch"] = s.epoch;
+  d["rows_in_base"] = s.rows_in_base;
+  d["rows_in_log"] = s.rows_in_log;
+  d["disk_bytes"] = s.disk_bytes;
+  d["live_files"] = s.live_files;
+  d["partitions"] = s.partitions;
+  d["log_bytes"] = s.log_bytes;
+  d["base_bytes"] = s.base_bytes;
+  d["mem_index"] = s.mem_index;
+  d["mem_buffers"] = s.mem_buffers;
+  d["mem_total"] = s.mem_total;
+  d["mem_budget"] = s.mem_budget;
+  d["keys_read"] = s.keys_read;
+  d["pages_read"] = s.pages_read;
+  d["reads"] = s.reads;
+  d["bytes_read"] = s.bytes_read;
+  d["false_pages"] = s.false_pages;
+  d["bytes_put"] = s.bytes_put;
+  d["bytes_written"] = s.bytes_written;
+  d["merges"] = s.merges;
+  d["merge_bytes_read"] = s.merge_bytes_read;
+  d["merge_bytes_written"] = s.merge_bytes_written;
+  d["stall_seconds"] = s.stall_seconds;
+  d["read_cost_us"] = s.read_cost_us;
+  d["page_cost_us"] = s.page_cost_us;
+  d["engine"] = s.engine;
+  return d;
+}
+
+// A scan and the width of the rows it writes.
+struct BoundScan {
+  std::unique_ptr<SsdStore::Scan> scan;
+  size_t row_bytes;
+
+  size_t next(nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> keys,
+              nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows) {
+    if (rows.shape(0) != keys.size() || rows.shape(1) != row_bytes) throw Error("scan: keys and rows differ in size");
+    return unlocked([&, k = keys.data(), n = keys.size(), r = rows.data()] { return scan->next(n, k, r); });
+  }
+};
+
+BoundScan scan(SsdStore& self) {
+  return unlocked([&] { return BoundScan{self.scan(), self.row_bytes()}; });
+}
+
+void bind_options(nb::module_& m) {
+  nb::class_<StoreOptions>(m, "StoreOptions")
+      .def(nb::init<>())
+      .def_rw("row_bytes", &StoreOptions::row_bytes)
+      .def_rw("create", &StoreOptions::create)
+      .def_rw("read_only", &StoreOptions::read_only)
+      .def_rw("epoch", &StoreOptions::epoch)
+      .def_rw("mem_budget", &StoreOptions::mem_budget)
+      .def_rw("max_log_ratio", &StoreOptions::max_log_ratio)
+      .def_rw("write_buffer", &StoreOptions::write_buffer)
+      .def_rw("segment_bytes", &StoreOptions::segment_bytes)
+      .def_rw("partition_bytes", &StoreOptions::partition_bytes)
+      .def_rw("min_log_bytes", &StoreOptions::min_log_bytes)
+      .def_rw("background_merge", &StoreOptions::background_merge);
+}
+
+}  // namespace
+
+void bind_store(nb::module_& m) {
+  bind_options(m);
+  nb::class_<BoundScan>(m, "Scan").def("next", &BoundScan::next, "keys"_a.noconvert(), "rows"_a.noconvert());
+  nb::class_<RowStore>(m, "RowStore").def_prop_ro("row_bytes", &RowStore::row_bytes);
+  nb::class_<SsdStore, RowStore>(m, "SsdStore")
+      .def_static("open", &open_store, "path"_a, "options"_a, "io_engine"_a, "io_workers"_a, "io_depth"_a)
+      .def("get", &get, "keys"_a.noconvert(), "found"_a.noconvert(), "rows"_a.noconvert())
+      .def("put", &put, "keys"_a.noconvert(), "rows"_a.noconvert())
+      .def("erase", &erase, "keys"_a.noconvert())
+      .def("commit",
+           [](SsdStore& self, const nb::bytes& note) {
+             return unlocked([&, text = to_string(note)] { return self.commit(text); });
+           })
+      .def("epoch", [](const SsdStore& self) { return unlocked([&] { return self.epoch(); }); })
+      .def("note",
+           [](const SsdStore& self) {
+             std::string note = unlocked([&] { return self.note(); });
+             return nb::bytes(note.data(), note.size());
+           })
+      .def("epochs", [](const SsdStore& self) { return unlocked([&] { return self.epochs(); }); })
+      .def("release", [](SsdStore& self, uint64_t epoch) { unlocked([&] { self.release(epoch); }); })
+      .def("scan", &scan, nb::keep_alive<0, 1>())
+      .def("count", [](SsdStore& self) { return unlocked([&] { return self.count(); }); })
+      .def("stats", &stats)
+      .def("check", [](SsdStore& self) { unlocked([&] { self.check(); }); })
+      .def("merge_all", [](SsdStore& self) { unlocked([&] { self.merge_all(); }); })
+      .def("link_checkpoint",
+           [](SsdStore& self, const nb::bytes& path) {
+             unlocked([&, folder = to_string(path)] { self.link_checkpoint(folder); });
+           })
+      .def("close", [](SsdStore& self) { unlocked([&] { self.close(); }); });
+}
+
+}  // namespace thermocline

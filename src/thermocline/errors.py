@@ -1,0 +1,43 @@
+"""What can go wrong, one class per cause. The C++ core raises these (csrc/util/error.h, csrc/bind/module.cc)."""
+
+from __future__ import annotations
+
+
+class ThermoclineError(Exception):
+    """Base of all errors of this package; also raised itself for misuse, such as a closed store."""
+
+
+class BudgetError(ThermoclineError):
+    """A byte budget cannot hold what was asked for; names the budget and the need."""
+
+
+class StoreError(ThermoclineError):
+    """Base of what a store on disk can meet."""
+
+
+class CorruptionError(StoreError):
+    """Bytes on disk are not what was written; names file, page and cause. The rest stays readable."""
+
+
+class LockError(StoreError):
+    """The store is already open for writing, here or in another process."""
+
+
+class FormatError(StoreError):
+    """Not a store's folder, a format newer than this package, or another row size than the one asked for."""
+
+
+class ReadOnlyError(StoreError):
+    """The store, or the file system under it, takes no writes."""
+
+
+class NotFoundError(StoreError):
+    """There is no such store, file or epoch."""
+
+
+class IoError(StoreError, OSError):
+    """The operating system refused; `errno` says why."""
+
+
+class DiskFullError(IoError):
+    """The file system is full; what was committed is safe."""

@@ -1,0 +1,48 @@
+"""Sizes in bytes as people write them: 4096, "256MB", "1.5GiB"."""
+
+from __future__ import annotations
+
+import operator
+import re
+from fractions import Fraction
+from typing import SupportsIndex
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGTP", start=1):
+    _UNITS[_letter] = _UNITS[_letter + "B"] = 1000**_power
+    _UNITS[_letter + "IB"] = 1024**_power
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def parse_size(size: str | SupportsIndex, what: str = "size") -> int:
+    """Bytes of `size`, rounded down. MB is 1000**2, MiB is 1024**2; `what` names the value in errors."""
+    if isinstance(size, str):
+        match = _PATTERN.fullmatch(size)
+        unit = _UNITS.get(match[2].upper()) if match else None
+        if match is None or unit is None:
+            raise ValueError(
+                f"{what} is {size!r}: write a number of bytes or a number with one of B, KB, MB, GB, TB, PB, KiB, MiB, "
+                f'GiB, TiB, PiB, such as "256MB" or "1.5GiB"'
+            )
+        return int(Fraction(match[1]) * unit)
+    if isinstance(size, bool):
+        raise TypeError(f"{what} is {size!r}: a size is a number of bytes or a string, not a bool")
+    try:
+        value = operator.index(size)
+    except TypeError:
+        raise TypeError(
+            f'{what} is {size!r}: a size is a whole number of bytes or a string such as "256MB", '
+            f"not a {type(size).__name__}"
+        ) from None
+    if value < 0:
+        raise ValueError(f"{what} is {value}: a size cannot be negative")
+    return value
+
+
+def format_size(size: float) -> str:
+    """`size` bytes with three digits and a decimal unit: 1234567 -> "1.23 MB"."""
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if abs(size) < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} PB"

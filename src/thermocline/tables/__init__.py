@@ -1,0 +1,1 @@
+"""key -> row: one file per tier, and the reference table."""
