@@ -44,6 +44,7 @@ struct StoreStats {
   double stall_seconds = 0;  // put() waiting for the merger
   double read_cost_us = 0, page_cost_us = 0;  // the device, as measured
   std::string engine;
+  std::string damage;  // a bad page met while merging; empty: none
 };
 
 class SsdStore : public RowStore {
@@ -78,12 +79,14 @@ class SsdStore : public RowStore {
   void merge_all();  // merges the whole log into the bases now
   void link_checkpoint(const std::string& path);  // the newest commit as hard links in a new folder
   void close();
+  // Benchmarks: seconds that the page reads of such a get() take by themselves.
+  double read_floor(const uint64_t* keys, size_t n);
 
   class Impl;
 
  private:
-  explicit SsdStore(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  explicit SsdStore(std::shared_ptr<Impl> impl);
+  std::shared_ptr<Impl> impl_;  // shared with scans under way
 };
 
 }  // namespace thermocline

@@ -1,7 +1,7 @@
 // Hashes used by every tier. Persisted in store files: these functions never change.
 //
 // Bits of h = hash_key(key), so that no two uses of a hash depend on each other:
-//   63..20  place in the SSD store (partitions and pages are in order of h)
+//   63..16  place in the SSD store (partitions and pages are in order of h; tags are bits 31..16)
 //   15..0   owning rank
 //   and m = mem_hash(h), a second mix: its top 8 bits choose the memory shard, its low bits the probe position.
 #pragma once

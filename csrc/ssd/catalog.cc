@@ -1,0 +1,186 @@
+#include "ssd/catalog.h"
+
+#include <algorithm>
+#include <cstdio>
+
+namespace thermocline::ssd {
+namespace {
+
+bool parse_file_name(const std::string& name, FileKind* kind, uint64_t* number) {
+  unsigned long long n = 0;
+  int end = 0;
+  if (std::sscanf(name.c_str(), "log-%llu.tc%n", &n, &end) == 1 && end == static_cast<int>(name.size()))
+    *kind = FileKind::kSegment;
+  else if (std::sscanf(name.c_str(), "base-%llu.tc%n", &n, &end) == 1 && end == static_cast<int>(name.size()))
+    *kind = FileKind::kBase;
+  else
+    return false;
+  *number = n;
+  return true;
+}
+
+}  // namespace
+
+void Catalog::load() {
+  std::lock_guard lock(mutex_);
+  std::vector<uint64_t> found;
+  for (auto& name : ctx_.fs->list(ctx_.path)) {
+    FileKind kind;
+    uint64_t number;
+    if (parse_file_name(name, &kind, &number)) {
+      files_[number].kind = kind;
+      next_file_ = std::max(next_file_, number + 1);
+    } else if (parse_manifest_name(name, &number)) {
+      found.push_back(number);
+    }
+  }
+  for (uint64_t epoch : found) {
+    epochs_[epoch];
+    try {
+      retain(read(epoch));
+    } catch (const CorruptionError&) {
+      epochs_[epoch].damaged = true;
+    } catch (const FormatError&) {
+      epochs_[epoch].damaged = true;
+    }
+  }
+}
+
+Manifest Catalog::read(uint64_t epoch) const {
+  std::string path = ctx_.path + "/" + manifest_name(epoch);
+  Manifest m = Manifest::decode(read_whole(*ctx_.fs, path), path);
+  if (m.epoch != epoch || m.store_id[0] != ctx_.id.store_id[0] || m.store_id[1] != ctx_.id.store_id[1])
+    throw CorruptionError(path + ": it belongs to another epoch or store");
+  return m;
+}
+
+void Catalog::retain(const Manifest& m) {
+  Epoch epoch;
+  auto need = [&](uint64_t number, FileKind kind, uint64_t pages) {
+    epoch.files.insert(number);
+    Entry& entry = files_[number];
+    entry.kind = kind;
+    entry.pages = std::max(entry.pages, pages);
+  };
+  for (auto& p : m.partitions)
+    if (p.file) need(p.file, FileKind::kBase, 1 + p.pages + ctx_.g.fence_pages(p.pages));
+  for (auto& s : m.segments) need(s.file, FileKind::kSegment, s.pages);
+  next_file_ = std::max(next_file_, m.next_file);
+  epochs_[m.epoch] = std::move(epoch);
+}
+
+std::vector<uint64_t> Catalog::epochs() const {
+  std::lock_guard lock(mutex_);
+  std::vector<uint64_t> out;
+  for (auto& [epoch, _] : epochs_)
+    if (epoch > 0) out.push_back(epoch);
+  return out;
+}
+
+uint64_t Catalog::newest() const {
+  std::lock_guard lock(mutex_);
+  return epochs_.empty() ? 0 : epochs_.rbegin()->first;
+}
+
+bool Catalog::has(uint64_t epoch) const {
+  std::lock_guard lock(mutex_);
+  return epochs_.count(epoch) > 0;
+}
+
+std::shared_ptr<DataFile> Catalog::create(FileKind kind) {
+  uint64_t number;
+  {
+    std::lock_guard lock(mutex_);
+    number = next_file_++;
+  }
+  // Entered only once it is open: a collect() in between would take an entry without a holder for garbage.
+  std::shared_ptr<DataFile> file;
+  try {
+    file = create_data_file(ctx_, kind, number);
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    files_[number].kind = kind;  // it may exist: for the next collect() to see to
+    throw;
+  }
+  opened(file);
+  ctx_.fs->reached(kind == FileKind::kSegment ? "segment.created" : "base.created");
+  return file;
+}
+
+void Catalog::opened(const std::shared_ptr<DataFile>& file) {
+  std::lock_guard lock(mutex_);
+  files_[file->number].kind = file->kind;
+  files_[file->number].open = file;
+}
+
+void Catalog::publish(const Manifest& manifest) {
+  publish_file(*ctx_.fs, ctx_.path, manifest_name(manifest.epoch), manifest.encode());
+  std::lock_guard lock(mutex_);
+  retain(manifest);
+  if (manifest.epoch == 0 || epochs_.erase(0) == 0) return;
+  try {
+    ctx_.fs->unlink(ctx_.path + "/" + manifest_name(0));
+  } catch (const IoError&) {
+    // The commit stands; an empty epoch 0 that stays behind harms nobody.
+  }
+}
+
+void Catalog::release(uint64_t epoch) {
+  std::lock_guard lock(mutex_);
+  if (epoch == 0 || epochs_.count(epoch) == 0)
+    throw NotFoundError(ctx_.path + ": there is no epoch " + std::to_string(epoch) + " to release");
+  if (epochs_.rbegin()->first == epoch)
+    throw Error(ctx_.path + ": epoch " + std::to_string(epoch) + " is the newest commit and cannot be released");
+  ctx_.fs->unlink(ctx_.path + "/" + manifest_name(epoch));
+  ctx_.fs->reached("release.unlinked");
+  epochs_.erase(epoch);
+  // Durable before any file of the epoch goes: a manifest that comes back must not miss its files.
+  ctx_.fs->sync_dir(ctx_.path);
+  ctx_.fs->reached("release.synced");
+}
+
+void Catalog::collect() {
+  std::lock_guard lock(mutex_);
+  std::set<uint64_t> needed;
+  for (auto& [_, epoch] : epochs_) {
+    if (epoch.damaged) return;
+    needed.insert(epoch.files.begin(), epoch.files.end());
+  }
+  for (auto it = files_.begin(); it != files_.end();) {
+    if (needed.count(it->first) || !it->second.open.expired()) {
+      ++it;
+      continue;
+    }
+    std::string path = ctx_.file_path(it->second.kind, it->first);
+    ctx_.fs->reached("collect.unlink");
+    try {
+      if (ctx_.fs->exists(path)) ctx_.fs->unlink(path);
+      it = files_.erase(it);
+    } catch (const IoError&) {
+      ++it;  // tried again by the next collect, or by the next open
+    }
+  }
+  ctx_.fs->reached("collect.done");
+}
+
+uint64_t Catalog::disk_bytes() const {
+  std::lock_guard lock(mutex_);
+  uint64_t pages = 0;
+  for (auto& [_, entry] : files_) {
+    auto file = entry.open.lock();
+    pages += file ? std::max(file->pages.load(), entry.pages) : entry.pages;
+  }
+  return pages * ctx_.g.page_bytes;
+}
+
+uint64_t Catalog::files() const {
+  std::lock_guard lock(mutex_);
+  return files_.size();
+}
+
+uint64_t Catalog::next_file() const {
+  std::lock_guard lock(mutex_);
+  return next_file_;
+}
+
+}  // namespace thermocline::ssd

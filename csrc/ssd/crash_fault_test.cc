@@ -1,0 +1,191 @@
+// Power loss: every state that crash.h can build from a recorded run must open as the last commit, or the one that was
+// being made, complete with its note; every retained epoch too; and the store must be usable afterwards.
+#include <cstdio>
+#include <sstream>
+
+#include "ssd/store.h"
+#include "testing/crash.h"
+#include "testing/fault_fs.h"
+#include "testing/mem_fs.h"
+#include "testing/record_fs.h"
+#include "testing/store_driver.h"
+#include "testing/test.h"
+#include "util/error.h"
+
+namespace thermocline::testing {
+namespace {
+
+constexpr const char* kPath = "/d/store";
+
+struct Run {
+  Recording recording;
+  std::vector<StoreDriver::Attempt> attempts;
+  DriverOptions options;
+};
+
+Run record_run(uint64_t seed, int steps) {
+  auto mem = std::make_shared<MemFs>();
+  mem->make_dir("/d");
+  auto fs = std::make_shared<RecordFs>(mem);
+  Run run;
+  run.options.seed = seed;
+  StoreDriver driver(fs, kPath, run.options);
+  driver.on_event = [&](const std::string& text) { fs->marker(text); };
+  driver.open();
+  for (int i = 0; i < steps; ++i) driver.step();
+  driver.close();
+  run.recording = fs->recording();
+  run.attempts = driver.attempts();
+  return run;
+}
+
+// What was known to the caller of the store when the crash came.
+std::vector<StoreDriver::Attempt> attempts_at(const Run& run, size_t prefix,
+                                              std::vector<StoreDriver::Attempt> known = {}) {
+  for (size_t i = 0; i < prefix; ++i) {
+    const RecordedOp& op = run.recording.ops[i];
+    if (op.kind != OpKind::kMarker) continue;
+    std::istringstream in(op.path);
+    std::string what;
+    size_t n = 0;
+    in >> what >> n;
+    if (what == "begin") {
+      known.push_back({run.attempts[n].state, 0, false});
+    } else if (what == "end") {
+      known[n].epoch = run.attempts[n].epoch;
+    } else {
+      known[n].releasing = true;
+    }
+  }
+  return known;
+}
+
+// Work after recovery, with a second crash on top when `again`.
+void use_recovered(std::shared_ptr<MemFs> mem, const Run& run, std::vector<StoreDriver::Attempt> known, bool again,
+                   const std::string& context) {
+  DriverOptions options = run.options;
+  options.seed = run.options.seed * 31 + known.size();
+  auto fs = std::make_shared<RecordFs>(mem);
+  StoreDriver driver(fs, kPath, options);
+  driver.on_event = [&](const std::string& text) { fs->marker(text); };
+  driver.resume(std::move(known));
+  driver.open();
+  const std::vector<StoreDriver::Attempt> before = driver.attempts();
+  for (int i = 0; i < 4; ++i) {
+    driver.put(200);
+    driver.commit();
+  }
+  driver.release_one();
+  driver.check_all();
+  driver.close();
+  driver.open();
+  driver.check_all();
+  driver.close();
+  if (!again) return;
+  Run second{fs->recording(), driver.attempts(), options};
+  for_each_crash(second.recording, options.seed, 12, [&](CrashState& state) {
+    const auto attempts = attempts_at(second, state.prefix, before);
+    verify_recovered(state.fs, kPath, options, attempts, context + "; then again " + state.what);
+  });
+}
+
+void replay(uint64_t runs, uint64_t states_per_run, int steps) {
+  uint64_t states = 0, in_flight = 0, commits = 0, operations = 0;
+  for (uint64_t seed = 1; seed <= runs; ++seed) {
+    const Run run = record_run(seed, steps);
+    operations += run.recording.ops.size();
+    commits += run.attempts.size();
+    for_each_crash(run.recording, seed, states_per_run, [&](CrashState& state) {
+      const std::string context = "seed " + std::to_string(seed) + ": crash " + state.what;
+      const auto known = attempts_at(run, state.prefix);
+      try {
+        const int found = verify_recovered(state.fs, kPath, run.options, known, context);
+        in_flight += found >= 0 && known[found].epoch == 0;
+        if (++states % 4 == 0) use_recovered(state.fs, run, known, states % 40 == 0, context);
+      } catch (const Error& e) {
+        throw Failure(context + ": " + e.what());
+      }
+    });
+  }
+  std::printf("[%llu crash states of %llu operations, %llu commits; %llu found a commit in progress] ",
+              (unsigned long long)states, (unsigned long long)operations, (unsigned long long)commits,
+              (unsigned long long)in_flight);
+}
+
+TEST(StoreCrash, SomeStatesOfAPowerLoss) { replay(2, 100, 120); }
+TEST(FaultsCrash, ReplayOfRecordedOperations) { replay(scaled(10, 50), scaled(200, 400), 150); }
+
+// A killed process leaves its operations in the page cache: opening may find the commit in progress. Once the store has
+// opened on it, it must not be lost by a power loss that follows.
+void kill_then_power_loss(uint64_t runs, size_t stride) {
+  uint64_t states = 0;
+  for (uint64_t seed = 1; seed <= runs; ++seed) {
+    const Run run = record_run(seed, 100);
+    for (size_t prefix = seed % stride; prefix <= run.recording.ops.size(); prefix += stride) {
+      auto mem = run.recording.start->clone();
+      auto fs = std::make_shared<RecordFs>(mem);
+      fs->repeat(run.recording, prefix);
+      const std::string context = "seed " + std::to_string(seed) + ": killed after " + std::to_string(prefix) + " operations";
+      auto known = attempts_at(run, prefix);
+      StoreDriver driver(fs, kPath, run.options);
+      driver.resume(known);
+      try {
+        driver.open();  // notes the commit found as one that has returned
+        driver.close();
+        for_each_crash(
+            fs->recording(), prefix, 14,
+            [&](CrashState& state) {
+              verify_recovered(state.fs, kPath, run.options, driver.attempts(), context + ", opened, then " + state.what);
+              ++states;
+            },
+            fs->size());
+      } catch (const Error& e) {
+        throw Failure(context + ": " + e.what());
+      }
+    }
+  }
+  std::printf("[%llu states] ", (unsigned long long)states);
+}
+
+TEST(StoreCrash, KilledThenPowerLoss) { kill_then_power_loss(1, 5); }
+TEST(FaultsCrash, KilledThenPowerLoss) { kill_then_power_loss(scaled(6, 40), scaled(3, 1)); }
+
+// A process that dies at a named point leaves its file operations in order, which the replay covers; here the points
+// themselves are counted, and an exception at each must do no harm to the running store.
+TEST(FaultsCrash, NamedPointsAreReachedAndMayThrow) {
+  auto run = [&](const std::string& stop_at, uint64_t nth, std::map<std::string, uint64_t>* points) {
+    auto mem = std::make_shared<MemFs>();
+    mem->make_dir("/d");
+    auto fs = std::make_shared<FaultFs>(mem);
+    DriverOptions options;
+    options.seed = 77;
+    StoreDriver driver(fs, kPath, options);
+    uint64_t seen = 0;
+    fs->on_point([&](std::string_view point) {
+      if (point == stop_at && ++seen == nth) throw IoError("stopped at " + std::string(point), 5);
+    });
+    for (int i = 0; i < 150; ++i) {
+      try {
+        if (!driver.is_open()) driver.open();
+        driver.step();
+      } catch (const ReadOnlyError&) {
+        driver.close();  // it said so: open again
+      } catch (const IoError&) {
+      }
+    }
+    fs->on_point(nullptr);
+    driver.close();
+    verify_recovered(mem, kPath, options, driver.attempts(), "stopped at " + stop_at + " " + std::to_string(nth));
+    if (points) *points = fs->points();
+  };
+  std::map<std::string, uint64_t> points;
+  run("", 0, &points);
+  std::printf("[%zu points] ", points.size());
+  CHECK(points.size() >= 20);
+  for (const auto& [point, count] : points) {
+    for (uint64_t nth : {uint64_t{1}, count / 2 + 1, count}) run(point, nth, nullptr);
+  }
+}
+
+}  // namespace
+}  // namespace thermocline::testing

@@ -1,0 +1,189 @@
+#include "ssd/files.h"
+
+#include <algorithm>
+#include <random>
+
+namespace thermocline::ssd {
+namespace {
+
+constexpr size_t kBufferBytes = 1u << 20;
+
+size_t buffer_pages(const Geometry& g) { return std::max<size_t>(1, kBufferBytes / g.page_bytes); }
+
+uint64_t random_nonce() {
+  std::random_device device;
+  return (uint64_t{device()} << 32) ^ device();
+}
+
+// Reads pages [first, first + count) in large pieces, calling fn(page bytes, page number).
+template <class Fn>
+void for_each_page(const Context& ctx, DataFile& file, uint64_t first, uint64_t count, Fn&& fn) {
+  AlignedBuffer buffer(std::min<uint64_t>(buffer_pages(ctx.g), std::max<uint64_t>(count, 1)) * ctx.g.page_bytes);
+  uint64_t room = buffer.size() / ctx.g.page_bytes;
+  for (uint64_t done = 0; done < count;) {
+    uint64_t n = std::min(room, count - done);
+    file.file->pread(buffer.data(), n * ctx.g.page_bytes, (first + done) * ctx.g.page_bytes);
+    for (uint64_t i = 0; i < n; ++i) fn(buffer.data() + i * ctx.g.page_bytes, first + done + i);
+    done += n;
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t number) {
+  auto data = std::make_shared<DataFile>();
+  data->kind = kind;
+  data->number = number;
+  data->nonce = random_nonce();
+  data->file = ctx.fs->open(ctx.file_path(kind, number), OpenMode::kCreate);
+  AlignedBuffer page(ctx.g.page_bytes);
+  write_file_header(page.data(), ctx.g, kind, ctx.id.store_id, number, data->nonce);
+  data->file->pwrite(page.data(), ctx.g.page_bytes, 0);
+  ctx.bytes_written += ctx.g.page_bytes;
+  data->pages = 1;
+  return data;
+}
+
+std::shared_ptr<DataFile> open_data_file(Context& ctx, FileKind kind, uint64_t number, uint64_t nonce,
+                                         uint64_t pages) {
+  auto data = std::make_shared<DataFile>();
+  data->kind = kind;
+  data->number = number;
+  data->nonce = nonce;
+  std::string path = ctx.file_path(kind, number);
+  try {
+    data->file = ctx.fs->open(path, OpenMode::kRead);
+  } catch (const NotFoundError&) {
+    throw CorruptionError(path + ": the file is missing, though the manifest names it");
+  }
+  uint64_t bytes = data->file->size(), need = std::max<uint64_t>(pages, 1) * ctx.g.page_bytes;
+  if (bytes < need)
+    throw CorruptionError(path + ": the file is cut short: " + std::to_string(bytes) + " bytes, the manifest needs " +
+                          std::to_string(need));
+  AlignedBuffer page(ctx.g.page_bytes);
+  data->file->pread(page.data(), ctx.g.page_bytes, 0);
+  verify_file_header(page.data(), ctx.g, kind, ctx.id.store_id, number, nonce, path);
+  data->pages = pages;
+  data->synced = true;
+  return data;
+}
+
+PageAppender::PageAppender(Context& ctx, DataFile& file, size_t pages)
+    : ctx_(ctx), file_(file), buffer_(pages * ctx.g.page_bytes), capacity_(pages), first_(file.pages) {}
+
+uint8_t* PageAppender::next() {
+  if (used_ == capacity_) flush();
+  uint8_t* page = buffer_.data() + used_++ * ctx_.g.page_bytes;
+  std::memset(page, 0, ctx_.g.page_bytes);
+  return page;
+}
+
+void PageAppender::flush() {
+  if (used_ == 0) return;
+  file_.synced = false;
+  file_.file->pwrite(buffer_.data(), used_ * ctx_.g.page_bytes, first_ * ctx_.g.page_bytes);
+  ctx_.bytes_written += used_ * ctx_.g.page_bytes;
+  first_ += used_;
+  used_ = 0;
+  file_.pages = first_;
+}
+
+std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& record) {
+  auto base = std::make_shared<BaseFile>();
+  uint64_t fence_pages = ctx.g.fence_pages(record.pages);
+  base->data = open_data_file(ctx, FileKind::kBase, record.file, record.nonce, 1 + record.pages + fence_pages);
+  base->rows = record.rows;
+  base->fences.reserve(record.pages);
+  const std::string& path = base->data->file->path();
+  for_each_page(ctx, *base->data, 1 + record.pages, fence_pages, [&](const uint8_t* page, uint64_t number) {
+    verify_page(page, ctx.g, record.nonce, number, PageKind::kFences, path);
+    size_t old = base->fences.size(), n = page_header(page).count;
+    base->fences.resize(old + n);
+    std::memcpy(base->fences.data() + old, page + sizeof(PageHeader), n * 8);
+  });
+  if (base->fences.size() != record.pages)
+    throw CorruptionError(path + ": " + std::to_string(base->fences.size()) + " fences for " +
+                          std::to_string(record.pages) + " pages");
+  return base;
+}
+
+BaseWriter::BaseWriter(Context& ctx, std::shared_ptr<DataFile> file)
+    : ctx_(ctx), file_(std::move(file)), out_(ctx, *file_, buffer_pages(ctx.g)) {}
+
+void BaseWriter::add(uint64_t key, const uint8_t* row) {
+  const Geometry& g = ctx_.g;
+  uint64_t hash = hash_key(key);
+  if (rows_ > 0 && hash <= last_hash_) throw Error("base file: rows out of hash order");
+  last_hash_ = hash;
+  if (on_page_ == 0) {
+    page_ = out_.next();
+    fences_.push_back(hash);
+  }
+  std::memcpy(page_ + sizeof(PageHeader) + 8ull * on_page_, &key, 8);
+  std::memcpy(page_ + sizeof(PageHeader) + 8ull * g.rows_per_page() + uint64_t{g.row_bytes} * on_page_, row,
+              g.row_bytes);
+  ++rows_;
+  if (++on_page_ == g.rows_per_page()) seal();
+}
+
+void BaseWriter::seal() {
+  if (on_page_ == 0) return;
+  const Geometry& g = ctx_.g;
+  if (on_page_ < g.rows_per_page()) {  // the last page: rows close up to the keys
+    uint8_t* keys_end = page_ + sizeof(PageHeader) + 8ull * on_page_;
+    uint8_t* rows = page_ + sizeof(PageHeader) + 8ull * g.rows_per_page();
+    uint64_t bytes = uint64_t{g.row_bytes} * on_page_;
+    std::memmove(keys_end, rows, bytes);
+    std::memset(keys_end + bytes, 0, page_ + g.page_bytes - (keys_end + bytes));
+  }
+  seal_page(page_, g, file_->nonce, out_.page(), PageKind::kRows, on_page_);
+  on_page_ = 0;
+}
+
+std::shared_ptr<const BaseFile> BaseWriter::finish() {
+  seal();
+  const Geometry& g = ctx_.g;
+  for (size_t i = 0; i < fences_.size(); i += g.fences_per_page()) {
+    uint8_t* page = out_.next();
+    size_t n = std::min<size_t>(g.fences_per_page(), fences_.size() - i);
+    std::memcpy(page + sizeof(PageHeader), fences_.data() + i, n * 8);
+    seal_page(page, g, file_->nonce, out_.page(), PageKind::kFences, static_cast<uint32_t>(n));
+  }
+  out_.flush();
+  auto base = std::make_shared<BaseFile>();
+  base->data = file_;
+  base->rows = rows_;
+  base->fences = std::move(fences_);
+  base->fences.shrink_to_fit();
+  return base;
+}
+
+void read_extent_keys(Context& ctx, Extent& extent, const std::function<void(uint64_t, uint32_t)>& fn) {
+  const Geometry& g = ctx.g;
+  const std::string& path = extent.segment->file->path();
+  PageKind kind = extent.tombstones ? PageKind::kTombstones : PageKind::kKeys;
+  uint32_t per_page = extent.per_page(g), data_page = extent.data_page(g);
+  extent.fences.clear();
+  extent.fences.reserve((extent.rows + per_page - 1) / per_page);
+  uint64_t row = 0, last = 0;
+  for_each_page(ctx, *extent.segment, extent.first_page, g.key_pages(extent.rows),
+                [&](const uint8_t* page, uint64_t number) {
+                  verify_page(page, g, extent.segment->nonce, number, kind, path);
+                  ExtentInfo info;
+                  std::memcpy(&info, page + sizeof(PageHeader), sizeof info);
+                  uint64_t n = page_header(page).count;
+                  if (info.seq != extent.seq || info.rows != extent.rows || info.first_row != row ||
+                      n != std::min<uint64_t>(g.keys_per_page(), extent.rows - row))
+                    throw CorruptionError(path + ": page " + std::to_string(number) + ": belongs to another extent");
+                  for (uint32_t i = 0; i < n; ++i, ++row) {
+                    uint64_t hash = hash_key(page_key(page, kind, i));
+                    if (row > 0 && hash <= last)
+                      throw CorruptionError(path + ": page " + std::to_string(number) + ": keys out of order");
+                    last = hash;
+                    if (row % per_page == 0) extent.fences.push_back(hash);
+                    fn(hash, data_page + static_cast<uint32_t>(row / per_page));
+                  }
+                });
+}
+
+}  // namespace thermocline::ssd

@@ -1,0 +1,119 @@
+// The two kinds of data file: log segments, made of extents, and base files. Both are written once, front to back, and
+// never overwritten; page 0 is a header (format.h).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ssd/format.h"
+#include "ssd/manifest.h"
+#include "util/aligned.h"
+#include "util/fs.h"
+
+namespace thermocline::ssd {
+
+// What every part of one open store shares. Constant after construction but for the counters.
+struct Context {
+  Context(std::shared_ptr<FileSystem> fs, std::string path, const Identity& id)
+      : fs(std::move(fs)), path(std::move(path)), id(id), g(id.geometry) {}
+
+  std::shared_ptr<FileSystem> fs;
+  std::string path;
+  Identity id;
+  Geometry g;
+  std::atomic<uint64_t> bytes_written{0};
+
+  std::string file_path(FileKind kind, uint64_t number) const { return path + "/" + file_name(kind, number); }
+};
+
+// An open data file. `synced` is false from creation or the last append until commit() has synced it.
+struct DataFile {
+  FileKind kind;
+  uint64_t number;
+  uint64_t nonce;
+  std::unique_ptr<File> file;
+  std::atomic<bool> synced{false};
+  std::atomic<uint64_t> pages{0};
+};
+
+std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t number);
+// Verifies the header and that the file has at least `pages` pages.
+std::shared_ptr<DataFile> open_data_file(Context& ctx, FileKind kind, uint64_t number, uint64_t nonce, uint64_t pages);
+
+// Appends pages to a new file through one buffer.
+class PageAppender {
+ public:
+  PageAppender(Context& ctx, DataFile& file, size_t buffer_pages);
+  uint8_t* next();  // zeroed memory of the next page; valid until the call after
+  uint64_t page() const { return first_ + used_ - 1; }  // number of the page last given out
+  void flush();
+
+ private:
+  Context& ctx_;
+  DataFile& file_;
+  AlignedBuffer buffer_;
+  const size_t capacity_;
+  uint64_t first_;  // page number of the buffer's first page
+  size_t used_ = 0;
+};
+
+// Immutable rows of one partition, in hash order. Row page i is page 1 + i of the file; fence pages follow.
+struct BaseFile {
+  std::shared_ptr<DataFile> data;
+  uint64_t rows = 0;
+  std::vector<uint64_t> fences;  // first hash of each row page
+
+  uint32_t pages() const { return static_cast<uint32_t>(fences.size()); }
+  uint64_t bytes(const Geometry& g) const { return (1 + pages() + g.fence_pages(pages())) * g.page_bytes; }
+};
+
+std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& record);
+
+// Writes a base file from rows in strictly rising hash order.
+class BaseWriter {
+ public:
+  BaseWriter(Context& ctx, std::shared_ptr<DataFile> file);
+  void add(uint64_t key, const uint8_t* row);
+  uint64_t rows() const { return rows_; }
+  uint64_t bytes() const { return fences_.size() * uint64_t{ctx_.g.page_bytes}; }
+  std::shared_ptr<const BaseFile> finish();  // not synced
+
+ private:
+  void seal();
+  Context& ctx_;
+  std::shared_ptr<DataFile> file_;
+  PageAppender out_;
+  uint8_t* page_ = nullptr;
+  uint32_t on_page_ = 0;
+  uint64_t rows_ = 0;
+  uint64_t last_hash_ = 0;
+  std::vector<uint64_t> fences_;
+};
+
+// One flush of the log: `rows` keys in strictly rising hash order; key pages, then row pages (none for deletions).
+struct Extent {
+  uint64_t seq = 0;
+  std::shared_ptr<DataFile> segment;
+  uint32_t first_page = 0;
+  uint32_t vbase = 0;  // segment page p is page vbase + p of the whole log (wraps; see delta_table.h)
+  uint64_t rows = 0;
+  bool tombstones = false;
+  std::vector<uint64_t> fences;  // first hash of each data page
+
+  // Data pages are those a lookup reads: row pages, or the key pages of deletions.
+  uint32_t data_page(const Geometry& g) const {
+    return tombstones ? first_page : first_page + static_cast<uint32_t>(g.key_pages(rows));
+  }
+  uint32_t per_page(const Geometry& g) const { return tombstones ? g.keys_per_page() : g.rows_per_page(); }
+  uint64_t pages(const Geometry& g) const { return g.key_pages(rows) + (tombstones ? 0 : g.row_pages(rows)); }
+  uint64_t bytes(const Geometry& g) const { return pages(g) * g.page_bytes; }
+};
+
+// Reads the key column, calling fn(hash, data page number in the segment) in order; fills extent.fences.
+void read_extent_keys(Context& ctx, Extent& extent, const std::function<void(uint64_t, uint32_t)>& fn);
+
+}  // namespace thermocline::ssd

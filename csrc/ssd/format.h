@@ -1,0 +1,133 @@
+// Every constant and structure on disk. docs/formats.md says the same in words. Persisted numbers never change.
+// All integers are little endian.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "util/error.h"
+#include "util/fs.h"
+#include "util/hash.h"
+
+namespace thermocline::ssd {
+
+inline constexpr uint32_t kFormatVersion = 1;
+inline constexpr char kStoreMagic[8] = {'T', 'H', 'M', 'C', 'S', 'T', 'O', 'R'};
+inline constexpr char kFileMagic[8] = {'T', 'H', 'M', 'C', 'F', 'I', 'L', 'E'};
+inline constexpr char kManifestMagic[8] = {'T', 'H', 'M', 'C', 'M', 'A', 'N', 'I'};
+
+enum class PageKind : uint8_t {
+  kHeader = 1,      // first page of every data file
+  kRows = 2,        // keys, then rows, in hash order
+  kKeys = 3,        // key column of an extent of rows
+  kTombstones = 4,  // key column of an extent of deletions
+  kFences = 5,      // first hash of each row page of a base file
+};
+
+struct PageHeader {
+  uint64_t checksum;  // xxh64 of the page after this field, seeded with page_seed(file, page number)
+  uint16_t count;     // entries on the page
+  PageKind kind;
+  uint8_t reserved8;
+  uint32_t reserved32;
+};
+static_assert(sizeof(PageHeader) == 16);
+
+// Follows the PageHeader on page 0 of a data file.
+struct FileHeader {
+  char magic[8];
+  uint32_t version;
+  uint32_t kind;  // FileKind
+  uint64_t store_id[2];
+  uint64_t number;
+  uint64_t nonce;
+  uint32_t row_bytes;
+  uint32_t page_bytes;
+};
+static_assert(sizeof(FileHeader) == 56);
+
+enum class FileKind : uint32_t { kSegment = 1, kBase = 2 };
+
+// Follows the PageHeader on every key page: which extent the page belongs to.
+struct ExtentInfo {
+  uint64_t seq;        // of the extent; newer extents have larger ones
+  uint64_t first_row;  // index in the extent of the page's first key
+  uint64_t rows;       // of the whole extent
+};
+static_assert(sizeof(ExtentInfo) == 24);
+
+// What all files of a store have in common.
+struct Geometry {
+  uint32_t row_bytes = 0;
+  uint32_t page_bytes = 0;
+
+  uint32_t entry_bytes() const { return row_bytes + 8; }
+  uint32_t rows_per_page() const { return (page_bytes - sizeof(PageHeader)) / entry_bytes(); }
+  uint32_t keys_per_page() const { return (page_bytes - sizeof(PageHeader) - sizeof(ExtentInfo)) / 8; }
+  uint32_t fences_per_page() const { return (page_bytes - sizeof(PageHeader)) / 8; }
+  uint64_t row_pages(uint64_t rows) const { return (rows + rows_per_page() - 1) / rows_per_page(); }
+  uint64_t key_pages(uint64_t rows) const { return (rows + keys_per_page() - 1) / keys_per_page(); }
+  uint64_t fence_pages(uint64_t pages) const { return (pages + fences_per_page() - 1) / fences_per_page(); }
+
+  // The smallest page, in sectors, that wastes at most an eighth of itself (or the least wasteful of the first 16).
+  static Geometry of(uint32_t row_bytes) {
+    constexpr uint32_t kMaxRow = 1u << 20;
+    if (row_bytes == 0 || row_bytes > kMaxRow)
+      throw FormatError("row_bytes is " + std::to_string(row_bytes) + "; it must be 1 to " + std::to_string(kMaxRow));
+    uint32_t need = row_bytes + 8 + sizeof(PageHeader);
+    uint32_t first = (need + kSector - 1) / kSector, best = first;
+    double best_use = 0;
+    for (uint32_t sectors = first; sectors < first + 16; ++sectors) {
+      Geometry g{row_bytes, static_cast<uint32_t>(sectors * kSector)};
+      double use = double(g.rows_per_page()) * g.entry_bytes() / g.page_bytes;
+      if (use > best_use) best_use = use, best = sectors;
+      if (use >= 0.875) break;
+    }
+    return {row_bytes, static_cast<uint32_t>(best * kSector)};
+  }
+};
+
+// A file's nonce is random, so the pages of an older file that had the same place on the device never pass as ours.
+inline uint64_t page_seed(uint64_t nonce, uint64_t page) { return nonce ^ mix64(page + 1); }
+
+inline void seal_page(uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t number, PageKind kind,
+                      uint32_t count) {
+  auto* header = reinterpret_cast<PageHeader*>(page);
+  header->count = static_cast<uint16_t>(count);
+  header->kind = kind;
+  header->reserved8 = 0;
+  header->reserved32 = 0;
+  header->checksum = xxh64(page + 8, g.page_bytes - 8, page_seed(nonce, number));
+}
+
+// Throws CorruptionError unless the page is exactly what was written there, of that kind, with a count that fits it.
+void verify_page(const uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t number, PageKind kind,
+                 const std::string& path);
+// As above, where a row page or a tombstone page may stand.
+PageKind verify_data_page(const uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t number,
+                          const std::string& path);
+
+inline const PageHeader& page_header(const uint8_t* page) { return *reinterpret_cast<const PageHeader*>(page); }
+inline uint32_t keys_offset(PageKind kind) {
+  return kind == PageKind::kRows ? sizeof(PageHeader) : sizeof(PageHeader) + sizeof(ExtentInfo);
+}
+inline uint64_t page_key(const uint8_t* page, PageKind kind, uint32_t i) {
+  uint64_t key;
+  std::memcpy(&key, page + keys_offset(kind) + 8ull * i, 8);
+  return key;
+}
+// Row i of a row page: keys come first, packed to the page's count.
+inline const uint8_t* page_row(const uint8_t* page, const Geometry& g, uint32_t i) {
+  return page + sizeof(PageHeader) + 8ull * page_header(page).count + uint64_t{g.row_bytes} * i;
+}
+
+// Page 0 of a data file.
+void write_file_header(uint8_t* page, const Geometry& g, FileKind kind, const uint64_t store_id[2], uint64_t number,
+                       uint64_t nonce);
+void verify_file_header(const uint8_t* page, const Geometry& g, FileKind kind, const uint64_t store_id[2],
+                        uint64_t number, uint64_t nonce, const std::string& path);
+
+std::string file_name(FileKind kind, uint64_t number);  // "log-000007.tc", "base-000012.tc"
+
+}  // namespace thermocline::ssd

@@ -1,0 +1,90 @@
+// The store behind its interface. Locks, always taken in this order:
+//   life_         shared by every call, exclusive by close()
+//   write_mutex_  puts, deletes, commits, releases: one at a time
+//   index_mutex_  the index and the write buffer: shared to plan reads, exclusive to change them; never held during I/O
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+
+#include "ssd/catalog.h"
+#include "ssd/index.h"
+#include "ssd/log_writer.h"
+#include "ssd/merger.h"
+#include "ssd/reader.h"
+#include "ssd/store.h"
+#include "ssd/write_buffer.h"
+#include "util/thread_pool.h"
+
+namespace thermocline {
+
+class SsdStore::Impl {
+ public:
+  // Opens an existing store whose identity has been read and, for writing, whose lock is held.
+  Impl(std::shared_ptr<FileSystem> fs, const std::string& path, const ssd::Identity& id, const StoreOptions& options,
+       std::unique_ptr<FileLock> lock);
+  ~Impl();
+
+  void get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows);
+  void put(const uint64_t* keys, size_t n, const RowsIn* rows);  // rows null: deletions
+  uint64_t commit(const std::string& note);
+  void release(uint64_t epoch);
+  std::vector<ssd::PartitionView> views();
+  uint64_t count();
+  StoreStats stats() const;
+  void check();
+  void merge_all();
+  void link_checkpoint(const std::string& path);
+  void close();
+  double read_floor(const uint64_t* keys, size_t n);
+
+  ssd::Context ctx;
+  std::vector<uint64_t> epochs() const { return catalog_.epochs(); }
+  uint64_t epoch() const;
+  std::string note() const;
+
+  // Held by every call on an open store.
+  std::shared_lock<std::shared_mutex> alive() const;
+
+ private:
+  void load(const ssd::Manifest& manifest);
+  void require_writable() const;
+  // write_mutex_ held:
+  void flush_buffer();
+  void write_batch(std::vector<ssd::Item>& items, const uint64_t* keys, const RowsIn* rows);
+  void sync_files(const std::vector<std::shared_ptr<ssd::DataFile>>& files);
+  [[noreturn]] void fail(const std::string& what);
+  uint64_t fixed_memory() const;
+  // Calls fn with plans of bounded size that cover the keys in hash order.
+  template <class Fn>
+  void for_each_plan(const uint64_t* keys, size_t n, Fn&& fn);
+  void take_from_buffer(ssd::Plan& plan, const uint64_t* keys, uint8_t* found, RowsOut rows) const;
+  void check_partition(size_t i);
+
+  const StoreOptions options_;
+  std::unique_ptr<FileLock> lock_;
+  ThreadPool pool_;
+  ssd::Catalog catalog_;
+
+  mutable std::shared_mutex life_;
+  bool closed_ = false;
+
+  std::mutex write_mutex_;  // protects log_, epoch_ and note_ for writing
+  ssd::LogWriter log_;
+
+  mutable std::shared_mutex index_mutex_;  // protects index_, buffer_, epoch_, note_, failed_
+  ssd::Index index_;
+  ssd::WriteBuffer buffer_;
+  uint64_t epoch_ = 0;
+  std::string note_;
+  std::string failed_;  // why the store takes no more writes; empty: it does
+
+  ssd::Reader reader_;
+  std::atomic<uint64_t> bytes_put_{0};
+  std::unique_ptr<ssd::Merger> merger_;  // last: its thread uses all of the above
+};
+
+}  // namespace thermocline

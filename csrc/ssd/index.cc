@@ -1,0 +1,232 @@
+#include "ssd/index.h"
+
+#include <algorithm>
+#include <limits>
+#include <unordered_set>
+
+namespace thermocline::ssd {
+
+void Index::clear() {
+  partitions_.clear();
+  extents_.clear();
+  segment_starts_.clear();
+  last_seq_ = pending_ = base_rows_ = 0;
+}
+
+void Index::load_partitions(std::vector<Partition> partitions) {
+  if (partitions.empty()) {
+    partitions.emplace_back();
+    partitions.back().hi = std::numeric_limits<uint64_t>::max();
+  }
+  for (auto& p : partitions) {
+    if (p.base) base_rows_ += p.base->rows;
+    partitions_.push_back(std::make_shared<Partition>(std::move(p)));
+  }
+}
+
+size_t Index::partition_of(uint64_t hash) const {
+  auto after = std::upper_bound(partitions_.begin(), partitions_.end(), hash,
+                                [](uint64_t h, const auto& p) { return h < p->lo; });
+  return static_cast<size_t>(after - partitions_.begin()) - 1;
+}
+
+void Index::insert(Partition& p, uint64_t hash, uint32_t vpage, size_t expected) {
+  ++p.pending;
+  ++pending_;
+  if (!p.tables.empty() && p.tables.back()->insert(hash, vpage)) return;
+  // A quarter of what the partition gathers before it is merged, so that memory follows need in small steps.
+  uint64_t usual = p.base ? static_cast<uint64_t>(static_cast<double>(p.base->rows) * log_ratio_ / 4) : 0;
+  uint64_t count = p.tables.empty() ? 0 : p.tables.back()->count();
+  uint64_t capacity = std::max({uint64_t{64}, usual, expected, count / 2});
+  capacity = std::min<uint64_t>(capacity + capacity / 6 + 8, 1u << 30);
+  p.tables.push_back(std::make_shared<DeltaTable>(p.lo, p.hi, static_cast<uint32_t>(capacity)));
+  if (!p.tables.back()->insert(hash, vpage)) throw Error("a new delta table took no entry");
+}
+
+void Index::add_extent(std::shared_ptr<Extent> extent, const std::vector<HashAndPage>& rows) {
+  if (extent->seq <= last_seq_) throw Error("extents must come in order");
+  size_t at = rows.empty() ? 0 : partition_of(rows[0].hash);
+  for (size_t i = 0; i < rows.size();) {
+    while (rows[i].hash > partitions_[at]->hi) ++at;
+    Partition& p = *partitions_[at];
+    size_t end = i;
+    while (end < rows.size() && rows[end].hash <= p.hi) ++end;
+    if (extent->seq > p.merged_seq)
+      for (size_t k = i; k < end; ++k) insert(p, rows[k].hash, extent->vbase + rows[k].page, end - k);
+    i = end;
+  }
+  last_seq_ = extent->seq;
+  if (segment_starts_.empty() || segment_starts_.back()->segment != extent->segment) segment_starts_.push_back(extent);
+  extents_.push_back(std::move(extent));
+}
+
+void Index::candidates(const Partition& p, uint64_t hash, std::vector<uint32_t>& vpages) const {
+  vpages.clear();
+  for (auto& table : p.tables) table->find(hash, [&](uint32_t vpage) { vpages.push_back(vpage); });
+  // Log page numbers rise with age and may wrap around: compare distances.
+  if (vpages.size() > 1)
+    std::sort(vpages.begin(), vpages.end(), [](uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) > 0; });
+}
+
+PageAddress Index::address(uint32_t vpage) const {
+  auto after = std::upper_bound(
+      segment_starts_.begin(), segment_starts_.end(), vpage,
+      [](uint32_t v, const auto& start) { return static_cast<int32_t>(v - start->vbase) < 0; });
+  if (after == segment_starts_.begin()) throw Error("an index entry names a page before the log");
+  const Extent& start = **(after - 1);
+  return {start.segment.get(), vpage - start.vbase};
+}
+
+bool Index::base_page(const BaseFile& base, uint64_t hash, uint32_t* page, uint32_t hint) {
+  auto& f = base.fences;
+  if (f.empty() || hash < f[0]) return false;
+  // Batches come sorted: gallop from the last page found.
+  size_t low = hint < f.size() && f[hint] <= hash ? hint : 0, step = 1;
+  while (low + step < f.size() && f[low + step] <= hash) {
+    low += step;
+    step *= 2;
+  }
+  size_t high = std::min(low + step, f.size());
+  *page = static_cast<uint32_t>(std::upper_bound(f.begin() + low, f.begin() + high, hash) - f.begin() - 1);
+  return true;
+}
+
+PartitionView Index::view(size_t i) const {
+  const Partition& p = *partitions_[i];
+  PartitionView view{p.lo, p.hi, p.base, {}};
+  if (p.pending > 0)
+    for (auto& e : extents_)
+      if (e->seq > p.merged_seq) view.extents.push_back(e);
+  return view;
+}
+
+Manifest Index::manifest() const {
+  Manifest m;
+  for (auto& p : partitions_) {
+    PartitionRecord r{p->lo, p->merged_seq, 0, 0, 0, 0};
+    if (p->base) {
+      r.file = p->base->data->number;
+      r.nonce = p->base->data->nonce;
+      r.rows = p->base->rows;
+      r.pages = p->base->pages();
+    }
+    m.partitions.push_back(r);
+  }
+  for (auto& e : extents_) {
+    if (m.segments.empty() || m.segments.back().file != e->segment->number)
+      m.segments.push_back({e->segment->number, e->segment->nonce, 0});
+    m.segments.back().pages = e->first_page + e->pages(g_);
+    m.extents.push_back({e->seq, e->segment->number, e->first_page, e->rows, e->tombstones ? 1u : 0u});
+  }
+  m.next_seq = last_seq_ + 1;
+  return m;
+}
+
+std::vector<std::shared_ptr<DataFile>> Index::files() const {
+  std::vector<std::shared_ptr<DataFile>> out;
+  for (auto& p : partitions_)
+    if (p->base) out.push_back(p->base->data);
+  for (auto& start : segment_starts_) out.push_back(start->segment);
+  return out;
+}
+
+bool Index::begin_merge(Merge* merge) {
+  size_t best = partitions_.size();
+  for (size_t i = 0; i < partitions_.size(); ++i) {
+    Partition& p = *partitions_[i];
+    if (p.pending == 0) p.merged_seq = last_seq_;  // nothing of the log is its own
+    if (p.pending == 0 || !p.damage.empty()) continue;
+    if (best == partitions_.size()) best = i;
+    const Partition& b = *partitions_[best];
+    if (p.merged_seq < b.merged_seq || (p.merged_seq == b.merged_seq && p.pending > b.pending)) best = i;
+  }
+  if (best == partitions_.size()) return false;
+  Partition& p = *partitions_[best];
+  merge->partition = &p;
+  merge->view = view(best);
+  merge->seq = last_seq_;
+  merge->frozen_tables = p.tables.size();
+  merge->frozen_pending = p.pending;
+  merge->rows = p.pending + (p.base ? p.base->rows : 0);
+  // Entries that arrive while the merge runs go to a table of their own, which outlives it.
+  p.tables.push_back(std::make_shared<DeltaTable>(p.lo, p.hi, static_cast<uint32_t>(p.pending / 8 + 64)));
+  return true;
+}
+
+void Index::finish_merge(const Merge& merge, std::vector<Partition> pieces) {
+  size_t at = partition_of(merge.partition->lo);
+  if (partitions_[at].get() != merge.partition) throw Error("the merged partition is gone");
+  std::shared_ptr<Partition> old = partitions_[at];
+  uint64_t arrived = old->pending - merge.frozen_pending;
+  pending_ -= old->pending;
+  if (old->base) base_rows_ -= old->base->rows;
+  std::vector<std::shared_ptr<Partition>> fresh;
+  for (auto& piece : pieces) {
+    piece.merged_seq = merge.seq;
+    if (arrived > 0) {
+      // Pieces share the tables filled meanwhile, and a share of the count, rounded up: 0 would mean "nothing".
+      piece.tables.assign(old->tables.begin() + static_cast<ptrdiff_t>(merge.frozen_tables), old->tables.end());
+      piece.pending = (arrived + pieces.size() - 1) / pieces.size();
+    }
+    pending_ += piece.pending;
+    if (piece.base) base_rows_ += piece.base->rows;
+    fresh.push_back(std::make_shared<Partition>(std::move(piece)));
+  }
+  partitions_.erase(partitions_.begin() + static_cast<ptrdiff_t>(at));
+  partitions_.insert(partitions_.begin() + static_cast<ptrdiff_t>(at), fresh.begin(), fresh.end());
+  drop_merged_extents();
+}
+
+void Index::drop_merged_extents() {
+  uint64_t merged = last_seq_;
+  for (auto& p : partitions_)
+    if (p->pending > 0) merged = std::min(merged, p->merged_seq);
+  while (!extents_.empty() && extents_.front()->seq <= merged) {
+    auto gone = extents_.front();
+    extents_.pop_front();
+    // The segment lives on while a later extent of it does.
+    if (extents_.empty() || extents_.front()->segment != gone->segment) segment_starts_.pop_front();
+  }
+  for (auto& p : partitions_)
+    if (p->pending == 0) p->merged_seq = last_seq_;
+}
+
+uint64_t Index::base_bytes() const {
+  uint64_t sum = 0;
+  for (auto& p : partitions_)
+    if (p->base) sum += p->base->bytes(g_);
+  return sum;
+}
+
+uint64_t Index::log_bytes() const {
+  uint64_t sum = 0;
+  for (auto& e : extents_) sum += e->bytes(g_);
+  return sum;
+}
+
+uint64_t Index::log_rows() const {
+  uint64_t sum = 0;
+  for (auto& e : extents_) sum += e->rows;
+  return sum;
+}
+
+uint64_t Index::memory() const {
+  uint64_t sum = partitions_.capacity() * sizeof(partitions_[0]);
+  std::unordered_set<const DeltaTable*> shared;
+  for (auto& p : partitions_) {
+    sum += sizeof(Partition) + 32;
+    if (p->base) sum += sizeof(BaseFile) + sizeof(DataFile) + p->base->fences.capacity() * 8;
+    for (auto& t : p->tables)
+      if (t.use_count() == 1 || shared.insert(t.get()).second) sum += t->memory();
+  }
+  for (auto& e : extents_) sum += sizeof(Extent) + 32 + e->fences.capacity() * 8;
+  return sum;
+}
+
+std::string Index::damage() const {
+  for (auto& p : partitions_)
+    if (!p->damage.empty()) return p->damage;
+  return "";
+}
+
+}  // namespace thermocline::ssd

@@ -1,0 +1,214 @@
+#include "ssd/merger.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace thermocline::ssd {
+namespace {
+
+struct Stopped {};
+
+uint64_t ceil_div(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+Merger::Merger(Context& ctx, const StoreOptions& options, Index& index, std::shared_mutex& index_mutex,
+               Catalog& catalog, std::function<uint64_t()> fixed_memory)
+    : ctx_(ctx), options_(options), index_(index), index_mutex_(index_mutex), catalog_(catalog),
+      fixed_memory_(std::move(fixed_memory)) {
+  if (options_.background_merge && !options_.read_only) thread_ = std::thread([this] { loop(); });
+}
+
+Merger::~Merger() { stop(); }
+
+void Merger::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  progress_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+uint64_t Merger::limit() const {
+  std::shared_lock lock(index_mutex_);
+  // Half of the ratio: partitions are merged in turn, so on average each has half a cycle's rows in the log.
+  double share = options_.max_log_ratio / 2;
+  auto wanted = static_cast<uint64_t>(share * static_cast<double>(index_.base_rows()));
+  wanted = std::max<uint64_t>(wanted, options_.min_log_bytes / ctx_.g.entry_bytes());
+  // Entries cost more than their slot: tables are at most 7/8 full, and grow in steps.
+  uint64_t entry = DeltaTable::slot_bytes() * 3 / 2;
+  uint64_t fixed = fixed_memory_() + index_.memory(), entries = std::min(fixed, index_.pending() * entry);
+  uint64_t need = fixed - entries, room = options_.mem_budget > need ? options_.mem_budget - need : 0;
+  uint64_t affordable = room / entry;
+  if (affordable < 1024)
+    throw BudgetError(ctx_.path + ": mem_budget is " + std::to_string(options_.mem_budget) + " bytes, but " +
+                      std::to_string(index_.base_rows()) + " rows of " + std::to_string(ctx_.g.row_bytes) +
+                      " bytes need " + std::to_string(need + 1024 * entry) +
+                      " (fences and buffers); open it with a larger mem_budget");
+  return std::min(wanted, affordable);
+}
+
+Merger::Debt Merger::debt() const {
+  uint64_t limit = this->limit();
+  std::shared_lock lock(index_mutex_);
+  Debt debt{index_.pending(), limit};
+  // Too many small extents count as too many rows.
+  if (index_.extents() > kMaxExtents) debt.pending = std::max(debt.pending, limit + limit / 8 + 1);
+  if (index_.extents() > 2 * kMaxExtents) debt.pending = std::max(debt.pending, 2 * limit);
+  return debt;
+}
+
+void Merger::flushed(uint64_t bytes) {
+  if (!options_.background_merge) {
+    while (debt().due() && merge_one()) {
+    }
+    return;
+  }
+  Debt now = debt();
+  std::unique_lock lock(mutex_);
+  // A cycle rewrites the base once; the first one, when all partitions are equally far behind, twice.
+  auto grant = static_cast<int64_t>(static_cast<double>(bytes) * (2 / options_.max_log_ratio + 1));
+  credit_ = std::min(credit_ + grant, 2 * grant);
+  work_ = now.due();
+  hurry_ = now.urgent();
+  error_ = nullptr;
+  wake_.notify_all();
+  if (!now.hard()) return;
+  auto start = std::chrono::steady_clock::now();
+  for (;;) {
+    progress_.wait(lock);
+    if (error_) std::rethrow_exception(error_);
+    if (stop_) return;
+    lock.unlock();
+    bool wait = debt().urgent();
+    lock.lock();
+    if (!wait) break;
+  }
+  stall_seconds_ = stall_seconds_ + std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+void Merger::loop() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [&] { return stop_ || (work_ && !error_); });
+    if (stop_) return;
+    lock.unlock();
+    std::exception_ptr error;
+    bool more = false, urgent = false;
+    try {
+      more = merge_one();
+      Debt now = debt();
+      urgent = now.urgent();
+      more = more && now.due();
+    } catch (const Stopped&) {
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    error_ = error;
+    // Nothing can be merged and put() would wait for ever: say why.
+    if (!error_ && !more && urgent) {
+      std::shared_lock index_lock(index_mutex_);
+      error_ = std::make_exception_ptr(CorruptionError("merging is blocked: " + index_.damage()));
+    }
+    work_ = more;
+    hurry_ = urgent;
+    progress_.notify_all();
+  }
+}
+
+void Merger::pace(uint64_t bytes) {
+  std::unique_lock lock(mutex_);
+  credit_ -= static_cast<int64_t>(bytes);
+  if (!options_.background_merge || std::this_thread::get_id() != thread_.get_id()) return;
+  wake_.wait(lock, [&] { return stop_ || hurry_ || credit_ > 0; });
+  if (stop_) throw Stopped{};
+}
+
+bool Merger::merge_one() {
+  std::lock_guard merging(merge_mutex_);
+  Index::Merge job;
+  uint64_t target;
+  {
+    std::unique_lock lock(index_mutex_);
+    if (!index_.begin_merge(&job)) return false;
+    target = std::max<uint64_t>(options_.partition_bytes, index_.base_bytes() / 512);
+  }
+  ctx_.fs->reached("merge.begin");
+  uint64_t bytes = job.rows * ctx_.g.entry_bytes();
+  uint64_t pieces_wanted = bytes > target ? ceil_div(bytes, target * 3 / 4 + 1) : 1;
+  uint64_t rows_per_piece = std::max<uint64_t>(1, ceil_div(job.rows, pieces_wanted));
+  std::vector<Partition> pieces;
+  try {
+    PartitionCursor cursor(ctx_, job.view, kBufferBytes);
+    std::unique_ptr<BaseWriter> writer;
+    auto close_piece = [&] {
+      if (!writer) return;
+      pieces.back().base = writer->finish();
+      counters_.bytes_written += pieces.back().base->bytes(ctx_.g);
+      writer.reset();
+      ctx_.fs->reached("merge.piece");
+    };
+    uint64_t since = 0;
+    while (cursor.next()) {
+      if (writer && writer->rows() == rows_per_piece) close_piece();
+      if (!writer) {
+        pieces.emplace_back();
+        pieces.back().lo = pieces.size() == 1 ? job.view.lo : hash_key(cursor.key());
+        writer = std::make_unique<BaseWriter>(ctx_, catalog_.create(FileKind::kBase));
+      }
+      writer->add(cursor.key(), cursor.row());
+      since += ctx_.g.entry_bytes();
+      if (since >= (1u << 20)) {
+        ctx_.fs->reached("merge.chunk");
+        pace(since);
+        since = 0;
+      }
+    }
+    close_piece();
+    counters_.bytes_read += cursor.bytes_read();
+  } catch (const CorruptionError& e) {
+    // This partition cannot be merged; the others can, and its sound pages stay readable.
+    std::unique_lock lock(index_mutex_);
+    job.partition->damage = e.what();
+    throw;
+  }
+  if (pieces.empty()) {
+    pieces.emplace_back();
+    pieces.back().lo = job.view.lo;
+  }
+  for (size_t i = 0; i < pieces.size(); ++i) pieces[i].hi = i + 1 < pieces.size() ? pieces[i + 1].lo - 1 : job.view.hi;
+  ctx_.fs->reached("merge.written");
+  {
+    std::unique_lock lock(index_mutex_);
+    index_.finish_merge(job, std::move(pieces));
+  }
+  ++counters_.merges;
+  ctx_.fs->reached("merge.installed");
+  job = {};
+  catalog_.collect();
+  return true;
+}
+
+void Merger::hurry() {
+  {
+    std::lock_guard lock(mutex_);
+    hurry_ = true;
+  }
+  wake_.notify_all();
+}
+
+void Merger::merge_all() {
+  hurry();
+  while (merge_one()) {
+  }
+}
+
+std::unique_lock<std::mutex> Merger::pause() {
+  hurry();
+  return std::unique_lock(merge_mutex_);
+}
+
+}  // namespace thermocline::ssd

@@ -1,0 +1,79 @@
+// Merges the log into the bases, one partition at a time, the one furthest behind first.
+//
+// How much log there may be follows from the base and from the memory budget (limit()). In the background, each flush of
+// the log grants credit for as many merged bytes as keep pace with it, so merging is spread evenly over the batches;
+// only when twice that is not enough does put() wait.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <shared_mutex>
+#include <thread>
+
+#include "ssd/catalog.h"
+#include "ssd/index.h"
+#include "ssd/store.h"
+
+namespace thermocline::ssd {
+
+struct MergeCounters {
+  std::atomic<uint64_t> merges{0}, bytes_read{0}, bytes_written{0};
+};
+
+class Merger {
+ public:
+  // `fixed_memory`: what of the budget is not the index's.
+  Merger(Context& ctx, const StoreOptions& options, Index& index, std::shared_mutex& index_mutex, Catalog& catalog,
+         std::function<uint64_t()> fixed_memory);
+  ~Merger();  // stops; a merge under way is dropped
+
+  // After a flush of `bytes`, with no lock held. Merges inline, or grants credit and waits if the merger is far behind.
+  void flushed(uint64_t bytes);
+  void merge_all();
+  // No merge runs while the result lives.
+  std::unique_lock<std::mutex> pause();
+  void stop();
+
+  uint64_t limit() const;  // rows of log; throws BudgetError if the index alone is over the budget
+  const MergeCounters& counters() const { return counters_; }
+  double stall_seconds() const { return stall_seconds_; }
+  static uint64_t memory() { return kBufferBytes + (1u << 20); }
+
+ private:
+  static constexpr size_t kBufferBytes = 3u << 20;
+  static constexpr size_t kMaxExtents = 4096;  // a manifest lists them all
+
+  struct Debt {
+    uint64_t pending, limit;
+    bool due() const { return pending > limit; }
+    bool urgent() const { return pending > limit + limit / 4; }
+    bool hard() const { return pending > limit + limit / 2; }
+  };
+  Debt debt() const;
+  void hurry();  // lets a background merge that waits for credit finish
+  bool merge_one();
+  void pace(uint64_t bytes);
+  void loop();
+
+  Context& ctx_;
+  const StoreOptions options_;
+  Index& index_;
+  std::shared_mutex& index_mutex_;
+  Catalog& catalog_;
+  const std::function<uint64_t()> fixed_memory_;
+  MergeCounters counters_;
+  std::atomic<double> stall_seconds_{0};
+
+  std::mutex merge_mutex_;  // held for one merge
+  std::mutex mutex_;        // protects what follows
+  std::condition_variable wake_, progress_;
+  int64_t credit_ = 0;
+  bool stop_ = false, hurry_ = false, work_ = false;
+  std::exception_ptr error_;  // of the last background merge; cleared by the next flush
+  std::thread thread_;
+};
+
+}  // namespace thermocline::ssd

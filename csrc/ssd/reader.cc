@@ -1,0 +1,298 @@
+#include "ssd/reader.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace thermocline::ssd {
+namespace {
+
+constexpr uint32_t kNone = ~uint32_t{0};
+constexpr int kPageBits = 40;
+constexpr uint64_t kPageMask = (uint64_t{1} << kPageBits) - 1;
+constexpr size_t kMaxReadBytes = 64u << 10;  // beyond it a longer read gains nothing on the devices measured
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+uint64_t place_of(uint32_t file, uint64_t page) { return (uint64_t{file} << kPageBits) | page; }
+
+}  // namespace
+
+uint32_t ReadCost::gap() const {
+  if (page_us <= 0) return 3;
+  return static_cast<uint32_t>(std::clamp(read_us / page_us, 0.0, 15.0));
+}
+
+uint32_t Plan::add_file(const std::shared_ptr<DataFile>& file) {
+  files.push_back(file);
+  return static_cast<uint32_t>(files.size() - 1);
+}
+
+void plan_reads(const Index& index, Plan& plan) {
+  plan.wants.reserve(plan.items.size());
+  std::vector<Want> log_wants;
+  std::vector<uint32_t> vpages;
+  std::vector<std::pair<DataFile*, uint32_t>> segments;  // few: a linear search is enough
+  auto log_place = [&](uint32_t vpage) {
+    PageAddress a = index.address(vpage);
+    for (auto it = segments.rbegin(); it != segments.rend(); ++it)
+      if (it->first == a.file) return place_of(it->second, a.page);
+    for (auto& e : index.live_extents())
+      if (e->segment.get() == a.file) {
+        segments.emplace_back(a.file, plan.add_file(e->segment));
+        return place_of(segments.back().second, a.page);
+      }
+    throw Error("an index entry names a segment that is not live");
+  };
+  size_t at = plan.items.empty() ? 0 : index.partition_of(plan.items[0].hash);
+  uint32_t base_file = kNone, hint = 0;
+  for (uint32_t i = 0; i < plan.items.size(); ++i) {
+    const uint64_t hash = plan.items[i].hash;
+    if (hash > index.partition(at).hi) {
+      at = index.partition_of(hash);
+      base_file = kNone;
+      hint = 0;
+    }
+    const Partition& p = index.partition(at);
+    uint64_t base_place = Plan::kEnd;
+    uint32_t page;
+    if (p.base && Index::base_page(*p.base, hash, &page, hint)) {
+      hint = page;
+      if (base_file == kNone) base_file = plan.add_file(p.base->data);
+      base_place = place_of(base_file, 1 + page);
+    }
+    if (!p.tables.empty()) {
+      index.candidates(p, hash, vpages);
+      if (!vpages.empty()) {
+        auto next = static_cast<uint32_t>(plan.chain.size());
+        for (size_t k = 1; k < vpages.size(); ++k) plan.chain.push_back(log_place(vpages[k]));
+        if (base_place != Plan::kEnd) plan.chain.push_back(base_place);
+        plan.chain.push_back(Plan::kEnd);
+        log_wants.push_back({log_place(vpages[0]), i, next});
+        continue;
+      }
+    }
+    if (base_place != Plan::kEnd) plan.wants.push_back({base_place, i, kNone});
+  }
+  // Base wants came in order of place; those of the log follow, in theirs.
+  std::sort(log_wants.begin(), log_wants.end(), [](const Want& a, const Want& b) { return a.place < b.place; });
+  plan.wants.insert(plan.wants.end(), log_wants.begin(), log_wants.end());
+}
+
+// Not thread-safe: lent to one thread at a time.
+class Reader::Channel {
+ public:
+  Channel(FileSystem& fs, size_t depth, size_t buffer_bytes)
+      : queue(fs.read_queue(depth)), memory(depth * buffer_bytes), reads(depth) {}
+  // The queue goes first: it waits for the reads in flight into `memory`.
+  ~Channel() { queue.reset(); }
+  std::unique_ptr<ReadQueue> queue;
+  AlignedBuffer memory;
+  std::vector<const Read*> reads;  // in flight, by buffer
+};
+
+// Takes a channel, waiting for one; gives it back unless something went wrong with reads in flight.
+class Reader::Lease {
+ public:
+  explicit Lease(Reader& reader) : reader_(reader) {
+    std::unique_lock lock(reader.mutex_);
+    reader.returned_.wait(lock, [&] { return !reader.idle_.empty() || reader.lent_ < reader.concurrency_.workers; });
+    ++reader.lent_;
+    if (reader.idle_.empty()) return;
+    channel_ = std::move(reader.idle_.back());
+    reader.idle_.pop_back();
+  }
+  Channel& channel() {
+    if (!channel_) {
+      size_t depth = static_cast<size_t>(reader_.concurrency_.depth), bytes = reader_.max_pages_ * reader_.ctx_.g.page_bytes;
+      channel_ = std::make_unique<Channel>(*reader_.ctx_.fs, depth, bytes);
+      std::lock_guard lock(reader_.mutex_);
+      reader_.channel_bytes_ += channel_->memory.size();
+    }
+    return *channel_;
+  }
+  void keep() { keep_ = true; }
+  ~Lease() {
+    std::unique_ptr<Channel> spoiled;
+    std::lock_guard lock(reader_.mutex_);
+    --reader_.lent_;
+    if (keep_ && channel_) {
+      reader_.idle_.push_back(std::move(channel_));
+    } else if (channel_) {
+      reader_.channel_bytes_ -= channel_->memory.size();
+      spoiled = std::move(channel_);
+    }
+    reader_.returned_.notify_one();
+  }
+
+ private:
+  Reader& reader_;
+  std::unique_ptr<Channel> channel_;
+  bool keep_ = false;
+};
+
+Reader::Reader(Context& ctx, ThreadPool& pool)
+    : ctx_(ctx), pool_(pool), concurrency_(ctx.fs->read_concurrency()),
+      max_pages_(static_cast<uint32_t>(std::max<size_t>(1, kMaxReadBytes / ctx.g.page_bytes))) {}
+
+Reader::~Reader() = default;
+
+uint64_t Reader::memory() const {
+  std::lock_guard lock(mutex_);
+  return channel_bytes_;
+}
+
+ReadCost Reader::cost() const {
+  std::lock_guard lock(mutex_);
+  return cost_;
+}
+
+std::vector<Reader::Read> Reader::group(const std::vector<Want>& wants) const {
+  std::vector<Read> reads;
+  const uint64_t gap = cost().gap();
+  for (uint32_t i = 0; i < wants.size(); ++i) {
+    uint64_t place = wants[i].place;
+    if (!reads.empty()) {
+      Read& last = reads.back();
+      uint64_t end = last.place + last.pages;  // of another file: far away, as the file is in the upper bits
+      if (place < end + gap + 1 && place - last.place < max_pages_) {
+        last.pages = static_cast<uint32_t>(std::max<uint64_t>(last.pages, place - last.place + 1));
+        last.end_want = i + 1;
+        continue;
+      }
+    }
+    reads.push_back({place, 1, i, i + 1});
+  }
+  return reads;
+}
+
+void Reader::drive(const Plan& plan, const std::vector<Read>& reads, std::atomic<size_t>& next, size_t worker,
+                   const Arrived& fn) {
+  // Blocks of reads keep each worker in its own neighbourhood of the file.
+  const size_t block = std::clamp<size_t>(reads.size() / (4 * static_cast<size_t>(concurrency_.workers)), 1, 64);
+  size_t at = next.fetch_add(block), end = std::min(at + block, reads.size());
+  if (at >= reads.size()) return;
+  Lease lease(*this);
+  Channel& channel = lease.channel();
+  const size_t depth = channel.reads.size(), bytes = max_pages_ * size_t{ctx_.g.page_bytes};
+  std::vector<uint32_t> free_buffers(depth);
+  for (size_t i = 0; i < depth; ++i) free_buffers[i] = static_cast<uint32_t>(i);
+  uint64_t pages = 0, count = 0;
+  for (size_t in_flight = 0;;) {
+    while (in_flight < depth) {
+      if (at == end) {
+        at = next.fetch_add(block);
+        end = std::min(at + block, reads.size());
+        if (at >= reads.size()) {
+          at = end = reads.size();
+          break;
+        }
+      }
+      const Read& read = reads[at++];
+      uint32_t buffer = free_buffers.back();
+      free_buffers.pop_back();
+      channel.reads[buffer] = &read;
+      File* file = plan.files[read.place >> kPageBits]->file.get();
+      channel.queue->submit({file, (read.place & kPageMask) * ctx_.g.page_bytes, read.pages * ctx_.g.page_bytes,
+                             channel.memory.data() + buffer * bytes},
+                            buffer);
+      ++in_flight;
+      pages += read.pages;
+      ++count;
+    }
+    if (in_flight == 0) break;
+    uint64_t buffer = channel.queue->wait();
+    --in_flight;
+    fn(*channel.reads[buffer], channel.memory.data() + buffer * bytes, worker);
+    free_buffers.push_back(static_cast<uint32_t>(buffer));
+  }
+  counters_.reads += count;
+  counters_.bytes += pages * ctx_.g.page_bytes;
+  lease.keep();
+}
+
+void Reader::execute(const Plan& plan, const std::vector<Read>& reads, const Arrived& fn) {
+  std::atomic<size_t> next{0};
+  // A few reads are not worth waking anybody.
+  size_t workers = std::min<size_t>(static_cast<size_t>(concurrency_.workers), (reads.size() + 7) / 8);
+  pool_.parallel(workers, [&](size_t worker) { drive(plan, reads, next, worker, fn); });
+}
+
+void Reader::run(Plan& plan, const uint64_t* keys, uint8_t* found, RowsOut rows) {
+  counters_.keys += plan.items.size();
+  const Geometry& g = ctx_.g;
+  while (!plan.wants.empty()) {
+    std::vector<Read> reads = group(plan.wants);
+    std::vector<std::vector<Want>> elsewhere(static_cast<size_t>(concurrency_.workers));
+    execute(plan, reads, [&](const Read& read, const uint8_t* bytes, size_t worker) {
+      DataFile& file = *plan.files[read.place >> kPageBits];
+      const uint8_t* page = nullptr;
+      uint64_t verified = Plan::kEnd, pages = 0, missed = 0;
+      PageKind kind{};
+      for (uint32_t w = read.first_want; w < read.end_want; ++w) {
+        const Want& want = plan.wants[w];
+        if (want.place != verified) {
+          page = bytes + (want.place - read.place) * g.page_bytes;
+          kind = verify_data_page(page, g, file.nonce, want.place & kPageMask, file.file->path());
+          verified = want.place;
+          ++pages;
+        }
+        uint32_t index = plan.items[want.item].index, count = page_header(page).count, i = 0;
+        uint64_t key = keys[index];
+        while (i < count && page_key(page, kind, i) != key) ++i;
+        if (i < count) {
+          if (kind == PageKind::kTombstones) continue;
+          std::memcpy(rows.at(index), page_row(page, g, i), g.row_bytes);
+          found[index] = 1;
+        } else if (want.next != kNone) {
+          ++missed;
+          if (plan.chain[want.next] != Plan::kEnd)
+            elsewhere[worker].push_back({plan.chain[want.next], want.item, want.next + 1});
+        }
+      }
+      counters_.pages += pages;
+      counters_.false_pages += missed;
+    });
+    plan.wants.clear();
+    for (auto& part : elsewhere) plan.wants.insert(plan.wants.end(), part.begin(), part.end());
+    std::sort(plan.wants.begin(), plan.wants.end(), [](const Want& a, const Want& b) { return a.place < b.place; });
+  }
+}
+
+double Reader::run_raw(Plan& plan) {
+  std::vector<Read> reads = group(plan.wants);
+  auto start = std::chrono::steady_clock::now();
+  execute(plan, reads, [](const Read&, const uint8_t*, size_t) {});
+  return seconds_since(start);
+}
+
+void Reader::measure(const Plan& plan) {
+  constexpr uint64_t kEnoughPages = 4096;
+  constexpr size_t kReads = 512;
+  {
+    std::lock_guard lock(mutex_);
+    if (cost_.page_us > 0) return;
+  }
+  for (uint32_t f = 0; f < plan.files.size(); ++f) {
+    uint64_t pages = plan.files[f]->pages;
+    if (pages < kEnoughPages) continue;
+    // Random single pages and random full reads, with the concurrency that lookups use; the better of two goes.
+    auto probe = [&](uint32_t length, uint64_t salt) {
+      std::vector<Read> reads;
+      for (size_t i = 0; i < kReads; ++i)
+        reads.push_back({place_of(f, mix64(i + salt) % (pages - length)), length, 0, 0});
+      auto start = std::chrono::steady_clock::now();
+      execute(plan, reads, [](const Read&, const uint8_t*, size_t) {});
+      return seconds_since(start) / kReads * 1e6;
+    };
+    double single = std::min(probe(1, 1), probe(1, 1 << 20));
+    double full = std::min(probe(max_pages_, 2 << 20), probe(max_pages_, 3 << 20));
+    std::lock_guard lock(mutex_);
+    cost_.page_us = max_pages_ > 1 ? std::max(full / max_pages_, 1e-3) : single;
+    cost_.read_us = max_pages_ > 1 ? single : 0;
+    return;
+  }
+}
+
+}  // namespace thermocline::ssd

@@ -1,0 +1,96 @@
+// Batched lookups: plan under the index lock, then read, verify and copy without it.
+//
+// A plan turns keys in hash order into page reads: pages are read once however many keys want them, and neighbours are
+// read together when the pages between them cost less than another request would (ReadCost, measured on the device).
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "ssd/index.h"
+#include "ssd/sorted_batch.h"
+#include "util/row_store.h"
+#include "util/thread_pool.h"
+
+namespace thermocline::ssd {
+
+struct ReadCost {
+  double read_us = 0, page_us = 0;  // 0: not measured yet
+  uint32_t gap() const;  // unwanted pages worth reading to save a request
+};
+
+struct ReadCounters {
+  std::atomic<uint64_t> keys{0}, pages{0}, reads{0}, bytes{0}, false_pages{0};
+};
+
+// One key wanted from one page. Sorted by place.
+struct Want {
+  uint64_t place;  // file of the plan << 40 | page
+  uint32_t item;
+  uint32_t next;  // in Plan::chain: where to look if the page does not have the key
+};
+
+struct Plan {
+  static constexpr uint64_t kEnd = ~uint64_t{0};
+  std::vector<Item> items;
+  std::vector<std::shared_ptr<DataFile>> files;  // kept open until the plan is done
+  std::vector<Want> wants;
+  std::vector<uint64_t> chain;  // places, each list closed by kEnd
+
+  uint32_t add_file(const std::shared_ptr<DataFile>& file);
+};
+
+// Plans all items of `plan` (in hash order). The caller holds the index lock, shared.
+void plan_reads(const Index& index, Plan& plan);
+
+// Thread safety: all methods may run concurrently; they share a fixed number of read buffers.
+class Reader {
+ public:
+  Reader(Context& ctx, ThreadPool& pool);
+  ~Reader();
+
+  void run(Plan& plan, const uint64_t* keys, uint8_t* found, RowsOut rows);
+  // Only the reads of the first round, with no look at what they bring: the floor that benchmarks compare with.
+  double run_raw(Plan& plan);
+
+  // Measures the device once, on a file large enough; cheap afterwards.
+  void measure(const Plan& plan);
+  ReadCost cost() const;
+  const ReadCounters& counters() const { return counters_; }
+  uint64_t memory() const;
+
+ private:
+  struct Read {
+    uint64_t place;
+    uint32_t pages;
+    uint32_t first_want, end_want;
+  };
+  class Channel;  // a read queue with its buffers
+  class Lease;
+
+  std::vector<Read> group(const std::vector<Want>& wants) const;
+  // Runs the reads on all channels, calling fn(read, bytes, channel number) as each arrives.
+  using Arrived = std::function<void(const Read&, const uint8_t*, size_t)>;
+  void execute(const Plan& plan, const std::vector<Read>& reads, const Arrived& fn);
+  void drive(const Plan& plan, const std::vector<Read>& reads, std::atomic<size_t>& next, size_t worker,
+             const Arrived& fn);
+
+  Context& ctx_;
+  ThreadPool& pool_;
+  const FileSystem::Concurrency concurrency_;
+  const uint32_t max_pages_;  // of one read
+  ReadCounters counters_;
+  mutable std::mutex mutex_;  // protects what follows
+  std::condition_variable returned_;
+  std::vector<std::unique_ptr<Channel>> idle_;
+  int lent_ = 0;
+  uint64_t channel_bytes_ = 0;
+  ReadCost cost_;
+};
+
+}  // namespace thermocline::ssd

@@ -1,0 +1,322 @@
+// Opening, closing, committing: what decides which rows a crash leaves. Lookups and puts are in batch.cc.
+#include "ssd/store.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <limits>
+#include <random>
+
+#include "ssd/impl.h"
+
+namespace thermocline {
+
+using namespace ssd;
+
+namespace {
+
+constexpr char kIdentityFile[] = "STORE";
+constexpr char kLockFile[] = "LOCK";
+
+bool harmless(const std::string& name) {
+  uint64_t epoch;
+  return name == kLockFile || (parse_manifest_name(name, &epoch) && epoch == 0) ||
+         (name.size() > 4 && name.compare(name.size() - 4, 4, ".tmp") == 0);
+}
+
+// A new folder is durable once its parent is.
+void sync_parent(FileSystem& fs, const std::string& path) {
+  std::string parent = std::filesystem::path(path).lexically_normal().parent_path().string();
+  fs.sync_dir(parent.empty() ? "." : parent);
+}
+
+// A new, empty store. The identity is published last: without it there is no store.
+Identity create_store(FileSystem& fs, const std::string& path, const StoreOptions& options) {
+  if (options.row_bytes == 0) throw FormatError(path + ": a new store needs row_bytes");
+  Identity id;
+  std::random_device device;
+  for (auto& word : id.store_id) word = (uint64_t{device()} << 32) ^ device();
+  id.geometry = Geometry::of(static_cast<uint32_t>(std::min<size_t>(options.row_bytes, UINT32_MAX)));
+  Manifest empty;
+  std::copy(std::begin(id.store_id), std::end(id.store_id), empty.store_id);
+  empty.partitions.emplace_back();
+  publish_file(fs, path, manifest_name(0), empty.encode());
+  fs.reached("create.manifest");
+  publish_file(fs, path, kIdentityFile, id.encode());
+  fs.reached("create.identity");
+  return id;
+}
+
+}  // namespace
+
+std::unique_ptr<SsdStore> SsdStore::open(std::shared_ptr<FileSystem> fs, const std::string& path,
+                                         const StoreOptions& options) {
+  if (options.create && options.read_only) throw Error(path + ": create and read_only exclude each other");
+  const std::string identity = path + "/" + kIdentityFile;
+  bool there = fs->exists(path);
+  if (!there && !options.create)
+    throw NotFoundError(path + ": there is no such folder; open with create=True to make a new store");
+  if (!there) fs->make_dir(path);
+  bool is_store = fs->exists(identity);
+  if (!is_store) {
+    for (auto& name : fs->list(path))
+      if (!harmless(name))
+        throw FormatError(path + ": the folder has '" + name + "' in it and is not a Thermocline store; choose another");
+    if (!options.create) throw NotFoundError(path + ": no store there; open with create=True to make a new one");
+    sync_parent(*fs, path);  // also of a folder that was made by a process that died here
+  }
+  std::unique_ptr<FileLock> lock;
+  if (!options.read_only) lock = fs->lock(path + "/" + kLockFile);
+  Identity id = is_store || fs->exists(identity) ? Identity::decode(read_whole(*fs, identity), identity)
+                                                 : create_store(*fs, path, options);
+  if (options.row_bytes != 0 && options.row_bytes != id.geometry.row_bytes)
+    throw FormatError(path + ": its rows have " + std::to_string(id.geometry.row_bytes) + " bytes, row_bytes=" +
+                      std::to_string(options.row_bytes) + " was asked for");
+  auto impl = std::make_shared<Impl>(std::move(fs), path, id, options, std::move(lock));
+  return std::unique_ptr<SsdStore>(new SsdStore(std::move(impl)));
+}
+
+SsdStore::SsdStore(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+SsdStore::~SsdStore() {
+  try {
+    impl_->close();
+  } catch (...) {
+    // Nothing that was committed depends on a clean close.
+  }
+}
+
+SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, const Identity& id,
+                     const StoreOptions& options, std::unique_ptr<FileLock> lock)
+    : ctx(fs, path, id), options_(options), lock_(std::move(lock)), pool_(std::max(2, fs->read_concurrency().workers)), catalog_(ctx),
+      log_(ctx, pool_, options.segment_bytes, [this](FileKind kind) { return catalog_.create(kind); }),
+      index_(id.geometry, options.max_log_ratio),
+      buffer_(id.geometry.row_bytes,
+              options.write_buffer ? options.write_buffer : std::min<size_t>(16u << 20, options.mem_budget / 16)),
+      reader_(ctx, pool_) {
+  for (int attempt = 0;; ++attempt) {
+    catalog_.load();
+    uint64_t epoch = options.epoch.value_or(catalog_.newest());
+    if (!catalog_.has(epoch)) {
+      if (!options.epoch)
+        throw CorruptionError(path + ": the store has no manifest; its commits cannot be found. Restore a checkpoint");
+      std::string have;
+      for (uint64_t e : catalog_.epochs()) have += (have.empty() ? "" : ", ") + std::to_string(e);
+      throw NotFoundError(path + ": there is no epoch " + std::to_string(epoch) + "; retained: " +
+                          (have.empty() ? "none" : have));
+    }
+    try {
+      index_.clear();
+      load(catalog_.read(epoch));
+      break;
+    } catch (const Error&) {
+      // A reader beside a writer may meet a commit that was released meanwhile: look again, a few times.
+      bool moved = options.read_only && attempt < 3 && !ctx.fs->exists(path + "/" + manifest_name(epoch));
+      if (!moved) throw;
+    }
+  }
+  if (!options.read_only) {
+    ctx.fs->sync_dir(path);  // the commit just opened may be one whose writer was killed before it was durable
+    for (auto& name : ctx.fs->list(path))
+      if (name.size() > 4 && name.compare(name.size() - 4, 4, ".tmp") == 0) ctx.fs->unlink(path + "/" + name);
+    catalog_.collect();
+  }
+  merger_ = std::make_unique<Merger>(ctx, options_, index_, index_mutex_, catalog_, [this] { return fixed_memory(); });
+  merger_->limit();  // throws if the index cannot fit the budget
+}
+
+SsdStore::Impl::~Impl() = default;
+
+void SsdStore::Impl::load(const Manifest& m) {
+  std::vector<Partition> partitions(m.partitions.size());
+  pool_.parallel(partitions.size(), [&](size_t i) {
+    const PartitionRecord& r = m.partitions[i];
+    Partition& p = partitions[i];
+    p.lo = r.lo;
+    p.hi = i + 1 < m.partitions.size() ? m.partitions[i + 1].lo - 1 : std::numeric_limits<uint64_t>::max();
+    p.merged_seq = r.merged_seq;
+    if (r.file) p.base = open_base(ctx, r);
+  });
+  std::vector<std::shared_ptr<Extent>> extents;
+  std::shared_ptr<DataFile> segment;
+  uint32_t vbase = 0;
+  size_t next_segment = 0;
+  for (auto& r : m.extents) {
+    while (!segment || segment->number != r.segment) {
+      if (segment) vbase += static_cast<uint32_t>(segment->pages);
+      const SegmentRecord& s = m.segments.at(next_segment++);
+      segment = open_data_file(ctx, FileKind::kSegment, s.file, s.nonce, s.pages);
+      catalog_.opened(segment);
+    }
+    auto e = std::make_shared<Extent>();
+    e->seq = r.seq;
+    e->segment = segment;
+    e->first_page = static_cast<uint32_t>(r.first_page);
+    e->vbase = vbase;
+    e->rows = r.rows;
+    e->tombstones = r.tombstones != 0;
+    if (r.first_page + e->pages(ctx.g) > segment->pages)
+      throw CorruptionError(segment->file->path() + ": an extent of the manifest ends after the segment");
+    extents.push_back(std::move(e));
+  }
+  if (segment) vbase += static_cast<uint32_t>(segment->pages);
+  for (auto& p : partitions)
+    if (p.base) catalog_.opened(p.base->data);
+  index_.load_partitions(std::move(partitions));
+  std::vector<HashAndPage> rows;
+  for (auto& e : extents) {
+    rows.clear();
+    rows.reserve(e->rows);
+    read_extent_keys(ctx, *e, [&](uint64_t hash, uint32_t page) { rows.push_back({hash, page}); });
+    index_.add_extent(e, rows);
+  }
+  log_.start_at(vbase, m.next_seq);
+  epoch_ = m.epoch;
+  note_ = m.note;
+}
+
+std::shared_lock<std::shared_mutex> SsdStore::Impl::alive() const {
+  std::shared_lock lock(life_);
+  if (closed_) throw Error(ctx.path + ": the store is closed");
+  return lock;
+}
+
+void SsdStore::Impl::require_writable() const {
+  if (options_.read_only) throw ReadOnlyError(ctx.path + ": the store was opened read_only");
+  std::shared_lock lock(index_mutex_);
+  if (!failed_.empty()) throw ReadOnlyError(failed_);
+}
+
+void SsdStore::Impl::fail(const std::string& what) {
+  {
+    std::unique_lock lock(index_mutex_);
+    failed_ = ctx.path + ": read-only since a sync failed (" + what +
+              "): what reached the device is unknown. Reopen the store to go on from its last commit";
+  }
+  throw ReadOnlyError(failed_);
+}
+
+void SsdStore::Impl::sync_files(const std::vector<std::shared_ptr<DataFile>>& files) {
+  try {
+    for (auto& file : files) {
+      if (file->synced) continue;
+      file->file->datasync();
+      file->synced = true;
+      ctx.fs->reached("commit.file_synced");
+    }
+    ctx.fs->sync_dir(ctx.path);
+  } catch (const IoError& e) {
+    // The kernel may have dropped the pages and forgotten the error: a second sync would lie.
+    fail(e.what());
+  }
+}
+
+uint64_t SsdStore::Impl::commit(const std::string& note) {
+  auto life = alive();
+  std::lock_guard write(write_mutex_);
+  require_writable();
+  ctx.fs->reached("commit.begin");
+  flush_buffer();
+  ctx.fs->reached("commit.flushed");
+  Manifest m;
+  std::vector<std::shared_ptr<DataFile>> files;  // held until the epoch holds them
+  {
+    std::shared_lock lock(index_mutex_);
+    m = index_.manifest();
+    files = index_.files();
+  }
+  std::copy(std::begin(ctx.id.store_id), std::end(ctx.id.store_id), m.store_id);
+  m.epoch = catalog_.newest() + 1;
+  m.next_file = catalog_.next_file();
+  m.note = note;
+  sync_files(files);
+  ctx.fs->reached("commit.synced");
+  try {
+    catalog_.publish(m);
+  } catch (const DiskFullError& e) {
+    // Nothing published: free space and commit again. If the name is there, its durability is unknown.
+    if (ctx.fs->exists(ctx.path + "/" + manifest_name(m.epoch))) fail(e.what());
+    throw;
+  } catch (const IoError& e) {
+    fail(e.what());
+  }
+  ctx.fs->reached("commit.published");
+  {
+    std::unique_lock lock(index_mutex_);
+    epoch_ = m.epoch;
+    note_ = note;
+  }
+  files.clear();
+  catalog_.collect();
+  ctx.fs->reached("commit.done");
+  return m.epoch;
+}
+
+void SsdStore::Impl::release(uint64_t epoch) {
+  auto life = alive();
+  std::lock_guard write(write_mutex_);
+  require_writable();
+  try {
+    catalog_.release(epoch);
+  } catch (const IoError& e) {
+    fail(e.what());
+  }
+  catalog_.collect();
+}
+
+void SsdStore::Impl::link_checkpoint(const std::string& target) {
+  auto life = alive();
+  std::lock_guard write(write_mutex_);  // no release, no collection of what is being linked
+  uint64_t epoch = catalog_.newest();
+  if (epoch == 0) throw Error(ctx.path + ": nothing is committed yet; commit() before link_checkpoint()");
+  if (ctx.fs->exists(target)) {
+    if (!ctx.fs->list(target).empty()) throw FormatError(target + ": the folder is not empty; choose a new one");
+  } else {
+    ctx.fs->make_dir(target);
+  }
+  Manifest m = catalog_.read(epoch);
+  std::vector<std::string> names;
+  for (auto& p : m.partitions)
+    if (p.file) names.push_back(file_name(FileKind::kBase, p.file));
+  for (auto& s : m.segments) names.push_back(file_name(FileKind::kSegment, s.file));
+  names.push_back(manifest_name(epoch));
+  names.push_back(kIdentityFile);  // last: a folder without it is no store
+  size_t done = 0;
+  try {
+    for (; done < names.size(); ++done) {
+      if (done + 1 == names.size()) ctx.fs->sync_dir(target);
+      ctx.fs->link(ctx.path + "/" + names[done], target + "/" + names[done]);
+      ctx.fs->reached("link.file");
+    }
+    ctx.fs->sync_dir(target);
+    sync_parent(*ctx.fs, target);
+  } catch (const IoError&) {
+    while (done-- > 0) ctx.fs->unlink(target + "/" + names[done]);
+    throw;
+  }
+  ctx.fs->reached("link.done");
+}
+
+void SsdStore::Impl::close() {
+  std::unique_lock life(life_);
+  if (closed_) return;
+  closed_ = true;
+  merger_->stop();
+  if (!options_.read_only) {
+    index_.clear();
+    log_.close();
+    catalog_.collect();  // what was never committed
+  }
+  lock_.reset();
+}
+
+uint64_t SsdStore::Impl::epoch() const {
+  std::shared_lock lock(index_mutex_);
+  return epoch_;
+}
+
+std::string SsdStore::Impl::note() const {
+  std::shared_lock lock(index_mutex_);
+  return note_;
+}
+
+}  // namespace thermocline
