@@ -68,6 +68,10 @@ void erase(SsdStore& self, KeysArg keys) {
   unlocked([&, k = keys.data(), n = keys.size()] { self.erase(k, n); });
 }
 
+double read_floor(SsdStore& self, KeysArg keys) {
+  return unlocked([&, k = keys.data(), n = keys.size()] { return self.read_floor(k, n); });
+}
+
 nb::dict stats(const SsdStore& self) {
   StoreStats s = unlocked([&] { return self.stats(); });
   nb::dict d;
@@ -158,6 +162,7 @@ void bind_store(nb::module_& m) {
       .def("scan", &scan, nb::keep_alive<0, 1>())
       .def("count", [](SsdStore& self) { return unlocked([&] { return self.count(); }); })
       .def("stats", &stats)
+      .def("read_floor", &read_floor, "keys"_a.noconvert())
       .def("check", [](SsdStore& self) { unlocked([&] { self.check(); }); })
       .def("merge_all", [](SsdStore& self) { unlocked([&] { self.merge_all(); }); })
       .def("link_checkpoint",

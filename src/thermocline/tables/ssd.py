@@ -107,7 +107,7 @@ class SsdStore:
         Behaviour:
           row_bytes      bytes per row; may be left out for a store that exists
           mem_budget     bytes of DRAM the store may use, such as 2**28 or "256MB"
-          epoch          a retained commit to open instead of the newest; later ones are forgotten by the next commit
+          epoch          a retained commit to open instead of the newest; later ones stay until released
           read_only      takes no lock and changes nothing; put, delete, commit and release raise `ReadOnlyError`
 
         Performance (None or 0: the default):
@@ -225,6 +225,10 @@ class SsdStore:
 
     def stats(self) -> SsdStats:
         return SsdStats(**self._core.stats())
+
+    def read_floor(self, keys: Any) -> float:
+        """Benchmarks: seconds that the page reads of `get(keys)` take alone, with no look at what they bring."""
+        return self._core.read_floor(as_keys(keys))
 
     def check(self) -> None:
         """Verifies every byte and every book; raises `CorruptionError` naming the first that is wrong."""
