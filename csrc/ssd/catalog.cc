@@ -114,7 +114,17 @@ void Catalog::opened(const std::shared_ptr<DataFile>& file) {
 }
 
 void Catalog::publish(const Manifest& manifest) {
-  publish_file(*ctx_.fs, ctx_.path, manifest_name(manifest.epoch), manifest.encode());
+  const std::string name = manifest_name(manifest.epoch);
+  try {
+    publish_file(*ctx_.fs, ctx_.path, name, manifest.encode());
+  } catch (...) {
+    // The name may be there without being durable: the next open will find it and need its files.
+    if (ctx_.fs->exists(ctx_.path + "/" + name)) {
+      std::lock_guard lock(mutex_);
+      retain(manifest);
+    }
+    throw;
+  }
   std::lock_guard lock(mutex_);
   retain(manifest);
   if (manifest.epoch == 0 || epochs_.erase(0) == 0) return;
@@ -133,9 +143,10 @@ void Catalog::release(uint64_t epoch) {
     throw Error(ctx_.path + ": epoch " + std::to_string(epoch) + " is the newest commit and cannot be released");
   ctx_.fs->unlink(ctx_.path + "/" + manifest_name(epoch));
   ctx_.fs->reached("release.unlinked");
-  epochs_.erase(epoch);
-  // Durable before any file of the epoch goes: a manifest that comes back must not miss its files.
+  // Durable before any file of the epoch goes: a manifest that comes back must not miss its files. If this fails, they
+  // stay until the next open.
   ctx_.fs->sync_dir(ctx_.path);
+  epochs_.erase(epoch);
   ctx_.fs->reached("release.synced");
 }
 

@@ -20,6 +20,7 @@ constexpr const char* kPath = "/d/store";
 struct Run {
   Recording recording;
   std::vector<StoreDriver::Attempt> attempts;
+  std::vector<StoreDriver::Checkpoint> checkpoints;
   DriverOptions options;
 };
 
@@ -36,12 +37,18 @@ Run record_run(uint64_t seed, int steps) {
   driver.close();
   run.recording = fs->recording();
   run.attempts = driver.attempts();
+  run.checkpoints = driver.checkpoints();
   return run;
 }
 
-// What was known to the caller of the store when the crash came.
-std::vector<StoreDriver::Attempt> attempts_at(const Run& run, size_t prefix,
-                                              std::vector<StoreDriver::Attempt> known = {}) {
+// What the caller of the store knew when the crash came.
+struct Known {
+  std::vector<StoreDriver::Attempt> attempts;
+  std::vector<StoreDriver::Checkpoint> checkpoints;
+};
+
+Known known_at(const Run& run, size_t prefix, std::vector<StoreDriver::Attempt> before = {}) {
+  Known known{std::move(before), {}};
   for (size_t i = 0; i < prefix; ++i) {
     const RecordedOp& op = run.recording.ops[i];
     if (op.kind != OpKind::kMarker) continue;
@@ -49,15 +56,20 @@ std::vector<StoreDriver::Attempt> attempts_at(const Run& run, size_t prefix,
     std::string what;
     size_t n = 0;
     in >> what >> n;
-    if (what == "begin") {
-      known.push_back({run.attempts[n].state, 0, false});
-    } else if (what == "end") {
-      known[n].epoch = run.attempts[n].epoch;
-    } else {
-      known[n].releasing = true;
-    }
+    if (what == "begin") known.attempts.push_back({run.attempts[n].state, 0, false});
+    if (what == "end") known.attempts[n].epoch = run.attempts[n].epoch;
+    if (what == "release") known.attempts[n].releasing = true;
+    if (what == "link") known.checkpoints.push_back({run.checkpoints[n].path, run.checkpoints[n].attempt, false});
+    if (what == "linked") known.checkpoints[n].done = true;
   }
   return known;
+}
+
+int verify_all(std::shared_ptr<FileSystem> fs, const Run& run, const Known& known, const std::string& context) {
+  for (const auto& checkpoint : known.checkpoints) {
+    verify_checkpoint(fs, run.options, checkpoint, run.attempts[checkpoint.attempt].state, context);
+  }
+  return verify_recovered(fs, kPath, run.options, known.attempts, context);
 }
 
 // Work after recovery, with a second crash on top when `again`.
@@ -82,10 +94,9 @@ void use_recovered(std::shared_ptr<MemFs> mem, const Run& run, std::vector<Store
   driver.check_all();
   driver.close();
   if (!again) return;
-  Run second{fs->recording(), driver.attempts(), options};
+  Run second{fs->recording(), driver.attempts(), driver.checkpoints(), options};
   for_each_crash(second.recording, options.seed, 12, [&](CrashState& state) {
-    const auto attempts = attempts_at(second, state.prefix, before);
-    verify_recovered(state.fs, kPath, options, attempts, context + "; then again " + state.what);
+    verify_all(state.fs, second, known_at(second, state.prefix, before), context + "; then again " + state.what);
   });
 }
 
@@ -97,12 +108,12 @@ void replay(uint64_t runs, uint64_t states_per_run, int steps) {
     commits += run.attempts.size();
     for_each_crash(run.recording, seed, states_per_run, [&](CrashState& state) {
       const std::string context = "seed " + std::to_string(seed) + ": crash " + state.what;
-      const auto known = attempts_at(run, state.prefix);
+      const Known known = known_at(run, state.prefix);
       try {
-        const int found = verify_recovered(state.fs, kPath, run.options, known, context);
-        in_flight += found >= 0 && known[found].epoch == 0;
-        if (++states % 4 == 0) use_recovered(state.fs, run, known, states % 40 == 0, context);
-      } catch (const Error& e) {
+        const int found = verify_all(state.fs, run, known, context);
+        in_flight += found >= 0 && known.attempts[found].epoch == 0;
+        if (++states % 4 == 0) use_recovered(state.fs, run, known.attempts, states % 40 == 0, context);
+      } catch (const std::runtime_error& e) {
         throw Failure(context + ": " + e.what());
       }
     });
@@ -126,9 +137,8 @@ void kill_then_power_loss(uint64_t runs, size_t stride) {
       auto fs = std::make_shared<RecordFs>(mem);
       fs->repeat(run.recording, prefix);
       const std::string context = "seed " + std::to_string(seed) + ": killed after " + std::to_string(prefix) + " operations";
-      auto known = attempts_at(run, prefix);
       StoreDriver driver(fs, kPath, run.options);
-      driver.resume(known);
+      driver.resume(known_at(run, prefix).attempts);
       try {
         driver.open();  // notes the commit found as one that has returned
         driver.close();
@@ -139,7 +149,7 @@ void kill_then_power_loss(uint64_t runs, size_t stride) {
               ++states;
             },
             fs->size());
-      } catch (const Error& e) {
+      } catch (const std::runtime_error& e) {
         throw Failure(context + ": " + e.what());
       }
     }

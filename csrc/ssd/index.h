@@ -47,6 +47,8 @@ class Index {
   void load_partitions(std::vector<Partition> partitions);
   // Adds an extent that is newer than all others, with its rows in hash order.
   void add_extent(std::shared_ptr<Extent> extent, const std::vector<HashAndPage>& rows);
+  // Opening, at last: extents to come begin at this number, even where no older one is left in the log.
+  void start_at(uint64_t next_seq) { last_seq_ = next_seq - 1; }
 
   size_t size() const { return partitions_.size(); }
   const Partition& partition(size_t i) const { return *partitions_[i]; }

@@ -101,7 +101,7 @@ int run_case(const Kind& kind, uint64_t at, bool for_good, uint64_t seed) {
       verify_recovered(state.fs, kPath, options, driver.attempts(), context + "; then power loss " + state.what);
     };
     for_each_crash(recording, seed + at, 14, check, recording.ops.size());
-  } catch (const Error& e) {
+  } catch (const std::runtime_error& e) {
     throw Failure(context + ": " + e.what());
   }
   return errors;

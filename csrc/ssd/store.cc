@@ -170,6 +170,7 @@ void SsdStore::Impl::load(const Manifest& m) {
     index_.add_extent(e, rows);
   }
   log_.start_at(vbase, m.next_seq);
+  index_.start_at(m.next_seq);
   epoch_ = m.epoch;
   note_ = m.note;
 }

@@ -258,7 +258,7 @@ Survivors make(Kind kind, size_t variant, const Disk& disk, uint64_t seed) {
 }  // namespace
 
 size_t for_each_crash(const Recording& recording, uint64_t seed, size_t cap,
-                      const std::function<void(CrashState&)>& visit) {
+                      const std::function<void(CrashState&)>& visit, size_t first_prefix) {
   // First walk: how many states each prefix has of each kind.
   const size_t prefixes = recording.ops.size() + 1;
   std::array<std::vector<size_t>, kKinds> ends;  // running sums
@@ -266,7 +266,9 @@ size_t for_each_crash(const Recording& recording, uint64_t seed, size_t cap,
     Disk disk(recording);
     for (size_t p = 0; p < prefixes; ++p) {
       if (p > 0) disk.apply(p - 1);
-      for (int k = 0; k < kKinds; ++k) ends[k].push_back((p ? ends[k].back() : 0) + count(Kind(k), disk));
+      for (int k = 0; k < kKinds; ++k) {
+        ends[k].push_back((p ? ends[k].back() : 0) + (p < first_prefix ? 0 : count(Kind(k), disk)));
+      }
     }
   }
   // An even sample of each kind; what a kind leaves of its share goes to the next.

@@ -55,6 +55,41 @@ size_t RecordFs::size() const {
   return log_.ops.size();
 }
 
+void RecordFs::repeat(const Recording& recording, size_t count) {
+  std::map<uint32_t, std::unique_ptr<File>> files;  // numbered as in `recording`, hence as here
+  for (size_t i = 0; i < count; ++i) {
+    const RecordedOp& op = recording.ops[i];
+    switch (op.kind) {
+      case OpKind::kCreate:
+        files[op.file] = open(op.path, OpenMode::kCreateMeta);  // any alignment of the recorded bytes
+        break;
+      case OpKind::kWrite:
+        files.at(op.file)->pwrite(op.data.data(), op.data.size(), op.offset);
+        break;
+      case OpKind::kDatasync:
+        files.at(op.file)->datasync();
+        break;
+      case OpKind::kRename:
+        rename(op.path, op.to);
+        break;
+      case OpKind::kUnlink:
+        unlink(op.path);
+        break;
+      case OpKind::kLink:
+        link(op.path, op.to);
+        break;
+      case OpKind::kMakeDir:
+        make_dir(op.path);
+        break;
+      case OpKind::kSyncDir:
+        sync_dir(op.path);
+        break;
+      case OpKind::kMarker:
+        marker(op.path);
+    }
+  }
+}
+
 std::unique_ptr<File> RecordFs::open(const std::string& path, OpenMode mode) {
   std::lock_guard lock(mutex_);
   auto inner = inner_->open(path, mode);

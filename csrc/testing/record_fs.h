@@ -36,6 +36,8 @@ class RecordFs : public FileSystem {
   explicit RecordFs(std::shared_ptr<MemFs> inner);
 
   void marker(const std::string& text);
+  // Does the first `count` operations of a recording that began on what this one began on.
+  void repeat(const Recording& recording, size_t count);
   Recording recording() const;
   size_t size() const;
 
