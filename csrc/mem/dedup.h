@@ -1,0 +1,40 @@
+// Ids of a batch -> its working set: the unique keys, and where each of them occurs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "mem/huge_buffer.h"
+#include "util/thread_pool.h"
+
+namespace thermocline {
+
+// Every array is a function of the ids alone, whatever the number of threads.
+struct WorkingSet {
+  size_t ids = 0;
+  size_t unique = 0;
+  std::unique_ptr<uint64_t[]> keys;     // [unique] in order of first occurrence
+  std::unique_ptr<uint32_t[]> inverse;  // [ids] keys[inverse[i]] == ids[i]
+  std::unique_ptr<uint32_t[]> starts;   // [unique + 1] key u occurs at order[starts[u]] .. order[starts[u + 1] - 1]
+  std::unique_ptr<uint32_t[]> order;    // [ids] positions grouped by key, ascending within a key
+};
+
+// Keeps its scratch memory (25 bytes per id of the largest batch seen) and its threads between calls.
+// Thread safety: calls wait for each other.
+class Dedup {
+ public:
+  explicit Dedup(int threads) : pool_(threads) {}
+  WorkingSet run(const uint64_t* ids, size_t n);
+
+ private:
+  struct Scratch;
+  Scratch scratch(size_t n);
+
+  ThreadPool pool_;
+  std::mutex mutex_;  // protects memory_
+  HugeBuffer memory_;
+};
+
+}  // namespace thermocline

@@ -1,0 +1,46 @@
+// The row of a key that was never trained: a function of (seed, table, key), the same on every device.
+//
+// All arithmetic is on integers until one last fp32 multiplication, and that integer is exact in fp32: a GPU gives the
+// same bits. With mix64 of util/hash.h and G = 0x9e3779b97f4a7c15, modulo 2^64:
+//   t = mix64((mix64(seed + G) ^ table) + G)      once per table
+//   s = mix64((t ^ key) + G)                      once per row
+//   bits(c) = mix64(s + (c + 1) * G)              a counter c, no state
+//   uniform, element i: u = bits(i) >> 40;                  w = fp32(2 u - (2^24 - 1)) * fp32(scale * 2^-24)
+//   normal,  element i: n = sum of the twelve 16-bit words of bits(3 i), bits(3 i + 1), bits(3 i + 2);
+//                                                           w = fp32(n - 12 * 65535 / 2) * fp32(scale * 2^-16)
+//   constant:                                               w = scale
+// Uniform lies inside (-scale, scale); normal has deviation `scale` (a sum of twelve uniforms reaches 6 deviations).
+// Optimizer state begins as one constant. These functions never change: rows not yet stored depend on them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "mem/row_layout.h"
+
+namespace thermocline {
+
+enum class InitialKind : uint8_t { kConstant = 0, kUniform = 1, kNormal = 2 };
+
+struct Initial {
+  InitialKind kind = InitialKind::kConstant;
+  float scale = 0;
+  float state = 0;  // every element of the optimizer state
+  uint64_t seed = 0;
+  uint64_t table = 0;
+};
+
+// Writes whole rows: thread-safe, no state.
+class InitialRows {
+ public:
+  InitialRows(const Initial& initial, const RowLayout& layout);
+  void write(uint64_t key, float* row) const;
+
+ private:
+  Initial initial_;
+  RowLayout layout_;
+  uint64_t table_mix_;
+  float factor_;
+};
+
+}  // namespace thermocline

@@ -1,0 +1,107 @@
+// The arithmetic of training on rows in memory: gather + pool, and sum of gradients + optimizer.
+//
+// Every result is defined down to the bit, the same for every instruction set and number of threads:
+//   pool    out[bag] = its rows (each times its weight, if there are weights) added left to right; mean divides by
+//           the number of ids; an empty bag is zero.
+//   update  The gradient of an occurrence is grad[row of its bag], times its coefficient if there are coefficients.
+//           A key's occurrences are in example order; blocks of 64 are added left to right, then the block sums are
+//           added left to right: G. Then, once per key, with all constants rounded to fp32 once and no fused
+//           multiply-add:
+//             g = G * scale;  if weight_decay != 0: g = g + weight_decay * w
+//             SGD              w = w - lr * g
+//             Adagrad          s = s + g * g;  w = w - lr * (g / (sqrt(s) + eps))
+//             row-wise Adagrad s = s + mean(g * g);  w = w - (lr / (sqrt(s) + eps)) * g
+//             Adam             m = m + (g - m) * (1 - beta1);  v = v * beta2 + ((1 - beta2) * g) * g
+//                              w = w - (step_size * m) / (sqrt(v) / sqrt_bias2 + eps)
+//                              step_size = lr / (1 - beta1^t), sqrt_bias2 = sqrt(1 - beta2^t), t the global step
+//           mean(x): lane j of 16 adds x[j], x[j + 16], ... in that order, missing elements counting as zero; then
+//           lanes j and j + 8 are added, j and j + 4, j and j + 2, j and j + 1; the sum is divided by dim.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "mem/row_layout.h"
+#include "util/thread_pool.h"
+
+namespace thermocline {
+
+inline constexpr uint32_t kBlock = 64;
+
+// Rows by slot: of a tier's slab, or of any buffer of rows.
+struct Rows {
+  uint8_t* base;
+  size_t stride;
+  uint32_t dim;
+};
+
+struct PoolArgs {
+  Rows rows;
+  const uint32_t* slots;  // [ids]
+  size_t ids;
+  const int64_t* offsets;  // [bags + 1], from 0 to ids; null: every id is a bag of its own
+  size_t bags;
+  const float* weights;  // [ids] or null
+  bool mean;
+  float* out;  // [bags * dim]
+};
+
+struct Step {
+  Optimizer optimizer;
+  float lr, eps, weight_decay, scale;
+  float one_minus_beta1, beta2, one_minus_beta2, step_size, sqrt_bias2;  // Adam
+};
+
+struct Hyper {
+  Optimizer optimizer;
+  double lr, eps = 0, weight_decay = 0, beta1 = 0, beta2 = 0;
+};
+
+// `t` counts from 1. Computed in double, rounded once.
+Step make_step(const Hyper& hyper, uint64_t t, double scale);
+
+// Which gradients belong to which key: key u's are grads[grad_rows[j]] for starts[u] <= j < starts[u + 1].
+struct SegmentArgs {
+  const uint32_t* starts;  // [keys + 1]
+  size_t keys;
+  const uint32_t* grad_rows;  // [starts[keys]], in segment order
+  const float* coefs;         // likewise, or null
+  const float* grads;         // [.. * dim]
+};
+
+void pool_rows(ThreadPool& pool, const PoolArgs& args);
+// Fused: sums and applies, key by key. A key must not repeat among the slots.
+void update_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, const SegmentArgs& segments,
+                 const Step& step);
+// The two halves, for what must see all sums first (clipping by norm): sums[keys * dim].
+void sum_gradients(ThreadPool& pool, uint32_t dim, const SegmentArgs& segments, float* sums);
+void apply_gradients(ThreadPool& pool, const Rows& rows, const uint32_t* slots, size_t keys, const float* sums,
+                     const Step& step);
+
+// One implementation per instruction set (kernels_impl.h): single-threaded, on ranges.
+struct Kernels {
+  const char* name;
+  // scratch: 2 * dim floats.
+  void (*pool)(const PoolArgs&, size_t bag_begin, size_t bag_end, float* scratch);
+  // Skips keys of more than `hot` occurrences.
+  void (*update)(const Rows&, const uint32_t* slots, const SegmentArgs&, const Step&, size_t key_begin, size_t key_end,
+                 uint32_t hot, float* scratch);
+  void (*sum)(uint32_t dim, const SegmentArgs&, size_t key_begin, size_t key_end, uint32_t hot, float* sums,
+              float* scratch);
+  // The sums of blocks of `kBlock` occurrences, from `begin` to `end`.
+  void (*blocks)(uint32_t dim, const SegmentArgs&, size_t begin, size_t end, float* sums, float* scratch);
+  void (*apply)(const Rows&, const uint32_t* slots, const float* sums, const Step&, size_t key_begin, size_t key_end,
+                float* scratch);
+};
+
+extern const Kernels kKernelsBase;
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define THERMOCLINE_X86_KERNELS 1
+extern const Kernels kKernelsAvx2;
+extern const Kernels kKernelsAvx512;
+#endif
+
+// The best this machine has; "base", "avx2" or "avx512" can be asked for by the environment variable THERMOCLINE_ISA.
+const Kernels& kernels();
+
+}  // namespace thermocline

@@ -1,0 +1,17 @@
+// Kernels for machines with AVX-512: chosen at run time.
+#include "mem/kernels.h"
+
+#if defined(THERMOCLINE_X86_KERNELS)
+#include <immintrin.h>
+
+// To the end of the file, so that it also covers the instantiations of templates.
+#pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq")
+
+namespace thermocline {
+
+#include "mem/kernels_impl.h"
+
+const Kernels kKernelsAvx512 = {"avx512", any_pool, any_update, any_sum, any_blocks, any_apply};
+
+}  // namespace thermocline
+#endif

@@ -1,0 +1,301 @@
+// How rows come in and are given back: pull, unpin, read, push.
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "mem/tier.h"
+#include "util/error.h"
+
+namespace thermocline {
+namespace {
+
+constexpr size_t kTaskRows = 4096;
+
+}  // namespace
+
+template <typename F>
+void MemTier::for_rows(size_t n, const F& f) {
+  const size_t tasks = n / kTaskRows + 1;
+  pool_.parallel(tasks, [&](size_t t) { f(n * t / tasks, n * (t + 1) / tasks); });
+}
+
+// ---- pull
+
+void MemTier::pull(const uint64_t* keys, size_t n, uint32_t* slots) {
+  ScratchPool::Lease s(scratch_);
+  acquire(*s, keys, n, slots, nullptr);
+}
+
+void MemTier::acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given) {
+  const auto for_parts = [&](const auto& f) {
+    for (size_t b = 0; b < n; b += s.keys_max) f(b, std::min(s.keys_max, n - b));
+  };
+  std::fill_n(slots, n, kNoSlot);
+  try {
+    size_t hits = 0;
+    bool waits = false;
+    // All that is here is pinned before anything is evicted: a batch never evicts its own rows.
+    for_parts([&](size_t b, size_t m) { waits |= find_present(s, keys + b, m, slots + b, &hits); });
+    if (hits < n) {
+      require_room(n, n - hits);
+      for_parts([&](size_t b, size_t m) {
+        waits |= load_missing(s, keys + b, m, slots + b, given ? given + b * row_bytes_ : nullptr, n);
+      });
+    }
+    if (waits) wait_ready(slots, n);
+    hits_ += hits;
+    misses_ += n - hits;
+  } catch (...) {
+    for_parts([&](size_t b, size_t m) { roll_back(s, slots + b, m); });
+    throw;
+  }
+}
+
+bool MemTier::find_present(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, size_t* hits) {
+  std::atomic<size_t> found{0};
+  std::atomic<bool> waits{false};
+  by_shard(s, keys, nullptr, n, [&](Shard& shard, const Probe* probes, size_t m) {
+    bool wait = false;
+    found += shard.find_and_pin(probes, m, keys, slots, &wait);
+    if (wait) waits = true;
+  });
+  *hits += found;
+  return waits;
+}
+
+bool MemTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given,
+                           size_t needed) {
+  size_t missing = 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (slots[i] == kNoSlot) s.picks[missing++] = static_cast<uint32_t>(i);
+  }
+  if (missing == 0) return false;
+  take_slots(s, s.fresh, missing, needed);
+
+  std::atomic<bool> waits{false}, full{false};
+  by_shard(s, keys, s.picks, missing, [&](Shard& shard, const Probe* probes, size_t m) {
+    for (size_t j = 0; j < m; ++j) {
+      const uint32_t k = probes[j].index, i = s.picks[k];
+      // It may be here by now: loaded by another thread, or twice in this batch.
+      const uint32_t slot = shard.find(probes[j].tag, keys[i]);
+      if (slot != kNoSlot) {
+        shard.pin(slot);
+        if (meta()[slot].load_state() != SlotState::kReady) waits = true;
+        slots[i] = slot;
+      } else if (shard.full()) {
+        full = true;
+      } else {
+        shard.insert(probes[j].tag, keys[i], s.fresh[k]);
+        slots[i] = s.fresh[k];
+      }
+    }
+  });
+
+  // Ours to load are those that took the slot meant for them.
+  size_t ours = 0, unused = 0;
+  for (size_t k = 0; k < missing; ++k) {
+    const uint32_t i = s.picks[k], slot = s.fresh[k];
+    if (slots[i] != slot) {
+      s.fresh[unused++] = slot;
+      continue;
+    }
+    s.keys[ours] = keys[i];
+    s.slots[ours] = slot;
+    s.picks[ours++] = i;
+  }
+  give_free(s.fresh, unused);
+  try {
+    if (full) {
+      throw BudgetError("memory tier: too many of the keys share " + std::to_string(std::countr_zero(plan_.shards)) +
+                        " bits of their hash for the index of a budget of " + std::to_string(options_.budget) +
+                        " bytes; such keys do not occur by chance. Use a larger budget");
+    }
+    fill(s, ours, given);
+  } catch (...) {
+    fail_loading(s.slots, ours);
+    throw;
+  }
+  for (size_t j = 0; j < ours; ++j) meta()[s.slots[j]].store_state(SlotState::kReady);
+  wake_waiting();
+  return waits;
+}
+
+void MemTier::fill(Scratch& s, size_t n, const uint8_t* given) {
+  if (given) {
+    for_rows(n, [&](size_t begin, size_t end) {
+      for (size_t j = begin; j < end; ++j) std::memcpy(row(s.slots[j]), given + s.picks[j] * row_bytes_, row_bytes_);
+    });
+    pushed_ += n;
+    return;
+  }
+  std::memset(s.found, 0, n);
+  if (store_) store_->get(s.keys, n, s.found, RowsOut{slab_.as<uint8_t>(), row_bytes_, s.slots});
+  std::atomic<size_t> initialised{0};
+  for_rows(n, [&](size_t begin, size_t end) {
+    size_t count = 0;
+    for (size_t j = begin; j < end; ++j) {
+      if (s.found[j]) continue;
+      initial_.write(s.keys[j], reinterpret_cast<float*>(row(s.slots[j])));
+      ++count;
+    }
+    initialised += count;
+  });
+  initialised_ += initialised;
+  from_store_ += n - initialised;
+}
+
+// The slots keep their pins: whoever drops the last one frees the slot.
+void MemTier::fail_loading(const uint32_t* slots, size_t n) {
+  for (size_t j = 0; j < n; ++j) {
+    SlotMeta& m = meta()[slots[j]];
+    const Hash h = hash(m.key);
+    std::lock_guard lock(shards_[h.shard].mutex);
+    shards_[h.shard].erase(h.tag, slots[j]);
+    m.store_state(SlotState::kFailed);
+  }
+  wake_waiting();
+}
+
+void MemTier::wait_ready(const uint32_t* slots, size_t n) {
+  const auto state = [&](size_t i) { return meta()[slots[i]].load_state(); };
+  for (size_t i = 0; i < n; ++i) {
+    if (state(i) != SlotState::kReady) {
+      std::unique_lock lock(wait_mutex_);
+      ready_.wait(lock, [&] { return state(i) == SlotState::kReady || state(i) == SlotState::kFailed; });
+    }
+    if (state(i) == SlotState::kFailed) {
+      throw Error("memory tier: key " + std::to_string(meta()[slots[i]].key) +
+                  " was being read from the store by another thread, which failed; its own error says why");
+    }
+  }
+}
+
+void MemTier::wake_waiting() {
+  {
+    std::lock_guard lock(wait_mutex_);
+  }  // nobody is between looking at the state and falling asleep
+  ready_.notify_all();
+}
+
+void MemTier::roll_back(Scratch& s, const uint32_t* slots, size_t n) {
+  size_t m = 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (slots[i] != kNoSlot) s.slots[m++] = slots[i];
+  }
+  release(s, s.slots, m, false);
+}
+
+// ---- unpin and the rest
+
+void MemTier::unpin(const uint32_t* slots, size_t n, bool dirty) {
+  ScratchPool::Lease s(small_scratch_);
+  for (size_t b = 0; b < n; b += s->keys_max) release(*s, slots + b, std::min(s->keys_max, n - b), dirty);
+}
+
+void MemTier::release(Scratch& s, const uint32_t* slots, size_t n, bool dirty) {
+  std::atomic<bool> misuse{false};
+  slots_by_shard(s, slots, n, [&](Shard& shard, const Probe* probes, size_t m) {
+    for (size_t j = 0; j < m; ++j) {
+      __builtin_prefetch(&meta()[slots[probes[std::min(j + 8, m - 1)].index]], 1);
+      const uint32_t slot = slots[probes[j].index];
+      if (meta()[slot].pins == 0) {
+        misuse = true;
+        continue;
+      }
+      if (dirty) set_dirty(slot);
+      if (shard.unpin(slot)) {
+        meta()[slot].store_state(SlotState::kFree);
+        give_free(&slot, 1);
+      }
+    }
+  });
+  if (misuse) throw Error("memory tier: unpin of a slot that is not pinned: unpin what pull gave, once");
+}
+
+void MemTier::mark_dirty(const uint32_t* slots, size_t n) {
+  for (size_t i = 0; i < n; ++i) set_dirty(slots[i]);
+}
+
+void MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
+  enum : uint8_t { kMissing = 0, kCopied = 1, kLoading = 2 };
+  ScratchPool::Lease s(scratch_);
+  size_t hits = 0;
+  for (size_t b = 0; b < n; b += s->keys_max, rows += s->keys_max * row_bytes_, keys += s->keys_max) {
+    const size_t part = std::min(s->keys_max, n - b);
+    by_shard(*s, keys, nullptr, part, [&](Shard& shard, const Probe* probes, size_t m) {
+      for (size_t j = 0; j < m; ++j) {
+        const uint32_t i = probes[j].index, slot = shard.find(probes[j].tag, keys[i]);
+        s->found[i] = slot == kNoSlot ? kMissing : kCopied;
+        if (slot == kNoSlot) continue;
+        if (meta()[slot].load_state() == SlotState::kLoading) {
+          shard.pin(slot);
+          s->found[i] = kLoading;
+          s->pinned[i] = slot;
+        } else {
+          std::memcpy(rows + i * row_bytes_, row(slot), row_bytes_);
+        }
+      }
+    });
+    size_t missing = 0;
+    for (size_t i = 0; i < part; ++i) {
+      if (s->found[i] == kLoading) {
+        const uint32_t slot = s->pinned[i];
+        std::unique_lock lock(wait_mutex_);
+        ready_.wait(lock, [&] { return meta()[slot].load_state() != SlotState::kLoading; });
+        lock.unlock();
+        if (meta()[slot].load_state() != SlotState::kFailed) {
+          std::memcpy(rows + i * row_bytes_, row(slot), row_bytes_);
+          s->found[i] = kCopied;
+        }
+        release(*s, &slot, 1, false);
+      }
+      if (s->found[i] == kCopied) continue;
+      s->keys[missing] = keys[i];
+      s->picks[missing++] = static_cast<uint32_t>(i);
+    }
+    hits += part - missing;
+    std::memset(s->found, 0, missing);
+    if (store_ && missing) store_->get(s->keys, missing, s->found, RowsOut{rows, row_bytes_, s->picks});
+    for_rows(missing, [&](size_t begin, size_t end) {
+      for (size_t j = begin; j < end; ++j) {
+        if (s->found[j]) continue;
+        initial_.write(s->keys[j], reinterpret_cast<float*>(rows + s->picks[j] * row_bytes_));
+      }
+    });
+  }
+  reads_ += n;
+  read_hits_ += hits;
+}
+
+void MemTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty) {
+  ScratchPool::Lease s(scratch_);
+  for (size_t b = 0; b < n; b += s->keys_max) {
+    const size_t part = std::min(s->keys_max, n - b);
+    const uint8_t* from = rows + b * row_bytes_;
+    acquire(*s, keys + b, part, s->pinned, from);
+    // In the order of the batch within a shard: of a repeated key the last row wins.
+    by_shard(*s, keys + b, nullptr, part, [&](Shard&, const Probe* probes, size_t m) {
+      for (size_t j = 0; j < m; ++j) {
+        std::memcpy(row(s->pinned[probes[j].index]), from + probes[j].index * row_bytes_, row_bytes_);
+      }
+    });
+    release(*s, s->pinned, part, dirty);
+  }
+}
+
+void MemTier::copy_out(const uint32_t* slots, size_t n, uint8_t* rows) {
+  for_rows(n, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) std::memcpy(rows + i * row_bytes_, row(slots[i]), row_bytes_);
+  });
+}
+
+void MemTier::write(const uint32_t* slots, size_t n, const uint8_t* rows) {
+  for_rows(n, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      std::memcpy(row(slots[i]), rows + i * row_bytes_, row_bytes_);
+      set_dirty(slots[i]);
+    }
+  });
+}
+
+}  // namespace thermocline

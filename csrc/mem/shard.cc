@@ -1,0 +1,244 @@
+#include "mem/shard.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "util/error.h"
+
+namespace thermocline {
+
+void Shard::init(SlotMeta* meta, uint32_t sentinels, uint64_t* index, uint32_t buckets, Policy policy,
+                 uint32_t fair_share) {
+  meta_ = meta;
+  sentinels_ = sentinels;
+  index_ = index;
+  buckets_ = buckets;
+  policy_ = policy;
+  lru_rows_ = fair_share / 2;
+  visits_per_age_ = 16 * std::max<uint32_t>(fair_share, 64);
+  for (uint32_t l = 0; l < kLists; ++l) meta_[sentinel(l)].prev = meta_[sentinel(l)].next = sentinel(l);
+}
+
+// ---- index
+
+uint32_t Shard::find(uint32_t tag, uint64_t key) const {
+  for (uint32_t b = home(tag); index_[b] != 0; b = after(b)) {
+    const auto slot = static_cast<uint32_t>(index_[b]) - 1;
+    if (index_[b] >> 32 == tag && meta_[slot].key == key) return slot;
+  }
+  return kNoSlot;
+}
+
+// Blocks in four passes, so that the cache misses of a block overlap: index, metadata, neighbours in the list, pin.
+size_t Shard::find_and_pin(const Probe* probes, size_t n, const uint64_t* keys, uint32_t* slots, bool* waits) {
+  constexpr size_t kStep = 16;
+  size_t hits = 0;
+  uint32_t maybe[kStep];
+  for (size_t i = 0; i < std::min(kStep, n); ++i) __builtin_prefetch(&index_[home(probes[i].tag)]);
+  for (size_t begin = 0; begin < n; begin += kStep) {
+    const size_t end = std::min(begin + kStep, n);
+    for (size_t i = end; i < std::min(end + kStep, n); ++i) __builtin_prefetch(&index_[home(probes[i].tag)]);
+    for (size_t i = begin; i < end; ++i) {
+      const uint32_t tag = probes[i].tag;
+      uint32_t b = home(tag);
+      while (index_[b] != 0 && index_[b] >> 32 != tag) b = after(b);
+      maybe[i - begin] = static_cast<uint32_t>(index_[b]) - 1;  // an empty bucket gives kNoSlot
+      if (index_[b] != 0) __builtin_prefetch(&meta_[maybe[i - begin]]);
+    }
+    for (size_t i = begin; i < end; ++i) {
+      uint32_t& slot = maybe[i - begin];
+      const uint64_t key = keys[probes[i].index];
+      if (slot != kNoSlot && meta_[slot].key != key) slot = find(probes[i].tag, key);  // equal tags
+      if (slot == kNoSlot || meta_[slot].list == kNone) continue;
+      __builtin_prefetch(&meta_[meta_[slot].prev]);
+      __builtin_prefetch(&meta_[meta_[slot].next]);
+    }
+    for (size_t i = begin; i < end; ++i) {
+      const uint32_t slot = maybe[i - begin];
+      slots[probes[i].index] = slot;
+      if (slot == kNoSlot) continue;
+      ++hits;
+      pin(slot);
+      if (meta_[slot].load_state() != SlotState::kReady) *waits = true;
+    }
+  }
+  return hits;
+}
+
+void Shard::insert(uint32_t tag, uint64_t key, uint32_t slot) {
+  uint32_t b = home(tag);
+  while (index_[b] != 0) b = after(b);
+  index_[b] = uint64_t{tag} << 32 | (slot + 1);
+  ++resident_;
+  SlotMeta& m = meta_[slot];
+  m.key = key;
+  m.pins = 1;
+  m.list = kNone;
+  m.visits = 0;
+  m.age = age_;
+  m.store_state(SlotState::kLoading);
+  visit(slot);
+}
+
+void Shard::erase(uint32_t tag, uint32_t slot) {
+  uint32_t hole = home(tag);
+  while (static_cast<uint32_t>(index_[hole]) != slot + 1) hole = after(hole);
+  // Moves later entries of the run back, unless that would put one before its home.
+  for (uint32_t b = after(hole); index_[b] != 0; b = after(b)) {
+    const uint32_t h = home(static_cast<uint32_t>(index_[b] >> 32));
+    const bool movable = hole <= b ? (h <= hole || h > b) : (h <= hole && h > b);
+    if (!movable) continue;
+    index_[hole] = index_[b];
+    hole = b;
+  }
+  index_[hole] = 0;
+  --resident_;
+}
+
+// ---- pins and lists
+
+void Shard::pin(uint32_t slot) {
+  if (meta_[slot].list != kNone) unlink(slot);
+  ++meta_[slot].pins;
+  visit(slot);
+}
+
+bool Shard::unpin(uint32_t slot) {
+  SlotMeta& m = meta_[slot];
+  if (--m.pins != 0) return false;
+  const SlotState state = m.load_state();
+  if (state == SlotState::kReady) link(slot);
+  return state == SlotState::kFailed;  // a leaving slot is in the hands of the evicting thread
+}
+
+void Shard::push_newest(uint32_t list, uint32_t slot) {
+  const uint32_t s = sentinel(list), first = meta_[s].next;
+  meta_[slot].prev = s;
+  meta_[slot].next = first;
+  meta_[first].prev = slot;
+  meta_[s].next = slot;
+}
+
+void Shard::unlink(uint32_t slot) {
+  SlotMeta& m = meta_[slot];
+  meta_[m.prev].next = m.next;
+  meta_[m.next].prev = m.prev;
+  if (m.list == kInLru) --lru_size_;
+  m.list = kNone;
+  --linked_;
+}
+
+void Shard::link(uint32_t slot) {
+  if (policy_ == Policy::kLfu) return link_by_visits(slot);
+  push_newest(0, slot);
+  meta_[slot].list = kInLru;
+  ++lru_size_;
+  ++linked_;
+}
+
+void Shard::link_by_visits(uint32_t slot) {
+  const uint8_t v = visits(meta_[slot]);
+  push_newest(1 + v, slot);
+  meta_[slot].list = kInVisits;
+  nonempty_ |= uint64_t{1} << v;
+  ++linked_;
+}
+
+uint32_t Shard::victim() {
+  if (linked_ == 0) return kNoSlot;
+  if (policy_ == Policy::kLruLfu) {
+    // Rows fall from the LRU into the LFU only now: between evictions nobody can tell the difference.
+    while (lru_size_ > lru_rows_) {
+      const uint32_t slot = meta_[sentinel(0)].prev;
+      unlink(slot);
+      link_by_visits(slot);
+    }
+  }
+  const uint32_t slot = lru_size_ == linked_ ? meta_[sentinel(0)].prev : least_visited();
+  unlink(slot);
+  return slot;
+}
+
+// The oldest of the rows with the fewest visits; there is one.
+uint32_t Shard::least_visited() {
+  for (;;) {
+    const auto v = static_cast<uint32_t>(std::countr_zero(nonempty_));
+    if (!empty(1 + v)) return meta_[sentinel(1 + v)].prev;
+    nonempty_ &= ~(uint64_t{1} << v);
+  }
+}
+
+// ---- visits
+
+uint8_t Shard::visits(const SlotMeta& m) const {
+  const uint32_t ages = std::min<uint32_t>(static_cast<uint8_t>(age_ - m.age), 7);
+  return static_cast<uint8_t>(m.visits >> ages);
+}
+
+void Shard::visit(uint32_t slot) {
+  SlotMeta& m = meta_[slot];
+  m.visits = static_cast<uint8_t>(std::min<uint32_t>(visits(m) + 1u, kVisitLists - 1));
+  m.age = age_;
+  if (++visits_now_ >= visits_per_age_) grow_old();
+}
+
+void Shard::grow_old() {
+  visits_now_ = 0;
+  ++age_;
+  for (uint32_t v = 1; v < kVisitLists; ++v) {
+    if (empty(1 + v)) continue;
+    // All rows of list v go behind the newest of list v / 2.
+    const uint32_t from = sentinel(1 + v), to = sentinel(1 + v / 2);
+    const uint32_t newest = meta_[from].next, oldest = meta_[from].prev, was = meta_[to].next;
+    meta_[to].next = newest;
+    meta_[newest].prev = to;
+    meta_[oldest].next = was;
+    meta_[was].prev = oldest;
+    meta_[from].prev = meta_[from].next = from;
+    nonempty_ |= uint64_t{1} << (v / 2);
+  }
+}
+
+// ---- books
+
+void Shard::check(const std::string& name, uint32_t capacity, uint32_t* pinned_slots) const {
+  const auto fail = [&](const std::string& what) { throw Error("memory tier, shard " + name + ": " + what); };
+  uint32_t entries = 0, unpinned = 0;
+  for (uint32_t b = 0; b < buckets_; ++b) {
+    if (index_[b] == 0) continue;
+    ++entries;
+    const auto slot = static_cast<uint32_t>(index_[b]) - 1;
+    if (slot >= capacity) fail("the index names slot " + std::to_string(slot) + " of " + std::to_string(capacity));
+    const SlotMeta& m = meta_[slot];
+    const auto tag = static_cast<uint32_t>(index_[b] >> 32);
+    if (find(tag, m.key) != slot) fail("key " + std::to_string(m.key) + " is there twice, or cannot be found");
+    const SlotState state = m.load_state();
+    if (state == SlotState::kFree || state == SlotState::kFailed) {
+      fail("key " + std::to_string(m.key) + " is in the index, but its slot is not in use");
+    }
+    if (m.pins != 0) ++*pinned_slots;
+    const bool evictable = m.pins == 0 && state == SlotState::kReady;
+    if (evictable != (m.list != kNone)) fail("slot " + std::to_string(slot) + " is in the wrong list");
+    unpinned += evictable;
+  }
+  if (entries != resident_) {
+    fail("index entries " + std::to_string(entries) + " != resident rows " + std::to_string(resident_));
+  }
+  uint32_t walked = 0;
+  for (uint32_t l = 0; l < kLists; ++l) {
+    for (uint32_t s = meta_[sentinel(l)].next; s != sentinel(l); s = meta_[s].next, ++walked) {
+      if (walked > linked_) fail("a list is longer than all lists together should be");
+      if (meta_[s].list != (l == 0 ? kInLru : kInVisits)) fail("slot " + std::to_string(s) + " is in the wrong list");
+      if (meta_[meta_[s].next].prev != s) fail("the links of slot " + std::to_string(s) + " are broken");
+    }
+    if (l == 0 && walked != lru_size_) {
+      fail("rows in the LRU list " + std::to_string(walked) + " != " + std::to_string(lru_size_));
+    }
+  }
+  if (walked != linked_ || unpinned != linked_) {
+    fail("rows in lists " + std::to_string(walked) + ", unpinned rows " + std::to_string(unpinned) + ", counted " +
+         std::to_string(linked_));
+  }
+}
+
+}  // namespace thermocline

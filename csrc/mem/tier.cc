@@ -1,0 +1,186 @@
+// How a budget is divided, and how a batch is divided among shards. See also pull.cc and writeback.cc.
+#include "mem/tier.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <utility>
+
+#include "util/error.h"
+#include "util/hash.h"
+
+namespace thermocline {
+namespace {
+
+constexpr size_t kSmallKeys = 65536;
+constexpr size_t kScratches = 2;
+constexpr size_t kInlineKeys = 2048;  // fewer are not worth waking threads
+
+}  // namespace
+
+RowStore* MemTier::check_row_bytes(RowStore* store) const {
+  if (store && store->row_bytes() != row_bytes_) {
+    throw Error("the store has rows of " + std::to_string(store->row_bytes()) + " bytes, but dim " +
+                std::to_string(options_.layout.dim) + " with this optimizer makes rows of " +
+                std::to_string(row_bytes_) + ": open the store with row_bytes=" + std::to_string(row_bytes_) +
+                ", or use the dim and optimizer it was made with");
+  }
+  return store;
+}
+
+// ---- the budget
+
+MemTier::Plan MemTier::plan_for(uint32_t capacity, size_t row_bytes, const TierOptions& options) {
+  Plan p{};
+  p.capacity = capacity;
+  p.shards = options.shards ? options.shards : std::bit_floor(std::clamp<uint32_t>(capacity / 4096, 1, 64));
+  // Hashing spreads keys evenly, but not exactly: eight standard deviations more than the even share.
+  const double share = static_cast<double>(capacity) / p.shards;
+  const double most = std::min<double>(capacity, share + 8 * std::sqrt(share) + 32);
+  p.buckets = static_cast<uint32_t>(most * 1.25) + 2;
+  p.scratch_keys = std::clamp<size_t>(options.budget / 16 / (kScratches * Scratch::kBytes), 64, 1 << 22) / 64 * 64;
+  const size_t small_keys = std::min(p.scratch_keys, kSmallKeys);
+  p.rows = capacity * row_bytes;
+  p.metadata = (size_t{capacity} + size_t{p.shards} * Shard::kLists) * sizeof(SlotMeta) +
+               (size_t{capacity} + 63) / 64 * sizeof(uint64_t) + p.shards * sizeof(Shard);
+  p.index = size_t{p.shards} * p.buckets * sizeof(uint64_t);
+  p.buffers = kScratches * (p.scratch_keys * Scratch::kBytes + small_keys * Scratch::kSmallBytes);
+  return p;
+}
+
+MemTier::Plan MemTier::make_plan(size_t row_bytes, const TierOptions& options) {
+  const auto fits = [&](uint32_t capacity) { return plan_for(capacity, row_bytes, options).total() <= options.budget; };
+  if (!fits(1)) {
+    throw BudgetError("memory tier: a budget of " + std::to_string(options.budget) + " bytes holds not one row of " +
+                      std::to_string(row_bytes) + " bytes; the least is " +
+                      std::to_string(plan_for(1, row_bytes, options).total()));
+  }
+  uint32_t lo = 1, hi = (1u << 31) + (1u << 30);  // below 2^32 less the sentinels
+  while (hi - lo > 1) {
+    const uint32_t mid = lo + (hi - lo) / 2;
+    (fits(mid) ? lo : hi) = mid;
+  }
+  return plan_for(lo, row_bytes, options);
+}
+
+MemTier::MemTier(const TierOptions& options, RowStore* store)
+    : options_(options),
+      row_bytes_(options.layout.bytes()),
+      store_(check_row_bytes(store)),
+      initial_(options.initial, options.layout),
+      plan_(make_plan(row_bytes_, options)),
+      slab_(plan_.rows),
+      meta_((size_t{plan_.capacity} + size_t{plan_.shards} * Shard::kLists) * sizeof(SlotMeta)),
+      index_(plan_.index),
+      dirty_((size_t{plan_.capacity} + 63) / 64 * sizeof(uint64_t)),
+      shards_(std::make_unique<Shard[]>(plan_.shards)),
+      pool_(options.threads),
+      scratch_(kScratches, plan_.scratch_keys, false),
+      small_scratch_(kScratches, std::min(plan_.scratch_keys, kSmallKeys), true) {
+  for (uint32_t s = 0; s < plan_.shards; ++s) {
+    shards_[s].init(meta(), plan_.capacity + s * Shard::kLists, index_.as<uint64_t>() + size_t{s} * plan_.buckets,
+                    plan_.buckets, options.policy, plan_.capacity / plan_.shards);
+  }
+}
+
+void MemTier::require_room(size_t needed, size_t missing) {
+  size_t available = 0;
+  if (store_) {
+    for (uint32_t s = 0; s < plan_.shards; ++s) {
+      std::lock_guard lock(shards_[s].mutex);
+      available += shards_[s].evictable();
+    }
+  }
+  {
+    std::lock_guard lock(free_mutex_);
+    available += free_listed_ + (plan_.capacity - never_used_);
+  }
+  if (missing > available) throw_no_room(needed, missing, available);
+}
+
+void MemTier::throw_no_room(size_t needed, size_t missing, size_t available) const {
+  const double bytes_per_row = static_cast<double>(options_.budget) / plan_.capacity;
+  std::string text = "memory tier: a working set of " + std::to_string(needed) + " rows does not fit: the budget of " +
+                     std::to_string(options_.budget) + " bytes holds " + std::to_string(plan_.capacity) + " rows; " +
+                     std::to_string(missing) + " rows are missing and " + std::to_string(available) +
+                     " slots are free" + (store_ ? " or can be evicted" : "") +
+                     ", the others are pinned by this or other batches" +
+                     (store_ ? "" : " or have no store below to be evicted to") + ". ";
+  if (needed > plan_.capacity) {
+    text += "It needs a budget of about " +
+            std::to_string(static_cast<uint64_t>(bytes_per_row * static_cast<double>(needed) * 1.01)) +
+            " bytes, or a smaller batch";
+  } else {
+    text += store_ ? "Use a larger budget, smaller batches or fewer batches in flight"
+                   : "Use a larger budget, or give the tier a store";
+  }
+  throw BudgetError(text);
+}
+
+// ---- grouping by shard
+
+MemTier::Hash MemTier::hash(uint64_t key) const {
+  const uint64_t m = mem_hash(hash_key(key));
+  return {static_cast<uint32_t>(m >> 56) & (plan_.shards - 1), static_cast<uint32_t>(m)};
+}
+
+// A stable counting sort: within a shard, keys keep the order of the batch, whatever the number of threads.
+template <typename ShardOf, typename TagOf>
+void MemTier::group(Scratch& s, size_t n, const ShardOf& shard_of, const TagOf& tag_of, const ShardTask& f) {
+  const size_t shards = plan_.shards;
+  const size_t chunks = std::min<size_t>(pool_.size(), n / kInlineKeys + 1);
+  std::vector<uint32_t> place(chunks * shards, 0);
+  pool_.parallel(chunks, [&](size_t c) {
+    uint32_t* counts = place.data() + c * shards;
+    for (size_t i = n * c / chunks; i < n * (c + 1) / chunks; ++i) ++counts[s.shard[i] = shard_of(i)];
+  });
+  std::vector<uint32_t> begin(shards + 1, 0);
+  uint32_t sum = 0;
+  for (size_t h = 0; h < shards; ++h) {
+    begin[h] = sum;
+    for (size_t c = 0; c < chunks; ++c) sum += std::exchange(place[c * shards + h], sum);
+  }
+  begin[shards] = sum;
+  pool_.parallel(chunks, [&](size_t c) {
+    uint32_t* next = place.data() + c * shards;
+    for (size_t i = n * c / chunks; i < n * (c + 1) / chunks; ++i) {
+      s.probes[next[s.shard[i]]++] = {static_cast<uint32_t>(i), tag_of(i)};
+    }
+  });
+  const auto task = [&](size_t h) {
+    if (begin[h] == begin[h + 1]) return;
+    std::lock_guard lock(shards_[h].mutex);
+    f(shards_[h], s.probes + begin[h], begin[h + 1] - begin[h]);
+  };
+  if (n < kInlineKeys) {
+    for (size_t h = 0; h < shards; ++h) task(h);
+  } else {
+    pool_.parallel(shards, task);
+  }
+}
+
+void MemTier::by_shard(Scratch& s, const uint64_t* keys, const uint32_t* pick, size_t n, const ShardTask& f) {
+  const auto key = [&](size_t i) { return keys[pick ? pick[i] : i]; };
+  group(
+      s, n, [&](size_t i) { return static_cast<uint8_t>(hash(key(i)).shard); },
+      [&](size_t i) { return hash(key(i)).tag; }, f);
+}
+
+void MemTier::slots_by_shard(Scratch& s, const uint32_t* slots, size_t n, const ShardTask& f) {
+  const auto shard_of = [&](size_t i) {
+    __builtin_prefetch(&meta()[slots[std::min(i + 16, n - 1)]]);
+    return static_cast<uint8_t>(hash(meta()[slots[i]].key).shard);
+  };
+  group(s, n, shard_of, [](size_t) { return 0u; }, f);
+}
+
+void MemTier::check_slots(const uint32_t* slots, size_t n) const {
+  uint32_t most = 0;
+  for (size_t i = 0; i < n; ++i) most = std::max(most, slots[i]);
+  if (n && most >= plan_.capacity) {
+    throw Error("memory tier: there is no slot " + std::to_string(most) + ", the tier has " +
+                std::to_string(plan_.capacity) + ": slots are what pull() gives");
+  }
+}
+
+}  // namespace thermocline
