@@ -29,7 +29,7 @@ Run record_run(uint64_t seed, int steps) {
   mem->make_dir("/d");
   auto fs = std::make_shared<RecordFs>(mem);
   Run run;
-  run.options.seed = seed;
+  run.options = DriverOptions(seed);
   StoreDriver driver(fs, kPath, run.options);
   driver.on_event = [&](const std::string& text) { fs->marker(text); };
   driver.open();
@@ -167,8 +167,7 @@ TEST(FaultsCrash, NamedPointsAreReachedAndMayThrow) {
     auto mem = std::make_shared<MemFs>();
     mem->make_dir("/d");
     auto fs = std::make_shared<FaultFs>(mem);
-    DriverOptions options;
-    options.seed = 77;
+    const DriverOptions options(7);
     StoreDriver driver(fs, kPath, options);
     uint64_t seen = 0;
     fs->on_point([&](std::string_view point) {

@@ -45,8 +45,7 @@ constexpr int kSteps = 100;
 // How many operations of these classes the workload does without a fault.
 uint64_t count_ops(unsigned ops, uint64_t seed) {
   Bench b;
-  DriverOptions options;
-  options.seed = seed;
+  const DriverOptions options(seed);
   b.fs->arm({.ops = ops, .at = UINT64_MAX});
   StoreDriver driver(b.fs, kPath, options);
   driver.open();
@@ -60,8 +59,7 @@ int run_case(const Kind& kind, uint64_t at, bool for_good, uint64_t seed) {
   const std::string context = std::string(kind.name) + ", operation " + std::to_string(at) +
                               (for_good ? " and all after" : "") + ", seed " + std::to_string(seed);
   Bench b;
-  DriverOptions options;
-  options.seed = seed;
+  const DriverOptions options(seed);
   b.fs->arm({.fault = kind.fault, .ops = kind.ops, .at = at, .for_good = for_good});
   StoreDriver driver(b.fs, kPath, options);
   driver.on_event = [&](const std::string& text) { b.record->marker(text); };
@@ -164,9 +162,8 @@ TEST(StoreIo, FailedSyncMakesTheStoreReadOnly) {
 TEST(StoreIo, FullDiskRecoversInPlace) {
   for (uint64_t at = 0; at < 12; ++at) {
     Bench b;
-    DriverOptions options;
+    DriverOptions options(at);
     options.reopen = false;
-    options.seed = at;
     StoreDriver driver(b.fs, kPath, options);
     driver.open();
     for (int i = 0; i < 10; ++i) driver.put(300);

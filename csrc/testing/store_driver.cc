@@ -1,6 +1,7 @@
 #include "testing/store_driver.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "testing/test.h"
@@ -100,6 +101,13 @@ StoreOptions small_store() {
   o.min_log_bytes = 64u << 10;
   o.background_merge = false;
   return o;
+}
+
+DriverOptions::DriverOptions(uint64_t seed) : seed(seed) {
+  if (seed % 2) store.write_buffer = 16u << 10;  // most puts become extents of their own
+  row_bytes = std::array<size_t, 4>{64, 64, 24, 200}[seed / 2 % 4];
+  if (seed % 5 == 4) store.max_log_ratio = 1.0;
+  if (seed % 5 == 3) store.partition_bytes = 32u << 10;
 }
 
 StoreDriver::StoreDriver(std::shared_ptr<FileSystem> fs, std::string path, const DriverOptions& options)

@@ -40,6 +40,10 @@ struct DriverOptions {
   uint64_t seed = 1;
   bool reopen = true;  // closing and opening again is one of the operations
   StoreOptions store = small_store();
+
+  DriverOptions() = default;
+  // A seed also chooses the size of rows, of the write buffer and of the log, so that every path is taken by some seed.
+  explicit DriverOptions(uint64_t seed);
 };
 
 // Thread safety: none.
