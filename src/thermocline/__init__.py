@@ -21,12 +21,25 @@ _HOME = {
     "ReadOnlyError": "errors",
     "StoreError": "errors",
     "ThermoclineError": "errors",
+    "WorkingSet": "batch",
+    "Constant": "tables.initial",
+    "Normal": "tables.initial",
+    "Uniform": "tables.initial",
+    "Lookup": "tables.mem",
+    "MemStats": "tables.mem",
+    "MemTier": "tables.mem",
+    "Adagrad": "tables.optimizers",
+    "Adam": "tables.optimizers",
+    "RowWiseAdagrad": "tables.optimizers",
+    "SGD": "tables.optimizers",
+    "ReferenceTable": "tables.reference",
     "SsdStats": "tables.ssd",
     "SsdStore": "tables.ssd",
 }
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from thermocline.batch import WorkingSet as WorkingSet
     from thermocline.errors import (
         BudgetError as BudgetError,
     )
@@ -57,6 +70,17 @@ if TYPE_CHECKING:
     from thermocline.errors import (
         ThermoclineError as ThermoclineError,
     )
+    from thermocline.tables.initial import Constant as Constant
+    from thermocline.tables.initial import Normal as Normal
+    from thermocline.tables.initial import Uniform as Uniform
+    from thermocline.tables.mem import Lookup as Lookup
+    from thermocline.tables.mem import MemStats as MemStats
+    from thermocline.tables.mem import MemTier as MemTier
+    from thermocline.tables.optimizers import SGD as SGD
+    from thermocline.tables.optimizers import Adagrad as Adagrad
+    from thermocline.tables.optimizers import Adam as Adam
+    from thermocline.tables.optimizers import RowWiseAdagrad as RowWiseAdagrad
+    from thermocline.tables.reference import ReferenceTable as ReferenceTable
     from thermocline.tables.ssd import SsdStats as SsdStats
     from thermocline.tables.ssd import SsdStore as SsdStore
 

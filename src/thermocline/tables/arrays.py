@@ -12,7 +12,7 @@ Keys = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.uint8]
 
 
-def _as_numpy(value: Any, what: str) -> npt.NDArray[Any]:
+def as_numpy(value: Any, what: str) -> npt.NDArray[Any]:
     """The same memory as a NumPy array."""
     if isinstance(value, np.ndarray):
         return value
@@ -34,7 +34,7 @@ def as_keys(keys: Any) -> Keys:
     """Keys as uint64. int64 arrays are taken by their bit pattern; sequences of ints are converted."""
     if isinstance(keys, (list, tuple, range)):
         return np.fromiter(map(operator.index, keys), dtype=np.uint64, count=len(keys))
-    array = _as_numpy(keys, "keys")
+    array = as_numpy(keys, "keys")
     if array.dtype != np.uint64 and array.dtype != np.int64:
         raise TypeError(f"keys have dtype {array.dtype}: they must be uint64, or int64 (taken as bit patterns)")
     if array.ndim != 1:
@@ -44,7 +44,7 @@ def as_keys(keys: Any) -> Keys:
 
 def as_rows(rows: Any, count: int, row_bytes: int, what: str = "rows", writable: bool = False) -> Rows:
     """Rows as uint8[count, row_bytes]: the same memory. Any dtype will do whose rows have that many bytes."""
-    array = _as_numpy(rows, what)
+    array = as_numpy(rows, what)
     if array.ndim != 2 or array.shape[0] != count or array.shape[1] * array.itemsize != row_bytes:
         raise ValueError(
             f"{what} has shape {array.shape} of {array.dtype}: needed are {count} rows (one per key) of {row_bytes} "

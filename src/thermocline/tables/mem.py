@@ -1,0 +1,394 @@
+"""The memory tier: a cache of rows within a byte budget, over an SSD store or by itself; trained on in place.
+
+One batch: `lookup = tier.lookup(ids, offsets)` pulls and pins its rows (any thread, ahead of time);
+`tier.pool(lookup)` gathers, `tier.update(lookup, grad, step=t)` applies one optimizer step;
+`tier.release(lookup)` gives the rows back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, Literal, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from thermocline.batch import Slots, WorkingSet
+from thermocline.core import core
+from thermocline.sizes import format_size, parse_size
+from thermocline.tables.arrays import as_keys, as_numpy
+from thermocline.tables.initial import Initial, Uniform
+from thermocline.tables.optimizers import Optimizer, initial_state
+from thermocline.tables.ssd import SsdStore
+
+Floats = npt.NDArray[np.float32]
+Pooling = Literal["sum", "mean", "none"]
+Policy = Literal["lru_lfu", "lru", "lfu"]
+
+_POLICIES = {"lru_lfu": 0, "lru": 1, "lfu": 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemStats:
+    """A tier's counters at one moment; work is counted from the tier's beginning."""
+
+    capacity: int
+    """Rows the budget holds."""
+    resident: int
+    free: int
+    pinned: int
+    dirty: int
+    """Rows changed since they were last written to the store."""
+    shards: int
+    hits: int
+    misses: int
+    from_store: int
+    initialised: int
+    """Misses that no store had: they began with their initial row."""
+    pushed: int
+    reads: int
+    """Rows asked for by read and evaluate."""
+    read_hits: int
+    evictions: int
+    flushed: int
+    """Rows written to the store, by eviction or flush."""
+    puts: int
+    """Calls that wrote them."""
+    bytes_rows: int
+    bytes_metadata: int
+    bytes_index: int
+    bytes_buffers: int
+    bytes_total: int
+    """All of the above: never above the budget."""
+    budget: int
+    kernels: str
+    """Instruction set of the kernels."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of pulled rows that were here."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Lookup:
+    """A batch's rows, pinned, and everything training needs to find them. Made by `MemTier.lookup`."""
+
+    working_set: WorkingSet
+    slots: Slots
+    """Per unique key: where its row is pinned."""
+    id_slots: Slots
+    """Per id."""
+    offsets: npt.NDArray[np.int64] | None
+    weights: Floats | None
+    mean: bool
+    grad_rows: Slots
+    """Per occurrence, in the working set's order: the row of the gradient that belongs to it."""
+    coefs: Floats | None
+    """Per occurrence: what that gradient is multiplied by."""
+
+    @property
+    def bags(self) -> int:
+        """Rows of the pooled result, and of its gradient."""
+        return len(self.id_slots) if self.offsets is None else len(self.offsets) - 1
+
+
+class MemTier:
+    """Rows of one table in memory: `dim` float32 weights, then the optimizer's state.
+
+    A row that was pulled stays where it is until it is unpinned as often as it was pulled; unpinned rows leave by
+    `policy` when room is needed, changed ones into the `store`. Without a store nothing leaves, and a full tier
+    raises `BudgetError`.
+
+    Thread safety: all methods may be called from several threads at once, and none holds the GIL while it works. While
+    rows are being changed (`update`, `apply_gradients`, `write`) no other call may touch the same rows, nor `flush`.
+    """
+
+    __slots__ = ("_core", "_dim", "_floats", "_optimizer", "_policy", "_store")
+
+    def __init__(
+        self,
+        dim: int,
+        optimizer: Optimizer,
+        *,
+        budget: str | SupportsIndex = "64MB",
+        store: SsdStore | None = None,
+        policy: Policy = "lru_lfu",
+        threads: int | None = None,
+        seed: int = 0,
+        table: int = 0,
+        initial: Initial | None = None,
+        shards: int | None = None,
+    ) -> None:
+        """A tier with no rows yet.
+
+        budget    bytes for rows, index, metadata and buffers together
+        store     where rows come from and go to; its row_bytes must be 4 * (dim + state of the optimizer)
+        policy    "lru_lfu": recently visited rows stay, then often visited ones; "lru" or "lfu": only one of the two
+        threads   of one call; default: all cores. No result depends on it
+        seed, table, initial   what rows begin with: a function of these and the key. Default: Uniform(scale=0.01)
+        shards    parts of the index, a power of two up to 256; default: from the capacity
+        """
+        if dim < 1:
+            raise ValueError(f"dim is {dim}: a row has at least one weight")
+        if policy not in _POLICIES:
+            raise ValueError(f"policy is {policy!r}: it is one of {', '.join(_POLICIES)}")
+        if shards is not None and (not 1 <= shards <= 256 or shards & (shards - 1)):
+            raise ValueError(f"shards is {shards}: it must be a power of two from 1 to 256")
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads is {threads}: at least one")
+        start = Uniform() if initial is None else initial
+        self._dim = dim
+        self._floats = dim + optimizer.state_floats(dim)
+        self._optimizer = optimizer
+        self._policy = policy
+        self._store = store
+        self._core = core.MemTier(
+            dim=dim,
+            optimizer=optimizer.code,
+            budget=parse_size(budget, "budget"),
+            policy=_POLICIES[policy],
+            threads=threads or os.cpu_count() or 1,
+            shards=shards or 0,
+            seed=_word(seed, "seed"),
+            table=_word(table, "table"),
+            initial_kind=start.code,
+            initial_scale=start.scale,
+            initial_state=initial_state(optimizer),
+            store=None if store is None else store._core,
+        )
+
+    # ---- a batch's life
+
+    def lookup(
+        self,
+        ids: Any,
+        offsets: Any = None,
+        *,
+        pooling: Pooling | None = None,
+        weights: Any = None,
+    ) -> Lookup:
+        """Pulls the rows of `ids`, an array of keys or their `WorkingSet`, and plans the batch's training.
+
+        `offsets` (int64, one more than bags) cut the ids into bags, for pooling "sum" (the default) or "mean"; without
+        them every id is its own bag ("none"). `weights`: one float32 per id. Release the result when done.
+        """
+        working_set = ids if isinstance(ids, WorkingSet) else WorkingSet.of(ids)
+        cuts, factors, mean = _bags(len(working_set.inverse), offsets, pooling, weights)
+        slots = self.pull(working_set.keys)
+        try:
+            planned = self._core.plan(slots, working_set.inverse, working_set.order, cuts, factors, mean)
+        except BaseException:
+            self.unpin(slots)
+            raise
+        id_slots, grad_rows, coefs = planned
+        return Lookup(working_set, slots, id_slots, cuts, factors, mean, grad_rows, coefs)
+
+    def pool(self, lookup: Lookup, *, out: Any = None) -> Floats:
+        """float32[bags, dim]: each bag's rows added left to right; mean divides by their number; an empty bag is zero."""
+        result = _out(out, (lookup.bags, self._dim))
+        self._core.pool(lookup.id_slots, lookup.offsets, lookup.weights, lookup.mean, result)
+        return result
+
+    def update(self, lookup: Lookup, grad: Any, *, step: int = 1, lr: float | None = None, scale: float = 1.0) -> None:
+        """One optimizer step on the rows of `lookup`, given the gradient of what `pool` returned.
+
+        `step` counts the table's steps from 1 (Adam's bias correction); `lr` replaces the optimizer's for this step;
+        `scale` multiplies every summed gradient. Release with `dirty=True` afterwards.
+        """
+        grads = _floats(grad, (lookup.bags, self._dim), "grad")
+        starts = lookup.working_set.starts
+        self._core.update(lookup.slots, starts, lookup.grad_rows, lookup.coefs, grads, self._step(step, lr, scale))
+
+    def sum_gradients(self, lookup: Lookup, grad: Any, *, out: Any = None) -> Floats:
+        """float32[keys, dim]: the gradient of every unique key; the first half of `update`, for clipping by norm."""
+        sums = _out(out, (len(lookup.slots), self._dim))
+        grads = _floats(grad, (lookup.bags, self._dim), "grad")
+        self._core.sum_gradients(lookup.working_set.starts, lookup.grad_rows, lookup.coefs, grads, sums)
+        return sums
+
+    def apply_gradients(
+        self, slots: Slots, sums: Any, *, step: int = 1, lr: float | None = None, scale: float = 1.0
+    ) -> None:
+        """The second half of `update`: one gradient per pinned slot. No slot may repeat."""
+        gradients = _floats(sums, (len(slots), self._dim), "sums")
+        self._core.apply_gradients(slots, gradients, self._step(step, lr, scale))
+
+    def release(self, lookup: Lookup, *, dirty: bool = True) -> None:
+        """Unpins the rows of a lookup; `dirty` says that they were updated."""
+        self._core.unpin(lookup.slots, dirty)
+
+    # ---- rows by key or slot
+
+    def pull(self, keys: Any) -> Slots:
+        """Pins the rows of `keys` (unique) and returns their slots. All or nothing.
+
+        Raises `BudgetError` when they cannot all be in memory at once, beside what other batches have pinned.
+        """
+        wanted = as_keys(keys)
+        slots = np.empty(len(wanted), np.uint32)
+        self._core.pull(wanted, slots)
+        return slots
+
+    def unpin(self, slots: Slots, *, dirty: bool = False) -> None:
+        """Gives back one pin per slot; `dirty` says that the rows were changed."""
+        self._core.unpin(slots, dirty)
+
+    def rows(self, slots: Slots) -> Floats:
+        """A copy of pinned rows, float32[n, dim + state]."""
+        rows = np.empty((len(slots), self._floats), np.float32)
+        self._core.copy_out(slots, rows)
+        return rows
+
+    def write(self, slots: Slots, rows: Any) -> None:
+        """Replaces pinned rows, and marks them dirty. No slot may repeat."""
+        self._core.write(slots, _floats(rows, (len(slots), self._floats), "rows"))
+
+    def push(self, keys: Any, rows: Any, *, dirty: bool = True) -> None:
+        """Replaces the rows of `keys` wherever they are; of a repeated key the last one wins.
+
+        `dirty=False` is for rows that the store below already holds.
+        """
+        wanted = as_keys(keys)
+        self._core.push(wanted, _floats(rows, (len(wanted), self._floats), "rows"), dirty)
+
+    def read(self, keys: Any, *, out: Any = None) -> Floats:
+        """float32[n, dim + state]: the rows as they are, for evaluation. Unknown keys give their initial row.
+
+        Changes nothing: no key is inserted, no row is visited.
+        """
+        wanted = as_keys(keys)
+        rows = _out(out, (len(wanted), self._floats))
+        self._core.read(wanted, rows)
+        return rows
+
+    def evaluate(self, ids: Any, offsets: Any = None, *, pooling: Pooling | None = None, weights: Any = None) -> Floats:
+        """What `pool` would return for these ids, read-only."""
+        working_set = ids if isinstance(ids, WorkingSet) else WorkingSet.of(ids)
+        cuts, factors, mean = _bags(len(working_set.inverse), offsets, pooling, weights)
+        rows = self.read(working_set.keys)
+        bags = len(working_set.inverse) if cuts is None else len(cuts) - 1
+        result = np.empty((bags, self._dim), np.float32)
+        self._core.pool_buffer(rows, working_set.inverse, cuts, factors, mean, result)
+        return result
+
+    def initial_rows(self, keys: Any) -> Floats:
+        """The rows these keys begin with."""
+        wanted = as_keys(keys)
+        rows = np.empty((len(wanted), self._floats), np.float32)
+        self._core.initial_rows(wanted, rows)
+        return rows
+
+    # ---- the store below
+
+    def flush(self, store: SsdStore | None = None) -> None:
+        """Writes all dirty rows to the tier's store, or to another one; commit that to make them durable.
+
+        Takes as long as there are dirty rows, however many others there are.
+        """
+        self._core.flush(None if store is None else store._core)
+
+    def make_room(self, rows: int) -> None:
+        """Evicts until `rows` slots are free or nothing more can leave. A pull does it by itself, but then waits."""
+        self._core.make_room(rows)
+
+    # ---- books
+
+    def check(self, *, idle: bool = True) -> None:
+        """Raises `ThermoclineError` unless the books balance; `idle`: no call in progress and nothing pinned."""
+        self._core.check(idle)
+
+    def stats(self) -> MemStats:
+        """Counters and bytes."""
+        return MemStats(**self._core.stats())
+
+    @property
+    def dim(self) -> int:
+        """Weights per row."""
+        return self._dim
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """As given."""
+        return self._optimizer
+
+    @property
+    def store(self) -> SsdStore | None:
+        """As given."""
+        return self._store
+
+    @property
+    def capacity(self) -> int:
+        """Rows the budget holds."""
+        return self._core.capacity
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes per row, weights and state: the store's row_bytes."""
+        return self._core.row_bytes
+
+    def __repr__(self) -> str:
+        below = "memory only" if self._store is None else f"over {self._store!r}"
+        size = format_size(self._core.stats()["budget"])
+        return f"MemTier(dim={self._dim}, {self._optimizer}, {size}, {self.capacity} rows, {self._policy}, {below})"
+
+    def _step(self, step: int, lr: float | None, scale: float) -> core.Step:
+        if step < 1:
+            raise ValueError(f"step is {step}: steps count from 1")
+        o = self._optimizer
+        return core.make_step(
+            optimizer=o.code,
+            lr=o.lr if lr is None else lr,
+            eps=getattr(o, "eps", 0.0),
+            weight_decay=o.weight_decay,
+            beta1=getattr(o, "beta1", 0.0),
+            beta2=getattr(o, "beta2", 0.0),
+            t=step,
+            scale=scale,
+        )
+
+
+def _word(value: int, what: str) -> int:
+    if not 0 <= value < 2**64:
+        raise ValueError(f"{what} is {value}: it must be from 0 to 2**64 - 1")
+    return value
+
+
+def _floats(value: Any, shape: tuple[int, ...], what: str) -> Floats:
+    """The same memory as a contiguous float32 array of that shape; copies only what is not contiguous."""
+    array = as_numpy(value, what)
+    if array.dtype != np.float32:
+        raise TypeError(f"{what} has dtype {array.dtype}: it must be float32")
+    if array.shape != shape:
+        raise ValueError(f"{what} has shape {array.shape}: needed is {shape}")
+    return np.ascontiguousarray(array)
+
+
+def _out(out: Any, shape: tuple[int, ...]) -> Floats:
+    if out is None:
+        return np.empty(shape, np.float32)
+    array = _floats(out, shape, "out")
+    if not array.flags.writeable or (not np.shares_memory(array, as_numpy(out, "out")) and array.size):
+        raise ValueError("out must be a contiguous array that can be written")
+    return array
+
+
+def _bags(
+    ids: int, offsets: Any, pooling: Pooling | None, weights: Any
+) -> tuple[npt.NDArray[np.int64] | None, Floats | None, bool]:
+    """Offsets, weights and whether to divide, as the core takes them."""
+    kind = pooling or ("none" if offsets is None else "sum")
+    if kind not in ("sum", "mean", "none"):
+        raise ValueError(f"pooling is {kind!r}: it is one of sum, mean, none")
+    if (kind == "none") != (offsets is None):
+        raise ValueError(f"pooling {kind!r} {'takes no' if kind == 'none' else 'needs'} offsets")
+    factors = None if weights is None else _floats(weights, (ids,), "weights")
+    if offsets is None:
+        return None, factors, False
+    cuts = np.ascontiguousarray(offsets if isinstance(offsets, (list, tuple)) else as_numpy(offsets, "offsets"))
+    if cuts.ndim != 1 or len(cuts) < 1 or cuts.dtype.kind not in "iu":
+        raise ValueError(
+            f"offsets have shape {cuts.shape} of {cuts.dtype}: needed are bags + 1 integers from 0 to {ids}"
+        )
+    return cuts.astype(np.int64, copy=False), factors, kind == "mean"

@@ -1,0 +1,197 @@
+"""The obvious table: a dict of rows. Slow, and the oracle of every test: any tier must give these bits.
+
+Written to be read beside csrc/mem/kernels.h and csrc/mem/initial.h. Everything is np.float32, one operation at a time,
+in the order stated there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from thermocline.tables.initial import Constant, Initial, Uniform
+from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, initial_state
+
+Floats = npt.NDArray[np.float32]
+Pooling = Literal["sum", "mean", "none"]
+
+BLOCK = 64
+"""Gradients of one key are added in blocks of this many occurrences."""
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix64(x: int) -> int:
+    """The mixer of csrc/util/hash.h."""
+    x ^= x >> 33
+    x = x * 0xFF51AFD7ED558CCD & _MASK
+    x ^= x >> 33
+    x = x * 0xC4CEB9FE1A85EC53 & _MASK
+    return x ^ x >> 33
+
+
+def initial_weights(initial: Initial, seed: int, table: int, key: int, dim: int) -> Floats:
+    """The weights of a key that was never trained."""
+    scale = np.float32(initial.scale)
+    if isinstance(initial, Constant):
+        return np.full(dim, scale, np.float32)
+    table_mix = mix64((mix64(seed + _GOLDEN & _MASK) ^ table) + _GOLDEN & _MASK)
+    row_mix = mix64((table_mix ^ key) + _GOLDEN & _MASK)
+
+    def bits(counter: int) -> int:
+        return mix64(row_mix + (counter + 1) * _GOLDEN & _MASK)
+
+    weights = np.empty(dim, np.float32)
+    for i in range(dim):
+        if isinstance(initial, Uniform):
+            weights[i] = np.float32(2 * (bits(i) >> 40) - (2**24 - 1)) * (scale * np.float32(2.0**-24))
+        else:
+            words = [bits(3 * i + j) >> shift & 0xFFFF for j in range(3) for shift in (0, 16, 32, 48)]
+            weights[i] = np.float32(sum(words) - 6 * 65535) * (scale * np.float32(2.0**-16))
+    return weights
+
+
+def mean_of_squares(g: Floats) -> np.float32:
+    """Sixteen lanes, then halves: the one order of csrc/mem/kernels.h."""
+    squares = np.zeros((-(-len(g) // 16), 16), np.float32)
+    squares.reshape(-1)[: len(g)] = g * g
+    lanes = squares[0]
+    for row in squares[1:]:
+        lanes = lanes + row
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = lanes[:half] + lanes[half:]
+    return np.float32(lanes[0] / np.float32(len(g)))
+
+
+def sum_in_blocks(gradients: Sequence[Floats]) -> Floats:
+    """Blocks of 64 left to right, then the block sums left to right."""
+    total: Floats | None = None
+    for begin in range(0, len(gradients), BLOCK):
+        block = gradients[begin].copy()
+        for g in gradients[begin + 1 : begin + BLOCK]:
+            block = block + g
+        total = block if total is None else total + block
+    assert total is not None
+    return total
+
+
+def optimize(optimizer: Optimizer, row: Floats, g: Floats, step: int, lr: float) -> None:
+    """Applies the gradient of one key to its row."""
+    f = np.float32
+    dim = len(g)
+    w, state = row[:dim], row[dim:]
+    if optimizer.weight_decay != 0:
+        g = g + w * f(optimizer.weight_decay)
+    match optimizer:
+        case SGD():
+            w[:] = w - g * f(lr)
+        case Adagrad():
+            state[:] = state + g * g
+            w[:] = w - (g / (np.sqrt(state) + f(optimizer.eps))) * f(lr)
+        case RowWiseAdagrad():
+            state[0] = state[0] + mean_of_squares(g)
+            w[:] = w - g * (f(lr) / (np.sqrt(state[0]) + f(optimizer.eps)))
+        case Adam():
+            m, v = state[:dim], state[dim:]
+            step_size = f(lr / (1.0 - math.pow(optimizer.beta1, step)))
+            sqrt_bias2 = f(math.sqrt(1.0 - math.pow(optimizer.beta2, step)))
+            m[:] = m + (g - m) * f(1.0 - optimizer.beta1)
+            v[:] = v * f(optimizer.beta2) + (g * f(1.0 - optimizer.beta2)) * g
+            w[:] = w - (m * step_size) / (np.sqrt(v) / sqrt_bias2 + f(optimizer.eps))
+
+
+class ReferenceTable:
+    """Rows by key, in one dict. `ids`, `offsets` and `weights` describe bags as everywhere: CSR, weights optional."""
+
+    def __init__(
+        self, dim: int, optimizer: Optimizer, *, seed: int = 0, table: int = 0, initial: Initial | None = None
+    ) -> None:
+        self.dim = dim
+        self.optimizer = optimizer
+        self.seed = seed
+        self.table = table
+        self.initial = Uniform() if initial is None else initial
+        self.rows: dict[int, Floats] = {}
+
+    def initial_row(self, key: int) -> Floats:
+        """The row of a key that was never trained."""
+        weights = initial_weights(self.initial, self.seed, self.table, key, self.dim)
+        state = np.full(self.optimizer.state_floats(self.dim), initial_state(self.optimizer), np.float32)
+        return np.concatenate([weights, state])
+
+    def row(self, key: int) -> Floats:
+        """The row as it is; reading does not insert."""
+        return self.rows[key] if key in self.rows else self.initial_row(key)
+
+    def read(self, keys: Sequence[int] | npt.NDArray[Any]) -> Floats:
+        """The rows of `keys`."""
+        rows = [self.row(int(key)) for key in keys]
+        return np.stack(rows) if rows else np.empty((0, len(self.initial_row(0))), np.float32)
+
+    def push(self, keys: Sequence[int] | npt.NDArray[Any], rows: Floats) -> None:
+        """Replaces rows."""
+        for key, row in zip(keys, rows, strict=True):
+            self.rows[int(key)] = np.array(row, np.float32)
+
+    def pool(
+        self,
+        ids: Sequence[int] | npt.NDArray[Any],
+        offsets: Sequence[int] | npt.NDArray[Any] | None = None,
+        pooling: Pooling = "sum",
+        weights: Sequence[float] | npt.NDArray[Any] | None = None,
+    ) -> Floats:
+        """One vector per bag; without offsets (pooling "none") one per id."""
+        bags = _bags(len(ids), offsets, pooling)
+        out = np.zeros((len(bags), self.dim), np.float32)
+        for b, places in enumerate(bags):
+            for n, p in enumerate(places):
+                x = self.row(int(ids[p]))[: self.dim]
+                if weights is not None:
+                    x = x * np.float32(weights[p])
+                out[b] = x if n == 0 else out[b] + x
+            if pooling == "mean" and len(places) > 0:
+                out[b] = out[b] / np.float32(len(places))
+        return out
+
+    def update(
+        self,
+        ids: Sequence[int] | npt.NDArray[Any],
+        grad: Floats,
+        offsets: Sequence[int] | npt.NDArray[Any] | None = None,
+        pooling: Pooling = "sum",
+        weights: Sequence[float] | npt.NDArray[Any] | None = None,
+        *,
+        step: int = 1,
+        lr: float | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """One optimizer step: `grad` has one row per bag."""
+        gradients: dict[int, list[Floats]] = {}
+        for b, places in enumerate(_bags(len(ids), offsets, pooling)):
+            for p in places:
+                g = np.array(grad[b], np.float32)
+                if weights is not None or pooling == "mean":
+                    coefficient = np.float32(1.0 if weights is None else weights[p])
+                    if pooling == "mean":
+                        coefficient = coefficient / np.float32(len(places))
+                    g = g * coefficient
+                gradients.setdefault(int(ids[p]), []).append(g)
+        for key, occurrences in gradients.items():
+            row = self.row(key).copy()
+            g = sum_in_blocks(occurrences) * np.float32(scale)
+            optimize(self.optimizer, row, g, step, self.optimizer.lr if lr is None else lr)
+            self.rows[key] = row
+
+
+def _bags(ids: int, offsets: Sequence[int] | npt.NDArray[Any] | None, pooling: Pooling) -> list[range]:
+    if (offsets is None) != (pooling == "none"):
+        raise ValueError("pooling 'none' has no offsets, 'sum' and 'mean' have them")
+    if offsets is None:
+        return [range(i, i + 1) for i in range(ids)]
+    return [range(int(offsets[b]), int(offsets[b + 1])) for b in range(len(offsets) - 1)]
