@@ -1,0 +1,136 @@
+"""kill -9: at random times, and at every named point of commit, merge, release and checkpoint.
+
+The page cache survives a kill, so this proves little about power loss (csrc/ssd/crash_fault_test.cc does that); it
+proves that the real process with its real threads and files can die anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from faults import workload
+
+import thermocline as tc
+
+pytestmark = pytest.mark.faults
+
+LONG = os.environ.get("THERMOCLINE_LONG") == "1"
+SHARDS = 8  # of the random kills, for pytest-xdist
+KILLS = 10_000 if LONG else 200
+TIMES_PER_POINT = 100 if LONG else 5
+CSRC = Path(__file__).parents[2] / "csrc"
+
+
+def named_points() -> list[str]:
+    """All points the store reports: the string literals in calls of reached()."""
+    points: set[str] = set()
+    for file in [*CSRC.glob("ssd/*.cc"), CSRC / "util" / "fs.cc"]:
+        if not file.name.endswith("_test.cc"):
+            for call in re.findall(r"reached\(([^;]*)\);", file.read_text()):
+                points.update(re.findall(r'"([a-z_]+\.[a-z_]+)"', call))
+    return sorted(points)
+
+
+class Victim:
+    """The workload in a process of its own."""
+
+    def __init__(self, path: Path, seed: int, steps: int, *, background: bool, kill_at: str = "") -> None:
+        env = dict(os.environ, THERMOCLINE_KILL_AT=kill_at)
+        mode = "background" if background else "inline"
+        args = [sys.executable, workload.__file__, str(path), str(seed), str(steps), mode]
+        self.process = subprocess.Popen(args, env=env, stdout=subprocess.PIPE, text=True)
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+
+    def finish(self) -> tuple[int, int, int]:
+        """(exit code, last commit begun, last commit returned); 0: none."""
+        output, _ = self.process.communicate(timeout=120)
+        begun = [int(n) for n in re.findall(r"begin (\d+)", output)]
+        ended = [int(n) for n in re.findall(r"end (\d+)", output)]
+        return self.process.returncode, max(begun, default=0), max(ended, default=0)
+
+
+def check_survivor(path: Path, state: workload.State, begun: int, ended: int, *, thorough: bool) -> None:
+    """The store is at the last commit that had returned, or the one that had begun; every row is right."""
+    if not path.exists():
+        assert ended == 0
+        return
+    with tc.SsdStore.open(path, row_bytes=workload.ROW_BYTES, **workload.OPTIONS) as store:
+        step = workload.step_of_note(store)
+        before = state.done
+        assert max(before, ended) <= step <= max(before, begun), f"step {step}, returned {ended}, begun {begun}"
+        state.advance(step)
+        state.check(store)
+        if thorough:
+            store.check()
+            assert len(store) == int((state.versions != 0).sum())
+        epochs = store.epochs
+    if thorough:
+        for epoch in epochs:
+            with tc.SsdStore.open(path, epoch=epoch, read_only=True) as old:
+                past = workload.State(state.seed)
+                past.advance(workload.step_of_note(old))
+                past.check(old)
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_kill_at_random_times(tmp_path: Path, shard: int) -> None:
+    rng = random.Random(shard)
+    state = workload.State(seed=shard)
+    path = tmp_path / "store"
+    killed = 0
+    while killed < KILLS // SHARDS:
+        victim = Victim(path, shard, 10_000, background=bool(killed % 2))
+        if killed % 10:  # every tenth dies while opening, or before
+            victim.wait_ready()
+        time.sleep(rng.random() ** 2 * 0.3)
+        victim.kill()
+        code, begun, ended = victim.finish()
+        assert code == -signal.SIGKILL, "it should not have ended by itself"
+        killed += 1
+        check_survivor(path, state, begun, ended, thorough=killed % 5 == 0)
+        if state.done > 400:  # replaying old epochs from step 1 gets slow
+            shutil.rmtree(path)
+            state = workload.State(seed=shard)
+        for checkpoint in tmp_path.glob("store-checkpoint-*"):
+            shutil.rmtree(checkpoint)
+    assert killed >= KILLS // SHARDS
+
+
+@pytest.mark.parametrize("point", named_points())
+def test_kill_at_named_point(tmp_path: Path, point: str) -> None:
+    for nth in range(1, TIMES_PER_POINT + 1):
+        path = tmp_path / f"store-{nth}"
+        state = workload.State(seed=nth)
+        # Merging inline at first: with the background thread some points are not reached in a short run.
+        victim = Victim(path, nth, 24, background=nth % 2 == 0, kill_at=f"{point}:{nth}")
+        code, begun, ended = victim.finish()
+        assert code in (0, -signal.SIGKILL), f"the workload failed at {point}:{nth}"
+        if nth == 1:
+            assert code == -signal.SIGKILL, f"{point} was never reached: is it still there?"
+        check_survivor(path, state, begun, ended, thorough=True)
+        # And it goes on.
+        code, begun, ended = Victim(path, nth, 3, background=True).finish()
+        assert code == 0
+        check_survivor(path, state, begun, ended, thorough=True)
+        for left in tmp_path.iterdir():
+            shutil.rmtree(left)
+
+
+def test_there_are_enough_named_points() -> None:
+    assert len(named_points()) >= 20

@@ -1,0 +1,127 @@
+"""A store's life that anyone can replay: what step i does depends on (seed, i) alone, whatever crashed before it.
+
+Run as a program it opens the store, reads in its note which step was the last, and goes on from there, saying on stdout
+which commits it begins and which have returned. The tests kill it and compare the store with `State`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import thermocline as tc
+
+ROW_BYTES = 64
+KEYS = 24_000
+KEEP_EPOCHS = 3
+# Small files, so that merges, splits and releases happen all the time.
+OPTIONS: dict[str, Any] = {
+    "mem_budget": "16MB",
+    "segment_bytes": 256 << 10,
+    "partition_bytes": 128 << 10,
+    "min_log_bytes": 64 << 10,
+    "write_buffer": 64 << 10,
+}
+
+Versions = npt.NDArray[np.uint64]
+
+
+def key_of(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Number -> key, spread over all 64 bits."""
+    keys: npt.NDArray[np.uint64] = numbers * np.uint64(0x9E3779B97F4A7C15) + np.uint64(12345)
+    return keys
+
+
+ALL_KEYS = key_of(np.arange(KEYS, dtype=np.uint64))
+
+
+def rows_of(keys: npt.NDArray[np.uint64], versions: Versions) -> npt.NDArray[np.uint8]:
+    """The row of each key at its version: every word depends on key, version and position."""
+    words = np.arange(1, ROW_BYTES // 8 + 1, dtype=np.uint64)[None, :]
+    x = (keys[:, None] ^ (versions[:, None] * np.uint64(0xD6E8FEB86659FD93))) * (words * np.uint64(2) + np.uint64(1))
+    x ^= x >> np.uint64(29)
+    return np.ascontiguousarray(x * np.uint64(0xBF58476D1CE4E5B9)).view(np.uint8).reshape(len(keys), ROW_BYTES)
+
+
+@dataclasses.dataclass
+class Step:
+    """What one step puts and deletes, as numbers of keys."""
+
+    puts: list[npt.NDArray[np.int64]]
+    deletes: npt.NDArray[np.int64]
+
+
+def step_of(seed: int, i: int) -> Step:
+    rng = np.random.default_rng([seed, i])
+    puts = [rng.integers(0, KEYS, int(rng.integers(1, 3000))) for _ in range(int(rng.integers(1, 5)))]
+    return Step(puts, rng.integers(0, KEYS, int(rng.integers(0, 100))))
+
+
+class State:
+    """What the store holds after step `done`: the version of each key, which is the step that put it; 0: no row."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.done = 0
+        self.versions: Versions = np.zeros(KEYS, dtype=np.uint64)
+
+    def advance(self, to: int) -> None:
+        assert to >= self.done, f"LOST COMMIT: step {to} after step {self.done} had been seen"
+        while self.done < to:
+            self.done += 1
+            step = step_of(self.seed, self.done)
+            for numbers in step.puts:
+                self.versions[numbers] = self.done
+            self.versions[step.deletes] = 0
+
+    def check(self, store: tc.SsdStore) -> None:
+        """Every key, found or not, bit for bit."""
+        found, rows = store.get(ALL_KEYS)
+        live = self.versions != 0
+        assert np.array_equal(found, live), f"step {self.done}: {(found != live).sum()} keys are there or not, wrongly"
+        wrong = (rows[live] != rows_of(ALL_KEYS, self.versions)[live]).any(axis=1)
+        assert not wrong.any(), f"step {self.done}: WRONG ROWS: {wrong.sum()}"
+
+
+def step_of_note(store: tc.SsdStore) -> int:
+    return int(store.note) if store.note else 0
+
+
+def apply_step(store: tc.SsdStore, seed: int, i: int) -> None:
+    step = step_of(seed, i)
+    for numbers in step.puts:
+        keys = ALL_KEYS[numbers]
+        store.put(keys, rows_of(keys, np.full(len(keys), i, dtype=np.uint64)))
+    store.delete(ALL_KEYS[step.deletes])
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(path: str, seed: int, steps: int, background_merge: bool) -> None:
+    """Does `steps` more steps; says "begin i" and "end i" around each commit."""
+    # Without the background thread merges are rare and large, so that those of several chunks occur too.
+    options = OPTIONS if background_merge else {**OPTIONS, "min_log_bytes": 2 << 20}
+    with tc.SsdStore.open(path, row_bytes=ROW_BYTES, background_merge=background_merge, **options) as store:
+        first = step_of_note(store) + 1
+        say("ready")
+        for i in range(first, first + steps):
+            apply_step(store, seed, i)
+            if i % 7 == 0:
+                store.merge()
+            say(f"begin {i}")
+            store.commit(str(i).encode())
+            say(f"end {i}")
+            for epoch in store.epochs[:-KEEP_EPOCHS]:
+                store.release(epoch)
+            if i % 11 == 0:
+                store.link_checkpoint(f"{path}-checkpoint-{i}-{first}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "background")
