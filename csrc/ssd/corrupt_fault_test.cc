@@ -54,7 +54,8 @@ Image make_image(uint64_t seed) {
   for (const auto& p : m.partitions) {
     if (p.file) image.needed.push_back(kPath + ("/" + ssd::file_name(ssd::FileKind::kBase, p.file)));
   }
-  for (const auto& s : m.segments) image.needed.push_back(kPath + ("/" + ssd::file_name(ssd::FileKind::kSegment, s.file)));
+  for (const auto& s : m.segments)
+    image.needed.push_back(kPath + ("/" + ssd::file_name(ssd::FileKind::kSegment, s.file)));
   CHECK(!image.manifests.empty() && image.needed.size() >= 4 && !image.identity.empty());
   return image;
 }
@@ -95,7 +96,8 @@ int probe(const Image& image, const std::string& damaged, const std::string& con
     for (uint32_t i = 0; i < n; ++i) {
       const uint32_t version = image.want.version[first + i];
       make_row(keys[i], version, expected.data(), bytes);
-      const bool right = version == 0 ? !found[i] : found[i] && std::equal(expected.begin(), expected.end(), &rows[i * bytes]);
+      const bool right =
+          version == 0 ? !found[i] : found[i] && std::equal(expected.begin(), expected.end(), &rows[i * bytes]);
       if (!right) throw Failure(context + ": WRONG ROW of key " + std::to_string(keys[i]));
     }
     return true;
@@ -133,8 +135,9 @@ struct Tally {
     else ++rows;
   }
   void print() const {
-    std::printf("[%llu cases: %llu refused at open, %llu in get, %llu in bytes nobody needs] ", (unsigned long long)cases,
-                (unsigned long long)refused, (unsigned long long)rows, (unsigned long long)harmless);
+    std::printf("[%llu cases: %llu refused at open, %llu in get, %llu in bytes nobody needs] ",
+                (unsigned long long)cases, (unsigned long long)refused, (unsigned long long)rows,
+                (unsigned long long)harmless);
   }
 };
 
@@ -153,7 +156,8 @@ void damage_pages(uint64_t cases, const std::function<void(std::string&, size_t,
     const std::string saved = bytes.substr(page, kSector);
     auto store = i % 2 ? open_read_only(image) : nullptr;
     damage(bytes, page, rng);
-    const std::string context = "case " + std::to_string(i) + ", page " + std::to_string(page / kSector) + " of " + path;
+    const std::string context =
+        "case " + std::to_string(i) + ", page " + std::to_string(page / kSector) + " of " + path;
     const int bad = probe(image, path, context, std::move(store));
     tally.add(bad);
     if (rows) CHECK(bad >= 0 && bad <= 2 * int(image.rows_per_page));  // twice: neighbours with the same tag

@@ -136,7 +136,8 @@ void kill_then_power_loss(uint64_t runs, size_t stride) {
       auto mem = run.recording.start->clone();
       auto fs = std::make_shared<RecordFs>(mem);
       fs->repeat(run.recording, prefix);
-      const std::string context = "seed " + std::to_string(seed) + ": killed after " + std::to_string(prefix) + " operations";
+      const std::string context =
+          "seed " + std::to_string(seed) + ": killed after " + std::to_string(prefix) + " operations";
       StoreDriver driver(fs, kPath, run.options);
       driver.resume(known_at(run, prefix).attempts);
       try {
@@ -145,7 +146,8 @@ void kill_then_power_loss(uint64_t runs, size_t stride) {
         for_each_crash(
             fs->recording(), prefix, 14,
             [&](CrashState& state) {
-              verify_recovered(state.fs, kPath, run.options, driver.attempts(), context + ", opened, then " + state.what);
+              verify_recovered(state.fs, kPath, run.options, driver.attempts(),
+                               context + ", opened, then " + state.what);
               ++states;
             },
             fs->size());
@@ -158,7 +160,7 @@ void kill_then_power_loss(uint64_t runs, size_t stride) {
 }
 
 TEST(StoreCrash, KilledThenPowerLoss) { kill_then_power_loss(1, 5); }
-TEST(FaultsCrash, KilledThenPowerLoss) { kill_then_power_loss(scaled(6, 40), scaled(3, 1)); }
+TEST(FaultsCrash, KilledThenPowerLoss) { kill_then_power_loss(scaled(6, 20), scaled(3, 1)); }
 
 // A process that dies at a named point leaves its file operations in order, which the replay covers; here the points
 // themselves are counted, and an exception at each must do no harm to the running store.

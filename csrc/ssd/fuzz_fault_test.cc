@@ -88,7 +88,8 @@ void threads_at_once(uint64_t rounds, uint64_t seed) {
         for (size_t i = 0; i < n; ++i) {
           const uint32_t want = mine.version[which[i]];
           make_row(keys[i], want, expected.data(), bytes);
-          const bool right = want == 0 ? !found[i] : found[i] && std::memcmp(&rows[i * bytes], expected.data(), bytes) == 0;
+          const bool right =
+              want == 0 ? !found[i] : found[i] && std::memcmp(&rows[i * bytes], expected.data(), bytes) == 0;
           if (!right) throw Failure("thread " + std::to_string(t) + ": WRONG ROW of key " + std::to_string(keys[i]));
         }
       }

@@ -22,10 +22,10 @@ struct Kind {
   unsigned ops;
 };
 constexpr Kind kKinds[] = {
-    {"EIO anywhere", Fault::kIoError, kAllOps},           {"EIO in a read", Fault::kIoError, kReads},
-    {"EIO in a sync", Fault::kIoError, kSyncs},           {"full disk", Fault::kDiskFull, kWrites | kNames},
-    {"short read", Fault::kShortRead, kReads},            {"torn write", Fault::kTornWrite, kWrites},
-    {"name operation fails", Fault::kIoError, kNames},    {"full disk at sync", Fault::kDiskFull, kSyncs},
+    {"EIO anywhere", Fault::kIoError, kAllOps},        {"EIO in a read", Fault::kIoError, kReads},
+    {"EIO in a sync", Fault::kIoError, kSyncs},        {"full disk", Fault::kDiskFull, kWrites | kNames},
+    {"short read", Fault::kShortRead, kReads},         {"torn write", Fault::kTornWrite, kWrites},
+    {"name operation fails", Fault::kIoError, kNames}, {"full disk at sync", Fault::kDiskFull, kSyncs},
 };
 
 std::shared_ptr<MemFs> new_mem_fs() {

@@ -216,8 +216,12 @@ Survivors make(Kind kind, size_t variant, const Disk& disk, uint64_t seed) {
   s.seed = seed;
   std::mt19937_64 rng(seed);
   if (kind == kBasic) {
-    for (size_t i = 0; i < m; ++i) s.kept[i] = variant == 0 || (variant == 2 && !is_write(i)) || (variant == 3 && is_write(i));
-    s.what = variant == 0 ? "all kept" : variant == 1 ? "all dropped" : variant == 2 ? "writes dropped" : "names dropped";
+    for (size_t i = 0; i < m; ++i)
+      s.kept[i] = variant == 0 || (variant == 2 && !is_write(i)) || (variant == 3 && is_write(i));
+    s.what = variant == 0   ? "all kept"
+             : variant == 1 ? "all dropped"
+             : variant == 2 ? "writes dropped"
+                            : "names dropped";
   } else if (kind == kSingle) {
     const size_t i = variant / 2;
     if (variant % 2) s.kept.assign(m, false);

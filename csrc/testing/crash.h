@@ -27,7 +27,8 @@ struct CrashState {
 
 // At most `cap` states, the same ones for the same seed: of every prefix all unsynced changes kept / dropped, each one
 // dropped or kept alone, pairs, torn writes, and random mixtures. Where there are more, an even sample over the
-// recording of each of these kinds. Only crashes after at least `first_prefix` operations. Returns how many were visited.
+// recording of each of these kinds. Only crashes after at least `first_prefix` operations. Returns how many were
+// visited.
 size_t for_each_crash(const Recording& recording, uint64_t seed, size_t cap,
                       const std::function<void(CrashState&)>& visit, size_t first_prefix = 0);
 

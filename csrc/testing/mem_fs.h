@@ -15,9 +15,9 @@ namespace thermocline::testing {
 // Contents of one file, shared by its hard links and by open files (so that unlinking an open file works).
 // Copies of a MemFs share the bytes until one side writes.
 struct MemInode {
-  std::mutex mutex;                     // protects bytes
+  std::mutex mutex;  // protects bytes
   std::shared_ptr<std::string> bytes = std::make_shared<std::string>();
-  std::string& own();                   // the bytes, no longer shared with a copy. Call with mutex held.
+  std::string& own();  // the bytes, no longer shared with a copy. Call with mutex held.
 };
 
 // Thread safety: all calls of FileSystem may run concurrently; those marked "alone" must not.

@@ -6,7 +6,8 @@ namespace thermocline::testing {
 
 class RecordFile : public File {
  public:
-  RecordFile(RecordFs& fs, std::unique_ptr<File> inner, uint32_t file) : fs_(fs), inner_(std::move(inner)), file_(file) {}
+  RecordFile(RecordFs& fs, std::unique_ptr<File> inner, uint32_t file)
+      : fs_(fs), inner_(std::move(inner)), file_(file) {}
   void pread(void* buf, size_t bytes, uint64_t offset) override { inner_->pread(buf, bytes, offset); }
   void pwrite(const void* buf, size_t bytes, uint64_t offset) override {
     std::lock_guard lock(fs_.mutex_);

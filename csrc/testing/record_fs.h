@@ -17,10 +17,10 @@ enum class OpKind { kCreate, kWrite, kDatasync, kRename, kUnlink, kLink, kMakeDi
 // Files are numbered, because what is written to a file follows it through renames and links.
 struct RecordedOp {
   OpKind kind;
-  uint32_t file = 0;      // kCreate, kWrite, kDatasync, kRename, kLink
-  std::string path, to;   // kMarker: path is its text
-  uint64_t offset = 0;    // kWrite
-  std::string data;       // kWrite
+  uint32_t file = 0;     // kCreate, kWrite, kDatasync, kRename, kLink
+  std::string path, to;  // kMarker: path is its text
+  uint64_t offset = 0;   // kWrite
+  std::string data;      // kWrite
 };
 
 struct Recording {

@@ -20,12 +20,15 @@ void make_row(uint64_t key, uint32_t version, uint8_t* row, size_t bytes) {
 
 uint64_t test_key(uint32_t i) { return i == 0 ? 0 : i == 1 ? ~uint64_t{0} : i % 2 ? i : mix64(i); }
 
-uint64_t Snapshot::live() const { return uint64_t(std::count_if(version.begin(), version.end(), [](uint32_t v) { return v != 0; })); }
+uint64_t Snapshot::live() const {
+  return uint64_t(std::count_if(version.begin(), version.end(), [](uint32_t v) { return v != 0; }));
+}
 
 namespace {
 
 // The version a row has, of those allowed; throws Failure if it has none of them.
-void check_row(const Snapshot& want, uint32_t i, bool found, const uint8_t* row, size_t bytes, const std::string& context) {
+void check_row(const Snapshot& want, uint32_t i, bool found, const uint8_t* row, size_t bytes,
+               const std::string& context) {
   std::vector<uint8_t> expected(bytes);
   auto is = [&](uint32_t version) {
     if (version == 0 || !found) return version == 0 && !found;
@@ -39,7 +42,8 @@ void check_row(const Snapshot& want, uint32_t i, bool found, const uint8_t* row,
     }
   }
   throw Failure(context + ": WRONG ROW of key " + std::to_string(test_key(i)) + " (number " + std::to_string(i) +
-                "): wanted version " + std::to_string(want.version[i]) + ", " + (found ? "got other bytes" : "not found"));
+                "): wanted version " + std::to_string(want.version[i]) + ", " +
+                (found ? "got other bytes" : "not found"));
 }
 
 void check_keys(SsdStore& store, const Snapshot& want, const std::vector<uint32_t>& which, const std::string& context) {
@@ -73,8 +77,10 @@ void check_scan(SsdStore& store, const Snapshot& want, const std::string& contex
       check_row(want, it->second, true, rows.data() + k * store.row_bytes(), store.row_bytes(), context + " (scan)");
     }
   }
-  if (want.also.empty() && total != want.live()) throw Failure(context + ": scan gave " + std::to_string(total) + " rows of " + std::to_string(want.live()));
-  if (const uint64_t count = store.count(); count != total) throw Failure(context + ": count() is " + std::to_string(count) + ", scan gave " + std::to_string(total));
+  if (want.also.empty() && total != want.live())
+    throw Failure(context + ": scan gave " + std::to_string(total) + " rows of " + std::to_string(want.live()));
+  if (const uint64_t count = store.count(); count != total)
+    throw Failure(context + ": count() is " + std::to_string(count) + ", scan gave " + std::to_string(total));
 }
 
 StoreOptions open_options(const DriverOptions& options) {
@@ -137,7 +143,9 @@ void StoreDriver::open() {
   for (size_t i = 0; i < attempts_.size(); ++i) {
     if (attempts_[i].epoch != 0) last = int(i);
   }
-  if (found < last) throw Failure("opening gave commit " + std::to_string(found) + ", but " + std::to_string(last) + " had returned: LOST COMMIT");
+  if (found < last)
+    throw Failure("opening gave commit " + std::to_string(found) + ", but " + std::to_string(last) +
+                  " had returned: LOST COMMIT");
   if (found >= 0) {
     attempts_[found].epoch = store_->epoch();
     live_ = attempts_[found].state;
@@ -153,7 +161,8 @@ std::vector<uint32_t> StoreDriver::pick(uint32_t n) {
   std::vector<uint32_t> out(n);
   const bool dense = rng_() % 4 == 0;  // neighbours, and many repeats
   const uint32_t from = uint32_t(rng_() % options_.keys);
-  for (auto& k : out) k = dense ? (from + uint32_t(rng_() % (n / 2 + 1))) % options_.keys : uint32_t(rng_() % options_.keys);
+  for (auto& k : out)
+    k = dense ? (from + uint32_t(rng_() % (n / 2 + 1))) % options_.keys : uint32_t(rng_() % options_.keys);
   key_ops_ += n;
   return out;
 }
@@ -208,7 +217,8 @@ void StoreDriver::commit() {
   }
   attempts_.back().epoch = epoch;
   event("end", index);
-  if (store_->epoch() != epoch || store_->note() != live_.note) throw Failure("epoch() or note() is not that of the last commit");
+  if (store_->epoch() != epoch || store_->note() != live_.note)
+    throw Failure("epoch() or note() is not that of the last commit");
 }
 
 void StoreDriver::release_one() {

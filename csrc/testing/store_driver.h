@@ -72,7 +72,7 @@ class StoreDriver {
   // Every commit that was begun, by its note; notes are unique. An epoch number is known once commit() has returned.
   struct Attempt {
     Snapshot state;
-    uint64_t epoch = 0;     // 0: commit() has not returned
+    uint64_t epoch = 0;      // 0: commit() has not returned
     bool releasing = false;  // release() was called
   };
   const std::vector<Attempt>& attempts() const { return attempts_; }

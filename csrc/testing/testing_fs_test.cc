@@ -78,7 +78,7 @@ TEST(RecordFs, RecordsChangesInOrder) {
   fs.marker("published");
   fs.unlink("/d/old");
   const Recording r = fs.recording();
-  const std::vector<OpKind> want = {OpKind::kCreate, OpKind::kWrite,  OpKind::kDatasync, OpKind::kRename,
+  const std::vector<OpKind> want = {OpKind::kCreate,  OpKind::kWrite,  OpKind::kDatasync, OpKind::kRename,
                                     OpKind::kSyncDir, OpKind::kMarker, OpKind::kUnlink};
   CHECK_EQ(r.ops.size(), want.size());
   for (size_t i = 0; i < want.size(); ++i) CHECK(r.ops[i].kind == want[i]);
@@ -186,7 +186,8 @@ TEST(Crash, IsDeterministicAndKeepsToItsCap) {
   auto mem = std::make_shared<MemFs>();
   mem->make_dir("/d");
   RecordFs fs(mem);
-  for (int i = 0; i < 50; ++i) publish_file(fs, "/d", "f" + std::to_string(i % 7), std::string(2000, char('a' + i % 26)));
+  for (int i = 0; i < 50; ++i)
+    publish_file(fs, "/d", "f" + std::to_string(i % 7), std::string(2000, char('a' + i % 26)));
   std::vector<std::string> first, second;
   CHECK(for_each_crash(fs.recording(), 5, 300, [&](CrashState& s) { first.push_back(s.what); }) <= 300);
   for_each_crash(fs.recording(), 5, 300, [&](CrashState& s) { second.push_back(s.what); });

@@ -40,7 +40,8 @@ enum class Intent { kRead, kWrite };
 }
 
 std::string describe(const char* verb, const std::string& path, size_t bytes, uint64_t offset) {
-  return std::string(verb) + " of " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) + " of " + path;
+  return std::string(verb) + " of " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) + " of " +
+         path;
 }
 
 class Fd {
@@ -117,8 +118,8 @@ class PosixFile : public File {
 
   void check_aligned(const char* verb, const void* buf, size_t bytes, uint64_t offset) const {
     if (aligned_ && (reinterpret_cast<uintptr_t>(buf) | bytes | offset) % kSector != 0) {
-      throw Error(describe(verb, path_, bytes, offset) + ": buffer, length and offset of a data file must be multiples of " +
-                  std::to_string(kSector));
+      throw Error(describe(verb, path_, bytes, offset) +
+                  ": buffer, length and offset of a data file must be multiples of " + std::to_string(kSector));
     }
   }
 
@@ -386,7 +387,8 @@ class PosixFs : public FileSystem {
     depth = std::max<size_t>(depth, 1);
     if (uring_) {
       // Refused later than the probe means a limit on rings or locked memory: reads still work, one at a time.
-      if (auto ring = Uring::create(unsigned(depth))) return std::make_unique<UringQueue>(calls_, std::move(ring), depth);
+      if (auto ring = Uring::create(unsigned(depth)))
+        return std::make_unique<UringQueue>(calls_, std::move(ring), depth);
     }
     return FileSystem::read_queue(depth);
   }

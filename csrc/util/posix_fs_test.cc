@@ -1,8 +1,8 @@
 #include "util/posix_fs.h"
 
 #include <fcntl.h>
-#include <sys/time.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 

@@ -31,7 +31,8 @@ int sys_enter(int fd, unsigned submit, unsigned min_complete, unsigned flags) {
 bool can_read(int ring_fd) {
   constexpr unsigned kOps = IORING_OP_READ + 1;
   const size_t bytes = sizeof(io_uring_probe) + kOps * sizeof(io_uring_probe_op);
-  std::unique_ptr<io_uring_probe, void (*)(void*)> probe(static_cast<io_uring_probe*>(std::calloc(1, bytes)), std::free);
+  std::unique_ptr<io_uring_probe, void (*)(void*)> probe(static_cast<io_uring_probe*>(std::calloc(1, bytes)),
+                                                         std::free);
   if (!probe || syscall(__NR_io_uring_register, ring_fd, IORING_REGISTER_PROBE, probe.get(), kOps) < 0) return false;
   return probe->last_op >= IORING_OP_READ && (probe->ops[IORING_OP_READ].flags & IO_URING_OP_SUPPORTED);
 }

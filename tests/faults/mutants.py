@@ -1,0 +1,207 @@
+"""Plants known bugs in a copy of the C++ sources, one at a time, and counts how many the fault tests catch.
+
+    python tests/faults/mutants.py [NAME...]
+
+A suite that stays green with a skipped fsync proves nothing: this is the test of the tests. Run by `make test-faults`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Quick groups first: most bugs need no more. A group that does not end is a bug caught, too.
+GROUPS = [
+    ["PosixFs.", "PublishFile.", "StoreCrash.", "StoreFuzz."],
+    ["StoreIo.", "StoreCorrupt."],
+    ["FaultsCorrupt.Misdirected", "FaultsCorrupt.EveryBit", "FaultsCorrupt.TornPages"],
+    ["FaultsCrash."],
+    ["FaultsIo.", "FaultsFuzz."],
+]
+GROUP_TIMEOUT = 600
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS = [
+    Mutant("commit does not sync data files", "ssd/store.cc", "      file->file->datasync();\n", ""),
+    Mutant(
+        "commit does not sync the folder before the manifest",
+        "ssd/store.cc",
+        "    ctx.fs->sync_dir(ctx.path);\n  } catch",
+        "  } catch",
+    ),
+    Mutant("manifest is renamed before it is synced", "util/fs.cc", "      file->datasync();\n", ""),
+    Mutant("folder is not synced after the rename", "util/fs.cc", "  fs.sync_dir(dir);\n", ""),
+    Mutant(
+        "a failed sync may be tried again",
+        "ssd/store.cc",
+        "    // The kernel may have dropped the pages and forgotten the error: a second sync would lie.\n"
+        "    fail(e.what());",
+        "    throw;",
+    ),
+    Mutant(
+        "an error of fdatasync is ignored",
+        "util/posix_fs.cc",
+        '    if (rc != 0) throw_errno(errno, "fdatasync',
+        '    if (false) throw_errno(errno, "fdatasync',
+    ),
+    Mutant(
+        "a read past the end is taken as done",
+        "util/posix_fs.cc",
+        "      if (n == 0) {\n",
+        "      if (n == 0) return;\n      if (n == 0) {\n",
+    ),
+    Mutant(
+        "page checksums are not compared",
+        "ssd/format.cc",
+        "  if (page_header(page).checksum ==",
+        "  if (true || page_header(page).checksum ==",
+    ),
+    Mutant(
+        "checksums do not know their page number",
+        "ssd/format.h",
+        "{ return nonce ^ mix64(page + 1); }",
+        "{ return nonce + 0 * page; }",
+    ),
+    Mutant(
+        "checksums do not know their file",
+        "ssd/format.h",
+        "{ return nonce ^ mix64(page + 1); }",
+        "{ return 0 * nonce + mix64(page + 1); }",
+    ),
+    Mutant(
+        "the manifest's checksum is not compared",
+        "ssd/manifest.cc",
+        "bytes.size() < 32 || stored !=",
+        "bytes.size() < 32 || 0 * stored !=  0 *",
+    ),
+    Mutant(
+        "a damaged newest manifest is passed over",
+        "ssd/catalog.cc",
+        "    } catch (const CorruptionError&) {\n      epochs_[epoch].damaged = true;",
+        "    } catch (const CorruptionError&) {\n      epochs_.erase(epoch);",
+    ),
+    Mutant(
+        "files of retained epochs are collected",
+        "ssd/catalog.cc",
+        "    needed.insert(epoch.files.begin(), epoch.files.end());",
+        "    if (&epoch == &epochs_.rbegin()->second) needed.insert(epoch.files.begin(), epoch.files.end());",
+    ),
+    Mutant(
+        "release removes files before its manifest is durably gone",
+        "ssd/catalog.cc",
+        "  ctx_.fs->sync_dir(ctx_.path);\n  epochs_.erase(epoch);",
+        "  epochs_.erase(epoch);",
+    ),
+    Mutant(
+        "a failed commit's files are collected while its manifest is there",
+        "ssd/catalog.cc",
+        "      retain(manifest);\n    }\n    throw;",
+        "    }\n    throw;",
+    ),
+    Mutant("extent numbers begin again after opening", "ssd/store.cc", "  index_.start_at(m.next_seq);\n", ""),
+    Mutant(
+        "opening trusts a commit that is not durable",
+        "ssd/store.cc",
+        "    ctx.fs->sync_dir(path);  // the commit just opened",
+        "    // the commit just opened",
+    ),
+    Mutant(
+        "older versions in the log win",
+        "ssd/index.cc",
+        "return static_cast<int32_t>(a - b) > 0; });",
+        "return static_cast<int32_t>(a - b) < 0; });",
+    ),
+    Mutant(
+        "a checkpoint's last name is not synced",
+        "ssd/store.cc",
+        "    ctx.fs->sync_dir(target);\n    sync_parent(*ctx.fs, target);",
+        "    sync_parent(*ctx.fs, target);",
+    ),
+]
+
+
+class Copy:
+    """A copy of the C++ sources with a build folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.csrc = folder / "csrc"
+        self.build_dir = folder / "build"
+        shutil.copytree(ROOT / "csrc", self.csrc)
+        shutil.copy(ROOT / "CMakeLists.txt", folder)
+        options = ["-DTHERMOCLINE_BIND=OFF", "-DTHERMOCLINE_TESTS=ON", "-DTHERMOCLINE_PARTS=util;ssd"]
+        fast = ["-DCMAKE_CXX_FLAGS_RELEASE=-O1", *(["-G", "Ninja"] if shutil.which("ninja") else [])]
+        configure = ["cmake", "-S", str(folder), "-B", str(self.build_dir), *options, *fast]
+        subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
+
+    def build(self) -> None:
+        command = ["cmake", "--build", str(self.build_dir), "-j", str(os.cpu_count() or 1)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise SystemExit(f"the build failed:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+
+    def first_failure(self) -> str:
+        """The first test that fails, with its reason; empty: all pass."""
+        env = dict(os.environ, THERMOCLINE_LONG="0")
+        for group in GROUPS:
+            try:
+                command = [str(self.build_dir / "thermocline_tests"), *group]
+                done = subprocess.run(
+                    command, capture_output=True, text=True, env=env, timeout=GROUP_TIMEOUT, check=False
+                )
+            except subprocess.TimeoutExpired:
+                return f"{' '.join(group)} did not end"
+            if done.returncode != 0:
+                lines = done.stdout.splitlines()
+                at = next((i for i, line in enumerate(lines) if " FAILED " in line), None)
+                if at is None:
+                    return f"{' '.join(group)} ended with {done.returncode}"
+                return f"{lines[at].split()[0]}:{lines[at + 1] if at + 1 < len(lines) else ''}"[:150]
+        return ""
+
+
+def main(names: list[str]) -> int:
+    mutants = [m for m in MUTANTS if not names or any(n in m.name for n in names)]
+    caught = 0
+    with tempfile.TemporaryDirectory(prefix="thermocline-mutants-") as folder:
+        copy = Copy(Path(folder))
+        for mutant in mutants:  # before the long builds: a mutant that no longer fits its source is an error
+            if (copy.csrc / mutant.file).read_text().count(mutant.old) != 1:
+                raise SystemExit(
+                    f"'{mutant.name}' does not fit csrc/{mutant.file} any more: adapt tests/faults/mutants.py"
+                )
+        copy.build()
+        reason = copy.first_failure()
+        if reason:
+            raise SystemExit(f"the sources fail without any planted bug: {reason}")
+        for mutant in mutants:
+            start = time.monotonic()
+            path = copy.csrc / mutant.file
+            text = path.read_text()
+            path.write_text(text.replace(mutant.old, mutant.new))
+            copy.build()
+            reason = copy.first_failure()
+            path.write_text(text)
+            caught += bool(reason)
+            verdict = f"caught by {reason}" if reason else "NOT CAUGHT"
+            print(f"{mutant.name} ({time.monotonic() - start:.0f} s): {verdict}", flush=True)
+    print(f"planted bugs caught: {caught} of {len(mutants)}")
+    return 0 if caught == len(mutants) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
