@@ -92,7 +92,7 @@ void Merger::flushed(uint64_t bytes) {
 void Merger::loop() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [&] { return stop_ || (work_ && !error_); });
+    wake_.wait(lock, [&] { return stop_ || (work_ && !error_ && rushed_ == 0); });
     if (stop_) return;
     lock.unlock();
     std::exception_ptr error;
@@ -123,7 +123,7 @@ void Merger::pace(uint64_t bytes) {
   std::unique_lock lock(mutex_);
   credit_ -= static_cast<int64_t>(bytes);
   if (!options_.background_merge || std::this_thread::get_id() != thread_.get_id()) return;
-  wake_.wait(lock, [&] { return stop_ || hurry_ || credit_ > 0; });
+  wake_.wait(lock, [&] { return stop_ || hurry_ || rushed_ > 0 || credit_ > 0; });
   if (stop_) throw Stopped{};
 }
 
@@ -192,22 +192,30 @@ bool Merger::merge_one() {
   return true;
 }
 
-void Merger::hurry() {
-  {
-    std::lock_guard lock(mutex_);
-    hurry_ = true;
+class Merger::Rush {
+ public:
+  explicit Rush(Merger& merger) : merger_(merger) { change(1); }
+  ~Rush() { change(-1); }
+
+ private:
+  void change(int by) {
+    {
+      std::lock_guard lock(merger_.mutex_);
+      merger_.rushed_ += by;
+    }
+    merger_.wake_.notify_all();
   }
-  wake_.notify_all();
-}
+  Merger& merger_;
+};
 
 void Merger::merge_all() {
-  hurry();
+  Rush rush(*this);
   while (merge_one()) {
   }
 }
 
 std::unique_lock<std::mutex> Merger::pause() {
-  hurry();
+  Rush rush(*this);
   return std::unique_lock(merge_mutex_);
 }
 

@@ -53,7 +53,7 @@ class Merger {
     bool hard() const { return pending > limit + limit / 2; }
   };
   Debt debt() const;
-  void hurry();  // lets a background merge that waits for credit finish
+  class Rush;  // while it lives, background merges wait for no credit
   bool merge_one();
   void pace(uint64_t bytes);
   void loop();
@@ -71,6 +71,7 @@ class Merger {
   std::mutex mutex_;        // protects what follows
   std::condition_variable wake_, progress_;
   int64_t credit_ = 0;
+  int rushed_ = 0;  // callers that want the merge lock
   bool stop_ = false, hurry_ = false, work_ = false;
   std::exception_ptr error_;  // of the last background merge; cleared by the next flush
   std::thread thread_;

@@ -140,6 +140,29 @@ TEST(Store, random_life_background_merging) {
   for (uint64_t seed = 1; seed <= 8; ++seed) random_life(100 + seed, true, 300);
 }
 
+TEST(Store, merge_all_and_check_do_not_wait_for_a_paced_merge) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  o.partition_bytes = 16u << 20;  // merges of many megabytes, which run out of credit on the way
+  o.segment_bytes = 1u << 20;
+  auto store = SsdStore::open(fs, "/s/a", o);
+  constexpr size_t kBatch = 5000;
+  std::vector<uint64_t> keys(kBatch);
+  std::vector<uint8_t> rows(kBatch * kRow);
+  uint64_t next = 0;
+  for (int round = 0; round < 4; ++round) {
+    for (int i = 0; i < 20; ++i) {
+      for (auto& k : keys) k = next++;
+      store->put(keys.data(), kBatch, {rows.data(), kRow});
+    }
+    store->check();
+    store->merge_all();
+    CHECK_EQ(store->stats().rows_in_log, 0u);
+    CHECK_EQ(store->count(), next);
+  }
+}
+
 TEST(Store, uncommitted_rows_are_gone_after_reopening) {
   auto fs = std::make_shared<MemFs>();
   fs->make_dir("/s");
