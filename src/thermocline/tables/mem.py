@@ -186,7 +186,7 @@ class MemTier:
         return Lookup(working_set, slots, id_slots, cuts, factors, mean, grad_rows, coefs)
 
     def pool(self, lookup: Lookup, *, out: Any = None) -> Floats:
-        """float32[bags, dim]: each bag's rows added left to right; mean divides by their number; an empty bag is zero."""
+        """float32[bags, dim]: each bag's rows added left to right, mean divided by their number; empty bags are zero."""
         result = _out(out, (lookup.bags, self._dim))
         self._core.pool(lookup.id_slots, lookup.offsets, lookup.weights, lookup.mean, result)
         return result

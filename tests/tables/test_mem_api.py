@@ -1,0 +1,283 @@
+"""What tc.MemTier promises beyond the bits: pins, budgets, errors, one truth with the store, threads."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ssd_helpers import SMALL
+
+import thermocline as tc
+
+
+def keys_of(*keys: int) -> Any:
+    return np.array(keys, np.uint64)
+
+
+def small_store(path: Path, row_bytes: int) -> tc.SsdStore:
+    return tc.SsdStore.open(path, row_bytes=row_bytes, **SMALL)
+
+
+def test_a_training_loop() -> None:
+    tier = tc.MemTier(4, tc.SGD(lr=1.0), budget="1MB", initial=tc.Constant(value=1.0))
+    lookup = tier.lookup(keys_of(5, 6, 5), [0, 2, 3])
+    assert tier.pool(lookup).tolist() == [[2] * 4, [1] * 4]
+    tier.update(lookup, np.array([[1] * 4, [10] * 4], np.float32))
+    tier.release(lookup)
+    assert tier.read([5, 6, 7])[:, 0].tolist() == [-10, 0, 1]
+    stats = tier.stats()
+    assert (stats.resident, stats.dirty, stats.pinned, stats.misses) == (2, 2, 0, 2)
+    assert "4" in repr(tier)
+    assert "memory only" in repr(tier)
+
+
+def test_torch_tensors_are_taken_without_copies() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed: tensors as arguments are NOT tested")
+    tier = tc.MemTier(4, tc.SGD(lr=1.0), budget="1MB", initial=tc.Constant())
+    ids = torch.tensor([-1, 2**62, -1])  # int64 bit patterns
+    lookup = tier.lookup(ids, torch.tensor([0, 2, 3]))
+    out = torch.ones(2, 4)
+    tier.pool(lookup, out=out)
+    assert out.abs().sum() == 0
+    grad = torch.ones(2, 4, requires_grad=True)
+    tier.update(lookup, grad)
+    tier.release(lookup)
+    assert tier.read(keys_of(2**64 - 1, 2**62))[:, 0].tolist() == [-2, -1]
+
+
+def test_budget_holds_everything_counted() -> None:
+    for budget in ("100KB", "1MB", "50MB"):
+        tier = tc.MemTier(16, tc.Adam(), budget=budget)
+        stats = tier.stats()
+        parts = stats.bytes_rows + stats.bytes_metadata + stats.bytes_index + stats.bytes_buffers
+        assert parts == stats.bytes_total <= stats.budget
+        assert stats.bytes_total > 0.98 * stats.budget
+        assert stats.bytes_rows == stats.capacity * tier.row_bytes
+
+
+def test_a_full_tier_without_a_store_says_so() -> None:
+    tier = tc.MemTier(16, tc.SGD(), budget="100KB")
+    slots = tier.pull(np.arange(tier.capacity, dtype=np.uint64))
+    tier.unpin(slots, dirty=True)
+    with pytest.raises(tc.BudgetError, match=r"budget of 100000 bytes holds \d+ rows.*give the tier a store"):
+        tier.pull(keys_of(2**40))
+    tier.check()
+    with pytest.raises(tc.BudgetError, match="the least is"):
+        tc.MemTier(16, tc.SGD(), budget=1000)
+
+
+def test_a_working_set_that_does_not_fit_names_budget_and_need(tmp_path: Path) -> None:
+    with small_store(tmp_path / "s", 64) as store:
+        tier = tc.MemTier(16, tc.SGD(), budget="100KB", store=store)
+        need = tier.capacity + 5
+        with pytest.raises(
+            tc.BudgetError, match=f"working set of {need} rows .* 100000 bytes holds {tier.capacity} rows"
+        ):
+            tier.lookup(np.arange(need, dtype=np.uint64))
+        tier.check()
+        slots = tier.pull(np.arange(tier.capacity, dtype=np.uint64))  # and exactly what fits, fits
+        tier.unpin(slots)
+
+
+def test_only_trained_keys_exist(tmp_path: Path) -> None:
+    with small_store(tmp_path / "s", 64) as store:
+        tier = tc.MemTier(16, tc.SGD(), budget="100KB", store=store)
+        tier.read(np.arange(100, dtype=np.uint64))
+        slots = tier.pull(np.arange(50, dtype=np.uint64))
+        tier.unpin(slots[:20], dirty=True)
+        tier.unpin(slots[20:])
+        tier.flush()
+        assert len(store) == 20
+        assert tier.stats().reads == 100
+
+
+def test_larger_than_memory_survives_commit_and_reopen(tmp_path: Path) -> None:
+    optimizer = tc.Adagrad(lr=0.1)
+    table = tc.ReferenceTable(4, optimizer)
+    random = np.random.default_rng(0)
+    store = small_store(tmp_path / "s", 32)
+    tier = tc.MemTier(4, optimizer, budget="60KB", store=store)
+    assert tier.capacity < 1000
+    for step in range(1, 40):
+        ids = random.integers(0, 4000, 300).astype(np.uint64)
+        grad = random.normal(size=(300, 4)).astype(np.float32)
+        lookup = tier.lookup(ids)
+        tier.update(lookup, grad, step=step)
+        tier.release(lookup)
+        table.update(ids, grad, None, "none", step=step)
+    stats = tier.stats()
+    assert stats.evictions > 3 * tier.capacity
+    assert stats.from_store > 0
+    tier.flush()
+    store.commit()
+    store.close()
+    keys = np.array(sorted(table.rows), np.uint64)
+    with small_store(tmp_path / "s", 32) as store:
+        tier = tc.MemTier(4, optimizer, budget="60KB", store=store)
+        np.testing.assert_array_equal(tier.read(keys).view(np.uint32), table.read(keys).view(np.uint32))
+        assert len(store) == len(keys)
+
+
+def test_a_memory_only_tier_is_saved_into_any_store(tmp_path: Path) -> None:
+    tier = tc.MemTier(4, tc.SGD(), budget="1MB")
+    tier.push(np.arange(10, dtype=np.uint64), np.arange(40, dtype=np.float32).reshape(10, 4))
+    with small_store(tmp_path / "s", 16) as store:
+        tier.flush(store)
+        assert len(store) == 10
+        tier.push(keys_of(3), np.ones((1, 4), np.float32))
+        tier.flush(store)
+        assert store.stats().bytes_put == 11 * (16 + 8)  # the second flush wrote one row
+        loaded = tc.MemTier(4, tc.SGD(), budget="1MB")
+        for keys, rows in store.scan():
+            loaded.push(keys, rows.view(np.float32), dirty=False)
+        assert loaded.stats().dirty == 0
+        np.testing.assert_array_equal(loaded.read(range(10)), tier.read(range(10)))
+
+
+def test_pins_keep_rows_in_place(tmp_path: Path) -> None:
+    with small_store(tmp_path / "s", 16) as store:
+        tier = tc.MemTier(4, tc.SGD(), budget="30KB", store=store, initial=tc.Constant())
+        pinned = tier.pull(keys_of(1, 2))
+        tier.write(pinned, np.full((2, 4), 7, np.float32))
+        for first in range(100, 5000, 50):
+            slots = tier.pull(np.arange(first, first + 50, dtype=np.uint64))
+            assert not set(slots.tolist()) & set(pinned.tolist())
+            tier.unpin(slots, dirty=True)
+        assert tier.rows(pinned).tolist() == [[7] * 4] * 2
+        with pytest.raises(tc.ThermoclineError, match="2 rows are still pinned"):
+            tier.check()
+        tier.unpin(pinned)
+        tier.check()
+        with pytest.raises(tc.ThermoclineError, match="not pinned"):
+            tier.unpin(pinned)
+
+
+def test_policies_differ_in_what_they_keep(tmp_path: Path) -> None:
+    kept = {}
+    for policy in ("lru", "lfu", "lru_lfu"):
+        with small_store(tmp_path / policy, 16) as store:
+            tier = tc.MemTier(4, tc.SGD(), budget="60KB", store=store, policy=policy)  # type: ignore[arg-type]
+            hot = np.arange(tier.capacity // 4, dtype=np.uint64)
+            for _ in range(5):
+                tier.unpin(tier.pull(hot))
+            for first in range(1000, 1000 + 8 * tier.capacity, 50):
+                tier.unpin(tier.pull(np.arange(first, first + 50, dtype=np.uint64)))
+            before = tier.stats().hits
+            tier.unpin(tier.pull(hot))
+            kept[policy] = tier.stats().hits - before
+    assert kept == {"lru": 0, "lfu": len(hot), "lru_lfu": len(hot)}
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_results_and_plans_do_not_depend_on_threads(tmp_path: Path, threads: int) -> None:
+    def life(number: int) -> tuple[bytes, tc.MemStats]:
+        with small_store(tmp_path / str(number), 32) as store:
+            tier = tc.MemTier(4, tc.Adagrad(), budget="300KB", store=store, threads=number, shards=4)
+            random = np.random.default_rng(1)
+            for step in range(1, 15):
+                lookup = tier.lookup(random.integers(0, 9000, 4000).astype(np.uint64), np.arange(0, 4001, 40))
+                tier.update(lookup, random.normal(size=(100, 4)).astype(np.float32), step=step)
+                tier.release(lookup)
+            return tier.read(range(9000)).tobytes(), tier.stats()
+
+    rows, stats = life(threads)
+    want_rows, want_stats = life(1)
+    assert rows == want_rows
+    assert stats.evictions > 1000
+    assert (stats.hits, stats.evictions, stats.puts) == (want_stats.hits, want_stats.evictions, want_stats.puts)
+
+
+def test_pulls_of_other_batches_while_one_trains(tmp_path: Path) -> None:
+    # Three threads add to rows they share, over a store, in a tier that holds a fraction: no addition is lost.
+    with small_store(tmp_path / "s", 16) as store:
+        tier = tc.MemTier(4, tc.SGD(lr=1.0), budget="100KB", store=store, initial=tc.Constant())
+        turn = threading.Lock()
+        counts = np.zeros(3000, np.int64)
+        errors: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            random = np.random.default_rng(seed)
+            try:
+                for _ in range(60):
+                    ids = random.integers(0, 3000, 200).astype(np.uint64)
+                    lookup = tier.lookup(ids)
+                    with turn:  # rows are changed by one thread at a time; pulls and evictions go on meanwhile
+                        tier.update(lookup, -np.ones((200, 4), np.float32))
+                        np.add.at(counts, ids, 1)
+                    tier.release(lookup)
+            except BaseException as error:
+                errors.append(error)
+
+        workers = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert not errors
+        tier.check()
+        assert tier.stats().evictions > 1000
+        np.testing.assert_array_equal(tier.read(range(3000)), np.repeat(counts[:, None], 4, axis=1))
+
+
+def test_a_closed_store_is_an_error_and_leaves_no_pin(tmp_path: Path) -> None:
+    store = small_store(tmp_path / "s", 16)
+    tier = tc.MemTier(4, tc.SGD(), budget="100KB", store=store)
+    store.close()
+    with pytest.raises(tc.ThermoclineError, match="closed"):
+        tier.pull(keys_of(1, 2, 3))
+    tier.check()
+    assert tier.stats().resident == 0
+
+
+def test_wrong_arguments_are_explained(tmp_path: Path) -> None:
+    with small_store(tmp_path / "s", 20) as store, pytest.raises(tc.ThermoclineError, match="row_bytes=16"):
+        tc.MemTier(4, tc.SGD(), store=store)
+    with pytest.raises(ValueError, match="policy is 'mru'"):
+        tc.MemTier(4, tc.SGD(), policy="mru")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dim is 0"):
+        tc.MemTier(0, tc.SGD())
+    with pytest.raises(ValueError, match="shards is 3"):
+        tc.MemTier(4, tc.SGD(), shards=3)
+    with pytest.raises(ValueError, match="seed is -1"):
+        tc.MemTier(4, tc.SGD(), seed=-1)
+    tier = tc.MemTier(4, tc.SGD(), budget="100KB")
+    ids = keys_of(1, 2, 3)
+    for offsets in ([1, 3], [0, 2], [0, 3, 2, 3], [0, 4]):
+        with pytest.raises(tc.ThermoclineError, match="offsets must begin with 0"):
+            tier.lookup(ids, offsets)
+    with pytest.raises(ValueError, match="needs offsets"):
+        tier.lookup(ids, pooling="mean")
+    with pytest.raises(ValueError, match="takes no offsets"):
+        tier.lookup(ids, [0, 3], pooling="none")
+    with pytest.raises(ValueError, match=r"weights has shape \(2,\)"):
+        tier.lookup(ids, weights=np.ones(2, np.float32))
+    tier.check()  # none of them left a pin
+    lookup = tier.lookup(ids, [0, 3])
+    with pytest.raises(ValueError, match=r"grad has shape \(2, 4\)"):
+        tier.update(lookup, np.ones((2, 4), np.float32))
+    with pytest.raises(TypeError, match="float32"):
+        tier.update(lookup, np.ones((1, 4)))
+    with pytest.raises(ValueError, match="steps count from 1"):
+        tier.update(lookup, np.ones((1, 4), np.float32), step=0)
+    with pytest.raises(tc.ThermoclineError, match="no slot"):
+        tier.unpin(np.array([10**6], np.uint32))
+    with pytest.raises(tc.ThermoclineError, match="flush without a store"):
+        tier.flush()
+
+
+def test_working_set() -> None:
+    working_set = tc.WorkingSet.of(keys_of(7, 3, 7, 7, 2**64 - 1, 3))
+    assert working_set.keys.tolist() == [7, 3, 2**64 - 1]
+    assert working_set.inverse.tolist() == [0, 1, 0, 0, 2, 1]
+    assert working_set.starts.tolist() == [0, 3, 5, 6]
+    assert working_set.order.tolist() == [0, 2, 3, 1, 5, 4]
+    assert len(working_set) == 3
+    assert len(tc.WorkingSet.of([])) == 0
+    ids = np.random.default_rng(0).zipf(1.3, 300_000).astype(np.uint64)
+    one, four = tc.WorkingSet.of(ids, threads=1), tc.WorkingSet.of(ids, threads=4)
+    for name in ("keys", "inverse", "starts", "order"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(four, name))
+    np.testing.assert_array_equal(one.keys[one.inverse], ids)

@@ -1,0 +1,181 @@
+"""Random lives of a memory tier against the reference table: after every step both hold the same bits.
+
+Budgets are a few dozen to a few thousand rows, so that most batches evict; a store below is made of tiny files.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from ssd_helpers import SMALL
+
+import thermocline as tc
+from thermocline.tables.mem import Policy, Pooling
+from thermocline.tables.optimizers import Optimizer
+
+OPTIMIZERS: list[Optimizer] = [tc.SGD(lr=0.1), tc.Adagrad(lr=0.1), tc.RowWiseAdagrad(lr=0.1), tc.Adam(lr=0.01)]
+keys_near = st.one_of(st.integers(0, 300), st.sampled_from([2**63 - 1, 2**63, 2**64 - 1]))
+batches = st.tuples(st.integers(0, 2000), st.integers(0, 200), st.integers(0, 2**32))
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Trains, reads, pushes and evicts; with a store also flushes, commits and begins again from the last commit."""
+
+    store: tc.SsdStore | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="thermocline-tier-"))
+        self.step = 0
+        self.held: list[tuple[Any, Any]] = []
+        self.seen: set[int] = set()
+
+    @initialize(
+        dim=st.sampled_from([1, 4, 7, 16]),
+        optimizer=st.sampled_from(OPTIMIZERS),
+        policy=st.sampled_from(["lru_lfu", "lru", "lfu"]),
+        threads=st.integers(1, 4),
+        shards=st.sampled_from([None, 1, 2, 16]),
+        rows=st.sampled_from([300, 700, 3000]),
+        with_store=st.booleans(),
+    )
+    def create(
+        self,
+        dim: int,
+        optimizer: Optimizer,
+        policy: Policy,
+        threads: int,
+        shards: int | None,
+        rows: int,
+        with_store: bool,
+    ) -> None:
+        self.options: dict[str, Any] = {"policy": policy, "threads": threads, "shards": shards, "seed": 3, "table": 4}
+        self.table = tc.ReferenceTable(dim, optimizer, seed=3, table=4)
+        self.row_bytes = 4 * len(self.table.initial_row(0))
+        if with_store:
+            self.options["budget"] = 40000 + rows * (self.row_bytes + 60)
+            self.store = tc.SsdStore.open(self.folder / "s", row_bytes=self.row_bytes, **SMALL)
+            self.store.commit()
+            self.committed: tuple[dict[int, Any], int] = ({}, 0)
+        else:
+            self.options["budget"] = "8MB"
+        self.begin()
+
+    def begin(self) -> None:
+        self.tier = tc.MemTier(self.table.dim, self.table.optimizer, store=self.store, **self.options)
+
+    def same(self, keys: Any) -> None:
+        got, want = self.tier.read(np.array(keys, np.uint64)), self.table.read(keys)
+        np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+    def ids_of(self, batch: tuple[int, int, int]) -> Any:
+        first, count, seed = batch
+        random = np.random.default_rng(seed)
+        ids = (first + random.zipf(1.5, count)) % 2500
+        if count:
+            ids[random.integers(0, count)] = 2**63 - 1
+        ids = ids.astype(np.uint64)
+        self.seen.update(ids.tolist())
+        return ids
+
+    @rule(batch=batches, pooling=st.sampled_from(["sum", "mean", "none"]), weighted=st.booleans())
+    def train(self, batch: tuple[int, int, int], pooling: Pooling, weighted: bool) -> None:
+        ids = self.ids_of(batch)
+        random = np.random.default_rng(batch[2] + 1)
+        weights = random.normal(size=len(ids)).astype(np.float32) if weighted else None
+        offsets = None
+        if pooling != "none":
+            offsets = np.sort(np.concatenate([[0], random.integers(0, len(ids) + 1, 5), [len(ids)]]))
+        lookup = self.tier.lookup(ids, offsets, pooling=pooling, weights=weights)
+        out = self.tier.pool(lookup)
+        np.testing.assert_array_equal(
+            out.view(np.uint32), self.table.pool(ids, offsets, pooling, weights).view(np.uint32)
+        )
+        grad = random.normal(size=out.shape).astype(np.float32)
+        self.step += 1
+        self.tier.update(lookup, grad, step=self.step)
+        self.tier.release(lookup)
+        self.table.update(ids, grad, offsets, pooling, weights, step=self.step)
+
+    @rule(keys=st.lists(keys_near, max_size=30))
+    def read(self, keys: list[int]) -> None:
+        self.same(keys)
+
+    @rule(keys=st.lists(keys_near, max_size=30), seed=st.integers(0, 2**32))
+    def push(self, keys: list[int], seed: int) -> None:
+        rows = np.random.default_rng(seed).normal(size=(len(keys), self.row_bytes // 4)).astype(np.float32) ** 2
+        self.tier.push(np.array(keys, np.uint64), rows)
+        self.table.push(keys, rows)
+        self.seen.update(keys)
+
+    @precondition(lambda self: len(self.held) < 3)
+    @rule(keys=st.lists(keys_near, max_size=15, unique=True))
+    def hold(self, keys: list[int]) -> None:
+        self.held.append((keys, self.tier.pull(np.array(keys, np.uint64))))
+
+    @precondition(lambda self: self.held)
+    @rule(dirty=st.booleans())
+    def give_back(self, dirty: bool) -> None:
+        keys, slots = self.held.pop(0)
+        want = self.table.read(keys)
+        np.testing.assert_array_equal(self.tier.rows(slots).view(np.uint32), want.view(np.uint32))
+        self.tier.unpin(slots, dirty=dirty)
+
+    @rule()
+    def too_much(self) -> None:
+        with pytest.raises(tc.BudgetError, match=f"holds {self.tier.capacity} rows"):
+            self.tier.pull(np.arange(10**6, 10**6 + self.tier.capacity + 1, dtype=np.uint64))
+
+    @rule(rows=st.integers(0, 400))
+    def make_room(self, rows: int) -> None:
+        self.tier.make_room(rows)
+
+    @precondition(lambda self: self.store)
+    @rule()
+    def commit(self) -> None:
+        assert self.store is not None
+        self.tier.flush()
+        assert self.tier.stats().dirty == 0
+        self.store.commit()
+        self.committed = ({key: row.copy() for key, row in self.table.rows.items()}, self.step)
+
+    @precondition(lambda self: self.store)
+    @rule()
+    def begin_again_from_the_last_commit(self) -> None:
+        assert self.store is not None
+        self.store.close()
+        self.store = tc.SsdStore.open(self.folder / "s", **SMALL)
+        rows, self.step = self.committed
+        self.table.rows = {key: row.copy() for key, row in rows.items()}
+        self.held.clear()
+        self.begin()
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "tier"):
+            self.tier.check(idle=not self.held)
+            stats = self.tier.stats()
+            assert stats.bytes_total <= stats.budget
+            assert stats.free + stats.resident == stats.capacity
+
+    def teardown(self) -> None:
+        if hasattr(self, "tier"):
+            for _, slots in self.held:
+                self.tier.unpin(slots)
+            self.tier.check()
+            self.same(sorted(self.seen))
+        if self.store is not None:
+            self.store.close()
+        shutil.rmtree(self.folder)
+
+
+TestTier = TierMachine.TestCase
+TestTier.settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=25)
