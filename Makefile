@@ -56,8 +56,9 @@ test-py: build-inplace
 	$(PYTEST) -m "not faults and not long"
 
 test-faults: build-inplace cpp-tests
-	if $(CPP_TESTS) --list Faults | grep -q .; then $(CPP_TESTS) Faults; fi
+	$(CPP_TESTS) Faults
 	$(PYTEST) -m faults
+	$(PYTHON) tests/faults/mutants.py
 
 test-long: build-inplace cpp-tests
 	THERMOCLINE_LONG=1 $(CPP_TESTS)
