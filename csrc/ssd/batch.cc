@@ -90,7 +90,6 @@ void SsdStore::Impl::put(const uint64_t* keys, size_t n, const RowsIn* rows) {
   if (n == 0) return;
   std::lock_guard write(write_mutex_);
   require_writable();
-  merger_->limit();  // a store over its budget says so before it takes more
   bytes_put_ += n * (rows ? ctx.g.entry_bytes() : 8);
   if (n < buffer_.capacity() / 2) {
     if (buffer_.size() + n > buffer_.capacity()) flush_buffer();
@@ -98,7 +97,8 @@ void SsdStore::Impl::put(const uint64_t* keys, size_t n, const RowsIn* rows) {
     for (size_t i = 0; i < n; ++i) buffer_.set(keys[i], rows ? rows->at(i) : nullptr);
     return;
   }
-  flush_buffer();  // its rows are older than this batch
+  merger_->limit();  // a store over its budget says so before it takes more
+  flush_buffer();    // its rows are older than this batch
   const size_t most = log_.max_rows();
   for (size_t first = 0; first < n; first += most) {
     size_t count = std::min(most, n - first);
@@ -181,14 +181,14 @@ uint64_t SsdStore::Impl::count() {
       sum += view.base ? view.base->rows : 0;
       continue;
     }
-    PartitionCursor cursor(ctx, std::move(view), Merger::memory());
+    PartitionCursor cursor(ctx, std::move(view), ctx.sizes.merge_bytes);
     while (cursor.next()) ++sum;
   }
   return sum;
 }
 
-uint64_t SsdStore::Impl::fixed_memory() const {
-  return buffer_.memory() + log_.memory() + reader_.memory() + Merger::memory();
+uint64_t SsdStore::Impl::buffer_memory() const {
+  return buffer_.memory() + log_.memory() + reader_.memory() + merger_->memory();
 }
 
 StoreStats SsdStore::Impl::stats() const {
@@ -203,7 +203,7 @@ StoreStats SsdStore::Impl::stats() const {
     s.log_bytes = index_.log_bytes();
     s.base_bytes = index_.base_bytes();
     s.mem_index = index_.memory();
-    s.mem_buffers = fixed_memory();
+    s.mem_buffers = buffer_memory();
     s.damage = index_.damage();
   }
   s.mem_total = s.mem_index + s.mem_buffers;
@@ -253,7 +253,7 @@ class PartitionScan : public SsdStore::Scan {
     while (n < max_rows) {
       if (!cursor_) {
         if (at_ == views_.size()) break;
-        cursor_ = std::make_unique<PartitionCursor>(impl_->ctx, std::move(views_[at_++]), Merger::memory());
+        cursor_ = std::make_unique<PartitionCursor>(impl_->ctx, std::move(views_[at_++]), impl_->ctx.sizes.merge_bytes);
       }
       if (!cursor_->next()) {
         cursor_.reset();

@@ -19,7 +19,7 @@ void SsdStore::Impl::check_partition(size_t i) {
   };
   if (view.base) {
     const BaseFile& base = *view.base;
-    PartitionCursor rows(ctx, {view.lo, view.hi, view.base, {}}, Merger::memory());
+    PartitionCursor rows(ctx, {view.lo, view.hi, view.base, {}}, ctx.sizes.merge_bytes);
     uint64_t n = 0, last = 0;
     while (rows.next()) {
       uint64_t hash = hash_key(rows.key());
@@ -32,7 +32,7 @@ void SsdStore::Impl::check_partition(size_t i) {
     if (n != base.rows)
       wrong("the base has " + std::to_string(n) + " rows, the manifest says " + std::to_string(base.rows));
   }
-  PartitionCursor all(ctx, view, Merger::memory());
+  PartitionCursor all(ctx, view, ctx.sizes.merge_bytes);
   while (all.next()) {
   }
   std::vector<uint32_t> vpages;

@@ -6,10 +6,6 @@
 namespace thermocline::ssd {
 namespace {
 
-constexpr size_t kBufferBytes = 1u << 20;
-
-size_t buffer_pages(const Geometry& g) { return std::max<size_t>(1, kBufferBytes / g.page_bytes); }
-
 uint64_t random_nonce() {
   std::random_device device;
   return (uint64_t{device()} << 32) ^ device();
@@ -18,7 +14,7 @@ uint64_t random_nonce() {
 // Reads pages [first, first + count) in large pieces, calling fn(page bytes, page number).
 template <class Fn>
 void for_each_page(const Context& ctx, DataFile& file, uint64_t first, uint64_t count, Fn&& fn) {
-  AlignedBuffer buffer(std::min<uint64_t>(buffer_pages(ctx.g), std::max<uint64_t>(count, 1)) * ctx.g.page_bytes);
+  AlignedBuffer buffer(std::min<uint64_t>(ctx.sizes.append_pages, std::max<uint64_t>(count, 1)) * ctx.g.page_bytes);
   uint64_t room = buffer.size() / ctx.g.page_bytes;
   for (uint64_t done = 0; done < count;) {
     uint64_t n = std::min(room, count - done);
@@ -29,6 +25,27 @@ void for_each_page(const Context& ctx, DataFile& file, uint64_t first, uint64_t 
 }
 
 }  // namespace
+
+BufferSizes BufferSizes::of(size_t mem_budget, size_t write_buffer, const Geometry& g, FileSystem::Concurrency reads) {
+  constexpr size_t kReadBytes = 64u << 10;  // beyond it a longer read gains nothing on the devices measured
+  auto pages = [&](size_t bytes, size_t most) {
+    return static_cast<uint32_t>(std::max<size_t>(1, std::min(bytes, most) / g.page_bytes));
+  };
+  BufferSizes s;
+  s.read_workers = reads.workers;
+  size_t depth = mem_budget / 16 / g.page_bytes / static_cast<size_t>(reads.workers);
+  s.read_depth = static_cast<int>(std::clamp<size_t>(depth, 1, static_cast<size_t>(reads.depth)));
+  s.read_pages = pages(mem_budget / 16 / static_cast<size_t>(s.read_workers * s.read_depth), kReadBytes);
+  s.append_pages = pages(mem_budget / 64, 1u << 20);
+  s.merge_bytes = std::min<size_t>(mem_budget / 16, 3u << 20);
+  s.write_buffer = write_buffer ? write_buffer : std::min<size_t>(mem_budget / 16, 16u << 20);
+  return s;
+}
+
+uint64_t BufferSizes::total(const Geometry& g) const {
+  uint64_t pages = static_cast<uint64_t>(read_workers) * static_cast<uint64_t>(read_depth) * read_pages;
+  return (pages + 3ull * append_pages) * g.page_bytes + merge_bytes + write_buffer;  // log: 2 chunks; a base: 1
+}
 
 std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t number) {
   auto data = std::make_shared<DataFile>();
@@ -68,11 +85,11 @@ std::shared_ptr<DataFile> open_data_file(Context& ctx, FileKind kind, uint64_t n
   return data;
 }
 
-PageAppender::PageAppender(Context& ctx, DataFile& file, size_t pages)
-    : ctx_(ctx), file_(file), buffer_(pages * ctx.g.page_bytes), capacity_(pages), first_(file.pages) {}
+PageAppender::PageAppender(Context& ctx, DataFile& file)
+    : ctx_(ctx), file_(file), buffer_(size_t{ctx.sizes.append_pages} * ctx.g.page_bytes), first_(file.pages) {}
 
 uint8_t* PageAppender::next() {
-  if (used_ == capacity_) flush();
+  if (used_ == ctx_.sizes.append_pages) flush();
   uint8_t* page = buffer_.data() + used_++ * ctx_.g.page_bytes;
   std::memset(page, 0, ctx_.g.page_bytes);
   return page;
@@ -108,7 +125,7 @@ std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& r
 }
 
 BaseWriter::BaseWriter(Context& ctx, std::shared_ptr<DataFile> file)
-    : ctx_(ctx), file_(std::move(file)), out_(ctx, *file_, buffer_pages(ctx.g)) {}
+    : ctx_(ctx), file_(std::move(file)), out_(ctx, *file_) {}
 
 void BaseWriter::add(uint64_t key, const uint8_t* row) {
   const Geometry& g = ctx_.g;

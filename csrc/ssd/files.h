@@ -16,15 +16,30 @@
 
 namespace thermocline::ssd {
 
+// How large the buffers of one open store are: full size from a budget of 64 MB on, less below it, never less than a
+// page each.
+struct BufferSizes {
+  int read_workers, read_depth;
+  uint32_t read_pages;    // of one read; workers x depth buffers
+  uint32_t append_pages;  // written or read at once, sequentially
+  size_t merge_bytes;     // of the sources of a merge
+  size_t write_buffer;
+
+  static BufferSizes of(size_t mem_budget, size_t write_buffer, const Geometry& g, FileSystem::Concurrency reads);
+  uint64_t total(const Geometry& g) const;  // with everything allocated
+};
+
 // What every part of one open store shares. Constant after construction but for the counters.
 struct Context {
-  Context(std::shared_ptr<FileSystem> fs, std::string path, const Identity& id)
-      : fs(std::move(fs)), path(std::move(path)), id(id), g(id.geometry) {}
+  Context(std::shared_ptr<FileSystem> fs, std::string path, const Identity& id, size_t mem_budget, size_t write_buffer)
+      : fs(std::move(fs)), path(std::move(path)), id(id), g(id.geometry),
+        sizes(BufferSizes::of(mem_budget, write_buffer, g, this->fs->read_concurrency())) {}
 
   std::shared_ptr<FileSystem> fs;
   std::string path;
   Identity id;
   Geometry g;
+  BufferSizes sizes;
   std::atomic<uint64_t> bytes_written{0};
 
   std::string file_path(FileKind kind, uint64_t number) const { return path + "/" + file_name(kind, number); }
@@ -47,7 +62,7 @@ std::shared_ptr<DataFile> open_data_file(Context& ctx, FileKind kind, uint64_t n
 // Appends pages to a new file through one buffer.
 class PageAppender {
  public:
-  PageAppender(Context& ctx, DataFile& file, size_t buffer_pages);
+  PageAppender(Context& ctx, DataFile& file);
   uint8_t* next();  // zeroed memory of the next page; valid until the call after
   uint64_t page() const { return first_ + used_ - 1; }  // number of the page last given out
   void flush();
@@ -56,7 +71,6 @@ class PageAppender {
   Context& ctx_;
   DataFile& file_;
   AlignedBuffer buffer_;
-  const size_t capacity_;
   uint64_t first_;  // page number of the buffer's first page
   size_t used_ = 0;
 };

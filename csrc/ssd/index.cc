@@ -36,8 +36,7 @@ void Index::insert(Partition& p, uint64_t hash, uint32_t vpage, size_t expected)
   if (!p.tables.empty() && p.tables.back()->insert(hash, vpage)) return;
   // A quarter of what the partition gathers before it is merged, so that memory follows need in small steps.
   uint64_t usual = p.base ? static_cast<uint64_t>(static_cast<double>(p.base->rows) * log_ratio_ / 4) : 0;
-  uint64_t count = p.tables.empty() ? 0 : p.tables.back()->count();
-  uint64_t capacity = std::max({uint64_t{64}, usual, expected, count / 2});
+  uint64_t capacity = std::max({uint64_t{64}, usual, expected, p.pending / 4});
   capacity = std::min<uint64_t>(capacity + capacity / 6 + 8, 1u << 30);
   p.tables.push_back(std::make_shared<DeltaTable>(p.lo, p.hi, static_cast<uint32_t>(capacity)));
   if (!p.tables.back()->insert(hash, vpage)) throw Error("a new delta table took no entry");

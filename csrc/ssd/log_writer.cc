@@ -5,8 +5,7 @@
 
 namespace thermocline::ssd {
 namespace {
-constexpr size_t kChunkBytes = 1u << 20;
-constexpr size_t kWriters = 2;
+constexpr size_t kWriters = 2;  // counted by BufferSizes
 constexpr uint64_t kMaxRows = 1u << 20;
 }  // namespace
 
@@ -62,7 +61,7 @@ std::shared_ptr<Extent> LogWriter::write(const std::vector<Item>& items, const u
   extent->tombstones = rows == nullptr;
 
   uint64_t pages = extent->pages(g);
-  size_t chunk = std::max<size_t>(1, kChunkBytes / g.page_bytes);
+  size_t chunk = ctx_.sizes.append_pages;
   size_t chunks = (pages + chunk - 1) / chunk, writers = std::min(kWriters, chunks);
   while (buffers_.size() < writers) {
     buffers_.emplace_back(chunk * g.page_bytes);

@@ -13,9 +13,8 @@ uint64_t ceil_div(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
 }  // namespace
 
 Merger::Merger(Context& ctx, const StoreOptions& options, Index& index, std::shared_mutex& index_mutex,
-               Catalog& catalog, std::function<uint64_t()> fixed_memory)
-    : ctx_(ctx), options_(options), index_(index), index_mutex_(index_mutex), catalog_(catalog),
-      fixed_memory_(std::move(fixed_memory)) {
+               Catalog& catalog)
+    : ctx_(ctx), options_(options), index_(index), index_mutex_(index_mutex), catalog_(catalog) {
   if (options_.background_merge && !options_.read_only) thread_ = std::thread([this] { loop(); });
 }
 
@@ -39,7 +38,7 @@ uint64_t Merger::limit() const {
   wanted = std::max<uint64_t>(wanted, options_.min_log_bytes / ctx_.g.entry_bytes());
   // Entries cost more than their slot: tables are at most 7/8 full, and grow in steps.
   uint64_t entry = DeltaTable::slot_bytes() * 3 / 2;
-  uint64_t fixed = fixed_memory_() + index_.memory(), entries = std::min(fixed, index_.pending() * entry);
+  uint64_t fixed = ctx_.sizes.total(ctx_.g) + index_.memory(), entries = std::min(fixed, index_.pending() * entry);
   uint64_t need = fixed - entries, room = options_.mem_budget > need ? options_.mem_budget - need : 0;
   uint64_t affordable = room / entry;
   if (affordable < 1024)
@@ -47,7 +46,7 @@ uint64_t Merger::limit() const {
                       std::to_string(index_.base_rows()) + " rows of " + std::to_string(ctx_.g.row_bytes) +
                       " bytes need " + std::to_string(need + 1024 * entry) +
                       " (fences and buffers); open it with a larger mem_budget");
-  return std::min(wanted, affordable);
+  return std::min(wanted, affordable * 2 / 3);  // put() waits at half as much again
 }
 
 Merger::Debt Merger::debt() const {
@@ -142,7 +141,7 @@ bool Merger::merge_one() {
   uint64_t rows_per_piece = std::max<uint64_t>(1, ceil_div(job.rows, pieces_wanted));
   std::vector<Partition> pieces;
   try {
-    PartitionCursor cursor(ctx_, job.view, kBufferBytes);
+    PartitionCursor cursor(ctx_, job.view, ctx_.sizes.merge_bytes);
     std::unique_ptr<BaseWriter> writer;
     auto close_piece = [&] {
       if (!writer) return;

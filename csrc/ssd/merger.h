@@ -25,9 +25,7 @@ struct MergeCounters {
 
 class Merger {
  public:
-  // `fixed_memory`: what of the budget is not the index's.
-  Merger(Context& ctx, const StoreOptions& options, Index& index, std::shared_mutex& index_mutex, Catalog& catalog,
-         std::function<uint64_t()> fixed_memory);
+  Merger(Context& ctx, const StoreOptions& options, Index& index, std::shared_mutex& index_mutex, Catalog& catalog);
   ~Merger();  // stops; a merge under way is dropped
 
   // After a flush of `bytes`, with no lock held. Merges inline, or grants credit and waits if the merger is far behind.
@@ -40,10 +38,9 @@ class Merger {
   uint64_t limit() const;  // rows of log; throws BudgetError if the index alone is over the budget
   const MergeCounters& counters() const { return counters_; }
   double stall_seconds() const { return stall_seconds_; }
-  static uint64_t memory() { return kBufferBytes + (1u << 20); }
+  uint64_t memory() const { return ctx_.sizes.merge_bytes + uint64_t{ctx_.sizes.append_pages} * ctx_.g.page_bytes; }
 
  private:
-  static constexpr size_t kBufferBytes = 3u << 20;
   static constexpr size_t kMaxExtents = 4096;  // a manifest lists them all
 
   struct Debt {
@@ -63,7 +60,6 @@ class Merger {
   Index& index_;
   std::shared_mutex& index_mutex_;
   Catalog& catalog_;
-  const std::function<uint64_t()> fixed_memory_;
   MergeCounters counters_;
   std::atomic<double> stall_seconds_{0};
 

@@ -9,7 +9,6 @@ namespace {
 constexpr uint32_t kNone = ~uint32_t{0};
 constexpr int kPageBits = 40;
 constexpr uint64_t kPageMask = (uint64_t{1} << kPageBits) - 1;
-constexpr size_t kMaxReadBytes = 64u << 10;  // beyond it a longer read gains nothing on the devices measured
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -97,7 +96,7 @@ class Reader::Lease {
  public:
   explicit Lease(Reader& reader) : reader_(reader) {
     std::unique_lock lock(reader.mutex_);
-    reader.returned_.wait(lock, [&] { return !reader.idle_.empty() || reader.lent_ < reader.concurrency_.workers; });
+    reader.returned_.wait(lock, [&] { return !reader.idle_.empty() || reader.lent_ < reader.ctx_.sizes.read_workers; });
     ++reader.lent_;
     if (reader.idle_.empty()) return;
     channel_ = std::move(reader.idle_.back());
@@ -105,8 +104,9 @@ class Reader::Lease {
   }
   Channel& channel() {
     if (!channel_) {
-      size_t depth = static_cast<size_t>(reader_.concurrency_.depth), bytes = reader_.max_pages_ * reader_.ctx_.g.page_bytes;
-      channel_ = std::make_unique<Channel>(*reader_.ctx_.fs, depth, bytes);
+      const Context& ctx = reader_.ctx_;
+      size_t depth = static_cast<size_t>(ctx.sizes.read_depth), bytes = size_t{ctx.sizes.read_pages} * ctx.g.page_bytes;
+      channel_ = std::make_unique<Channel>(*ctx.fs, depth, bytes);
       std::lock_guard lock(reader_.mutex_);
       reader_.channel_bytes_ += channel_->memory.size();
     }
@@ -132,9 +132,7 @@ class Reader::Lease {
   bool keep_ = false;
 };
 
-Reader::Reader(Context& ctx, ThreadPool& pool)
-    : ctx_(ctx), pool_(pool), concurrency_(ctx.fs->read_concurrency()),
-      max_pages_(static_cast<uint32_t>(std::max<size_t>(1, kMaxReadBytes / ctx.g.page_bytes))) {}
+Reader::Reader(Context& ctx, ThreadPool& pool) : ctx_(ctx), pool_(pool) {}
 
 Reader::~Reader() = default;
 
@@ -156,7 +154,7 @@ std::vector<Reader::Read> Reader::group(const std::vector<Want>& wants) const {
     if (!reads.empty()) {
       Read& last = reads.back();
       uint64_t end = last.place + last.pages;  // of another file: far away, as the file is in the upper bits
-      if (place < end + gap + 1 && place - last.place < max_pages_) {
+      if (place < end + gap + 1 && place - last.place < ctx_.sizes.read_pages) {
         last.pages = static_cast<uint32_t>(std::max<uint64_t>(last.pages, place - last.place + 1));
         last.end_want = i + 1;
         continue;
@@ -170,12 +168,12 @@ std::vector<Reader::Read> Reader::group(const std::vector<Want>& wants) const {
 void Reader::drive(const Plan& plan, const std::vector<Read>& reads, std::atomic<size_t>& next, size_t worker,
                    const Arrived& fn) {
   // Blocks of reads keep each worker in its own neighbourhood of the file.
-  const size_t block = std::clamp<size_t>(reads.size() / (4 * static_cast<size_t>(concurrency_.workers)), 1, 64);
+  const size_t block = std::clamp<size_t>(reads.size() / (4 * static_cast<size_t>(ctx_.sizes.read_workers)), 1, 64);
   size_t at = next.fetch_add(block), end = std::min(at + block, reads.size());
   if (at >= reads.size()) return;
   Lease lease(*this);
   Channel& channel = lease.channel();
-  const size_t depth = channel.reads.size(), bytes = max_pages_ * size_t{ctx_.g.page_bytes};
+  const size_t depth = channel.reads.size(), bytes = size_t{ctx_.sizes.read_pages} * ctx_.g.page_bytes;
   std::vector<uint32_t> free_buffers(depth);
   for (size_t i = 0; i < depth; ++i) free_buffers[i] = static_cast<uint32_t>(i);
   uint64_t pages = 0, count = 0;
@@ -215,7 +213,7 @@ void Reader::drive(const Plan& plan, const std::vector<Read>& reads, std::atomic
 void Reader::execute(const Plan& plan, const std::vector<Read>& reads, const Arrived& fn) {
   std::atomic<size_t> next{0};
   // A few reads are not worth waking anybody.
-  size_t workers = std::min<size_t>(static_cast<size_t>(concurrency_.workers), (reads.size() + 7) / 8);
+  size_t workers = std::min<size_t>(static_cast<size_t>(ctx_.sizes.read_workers), (reads.size() + 7) / 8);
   pool_.parallel(workers, [&](size_t worker) { drive(plan, reads, next, worker, fn); });
 }
 
@@ -224,7 +222,7 @@ void Reader::run(Plan& plan, const uint64_t* keys, uint8_t* found, RowsOut rows)
   const Geometry& g = ctx_.g;
   while (!plan.wants.empty()) {
     std::vector<Read> reads = group(plan.wants);
-    std::vector<std::vector<Want>> elsewhere(static_cast<size_t>(concurrency_.workers));
+    std::vector<std::vector<Want>> elsewhere(static_cast<size_t>(ctx_.sizes.read_workers));
     execute(plan, reads, [&](const Read& read, const uint8_t* bytes, size_t worker) {
       DataFile& file = *plan.files[read.place >> kPageBits];
       const uint8_t* page = nullptr;
@@ -286,11 +284,12 @@ void Reader::measure(const Plan& plan) {
       execute(plan, reads, [](const Read&, const uint8_t*, size_t) {});
       return seconds_since(start) / kReads * 1e6;
     };
+    const uint32_t most = ctx_.sizes.read_pages;
     double single = std::min(probe(1, 1), probe(1, 1 << 20));
-    double full = std::min(probe(max_pages_, 2 << 20), probe(max_pages_, 3 << 20));
+    double full = most > 1 ? std::min(probe(most, 2 << 20), probe(most, 3 << 20)) : single;
     std::lock_guard lock(mutex_);
-    cost_.page_us = max_pages_ > 1 ? std::max(full / max_pages_, 1e-3) : single;
-    cost_.read_us = max_pages_ > 1 ? single : 0;
+    cost_.page_us = std::max(full / most, 1e-3);
+    cost_.read_us = most > 1 ? single : 0;
     return;
   }
 }

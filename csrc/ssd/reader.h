@@ -82,8 +82,6 @@ class Reader {
 
   Context& ctx_;
   ThreadPool& pool_;
-  const FileSystem::Concurrency concurrency_;
-  const uint32_t max_pages_;  // of one read
   ReadCounters counters_;
   mutable std::mutex mutex_;  // protects what follows
   std::condition_variable returned_;

@@ -87,12 +87,10 @@ SsdStore::~SsdStore() {
 
 SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, const Identity& id,
                      const StoreOptions& options, std::unique_ptr<FileLock> lock)
-    : ctx(fs, path, id), options_(options), lock_(std::move(lock)), pool_(std::max(2, fs->read_concurrency().workers)), catalog_(ctx),
+    : ctx(fs, path, id, options.mem_budget, options.write_buffer), options_(options), lock_(std::move(lock)), pool_(std::max(2, fs->read_concurrency().workers)), catalog_(ctx),
       log_(ctx, pool_, options.segment_bytes, [this](FileKind kind) { return catalog_.create(kind); }),
       index_(id.geometry, options.max_log_ratio),
-      buffer_(id.geometry.row_bytes,
-              options.write_buffer ? options.write_buffer : std::min<size_t>(16u << 20, options.mem_budget / 16)),
-      reader_(ctx, pool_) {
+      buffer_(id.geometry.row_bytes, ctx.sizes.write_buffer), reader_(ctx, pool_) {
   for (int attempt = 0;; ++attempt) {
     catalog_.load();
     uint64_t epoch = options.epoch.value_or(catalog_.newest());
@@ -120,7 +118,7 @@ SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, co
       if (name.size() > 4 && name.compare(name.size() - 4, 4, ".tmp") == 0) ctx.fs->unlink(path + "/" + name);
     catalog_.collect();
   }
-  merger_ = std::make_unique<Merger>(ctx, options_, index_, index_mutex_, catalog_, [this] { return fixed_memory(); });
+  merger_ = std::make_unique<Merger>(ctx, options_, index_, index_mutex_, catalog_);
   merger_->limit();  // throws if the index cannot fit the budget
 }
 

@@ -140,6 +140,37 @@ TEST(Store, random_life_background_merging) {
   for (uint64_t seed = 1; seed <= 8; ++seed) random_life(100 + seed, true, 300);
 }
 
+TEST(Store, memory_stays_within_its_budget) {
+  for (size_t budget : {size_t{1} << 20, size_t{4} << 20}) {
+    auto fs = std::make_shared<MemFs>();
+    fs->make_dir("/s");
+    StoreOptions o = small_options();
+    o.mem_budget = budget;
+    o.write_buffer = 0;
+    o.min_log_bytes = 64u << 20;  // only the budget limits the log
+    auto store = SsdStore::open(fs, "/s/a", o);
+    std::mt19937_64 rng(budget);
+    constexpr size_t kBatch = 4000;
+    std::vector<uint64_t> keys(kBatch);
+    std::vector<uint8_t> rows(kBatch * kRow), found(kBatch);
+    for (int i = 0; i < 80; ++i) {
+      for (auto& k : keys) k = rng();
+      store->put(keys.data(), kBatch, {rows.data(), kRow});
+      store->get(keys.data(), kBatch, found.data(), {rows.data(), kRow});
+      StoreStats stats = store->stats();
+      CHECK_EQ(stats.mem_total, stats.mem_index + stats.mem_buffers);
+      if (stats.mem_total > budget) CHECK_EQ(stats.mem_total, budget);
+    }
+    CHECK(store->stats().merges > 0);
+    CHECK_EQ(store->count(), 80 * kBatch);
+  }
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  o.mem_budget = 16u << 10;
+  CHECK_THROWS(BudgetError, SsdStore::open(fs, "/s/a", o));
+}
+
 TEST(Store, merge_all_and_check_do_not_wait_for_a_paced_merge) {
   auto fs = std::make_shared<MemFs>();
   fs->make_dir("/s");
