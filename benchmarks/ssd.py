@@ -1,0 +1,426 @@
+"""The SSD store against RocksDB, LMDB and the raw device: ratios measured in one run, docs/benchmarks.md has figures.
+
+    python benchmarks/ssd.py --quick                   under two minutes, small sizes
+    python benchmarks/ssd.py --json FILE               everything at full size: about half an hour, 40 GB of disk
+    python benchmarks/ssd.py --only get --keep --json FILE    one piece; FILE gathers the pieces of one configuration
+
+Claims: get (random rows against the rivals), cycle (get, put, commit; also amplification and DRAM per key), floor
+(share of the raw read of the same pages), growth (that share at ten times the keys).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import Claim, console, environment, print_claims, spread, write_json
+from engines import ENGINES, NEEDS, Data, Engine, Ours, folder_bytes, installed, opened, prepare
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+CLAIMS = ("get", "cycle", "floor", "growth")
+Result = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    rows: int
+    row_bytes: int
+    batch: int
+    """Keys of one get or put."""
+    budget: int
+    """Bytes of memory of each engine."""
+    rounds: int
+    """Batches per engine and choice of threads in `get`, and of each kind in `floor`."""
+    cycles: dict[str, int]
+    commit_every: int
+    growth_rows: tuple[int, int]
+    growth_row_bytes: int
+
+
+FULL = Sizes(
+    rows=20_000_000,
+    row_bytes=128,
+    batch=100_000,
+    budget=256 << 20,
+    rounds=5,
+    cycles={"ours": 150, "rocksdb": 60, "lmdb": 20},
+    commit_every=10,
+    growth_rows=(10_000_000, 100_000_000),
+    growth_row_bytes=64,
+)
+QUICK = dataclasses.replace(
+    FULL,
+    rows=1_000_000,
+    batch=20_000,
+    budget=64 << 20,
+    rounds=2,
+    cycles={"ours": 80, "rocksdb": 20, "lmdb": 10},
+    growth_rows=(500_000, 5_000_000),
+)
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Any]:
+    """A live bar; yields a function of the number done so far."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def ready(kind: str, folder: Path, data: Data, budget: int, *, writes: bool = False) -> Engine:
+    """The engine with its rows loaded, not opened."""
+    name = f"{kind}-{data.rows}x{data.row_bytes}"
+    engine = ENGINES[kind](folder / name, data, budget, writes=writes)
+    if not engine.path.with_suffix(".ready").exists():
+        with progress_bar(f"loading {engine.name}", data.rows) as progress:
+            prepare(engine, progress)
+    return engine
+
+
+def timed(call: Any, *args: Any) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = call(*args)
+    return time.perf_counter() - start, result
+
+
+# ---- get
+
+
+def run_get(sizes: Sizes, folder: Path, kinds: list[str]) -> Result:
+    """Batches of all engines in turn, ours between any two of the others'."""
+    data = Data(sizes.rows, sizes.row_bytes)
+    rng = np.random.default_rng(11)
+    engines = {kind: ready(kind, folder, data, sizes.budget) for kind in kinds}
+    seconds: dict[str, list[float]] = {}
+
+    def batch(engine: Engine, label: str) -> None:
+        engine.after_get()
+        if engine.name == "lmdb":  # an untimed warm-up: its page cache then holds about what the budget allows
+            engine.get(engine.as_keys(data.sample(rng, sizes.batch // 2)))
+        keys = data.sample(rng, sizes.batch)
+        took, result = timed(engine.get, engine.as_keys(keys))
+        engine.check(keys, result)
+        seconds.setdefault(label, []).append(took)
+
+    with ExitStack() as stack:
+        for engine in engines.values():
+            stack.enter_context(opened(engine))
+        rivals = [(e, t) for kind, e in engines.items() if kind != "ours" for t in e.thread_choices]
+        total = sizes.rounds * max(1, len(rivals))
+        with progress_bar(f"get of {sizes.batch:,} random rows", total) as progress:
+            for done in range(total):
+                batch(engines["ours"], "ours")
+                if rivals:
+                    engine, engine.threads = rivals[done % len(rivals)]
+                    batch(engine, f"{engine.name}, {engine.threads} threads")
+                progress(done + 1)
+        counters = {engine.name: engine.counters() for engine in engines.values()}
+    rates = {label: spread([sizes.batch / s for s in values]) for label, values in seconds.items()}
+    return {"rows_per_second": rates, "counters": counters}
+
+
+# ---- cycle
+
+
+def resident_bytes(field: str = "VmRSS") -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit("no memory figures in /proc/self/status")
+
+
+def device_writes() -> int:
+    return int(Path("/proc/self/io").read_text().split("\nwrite_bytes: ")[1].split()[0])
+
+
+def fastest_threads(engine: Engine, rng: np.random.Generator, batch: int) -> int:
+    """The choice of threads with the shortest get."""
+    taken = {}
+    for threads in engine.thread_choices:
+        engine.threads = threads
+        engine.after_get()
+        taken[threads] = timed(engine.get, engine.as_keys(engine.data.sample(rng, batch)))[0]
+    return min(taken, key=taken.__getitem__)
+
+
+def cycle_process(kind: str, sizes: Sizes, folder: Path) -> Result:
+    """One engine's whole run, in a process of its own: memory and writes are this engine's alone."""
+    data = Data(sizes.rows, sizes.row_bytes)
+    rng = np.random.default_rng(22)
+    engine = ready(kind, folder, data, sizes.budget, writes=True)
+    # Buffers of the benchmark itself are touched before memory is counted from.
+    engine.out = None  # type: ignore[attr-defined]
+    scratch = [data.values(data.sample(rng, sizes.batch)) for _ in range(3)]
+    del scratch
+    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
+    cycles = sizes.cycles[kind]
+    records: list[Result] = []
+    floor: Result | None = None
+    with opened(engine):
+        if len(engine.thread_choices) > 1:
+            engine.threads = fastest_threads(engine, rng, sizes.batch)
+        started = time.perf_counter()
+        with progress_bar(f"cycles of {engine.name}", cycles) as progress:
+            for i in range(cycles):
+                engine.after_get()
+                keys = data.sample(rng, sizes.batch)
+                get_keys, put_rows = engine.as_keys(keys), engine.as_rows(keys, i + 1)
+                get_s, result = timed(engine.get, get_keys)
+                put_s, _ = timed(engine.put, put_rows)
+                peak_disk = max(folder_bytes(engine.path), int(engine.counters().get("disk_bytes", 0)))
+                last = (i + 1) % sizes.commit_every == 0
+                commit_s = timed(engine.commit)[0] if last else 0.0
+                engine.check(keys, result)
+                times = {"get_s": get_s, "put_s": put_s, "commit_s": commit_s}
+                disk = {"disk": max(folder_bytes(engine.path), peak_disk), "device_writes": device_writes()}
+                records.append({**times, **disk, "rss": resident_bytes() - before, **engine.counters()})
+                progress(i + 1)
+        wall = time.perf_counter() - started
+        if isinstance(engine, Ours):
+            floor = floor_of(engine, sizes, rng)
+    peak = resident_bytes("VmHWM") - before
+    return summarise_cycles(kind, engine, sizes, records, wall, peak, floor)
+
+
+def summarise_cycles(
+    kind: str, engine: Engine, sizes: Sizes, records: list[Result], wall: float, peak: int, floor: Result | None
+) -> Result:
+    """Figures of the steady state: from the first commit after merging (or, for rivals, a third of the run) began."""
+    every = sizes.commit_every
+    merging = next((i for i, r in enumerate(records) if r.get("merges", 1) > 0), len(records) - every)
+    skip = merging if kind == "ours" else len(records) // 3
+    skip = min(-(-skip // every) * every, len(records) - every)
+    steady, first = records[skip:], records[max(skip - 1, 0)]
+    put_bytes = len(steady) * sizes.batch * (8 + sizes.row_bytes)
+    seconds = sum(r["get_s"] + r["put_s"] + r["commit_s"] for r in steady)
+    blocks = [records[i : i + every] for i in range(skip, len(records) - every + 1, every)]
+    rates = [every * sizes.batch / sum(r["get_s"] + r["put_s"] + r["commit_s"] for r in b) for b in blocks]
+    timed_s = sum(r["get_s"] + r["put_s"] + r["commit_s"] for r in records)
+    live = sizes.rows * (8 + sizes.row_bytes)
+    out: Result = {
+        "rows_per_second": {"overall": len(steady) * sizes.batch / seconds, **spread(rates)},
+        "cycles": len(records),
+        "steady_cycles": len(steady),
+        "rows_put_share": len(steady) * sizes.batch / sizes.rows,
+        "get_s": spread([r["get_s"] for r in steady]),
+        "put_s": spread([r["put_s"] for r in steady]),
+        "slowest_put_s": max(r["put_s"] for r in steady),
+        "commit_s": spread([r["commit_s"] for r in steady if r["commit_s"] > 0]),
+        "untimed_share": 1 - timed_s / wall,
+        "threads": engine.threads,
+        "device_write_amplification": (steady[-1]["device_writes"] - first["device_writes"]) / put_bytes,
+        "space_amplification": max(r["disk"] for r in steady) / live,
+        "peak_rss_bytes": peak,
+        "counters": {k: v for k, v in records[-1].items() if not k.endswith("_s")},
+    }
+    if "bytes_written" in first:
+        out["write_amplification"] = (steady[-1]["bytes_written"] - first["bytes_written"]) / put_bytes
+    if "stall_seconds" in first:
+        out["stall_seconds"] = steady[-1]["stall_seconds"] - first["stall_seconds"]
+    if kind == "ours":
+        out["dram_per_key"] = max(r["mem_total"] for r in steady) / sizes.rows
+        out["rss_per_key"] = max(r["rss"] for r in steady) / sizes.rows
+        out["peak_rss_per_key"] = peak / sizes.rows
+        out["floor"] = floor
+        out["series"] = [round(r["get_s"] + r["put_s"] + r["commit_s"], 3) for r in records]
+    return out
+
+
+def run_cycle(sizes: Sizes, folder: Path, kinds: list[str]) -> Result:
+    """Engines one after the other: each has background work that would weigh on the next."""
+    out = {}
+    spawn = multiprocessing.get_context("spawn")
+    for kind in kinds:
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+            out[kind] = pool.submit(cycle_process, kind, sizes, folder).result()
+    return out
+
+
+# ---- floor and growth
+
+
+def floor_of(engine: Ours, sizes: Sizes, rng: np.random.Generator) -> Result:
+    """Gets and raw reads of the pages of such gets, in turn, on fresh keys."""
+    gets, floors = [], []
+    engine.get(engine.as_keys(engine.data.sample(rng, sizes.batch)))  # the device is measured, buffers exist
+    before = engine.counters()
+    for _ in range(4 * sizes.rounds):
+        keys = engine.data.sample(rng, sizes.batch)
+        took, result = timed(engine.get, engine.as_keys(keys))
+        engine.check(keys, result)
+        gets.append(took)
+        floors.append(engine.store.read_floor(engine.data.sample(rng, sizes.batch)))
+    after = engine.counters()
+    share = sorted(f / g for f, g in zip(floors, gets, strict=True))
+    per_key = {n: (after[n] - before[n]) / (after["keys_read"] - before["keys_read"]) for n in ("false_pages",)}
+    out: Result = {"share": spread(share), "get_s": spread(gets), "floor_s": spread(floors)}
+    out["share_of_medians"] = out["floor_s"]["median"] / out["get_s"]["median"]
+    out["reads_per_get"] = (after["reads"] - before["reads"]) / (2 * len(gets))
+    out["megabytes_per_get"] = (after["bytes_read"] - before["bytes_read"]) / (2e6 * len(gets))
+    return {**out, **per_key}
+
+
+def run_floor(sizes: Sizes, folder: Path, data: Data | None = None) -> Result:
+    data = data or Data(sizes.rows, sizes.row_bytes)
+    engine = ready("ours", folder, data, sizes.budget)
+    assert isinstance(engine, Ours)
+    with opened(engine), progress_bar(f"floor at {data.rows:,} rows", 1) as progress:
+        engine.store.merge()
+        result = floor_of(engine, sizes, np.random.default_rng(33))
+        stats = engine.counters()
+        progress(1)
+    return {**result, "dram_per_key": stats["mem_total"] / data.rows}
+
+
+def run_growth(sizes: Sizes, folder: Path) -> Result:
+    """The two sizes in turn, three times, so that a noisy minute hits both."""
+    small, large = sizes.growth_rows
+    runs: dict[str, list[Result]] = {str(small): [], str(large): []}
+    for rows in (small, large):
+        ready("ours", folder, Data(rows, sizes.growth_row_bytes), sizes.budget)
+    for _ in range(3):
+        for rows in (small, large):
+            runs[str(rows)].append(run_floor(sizes, folder, Data(rows, sizes.growth_row_bytes)))
+    share = {rows: spread([r["share_of_medians"] for r in results]) for rows, results in runs.items()}
+    return {"share": share, "runs": runs}
+
+
+# ---- claims
+
+
+def claims_of(results: Result, sizes: Sizes) -> list[Claim]:
+    out = []
+    if "get" in results:
+        rates = {k: v["median"] for k, v in results["get"]["rows_per_second"].items()}
+        mine = rates.pop("ours")
+        if rates:
+            best = max(rates, key=rates.__getitem__)
+            detail = f"{mine:,.0f} rows/s against {rates[best]:,.0f} ({best})"
+            out.append(Claim("get of random rows", mine / rates[best], 5, detail=detail))
+    cycle = results.get("cycle", {})
+    if "ours" in cycle:
+        mine = cycle["ours"]
+        rates = {k: v["rows_per_second"]["overall"] for k, v in cycle.items() if k != "ours"}
+        rate = mine["rows_per_second"]["overall"]
+        if rates:
+            best = max(rates, key=rates.__getitem__)
+            detail = f"{rate:,.0f} rows/s against {rates[best]:,.0f} ({best})"
+            out.append(Claim("sustained cycle", rate / rates[best], 5, detail=detail))
+        detail = f"of {mine['steady_cycles']} cycles, {mine['rows_put_share']:.2f} times the rows put"
+        out.append(Claim("write amplification", mine["write_amplification"], 8, at_most=True, detail=detail))
+        detail = f"largest folder seen, against {8 + sizes.row_bytes} bytes per live row"
+        out.append(Claim("space amplification", mine["space_amplification"], 1.6, at_most=True, detail=detail))
+        detail = f"its own count; process growth {mine['rss_per_key']:.2f}, peak {mine['peak_rss_per_key']:.2f}"
+        out.append(Claim("DRAM per key", mine["dram_per_key"], 4, "bytes", at_most=True, detail=detail))
+        share = mine["floor"]["share_of_medians"]
+        out.append(Claim("share of the floor, log in use", share, 0.8, detail="after the last cycle"))
+    if "floor" in results:
+        floor = results["floor"]
+        detail = f"get {floor['get_s']['median'] * 1e3:.0f} ms, raw reads {floor['floor_s']['median'] * 1e3:.0f} ms"
+        out.append(Claim("share of the floor, merged", floor["share_of_medians"], 0.8, detail=detail))
+    if "growth" in results:
+        small, large = (results["growth"]["share"][str(rows)]["median"] for rows in sizes.growth_rows)
+        detail = f"share {large:.2f} at {sizes.growth_rows[1]:,} keys, {small:.2f} at {sizes.growth_rows[0]:,}"
+        out.append(Claim("growth of the share", large / small, 0.9, detail=detail))
+    return out
+
+
+def print_rates(results: Result) -> None:
+    for label, rate in results.get("get", {}).get("rows_per_second", {}).items():
+        console.print(
+            f"  get    {label:22} {rate['median']:>10,.0f} rows/s  ({rate['p20']:,.0f} to {rate['p80']:,.0f})"
+        )
+    for kind, r in results.get("cycle", {}).items():
+        rate, get, put = r["rows_per_second"]["overall"], r["get_s"]["median"], r["put_s"]["median"]
+        console.print(
+            f"  cycle  {kind:22} {rate:>10,.0f} rows/s  get {get:.2f} s, put {put:.2f} s (slowest "
+            f"{r['slowest_put_s']:.2f}), commit {r['commit_s']['median']:.2f} s, device writes x"
+            f"{r['device_write_amplification']:.1f}, disk x{r['space_amplification']:.2f}, {r['steady_cycles']} cycles"
+        )
+
+
+def disk_needed(sizes: Sizes, wanted: list[str], kinds: list[str]) -> int:
+    main = sizes.rows * (sizes.row_bytes + 8) * (2 * len(kinds)) if wanted != ["growth"] else 0
+    growth = sum(sizes.growth_rows) * (sizes.growth_row_bytes + 8) * 3 // 2 if "growth" in wanted else 0
+    return main + growth
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes, under two minutes")
+    parser.add_argument("--json", metavar="FILE", help="write results there; pieces of one configuration are gathered")
+    parser.add_argument("--rows", type=int, help="rows of get, cycle and floor")
+    parser.add_argument("--cycles", type=int, help="cycles of our store; the rivals' in proportion")
+    parser.add_argument("--dir", help="folder for the data; default: a new one beside the other temporary files")
+    parser.add_argument("--only", help=f"some of {','.join(CLAIMS)}")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="ours and any of the rivals (default: all)")
+    parser.add_argument("--keep", action="store_true", help="leave the data, for the next piece")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    sizes = QUICK if args.quick else FULL
+    if args.rows:
+        sizes = dataclasses.replace(sizes, rows=args.rows)
+    if args.cycles:
+        share = args.cycles / sizes.cycles["ours"]
+        scaled = {k: max(sizes.commit_every, round(v * share)) for k, v in sizes.cycles.items()}
+        sizes = dataclasses.replace(sizes, cycles=scaled)
+    wanted = args.only.split(",") if args.only else list(CLAIMS)
+    if unknown := set(wanted) - set(CLAIMS):
+        raise SystemExit(f"--only {','.join(unknown)}: choose from {','.join(CLAIMS)}")
+    kinds = [kind for kind in ENGINES if kind in args.engines.split(",")]
+    for kind in [k for k in kinds if not installed(NEEDS.get(k, "numpy"))]:
+        console.print(f"[yellow]skipped: {kind}, because {NEEDS[kind]} is not installed (pip install {NEEDS[kind]})[/]")
+        kinds.remove(kind)
+    folder = Path(args.dir or tempfile.mkdtemp(prefix="thermocline-bench-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    need, free = disk_needed(sizes, wanted, kinds), shutil.disk_usage(folder).free
+    if need > free:
+        console.print(f"[yellow]about {need / 1e9:.0f} GB of disk are needed, {free / 1e9:.0f} GB are free[/]")
+    note = "small sizes: figures say little about full size" if args.quick else "full size"
+    console.print(
+        f"{note}; {sizes.rows:,} rows of {sizes.row_bytes} bytes, batches of {sizes.batch:,}, {sizes.budget >> 20} MB "
+        "of memory each.\nOurs and RocksDB read past the page cache (O_DIRECT); the page cache of every engine's files "
+        "is emptied before\neach timed batch (MADV_DONTNEED, POSIX_FADV_DONTNEED). The disk's host may cache for all."
+    )
+    results: Result = {}
+    if args.json and Path(args.json).exists():
+        old = json.loads(Path(args.json).read_text())
+        if old["sizes"] == json.loads(json.dumps(dataclasses.asdict(sizes))):
+            results = old["results"]
+    try:
+        for name in wanted:
+            if name in ("get", "cycle"):
+                run = run_get if name == "get" else run_cycle
+                fresh = run(sizes, folder, kinds)
+                results[name] = {**results.get(name, {}), **fresh} if name == "cycle" else fresh
+            else:
+                results[name] = run_floor(sizes, folder) if name == "floor" else run_growth(sizes, folder)
+            if args.json:
+                record = {"environment": environment(["thermocline", "numpy", *NEEDS.values()])}
+                record |= {"sizes": dataclasses.asdict(sizes), "quick": args.quick, "results": results}
+                write_json(args.json, record, claims_of(results, sizes))
+    finally:
+        if not args.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    print_rates(results)
+    print_claims("SSD store", claims_of(results, sizes))
+
+
+if __name__ == "__main__":
+    main()
