@@ -129,6 +129,7 @@ void bind_options(nb::module_& m) {
       .def_rw("epoch", &StoreOptions::epoch)
       .def_rw("mem_budget", &StoreOptions::mem_budget)
       .def_rw("max_log_ratio", &StoreOptions::max_log_ratio)
+      .def_rw("filter_bits", &StoreOptions::filter_bits)
       .def_rw("write_buffer", &StoreOptions::write_buffer)
       .def_rw("segment_bytes", &StoreOptions::segment_bytes)
       .def_rw("partition_bytes", &StoreOptions::partition_bytes)

@@ -63,7 +63,7 @@ void Catalog::retain(const Manifest& m) {
     entry.pages = std::max(entry.pages, pages);
   };
   for (auto& p : m.partitions)
-    if (p.file) need(p.file, FileKind::kBase, 1 + p.pages + ctx_.g.fence_pages(p.pages));
+    if (p.file) need(p.file, FileKind::kBase, BaseFile::file_pages(ctx_.g, p.pages, p.filter_bytes));
   for (auto& s : m.segments) need(s.file, FileKind::kSegment, s.pages);
   next_file_ = std::max(next_file_, m.next_file);
   epochs_[m.epoch] = std::move(epoch);

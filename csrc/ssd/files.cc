@@ -105,11 +105,13 @@ void PageAppender::flush() {
   file_.pages = first_;
 }
 
-std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& record) {
+std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& record, bool with_filter) {
   auto base = std::make_shared<BaseFile>();
   uint64_t fence_pages = ctx.g.fence_pages(record.pages);
-  base->data = open_data_file(ctx, FileKind::kBase, record.file, record.nonce, 1 + record.pages + fence_pages);
+  base->data = open_data_file(ctx, FileKind::kBase, record.file, record.nonce,
+                              BaseFile::file_pages(ctx.g, record.pages, record.filter_bytes));
   base->rows = record.rows;
+  base->filter_bytes = record.filter_bytes;
   base->fences.reserve(record.pages);
   const std::string& path = base->data->file->path();
   for_each_page(ctx, *base->data, 1 + record.pages, fence_pages, [&](const uint8_t* page, uint64_t number) {
@@ -121,11 +123,22 @@ std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& r
   if (base->fences.size() != record.pages)
     throw CorruptionError(path + ": " + std::to_string(base->fences.size()) + " fences for " +
                           std::to_string(record.pages) + " pages");
+  if (with_filter && record.filter_bytes > 0) {
+    base->filter = Filter::of_bytes(record.filter_bytes);
+    uint64_t done = 0;
+    for_each_page(ctx, *base->data, 1 + record.pages + fence_pages, ctx.g.filter_pages(record.filter_bytes),
+                  [&](const uint8_t* page, uint64_t number) {
+                    verify_page(page, ctx.g, record.nonce, number, PageKind::kFilter, path);
+                    uint64_t n = std::min<uint64_t>(ctx.g.filter_bytes_per_page(), record.filter_bytes - done);
+                    std::memcpy(base->filter.data() + done, page + sizeof(PageHeader), n);
+                    done += n;
+                  });
+  }
   return base;
 }
 
-BaseWriter::BaseWriter(Context& ctx, std::shared_ptr<DataFile> file)
-    : ctx_(ctx), file_(std::move(file)), out_(ctx, *file_) {}
+BaseWriter::BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, uint64_t rows, uint32_t filter_bits)
+    : ctx_(ctx), file_(std::move(file)), out_(ctx, *file_), filter_(filter_bits ? Filter(rows, filter_bits) : Filter()) {}
 
 void BaseWriter::add(uint64_t key, const uint8_t* row) {
   const Geometry& g = ctx_.g;
@@ -139,6 +152,7 @@ void BaseWriter::add(uint64_t key, const uint8_t* row) {
   std::memcpy(page_ + sizeof(PageHeader) + 8ull * on_page_, &key, 8);
   std::memcpy(page_ + sizeof(PageHeader) + 8ull * g.rows_per_page() + uint64_t{g.row_bytes} * on_page_, row,
               g.row_bytes);
+  if (filter_.bytes() > 0) filter_.add(hash);
   ++rows_;
   if (++on_page_ == g.rows_per_page()) seal();
 }
@@ -166,12 +180,20 @@ std::shared_ptr<const BaseFile> BaseWriter::finish() {
     std::memcpy(page + sizeof(PageHeader), fences_.data() + i, n * 8);
     seal_page(page, g, file_->nonce, out_.page(), PageKind::kFences, static_cast<uint32_t>(n));
   }
+  for (uint64_t i = 0; i < filter_.bytes(); i += g.filter_bytes_per_page()) {
+    uint8_t* page = out_.next();
+    uint64_t n = std::min<uint64_t>(g.filter_bytes_per_page(), filter_.bytes() - i);
+    std::memcpy(page + sizeof(PageHeader), filter_.data() + i, n);
+    seal_page(page, g, file_->nonce, out_.page(), PageKind::kFilter, 0);
+  }
   out_.flush();
   auto base = std::make_shared<BaseFile>();
   base->data = file_;
   base->rows = rows_;
   base->fences = std::move(fences_);
   base->fences.shrink_to_fit();
+  base->filter_bytes = filter_.bytes();
+  base->filter = std::move(filter_);
   return base;
 }
 

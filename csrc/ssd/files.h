@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "ssd/filter.h"
 #include "ssd/format.h"
 #include "ssd/manifest.h"
 #include "util/aligned.h"
@@ -75,22 +76,29 @@ class PageAppender {
   size_t used_ = 0;
 };
 
-// Immutable rows of one partition, in hash order. Row page i is page 1 + i of the file; fence pages follow.
+// Immutable rows of one partition, in hash order. Row page i is page 1 + i of the file; fence pages follow,
+// then those of the filter, if there is one.
 struct BaseFile {
   std::shared_ptr<DataFile> data;
   uint64_t rows = 0;
   std::vector<uint64_t> fences;  // first hash of each row page
+  uint64_t filter_bytes = 0;     // in the file
+  Filter filter;                 // empty where it was not asked for
 
   uint32_t pages() const { return static_cast<uint32_t>(fences.size()); }
-  uint64_t bytes(const Geometry& g) const { return (1 + pages() + g.fence_pages(pages())) * g.page_bytes; }
+  uint64_t bytes(const Geometry& g) const { return file_pages(g, pages(), filter_bytes) * g.page_bytes; }
+  static uint64_t file_pages(const Geometry& g, uint64_t row_pages, uint64_t filter_bytes) {
+    return 1 + row_pages + g.fence_pages(row_pages) + g.filter_pages(filter_bytes);
+  }
 };
 
-std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& record);
+std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& record, bool with_filter);
 
 // Writes a base file from rows in strictly rising hash order.
 class BaseWriter {
  public:
-  BaseWriter(Context& ctx, std::shared_ptr<DataFile> file);
+  // `filter_bits` per row of a filter for at most `rows`; 0: none.
+  BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, uint64_t rows, uint32_t filter_bits);
   void add(uint64_t key, const uint8_t* row);
   uint64_t rows() const { return rows_; }
   uint64_t bytes() const { return fences_.size() * uint64_t{ctx_.g.page_bytes}; }
@@ -106,6 +114,7 @@ class BaseWriter {
   uint64_t rows_ = 0;
   uint64_t last_hash_ = 0;
   std::vector<uint64_t> fences_;
+  Filter filter_;
 };
 
 // One flush of the log: `rows` keys in strictly rising hash order; key pages, then row pages (none for deletions).

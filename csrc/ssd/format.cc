@@ -12,6 +12,7 @@ const char* kind_name(PageKind kind) {
     case PageKind::kKeys: return "keys";
     case PageKind::kTombstones: return "tombstones";
     case PageKind::kFences: return "fences";
+    case PageKind::kFilter: return "filter";
   }
   return "unknown";
 }
@@ -34,7 +35,7 @@ void verify_count(const uint8_t* page, const Geometry& g, uint64_t number, const
   const auto& header = page_header(page);
   uint32_t most = header.kind == PageKind::kRows      ? g.rows_per_page()
                   : header.kind == PageKind::kFences  ? g.fences_per_page()
-                  : header.kind == PageKind::kHeader  ? 0
+                  : header.kind == PageKind::kHeader || header.kind == PageKind::kFilter ? 0
                                                       : g.keys_per_page();
   if (header.count > most)
     corrupt(path, number, "count " + std::to_string(header.count) + " is above " + std::to_string(most));

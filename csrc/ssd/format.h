@@ -23,6 +23,7 @@ enum class PageKind : uint8_t {
   kKeys = 3,        // key column of an extent of rows
   kTombstones = 4,  // key column of an extent of deletions
   kFences = 5,      // first hash of each row page of a base file
+  kFilter = 6,      // bytes of a base file's filter
 };
 
 struct PageHeader {
@@ -69,6 +70,8 @@ struct Geometry {
   uint64_t row_pages(uint64_t rows) const { return (rows + rows_per_page() - 1) / rows_per_page(); }
   uint64_t key_pages(uint64_t rows) const { return (rows + keys_per_page() - 1) / keys_per_page(); }
   uint64_t fence_pages(uint64_t pages) const { return (pages + fences_per_page() - 1) / fences_per_page(); }
+  uint32_t filter_bytes_per_page() const { return page_bytes - sizeof(PageHeader); }
+  uint64_t filter_pages(uint64_t bytes) const { return (bytes + filter_bytes_per_page() - 1) / filter_bytes_per_page(); }
 
   // The smallest page, in sectors, that wastes at most an eighth of itself (or the least wasteful of the first 16).
   static Geometry of(uint32_t row_bytes) {

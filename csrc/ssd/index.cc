@@ -78,7 +78,7 @@ PageAddress Index::address(uint32_t vpage) const {
 
 bool Index::base_page(const BaseFile& base, uint64_t hash, uint32_t* page, uint32_t hint) {
   auto& f = base.fences;
-  if (f.empty() || hash < f[0]) return false;
+  if (f.empty() || hash < f[0] || !base.filter.may_contain(hash)) return false;
   // Batches come sorted: gallop from the last page found.
   size_t low = hint < f.size() && f[hint] <= hash ? hint : 0, step = 1;
   while (low + step < f.size() && f[low + step] <= hash) {
@@ -102,12 +102,13 @@ PartitionView Index::view(size_t i) const {
 Manifest Index::manifest() const {
   Manifest m;
   for (auto& p : partitions_) {
-    PartitionRecord r{p->lo, p->merged_seq, 0, 0, 0, 0};
+    PartitionRecord r{p->lo, p->merged_seq, 0, 0, 0, 0, 0};
     if (p->base) {
       r.file = p->base->data->number;
       r.nonce = p->base->data->nonce;
       r.rows = p->base->rows;
       r.pages = p->base->pages();
+      r.filter_bytes = p->base->filter_bytes;
     }
     m.partitions.push_back(r);
   }
@@ -214,7 +215,7 @@ uint64_t Index::memory() const {
   std::unordered_set<const DeltaTable*> shared;
   for (auto& p : partitions_) {
     sum += sizeof(Partition) + 32;
-    if (p->base) sum += sizeof(BaseFile) + sizeof(DataFile) + p->base->fences.capacity() * 8;
+    if (p->base) sum += sizeof(BaseFile) + sizeof(DataFile) + p->base->fences.capacity() * 8 + p->base->filter.bytes();
     for (auto& t : p->tables)
       if (t.use_count() == 1 || shared.insert(t.get()).second) sum += t->memory();
   }

@@ -56,7 +56,8 @@ class Index {
   // Pages of the log that may hold the hash's row, newest first.
   void candidates(const Partition& p, uint64_t hash, std::vector<uint32_t>& vpages) const;
   PageAddress address(uint32_t vpage) const;
-  // Row page of the base that would hold the hash, starting the search at `hint`. False: certainly not in the base.
+  // Row page of the base that would hold the hash, starting the search at `hint`. False: certainly not in the base, by
+  // the fences or by the filter.
   static bool base_page(const BaseFile& base, uint64_t hash, uint32_t* page, uint32_t hint);
 
   PartitionView view(size_t i) const;

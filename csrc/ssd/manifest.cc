@@ -138,7 +138,7 @@ Manifest Manifest::decode(std::string_view bytes, const std::string& path) {
     if (m.partitions[i].lo <= m.partitions[i - 1].lo) in.fail("the partitions are out of order");
   constexpr uint64_t kMaxPages = std::numeric_limits<uint32_t>::max();
   for (auto& p : m.partitions)
-    if (p.pages > kMaxPages) in.fail("a base file is too long");
+    if (p.pages > kMaxPages || p.filter_bytes % 64 != 0) in.fail("a base file has an impossible size");
   for (size_t i = 0, s = 0; i < m.extents.size(); ++i) {
     auto& e = m.extents[i];
     if (i > 0 && e.seq <= m.extents[i - 1].seq) in.fail("the extents are out of order");

@@ -29,6 +29,7 @@ struct PartitionRecord {
   uint64_t nonce = 0;
   uint64_t rows = 0;
   uint64_t pages = 0;  // row pages
+  uint64_t filter_bytes = 0;  // 0: the base has no filter
 };
 
 struct SegmentRecord {

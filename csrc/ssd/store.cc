@@ -132,7 +132,7 @@ void SsdStore::Impl::load(const Manifest& m) {
     p.lo = r.lo;
     p.hi = i + 1 < m.partitions.size() ? m.partitions[i + 1].lo - 1 : std::numeric_limits<uint64_t>::max();
     p.merged_seq = r.merged_seq;
-    if (r.file) p.base = open_base(ctx, r);
+    if (r.file) p.base = open_base(ctx, r, options_.filter_bits > 0);
   });
   std::vector<std::shared_ptr<Extent>> extents;
   std::shared_ptr<DataFile> segment;

@@ -66,6 +66,7 @@ void random_life(uint64_t seed, bool background, int steps) {
   fs->make_dir("/s");
   StoreOptions o = small_options();
   o.background_merge = background;
+  o.filter_bits = seed % 2 ? 8 : 0;
   constexpr uint64_t kKeys = 20000;
   std::map<uint64_t, Oracle> committed{{0, {}}};
   Oracle now;
@@ -138,6 +139,44 @@ TEST(Store, random_life_inline_merging) {
 
 TEST(Store, random_life_background_merging) {
   for (uint64_t seed = 1; seed <= 8; ++seed) random_life(100 + seed, true, 300);
+}
+
+TEST(Store, filter_spares_reads_and_never_hides_a_row) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  o.filter_bits = 10;
+  constexpr uint64_t kKeys = 20000;
+  std::vector<uint64_t> keys(kKeys), strangers(kKeys);
+  std::vector<uint8_t> rows(kKeys * kRow), found(kKeys);
+  for (uint64_t k = 0; k < kKeys; ++k) keys[k] = k, strangers[k] = k + (1ull << 40);
+  auto store = SsdStore::open(fs, "/s/a", o);
+  store->put(keys.data(), kKeys, {rows.data(), kRow});
+  store->merge_all();
+  store->commit("");
+  auto false_share = [&](SsdStore& s) {
+    s.get(keys.data(), kKeys, found.data(), {rows.data(), kRow});
+    for (auto f : found) CHECK(f);
+    // A stranger reads a page only if the filter errs.
+    uint64_t wanted = 0;
+    for (uint64_t k : strangers) {
+      uint64_t before = s.stats().pages_read;
+      uint8_t f;
+      s.get(&k, 1, &f, {rows.data(), kRow});
+      CHECK(!f);
+      wanted += s.stats().pages_read - before;
+    }
+    return static_cast<double>(wanted) / kKeys;
+  };
+  double with = false_share(*store);
+  CHECK(with < 0.03);
+  store.reset();
+  store = SsdStore::open(fs, "/s/a", o);  // from the file
+  CHECK_EQ(false_share(*store), with);
+  store.reset();
+  o.filter_bits = 0;
+  store = SsdStore::open(fs, "/s/a", o);  // not loaded
+  CHECK(false_share(*store) > 0.9);
 }
 
 TEST(Store, memory_stays_within_its_budget) {

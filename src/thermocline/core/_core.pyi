@@ -12,6 +12,7 @@ class StoreOptions:
     epoch: int | None
     mem_budget: int
     max_log_ratio: float
+    filter_bits: int
     write_buffer: int
     segment_bytes: int
     partition_bytes: int

@@ -93,6 +93,7 @@ class SsdStore:
         epoch: int | None = None,
         read_only: bool = False,
         max_log_ratio: float | None = None,
+        filter_bits: int = 0,
         write_buffer: str | SupportsIndex | None = None,
         segment_bytes: str | SupportsIndex | None = None,
         partition_bytes: str | SupportsIndex | None = None,
@@ -112,6 +113,7 @@ class SsdStore:
 
         Performance (None or 0: the default):
           max_log_ratio     log bytes, as a share of base bytes, before merging starts
+          filter_bits       DRAM bits per row that spare the read of keys never put; 10 spare 99 of 100 such reads
           write_buffer      bytes gathered before they are written
           segment_bytes     size of one log file
           partition_bytes   a base file splits above this size
@@ -136,6 +138,9 @@ class SsdStore:
         options.background_merge = background_merge
         if max_log_ratio is not None:
             options.max_log_ratio = max_log_ratio
+        if not 0 <= filter_bits <= 64:
+            raise ValueError(f"filter_bits is {filter_bits}: it must be from 0 (no filter) to 64")
+        options.filter_bits = filter_bits
         if write_buffer is not None:
             options.write_buffer = parse_size(write_buffer, "write_buffer")
         if segment_bytes is not None:
