@@ -1,0 +1,12 @@
+"""How hard hypothesis tries: quick in `make test`, long in `make test-long` (THERMOCLINE_LONG=1)."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+_checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("quick", deadline=None, max_examples=100, suppress_health_check=_checks, print_blob=True)
+settings.register_profile("long", parent=settings.get_profile("quick"), max_examples=5000)
+settings.load_profile("long" if os.environ.get("THERMOCLINE_LONG") == "1" else "quick")

@@ -1,0 +1,297 @@
+"""Each thing that can be wrong with a store has its own clear error, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ssd_helpers import ROW, SMALL, contents, rows_of, some_keys
+
+import thermocline as tc
+
+# ---- errors of opening
+
+
+def test_a_second_opener_is_refused(store: tc.SsdStore, folder: Path) -> None:
+    with pytest.raises(tc.LockError, match=str(folder)):
+        tc.SsdStore.open(folder, row_bytes=ROW)
+    code = f"import thermocline as tc; tc.SsdStore.open({str(folder)!r}, row_bytes={ROW})"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "LockError" in child.stderr
+    store.put([1], np.zeros((1, ROW), dtype=np.uint8))  # the first is not disturbed
+    store.commit()
+
+
+def test_readers_need_no_lock(store: tc.SsdStore, folder: Path) -> None:
+    keys = some_keys(500)
+    store.put(keys, rows_of(keys))
+    store.commit()
+    store.put(keys, rows_of(keys, 1))
+    with tc.SsdStore.open(folder, read_only=True) as reader, tc.SsdStore.open(folder, read_only=True) as another:
+        assert np.array_equal(reader.get(keys)[1], rows_of(keys))
+        assert np.array_equal(another.get(keys)[1], rows_of(keys))
+
+
+def test_the_lock_goes_with_the_object(folder: Path) -> None:
+    store = tc.SsdStore.open(folder, row_bytes=ROW, **SMALL)
+    del store
+    gc.collect()
+    tc.SsdStore.open(folder, row_bytes=ROW, **SMALL).close()
+
+
+def test_wrong_row_bytes(store: tc.SsdStore, folder: Path) -> None:
+    store.commit()
+    store.close()
+    with pytest.raises(tc.FormatError, match=r"32.*64|64.*32"):
+        tc.SsdStore.open(folder, row_bytes=64)
+    tc.SsdStore.open(folder, row_bytes=ROW).close()
+
+
+@pytest.mark.parametrize("row_bytes", [0, -1])
+def test_row_bytes_must_be_positive(folder: Path, row_bytes: int) -> None:
+    with pytest.raises(ValueError, match="row_bytes"):
+        tc.SsdStore.open(folder, row_bytes=row_bytes)
+    assert not folder.exists()
+
+
+def test_a_foreign_folder_is_left_alone(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("two years of work")
+    for options in ({"row_bytes": ROW}, {}, {"read_only": True}):
+        with pytest.raises(tc.FormatError, match=str(folder)):
+            tc.SsdStore.open(folder, **options)  # type: ignore[arg-type]
+    assert [file.name for file in folder.iterdir()] == ["thesis.txt"]
+
+
+def test_no_store_there(folder: Path) -> None:
+    for options in ({}, {"row_bytes": ROW, "create": False}, {"read_only": True}, {"row_bytes": ROW, "epoch": 1}):
+        with pytest.raises(tc.NotFoundError, match=str(folder)):
+            tc.SsdStore.open(folder, **options)  # type: ignore[arg-type]
+    assert not folder.exists()
+
+
+def test_a_file_in_the_way(folder: Path) -> None:
+    folder.write_text("a file")
+    with pytest.raises(tc.StoreError, match=str(folder)):
+        tc.SsdStore.open(folder, row_bytes=ROW)
+    assert folder.read_text() == "a file"
+
+
+def xxh64(data: bytes, seed: int) -> int:
+    """From the public specification, apart from ours in C++."""
+    p1, p2, p3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+    p4, p5, mask = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5, 2**64 - 1
+
+    def rotl(x: int, r: int) -> int:
+        return ((x << r) | (x >> (64 - r))) & mask
+
+    def mix(acc: int, lane: int) -> int:
+        return rotl((acc + lane * p2) & mask, 31) * p1 & mask
+
+    at, h = 0, (seed + p5) & mask
+    if len(data) >= 32:
+        accs = [(seed + p1 + p2) & mask, (seed + p2) & mask, seed, (seed - p1) & mask]
+        for at in range(0, len(data) - 31, 32):
+            accs = [mix(a, lane) for a, lane in zip(accs, struct.unpack_from("<4Q", data, at), strict=True)]
+        at += 32
+        h = sum(rotl(a, r) for a, r in zip(accs, (1, 7, 12, 18), strict=True)) & mask
+        for a in accs:
+            h = ((h ^ mix(0, a)) * p1 + p4) & mask
+    h = (h + len(data)) & mask
+    while at + 8 <= len(data):
+        h = (rotl(h ^ mix(0, struct.unpack_from("<Q", data, at)[0]), 27) * p1 + p4) & mask
+        at += 8
+    if at + 4 <= len(data):
+        h = (rotl(h ^ (struct.unpack_from("<I", data, at)[0] * p1 & mask), 23) * p2 + p3) & mask
+        at += 4
+    for byte in data[at:]:
+        h = rotl(h ^ (byte * p5 & mask), 11) * p1 & mask
+    h = (h ^ (h >> 33)) * p2 & mask
+    h = (h ^ (h >> 29)) * p3 & mask
+    return h ^ (h >> 32)
+
+
+def test_a_newer_format_version(store: tc.SsdStore, folder: Path) -> None:
+    store.commit()
+    store.close()
+    record = (folder / "STORE").read_bytes()
+    assert struct.unpack("<Q", record[-8:])[0] == xxh64(record[:-8], 0x53544F5245)
+    newer = record[:8] + struct.pack("<I", 2) + record[12:-8]
+    (folder / "STORE").write_bytes(newer + struct.pack("<Q", xxh64(newer, 0x53544F5245)))
+    with pytest.raises(tc.FormatError, match=r"version 2.*upgrade"):
+        tc.SsdStore.open(folder)
+    (folder / "STORE").write_bytes(record)
+    tc.SsdStore.open(folder).close()
+
+
+def test_a_damaged_identity(store: tc.SsdStore, folder: Path) -> None:
+    store.commit()
+    store.close()
+    record = bytearray((folder / "STORE").read_bytes())
+    record[30] ^= 1
+    (folder / "STORE").write_bytes(record)
+    with pytest.raises(tc.CorruptionError, match="STORE"):
+        tc.SsdStore.open(folder)
+
+
+def test_a_budget_too_small(folder: Path) -> None:
+    with pytest.raises(tc.BudgetError, match=r"mem_budget|budget"):
+        tc.SsdStore.open(folder, row_bytes=ROW, mem_budget=1000)
+
+
+def test_bad_options(folder: Path) -> None:
+    with pytest.raises(ValueError, match="mem_budget"):
+        tc.SsdStore.open(folder, row_bytes=ROW, mem_budget="lots")
+    with pytest.raises(tc.ThermoclineError, match="io_engine"):
+        tc.SsdStore.open(folder, row_bytes=ROW, io_engine="magic")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="epoch"):
+        tc.SsdStore.open(folder, row_bytes=ROW, epoch=-1)
+
+
+@pytest.mark.parametrize("engine", ["pread", "auto"])
+def test_engines_agree(folder: Path, engine: Any) -> None:
+    keys = some_keys(3000)
+    with tc.SsdStore.open(folder, row_bytes=ROW, io_engine=engine, io_workers=2, io_depth=4, **SMALL) as store:
+        store.put(keys, rows_of(keys))
+        store.commit()
+        store.merge()
+        assert np.array_equal(store.get(keys)[1], rows_of(keys))
+        assert store.stats().engine in ("pread", "io_uring")
+
+
+def test_a_folder_name_that_is_not_utf8(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/st\xff"))
+    with tc.SsdStore.open(folder, row_bytes=ROW) as store:
+        store.commit()
+        with pytest.raises(tc.LockError) as caught:
+            tc.SsdStore.open(folder)
+    assert str(folder) in str(caught.value)
+
+
+# ---- states of an open store
+
+
+def test_read_only(store: tc.SsdStore, folder: Path) -> None:
+    keys = some_keys(100)
+    store.put(keys, rows_of(keys))
+    store.commit()
+    store.commit()
+    store.close()
+    before = sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir())
+    with tc.SsdStore.open(folder, read_only=True) as reader:
+        for change in (
+            lambda: reader.put(keys, rows_of(keys)),
+            lambda: reader.delete(keys),
+            lambda: reader.commit(),
+            lambda: reader.release(1),
+        ):
+            with pytest.raises(tc.ReadOnlyError):
+                change()
+        assert np.array_equal(reader.get(keys)[1], rows_of(keys))
+        assert len(reader) == len(keys)
+        assert len(contents(reader)) == len(keys)
+        reader.check()
+    assert sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir()) == before
+
+
+def test_closed(store: tc.SsdStore) -> None:
+    store.commit()
+    store.close()
+    store.close()
+    calls: list[Callable[[], object]] = [
+        lambda: store.get([1]),
+        lambda: store.put([1], np.zeros((1, ROW), dtype=np.uint8)),
+        lambda: store.delete([1]),
+        lambda: store.commit(),
+        lambda: store.scan(),
+        lambda: store.stats(),
+        lambda: store.check(),
+        lambda: len(store),
+    ]
+    for call in calls:
+        with pytest.raises(tc.ThermoclineError, match="closed"):
+            call()
+
+
+def test_closing_under_a_scan(store: tc.SsdStore) -> None:
+    keys = some_keys(5000)
+    store.put(keys, rows_of(keys))
+    store.commit()
+    scan = store.scan(batch_rows=10)
+    next(scan)
+    store.close()
+    try:
+        rest = sum(len(batch) for batch, _ in scan)
+    except tc.ThermoclineError:
+        return  # a clear refusal
+    assert rest == len(keys) - 10  # or the whole of it; never a crash, never half
+
+
+def test_the_context_manager_closes_and_commits_nothing(folder: Path) -> None:
+    def use() -> None:
+        with tc.SsdStore.open(folder, row_bytes=ROW, **SMALL) as store:
+            store.put([1], np.zeros((1, ROW), dtype=np.uint8))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        use()
+    with tc.SsdStore.open(folder, row_bytes=ROW, **SMALL) as store:
+        assert store.epoch == 0
+        assert len(store) == 0
+
+
+def test_damage_is_named_and_the_rest_stays_readable(folder: Path) -> None:
+    keys = some_keys(4000)
+    with tc.SsdStore.open(folder, row_bytes=ROW, **SMALL) as store:
+        store.put(keys, rows_of(keys))
+        store.merge()
+        store.commit()
+    victim = max(folder.glob("base-*"), key=lambda file: file.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    page = 4096 * 2
+    data[page + 100] ^= 0x10
+    victim.write_bytes(data)
+    with tc.SsdStore.open(folder, **SMALL) as store:
+        with pytest.raises(tc.CorruptionError, match=rf"{victim.name}.*page 2"):
+            store.get(keys)
+        with pytest.raises(tc.CorruptionError, match=victim.name):
+            store.check()
+        readable = 0
+        for part in np.array_split(keys, 2000):
+            try:
+                found, rows = store.get(part)
+            except tc.CorruptionError:
+                continue
+            assert found.all()
+            assert np.array_equal(rows, rows_of(part))
+            readable += len(part)
+        assert readable > len(keys) * 0.8
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_write_permission(store: tc.SsdStore, folder: Path) -> None:
+    store.commit()
+    store.close()
+    folder.chmod(0o500)
+    try:
+        with pytest.raises((tc.ReadOnlyError, tc.IoError)):
+            tc.SsdStore.open(folder)
+        tc.SsdStore.open(folder, read_only=True).close()
+    finally:
+        folder.chmod(0o700)
+
+
+def test_io_errors_are_os_errors(tmp_path: Path) -> None:
+    with pytest.raises(tc.StoreError) as caught:
+        tc.SsdStore.open(tmp_path / "missing" / "parent", row_bytes=ROW)
+    if isinstance(caught.value, tc.IoError):
+        assert caught.value.errno == errno.ENOENT

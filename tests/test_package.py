@@ -1,0 +1,111 @@
+"""The package as a whole: what an import loads, its names, its version, sizes as text."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import thermocline as tc
+from thermocline.sizes import format_size, parse_size
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_import_loads_neither_torch_nor_numpy_nor_the_core() -> None:
+    loaded = run_python("import sys, thermocline; print(*sys.modules)").split()
+    assert not {"torch", "numpy", "thermocline.core._core"} & set(loaded)
+
+
+def test_the_store_and_the_memory_tier_load_no_torch() -> None:
+    loaded = run_python("import sys, thermocline as tc; [getattr(tc, n) for n in tc.__all__]; print(*sys.modules)")
+    assert "torch" not in loaded.split()
+    assert "thermocline.core._core" in loaded.split()
+
+
+def test_every_public_name_resolves_and_is_listed() -> None:
+    for name in tc.__all__:
+        assert getattr(tc, name) is not None
+        assert name in dir(tc)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Stroe'"):
+        tc.Stroe  # noqa: B018
+
+
+def test_version_is_that_of_the_installed_package() -> None:
+    try:
+        installed = importlib.metadata.version("thermocline")
+    except importlib.metadata.PackageNotFoundError:
+        installed = tc.__version__  # a source tree on the path
+    assert tc.__version__ == installed
+    assert tc.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("0", 0),
+        ("123", 123),
+        ("1B", 1),
+        ("1k", 1000),
+        ("256MB", 256_000_000),
+        ("256 mb", 256_000_000),
+        ("2GB", 2_000_000_000),
+        ("1.5GiB", 3 << 29),
+        ("0.1KB", 100),
+        (".5MiB", 1 << 19),
+        ("1TiB", 1 << 40),
+        ("9007199254740993B", 9007199254740993),  # more than a double holds
+    ],
+)
+def test_sizes(text: str | int, value: int) -> None:
+    assert parse_size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1MB", "1 XB", "1.2.3GB", "1e9", "inf", "1MBs", "٣MB"])
+def test_sizes_that_are_not(text: str) -> None:
+    with pytest.raises(ValueError, match="mem_budget is"):
+        parse_size(text, "mem_budget")
+
+
+def test_sizes_of_wrong_type_or_sign() -> None:
+    for value in (True, None, 1.5):
+        with pytest.raises(TypeError, match="budget is"):
+            parse_size(value, "budget")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="negative"):
+        parse_size(-1)
+
+
+def test_format_size() -> None:
+    assert [format_size(n) for n in (0, 999, 1000, 1_234_567, 999_600, 2.5e12)] == [
+        "0 B",
+        "999 B",
+        "1 KB",
+        "1.23 MB",
+        "1 MB",
+        "2.5 TB",
+    ]
+
+
+def test_errors_form_one_tree() -> None:
+    assert issubclass(tc.StoreError, tc.ThermoclineError)
+    assert issubclass(tc.BudgetError, tc.ThermoclineError)
+    for kind in (tc.CorruptionError, tc.LockError, tc.FormatError, tc.ReadOnlyError, tc.NotFoundError, tc.IoError):
+        assert issubclass(kind, tc.StoreError)
+    assert issubclass(tc.DiskFullError, tc.IoError)
+    assert issubclass(tc.IoError, OSError)
+
+
+def test_errors_survive_pickling() -> None:  # process pools send them
+    error = pickle.loads(pickle.dumps(tc.DiskFullError(28, "log-000001.tc: no space")))
+    assert type(error) is tc.DiskFullError
+    assert error.errno == 28
