@@ -74,7 +74,5 @@ NB_MODULE(_core, m) {
   load_error_types();
   nb::register_exception_translator(translate);
   bind_store(m);
-#if __has_include("mem/tier.h")
   bind_mem(m);
-#endif
 }

@@ -42,47 +42,26 @@ if TYPE_CHECKING:
     from thermocline.batch import WorkingSet as WorkingSet
     from thermocline.errors import (
         BudgetError as BudgetError,
-    )
-    from thermocline.errors import (
         CorruptionError as CorruptionError,
-    )
-    from thermocline.errors import (
         DiskFullError as DiskFullError,
-    )
-    from thermocline.errors import (
         FormatError as FormatError,
-    )
-    from thermocline.errors import (
         IoError as IoError,
-    )
-    from thermocline.errors import (
         LockError as LockError,
-    )
-    from thermocline.errors import (
         NotFoundError as NotFoundError,
-    )
-    from thermocline.errors import (
         ReadOnlyError as ReadOnlyError,
-    )
-    from thermocline.errors import (
         StoreError as StoreError,
-    )
-    from thermocline.errors import (
         ThermoclineError as ThermoclineError,
     )
-    from thermocline.tables.initial import Constant as Constant
-    from thermocline.tables.initial import Normal as Normal
-    from thermocline.tables.initial import Uniform as Uniform
-    from thermocline.tables.mem import Lookup as Lookup
-    from thermocline.tables.mem import MemStats as MemStats
-    from thermocline.tables.mem import MemTier as MemTier
-    from thermocline.tables.optimizers import SGD as SGD
-    from thermocline.tables.optimizers import Adagrad as Adagrad
-    from thermocline.tables.optimizers import Adam as Adam
-    from thermocline.tables.optimizers import RowWiseAdagrad as RowWiseAdagrad
+    from thermocline.tables.initial import Constant as Constant, Normal as Normal, Uniform as Uniform
+    from thermocline.tables.mem import Lookup as Lookup, MemStats as MemStats, MemTier as MemTier
+    from thermocline.tables.optimizers import (
+        SGD as SGD,
+        Adagrad as Adagrad,
+        Adam as Adam,
+        RowWiseAdagrad as RowWiseAdagrad,
+    )
     from thermocline.tables.reference import ReferenceTable as ReferenceTable
-    from thermocline.tables.ssd import SsdStats as SsdStats
-    from thermocline.tables.ssd import SsdStore as SsdStore
+    from thermocline.tables.ssd import SsdStats as SsdStats, SsdStore as SsdStore
 
 
 def __getattr__(name: str) -> Any:

@@ -277,19 +277,6 @@ def test_damage_is_named_and_the_rest_stays_readable(folder: Path) -> None:
         assert readable > len(keys) * 0.8
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_write_permission(store: tc.SsdStore, folder: Path) -> None:
-    store.commit()
-    store.close()
-    folder.chmod(0o500)
-    try:
-        with pytest.raises((tc.ReadOnlyError, tc.IoError)):
-            tc.SsdStore.open(folder)
-        tc.SsdStore.open(folder, read_only=True).close()
-    finally:
-        folder.chmod(0o700)
-
-
 def test_io_errors_are_os_errors(tmp_path: Path) -> None:
     with pytest.raises(tc.StoreError) as caught:
         tc.SsdStore.open(tmp_path / "missing" / "parent", row_bytes=ROW)
