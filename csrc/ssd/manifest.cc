@@ -33,7 +33,7 @@ struct Reader {
     auto n = take<uint64_t>();
     if (n > bytes.size() / sizeof(T)) fail("a list is longer than the file");
     std::vector<T> out(n);
-    std::memcpy(out.data(), bytes.data(), n * sizeof(T));
+    if (n > 0) std::memcpy(out.data(), bytes.data(), n * sizeof(T));
     bytes.remove_prefix(n * sizeof(T));
     return out;
   }
