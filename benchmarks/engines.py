@@ -155,12 +155,12 @@ class Engine:
 
 class Ours(Engine):
     name = "thermocline"
+    out: npt.NDArray[np.uint8] | None = None  # where get writes
 
     def open(self) -> None:
         import thermocline as tc
 
         self.store = tc.SsdStore.open(self.path, row_bytes=self.data.row_bytes, mem_budget=self.budget)
-        self.out: npt.NDArray[np.uint8] | None = None
 
     def close(self) -> None:
         self.store.close()

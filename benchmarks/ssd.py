@@ -15,6 +15,7 @@ import concurrent.futures
 import dataclasses
 import json
 import multiprocessing
+import resource
 import shutil
 import tempfile
 import time
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Claim, console, environment, print_claims, spread, write_json
+from common import Claim, console, environment, noise, print_claims, spread, write_json
 from engines import ENGINES, NEEDS, Data, Engine, Ours, folder_bytes, installed, opened, prepare
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -54,7 +55,7 @@ FULL = Sizes(
     batch=100_000,
     budget=256 << 20,
     rounds=5,
-    cycles={"ours": 150, "rocksdb": 60, "lmdb": 20},
+    cycles={"ours": 150, "rocksdb": 150, "lmdb": 30},
     commit_every=10,
     growth_rows=(10_000_000, 100_000_000),
     growth_row_bytes=64,
@@ -119,7 +120,7 @@ def run_get(sizes: Sizes, folder: Path, kinds: list[str]) -> Result:
             stack.enter_context(opened(engine))
         rivals = [(e, t) for kind, e in engines.items() if kind != "ours" for t in e.thread_choices]
         total = sizes.rounds * max(1, len(rivals))
-        with progress_bar(f"get of {sizes.batch:,} random rows", total) as progress:
+        with noise() as around, progress_bar(f"get of {sizes.batch:,} random rows", total) as progress:
             for done in range(total):
                 batch(engines["ours"], "ours")
                 if rivals:
@@ -128,17 +129,14 @@ def run_get(sizes: Sizes, folder: Path, kinds: list[str]) -> Result:
                 progress(done + 1)
         counters = {engine.name: engine.counters() for engine in engines.values()}
     rates = {label: spread([sizes.batch / s for s in values]) for label, values in seconds.items()}
-    return {"rows_per_second": rates, "counters": counters}
+    return {"rows_per_second": rates, "counters": counters, **around}
 
 
 # ---- cycle
 
 
-def resident_bytes(field: str = "VmRSS") -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit("no memory figures in /proc/self/status")
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def device_writes() -> int:
@@ -160,12 +158,9 @@ def cycle_process(kind: str, sizes: Sizes, folder: Path) -> Result:
     data = Data(sizes.rows, sizes.row_bytes)
     rng = np.random.default_rng(22)
     engine = ready(kind, folder, data, sizes.budget, writes=True)
-    # Buffers of the benchmark itself are touched before memory is counted from.
-    engine.out = None  # type: ignore[attr-defined]
-    scratch = [data.values(data.sample(rng, sizes.batch)) for _ in range(3)]
-    del scratch
+    # The benchmark's own buffers, of a get and of a put, exist before memory is counted.
+    get_keys, put_rows = engine.as_keys(data.sample(rng, sizes.batch)), engine.as_rows(data.sample(rng, sizes.batch), 0)
     before = resident_bytes()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
     cycles = sizes.cycles[kind]
     records: list[Result] = []
     floor: Result | None = None
@@ -180,23 +175,23 @@ def cycle_process(kind: str, sizes: Sizes, folder: Path) -> Result:
                 get_keys, put_rows = engine.as_keys(keys), engine.as_rows(keys, i + 1)
                 get_s, result = timed(engine.get, get_keys)
                 put_s, _ = timed(engine.put, put_rows)
+                resident = resident_bytes() - before
                 peak_disk = max(folder_bytes(engine.path), int(engine.counters().get("disk_bytes", 0)))
                 last = (i + 1) % sizes.commit_every == 0
                 commit_s = timed(engine.commit)[0] if last else 0.0
                 engine.check(keys, result)
                 times = {"get_s": get_s, "put_s": put_s, "commit_s": commit_s}
                 disk = {"disk": max(folder_bytes(engine.path), peak_disk), "device_writes": device_writes()}
-                records.append({**times, **disk, "rss": resident_bytes() - before, **engine.counters()})
+                records.append({**times, **disk, "rss": resident, **engine.counters()})
                 progress(i + 1)
         wall = time.perf_counter() - started
         if isinstance(engine, Ours):
             floor = floor_of(engine, sizes, rng)
-    peak = resident_bytes("VmHWM") - before
-    return summarise_cycles(kind, engine, sizes, records, wall, peak, floor)
+    return summarise_cycles(kind, engine, sizes, records, wall, floor)
 
 
 def summarise_cycles(
-    kind: str, engine: Engine, sizes: Sizes, records: list[Result], wall: float, peak: int, floor: Result | None
+    kind: str, engine: Engine, sizes: Sizes, records: list[Result], wall: float, floor: Result | None
 ) -> Result:
     """Figures of the steady state: from the first commit after merging (or, for rivals, a third of the run) began."""
     every = sizes.commit_every
@@ -223,7 +218,7 @@ def summarise_cycles(
         "threads": engine.threads,
         "device_write_amplification": (steady[-1]["device_writes"] - first["device_writes"]) / put_bytes,
         "space_amplification": max(r["disk"] for r in steady) / live,
-        "peak_rss_bytes": peak,
+        "peak_rss_bytes": max(r["rss"] for r in records),
         "counters": {k: v for k, v in records[-1].items() if not k.endswith("_s")},
     }
     if "bytes_written" in first:
@@ -233,7 +228,6 @@ def summarise_cycles(
     if kind == "ours":
         out["dram_per_key"] = max(r["mem_total"] for r in steady) / sizes.rows
         out["rss_per_key"] = max(r["rss"] for r in steady) / sizes.rows
-        out["peak_rss_per_key"] = peak / sizes.rows
         out["floor"] = floor
         out["series"] = [round(r["get_s"] + r["put_s"] + r["commit_s"], 3) for r in records]
     return out
@@ -244,8 +238,9 @@ def run_cycle(sizes: Sizes, folder: Path, kinds: list[str]) -> Result:
     out = {}
     spawn = multiprocessing.get_context("spawn")
     for kind in kinds:
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        with noise() as around, concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
             out[kind] = pool.submit(cycle_process, kind, sizes, folder).result()
+        out[kind].update(around)
     return out
 
 
@@ -279,10 +274,11 @@ def run_floor(sizes: Sizes, folder: Path, data: Data | None = None) -> Result:
     assert isinstance(engine, Ours)
     with opened(engine), progress_bar(f"floor at {data.rows:,} rows", 1) as progress:
         engine.store.merge()
-        result = floor_of(engine, sizes, np.random.default_rng(33))
+        with noise() as around:
+            result = floor_of(engine, sizes, np.random.default_rng(33))
         stats = engine.counters()
         progress(1)
-    return {**result, "dram_per_key": stats["mem_total"] / data.rows}
+    return {**result, **around, "dram_per_key": stats["mem_total"] / data.rows}
 
 
 def run_growth(sizes: Sizes, folder: Path) -> Result:
@@ -323,7 +319,7 @@ def claims_of(results: Result, sizes: Sizes) -> list[Claim]:
         out.append(Claim("write amplification", mine["write_amplification"], 8, at_most=True, detail=detail))
         detail = f"largest folder seen, against {8 + sizes.row_bytes} bytes per live row"
         out.append(Claim("space amplification", mine["space_amplification"], 1.6, at_most=True, detail=detail))
-        detail = f"its own count; process growth {mine['rss_per_key']:.2f}, peak {mine['peak_rss_per_key']:.2f}"
+        detail = f"its own count; the whole process grew by {mine['rss_per_key']:.2f}"
         out.append(Claim("DRAM per key", mine["dram_per_key"], 4, "bytes", at_most=True, detail=detail))
         share = mine["floor"]["share_of_medians"]
         out.append(Claim("share of the floor, log in use", share, 0.8, detail="after the last cycle"))
@@ -350,6 +346,10 @@ def print_rates(results: Result) -> None:
             f"{r['slowest_put_s']:.2f}), commit {r['commit_s']['median']:.2f} s, device writes x"
             f"{r['device_write_amplification']:.1f}, disk x{r['space_amplification']:.2f}, {r['steady_cycles']} cycles"
         )
+    busy = [r.get("others_cpu", 0.0) for r in (results.get("get", {}), results.get("floor", {}))]
+    busy += [r.get("others_cpu", 0.0) for r in results.get("cycle", {}).values()]
+    if max(busy) > 0.1:
+        console.print(f"[yellow]others used up to {max(busy):.0%} of the processors meanwhile: expect lower ratios[/]")
 
 
 def disk_needed(sizes: Sizes, wanted: list[str], kinds: list[str]) -> int:
@@ -405,10 +405,10 @@ def main() -> None:
             results = old["results"]
     try:
         for name in wanted:
-            if name in ("get", "cycle"):
-                run = run_get if name == "get" else run_cycle
-                fresh = run(sizes, folder, kinds)
-                results[name] = {**results.get(name, {}), **fresh} if name == "cycle" else fresh
+            if name == "get":
+                results[name] = run_get(sizes, folder, kinds)
+            elif name == "cycle":
+                results[name] = {**results.get(name, {}), **run_cycle(sizes, folder, kinds)}
             else:
                 results[name] = run_floor(sizes, folder) if name == "floor" else run_growth(sizes, folder)
             if args.json:
