@@ -43,8 +43,9 @@ class StoreMachine(RuleBasedStateMachine):
         background=st.booleans(),
         engine=st.sampled_from(["auto", "pread"]),
         rows_per_file=st.sampled_from([16, 128, 1024]),
+        filter_bits=st.sampled_from([0, 10]),
     )
-    def create(self, row_bytes: int, background: bool, engine: str, rows_per_file: int) -> None:
+    def create(self, row_bytes: int, background: bool, engine: str, rows_per_file: int, filter_bits: int) -> None:
         self.row_bytes = row_bytes
         small = max(8192, rows_per_file * (row_bytes + 8))
         self.options: dict[str, Any] = {
@@ -55,6 +56,7 @@ class StoreMachine(RuleBasedStateMachine):
             "partition_bytes": small,
             "min_log_bytes": small,
             "write_buffer": small,
+            "filter_bits": filter_bits,
         }
         self.open_newest()
 
