@@ -55,11 +55,13 @@ uint64_t count_ops(unsigned ops, uint64_t seed) {
 }
 
 // One case; returns the number of exceptions the caller saw.
-int run_case(const Kind& kind, uint64_t at, bool for_good, uint64_t seed) {
+int run_case(const Kind& kind, uint64_t at, bool for_good, bool background, uint64_t seed) {
   const std::string context = std::string(kind.name) + ", operation " + std::to_string(at) +
-                              (for_good ? " and all after" : "") + ", seed " + std::to_string(seed);
+                              (for_good ? " and all after" : "") + (background ? ", merging in the background" : "") +
+                              ", seed " + std::to_string(seed);
   Bench b;
-  const DriverOptions options(seed);
+  DriverOptions options(seed);
+  options.store.background_merge = background;
   b.fs->arm({.fault = kind.fault, .ops = kind.ops, .at = at, .for_good = for_good});
   StoreDriver driver(b.fs, kPath, options);
   driver.on_event = [&](const std::string& text) { b.record->marker(text); };
@@ -114,7 +116,7 @@ void cases(uint64_t n) {
     uint64_t& total = totals[{kind.ops, seed}];
     if (total == 0) total = count_ops(kind.ops, seed);
     const uint64_t at = (i / std::size(kKinds)) * 7919 % total;
-    errors += uint64_t(run_case(kind, at, i / 3 % 2, seed) > 0);
+    errors += uint64_t(run_case(kind, at, i / 3 % 2, i / 5 % 4 == 3, seed) > 0);
     ++done;
   }
   std::printf("[%llu cases, %llu surfaced as errors] ", (unsigned long long)done, (unsigned long long)errors);
