@@ -12,6 +12,7 @@
 #include "mem/dedup.h"
 #include "mem/kernels.h"
 #include "mem/lookup_plan.h"
+#include "mem/recycled.h"
 #include "mem/tier.h"
 #include "util/error.h"
 
@@ -30,9 +31,11 @@ using FloatsArg = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device
 using FloatsOutArg = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 template <typename T>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::unique_ptr<T[]> array, size_t n) {
-  T* data = array.release();
-  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(Recycled<T> array, size_t n) {
+  auto kept = std::make_unique<Recycled<T>>(std::move(array));
+  T* data = kept->get();
+  nb::capsule owner(kept.get(), [](void* p) noexcept { delete static_cast<Recycled<T>*>(p); });
+  kept.release();
   return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {n}, owner);
 }
 
@@ -86,10 +89,11 @@ void pull(MemTier& self, KeysArg keys, Array<uint32_t> slots) {
   self.pull(keys.data(), keys.size(), slots.data());
 }
 
-void unpin(MemTier& self, SlotsArg slots, bool dirty) {
+void unpin(MemTier& self, SlotsArg slots, bool dirty, std::optional<KeysArg> keys) {
+  require(!keys || keys->size() == slots.size(), "unpin: one key per slot");
   nb::gil_scoped_release release;
   self.check_slots(slots.data(), slots.size());
-  self.unpin(slots.data(), slots.size(), dirty);
+  self.unpin(slots.data(), slots.size(), dirty, keys ? keys->data() : nullptr);
 }
 
 void read(MemTier& self, KeysArg keys, FloatsOutArg rows) {
@@ -169,10 +173,9 @@ auto plan(MemTier& self, SlotsArg slots, SlotsArg inverse, SlotsArg order, Maybe
   const size_t n = inverse.size();
   require(order.size() == n, "order: one position per id");
   const Bags b = bags_of(n, offsets, weights, mean);
-  auto id_slots = std::make_unique_for_overwrite<uint32_t[]>(n);
-  auto grad_rows = std::make_unique_for_overwrite<uint32_t[]>(n);
-  std::unique_ptr<float[]> coefs;
-  if (b.has_coefs()) coefs = std::make_unique_for_overwrite<float[]>(n);
+  Recycled<uint32_t> id_slots(n), grad_rows(n);
+  Recycled<float> coefs;
+  if (b.has_coefs()) coefs = Recycled<float>(n);
   {
     nb::gil_scoped_release release;
     require_below(inverse.data(), n, slots.size(), "inverse");
@@ -277,7 +280,7 @@ void bind_mem(nb::module_& m) {
       .def("__init__", &init_tier, "dim"_a, "optimizer"_a, "budget"_a, "policy"_a, "threads"_a, "shards"_a, "seed"_a,
            "table"_a, "initial_kind"_a, "initial_scale"_a, "initial_state"_a, "store"_a.none(), nb::keep_alive<1, 13>())
       .def("pull", &pull, "keys"_a.noconvert(), "slots"_a.noconvert())
-      .def("unpin", &unpin, "slots"_a.noconvert(), "dirty"_a)
+      .def("unpin", &unpin, "slots"_a.noconvert(), "dirty"_a, "keys"_a.noconvert().none())
       .def("read", &read, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("push", &push, "keys"_a.noconvert(), "rows"_a.noconvert(), "dirty"_a)
       .def("copy_out", &copy_out, "slots"_a.noconvert(), "rows"_a.noconvert())

@@ -1,12 +1,16 @@
 // The ids are scattered into partitions by hash, each small enough for a hash table inside the L2 cache. Partitions
 // are independent, and scattering keeps positions ascending; so each step is parallel, and its result does not
 // depend on how the work was cut.
+//
+// Loops keep pointers and bounds in local variables: a store through one pointer could change all that is captured by
+// reference, and the compiler would load it again for every id.
 #include "mem/dedup.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "util/error.h"
@@ -19,135 +23,198 @@ constexpr size_t kPartitionIds = 8192;
 constexpr size_t kMaxPartitions = 256;
 constexpr uint32_t kEmpty = ~uint32_t{0};
 
-}  // namespace
-
 // Arrays of n elements; a partition uses its own range of each.
-struct Dedup::Scratch {
+struct Scattered {
   uint64_t* keys;     // the ids, grouped by partition
   uint32_t* pos;      // their positions in the batch
   uint32_t* local;    // per id: which unique key of the partition
-  uint32_t* first;    // per unique key of the partition: position of the first occurrence
+  uint32_t* first;    // per unique key of the partition: position of the first occurrence, later its rank
   uint32_t* count;    // per unique key: occurrences, later the cursor into `order`
   uint8_t* is_first;  // by position in the batch
 };
+constexpr size_t kBytesPerId = 25;
 
-Dedup::Scratch Dedup::scratch(size_t n) {
-  const size_t room = (n + 63) / 64 * 64;
-  const size_t bytes = room * 25;
-  if (memory_.size() < bytes) {
-    memory_ = HugeBuffer();  // before the larger one, so that both never exist together
-    memory_ = HugeBuffer(bytes);
-  }
-  auto* p = memory_.as<uint8_t>();
-  auto* words = reinterpret_cast<uint32_t*>(p + 8 * room);
-  return {reinterpret_cast<uint64_t*>(p), words, words + room, words + 2 * room, words + 3 * room, p + 24 * room};
+Scattered layout(uint8_t* memory, size_t room) {
+  auto* words = reinterpret_cast<uint32_t*>(memory + 8 * room);
+  return {
+      reinterpret_cast<uint64_t*>(memory), words, words + room, words + 2 * room, words + 3 * room, memory + 24 * room};
 }
 
-WorkingSet Dedup::run(const uint64_t* ids, size_t n) {
-  if (n >= kEmpty) throw Error("a batch of " + std::to_string(n) + " ids: at most 2^32 - 2 can be taken at once");
-  std::lock_guard lock(mutex_);
-  const Scratch s = scratch(n);
-  const size_t parts = std::bit_ceil(std::clamp<size_t>(n / kPartitionIds, 1, kMaxPartitions));
-  const int shift = 64 - std::countr_zero(parts);
-  const auto part_of = [&](uint64_t key) -> size_t { return parts == 1 ? 0 : hash_key(key) >> shift; };
-  const size_t chunks = std::min<size_t>(pool_.size(), n / kPartitionIds + 1);
-  const auto chunk_begin = [&](size_t c) { return n * c / chunks; };
+struct Range {
+  size_t begin, end;
+};
 
-  // 1. Scatter ids by partition. place[c][p]: where chunk c writes its next id of partition p.
-  std::vector<std::vector<uint32_t>> place(chunks, std::vector<uint32_t>(parts, 0));
-  pool_.parallel(chunks, [&](size_t c) {
-    auto& counts = place[c];
-    for (size_t i = chunk_begin(c); i < chunk_begin(c + 1); ++i) ++counts[part_of(ids[i])];
-  });
-  std::vector<uint32_t> begin(parts + 1);
-  uint32_t sum = 0;
-  for (size_t p = 0; p < parts; ++p) {
-    begin[p] = sum;
-    for (size_t c = 0; c < chunks; ++c) sum += std::exchange(place[c][p], sum);
+// One batch on its way; the steps in order.
+class Run {
+ public:
+  Run(ThreadPool& pool, const uint64_t* ids, size_t n, const Scattered& scattered)
+      : pool_(pool),
+        ids_(ids),
+        n_(n),
+        s_(scattered),
+        parts_(std::bit_ceil(std::clamp<size_t>(n / kPartitionIds, 1, kMaxPartitions))),
+        shift_(64 - std::countr_zero(parts_)),
+        chunks_(std::min<size_t>(pool.size(), n / kPartitionIds + 1)),
+        begin_(parts_ + 1, 0),
+        uniques_(parts_, 0) {}
+
+  WorkingSet run() {
+    scatter();
+    pool_.parallel(parts_, [&](size_t p) { number(p); });
+    rank();
+    pool_.parallel(parts_, [&](size_t p) { count(p); });
+    uint32_t* const starts = out_.starts.get();
+    starts[0] = 0;
+    for (size_t u = 0; u < out_.unique; ++u) starts[u + 1] += starts[u];
+    pool_.parallel(parts_, [&](size_t p) { fill(p); });
+    return std::move(out_);
   }
-  begin[parts] = sum;
-  pool_.parallel(chunks, [&](size_t c) {
-    auto& next = place[c];
-    for (size_t i = chunk_begin(c); i < chunk_begin(c + 1); ++i) {
-      const uint32_t to = next[part_of(ids[i])]++;
-      s.keys[to] = ids[i];
-      s.pos[to] = static_cast<uint32_t>(i);
-    }
-    std::memset(s.is_first + chunk_begin(c), 0, chunk_begin(c + 1) - chunk_begin(c));
-  });
 
-  // 2. Number the unique keys of each partition.
-  std::vector<uint32_t> uniques(parts);
-  pool_.parallel(parts, [&](size_t p) {
-    const uint32_t lo = begin[p], size = begin[p + 1] - lo;
+ private:
+  Range chunk(size_t c) const { return {n_ * c / chunks_, n_ * (c + 1) / chunks_}; }
+
+  void scatter() {
+    // place[c][p]: where chunk c writes its next id of partition p.
+    std::vector<std::vector<uint32_t>> place(chunks_, std::vector<uint32_t>(parts_, 0));
+    const int shift = shift_;
+    const auto part_of = [shift](uint64_t key) { return shift == 64 ? 0 : hash_key(key) >> shift; };
+    pool_.parallel(chunks_, [&](size_t c) {
+      const auto [begin, end] = chunk(c);
+      const uint64_t* const ids = ids_;
+      uint32_t* const counts = place[c].data();
+      for (size_t i = begin; i < end; ++i) ++counts[part_of(ids[i])];
+    });
+    uint32_t sum = 0;
+    for (size_t p = 0; p < parts_; ++p) {
+      begin_[p] = sum;
+      for (size_t c = 0; c < chunks_; ++c) sum += std::exchange(place[c][p], sum);
+    }
+    begin_[parts_] = sum;
+    pool_.parallel(chunks_, [&](size_t c) {
+      const auto [begin, end] = chunk(c);
+      const uint64_t* const ids = ids_;
+      const Scattered s = s_;
+      uint32_t* const next = place[c].data();
+      for (size_t i = begin; i < end; ++i) {
+        const uint32_t to = next[part_of(ids[i])]++;
+        s.keys[to] = ids[i];
+        s.pos[to] = static_cast<uint32_t>(i);
+      }
+      std::memset(s.is_first + begin, 0, end - begin);
+    });
+  }
+
+  // Numbers the unique keys of a partition, in order of first occurrence.
+  void number(size_t p) {
+    const Scattered s = s_;
+    const uint32_t lo = begin_[p], size = begin_[p + 1] - lo;
     const uint64_t mask = std::bit_ceil(size_t{2} * size + 2) - 1;
-    std::vector<uint32_t> table(mask + 1, kEmpty);
-    std::vector<uint64_t> known(size);
+    std::vector<uint32_t> table_memory(mask + 1, kEmpty);
+    std::vector<uint64_t> known_memory(size);
+    uint32_t* const table = table_memory.data();
+    uint64_t* const known = known_memory.data();
     uint32_t found = 0;
     for (uint32_t j = lo; j < lo + size; ++j) {
       const uint64_t key = s.keys[j];
       uint64_t at = hash_key(key) & mask;
-      while (table[at] != kEmpty && known[table[at]] != key) at = (at + 1) & mask;
-      if (table[at] == kEmpty) {
-        table[at] = found;
-        known[found] = key;
-        s.first[lo + found] = s.pos[j];
-        s.count[lo + found] = 0;
+      uint32_t u = table[at];
+      while (u != kEmpty && known[u] != key) u = table[at = (at + 1) & mask];
+      if (u == kEmpty) {
+        u = found++;
+        table[at] = u;
+        known[u] = key;
+        s.first[lo + u] = s.pos[j];
+        s.count[lo + u] = 0;
         s.is_first[s.pos[j]] = 1;
-        ++found;
       }
-      s.local[j] = table[at];
-      ++s.count[lo + table[at]];
+      s.local[j] = u;
+      ++s.count[lo + u];
     }
-    uniques[p] = found;
-  });
+    uniques_[p] = found;
+  }
 
-  // 3. Rank first occurrences: the rank is the key's place in the working set, parked in `inverse` at that position.
-  WorkingSet out;
-  out.ids = n;
-  out.inverse = std::make_unique_for_overwrite<uint32_t[]>(n);
-  out.order = std::make_unique_for_overwrite<uint32_t[]>(n);
-  std::vector<uint32_t> rank(chunks + 1, 0);
-  pool_.parallel(chunks, [&](size_t c) {
-    uint32_t firsts = 0;
-    for (size_t i = chunk_begin(c); i < chunk_begin(c + 1); ++i) firsts += s.is_first[i];
-    rank[c + 1] = firsts;
-  });
-  for (size_t c = 0; c < chunks; ++c) rank[c + 1] += rank[c];
-  out.unique = rank[chunks];
-  out.keys = std::make_unique_for_overwrite<uint64_t[]>(out.unique);
-  out.starts = std::make_unique_for_overwrite<uint32_t[]>(out.unique + 1);
-  pool_.parallel(chunks, [&](size_t c) {
-    uint32_t r = rank[c];
-    for (size_t i = chunk_begin(c); i < chunk_begin(c + 1); ++i) {
-      if (!s.is_first[i]) continue;
-      out.keys[r] = ids[i];
-      out.inverse[i] = r++;
-    }
-  });
+  // The rank of a first occurrence among all is the key's place in the working set; parked in `inverse` there.
+  void rank() {
+    std::vector<uint32_t> ranks(chunks_ + 1, 0);
+    pool_.parallel(chunks_, [&](size_t c) {
+      const auto [begin, end] = chunk(c);
+      const uint8_t* const is_first = s_.is_first;
+      uint32_t firsts = 0;
+      for (size_t i = begin; i < end; ++i) firsts += is_first[i];
+      ranks[c + 1] = firsts;
+    });
+    for (size_t c = 0; c < chunks_; ++c) ranks[c + 1] += ranks[c];
+    out_.ids = n_;
+    out_.unique = ranks[chunks_];
+    out_.keys = Recycled<uint64_t>(out_.unique);
+    out_.inverse = Recycled<uint32_t>(n_);
+    out_.starts = Recycled<uint32_t>(out_.unique + 1);
+    out_.order = Recycled<uint32_t>(n_);
+    pool_.parallel(chunks_, [&](size_t c) {
+      const auto [begin, end] = chunk(c);
+      const uint8_t* const is_first = s_.is_first;
+      const uint64_t* const ids = ids_;
+      uint64_t* const keys = out_.keys.get();
+      uint32_t* const inverse = out_.inverse.get();
+      uint32_t r = ranks[c];
+      for (size_t i = begin; i < end; ++i) {
+        if (!is_first[i]) continue;
+        keys[r] = ids[i];
+        inverse[i] = r++;
+      }
+    });
+  }
 
-  // 4. Counts -> starts.
-  pool_.parallel(parts, [&](size_t p) {
-    for (uint32_t u = begin[p]; u < begin[p] + uniques[p]; ++u) out.starts[out.inverse[s.first[u]] + 1] = s.count[u];
-  });
-  out.starts[0] = 0;
-  for (size_t u = 0; u < out.unique; ++u) out.starts[u + 1] += out.starts[u];
+  // Occurrences of every key of a partition, where `starts` will be.
+  void count(size_t p) {
+    const Scattered s = s_;
+    const uint32_t* const inverse = out_.inverse.get();
+    uint32_t* const starts = out_.starts.get();
+    const uint32_t end = begin_[p] + uniques_[p];
+    for (uint32_t u = begin_[p]; u < end; ++u) {
+      s.first[u] = inverse[s.first[u]];
+      starts[s.first[u] + 1] = s.count[u];
+    }
+  }
 
-  // 5. Every id's rank, and every key's positions.
-  pool_.parallel(parts, [&](size_t p) {
-    const uint32_t lo = begin[p];
-    for (uint32_t u = lo; u < lo + uniques[p]; ++u) {
-      const uint32_t r = out.inverse[s.first[u]];
-      s.first[u] = r;
-      s.count[u] = out.starts[r];
+  // The rank of every id of a partition, and the positions of every key.
+  void fill(size_t p) {
+    const Scattered s = s_;
+    const uint32_t lo = begin_[p], end = begin_[p + 1];
+    uint32_t* const inverse = out_.inverse.get();
+    uint32_t* const order = out_.order.get();
+    const uint32_t* const starts = out_.starts.get();
+    for (uint32_t u = lo; u < lo + uniques_[p]; ++u) s.count[u] = starts[s.first[u]];
+    for (uint32_t j = lo; j < end; ++j) {
+      const uint32_t u = lo + s.local[j], pos = s.pos[j];
+      inverse[pos] = s.first[u];
+      order[s.count[u]++] = pos;
     }
-    for (uint32_t j = lo; j < begin[p + 1]; ++j) {
-      const uint32_t u = lo + s.local[j];
-      out.inverse[s.pos[j]] = s.first[u];
-      out.order[s.count[u]++] = s.pos[j];
-    }
-  });
-  return out;
+  }
+
+  ThreadPool& pool_;
+  const uint64_t* const ids_;
+  const size_t n_;
+  const Scattered s_;
+  const size_t parts_;
+  const int shift_;
+  const size_t chunks_;
+  std::vector<uint32_t> begin_;    // [parts + 1] into the scattered arrays
+  std::vector<uint32_t> uniques_;  // [parts]
+  WorkingSet out_;
+};
+
+}  // namespace
+
+WorkingSet Dedup::run(const uint64_t* ids, size_t n) {
+  if (n >= kEmpty) throw Error("a batch of " + std::to_string(n) + " ids: at most 2^32 - 2 can be taken at once");
+  std::lock_guard lock(mutex_);
+  const size_t room = (n + 63) / 64 * 64;
+  if (memory_.size() < room * kBytesPerId) {
+    memory_ = HugeBuffer();  // before the larger one, so that both never exist together
+    memory_ = HugeBuffer(room * kBytesPerId);
+  }
+  return Run(pool_, ids, n, layout(memory_.as<uint8_t>(), room)).run();
 }
 
 }  // namespace thermocline

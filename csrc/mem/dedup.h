@@ -3,10 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <mutex>
 
 #include "mem/huge_buffer.h"
+#include "mem/recycled.h"
 #include "util/thread_pool.h"
 
 namespace thermocline {
@@ -15,10 +15,10 @@ namespace thermocline {
 struct WorkingSet {
   size_t ids = 0;
   size_t unique = 0;
-  std::unique_ptr<uint64_t[]> keys;     // [unique] in order of first occurrence
-  std::unique_ptr<uint32_t[]> inverse;  // [ids] keys[inverse[i]] == ids[i]
-  std::unique_ptr<uint32_t[]> starts;   // [unique + 1] key u occurs at order[starts[u]] .. order[starts[u + 1] - 1]
-  std::unique_ptr<uint32_t[]> order;    // [ids] positions grouped by key, ascending within a key
+  Recycled<uint64_t> keys;     // [unique] in order of first occurrence
+  Recycled<uint32_t> inverse;  // [ids] keys[inverse[i]] == ids[i]
+  Recycled<uint32_t> starts;   // [unique + 1] key u occurs at order[starts[u]] .. order[starts[u + 1] - 1]
+  Recycled<uint32_t> order;    // [ids] positions grouped by key, ascending within a key
 };
 
 // Keeps its scratch memory (25 bytes per id of the largest batch seen) and its threads between calls.
@@ -29,9 +29,6 @@ class Dedup {
   WorkingSet run(const uint64_t* ids, size_t n);
 
  private:
-  struct Scratch;
-  Scratch scratch(size_t n);
-
   ThreadPool pool_;
   std::mutex mutex_;  // protects memory_
   HugeBuffer memory_;

@@ -1,9 +1,9 @@
 #include "mem/lookup_plan.h"
 
 #include <algorithm>
-#include <memory>
 #include <string>
 
+#include "mem/recycled.h"
 #include "util/error.h"
 
 namespace thermocline {
@@ -42,7 +42,7 @@ void plan_gradients(ThreadPool& pool, const Bags& b, const uint32_t* order, uint
     });
     return;
   }
-  auto bag_of = std::make_unique_for_overwrite<uint32_t[]>(b.ids);
+  const Recycled<uint32_t> bag_of(b.ids);
   for_ids(pool, b.bags, [&](size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {
       std::fill(bag_of.get() + b.offsets[i], bag_of.get() + b.offsets[i + 1], static_cast<uint32_t>(i));

@@ -10,6 +10,7 @@ namespace thermocline {
 namespace {
 
 constexpr size_t kTaskRows = 4096;
+constexpr size_t kCachedKeys = 32768;
 
 }  // namespace
 
@@ -19,6 +20,9 @@ void MemTier::for_rows(size_t n, const F& f) {
   pool_.parallel(tasks, [&](size_t t) { f(n * t / tasks, n * (t + 1) / tasks); });
 }
 
+// Shards visit the keys of a batch in their own order: parts that stay in the L2 cache meanwhile are faster.
+size_t MemTier::cached_keys(const Scratch& s) const { return std::min(s.keys_max, kCachedKeys * pool_.size()); }
+
 // ---- pull
 
 void MemTier::pull(const uint64_t* keys, size_t n, uint32_t* slots) {
@@ -27,18 +31,18 @@ void MemTier::pull(const uint64_t* keys, size_t n, uint32_t* slots) {
 }
 
 void MemTier::acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given) {
-  const auto for_parts = [&](const auto& f) {
-    for (size_t b = 0; b < n; b += s.keys_max) f(b, std::min(s.keys_max, n - b));
+  const auto for_parts = [&](size_t part, const auto& f) {
+    for (size_t b = 0; b < n; b += part) f(b, std::min(part, n - b));
   };
   std::fill_n(slots, n, kNoSlot);
   try {
     size_t hits = 0;
     bool waits = false;
     // All that is here is pinned before anything is evicted: a batch never evicts its own rows.
-    for_parts([&](size_t b, size_t m) { waits |= find_present(s, keys + b, m, slots + b, &hits); });
+    for_parts(cached_keys(s), [&](size_t b, size_t m) { waits |= find_present(s, keys + b, m, slots + b, &hits); });
     if (hits < n) {
       require_room(n, n - hits);
-      for_parts([&](size_t b, size_t m) {
+      for_parts(s.keys_max, [&](size_t b, size_t m) {
         waits |= load_missing(s, keys + b, m, slots + b, given ? given + b * row_bytes_ : nullptr, n);
       });
     }
@@ -46,7 +50,7 @@ void MemTier::acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slot
     hits_ += hits;
     misses_ += n - hits;
   } catch (...) {
-    for_parts([&](size_t b, size_t m) { roll_back(s, slots + b, m); });
+    for_parts(s.keys_max, [&](size_t b, size_t m) { roll_back(s, slots + b, m); });
     throw;
   }
 }
@@ -182,23 +186,26 @@ void MemTier::roll_back(Scratch& s, const uint32_t* slots, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     if (slots[i] != kNoSlot) s.slots[m++] = slots[i];
   }
-  release(s, s.slots, m, false);
+  release(s, s.slots, nullptr, m, false);
 }
 
 // ---- unpin and the rest
 
-void MemTier::unpin(const uint32_t* slots, size_t n, bool dirty) {
+void MemTier::unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t* keys) {
   ScratchPool::Lease s(small_scratch_);
-  for (size_t b = 0; b < n; b += s->keys_max) release(*s, slots + b, std::min(s->keys_max, n - b), dirty);
+  const size_t part = cached_keys(*s);
+  for (size_t b = 0; b < n; b += part) {
+    release(*s, slots + b, keys ? keys + b : nullptr, std::min(part, n - b), dirty);
+  }
 }
 
-void MemTier::release(Scratch& s, const uint32_t* slots, size_t n, bool dirty) {
+void MemTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty) {
   std::atomic<bool> misuse{false};
-  slots_by_shard(s, slots, n, [&](Shard& shard, const Probe* probes, size_t m) {
+  const auto task = [&](Shard& shard, const Probe* probes, size_t m) {
     for (size_t j = 0; j < m; ++j) {
-      __builtin_prefetch(&meta()[slots[probes[std::min(j + 8, m - 1)].index]], 1);
-      const uint32_t slot = slots[probes[j].index];
-      if (meta()[slot].pins == 0) {
+      __builtin_prefetch(&meta()[slots[probes[std::min(j + 16, m - 1)].index]], 1);
+      const uint32_t i = probes[j].index, slot = slots[i];
+      if (meta()[slot].pins == 0 || (keys && meta()[slot].key != keys[i])) {
         misuse = true;
         continue;
       }
@@ -208,7 +215,10 @@ void MemTier::release(Scratch& s, const uint32_t* slots, size_t n, bool dirty) {
         give_free(&slot, 1);
       }
     }
-  });
+  };
+  // The shard follows from the key; without keys the slots' metadata must be read twice.
+  if (keys) by_shard(s, keys, nullptr, n, task);
+  else slots_by_shard(s, slots, n, task);
   if (misuse) throw Error("memory tier: unpin of a slot that is not pinned: unpin what pull gave, once");
 }
 
@@ -247,7 +257,7 @@ void MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
           std::memcpy(rows + i * row_bytes_, row(slot), row_bytes_);
           s->found[i] = kCopied;
         }
-        release(*s, &slot, 1, false);
+        release(*s, &slot, nullptr, 1, false);
       }
       if (s->found[i] == kCopied) continue;
       s->keys[missing] = keys[i];
@@ -279,7 +289,7 @@ void MemTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dir
         std::memcpy(row(s->pinned[probes[j].index]), from + probes[j].index * row_bytes_, row_bytes_);
       }
     });
-    release(*s, s->pinned, part, dirty);
+    release(*s, s->pinned, keys + b, part, dirty);
   }
 }
 

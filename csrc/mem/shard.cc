@@ -70,6 +70,7 @@ void Shard::insert(uint32_t tag, uint64_t key, uint32_t slot) {
   while (index_[b] != 0) b = after(b);
   index_[b] = uint64_t{tag} << 32 | (slot + 1);
   ++resident_;
+  ++pinned_;
   SlotMeta& m = meta_[slot];
   m.key = key;
   m.pins = 1;
@@ -98,14 +99,16 @@ void Shard::erase(uint32_t tag, uint32_t slot) {
 // ---- pins and lists
 
 void Shard::pin(uint32_t slot) {
-  if (meta_[slot].list != kNone) unlink(slot);
-  ++meta_[slot].pins;
-  visit(slot);
+  SlotMeta& m = meta_[slot];
+  if (m.list != kNone) unlink(slot);
+  if (m.pins++ == 0) ++pinned_;
+  if (policy_ != Policy::kNever) visit(slot);
 }
 
 bool Shard::unpin(uint32_t slot) {
   SlotMeta& m = meta_[slot];
   if (--m.pins != 0) return false;
+  --pinned_;
   const SlotState state = m.load_state();
   if (state == SlotState::kReady) link(slot);
   return state == SlotState::kFailed;  // a leaving slot is in the hands of the evicting thread
@@ -129,6 +132,7 @@ void Shard::unlink(uint32_t slot) {
 }
 
 void Shard::link(uint32_t slot) {
+  if (policy_ == Policy::kNever) return;
   if (policy_ == Policy::kLfu) return link_by_visits(slot);
   push_newest(0, slot);
   meta_[slot].list = kInLru;
@@ -201,9 +205,9 @@ void Shard::grow_old() {
 
 // ---- books
 
-void Shard::check(const std::string& name, uint32_t capacity, uint32_t* pinned_slots) const {
+void Shard::check(const std::string& name, uint32_t capacity) const {
   const auto fail = [&](const std::string& what) { throw Error("memory tier, shard " + name + ": " + what); };
-  uint32_t entries = 0, unpinned = 0;
+  uint32_t entries = 0, pinned = 0, unpinned = 0;
   for (uint32_t b = 0; b < buckets_; ++b) {
     if (index_[b] == 0) continue;
     ++entries;
@@ -216,13 +220,16 @@ void Shard::check(const std::string& name, uint32_t capacity, uint32_t* pinned_s
     if (state == SlotState::kFree || state == SlotState::kFailed) {
       fail("key " + std::to_string(m.key) + " is in the index, but its slot is not in use");
     }
-    if (m.pins != 0) ++*pinned_slots;
-    const bool evictable = m.pins == 0 && state == SlotState::kReady;
+    pinned += m.pins != 0;
+    const bool evictable = m.pins == 0 && state == SlotState::kReady && policy_ != Policy::kNever;
     if (evictable != (m.list != kNone)) fail("slot " + std::to_string(slot) + " is in the wrong list");
     unpinned += evictable;
   }
   if (entries != resident_) {
     fail("index entries " + std::to_string(entries) + " != resident rows " + std::to_string(resident_));
+  }
+  if (pinned > pinned_) {  // fewer: failed slots are pinned, but no longer in the index
+    fail("pinned slots " + std::to_string(pinned) + " > counted " + std::to_string(pinned_));
   }
   uint32_t walked = 0;
   for (uint32_t l = 0; l < kLists; ++l) {

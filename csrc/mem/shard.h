@@ -16,6 +16,7 @@ enum class Policy : uint8_t {
   kLruLfu = 0,  // a visited row enters an LRU list; what leaves it falls into an LFU; what leaves that is evicted
   kLru = 1,
   kLfu = 2,
+  kNever = 3,  // no store below: nothing leaves, so no list is kept
 };
 
 inline constexpr uint32_t kNoSlot = ~uint32_t{0};
@@ -53,8 +54,8 @@ struct Probe {
 
 // Invariants, under the lock:
 //  1. Every key of the index is in exactly one slot, and that slot's metadata names the key.
-//  2. A resident slot is in exactly one list if it is ready and unpinned, and in none otherwise: whatever is at the
-//     end of a list can be evicted.
+//  2. A resident slot is in exactly one list if it is ready and unpinned, and in none otherwise (policy kNever: always
+//     in none): whatever is at the end of a list can be evicted.
 // Thread safety: the caller holds `mutex` for every call.
 class alignas(64) Shard {
  public:
@@ -86,8 +87,9 @@ class alignas(64) Shard {
 
   uint32_t evictable() const { return linked_; }
   uint32_t resident() const { return resident_; }
-  // Throws Error with both sides of the violated sum. Adds the pins it meets to *pinned_slots.
-  void check(const std::string& name, uint32_t capacity, uint32_t* pinned_slots) const;
+  uint32_t pinned() const { return pinned_; }
+  // Throws Error with both sides of the violated sum.
+  void check(const std::string& name, uint32_t capacity) const;
 
  private:
   static constexpr uint8_t kNone = 0, kInLru = 1, kInVisits = 2;  // SlotMeta::list
@@ -114,6 +116,7 @@ class alignas(64) Shard {
   Policy policy_ = Policy::kLruLfu;
   // Protected by mutex.
   uint32_t resident_ = 0;
+  uint32_t pinned_ = 0;  // slots with pins, resident or failed
   uint32_t linked_ = 0;
   uint32_t lru_size_ = 0;
   uint64_t nonempty_ = 0;  // bit v: the list of v visits may have rows

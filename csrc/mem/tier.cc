@@ -79,7 +79,7 @@ MemTier::MemTier(const TierOptions& options, RowStore* store)
       small_scratch_(kScratches, std::min(plan_.scratch_keys, kSmallKeys), true) {
   for (uint32_t s = 0; s < plan_.shards; ++s) {
     shards_[s].init(meta(), plan_.capacity + s * Shard::kLists, index_.as<uint64_t>() + size_t{s} * plan_.buckets,
-                    plan_.buckets, options.policy, plan_.capacity / plan_.shards);
+                    plan_.buckets, store ? options.policy : Policy::kNever, plan_.capacity / plan_.shards);
   }
 }
 
@@ -131,8 +131,10 @@ void MemTier::group(Scratch& s, size_t n, const ShardOf& shard_of, const TagOf& 
   const size_t chunks = std::min<size_t>(pool_.size(), n / kInlineKeys + 1);
   std::vector<uint32_t> place(chunks * shards, 0);
   pool_.parallel(chunks, [&](size_t c) {
-    uint32_t* counts = place.data() + c * shards;
-    for (size_t i = n * c / chunks; i < n * (c + 1) / chunks; ++i) ++counts[s.shard[i] = shard_of(i)];
+    const size_t end = n * (c + 1) / chunks;
+    uint32_t* const counts = place.data() + c * shards;
+    uint8_t* const shard = s.shard;
+    for (size_t i = n * c / chunks; i < end; ++i) ++counts[shard[i] = shard_of(i)];
   });
   std::vector<uint32_t> begin(shards + 1, 0);
   uint32_t sum = 0;
@@ -142,10 +144,11 @@ void MemTier::group(Scratch& s, size_t n, const ShardOf& shard_of, const TagOf& 
   }
   begin[shards] = sum;
   pool_.parallel(chunks, [&](size_t c) {
-    uint32_t* next = place.data() + c * shards;
-    for (size_t i = n * c / chunks; i < n * (c + 1) / chunks; ++i) {
-      s.probes[next[s.shard[i]]++] = {static_cast<uint32_t>(i), tag_of(i)};
-    }
+    const size_t end = n * (c + 1) / chunks;
+    uint32_t* const next = place.data() + c * shards;
+    const uint8_t* const shard = s.shard;
+    Probe* const probes = s.probes;
+    for (size_t i = n * c / chunks; i < end; ++i) probes[next[shard[i]]++] = {static_cast<uint32_t>(i), tag_of(i)};
   });
   const auto task = [&](size_t h) {
     if (begin[h] == begin[h + 1]) return;
@@ -160,16 +163,17 @@ void MemTier::group(Scratch& s, size_t n, const ShardOf& shard_of, const TagOf& 
 }
 
 void MemTier::by_shard(Scratch& s, const uint64_t* keys, const uint32_t* pick, size_t n, const ShardTask& f) {
-  const auto key = [&](size_t i) { return keys[pick ? pick[i] : i]; };
-  group(
-      s, n, [&](size_t i) { return static_cast<uint8_t>(hash(key(i)).shard); },
-      [&](size_t i) { return hash(key(i)).tag; }, f);
+  const uint32_t mask = plan_.shards - 1;
+  const auto hash_of = [keys, pick](size_t i) { return mem_hash(hash_key(keys[pick ? pick[i] : i])); };
+  const auto shard_of = [=](size_t i) { return static_cast<uint8_t>(hash_of(i) >> 56 & mask); };
+  const auto tag_of = [=](size_t i) { return static_cast<uint32_t>(hash_of(i)); };
+  group(s, n, shard_of, tag_of, f);
 }
 
 void MemTier::slots_by_shard(Scratch& s, const uint32_t* slots, size_t n, const ShardTask& f) {
-  const auto shard_of = [&](size_t i) {
-    __builtin_prefetch(&meta()[slots[std::min(i + 16, n - 1)]]);
-    return static_cast<uint8_t>(hash(meta()[slots[i]].key).shard);
+  const auto shard_of = [this, m = meta(), slots, n](size_t i) {
+    __builtin_prefetch(&m[slots[std::min(i + 16, n - 1)]]);
+    return static_cast<uint8_t>(hash(m[slots[i]].key).shard);
   };
   group(s, n, shard_of, [](size_t) { return 0u; }, f);
 }

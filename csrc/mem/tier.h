@@ -61,8 +61,9 @@ class MemTier {
   // Pins the rows of `keys` and gives their slots. All or nothing: after an exception no pin is left.
   // Throws BudgetError when they cannot all be here at once. A repeated key is pinned once per occurrence.
   void pull(const uint64_t* keys, size_t n, uint32_t* slots);
-  // Gives back one pin per slot. `dirty`: the rows were changed.
-  void unpin(const uint32_t* slots, size_t n, bool dirty);
+  // Gives back one pin per slot. `dirty`: the rows were changed. `keys`, those the slots were pulled for, may be null;
+  // with them it is faster.
+  void unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t* keys = nullptr);
   void mark_dirty(const uint32_t* slots, size_t n);
 
   // The rows as they are now; those of unknown keys are initial rows. Inserts nothing, visits nothing.
@@ -123,9 +124,10 @@ class MemTier {
   template <typename F>
   void for_rows(size_t n, const F& f);
 
+  size_t cached_keys(const Scratch& s) const;
   // pull and push: `given` are the rows to begin with instead of the store's.
   void acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given);
-  void release(Scratch& s, const uint32_t* slots, size_t n, bool dirty);
+  void release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty);
   void roll_back(Scratch& s, const uint32_t* slots, size_t n);
   void require_room(size_t needed, size_t missing);
   [[noreturn]] void throw_no_room(size_t needed, size_t missing, size_t available) const;

@@ -216,7 +216,8 @@ void MemTier::check(bool idle) {
   uint32_t resident = 0, pinned = 0;
   for (uint32_t h = 0; h < plan_.shards; ++h) {
     std::lock_guard lock(shards_[h].mutex);
-    shards_[h].check(std::to_string(h), plan_.capacity, &pinned);
+    shards_[h].check(std::to_string(h), plan_.capacity);
+    pinned += shards_[h].pinned();
     resident += shards_[h].resident();
   }
   std::lock_guard lock(free_mutex_);
@@ -244,13 +245,11 @@ TierStats MemTier::stats() const {
   TierStats t;
   t.capacity = plan_.capacity;
   t.shards = plan_.shards;
-  size_t evictable = 0;
   for (uint32_t h = 0; h < plan_.shards; ++h) {
     std::lock_guard lock(shards_[h].mutex);
     t.resident += shards_[h].resident();
-    evictable += shards_[h].evictable();
+    t.pinned += shards_[h].pinned();
   }
-  t.pinned = t.resident - evictable;
   {
     std::lock_guard lock(free_mutex_);
     t.free = free_listed_ + plan_.capacity - never_used_;

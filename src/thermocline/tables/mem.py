@@ -217,7 +217,7 @@ class MemTier:
 
     def release(self, lookup: Lookup, *, dirty: bool = True) -> None:
         """Unpins the rows of a lookup; `dirty` says that they were updated."""
-        self._core.unpin(lookup.slots, dirty)
+        self._core.unpin(lookup.slots, dirty, lookup.working_set.keys)
 
     # ---- rows by key or slot
 
@@ -233,7 +233,7 @@ class MemTier:
 
     def unpin(self, slots: Slots, *, dirty: bool = False) -> None:
         """Gives back one pin per slot; `dirty` says that the rows were changed."""
-        self._core.unpin(slots, dirty)
+        self._core.unpin(slots, dirty, None)
 
     def rows(self, slots: Slots) -> Floats:
         """A copy of pinned rows, float32[n, dim + state]."""
