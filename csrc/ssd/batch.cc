@@ -112,7 +112,7 @@ void SsdStore::Impl::put(const uint64_t* keys, size_t n, const RowsIn* rows) {
 
 void SsdStore::Impl::write_batch(std::vector<Item>& items, const uint64_t* keys, const RowsIn* rows) {
   std::vector<HashAndPage> entries;
-  std::shared_ptr<Extent> extent = log_.write(items, keys, rows, entries);
+  std::shared_ptr<Extent> extent = log_.write(items, keys, rows, base_bytes(), entries);
   uint64_t bytes = extent->bytes(ctx.g);
   {
     std::unique_lock lock(index_mutex_);
@@ -120,6 +120,11 @@ void SsdStore::Impl::write_batch(std::vector<Item>& items, const uint64_t* keys,
   }
   ctx.fs->reached("extent.indexed");
   merger_->flushed(bytes);
+}
+
+uint64_t SsdStore::Impl::base_bytes() const {
+  std::shared_lock lock(index_mutex_);
+  return index_.base_bytes();
 }
 
 void SsdStore::Impl::flush_buffer() {
@@ -142,7 +147,7 @@ void SsdStore::Impl::flush_buffer() {
       std::vector<Item> part(items.begin() + static_cast<ptrdiff_t>(first),
                              items.begin() + static_cast<ptrdiff_t>(std::min(first + most, items.size())));
       Flushed f;
-      f.extent = log_.write(part, buffer_.keys().data(), from, f.entries);
+      f.extent = log_.write(part, buffer_.keys().data(), from, base_bytes(), f.entries);
       bytes += f.extent->bytes(ctx.g);
       flushed.push_back(std::move(f));
     }

@@ -58,6 +58,7 @@ class SsdStore::Impl {
   void sync_files(const std::vector<std::shared_ptr<ssd::DataFile>>& files);
   [[noreturn]] void fail(const std::string& what);
   uint64_t buffer_memory() const;
+  uint64_t base_bytes() const;
   // Calls fn with plans of bounded size that cover the keys in hash order.
   template <class Fn>
   void for_each_plan(const uint64_t* keys, size_t n, Fn&& fn);

@@ -45,9 +45,9 @@ void LogWriter::fill(uint8_t* page, uint64_t i, const Extent& extent, const std:
 }
 
 std::shared_ptr<Extent> LogWriter::write(const std::vector<Item>& items, const uint64_t* keys, const RowsIn* rows,
-                                         std::vector<HashAndPage>& entries) {
+                                         uint64_t base_bytes, std::vector<HashAndPage>& entries) {
   const Geometry& g = ctx_.g;
-  if (segment_ && segment_->pages * g.page_bytes >= segment_bytes_) {
+  if (segment_ && segment_->pages * g.page_bytes >= std::max<uint64_t>(segment_bytes_, base_bytes / 1024)) {
     vbase_ += static_cast<uint32_t>(segment_->pages);
     segment_.reset();
   }

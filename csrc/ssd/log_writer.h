@@ -26,9 +26,10 @@ class LogWriter {
     vbase_ = vpage;
     next_seq_ = seq;
   }
-  // `items` in hash order, each hash once. `rows` null: deletions. Fills `entries` for Index::add_extent.
+  // `items` in hash order, each hash once. `rows` null: deletions. Fills `entries` for Index::add_extent. Segments grow
+  // with the store (`base_bytes`), so that their number does not.
   std::shared_ptr<Extent> write(const std::vector<Item>& items, const uint64_t* keys, const RowsIn* rows,
-                                std::vector<HashAndPage>& entries);
+                                uint64_t base_bytes, std::vector<HashAndPage>& entries);
 
   void close() { segment_.reset(); }
 

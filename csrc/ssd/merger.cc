@@ -67,10 +67,10 @@ void Merger::flushed(uint64_t bytes) {
   }
   Debt now = debt();
   std::unique_lock lock(mutex_);
-  // A cycle rewrites the base once; the first one, when all partitions are equally far behind, twice.
-  auto grant = static_cast<int64_t>(static_cast<double>(bytes) * (2 / options_.max_log_ratio + 1));
+  // While the log grows by its share of the base, the base is rewritten once; a tenth more, to keep below the limit.
+  auto grant = static_cast<int64_t>(static_cast<double>(bytes) * 1.1 / options_.max_log_ratio);
   credit_ = std::min(credit_ + grant, 2 * grant);
-  work_ = now.due();
+  work_ = now.some();
   hurry_ = now.urgent();
   error_ = nullptr;
   wake_.notify_all();
@@ -91,7 +91,7 @@ void Merger::flushed(uint64_t bytes) {
 void Merger::loop() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [&] { return stop_ || (work_ && !error_ && rushed_ == 0); });
+    wake_.wait(lock, [&] { return stop_ || (work_ && !error_ && rushed_ == 0 && (credit_ > 0 || hurry_)); });
     if (stop_) return;
     lock.unlock();
     std::exception_ptr error;
@@ -100,7 +100,7 @@ void Merger::loop() {
       more = merge_one();
       Debt now = debt();
       urgent = now.urgent();
-      more = more && now.due();
+      more = more && now.some();
     } catch (const Stopped&) {
     } catch (...) {
       error = std::current_exception();

@@ -1,8 +1,8 @@
 // Merges the log into the bases, one partition at a time, the one furthest behind first.
 //
 // How much log there may be follows from the base and from the memory budget (limit()). In the background, each flush of
-// the log grants credit for as many merged bytes as keep pace with it, so merging is spread evenly over the batches;
-// only when twice that is not enough does put() wait.
+// the log grants credit for as many merged bytes as bring every partition's turn round in time, from the first flush on:
+// so merging is spread evenly over the batches, and over the partitions. Only far above the limit does put() wait.
 #pragma once
 
 #include <atomic>
@@ -45,6 +45,7 @@ class Merger {
 
   struct Debt {
     uint64_t pending, limit;
+    bool some() const { return pending > limit / 4; }  // enough to keep merging in step with the log
     bool due() const { return pending > limit; }
     bool urgent() const { return pending > limit + limit / 4; }
     bool hard() const { return pending > limit + limit / 2; }

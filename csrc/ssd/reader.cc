@@ -83,7 +83,9 @@ void plan_reads(const Index& index, Plan& plan) {
 class Reader::Channel {
  public:
   Channel(FileSystem& fs, size_t depth, size_t buffer_bytes)
-      : queue(fs.read_queue(depth)), memory(depth * buffer_bytes), reads(depth) {}
+      : queue(fs.read_queue(depth)), memory(depth * buffer_bytes), reads(depth) {
+    queue->use_buffer(memory.data(), memory.size());
+  }
   // The queue goes first: it waits for the reads in flight into `memory`.
   ~Channel() { queue.reset(); }
   std::unique_ptr<ReadQueue> queue;

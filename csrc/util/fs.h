@@ -45,6 +45,8 @@ class ReadQueue {
   // The tag of one finished read, in any order. Throws IoError if that read failed; the others stay waitable.
   virtual uint64_t wait() = 0;
   virtual size_t depth() const = 0;
+  // Most reads will go into this memory, which outlives the queue: lets the kernel prepare it once.
+  virtual void use_buffer(uint8_t* /*memory*/, size_t /*bytes*/) {}
 };
 
 // Held for as long as it lives; released by process death too.

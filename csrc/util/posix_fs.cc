@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -226,6 +227,7 @@ class UringQueue : public ReadQueue {
   }
 
   size_t depth() const override { return reads_.size(); }
+  void use_buffer(uint8_t* memory, size_t bytes) override { ring_->register_buffer(memory, bytes); }
 
  private:
   struct Read {
@@ -415,12 +417,21 @@ IoEngine engine_from_env() {
 
 PosixCalls real_posix_calls() { return {::pread, ::pwrite, ::fdatasync, nullptr}; }
 
+// A store keeps all its files open, hundreds to thousands: the usual soft limit of 1,024 is too low.
+static void allow_many_files() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return;
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);  // if refused: opening says so when it comes to it
+}
+
 std::shared_ptr<FileSystem> make_posix_fs_on(const PosixCalls& calls, IoEngine engine, int workers, int depth) {
   if (engine == IoEngine::kAuto) engine = engine_from_env();
   const bool uring = engine != IoEngine::kPread && Uring::create(4) != nullptr;
   if (engine == IoEngine::kUring && !uring) {
     throw Error("io_uring was asked for, but the kernel or a container's filter refuses it; use pread or auto");
   }
+  allow_many_files();
   return std::make_shared<PosixFs>(calls, uring, workers, depth);
 }
 

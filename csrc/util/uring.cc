@@ -10,6 +10,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -59,7 +60,12 @@ struct Uring::Mapping {
 
   bool init(unsigned entries) {
     io_uring_params p{};
+#ifdef IORING_SETUP_COOP_TASKRUN
+    p.flags = IORING_SETUP_COOP_TASKRUN;  // completions need not interrupt us: we come for them
     fd = sys_setup(entries, &p);
+    if (fd < 0) p = {};
+#endif
+    if (fd < 0) fd = sys_setup(entries, &p);
     if (fd < 0 || !(p.features & IORING_FEAT_SINGLE_MMAP) || !can_read(fd)) return false;
     const size_t sq = p.sq_off.array + p.sq_entries * sizeof(unsigned);
     const size_t cq = p.cq_off.cqes + p.cq_entries * sizeof(io_uring_cqe);
@@ -92,11 +98,20 @@ std::unique_ptr<Uring> Uring::create(unsigned entries) {
   return std::unique_ptr<Uring>(new Uring(std::move(mapping)));
 }
 
+void Uring::register_buffer(void* memory, size_t bytes) {
+  iovec buffer{memory, bytes};
+  if (syscall(__NR_io_uring_register, m_->fd, IORING_REGISTER_BUFFERS, &buffer, 1u) < 0) return;
+  fixed_begin_ = reinterpret_cast<uintptr_t>(memory);
+  fixed_end_ = fixed_begin_ + bytes;
+}
+
 void Uring::prepare_read(int fd, void* buf, uint32_t bytes, uint64_t offset, uint64_t user_data) {
   const unsigned tail = *m_->sq_tail;  // only we write it
   io_uring_sqe* sqe = &m_->sqes[tail & m_->sq_mask];
   std::memset(sqe, 0, sizeof *sqe);
-  sqe->opcode = IORING_OP_READ;
+  const auto begin = reinterpret_cast<uintptr_t>(buf);
+  const bool fixed = begin >= fixed_begin_ && begin + bytes <= fixed_end_;
+  sqe->opcode = fixed ? IORING_OP_READ_FIXED : IORING_OP_READ;  // buf_index 0: there is one
   sqe->fd = fd;
   sqe->off = offset;
   sqe->addr = reinterpret_cast<uint64_t>(buf);
@@ -145,6 +160,7 @@ struct Uring::Mapping {};
 Uring::Uring(std::unique_ptr<Mapping> mapping) : m_(std::move(mapping)) {}
 Uring::~Uring() = default;
 std::unique_ptr<Uring> Uring::create(unsigned) { return nullptr; }
+void Uring::register_buffer(void*, size_t) {}
 void Uring::prepare_read(int, void*, uint32_t, uint64_t, uint64_t) {}
 void Uring::enter(bool) {}
 bool Uring::pop(Completion*) { return false; }

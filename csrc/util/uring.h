@@ -1,6 +1,7 @@
 // A minimal io_uring, by raw system calls: reads only. liburing is not needed, and nothing is missing without it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -21,6 +22,8 @@ class Uring {
   Uring(const Uring&) = delete;
   Uring& operator=(const Uring&) = delete;
 
+  // Reads into this memory, which must outlive the ring, need no pinning of their own. Fine if the kernel refuses.
+  void register_buffer(void* memory, size_t bytes);
   // Prepares a read; the kernel sees it at the next enter().
   void prepare_read(int fd, void* buf, uint32_t bytes, uint64_t offset, uint64_t user_data);
   unsigned prepared() const { return prepared_; }
@@ -34,6 +37,7 @@ class Uring {
   explicit Uring(std::unique_ptr<Mapping> mapping);
   std::unique_ptr<Mapping> m_;
   unsigned prepared_ = 0;
+  uintptr_t fixed_begin_ = 0, fixed_end_ = 0;  // the registered memory
 };
 
 }  // namespace thermocline
