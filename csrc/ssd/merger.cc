@@ -121,6 +121,8 @@ void Merger::loop() {
 void Merger::pace(uint64_t bytes) {
   std::unique_lock lock(mutex_);
   credit_ -= static_cast<int64_t>(bytes);
+  // Work done in a hurry leaves no debt: it would hold up the merging in step that comes after.
+  if (hurry_ || rushed_ > 0) credit_ = std::max<int64_t>(credit_, 0);
   if (!options_.background_merge || std::this_thread::get_id() != thread_.get_id()) return;
   wake_.wait(lock, [&] { return stop_ || hurry_ || rushed_ > 0 || credit_ > 0; });
   if (stop_) throw Stopped{};
