@@ -23,14 +23,14 @@ constexpr size_t kPartitionIds = 8192;
 constexpr size_t kMaxPartitions = 256;
 constexpr uint32_t kEmpty = ~uint32_t{0};
 
-// Arrays of n elements; a partition uses its own range of each.
+// Arrays of n elements; a partition uses its own range of each, for its ids or for its unique keys.
 struct Scattered {
   uint64_t* keys;     // the ids, grouped by partition
   uint32_t* pos;      // their positions in the batch
-  uint32_t* local;    // per id: which unique key of the partition
-  uint32_t* first;    // per unique key of the partition: position of the first occurrence, later its rank
+  uint32_t* unique;   // per id: where its unique key is in the two arrays below; later that key's rank
+  uint32_t* rank;     // per unique key: its place in the working set
   uint32_t* count;    // per unique key: occurrences, later the cursor into `order`
-  uint8_t* is_first;  // by position in the batch
+  uint8_t* is_first;  // by position in the batch: the first occurrence of its key
 };
 constexpr size_t kBytesPerId = 25;
 
@@ -54,25 +54,26 @@ class Run {
         s_(scattered),
         parts_(std::bit_ceil(std::clamp<size_t>(n / kPartitionIds, 1, kMaxPartitions))),
         shift_(64 - std::countr_zero(parts_)),
-        chunks_(std::min<size_t>(pool.size(), n / kPartitionIds + 1)),
+        chunks_(std::min<size_t>(size_t{4} * pool.size(), n / kPartitionIds + 1)),
         begin_(parts_ + 1, 0),
         uniques_(parts_, 0) {}
 
   WorkingSet run() {
+    out_.ids = n_;
+    out_.inverse = Recycled<uint32_t>(n_);
+    out_.order = Recycled<uint32_t>(n_);
     scatter();
     pool_.parallel(parts_, [&](size_t p) { number(p); });
     rank();
-    pool_.parallel(parts_, [&](size_t p) { count(p); });
-    uint32_t* const starts = out_.starts.get();
-    starts[0] = 0;
-    for (size_t u = 0; u < out_.unique; ++u) starts[u + 1] += starts[u];
     pool_.parallel(parts_, [&](size_t p) { fill(p); });
+    pool_.parallel(chunks_, [&](size_t c) { invert(c); });
     return std::move(out_);
   }
 
  private:
   Range chunk(size_t c) const { return {n_ * c / chunks_, n_ * (c + 1) / chunks_}; }
 
+  // Also notes in `inverse` where every id went: later steps follow it instead of scattering again.
   void scatter() {
     // place[c][p]: where chunk c writes its next id of partition p.
     std::vector<std::vector<uint32_t>> place(chunks_, std::vector<uint32_t>(parts_, 0));
@@ -95,8 +96,10 @@ class Run {
       const uint64_t* const ids = ids_;
       const Scattered s = s_;
       uint32_t* const next = place[c].data();
+      uint32_t* const inverse = out_.inverse.get();
       for (size_t i = begin; i < end; ++i) {
         const uint32_t to = next[part_of(ids[i])]++;
+        inverse[i] = to;
         s.keys[to] = ids[i];
         s.pos[to] = static_cast<uint32_t>(i);
       }
@@ -123,17 +126,16 @@ class Run {
         u = found++;
         table[at] = u;
         known[u] = key;
-        s.first[lo + u] = s.pos[j];
         s.count[lo + u] = 0;
         s.is_first[s.pos[j]] = 1;
       }
-      s.local[j] = u;
+      s.unique[j] = lo + u;
       ++s.count[lo + u];
     }
     uniques_[p] = found;
   }
 
-  // The rank of a first occurrence among all is the key's place in the working set; parked in `inverse` there.
+  // The rank of a first occurrence among all of them is its key's place in the working set.
   void rank() {
     std::vector<uint32_t> ranks(chunks_ + 1, 0);
     pool_.parallel(chunks_, [&](size_t c) {
@@ -144,52 +146,54 @@ class Run {
       ranks[c + 1] = firsts;
     });
     for (size_t c = 0; c < chunks_; ++c) ranks[c + 1] += ranks[c];
-    out_.ids = n_;
     out_.unique = ranks[chunks_];
     out_.keys = Recycled<uint64_t>(out_.unique);
-    out_.inverse = Recycled<uint32_t>(n_);
     out_.starts = Recycled<uint32_t>(out_.unique + 1);
-    out_.order = Recycled<uint32_t>(n_);
+    uint32_t* const starts = out_.starts.get();
     pool_.parallel(chunks_, [&](size_t c) {
       const auto [begin, end] = chunk(c);
-      const uint8_t* const is_first = s_.is_first;
+      const Scattered s = s_;
       const uint64_t* const ids = ids_;
+      const uint32_t* const inverse = out_.inverse.get();
       uint64_t* const keys = out_.keys.get();
-      uint32_t* const inverse = out_.inverse.get();
-      uint32_t r = ranks[c];
+      // Their positions first, without a branch that could not be predicted; `order` has room for them until fill().
+      uint32_t* const firsts = out_.order.get() + begin;
+      size_t found = 0;
       for (size_t i = begin; i < end; ++i) {
-        if (!is_first[i]) continue;
+        firsts[found] = static_cast<uint32_t>(i);
+        found += s.is_first[i];
+      }
+      uint32_t r = ranks[c];
+      for (size_t f = 0; f < found; ++f, ++r) {
+        const uint32_t i = firsts[f], u = s.unique[inverse[i]];
         keys[r] = ids[i];
-        inverse[i] = r++;
+        starts[r + 1] = s.count[u];
+        s.rank[u] = r;
       }
     });
+    starts[0] = 0;
+    for (size_t r = 0; r < out_.unique; ++r) starts[r + 1] += starts[r];
   }
 
-  // Occurrences of every key of a partition, where `starts` will be.
-  void count(size_t p) {
-    const Scattered s = s_;
-    const uint32_t* const inverse = out_.inverse.get();
-    uint32_t* const starts = out_.starts.get();
-    const uint32_t end = begin_[p] + uniques_[p];
-    for (uint32_t u = begin_[p]; u < end; ++u) {
-      s.first[u] = inverse[s.first[u]];
-      starts[s.first[u] + 1] = s.count[u];
-    }
-  }
-
-  // The rank of every id of a partition, and the positions of every key.
+  // The positions of every key of a partition, and the rank of every id in place of its unique key.
   void fill(size_t p) {
     const Scattered s = s_;
     const uint32_t lo = begin_[p], end = begin_[p + 1];
-    uint32_t* const inverse = out_.inverse.get();
-    uint32_t* const order = out_.order.get();
     const uint32_t* const starts = out_.starts.get();
-    for (uint32_t u = lo; u < lo + uniques_[p]; ++u) s.count[u] = starts[s.first[u]];
+    uint32_t* const order = out_.order.get();
+    for (uint32_t u = lo; u < lo + uniques_[p]; ++u) s.count[u] = starts[s.rank[u]];
     for (uint32_t j = lo; j < end; ++j) {
-      const uint32_t u = lo + s.local[j], pos = s.pos[j];
-      inverse[pos] = s.first[u];
-      order[s.count[u]++] = pos;
+      const uint32_t u = s.unique[j];
+      order[s.count[u]++] = s.pos[j];
+      s.unique[j] = s.rank[u];
     }
+  }
+
+  void invert(size_t c) {
+    const auto [begin, end] = chunk(c);
+    const uint32_t* const ranks = s_.unique;
+    uint32_t* const inverse = out_.inverse.get();
+    for (size_t i = begin; i < end; ++i) inverse[i] = ranks[inverse[i]];
   }
 
   ThreadPool& pool_;

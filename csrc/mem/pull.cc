@@ -201,7 +201,7 @@ void MemTier::unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t*
 
 void MemTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty) {
   std::atomic<bool> misuse{false};
-  const auto task = [&](Shard& shard, const Probe* probes, size_t m) {
+  slots_by_shard(s, slots, keys, n, [&](Shard& shard, const Probe* probes, size_t m) {
     for (size_t j = 0; j < m; ++j) {
       __builtin_prefetch(&meta()[slots[probes[std::min(j + 16, m - 1)].index]], 1);
       const uint32_t i = probes[j].index, slot = slots[i];
@@ -215,10 +215,7 @@ void MemTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, s
         give_free(&slot, 1);
       }
     }
-  };
-  // The shard follows from the key; without keys the slots' metadata must be read twice.
-  if (keys) by_shard(s, keys, nullptr, n, task);
-  else slots_by_shard(s, slots, n, task);
+  });
   if (misuse) throw Error("memory tier: unpin of a slot that is not pinned: unpin what pull gave, once");
 }
 

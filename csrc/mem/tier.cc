@@ -128,7 +128,7 @@ MemTier::Hash MemTier::hash(uint64_t key) const {
 template <typename ShardOf, typename TagOf>
 void MemTier::group(Scratch& s, size_t n, const ShardOf& shard_of, const TagOf& tag_of, const ShardTask& f) {
   const size_t shards = plan_.shards;
-  const size_t chunks = std::min<size_t>(pool_.size(), n / kInlineKeys + 1);
+  const size_t chunks = std::min<size_t>(size_t{4} * pool_.size(), n / kInlineKeys + 1);
   std::vector<uint32_t> place(chunks * shards, 0);
   pool_.parallel(chunks, [&](size_t c) {
     const size_t end = n * (c + 1) / chunks;
@@ -163,19 +163,24 @@ void MemTier::group(Scratch& s, size_t n, const ShardOf& shard_of, const TagOf& 
 }
 
 void MemTier::by_shard(Scratch& s, const uint64_t* keys, const uint32_t* pick, size_t n, const ShardTask& f) {
-  const uint32_t mask = plan_.shards - 1;
-  const auto hash_of = [keys, pick](size_t i) { return mem_hash(hash_key(keys[pick ? pick[i] : i])); };
-  const auto shard_of = [=](size_t i) { return static_cast<uint8_t>(hash_of(i) >> 56 & mask); };
-  const auto tag_of = [=](size_t i) { return static_cast<uint32_t>(hash_of(i)); };
-  group(s, n, shard_of, tag_of, f);
+  // The tags wait in `slots`, which nobody uses before f has run.
+  const auto shard_of = [keys, pick, tags = s.slots, mask = plan_.shards - 1](size_t i) {
+    const uint64_t m = mem_hash(hash_key(keys[pick ? pick[i] : i]));
+    tags[i] = static_cast<uint32_t>(m);
+    return static_cast<uint8_t>(m >> 56 & mask);
+  };
+  group(s, n, shard_of, [tags = s.slots](size_t i) { return tags[i]; }, f);
 }
 
-void MemTier::slots_by_shard(Scratch& s, const uint32_t* slots, size_t n, const ShardTask& f) {
-  const auto shard_of = [this, m = meta(), slots, n](size_t i) {
+void MemTier::slots_by_shard(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, const ShardTask& f) {
+  const auto shard_of_key = [this, keys](size_t i) { return static_cast<uint8_t>(hash(keys[i]).shard); };
+  const auto shard_of_slot = [this, m = meta(), slots, n](size_t i) {
     __builtin_prefetch(&m[slots[std::min(i + 16, n - 1)]]);
     return static_cast<uint8_t>(hash(m[slots[i]].key).shard);
   };
-  group(s, n, shard_of, [](size_t) { return 0u; }, f);
+  const auto no_tag = [](size_t) { return 0u; };
+  if (keys) group(s, n, shard_of_key, no_tag, f);
+  else group(s, n, shard_of_slot, no_tag, f);
 }
 
 void MemTier::check_slots(const uint32_t* slots, size_t n) const {

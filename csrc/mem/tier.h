@@ -116,8 +116,9 @@ class MemTier {
   // probe.index counts in `pick`, the places of the keys in the batch, or in `keys` itself if there is none.
   using ShardTask = std::function<void(Shard& shard, const Probe* probes, size_t n)>;
   void by_shard(Scratch& s, const uint64_t* keys, const uint32_t* pick, size_t n, const ShardTask& f);
-  // The same for slots in use; the tags of the probes are not set.
-  void slots_by_shard(Scratch& s, const uint32_t* slots, size_t n, const ShardTask& f);
+  // The same for slots in use, and their keys if the caller has them: a slot's shard follows from its key, and without
+  // the keys all metadata must be read for that. The tags of the probes are not set.
+  void slots_by_shard(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, const ShardTask& f);
   template <typename ShardOf, typename TagOf>
   void group(Scratch& s, size_t n, const ShardOf& shard_of, const TagOf& tag_of, const ShardTask& f);
   // f(begin, end) over ranges of n rows, in parallel.
