@@ -122,6 +122,9 @@ class Engine:
     def close(self) -> None:
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Back to the best state for reads, should an earlier run have written: everything merged or compacted."""
+
     def as_keys(self, keys: U64) -> Any:
         return cut(np.sort(keys).astype(">u8"), 8)
 
@@ -179,6 +182,9 @@ class Ours(Engine):
         self.store.merge()
         self._commit(b"%d" % done)
         self.close()
+
+    def settle(self) -> None:
+        self.store.merge()
 
     def as_keys(self, keys: U64) -> U64:
         if self.out is None or len(self.out) != len(keys):
@@ -295,6 +301,12 @@ class RocksDb(Engine):
         how.set_move_files(True)
         db.ingest_external_file(files, how)
         db.close()
+
+    def settle(self) -> None:
+        levels = {file["level"] for file in self.db.live_files()}
+        if levels != {6}:
+            self.db.flush()
+            self.db.compact_range(None, None)
 
     def get(self, keys: list[bytes]) -> list[bytes]:
         return in_threads(self.threads, keys, self.db.get)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import ctypes
 import dataclasses
 import json
 import multiprocessing
@@ -117,7 +118,7 @@ def run_get(sizes: Sizes, folder: Path, kinds: list[str]) -> Result:
 
     with ExitStack() as stack:
         for engine in engines.values():
-            stack.enter_context(opened(engine))
+            stack.enter_context(opened(engine)).settle()
         rivals = [(e, t) for kind, e in engines.items() if kind != "ours" for t in e.thread_choices]
         total = sizes.rounds * max(1, len(rivals))
         with noise() as around, progress_bar(f"get of {sizes.batch:,} random rows", total) as progress:
@@ -155,6 +156,8 @@ def fastest_threads(engine: Engine, rng: np.random.Generator, batch: int) -> int
 
 def cycle_process(kind: str, sizes: Sizes, folder: Path) -> Result:
     """One engine's whole run, in a process of its own: memory and writes are this engine's alone."""
+    # A fixed threshold: large arrays of this benchmark go back to the system, and leave no holes that count as used.
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
     data = Data(sizes.rows, sizes.row_bytes)
     rng = np.random.default_rng(22)
     engine = ready(kind, folder, data, sizes.budget, writes=True)
@@ -273,7 +276,7 @@ def run_floor(sizes: Sizes, folder: Path, data: Data | None = None) -> Result:
     engine = ready("ours", folder, data, sizes.budget)
     assert isinstance(engine, Ours)
     with opened(engine), progress_bar(f"floor at {data.rows:,} rows", 1) as progress:
-        engine.store.merge()
+        engine.settle()
         with noise() as around:
             result = floor_of(engine, sizes, np.random.default_rng(33))
         stats = engine.counters()
