@@ -9,8 +9,8 @@ namespace thermocline {
 using namespace ssd;
 
 namespace {
-constexpr size_t kPlanKeys = 1u << 20;   // of one plan: bounds the scratch memory of a call
-constexpr size_t kMeasureFrom = 4096;    // reads that justify measuring the device
+constexpr size_t kPlanKeys = 1u << 20;  // of one plan: bounds the scratch memory of a call
+constexpr size_t kMeasureFrom = 4096;   // reads that justify measuring the device
 }  // namespace
 
 // ---- reading

@@ -13,8 +13,7 @@ bool parse_file_name(const std::string& name, FileKind* kind, uint64_t* number) 
     *kind = FileKind::kSegment;
   else if (std::sscanf(name.c_str(), "base-%llu.tc%n", &n, &end) == 1 && end == static_cast<int>(name.size()))
     *kind = FileKind::kBase;
-  else
-    return false;
+  else return false;
   *number = n;
   return true;
 }

@@ -9,10 +9,16 @@ class PartitionCursor::Run {
  public:
   Run(Context& ctx, DataFile& file, uint64_t seq, uint64_t first_page, uint64_t pages, bool tombstones, uint64_t lo,
       uint64_t hi, size_t buffer_bytes)
-      : ctx_(ctx), file_(file), seq_(seq), next_page_(first_page), end_page_(first_page + pages),
-        tombstones_(tombstones), hi_(hi),
+      : ctx_(ctx),
+        file_(file),
+        seq_(seq),
+        next_page_(first_page),
+        end_page_(first_page + pages),
+        tombstones_(tombstones),
+        hi_(hi),
         buffer_(std::max<size_t>(1, std::min<uint64_t>(buffer_bytes / ctx.g.page_bytes, pages)) * ctx.g.page_bytes) {
-    do advance(); while (!done_ && hash_ < lo);
+    do advance();
+    while (!done_ && hash_ < lo);
   }
 
   void advance() {
@@ -77,8 +83,8 @@ PartitionCursor::PartitionCursor(Context& ctx, PartitionView view, size_t buffer
   size_t each = std::clamp<size_t>(buffer_bytes / (2 * sources), ctx.g.page_bytes, 256u << 10);
   if (view_.base) {
     size_t base_bytes = std::max<size_t>(ctx.g.page_bytes, std::min<size_t>(buffer_bytes / 2, 1u << 20));
-    runs_.push_back(std::make_unique<Run>(ctx, *view_.base->data, 0, 1, view_.base->pages(), false, view_.lo,
-                                          view_.hi, base_bytes));
+    runs_.push_back(std::make_unique<Run>(ctx, *view_.base->data, 0, 1, view_.base->pages(), false, view_.lo, view_.hi,
+                                          base_bytes));
     if (!runs_.back()->done()) base_ = runs_.back().get();
   }
   for (auto& extent : view_.extents) {
@@ -88,10 +94,9 @@ PartitionCursor::PartitionCursor(Context& ctx, PartitionView view, size_t buffer
     if (first != f.begin()) --first;
     auto last = std::upper_bound(f.begin(), f.end(), view_.hi);
     if (first >= last) continue;
-    runs_.push_back(std::make_unique<Run>(ctx, *extent->segment, extent->seq,
-                                          extent->data_page(ctx.g) + (first - f.begin()),
-                                          static_cast<uint64_t>(last - first), extent->tombstones, view_.lo, view_.hi,
-                                          each));
+    runs_.push_back(
+        std::make_unique<Run>(ctx, *extent->segment, extent->seq, extent->data_page(ctx.g) + (first - f.begin()),
+                              static_cast<uint64_t>(last - first), extent->tombstones, view_.lo, view_.hi, each));
     if (!runs_.back()->done()) heap_.push_back(runs_.back().get());
   }
   std::make_heap(heap_.begin(), heap_.end(), [this](Run* a, Run* b) { return later(a, b); });

@@ -12,8 +12,8 @@ namespace thermocline::ssd {
 
 // A snapshot of one partition: stays readable whatever happens to the store meanwhile.
 struct PartitionView {
-  uint64_t lo = 0, hi = 0;  // hashes, both inclusive
-  std::shared_ptr<const BaseFile> base;                 // may be null
+  uint64_t lo = 0, hi = 0;                             // hashes, both inclusive
+  std::shared_ptr<const BaseFile> base;                // may be null
   std::vector<std::shared_ptr<const Extent>> extents;  // newer than the base
 };
 

@@ -1,8 +1,9 @@
 // Where the newer rows of one partition are: key hash -> page of the log, six bytes a slot.
 //
 // A slot keeps 16 bits of the hash (the tag) and a page number, not the key: the key is checked on the page itself.
-// Hence two versions of one key are two entries, and an entry may name a page that does not have the key ("false page").
-// A table never grows (its hashes are gone): when it is full the partition gets another one, and merging drops them all.
+// Hence two versions of one key are two entries, and an entry may name a page that does not have the key ("false
+// page"). A table never grows (its hashes are gone): when it is full the partition gets another one, and merging drops
+// them all.
 //
 // Positions follow the hash order, so that looking up a sorted batch walks through memory once.
 // Thread safety: as the store's index lock says: insert exclusive, the rest shared.

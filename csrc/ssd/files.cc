@@ -61,8 +61,7 @@ std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t
   return data;
 }
 
-std::shared_ptr<DataFile> open_data_file(Context& ctx, FileKind kind, uint64_t number, uint64_t nonce,
-                                         uint64_t pages) {
+std::shared_ptr<DataFile> open_data_file(Context& ctx, FileKind kind, uint64_t number, uint64_t nonce, uint64_t pages) {
   auto data = std::make_shared<DataFile>();
   data->kind = kind;
   data->number = number;
@@ -138,7 +137,10 @@ std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& r
 }
 
 BaseWriter::BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, uint64_t rows, uint32_t filter_bits)
-    : ctx_(ctx), file_(std::move(file)), out_(ctx, *file_), filter_(filter_bits ? Filter(rows, filter_bits) : Filter()) {}
+    : ctx_(ctx),
+      file_(std::move(file)),
+      out_(ctx, *file_),
+      filter_(filter_bits ? Filter(rows, filter_bits) : Filter()) {}
 
 void BaseWriter::add(uint64_t key, const uint8_t* row) {
   const Geometry& g = ctx_.g;

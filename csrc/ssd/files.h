@@ -33,7 +33,10 @@ struct BufferSizes {
 // What every part of one open store shares. Constant after construction but for the counters.
 struct Context {
   Context(std::shared_ptr<FileSystem> fs, std::string path, const Identity& id, size_t mem_budget, size_t write_buffer)
-      : fs(std::move(fs)), path(std::move(path)), id(id), g(id.geometry),
+      : fs(std::move(fs)),
+        path(std::move(path)),
+        id(id),
+        g(id.geometry),
         sizes(BufferSizes::of(mem_budget, write_buffer, g, this->fs->read_concurrency())) {}
 
   std::shared_ptr<FileSystem> fs;
@@ -64,7 +67,7 @@ std::shared_ptr<DataFile> open_data_file(Context& ctx, FileKind kind, uint64_t n
 class PageAppender {
  public:
   PageAppender(Context& ctx, DataFile& file);
-  uint8_t* next();  // zeroed memory of the next page; valid until the call after
+  uint8_t* next();                                      // zeroed memory of the next page; valid until the call after
   uint64_t page() const { return first_ + used_ - 1; }  // number of the page last given out
   void flush();
 

@@ -21,7 +21,10 @@ class Filter {
 
   void add(uint64_t hash) {
     uint64_t* block = words_.data() + block_of(hash);
-    for_each_bit(hash, [&](uint32_t bit) { block[bit / 64] |= uint64_t{1} << (bit % 64); return true; });
+    for_each_bit(hash, [&](uint32_t bit) {
+      block[bit / 64] |= uint64_t{1} << (bit % 64);
+      return true;
+    });
   }
   bool may_contain(uint64_t hash) const {
     if (words_.empty()) return true;

@@ -7,12 +7,18 @@ namespace {
 
 const char* kind_name(PageKind kind) {
   switch (kind) {
-    case PageKind::kHeader: return "header";
-    case PageKind::kRows: return "rows";
-    case PageKind::kKeys: return "keys";
-    case PageKind::kTombstones: return "tombstones";
-    case PageKind::kFences: return "fences";
-    case PageKind::kFilter: return "filter";
+    case PageKind::kHeader:
+      return "header";
+    case PageKind::kRows:
+      return "rows";
+    case PageKind::kKeys:
+      return "keys";
+    case PageKind::kTombstones:
+      return "tombstones";
+    case PageKind::kFences:
+      return "fences";
+    case PageKind::kFilter:
+      return "filter";
   }
   return "unknown";
 }
@@ -22,21 +28,21 @@ const char* kind_name(PageKind kind) {
                         ". Rows on other pages stay readable; restore this file from a checkpoint");
 }
 
-void verify_checksum(const uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t number,
-                     const std::string& path) {
+void verify_checksum(const uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t number, const std::string& path) {
   if (page_header(page).checksum == xxh64(page + 8, g.page_bytes - 8, page_seed(nonce, number))) return;
   bool zero = true;
   for (uint32_t i = 0; i < g.page_bytes && zero; ++i) zero = page[i] == 0;
-  corrupt(path, number, zero ? "checksum mismatch (the page is all zeros: a lost write)"
-                             : "checksum mismatch (damaged, stale or misplaced bytes)");
+  corrupt(path, number,
+          zero ? "checksum mismatch (the page is all zeros: a lost write)"
+               : "checksum mismatch (damaged, stale or misplaced bytes)");
 }
 
 void verify_count(const uint8_t* page, const Geometry& g, uint64_t number, const std::string& path) {
   const auto& header = page_header(page);
-  uint32_t most = header.kind == PageKind::kRows      ? g.rows_per_page()
-                  : header.kind == PageKind::kFences  ? g.fences_per_page()
+  uint32_t most = header.kind == PageKind::kRows                                         ? g.rows_per_page()
+                  : header.kind == PageKind::kFences                                     ? g.fences_per_page()
                   : header.kind == PageKind::kHeader || header.kind == PageKind::kFilter ? 0
-                                                      : g.keys_per_page();
+                                                                                         : g.keys_per_page();
   if (header.count > most)
     corrupt(path, number, "count " + std::to_string(header.count) + " is above " + std::to_string(most));
 }
@@ -47,7 +53,8 @@ void verify_page(const uint8_t* page, const Geometry& g, uint64_t nonce, uint64_
                  const std::string& path) {
   verify_checksum(page, g, nonce, number, path);
   if (page_header(page).kind != kind)
-    corrupt(path, number, std::string("kind is ") + kind_name(page_header(page).kind) + ", expected " + kind_name(kind));
+    corrupt(path, number,
+            std::string("kind is ") + kind_name(page_header(page).kind) + ", expected " + kind_name(kind));
   verify_count(page, g, number, path);
 }
 

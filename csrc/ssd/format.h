@@ -71,7 +71,9 @@ struct Geometry {
   uint64_t key_pages(uint64_t rows) const { return (rows + keys_per_page() - 1) / keys_per_page(); }
   uint64_t fence_pages(uint64_t pages) const { return (pages + fences_per_page() - 1) / fences_per_page(); }
   uint32_t filter_bytes_per_page() const { return page_bytes - sizeof(PageHeader); }
-  uint64_t filter_pages(uint64_t bytes) const { return (bytes + filter_bytes_per_page() - 1) / filter_bytes_per_page(); }
+  uint64_t filter_pages(uint64_t bytes) const {
+    return (bytes + filter_bytes_per_page() - 1) / filter_bytes_per_page();
+  }
 
   // The smallest page, in sectors, that wastes at most an eighth of itself (or the least wasteful of the first 16).
   static Geometry of(uint32_t row_bytes) {

@@ -68,9 +68,9 @@ void Index::candidates(const Partition& p, uint64_t hash, std::vector<uint32_t>&
 }
 
 PageAddress Index::address(uint32_t vpage) const {
-  auto after = std::upper_bound(
-      segment_starts_.begin(), segment_starts_.end(), vpage,
-      [](uint32_t v, const auto& start) { return static_cast<int32_t>(v - start->vbase) < 0; });
+  auto after =
+      std::upper_bound(segment_starts_.begin(), segment_starts_.end(), vpage,
+                       [](uint32_t v, const auto& start) { return static_cast<int32_t>(v - start->vbase) < 0; });
   if (after == segment_starts_.begin()) throw Error("an index entry names a page before the log");
   const Extent& start = **(after - 1);
   return {start.segment.get(), vpage - start.vbase};

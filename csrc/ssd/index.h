@@ -1,8 +1,9 @@
 // What the store keeps in DRAM: the partitions with their bases' fences, the live extents, and where each newer row is.
 //
 // Thread safety: none of its own. The store's index lock guards it: const methods shared, the others exclusive.
-// Invariants: 1. the partitions cover all hashes, in order, without overlap. 2. An extent is listed while some partition
-// has not merged it. 3. Every row of an extent newer than its partition's base has an entry in that partition's tables.
+// Invariants: 1. the partitions cover all hashes, in order, without overlap. 2. An extent is listed while some
+// partition has not merged it. 3. Every row of an extent newer than its partition's base has an entry in that
+// partition's tables.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +24,8 @@ struct Partition {
   std::shared_ptr<const BaseFile> base;             // null: no rows
   uint64_t merged_seq = 0;                          // extents up to this one are in the base
   std::vector<std::shared_ptr<DeltaTable>> tables;  // entries of newer extents
-  uint64_t pending = 0;  // rows in the log not merged yet; never 0 while there are any
-  std::string damage;    // why it cannot be merged; empty: it can
+  uint64_t pending = 0;                             // rows in the log not merged yet; never 0 while there are any
+  std::string damage;                               // why it cannot be merged; empty: it can
 };
 
 struct HashAndPage {
@@ -94,7 +95,7 @@ class Index {
   const Geometry g_;
   const double log_ratio_;
   std::vector<std::shared_ptr<Partition>> partitions_;
-  std::deque<std::shared_ptr<Extent>> extents_;  // by seq
+  std::deque<std::shared_ptr<Extent>> extents_;         // by seq
   std::deque<std::shared_ptr<Extent>> segment_starts_;  // first live extent of each segment, oldest first
   uint64_t last_seq_ = 0;
   uint64_t pending_ = 0, base_rows_ = 0;

@@ -28,7 +28,7 @@ struct PartitionRecord {
   uint64_t file = 0;        // base file number; 0: no base
   uint64_t nonce = 0;
   uint64_t rows = 0;
-  uint64_t pages = 0;  // row pages
+  uint64_t pages = 0;         // row pages
   uint64_t filter_bytes = 0;  // 0: the base has no filter
 };
 
@@ -60,7 +60,7 @@ struct Manifest {
   static Manifest decode(std::string_view bytes, const std::string& path);
 };
 
-std::string manifest_name(uint64_t epoch);                  // "MANIFEST-000000000012"
+std::string manifest_name(uint64_t epoch);  // "MANIFEST-000000000012"
 bool parse_manifest_name(const std::string& name, uint64_t* epoch);
 
 }  // namespace thermocline::ssd

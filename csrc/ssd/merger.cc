@@ -158,8 +158,8 @@ bool Merger::merge_one() {
       if (!writer) {
         pieces.emplace_back();
         pieces.back().lo = pieces.size() == 1 ? job.view.lo : hash_key(cursor.key());
-        writer = std::make_unique<BaseWriter>(ctx_, catalog_.create(FileKind::kBase), rows_per_piece,
-                                              options_.filter_bits);
+        writer =
+            std::make_unique<BaseWriter>(ctx_, catalog_.create(FileKind::kBase), rows_per_piece, options_.filter_bits);
       }
       writer->add(cursor.key(), cursor.row());
       since += ctx_.g.entry_bytes();

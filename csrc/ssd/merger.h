@@ -1,8 +1,8 @@
 // Merges the log into the bases, one partition at a time, the one furthest behind first.
 //
-// How much log there may be follows from the base and from the memory budget (limit()). In the background, each flush of
-// the log grants credit for as many merged bytes as bring every partition's turn round in time, from the first flush on:
-// so merging is spread evenly over the batches, and over the partitions. Only far above the limit does put() wait.
+// How much log there may be follows from the base and from the memory budget (limit()). In the background, each flush
+// of the log grants credit for as many merged bytes as bring every partition's turn round in time, from the first flush
+// on: so merging is spread evenly over the batches, and over the partitions. Only far above the limit does put() wait.
 #pragma once
 
 #include <atomic>

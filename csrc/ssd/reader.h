@@ -21,7 +21,7 @@ namespace thermocline::ssd {
 
 struct ReadCost {
   double read_us = 0, page_us = 0;  // 0: not measured yet
-  uint32_t gap() const;  // unwanted pages worth reading to save a request
+  uint32_t gap() const;             // unwanted pages worth reading to save a request
 };
 
 struct ReadCounters {

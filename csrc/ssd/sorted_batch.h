@@ -43,7 +43,8 @@ inline void sort_items(std::vector<Item>& items) {
   for (size_t i = 0; i < items.size();) {
     size_t end = i + 1;
     while (end < items.size() && (items[end].hash >> kTie) == (items[i].hash >> kTie)) ++end;
-    if (end - i > 1) std::sort(items.begin() + static_cast<ptrdiff_t>(i), items.begin() + static_cast<ptrdiff_t>(end), less);
+    if (end - i > 1)
+      std::sort(items.begin() + static_cast<ptrdiff_t>(i), items.begin() + static_cast<ptrdiff_t>(end), less);
     i = end;
   }
 }

@@ -60,7 +60,8 @@ std::unique_ptr<SsdStore> SsdStore::open(std::shared_ptr<FileSystem> fs, const s
   if (!is_store) {
     for (auto& name : fs->list(path))
       if (!harmless(name))
-        throw FormatError(path + ": the folder has '" + name + "' in it and is not a Thermocline store; choose another");
+        throw FormatError(path + ": the folder has '" + name +
+                          "' in it and is not a Thermocline store; choose another");
     if (!options.create) throw NotFoundError(path + ": no store there; open with create=True to make a new one");
     sync_parent(*fs, path);  // also of a folder that was made by a process that died here
   }
@@ -69,8 +70,8 @@ std::unique_ptr<SsdStore> SsdStore::open(std::shared_ptr<FileSystem> fs, const s
   Identity id = is_store || fs->exists(identity) ? Identity::decode(read_whole(*fs, identity), identity)
                                                  : create_store(*fs, path, options);
   if (options.row_bytes != 0 && options.row_bytes != id.geometry.row_bytes)
-    throw FormatError(path + ": its rows have " + std::to_string(id.geometry.row_bytes) + " bytes, row_bytes=" +
-                      std::to_string(options.row_bytes) + " was asked for");
+    throw FormatError(path + ": its rows have " + std::to_string(id.geometry.row_bytes) +
+                      " bytes, row_bytes=" + std::to_string(options.row_bytes) + " was asked for");
   auto impl = std::make_shared<Impl>(std::move(fs), path, id, options, std::move(lock));
   return std::unique_ptr<SsdStore>(new SsdStore(std::move(impl)));
 }
@@ -87,10 +88,15 @@ SsdStore::~SsdStore() {
 
 SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, const Identity& id,
                      const StoreOptions& options, std::unique_ptr<FileLock> lock)
-    : ctx(fs, path, id, options.mem_budget, options.write_buffer), options_(options), lock_(std::move(lock)), pool_(std::max(2, fs->read_concurrency().workers)), catalog_(ctx),
+    : ctx(fs, path, id, options.mem_budget, options.write_buffer),
+      options_(options),
+      lock_(std::move(lock)),
+      pool_(std::max(2, fs->read_concurrency().workers)),
+      catalog_(ctx),
       log_(ctx, pool_, options.segment_bytes, [this](FileKind kind) { return catalog_.create(kind); }),
       index_(id.geometry, options.max_log_ratio),
-      buffer_(id.geometry.row_bytes, ctx.sizes.write_buffer), reader_(ctx, pool_) {
+      buffer_(id.geometry.row_bytes, ctx.sizes.write_buffer),
+      reader_(ctx, pool_) {
   for (int attempt = 0;; ++attempt) {
     catalog_.load();
     uint64_t epoch = options.epoch.value_or(catalog_.newest());
@@ -99,8 +105,8 @@ SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, co
         throw CorruptionError(path + ": the store has no manifest; its commits cannot be found. Restore a checkpoint");
       std::string have;
       for (uint64_t e : catalog_.epochs()) have += (have.empty() ? "" : ", ") + std::to_string(e);
-      throw NotFoundError(path + ": there is no epoch " + std::to_string(epoch) + "; retained: " +
-                          (have.empty() ? "none" : have));
+      throw NotFoundError(path + ": there is no epoch " + std::to_string(epoch) +
+                          "; retained: " + (have.empty() ? "none" : have));
     }
     try {
       index_.clear();

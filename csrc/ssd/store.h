@@ -20,15 +20,15 @@ namespace thermocline {
 
 struct StoreOptions {
   // Behaviour.
-  size_t row_bytes = 0;      // 0: whatever the store has (not with create)
-  bool create = false;       // make an empty store where there is none
-  bool read_only = false;    // takes no lock, changes nothing
+  size_t row_bytes = 0;           // 0: whatever the store has (not with create)
+  bool create = false;            // make an empty store where there is none
+  bool read_only = false;         // takes no lock, changes nothing
   std::optional<uint64_t> epoch;  // default: the newest
   // Performance.
   size_t mem_budget = 256u << 20;
-  double max_log_ratio = 0.25;      // log bytes kept, as a share of base bytes, before merging starts
-  uint32_t filter_bits = 0;         // DRAM bits per row that spare reads of keys never put: 10 spare 99 in 100; 0: none
-  size_t write_buffer = 0;          // 0: from mem_budget
+  double max_log_ratio = 0.25;  // log bytes kept, as a share of base bytes, before merging starts
+  uint32_t filter_bits = 0;     // DRAM bits per row that spare reads of keys never put: 10 spare 99 in 100; 0: none
+  size_t write_buffer = 0;      // 0: from mem_budget
   size_t segment_bytes = 64u << 20;
   size_t partition_bytes = 32u << 20;  // a base file splits above this
   size_t min_log_bytes = 64u << 20;    // no merging below this much log
@@ -42,7 +42,7 @@ struct StoreStats {
   uint64_t keys_read = 0, pages_read = 0, reads = 0, bytes_read = 0, false_pages = 0;
   uint64_t bytes_put = 0, bytes_written = 0;  // put: rows and keys given by the user; written: everything to disk
   uint64_t merges = 0, merge_bytes_read = 0, merge_bytes_written = 0;
-  double stall_seconds = 0;  // put() waiting for the merger
+  double stall_seconds = 0;                   // put() waiting for the merger
   double read_cost_us = 0, page_cost_us = 0;  // the device, as measured
   std::string engine;
   std::string damage;  // a bad page met while merging; empty: none
@@ -61,10 +61,10 @@ class SsdStore : public RowStore {
 
   // Everything put so far becomes durable, together with the note. Returns the new epoch.
   uint64_t commit(const std::string& note);
-  uint64_t epoch() const;             // 0: nothing committed yet
-  std::string note() const;           // of epoch()
+  uint64_t epoch() const;                // 0: nothing committed yet
+  std::string note() const;              // of epoch()
   std::vector<uint64_t> epochs() const;  // retained, oldest first
-  void release(uint64_t epoch);       // not the newest
+  void release(uint64_t epoch);          // not the newest
 
   // Every live row once, in hash order, in bounded memory. Sees the store as it was when the scan began.
   class Scan {
@@ -76,8 +76,8 @@ class SsdStore : public RowStore {
 
   uint64_t count();  // live rows, exact; reads what the log has overwritten
   StoreStats stats() const;
-  void check();      // verifies every byte and every book; throws CorruptionError or Error
-  void merge_all();  // merges the whole log into the bases now
+  void check();                                   // verifies every byte and every book; throws CorruptionError or Error
+  void merge_all();                               // merges the whole log into the bases now
   void link_checkpoint(const std::string& path);  // the newest commit as hard links in a new folder
   void close();
   // Benchmarks: seconds that the page reads of such a get() take by themselves.

@@ -69,10 +69,10 @@ class FileSystem {
   virtual void rename(const std::string& from, const std::string& to) = 0;  // atomic, replaces
   virtual void unlink(const std::string& path) = 0;
   virtual void link(const std::string& from, const std::string& to) = 0;  // hard link
-  virtual void make_dir(const std::string& path) = 0;                      // fine if it exists
+  virtual void make_dir(const std::string& path) = 0;                     // fine if it exists
   virtual void sync_dir(const std::string& path) = 0;
   virtual bool exists(const std::string& path) = 0;
-  virtual std::vector<std::string> list(const std::string& dir) = 0;  // names, sorted; throws NotFoundError
+  virtual std::vector<std::string> list(const std::string& dir) = 0;    // names, sorted; throws NotFoundError
   virtual std::unique_ptr<FileLock> lock(const std::string& path) = 0;  // creates the file; throws LockError
 
   // Reads of `depth` at a time by each of `workers` threads suit this file system best.

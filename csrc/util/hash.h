@@ -32,8 +32,16 @@ inline uint64_t xxh64(const void* data, size_t len, uint64_t seed) {
                      kP4 = 0x85EBCA77C2B2AE63ULL, kP5 = 0x27D4EB2F165667C5ULL;
   auto p = static_cast<const uint8_t*>(data);
   const uint8_t* const end = p + len;
-  auto read64 = [](const uint8_t* q) { uint64_t v; std::memcpy(&v, q, 8); return v; };
-  auto read32 = [](const uint8_t* q) { uint32_t v; std::memcpy(&v, q, 4); return v; };
+  auto read64 = [](const uint8_t* q) {
+    uint64_t v;
+    std::memcpy(&v, q, 8);
+    return v;
+  };
+  auto read32 = [](const uint8_t* q) {
+    uint32_t v;
+    std::memcpy(&v, q, 4);
+    return v;
+  };
   auto round = [](uint64_t acc, uint64_t in) { return std::rotl(acc + in * kP2, 31) * kP1; };
   uint64_t h;
   if (len >= 32) {

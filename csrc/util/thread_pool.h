@@ -49,7 +49,8 @@ class ThreadPool {
       std::lock_guard lock(mutex_);
       for (size_t i = 0; i < helpers; ++i) queue_.push_back(job);
     }
-    if (helpers == 1) wake_.notify_one(); else wake_.notify_all();
+    if (helpers == 1) wake_.notify_one();
+    else wake_.notify_all();
     run(*job);
     std::unique_lock lock(job->mutex);
     job->done.wait(lock, [&] { return job->finished == tasks; });
