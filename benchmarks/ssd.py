@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from common import Claim, console, environment, noise, print_claims, spread, write_json
-from engines import ENGINES, NEEDS, Data, Engine, Ours, folder_bytes, installed, opened, prepare
+from engines import ENGINES, RIVALS, Data, Engine, Ours, folder_bytes, installed, opened, prepare
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 CLAIMS = ("get", "cycle", "floor", "growth")
@@ -387,8 +387,8 @@ def main() -> None:
     if unknown := set(wanted) - set(CLAIMS):
         raise SystemExit(f"--only {','.join(unknown)}: choose from {','.join(CLAIMS)}")
     kinds = [kind for kind in ENGINES if kind in args.engines.split(",")]
-    for kind in [k for k in kinds if not installed(NEEDS.get(k, "numpy"))]:
-        console.print(f"[yellow]skipped: {kind}, because {NEEDS[kind]} is not installed (pip install {NEEDS[kind]})[/]")
+    for kind in [k for k in kinds if not installed(k)]:
+        console.print(f"[yellow]skipped: {kind}, because {RIVALS[kind][1]} cannot be installed here[/]")
         kinds.remove(kind)
     folder = Path(args.dir or tempfile.mkdtemp(prefix="thermocline-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -415,7 +415,7 @@ def main() -> None:
             else:
                 results[name] = run_floor(sizes, folder) if name == "floor" else run_growth(sizes, folder)
             if args.json:
-                record = {"environment": environment(["thermocline", "numpy", *NEEDS.values()])}
+                record = {"environment": environment(["numpy", *(module for module, _ in RIVALS.values())])}
                 record |= {"sizes": dataclasses.asdict(sizes), "quick": args.quick, "results": results}
                 write_json(args.json, record, claims_of(results, sizes))
     finally:
