@@ -101,6 +101,7 @@ nb::dict stats(const SsdStore& self) {
   d["read_cost_us"] = s.read_cost_us;
   d["page_cost_us"] = s.page_cost_us;
   d["engine"] = s.engine;
+  d["damage"] = s.damage;
   return d;
 }
 

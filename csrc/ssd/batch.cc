@@ -65,7 +65,13 @@ void SsdStore::Impl::get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut
       plan_reads(index_, plan);
     }
     if (plan.wants.size() >= kMeasureFrom) reader_.measure(plan);
-    reader_.run(plan, keys, found, rows);
+    for (Plan rest = reader_.run(plan, keys, found, rows); !rest.items.empty();) {
+      {
+        std::shared_lock lock(index_mutex_);
+        plan_reads(index_, rest);
+      }
+      rest = reader_.run(rest, keys, found, rows);
+    }
   });
 }
 
@@ -90,15 +96,19 @@ void SsdStore::Impl::put(const uint64_t* keys, size_t n, const RowsIn* rows) {
   if (n == 0) return;
   std::lock_guard write(write_mutex_);
   require_writable();
+  if (n > UINT32_MAX) throw Error(ctx.path + ": more than 2^32 keys in one call");
   bytes_put_ += n * (rows ? ctx.g.entry_bytes() : 8);
   if (n < buffer_.capacity() / 2) {
-    if (buffer_.size() + n > buffer_.capacity()) flush_buffer();
+    if (buffer_.size() + n > buffer_.capacity()) {
+      merger_->admit();
+      flush_buffer();
+    }
     std::unique_lock lock(index_mutex_);
     for (size_t i = 0; i < n; ++i) buffer_.set(keys[i], rows ? rows->at(i) : nullptr);
     return;
   }
-  merger_->limit();  // a store over its budget says so before it takes more
-  flush_buffer();    // its rows are older than this batch
+  merger_->admit();
+  flush_buffer();  // its rows are older than this batch
   const size_t most = log_.max_rows();
   for (size_t first = 0; first < n; first += most) {
     size_t count = std::min(most, n - first);
@@ -106,13 +116,25 @@ void SsdStore::Impl::put(const uint64_t* keys, size_t n, const RowsIn* rows) {
     for (size_t i = 0; i < count; ++i) items[i] = {hash_key(keys[first + i]), static_cast<uint32_t>(first + i)};
     sort_items(items);
     keep_last(items);
+    if (first > 0) merger_->admit();
     write_batch(items, keys, rows);
+  }
+}
+
+// On a full disk the space of what failed is what is needed next.
+template <class Fn>
+auto SsdStore::Impl::collecting(Fn&& fn) {
+  try {
+    return fn();
+  } catch (...) {
+    catalog_.collect();
+    throw;
   }
 }
 
 void SsdStore::Impl::write_batch(std::vector<Item>& items, const uint64_t* keys, const RowsIn* rows) {
   std::vector<HashAndPage> entries;
-  std::shared_ptr<Extent> extent = log_.write(items, keys, rows, base_bytes(), entries);
+  std::shared_ptr<Extent> extent = collecting([&] { return log_.write(items, keys, rows, base_bytes(), entries); });
   uint64_t bytes = extent->bytes(ctx.g);
   {
     std::unique_lock lock(index_mutex_);
@@ -152,8 +174,11 @@ void SsdStore::Impl::flush_buffer() {
       flushed.push_back(std::move(f));
     }
   };
-  write(kept, &rows);
-  write(deleted, nullptr);
+  collecting([&] {
+    write(kept, &rows);
+    write(deleted, nullptr);
+    return 0;
+  });
   {
     // Rows leave the buffer and appear in the index in one step; a failure above left them in the buffer.
     std::unique_lock lock(index_mutex_);

@@ -22,6 +22,8 @@ bool parse_file_name(const std::string& name, FileKind* kind, uint64_t* number) 
 
 void Catalog::load() {
   std::lock_guard lock(mutex_);
+  files_.clear();
+  epochs_.clear();
   std::vector<uint64_t> found;
   for (auto& name : ctx_.fs->list(ctx_.path)) {
     FileKind kind;
@@ -37,6 +39,8 @@ void Catalog::load() {
     epochs_[epoch];
     try {
       retain(read(epoch));
+    } catch (const NotFoundError&) {
+      epochs_.erase(epoch);  // released by the writer, beside whom we read
     } catch (const CorruptionError&) {
       epochs_[epoch].damaged = true;
     } catch (const FormatError&) {
@@ -56,8 +60,9 @@ Manifest Catalog::read(uint64_t epoch) const {
 void Catalog::retain(const Manifest& m) {
   Epoch epoch;
   auto need = [&](uint64_t number, FileKind kind, uint64_t pages) {
-    epoch.files.insert(number);
+    epoch.files.push_back(number);
     Entry& entry = files_[number];
+    ++entry.epochs;
     entry.kind = kind;
     entry.pages = std::max(entry.pages, pages);
   };
@@ -66,6 +71,11 @@ void Catalog::retain(const Manifest& m) {
   for (auto& s : m.segments) need(s.file, FileKind::kSegment, s.pages);
   next_file_ = std::max(next_file_, m.next_file);
   epochs_[m.epoch] = std::move(epoch);
+}
+
+void Catalog::forget(uint64_t epoch) {
+  for (uint64_t number : epochs_[epoch].files) --files_[number].epochs;
+  epochs_.erase(epoch);
 }
 
 std::vector<uint64_t> Catalog::epochs() const {
@@ -126,10 +136,10 @@ void Catalog::publish(const Manifest& manifest) {
   }
   std::lock_guard lock(mutex_);
   retain(manifest);
-  if (manifest.epoch == 0 || epochs_.erase(0) == 0) return;
+  if (manifest.epoch == 0 || epochs_.erase(0) == 0) return;  // it has no files
   try {
     ctx_.fs->unlink(ctx_.path + "/" + manifest_name(0));
-  } catch (const IoError&) {
+  } catch (const Error&) {
     // The commit stands; an empty epoch 0 that stays behind harms nobody.
   }
 }
@@ -145,19 +155,16 @@ void Catalog::release(uint64_t epoch) {
   // Durable before any file of the epoch goes: a manifest that comes back must not miss its files. If this fails, they
   // stay until the next open.
   ctx_.fs->sync_dir(ctx_.path);
-  epochs_.erase(epoch);
+  forget(epoch);
   ctx_.fs->reached("release.synced");
 }
 
 void Catalog::collect() {
   std::lock_guard lock(mutex_);
-  std::set<uint64_t> needed;
-  for (auto& [_, epoch] : epochs_) {
-    if (epoch.damaged) return;
-    needed.insert(epoch.files.begin(), epoch.files.end());
-  }
+  for (auto& [_, epoch] : epochs_)
+    if (epoch.damaged) return;  // who knows what it needs
   for (auto it = files_.begin(); it != files_.end();) {
-    if (needed.count(it->first) || !it->second.open.expired()) {
+    if (it->second.epochs > 0 || !it->second.open.expired()) {
       ++it;
       continue;
     }
@@ -166,7 +173,7 @@ void Catalog::collect() {
     try {
       if (ctx_.fs->exists(path)) ctx_.fs->unlink(path);
       it = files_.erase(it);
-    } catch (const IoError&) {
+    } catch (const Error&) {
       ++it;  // tried again by the next collect, or by the next open
     }
   }

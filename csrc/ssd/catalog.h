@@ -7,7 +7,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -46,12 +45,14 @@ class Catalog {
     FileKind kind;
     std::weak_ptr<DataFile> open;
     uint64_t pages = 0;
+    uint32_t epochs = 0;  // that need it
   };
   struct Epoch {
-    std::set<uint64_t> files;
+    std::vector<uint64_t> files;
     bool damaged = false;
   };
   void retain(const Manifest& manifest);
+  void forget(uint64_t epoch);
 
   Context& ctx_;
   mutable std::mutex mutex_;  // protects what follows

@@ -1,5 +1,6 @@
 // check(): every byte and every book of a store.
 #include <algorithm>
+#include <set>
 
 #include "ssd/impl.h"
 
@@ -7,90 +8,115 @@ namespace thermocline {
 
 using namespace ssd;
 
-// Reads every page of one partition; verifies order, counts, fences, and that the index finds every newer row.
-void SsdStore::Impl::check_partition(size_t i) {
-  PartitionView view;
-  {
-    std::shared_lock lock(index_mutex_);
-    view = index_.view(i);
-  }
-  auto wrong = [&](const std::string& what) {
-    throw CorruptionError(ctx.path + ": partition " + std::to_string(i) + ": " + what);
-  };
-  if (view.base) {
-    const BaseFile& base = *view.base;
-    PartitionCursor rows(ctx, {view.lo, view.hi, view.base, {}}, ctx.sizes.merge_bytes);
-    uint64_t n = 0, last = 0;
-    while (rows.next()) {
-      uint64_t hash = hash_key(rows.key());
-      if (n > 0 && hash <= last) wrong("the base's rows are out of order");
-      if (n % ctx.g.rows_per_page() == 0 && base.fences.at(n / ctx.g.rows_per_page()) != hash)
-        wrong("a fence of the base is wrong");
-      last = hash;
-      ++n;
-    }
-    if (n != base.rows)
-      wrong("the base has " + std::to_string(n) + " rows, the manifest says " + std::to_string(base.rows));
-  }
-  PartitionCursor all(ctx, view, ctx.sizes.merge_bytes);
-  while (all.next()) {
-  }
-  std::vector<uint32_t> vpages;
-  uint64_t entries = 0;
-  for (auto& extent : view.extents) {
-    Extent copy = *extent;
-    read_extent_keys(ctx, copy, [&](uint64_t hash, uint32_t page) {
-      if (hash < view.lo || hash > view.hi) return;
-      ++entries;
-      std::shared_lock lock(index_mutex_);
-      index_.candidates(index_.partition(i), hash, vpages);
-      if (std::find(vpages.begin(), vpages.end(), extent->vbase + page) == vpages.end())
-        wrong("the index lacks a row of extent " + std::to_string(extent->seq));
-    });
-    if (copy.fences != extent->fences) wrong("the fences of extent " + std::to_string(extent->seq) + " are wrong");
-  }
+// What the index says of itself.
+void SsdStore::Impl::check_books() {
   std::shared_lock lock(index_mutex_);
-  if (entries > 0 && index_.partition(i).pending == 0) wrong("its newer rows are not counted");
+  uint64_t pending = 0, base_rows = 0, next = 0;
+  for (size_t i = 0; i < index_.size(); ++i) {
+    const Partition& p = index_.partition(i);
+    if (p.lo != next || p.hi < p.lo) throw Error(ctx.path + ": the partitions do not cover all keys");
+    next = p.hi + 1;
+    pending += p.pending;
+    base_rows += p.base ? p.base->rows : 0;
+    if (p.pending == 0 && !p.tables.empty()) throw Error(ctx.path + ": a merged partition still has a table");
+  }
+  if (next != 0) throw Error(ctx.path + ": the partitions do not reach the last key");
+  if (pending != index_.pending() || base_rows != index_.base_rows())
+    throw Error(ctx.path + ": rows counted " + std::to_string(base_rows) + " + " + std::to_string(pending) +
+                ", booked " + std::to_string(index_.base_rows()) + " + " + std::to_string(index_.pending()));
+  for (auto& file : index_.files())
+    if (file->file->size() < file->pages * ctx.g.page_bytes)
+      throw CorruptionError(file->file->path() + ": the file is shorter than its books say");
+}
+
+// Every page of a base file, read anew: header, rows in order, fences, filter.
+void SsdStore::Impl::check_base(const PartitionRecord& record, uint64_t lo, uint64_t hi) {
+  std::shared_ptr<const BaseFile> base = open_base(ctx, record, true);
+  auto wrong = [&](const std::string& what) { throw CorruptionError(base->data->file->path() + ": " + what); };
+  PartitionCursor rows(ctx, {0, ~uint64_t{0}, base, {}}, ctx.sizes.merge_bytes);
+  uint64_t n = 0, last = 0;
+  while (rows.next()) {
+    uint64_t hash = hash_key(rows.key());
+    if (n > 0 && hash <= last) wrong("its rows are out of order");
+    if (hash < lo || hash > hi) wrong("it has a row of another partition");
+    if (n % ctx.g.rows_per_page() == 0 && base->fences.at(n / ctx.g.rows_per_page()) != hash) wrong("a fence is wrong");
+    if (!base->filter.may_contain(hash)) wrong("its filter hides a row");
+    last = hash;
+    ++n;
+  }
+  if (n != base->rows) wrong("it has " + std::to_string(n) + " rows, the manifest says " + std::to_string(base->rows));
+}
+
+// Every page of an extent: its key column, and the same keys on its row pages.
+void SsdStore::Impl::check_extent(const Extent& extent) {
+  const std::string& path = extent.segment->file->path();
+  Extent copy = extent;
+  std::vector<HashAndPage> keys;
+  keys.reserve(extent.rows);
+  read_extent_keys(ctx, copy, [&](uint64_t hash, uint32_t page) { keys.push_back({hash, page}); });
+  if (!extent.fences.empty() && copy.fences != extent.fences)
+    throw CorruptionError(path + ": the fences of extent " + std::to_string(extent.seq) + " are wrong");
+  if (!extent.tombstones) {
+    PartitionCursor rows(ctx, {0, ~uint64_t{0}, nullptr, {std::make_shared<Extent>(copy)}}, ctx.sizes.merge_bytes);
+    for (auto& key : keys)
+      if (!rows.next() || hash_key(rows.key()) != key.hash)
+        throw CorruptionError(path + ": the rows of extent " + std::to_string(extent.seq) + " are not its keys");
+  }
+  if (extent.fences.empty()) return;  // of another epoch: not in the index
+  std::shared_lock lock(index_mutex_);
+  for (auto& key : keys) {
+    const Partition& p = index_.partition(index_.partition_of(key.hash));
+    if (extent.seq <= p.merged_seq) continue;
+    bool found = false;
+    for (auto& table : p.tables) table->find(key.hash, [&](uint32_t v) { found |= v == extent.vbase + key.page; });
+    if (!found) throw Error(ctx.path + ": the index lacks a row of extent " + std::to_string(extent.seq));
+    if (p.pending == 0) throw Error(ctx.path + ": rows of extent " + std::to_string(extent.seq) + " are not counted");
+  }
 }
 
 void SsdStore::Impl::check() {
   auto life = alive();
   std::lock_guard write(write_mutex_);
-  // No merge may replace partitions meanwhile.
-  auto paused = merger_->pause();
-  size_t partitions;
+  auto paused = merger_->pause();  // no merge may replace partitions meanwhile
+  check_books();
+  std::set<uint64_t> bases;  // by file number: checked already
+  auto check_manifest = [&](const Manifest& m) {
+    for (size_t i = 0; i < m.partitions.size(); ++i) {
+      const PartitionRecord& r = m.partitions[i];
+      uint64_t hi = i + 1 < m.partitions.size() ? m.partitions[i + 1].lo - 1 : ~uint64_t{0};
+      if (r.file && bases.insert(r.file).second) check_base(r, r.lo, hi);
+    }
+  };
+  Manifest now;
+  std::vector<std::shared_ptr<Extent>> live;
   {
     std::shared_lock lock(index_mutex_);
-    partitions = index_.size();
-    uint64_t pending = 0, base_rows = 0, next = 0;
-    for (size_t i = 0; i < partitions; ++i) {
-      const Partition& p = index_.partition(i);
-      if (p.lo != next || p.hi < p.lo) throw Error(ctx.path + ": the partitions do not cover all keys");
-      next = p.hi + 1;
-      pending += p.pending;
-      base_rows += p.base ? p.base->rows : 0;
-      if (p.pending == 0 && !p.tables.empty()) throw Error(ctx.path + ": a merged partition still has a table");
-    }
-    if (next != 0) throw Error(ctx.path + ": the partitions do not reach the last key");
-    if (pending != index_.pending() || base_rows != index_.base_rows())
-      throw Error(ctx.path + ": rows counted " + std::to_string(base_rows) + " + " + std::to_string(pending) +
-                  ", booked " + std::to_string(index_.base_rows()) + " + " + std::to_string(index_.pending()));
-    for (auto& file : index_.files())
-      if (file->file->size() < file->pages * ctx.g.page_bytes)
-        throw CorruptionError(file->file->path() + ": the file is shorter than its books say");
+    now = index_.manifest();
+    live.assign(index_.live_extents().begin(), index_.live_extents().end());
   }
-  for (size_t i = 0; i < partitions; ++i) check_partition(i);
-  // Every retained epoch: its manifest is whole and its files are there.
+  check_manifest(now);
+  for (auto& extent : live) {
+    check_extent(*extent);
+  }
+  // The other retained epochs, as far as they have files and extents of their own.
   for (uint64_t epoch : catalog_.epochs()) {
     Manifest m = catalog_.read(epoch);
-    auto need = [&](FileKind kind, uint64_t number) {
-      if (!ctx.fs->exists(ctx.file_path(kind, number)))
-        throw CorruptionError(ctx.file_path(kind, number) + ": the file is missing, epoch " + std::to_string(epoch) +
-                              " needs it");
-    };
-    for (auto& p : m.partitions)
-      if (p.file) need(FileKind::kBase, p.file);
-    for (auto& s : m.segments) need(FileKind::kSegment, s.file);
+    check_manifest(m);
+    for (auto& s : m.segments) {
+      std::shared_ptr<DataFile> segment = open_data_file(ctx, FileKind::kSegment, s.file, s.nonce, s.pages);
+      for (auto& r : m.extents) {
+        bool seen = std::any_of(live.begin(), live.end(),
+                                [&](auto& e) { return e->seq == r.seq && e->segment->number == r.segment; });
+        if (r.segment != s.file || seen) continue;
+        Extent extent;
+        extent.seq = r.seq;
+        extent.segment = segment;
+        extent.first_page = static_cast<uint32_t>(r.first_page);
+        extent.rows = r.rows;
+        extent.tombstones = r.tombstones != 0;
+        check_extent(extent);
+      }
+    }
   }
 }
 

@@ -42,12 +42,24 @@ class PartitionCursor::Run {
  private:
   PageKind kind() const { return tombstones_ ? PageKind::kTombstones : PageKind::kRows; }
 
+  void read(uint64_t pages) {
+    const uint32_t bytes = ctx_.g.page_bytes;
+    for (int attempt = 0;; ++attempt) {
+      try {
+        file_.file->pread(buffer_.data(), pages * bytes, next_page_ * bytes);
+        return;
+      } catch (const IoError& e) {
+        if (attempt > 0) throw UnreadableError(e.what(), e.code);
+      }
+    }
+  }
+
   bool next_page() {
     const uint32_t bytes = ctx_.g.page_bytes;
     if (buffered_ == 0) {
       if (next_page_ == end_page_) return false;
       uint64_t n = std::min<uint64_t>(buffer_.size() / bytes, end_page_ - next_page_);
-      file_.file->pread(buffer_.data(), n * bytes, next_page_ * bytes);
+      read(n);
       bytes_read_ += n * bytes;
       buffered_ = n;
       page_ = buffer_.data();

@@ -1,5 +1,6 @@
 // All live rows of one partition in hash order: the base and the extents above it, merged, newest version wins.
-// Used by merging, scanning, counting and checking. Bounded memory, whatever the number of extents.
+// Used by merging, scanning, counting and checking. Memory: the buffers asked for, but at least a page per extent; the
+// merger keeps the extents few enough (BufferSizes::max_extents).
 #pragma once
 
 #include <cstdint>
@@ -9,6 +10,11 @@
 #include "ssd/files.h"
 
 namespace thermocline::ssd {
+
+// A page of a partition cannot be read, twice in a row. (A read that fails is the device's word, not damaged bytes.)
+struct UnreadableError : IoError {
+  using IoError::IoError;
+};
 
 // A snapshot of one partition: stays readable whatever happens to the store meanwhile.
 struct PartitionView {

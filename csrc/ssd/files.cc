@@ -38,13 +38,15 @@ BufferSizes BufferSizes::of(size_t mem_budget, size_t write_buffer, const Geomet
   s.read_pages = pages(mem_budget / 16 / static_cast<size_t>(s.read_workers * s.read_depth), kReadBytes);
   s.append_pages = pages(mem_budget / 64, 1u << 20);
   s.merge_bytes = std::min<size_t>(mem_budget / 16, 3u << 20);
+  s.max_extents = std::clamp<size_t>(mem_budget / 16 / g.page_bytes, 16, 4096);
   s.write_buffer = write_buffer ? write_buffer : std::min<size_t>(mem_budget / 16, 16u << 20);
   return s;
 }
 
 uint64_t BufferSizes::total(const Geometry& g) const {
-  uint64_t pages = static_cast<uint64_t>(read_workers) * static_cast<uint64_t>(read_depth) * read_pages;
-  return (pages + 3ull * append_pages) * g.page_bytes + merge_bytes + write_buffer;  // log: 2 chunks; a base: 1
+  uint64_t reads = static_cast<uint64_t>(read_workers) * static_cast<uint64_t>(read_depth) * read_pages;
+  uint64_t merge = std::max<uint64_t>(merge_bytes, max_extents * g.page_bytes);
+  return (reads + 3ull * append_pages) * g.page_bytes + merge + write_buffer;  // log: 2 chunks; a base: 1
 }
 
 std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t number) {

@@ -23,7 +23,8 @@ struct BufferSizes {
   int read_workers, read_depth;
   uint32_t read_pages;    // of one read; workers x depth buffers
   uint32_t append_pages;  // written or read at once, sequentially
-  size_t merge_bytes;     // of the sources of a merge
+  size_t merge_bytes;     // of the sources of a merge; more if there are many extents
+  size_t max_extents;     // live ones: each takes a page of a merge's memory, and a place in every manifest
   size_t write_buffer;
 
   static BufferSizes of(size_t mem_budget, size_t write_buffer, const Geometry& g, FileSystem::Concurrency reads);

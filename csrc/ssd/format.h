@@ -65,8 +65,11 @@ struct Geometry {
 
   uint32_t entry_bytes() const { return row_bytes + 8; }
   uint32_t rows_per_page() const { return (page_bytes - sizeof(PageHeader)) / entry_bytes(); }
-  uint32_t keys_per_page() const { return (page_bytes - sizeof(PageHeader) - sizeof(ExtentInfo)) / 8; }
-  uint32_t fences_per_page() const { return (page_bytes - sizeof(PageHeader)) / 8; }
+  uint32_t keys_per_page() const { return most((page_bytes - sizeof(PageHeader) - sizeof(ExtentInfo)) / 8); }
+  uint32_t fences_per_page() const { return most((page_bytes - sizeof(PageHeader)) / 8); }
+  static uint32_t most(size_t entries) {
+    return static_cast<uint32_t>(entries < 65535 ? entries : 65535);
+  }  // count: u16
   uint64_t row_pages(uint64_t rows) const { return (rows + rows_per_page() - 1) / rows_per_page(); }
   uint64_t key_pages(uint64_t rows) const { return (rows + keys_per_page() - 1) / keys_per_page(); }
   uint64_t fence_pages(uint64_t pages) const { return (pages + fences_per_page() - 1) / fences_per_page(); }

@@ -4,6 +4,8 @@
 //   index_mutex_  the index and the write buffer: shared to plan reads, exclusive to change them; never held during I/O
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -17,6 +19,7 @@
 #include "ssd/reader.h"
 #include "ssd/store.h"
 #include "ssd/write_buffer.h"
+#include "util/fair_mutex.h"
 #include "util/thread_pool.h"
 
 namespace thermocline {
@@ -47,13 +50,16 @@ class SsdStore::Impl {
   std::string note() const;
 
   // Held by every call on an open store.
-  std::shared_lock<std::shared_mutex> alive() const;
+  std::shared_lock<FairMutex> alive() const;
+  bool foreign() const;  // in a process forked from the one that opened the store
 
  private:
   void load(const ssd::Manifest& manifest);
   void require_writable() const;
   // write_mutex_ held:
-  void flush_buffer();
+  void flush_buffer();  // returns with the rows in the index, or throws with all of them still in the buffer
+  template <class Fn>
+  auto collecting(Fn&& fn);
   void write_batch(std::vector<ssd::Item>& items, const uint64_t* keys, const RowsIn* rows);
   void sync_files(const std::vector<std::shared_ptr<ssd::DataFile>>& files);
   [[noreturn]] void fail(const std::string& what);
@@ -63,20 +69,23 @@ class SsdStore::Impl {
   template <class Fn>
   void for_each_plan(const uint64_t* keys, size_t n, Fn&& fn);
   void take_from_buffer(ssd::Plan& plan, const uint64_t* keys, uint8_t* found, RowsOut rows) const;
-  void check_partition(size_t i);
+  void check_books();
+  void check_base(const ssd::PartitionRecord& record, uint64_t lo, uint64_t hi);
+  void check_extent(const ssd::Extent& extent);
 
   const StoreOptions options_;
   std::unique_ptr<FileLock> lock_;
   ThreadPool pool_;
   ssd::Catalog catalog_;
+  const pid_t owner_;  // a forked child must not touch the parent's files
 
-  mutable std::shared_mutex life_;
-  bool closed_ = false;
+  mutable FairMutex life_;
+  std::atomic<bool> closed_{false};
 
   std::mutex write_mutex_;  // protects log_, epoch_ and note_ for writing
   ssd::LogWriter log_;
 
-  mutable std::shared_mutex index_mutex_;  // protects index_, buffer_, epoch_, note_, failed_
+  mutable FairMutex index_mutex_;  // protects index_, buffer_, epoch_, note_, failed_
   ssd::Index index_;
   ssd::WriteBuffer buffer_;
   uint64_t epoch_ = 0;

@@ -59,21 +59,34 @@ void Index::add_extent(std::shared_ptr<Extent> extent, const std::vector<HashAnd
   extents_.push_back(std::move(extent));
 }
 
-void Index::candidates(const Partition& p, uint64_t hash, std::vector<uint32_t>& vpages) const {
-  vpages.clear();
-  for (auto& table : p.tables) table->find(hash, [&](uint32_t vpage) { vpages.push_back(vpage); });
+bool Index::candidate(const Partition& p, uint64_t hash, const uint32_t* older, uint32_t* vpage) {
   // Log page numbers rise with age and may wrap around: compare distances.
-  if (vpages.size() > 1)
-    std::sort(vpages.begin(), vpages.end(), [](uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) > 0; });
+  auto before = [](uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; };
+  bool found = false;
+  for (auto& table : p.tables) {
+    table->find(hash, [&](uint32_t page) {
+      if ((older && !before(page, *older)) || (found && before(page, *vpage))) return;
+      *vpage = page;
+      found = true;
+    });
+  }
+  return found;
 }
 
-PageAddress Index::address(uint32_t vpage) const {
+uint64_t Index::mergeable() const {
+  uint64_t rows = 0;
+  for (auto& p : partitions_)
+    if (p->damage.empty()) rows += p->pending;
+  return rows;
+}
+
+LogPage Index::log_page(uint32_t vpage) const {
   auto after =
       std::upper_bound(segment_starts_.begin(), segment_starts_.end(), vpage,
                        [](uint32_t v, const auto& start) { return static_cast<int32_t>(v - start->vbase) < 0; });
   if (after == segment_starts_.begin()) throw Error("an index entry names a page before the log");
   const Extent& start = **(after - 1);
-  return {start.segment.get(), vpage - start.vbase};
+  return {start.segment, vpage - start.vbase};
 }
 
 bool Index::base_page(const BaseFile& base, uint64_t hash, uint32_t* page, uint32_t hint) {
@@ -149,7 +162,8 @@ bool Index::begin_merge(Merge* merge) {
   merge->frozen_pending = p.pending;
   merge->rows = p.pending + (p.base ? p.base->rows : 0);
   // Entries that arrive while the merge runs go to a table of their own, which outlives it.
-  p.tables.push_back(std::make_shared<DeltaTable>(p.lo, p.hi, static_cast<uint32_t>(p.pending / 8 + 64)));
+  if (p.tables.back()->count() == 0) --merge->frozen_tables;  // of a merge that failed
+  else p.tables.push_back(std::make_shared<DeltaTable>(p.lo, p.hi, static_cast<uint32_t>(p.pending / 8 + 64)));
   return true;
 }
 

@@ -33,9 +33,8 @@ struct HashAndPage {
   uint32_t page;  // of the extent's segment
 };
 
-// A page of some file.
-struct PageAddress {
-  DataFile* file;
+struct LogPage {
+  const std::shared_ptr<DataFile>& segment;
   uint64_t page;
 };
 
@@ -54,9 +53,9 @@ class Index {
   size_t size() const { return partitions_.size(); }
   const Partition& partition(size_t i) const { return *partitions_[i]; }
   size_t partition_of(uint64_t hash) const;
-  // Pages of the log that may hold the hash's row, newest first.
-  void candidates(const Partition& p, uint64_t hash, std::vector<uint32_t>& vpages) const;
-  PageAddress address(uint32_t vpage) const;
+  // The newest page of the log that may hold the hash's row; with `older`, the newest before *older. False: none.
+  static bool candidate(const Partition& p, uint64_t hash, const uint32_t* older, uint32_t* vpage);
+  LogPage log_page(uint32_t vpage) const;
   // Row page of the base that would hold the hash, starting the search at `hint`. False: certainly not in the base, by
   // the fences or by the filter.
   static bool base_page(const BaseFile& base, uint64_t hash, uint32_t* page, uint32_t hint);
@@ -79,6 +78,7 @@ class Index {
   void finish_merge(const Merge& merge, std::vector<Partition> pieces);
 
   uint64_t pending() const { return pending_; }  // rows
+  uint64_t mergeable() const;                    // those of partitions without damage
   uint64_t base_rows() const { return base_rows_; }
   uint64_t base_bytes() const;
   uint64_t log_bytes() const;

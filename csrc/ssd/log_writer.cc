@@ -81,7 +81,8 @@ std::shared_ptr<Extent> LogWriter::write(const std::vector<Item>& items, const u
       }
     });
   } catch (...) {
-    // Pages of unknown content: leave this file's tail alone for good.
+    // Pages of unknown content: this file is not written again. On a full disk their space is what is needed next.
+    segment_->file->truncate(segment_->pages * g.page_bytes);
     vbase_ += static_cast<uint32_t>(segment_->pages + pages);
     segment_.reset();
     throw;

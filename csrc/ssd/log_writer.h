@@ -3,6 +3,7 @@
 // Thread safety: one caller at a time (the store's write lock).
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -48,7 +49,7 @@ class LogWriter {
   uint32_t vbase_ = 0;                 // of segment_, or of the next one
   uint64_t next_seq_ = 1;
   std::vector<AlignedBuffer> buffers_;
-  uint64_t buffer_bytes_ = 0;
+  std::atomic<uint64_t> buffer_bytes_{0};
 };
 
 }  // namespace thermocline::ssd

@@ -12,8 +12,7 @@ uint64_t ceil_div(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-Merger::Merger(Context& ctx, const StoreOptions& options, Index& index, std::shared_mutex& index_mutex,
-               Catalog& catalog)
+Merger::Merger(Context& ctx, const StoreOptions& options, Index& index, FairMutex& index_mutex, Catalog& catalog)
     : ctx_(ctx), options_(options), index_(index), index_mutex_(index_mutex), catalog_(catalog) {
   if (options_.background_merge && !options_.read_only) thread_ = std::thread([this] { loop(); });
 }
@@ -49,14 +48,50 @@ uint64_t Merger::limit() const {
   return std::min(wanted, affordable * 2 / 3);  // put() waits at half as much again
 }
 
+uint64_t Merger::memory() const {
+  uint64_t pages = ctx_.sizes.append_pages + index_.extents();
+  return std::max<uint64_t>(ctx_.sizes.merge_bytes, pages * ctx_.g.page_bytes);
+}
+
 Merger::Debt Merger::debt() const {
-  uint64_t limit = this->limit();
+  uint64_t limit;
+  try {
+    limit = this->limit();
+  } catch (const BudgetError&) {
+    limit = 1024;  // admit() says it; merging is what may help
+  }
   std::shared_lock lock(index_mutex_);
-  Debt debt{index_.pending(), limit};
+  // What cannot be merged is nobody's debt: damage must not stop the rest.
+  Debt debt{index_.mergeable(), limit};
+  const size_t most = ctx_.sizes.max_extents;
+  if (debt.pending == 0 || !index_.damage().empty()) return debt;
   // Too many small extents count as too many rows.
-  if (index_.extents() > kMaxExtents) debt.pending = std::max(debt.pending, limit + limit / 8 + 1);
-  if (index_.extents() > 2 * kMaxExtents) debt.pending = std::max(debt.pending, 2 * limit);
+  if (index_.extents() > most / 2) debt.pending = std::max(debt.pending, limit / 4 + 1);
+  if (index_.extents() > most * 3 / 4) debt.pending = std::max(debt.pending, limit + limit / 4 + 1);
+  if (index_.extents() >= most) debt.pending = std::max(debt.pending, 2 * limit);
   return debt;
+}
+
+void Merger::admit() {
+  limit();
+  if (!options_.background_merge) return;
+  double waited = 0;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    const uint64_t seen = rounds_;
+    lock.unlock();
+    Debt now = debt();
+    lock.lock();
+    if (!(waited > 0 ? now.urgent() : now.hard()) || stop_) break;
+    if (error_) std::rethrow_exception(error_);
+    work_ = hurry_ = true;
+    ++requests_;
+    wake_.notify_all();
+    auto start = std::chrono::steady_clock::now();
+    progress_.wait(lock, [&] { return rounds_ != seen || stop_; });
+    waited += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() + 1e-9;
+  }
+  stall_seconds_ = stall_seconds_ + waited;
 }
 
 void Merger::flushed(uint64_t bytes) {
@@ -66,26 +101,20 @@ void Merger::flushed(uint64_t bytes) {
     return;
   }
   Debt now = debt();
-  std::unique_lock lock(mutex_);
+  std::lock_guard lock(mutex_);
   // While the log grows by its share of the base, the base is rewritten once; a tenth more, to keep below the limit.
   auto grant = static_cast<int64_t>(static_cast<double>(bytes) * 1.1 / options_.max_log_ratio);
-  credit_ = std::min(credit_ + grant, 2 * grant);
+  credit_ = std::min(credit_ + grant, std::max(credit_, 2 * grant));
   work_ = now.some();
   hurry_ = now.urgent();
-  error_ = nullptr;
+  error_ = nullptr;  // try again
+  ++requests_;
   wake_.notify_all();
-  if (!now.hard()) return;
-  auto start = std::chrono::steady_clock::now();
-  for (;;) {
-    progress_.wait(lock);
-    if (error_) std::rethrow_exception(error_);
-    if (stop_) return;
-    lock.unlock();
-    bool wait = debt().urgent();
-    lock.lock();
-    if (!wait) break;
+}
+
+void Merger::settle() {
+  while (debt().urgent() && merge_one()) {
   }
-  stall_seconds_ = stall_seconds_ + std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 void Merger::loop() {
@@ -93,27 +122,25 @@ void Merger::loop() {
   for (;;) {
     wake_.wait(lock, [&] { return stop_ || (work_ && !error_ && rushed_ == 0 && (credit_ > 0 || hurry_)); });
     if (stop_) return;
+    uint64_t seen = requests_;
     lock.unlock();
     std::exception_ptr error;
-    bool more = false, urgent = false;
+    bool merged = false;
+    Debt now{0, 0};
     try {
-      more = merge_one();
-      Debt now = debt();
-      urgent = now.urgent();
-      more = more && now.some();
+      merged = merge_one();
+      now = debt();
     } catch (const Stopped&) {
     } catch (...) {
       error = std::current_exception();
     }
     lock.lock();
     error_ = error;
-    // Nothing can be merged and put() would wait for ever: say why.
-    if (!error_ && !more && urgent) {
-      std::shared_lock index_lock(index_mutex_);
-      error_ = std::make_exception_ptr(CorruptionError("merging is blocked: " + index_.damage()));
+    if (!merged || requests_ == seen) {  // a flush since then has said better
+      work_ = merged && now.some();
+      hurry_ = merged && now.urgent();
     }
-    work_ = more;
-    hurry_ = urgent;
+    ++rounds_;
     progress_.notify_all();
   }
 }
@@ -130,6 +157,23 @@ void Merger::pace(uint64_t bytes) {
 
 bool Merger::merge_one() {
   std::lock_guard merging(merge_mutex_);
+  try {
+    bool merged = merge_furthest();
+    catalog_.collect();
+    return merged;
+  } catch (...) {
+    catalog_.collect();  // what was written for nothing
+    throw;
+  }
+}
+
+// This partition cannot be merged; the others can, and its sound pages stay readable.
+void Merger::set_aside(const Index::Merge& job, const char* why) {
+  std::unique_lock lock(index_mutex_);
+  job.partition->damage = why;
+}
+
+bool Merger::merge_furthest() {
   Index::Merge job;
   uint64_t target;
   {
@@ -172,9 +216,10 @@ bool Merger::merge_one() {
     close_piece();
     counters_.bytes_read += cursor.bytes_read();
   } catch (const CorruptionError& e) {
-    // This partition cannot be merged; the others can, and its sound pages stay readable.
-    std::unique_lock lock(index_mutex_);
-    job.partition->damage = e.what();
+    set_aside(job, e.what());
+    throw;
+  } catch (const UnreadableError& e) {
+    set_aside(job, e.what());
     throw;
   }
   if (pieces.empty()) {
@@ -189,8 +234,6 @@ bool Merger::merge_one() {
   }
   ++counters_.merges;
   ctx_.fs->reached("merge.installed");
-  job = {};
-  catalog_.collect();
   return true;
 }
 

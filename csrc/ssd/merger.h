@@ -16,6 +16,7 @@
 #include "ssd/catalog.h"
 #include "ssd/index.h"
 #include "ssd/store.h"
+#include "util/fair_mutex.h"
 
 namespace thermocline::ssd {
 
@@ -25,11 +26,17 @@ struct MergeCounters {
 
 class Merger {
  public:
-  Merger(Context& ctx, const StoreOptions& options, Index& index, std::shared_mutex& index_mutex, Catalog& catalog);
+  Merger(Context& ctx, const StoreOptions& options, Index& index, FairMutex& index_mutex, Catalog& catalog);
   ~Merger();  // stops; a merge under way is dropped
 
-  // After a flush of `bytes`, with no lock held. Merges inline, or grants credit and waits if the merger is far behind.
+  // Before rows are taken: waits while the log is far above its limit. Throws what keeps merging from going on, or
+  // BudgetError; the rows are not in then.
+  void admit();
+  // After a flush of `bytes`, with no lock held: grants credit and never waits. Without a background thread it merges,
+  // and throws what that throws; the rows are in then.
   void flushed(uint64_t bytes);
+  // Opening: merges what the budget has no room for.
+  void settle();
   void merge_all();
   // No merge runs while the result lives.
   std::unique_lock<std::mutex> pause();
@@ -38,11 +45,9 @@ class Merger {
   uint64_t limit() const;  // rows of log; throws BudgetError if the index alone is over the budget
   const MergeCounters& counters() const { return counters_; }
   double stall_seconds() const { return stall_seconds_; }
-  uint64_t memory() const { return ctx_.sizes.merge_bytes + uint64_t{ctx_.sizes.append_pages} * ctx_.g.page_bytes; }
+  uint64_t memory() const;  // of a merge, as many extents as there are now. The caller holds the index lock
 
  private:
-  static constexpr size_t kMaxExtents = 4096;  // a manifest lists them all
-
   struct Debt {
     uint64_t pending, limit;
     bool some() const { return pending > limit / 4; }  // enough to keep merging in step with the log
@@ -51,15 +56,17 @@ class Merger {
     bool hard() const { return pending > limit + limit / 2; }
   };
   Debt debt() const;
-  class Rush;  // while it lives, background merges wait for no credit
-  bool merge_one();
+  class Rush;             // while it lives, background merges wait for no credit
+  bool merge_one();       // false: nothing to merge
+  bool merge_furthest();  // the merge itself
+  void set_aside(const Index::Merge& job, const char* why);
   void pace(uint64_t bytes);
   void loop();
 
   Context& ctx_;
   const StoreOptions options_;
   Index& index_;
-  std::shared_mutex& index_mutex_;
+  FairMutex& index_mutex_;
   Catalog& catalog_;
   MergeCounters counters_;
   std::atomic<double> stall_seconds_{0};
@@ -70,7 +77,8 @@ class Merger {
   int64_t credit_ = 0;
   int rushed_ = 0;  // callers that want the merge lock
   bool stop_ = false, hurry_ = false, work_ = false;
-  std::exception_ptr error_;  // of the last background merge; cleared by the next flush
+  uint64_t requests_ = 0, rounds_ = 0;  // flushes; merges tried in the background
+  std::exception_ptr error_;            // of the last background merge; cleared by the next flush
   std::thread thread_;
 };
 

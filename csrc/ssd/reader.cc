@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <unordered_map>
 
 namespace thermocline::ssd {
 namespace {
@@ -31,18 +32,12 @@ uint32_t Plan::add_file(const std::shared_ptr<DataFile>& file) {
 void plan_reads(const Index& index, Plan& plan) {
   plan.wants.reserve(plan.items.size());
   std::vector<Want> log_wants;
-  std::vector<uint32_t> vpages;
-  std::vector<std::pair<DataFile*, uint32_t>> segments;  // few: a linear search is enough
+  std::unordered_map<const DataFile*, uint32_t> segments;
   auto log_place = [&](uint32_t vpage) {
-    PageAddress a = index.address(vpage);
-    for (auto it = segments.rbegin(); it != segments.rend(); ++it)
-      if (it->first == a.file) return place_of(it->second, a.page);
-    for (auto& e : index.live_extents())
-      if (e->segment.get() == a.file) {
-        segments.emplace_back(a.file, plan.add_file(e->segment));
-        return place_of(segments.back().second, a.page);
-      }
-    throw Error("an index entry names a segment that is not live");
+    LogPage at = index.log_page(vpage);
+    auto [it, fresh] = segments.try_emplace(at.segment.get(), 0);
+    if (fresh) it->second = plan.add_file(at.segment);
+    return place_of(it->second, at.page);
   };
   size_t at = plan.items.empty() ? 0 : index.partition_of(plan.items[0].hash);
   uint32_t base_file = kNone, hint = 0;
@@ -54,25 +49,14 @@ void plan_reads(const Index& index, Plan& plan) {
       hint = 0;
     }
     const Partition& p = index.partition(at);
-    uint64_t base_place = Plan::kEnd;
     uint32_t page;
-    if (p.base && Index::base_page(*p.base, hash, &page, hint)) {
+    if (Index::candidate(p, hash, plan.older.empty() ? nullptr : &plan.older[i], &page)) {
+      log_wants.push_back({log_place(page), i, page, true});
+    } else if (p.base && Index::base_page(*p.base, hash, &page, hint)) {
       hint = page;
       if (base_file == kNone) base_file = plan.add_file(p.base->data);
-      base_place = place_of(base_file, 1 + page);
+      plan.wants.push_back({place_of(base_file, 1 + page), i, 0, false});
     }
-    if (!p.tables.empty()) {
-      index.candidates(p, hash, vpages);
-      if (!vpages.empty()) {
-        auto next = static_cast<uint32_t>(plan.chain.size());
-        for (size_t k = 1; k < vpages.size(); ++k) plan.chain.push_back(log_place(vpages[k]));
-        if (base_place != Plan::kEnd) plan.chain.push_back(base_place);
-        plan.chain.push_back(Plan::kEnd);
-        log_wants.push_back({log_place(vpages[0]), i, next});
-        continue;
-      }
-    }
-    if (base_place != Plan::kEnd) plan.wants.push_back({base_place, i, kNone});
   }
   // Base wants came in order of place; those of the log follow, in theirs.
   std::sort(log_wants.begin(), log_wants.end(), [](const Want& a, const Want& b) { return a.place < b.place; });
@@ -91,6 +75,7 @@ class Reader::Channel {
   std::unique_ptr<ReadQueue> queue;
   AlignedBuffer memory;
   std::vector<const Read*> reads;  // in flight, by buffer
+  bool failed = false;
 };
 
 // Takes a channel, waiting for one; gives it back unless something went wrong with reads in flight.
@@ -173,9 +158,9 @@ void Reader::drive(const Plan& plan, const std::vector<Read>& reads, std::atomic
   const size_t block = std::clamp<size_t>(reads.size() / (4 * static_cast<size_t>(ctx_.sizes.read_workers)), 1, 64);
   size_t at = next.fetch_add(block), end = std::min(at + block, reads.size());
   if (at >= reads.size()) return;
-  Lease lease(*this);
-  Channel& channel = lease.channel();
-  const size_t depth = channel.reads.size(), bytes = size_t{ctx_.sizes.read_pages} * ctx_.g.page_bytes;
+  auto lease = std::make_unique<Lease>(*this);
+  Channel* channel = &lease->channel();
+  const size_t depth = channel->reads.size(), bytes = size_t{ctx_.sizes.read_pages} * ctx_.g.page_bytes;
   std::vector<uint32_t> free_buffers(depth);
   for (size_t i = 0; i < depth; ++i) free_buffers[i] = static_cast<uint32_t>(i);
   uint64_t pages = 0, count = 0;
@@ -192,24 +177,69 @@ void Reader::drive(const Plan& plan, const std::vector<Read>& reads, std::atomic
       const Read& read = reads[at++];
       uint32_t buffer = free_buffers.back();
       free_buffers.pop_back();
-      channel.reads[buffer] = &read;
+      channel->reads[buffer] = &read;
       File* file = plan.files[read.place >> kPageBits]->file.get();
-      channel.queue->submit({file, (read.place & kPageMask) * ctx_.g.page_bytes, read.pages * ctx_.g.page_bytes,
-                             channel.memory.data() + buffer * bytes},
-                            buffer);
       ++in_flight;
       pages += read.pages;
       ++count;
+      try {
+        channel->queue->submit({file, (read.place & kPageMask) * ctx_.g.page_bytes, read.pages * ctx_.g.page_bytes,
+                                channel->memory.data() + buffer * bytes},
+                               buffer);
+      } catch (const IoError&) {
+        channel->failed = true;
+        break;
+      }
     }
     if (in_flight == 0) break;
-    uint64_t buffer = channel.queue->wait();
+    uint64_t buffer = 0;
+    if (!channel->failed) {
+      try {
+        buffer = channel->queue->wait();
+      } catch (const IoError&) {
+        channel->failed = true;
+      }
+    }
+    if (channel->failed) {
+      // Some read met a bad sector, perhaps one that nobody wants. Which one is not said: all in flight are read again,
+      // page by page, by a new channel's memory; the wanted page that cannot be read raises.
+      std::vector<const Read*> again;
+      std::vector<uint8_t> idle(depth, 0);
+      for (uint32_t b : free_buffers) idle[b] = 1;
+      for (size_t b = 0; b < depth; ++b)
+        if (!idle[b]) again.push_back(channel->reads[b]);
+      lease.reset();  // waits for what is in flight
+      AlignedBuffer single(bytes);
+      for (const Read* read : again) {
+        read_singly(plan, *read, single.data());
+        fn(*read, single.data(), worker);
+      }
+      lease = std::make_unique<Lease>(*this);
+      channel = &lease->channel();
+      free_buffers.resize(depth);
+      for (size_t i = 0; i < depth; ++i) free_buffers[i] = static_cast<uint32_t>(i);
+      in_flight = 0;
+      continue;
+    }
     --in_flight;
-    fn(*channel.reads[buffer], channel.memory.data() + buffer * bytes, worker);
+    fn(*channel->reads[buffer], channel->memory.data() + buffer * bytes, worker);
     free_buffers.push_back(static_cast<uint32_t>(buffer));
   }
   counters_.reads += count;
   counters_.bytes += pages * ctx_.g.page_bytes;
-  lease.keep();
+  lease->keep();
+}
+
+void Reader::read_singly(const Plan& plan, const Read& read, uint8_t* bytes) {
+  const size_t page_bytes = ctx_.g.page_bytes;
+  File& file = *plan.files[read.place >> kPageBits]->file;
+  uint64_t last = ~uint64_t{0};
+  for (uint32_t w = read.first_want; w < read.end_want; ++w) {
+    uint64_t place = plan.wants[w].place;
+    if (place == last) continue;
+    file.pread(bytes + (place - read.place) * page_bytes, page_bytes, (place & kPageMask) * page_bytes);
+    last = place;
+  }
 }
 
 void Reader::execute(const Plan& plan, const std::vector<Read>& reads, const Arrived& fn) {
@@ -219,45 +249,45 @@ void Reader::execute(const Plan& plan, const std::vector<Read>& reads, const Arr
   pool_.parallel(workers, [&](size_t worker) { drive(plan, reads, next, worker, fn); });
 }
 
-void Reader::run(Plan& plan, const uint64_t* keys, uint8_t* found, RowsOut rows) {
-  counters_.keys += plan.items.size();
+Plan Reader::run(const Plan& plan, const uint64_t* keys, uint8_t* found, RowsOut rows) {
+  counters_.keys += plan.older.empty() ? plan.items.size() : 0;
   const Geometry& g = ctx_.g;
-  while (!plan.wants.empty()) {
-    std::vector<Read> reads = group(plan.wants);
-    std::vector<std::vector<Want>> elsewhere(static_cast<size_t>(ctx_.sizes.read_workers));
-    execute(plan, reads, [&](const Read& read, const uint8_t* bytes, size_t worker) {
-      DataFile& file = *plan.files[read.place >> kPageBits];
-      const uint8_t* page = nullptr;
-      uint64_t verified = Plan::kEnd, pages = 0, missed = 0;
-      PageKind kind{};
-      for (uint32_t w = read.first_want; w < read.end_want; ++w) {
-        const Want& want = plan.wants[w];
-        if (want.place != verified) {
-          page = bytes + (want.place - read.place) * g.page_bytes;
-          kind = verify_data_page(page, g, file.nonce, want.place & kPageMask, file.file->path());
-          verified = want.place;
-          ++pages;
-        }
-        uint32_t index = plan.items[want.item].index, count = page_header(page).count, i = 0;
-        uint64_t key = keys[index];
-        while (i < count && page_key(page, kind, i) != key) ++i;
-        if (i < count) {
-          if (kind == PageKind::kTombstones) continue;
-          std::memcpy(rows.at(index), page_row(page, g, i), g.row_bytes);
-          found[index] = 1;
-        } else if (want.next != kNone) {
-          ++missed;
-          if (plan.chain[want.next] != Plan::kEnd)
-            elsewhere[worker].push_back({plan.chain[want.next], want.item, want.next + 1});
-        }
+  std::vector<std::vector<const Want*>> missed(static_cast<size_t>(ctx_.sizes.read_workers));
+  execute(plan, group(plan.wants), [&](const Read& read, const uint8_t* bytes, size_t worker) {
+    DataFile& file = *plan.files[read.place >> kPageBits];
+    const uint8_t* page = nullptr;
+    uint64_t verified = ~uint64_t{0}, pages = 0;
+    PageKind kind{};
+    for (uint32_t w = read.first_want; w < read.end_want; ++w) {
+      const Want& want = plan.wants[w];
+      if (want.place != verified) {
+        page = bytes + (want.place - read.place) * g.page_bytes;
+        kind = verify_data_page(page, g, file.nonce, want.place & kPageMask, file.file->path());
+        verified = want.place;
+        ++pages;
       }
-      counters_.pages += pages;
-      counters_.false_pages += missed;
-    });
-    plan.wants.clear();
-    for (auto& part : elsewhere) plan.wants.insert(plan.wants.end(), part.begin(), part.end());
-    std::sort(plan.wants.begin(), plan.wants.end(), [](const Want& a, const Want& b) { return a.place < b.place; });
+      uint32_t index = plan.items[want.item].index, count = page_header(page).count, i = 0;
+      uint64_t key = keys[index];
+      while (i < count && page_key(page, kind, i) != key) ++i;
+      if (i == count) {
+        if (want.in_log) missed[worker].push_back(&want);
+      } else if (kind == PageKind::kRows) {
+        std::memcpy(rows.at(index), page_row(page, g, i), g.row_bytes);
+        found[index] = 1;
+      }
+    }
+    counters_.pages += pages;
+  });
+  std::vector<const Want*> all;
+  for (auto& part : missed) all.insert(all.end(), part.begin(), part.end());
+  counters_.false_pages += all.size();
+  std::sort(all.begin(), all.end(), [](const Want* a, const Want* b) { return a->item < b->item; });
+  Plan rest;
+  for (const Want* want : all) {
+    rest.items.push_back(plan.items[want->item]);
+    rest.older.push_back(want->vpage);
   }
+  return rest;
 }
 
 double Reader::run_raw(Plan& plan) {
@@ -287,8 +317,13 @@ void Reader::measure(const Plan& plan) {
       return seconds_since(start) / kReads * 1e6;
     };
     const uint32_t most = ctx_.sizes.read_pages;
-    double single = std::min(probe(1, 1), probe(1, 1 << 20));
-    double full = most > 1 ? std::min(probe(most, 2 << 20), probe(most, 3 << 20)) : single;
+    double single, full;
+    try {
+      single = std::min(probe(1, 1), probe(1, 1 << 20));
+      full = most > 1 ? std::min(probe(most, 2 << 20), probe(most, 3 << 20)) : single;
+    } catch (const IoError&) {
+      continue;  // a bad sector that nobody asked for: try another file
+    }
     std::lock_guard lock(mutex_);
     cost_.page_us = std::max(full / most, 1e-3);
     cost_.read_us = most > 1 ? single : 0;

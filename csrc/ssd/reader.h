@@ -32,20 +32,20 @@ struct ReadCounters {
 struct Want {
   uint64_t place;  // file of the plan << 40 | page
   uint32_t item;
-  uint32_t next;  // in Plan::chain: where to look if the page does not have the key
+  uint32_t vpage;  // of the log
+  bool in_log;     // a page of the log may turn out not to have the key; then an older one has it, or the base
 };
 
 struct Plan {
-  static constexpr uint64_t kEnd = ~uint64_t{0};
-  std::vector<Item> items;
+  std::vector<Item> items;                       // in hash order
+  std::vector<uint32_t> older;                   // per item, if any: only pages of the log before this one
   std::vector<std::shared_ptr<DataFile>> files;  // kept open until the plan is done
   std::vector<Want> wants;
-  std::vector<uint64_t> chain;  // places, each list closed by kEnd
 
   uint32_t add_file(const std::shared_ptr<DataFile>& file);
 };
 
-// Plans all items of `plan` (in hash order). The caller holds the index lock, shared.
+// Plans all items of `plan`. The caller holds the index lock, shared.
 void plan_reads(const Index& index, Plan& plan);
 
 // Thread safety: all methods may run concurrently; they share a fixed number of read buffers.
@@ -54,7 +54,9 @@ class Reader {
   Reader(Context& ctx, ThreadPool& pool);
   ~Reader();
 
-  void run(Plan& plan, const uint64_t* keys, uint8_t* found, RowsOut rows);
+  // Returns a plan of what is still to be looked for, on older pages: usually nothing. To plan it anew, under the index
+  // lock, is sound: what was moved or put meanwhile is not older than what this call may return.
+  Plan run(const Plan& plan, const uint64_t* keys, uint8_t* found, RowsOut rows);
   // Only the reads of the first round, with no look at what they bring: the floor that benchmarks compare with.
   double run_raw(Plan& plan);
 
@@ -79,6 +81,8 @@ class Reader {
   void execute(const Plan& plan, const std::vector<Read>& reads, const Arrived& fn);
   void drive(const Plan& plan, const std::vector<Read>& reads, std::atomic<size_t>& next, size_t worker,
              const Arrived& fn);
+  // One read whose bytes did not come: the pages somebody wants, one by one.
+  void read_singly(const Plan& plan, const Read& read, uint8_t* bytes);
 
   Context& ctx_;
   ThreadPool& pool_;

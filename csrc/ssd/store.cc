@@ -1,6 +1,8 @@
 // Opening, closing, committing: what decides which rows a crash leaves. Lookups and puts are in batch.cc.
 #include "ssd/store.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <limits>
@@ -17,10 +19,29 @@ namespace {
 constexpr char kIdentityFile[] = "STORE";
 constexpr char kLockFile[] = "LOCK";
 
+// A publication of ours that did not come to its end.
+bool is_temporary(const std::string& name) {
+  constexpr std::string_view kEnd = ".tmp";
+  if (name.size() <= kEnd.size() || !name.ends_with(kEnd)) return false;
+  uint64_t epoch;
+  std::string of = name.substr(0, name.size() - kEnd.size());
+  return of == kIdentityFile || parse_manifest_name(of, &epoch);
+}
+
+// What a creation that did not come to its end may have left.
 bool harmless(const std::string& name) {
   uint64_t epoch;
-  return name == kLockFile || (parse_manifest_name(name, &epoch) && epoch == 0) ||
-         (name.size() > 4 && name.compare(name.size() - 4, 4, ".tmp") == 0);
+  return name == kLockFile || (parse_manifest_name(name, &epoch) && epoch == 0) || is_temporary(name);
+}
+
+void validate(const StoreOptions& o) {
+  auto require = [](bool ok, const char* what) {
+    if (!ok) throw Error(std::string("store options: ") + what);
+  };
+  require(o.max_log_ratio >= 0.01 && o.max_log_ratio <= 100, "max_log_ratio must be from 0.01 to 100");
+  require(o.segment_bytes >= kSector, "segment_bytes must be at least 4096");
+  require(o.partition_bytes >= kSector, "partition_bytes must be at least 4096");
+  require(o.filter_bits <= 64, "filter_bits must be at most 64");
 }
 
 // A new folder is durable once its parent is.
@@ -48,13 +69,17 @@ Identity create_store(FileSystem& fs, const std::string& path, const StoreOption
 
 }  // namespace
 
-std::unique_ptr<SsdStore> SsdStore::open(std::shared_ptr<FileSystem> fs, const std::string& path,
+std::unique_ptr<SsdStore> SsdStore::open(std::shared_ptr<FileSystem> fs, const std::string& where,
                                          const StoreOptions& options) {
+  validate(options);
+  std::string path = where;
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
   if (options.create && options.read_only) throw Error(path + ": create and read_only exclude each other");
   const std::string identity = path + "/" + kIdentityFile;
   bool there = fs->exists(path);
   if (!there && !options.create)
-    throw NotFoundError(path + ": there is no such folder; open with create=True to make a new store");
+    throw NotFoundError(path +
+                        ": there is no such folder; to make a new store there, open with create=True and row_bytes");
   if (!there) fs->make_dir(path);
   bool is_store = fs->exists(identity);
   if (!is_store) {
@@ -62,7 +87,8 @@ std::unique_ptr<SsdStore> SsdStore::open(std::shared_ptr<FileSystem> fs, const s
       if (!harmless(name))
         throw FormatError(path + ": the folder has '" + name +
                           "' in it and is not a Thermocline store; choose another");
-    if (!options.create) throw NotFoundError(path + ": no store there; open with create=True to make a new one");
+    if (!options.create)
+      throw NotFoundError(path + ": no store there; to make a new one, open with create=True and row_bytes");
     sync_parent(*fs, path);  // also of a folder that was made by a process that died here
   }
   std::unique_ptr<FileLock> lock;
@@ -79,6 +105,10 @@ std::unique_ptr<SsdStore> SsdStore::open(std::shared_ptr<FileSystem> fs, const s
 SsdStore::SsdStore(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 SsdStore::~SsdStore() {
+  if (impl_->foreign()) {
+    new std::shared_ptr<Impl>(std::move(impl_));  // its threads are the parent's: nothing here can be taken apart
+    return;
+  }
   try {
     impl_->close();
   } catch (...) {
@@ -93,6 +123,7 @@ SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, co
       lock_(std::move(lock)),
       pool_(std::max(2, fs->read_concurrency().workers)),
       catalog_(ctx),
+      owner_(getpid()),
       log_(ctx, pool_, options.segment_bytes, [this](FileKind kind) { return catalog_.create(kind); }),
       index_(id.geometry, options.max_log_ratio),
       buffer_(id.geometry.row_bytes, ctx.sizes.write_buffer),
@@ -121,11 +152,19 @@ SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, co
   if (!options.read_only) {
     ctx.fs->sync_dir(path);  // the commit just opened may be one whose writer was killed before it was durable
     for (auto& name : ctx.fs->list(path))
-      if (name.size() > 4 && name.compare(name.size() - 4, 4, ".tmp") == 0) ctx.fs->unlink(path + "/" + name);
+      if (is_temporary(name)) ctx.fs->unlink(path + "/" + name);
     catalog_.collect();
   }
   merger_ = std::make_unique<Merger>(ctx, options_, index_, index_mutex_, catalog_);
   merger_->limit();  // throws if the index cannot fit the budget
+  if (!options.read_only) {
+    merger_->settle();
+    return;
+  }
+  uint64_t need = index_.memory() + ctx.sizes.total(ctx.g);
+  if (need > options.mem_budget)
+    throw BudgetError(path + ": mem_budget is " + std::to_string(options.mem_budget) + " bytes, but reading it takes " +
+                      std::to_string(need) + "; open it with a larger mem_budget");
 }
 
 SsdStore::Impl::~Impl() = default;
@@ -179,7 +218,13 @@ void SsdStore::Impl::load(const Manifest& m) {
   note_ = m.note;
 }
 
-std::shared_lock<std::shared_mutex> SsdStore::Impl::alive() const {
+bool SsdStore::Impl::foreign() const { return getpid() != owner_; }
+
+std::shared_lock<FairMutex> SsdStore::Impl::alive() const {
+  if (foreign())
+    throw Error(ctx.path + ": the store was opened before this process was forked; open it here, read_only");
+  // Before the lock too: close() must not wait for calls that keep coming.
+  if (closed_) throw Error(ctx.path + ": the store is closed");
   std::shared_lock lock(life_);
   if (closed_) throw Error(ctx.path + ": the store is closed");
   return lock;
@@ -209,7 +254,7 @@ void SsdStore::Impl::sync_files(const std::vector<std::shared_ptr<DataFile>>& fi
       ctx.fs->reached("commit.file_synced");
     }
     ctx.fs->sync_dir(ctx.path);
-  } catch (const IoError& e) {
+  } catch (const Error& e) {
     // The kernel may have dropped the pages and forgotten the error: a second sync would lie.
     fail(e.what());
   }
@@ -241,7 +286,7 @@ uint64_t SsdStore::Impl::commit(const std::string& note) {
     // Nothing published: free space and commit again. If the name is there, its durability is unknown.
     if (ctx.fs->exists(ctx.path + "/" + manifest_name(m.epoch))) fail(e.what());
     throw;
-  } catch (const IoError& e) {
+  } catch (const Error& e) {
     fail(e.what());
   }
   ctx.fs->reached("commit.published");
@@ -262,7 +307,7 @@ void SsdStore::Impl::release(uint64_t epoch) {
   require_writable();
   try {
     catalog_.release(epoch);
-  } catch (const IoError& e) {
+  } catch (const Error& e) {
     fail(e.what());
   }
   catalog_.collect();
@@ -271,8 +316,10 @@ void SsdStore::Impl::release(uint64_t epoch) {
 void SsdStore::Impl::link_checkpoint(const std::string& target) {
   auto life = alive();
   std::lock_guard write(write_mutex_);  // no release, no collection of what is being linked
-  uint64_t epoch = catalog_.newest();
+  uint64_t epoch = this->epoch();       // the commit that is open, which need not be the newest
   if (epoch == 0) throw Error(ctx.path + ": nothing is committed yet; commit() before link_checkpoint()");
+  if (!catalog_.has(epoch))
+    throw NotFoundError(ctx.path + ": epoch " + std::to_string(epoch) + " was released; commit() first");
   if (ctx.fs->exists(target)) {
     if (!ctx.fs->list(target).empty()) throw FormatError(target + ": the folder is not empty; choose a new one");
   } else {
@@ -294,7 +341,7 @@ void SsdStore::Impl::link_checkpoint(const std::string& target) {
     }
     ctx.fs->sync_dir(target);
     sync_parent(*ctx.fs, target);
-  } catch (const IoError&) {
+  } catch (const Error&) {
     while (done-- > 0) ctx.fs->unlink(target + "/" + names[done]);
     throw;
   }
@@ -302,9 +349,8 @@ void SsdStore::Impl::link_checkpoint(const std::string& target) {
 }
 
 void SsdStore::Impl::close() {
-  std::unique_lock life(life_);
-  if (closed_) return;
-  closed_ = true;
+  if (foreign() || closed_.exchange(true)) return;
+  std::unique_lock life(life_);  // waits for the calls under way
   merger_->stop();
   if (!options_.read_only) {
     index_.clear();

@@ -78,7 +78,7 @@ class SsdStore : public RowStore {
   StoreStats stats() const;
   void check();                                   // verifies every byte and every book; throws CorruptionError or Error
   void merge_all();                               // merges the whole log into the bases now
-  void link_checkpoint(const std::string& path);  // the newest commit as hard links in a new folder
+  void link_checkpoint(const std::string& path);  // the commit epoch() as hard links in a new folder
   void close();
   // Benchmarks: seconds that the page reads of such a get() take by themselves.
   double read_floor(const uint64_t* keys, size_t n);

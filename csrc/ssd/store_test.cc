@@ -1,6 +1,9 @@
 // The store against a map: random batches, small files, so that merges, splits and reopenings are frequent.
 #include "ssd/store.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <array>
 #include <atomic>
 #include <cstring>
@@ -177,6 +180,147 @@ TEST(Store, filter_spares_reads_and_never_hides_a_row) {
   o.filter_bits = 0;
   store = SsdStore::open(fs, "/s/a", o);  // not loaded
   CHECK(false_share(*store) > 0.9);
+}
+
+// Rows 0 .. n - 1, each saying its key.
+void put_range(SsdStore& store, uint64_t begin, uint64_t end) {
+  std::vector<uint64_t> keys;
+  for (uint64_t k = begin; k < end; ++k) keys.push_back(k);
+  std::vector<uint8_t> rows(keys.size() * kRow, 0);
+  for (size_t i = 0; i < keys.size(); ++i) std::memcpy(&rows[i * kRow], &keys[i], 8);
+  store.put(keys.data(), keys.size(), {rows.data(), kRow});
+}
+
+TEST(Store, forked_child_leaves_the_parents_files_alone) {
+  testing::TempDir dir;
+  StoreOptions o = small_options();
+  auto store = SsdStore::open(make_posix_fs(), dir / "s", o);
+  put_range(*store, 0, 20000);
+  pid_t child = fork();
+  if (child == 0) {
+    bool refused = false;
+    try {
+      store->count();
+    } catch (const Error&) {
+      refused = true;
+    }
+    store->close();
+    store.reset();
+    _exit(refused ? 0 : 1);
+  }
+  int status = 0;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
+  store->commit("");
+  store.reset();
+  store = SsdStore::open(make_posix_fs(), dir / "s/", o);
+  CHECK_EQ(store->count(), 20000u);
+}
+
+TEST(Store, one_put_far_above_the_limit_does_not_wait_for_ever) {
+  for (int round = 0; round < 300; ++round) {
+    auto fs = std::make_shared<MemFs>();
+    fs->make_dir("/s");
+    auto store = SsdStore::open(fs, "/s/a", small_options());
+    put_range(*store, 0, 4000);  // from nothing to several times the limit
+    put_range(*store, 4000, 8000);
+    if (round % 50 == 0) CHECK_EQ(store->count(), 8000u);
+  }
+}
+
+TEST(Store, damage_stops_one_partition_and_no_put) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  auto store = SsdStore::open(fs, "/s/a", o);
+  put_range(*store, 0, 20000);
+  store->merge_all();
+  store->commit("");
+  store.reset();
+  for (auto& name : fs->list("/s/a"))
+    if (name.starts_with("base-")) {
+      fs->bytes("/s/a/" + name)[4096 + 100] ^= 1;  // a row page
+      break;
+    }
+  store = SsdStore::open(fs, "/s/a", o);
+  for (int i = 0; i < 40; ++i) put_range(*store, 0, 20000);
+  CHECK(!store->stats().damage.empty());
+  CHECK(store->stats().merges > 0);
+  CHECK_THROWS(CorruptionError, store->check());
+  store->commit("");
+}
+
+TEST(Store, link_checkpoint_is_of_the_commit_that_is_open) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  auto store = SsdStore::open(fs, "/s/a", o);
+  put_range(*store, 0, 10);
+  store->commit("one");
+  put_range(*store, 10, 20);
+  store->commit("two");
+  store.reset();
+  o.create = false;
+  o.epoch = 1;
+  store = SsdStore::open(fs, "/s/a", o);
+  store->link_checkpoint("/s/b");
+  o.epoch.reset();
+  auto copy = SsdStore::open(fs, "/s/b", o);
+  CHECK_EQ(copy->note(), std::string("one"));
+  CHECK_EQ(copy->count(), 10u);
+  copy->check();
+}
+
+TEST(Store, close_does_not_wait_for_calls_that_keep_coming) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  auto store = SsdStore::open(fs, "/s/a", small_options());
+  put_range(*store, 0, 5000);
+  std::vector<std::thread> readers;
+  for (int i = 0; i < 4; ++i)
+    readers.emplace_back([&] {
+      std::vector<uint64_t> keys(1000);
+      std::vector<uint8_t> found(1000), rows(1000 * kRow);
+      try {
+        for (;;) store->get(keys.data(), keys.size(), found.data(), {rows.data(), kRow});
+      } catch (const Error&) {  // closed
+      }
+    });
+  store->close();
+  for (auto& r : readers) r.join();
+}
+
+TEST(Store, impossible_options_are_named) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  o.max_log_ratio = 0;
+  CHECK_THROWS(Error, SsdStore::open(fs, "/s/a", o));
+  o = small_options();
+  o.partition_bytes = 0;
+  CHECK_THROWS(Error, SsdStore::open(fs, "/s/a", o));
+}
+
+TEST(Store, opening_with_a_smaller_budget_merges_or_says_so) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  o.min_log_bytes = 64u << 20;
+  o.segment_bytes = 1u << 20;
+  o.background_merge = false;
+  auto store = SsdStore::open(fs, "/s/a", o);
+  for (int i = 0; i < 20; ++i) put_range(*store, 0, 20000);
+  store->commit("");
+  CHECK(store->stats().mem_total > 2u << 20);
+  store.reset();
+  o.mem_budget = 2u << 20;
+  StoreOptions reading = o;
+  reading.create = false;
+  reading.read_only = true;
+  CHECK_THROWS(BudgetError, SsdStore::open(fs, "/s/a", reading));
+  store = SsdStore::open(fs, "/s/a", o);
+  CHECK(store->stats().mem_total <= o.mem_budget);
+  CHECK_EQ(store->count(), 20000u);
 }
 
 TEST(Store, memory_stays_within_its_budget) {

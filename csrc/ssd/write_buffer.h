@@ -25,7 +25,7 @@ class WriteBuffer {
   // -1: not here.
   int64_t find(uint64_t key) const {
     if (keys_.empty()) return -1;
-    for (uint64_t at = hash_key(key) & mask_;; at = (at + 1) & mask_) {
+    for (uint64_t at = probe(key) & mask_;; at = (at + 1) & mask_) {
       uint32_t entry = table_[at];
       if (entry == 0) return -1;
       if (keys_[entry - 1] == key) return entry - 1;
@@ -46,7 +46,7 @@ class WriteBuffer {
       i = size();
       keys_.push_back(key);
       deleted_.push_back(0);
-      uint64_t at = hash_key(key) & mask_;
+      uint64_t at = probe(key) & mask_;
       while (table_[at] != 0) at = (at + 1) & mask_;
       table_[at] = static_cast<uint32_t>(i + 1);
     }
@@ -65,14 +65,16 @@ class WriteBuffer {
   }
 
  private:
+  static uint64_t probe(uint64_t key) { return mem_hash(hash_key(key)); }
+
   void allocate() {
     uint64_t slots = 16;
     while (slots < uint64_t{capacity_} * 5 / 4) slots *= 2;
-    table_.assign(slots, 0);
-    mask_ = slots - 1;
     keys_.reserve(capacity_);
     deleted_.reserve(capacity_);
     rows_.resize(uint64_t{capacity_} * row_bytes_);
+    table_.assign(slots, 0);  // last: its size says that all is there
+    mask_ = slots - 1;
   }
 
   const uint32_t row_bytes_;

@@ -25,6 +25,8 @@ class File {
   virtual void pwrite(const void* buf, size_t bytes, uint64_t offset) = 0;
   // Data and size are on the device when it returns. After a failure the file must not be trusted again.
   virtual void datasync() = 0;
+  // Gives back the space of a tail that nobody needs, where that is possible; never throws.
+  virtual void truncate(uint64_t /*bytes*/) noexcept {}
   virtual uint64_t size() = 0;
   virtual const std::string& path() const = 0;
 };

@@ -111,6 +111,9 @@ class PosixFile : public File {
     while (rc != 0 && errno == EINTR);  // the only failure that says nothing about the data
     if (rc != 0) throw_errno(errno, "fdatasync of " + path_, Intent::kWrite);
   }
+  void truncate(uint64_t bytes) noexcept override {
+    if (::ftruncate(fd_.get(), off_t(bytes)) != 0) errno = 0;  // the space stays taken until the file goes
+  }
 
   uint64_t size() override { return fd_size(fd_.get(), path_); }
   const std::string& path() const override { return path_; }

@@ -1,6 +1,10 @@
 // A fixed set of threads that run numbered tasks; the caller works along and gets the first exception.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -14,19 +18,22 @@
 namespace thermocline {
 
 // Thread safety: parallel() may be called from several threads at once. It must not be called from inside a task.
+// In a forked child the threads do not exist: parallel() runs everything inline there, and nothing is joined.
 class ThreadPool {
  public:
   // `threads` counts the caller: ThreadPool(1) starts no thread and runs everything inline.
-  explicit ThreadPool(int threads) : size_(threads < 1 ? 1 : threads) {
-    for (int i = 1; i < size_; ++i) workers_.emplace_back([this] { work(); });
+  explicit ThreadPool(int threads) : size_(threads < 1 ? 1 : threads), owner_(getpid()), state_(new State) {
+    for (int i = 1; i < size_; ++i) state_->workers.emplace_back([state = state_] { work(*state); });
   }
   ~ThreadPool() {
+    if (getpid() != owner_) return;  // a child's copy: its mutex may be held by a thread that is not there
     {
-      std::lock_guard lock(mutex_);
-      stop_ = true;
+      std::lock_guard lock(state_->mutex);
+      state_->stop = true;
     }
-    wake_.notify_all();
-    for (auto& w : workers_) w.join();
+    state_->wake.notify_all();
+    for (auto& w : state_->workers) w.join();
+    delete state_;
   }
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -37,7 +44,7 @@ class ThreadPool {
   // after which tasks not yet begun are skipped.
   void parallel(size_t tasks, const std::function<void(size_t)>& fn) {
     if (tasks == 0) return;
-    if (size_ == 1 || tasks == 1) {
+    if (size_ == 1 || tasks == 1 || getpid() != owner_) {
       for (size_t i = 0; i < tasks; ++i) fn(i);
       return;
     }
@@ -46,11 +53,14 @@ class ThreadPool {
     job->fn = &fn;
     size_t helpers = std::min<size_t>(tasks, size_) - 1;
     {
-      std::lock_guard lock(mutex_);
-      for (size_t i = 0; i < helpers; ++i) queue_.push_back(job);
+      std::lock_guard lock(state_->mutex);
+      for (size_t i = 0; i < helpers; ++i) state_->queue.push_back(job);
     }
-    if (helpers == 1) wake_.notify_one();
-    else wake_.notify_all();
+    if (helpers == 1) {
+      state_->wake.notify_one();
+    } else {
+      state_->wake.notify_all();
+    }
     run(*job);
     std::unique_lock lock(job->mutex);
     job->done.wait(lock, [&] { return job->finished == tasks; });
@@ -67,6 +77,13 @@ class ThreadPool {
     std::condition_variable done;
     size_t finished = 0;
     std::exception_ptr error;
+  };
+  struct State {
+    std::mutex mutex;  // protects queue and stop
+    std::condition_variable wake;
+    std::deque<std::shared_ptr<Job>> queue;
+    bool stop = false;
+    std::vector<std::thread> workers;
   };
 
   static void run(Job& job) {
@@ -88,13 +105,13 @@ class ThreadPool {
     }
   }
 
-  void work() {
-    std::unique_lock lock(mutex_);
+  static void work(State& state) {
+    std::unique_lock lock(state.mutex);
     for (;;) {
-      wake_.wait(lock, [&] { return stop_ || !queue_.empty(); });
-      if (stop_) return;
-      auto job = std::move(queue_.front());
-      queue_.pop_front();
+      state.wake.wait(lock, [&] { return state.stop || !state.queue.empty(); });
+      if (state.stop) return;
+      auto job = std::move(state.queue.front());
+      state.queue.pop_front();
       lock.unlock();
       run(*job);
       job.reset();
@@ -103,11 +120,8 @@ class ThreadPool {
   }
 
   const int size_;
-  std::mutex mutex_;  // protects queue_ and stop_
-  std::condition_variable wake_;
-  std::deque<std::shared_ptr<Job>> queue_;
-  bool stop_ = false;
-  std::vector<std::thread> workers_;
+  const pid_t owner_;
+  State* const state_;  // outlives a forked child's copy of the pool on purpose
 };
 
 }  // namespace thermocline

@@ -58,6 +58,8 @@ class SsdStats:
     """Cost of one more page in a request, as measured."""
     engine: str
     """How files are read: io_uring or pread."""
+    damage: str
+    """A page that merging could not read: its partition is no longer merged; the rest is. Empty: none."""
 
     @property
     def write_amplification(self) -> float:
@@ -136,18 +138,18 @@ class SsdStore:
         options.read_only = read_only
         options.epoch = epoch
         options.background_merge = background_merge
-        if max_log_ratio is not None:
+        if max_log_ratio:
             options.max_log_ratio = max_log_ratio
         if not 0 <= filter_bits <= 64:
             raise ValueError(f"filter_bits is {filter_bits}: it must be from 0 (no filter) to 64")
         options.filter_bits = filter_bits
-        if write_buffer is not None:
+        if write_buffer:
             options.write_buffer = parse_size(write_buffer, "write_buffer")
-        if segment_bytes is not None:
+        if segment_bytes:
             options.segment_bytes = parse_size(segment_bytes, "segment_bytes")
-        if partition_bytes is not None:
+        if partition_bytes:
             options.partition_bytes = parse_size(partition_bytes, "partition_bytes")
-        if min_log_bytes is not None:
+        if min_log_bytes:
             options.min_log_bytes = parse_size(min_log_bytes, "min_log_bytes")
         store = core.SsdStore.open(os.fsencode(path), options, io_engine, io_workers, io_depth)
         return cls(store, os.fspath(path))
