@@ -42,9 +42,7 @@ void MemTier::acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slot
     for_parts(cached_keys(s), [&](size_t b, size_t m) { waits |= find_present(s, keys + b, m, slots + b, &hits); });
     if (hits < n) {
       require_room(n, n - hits);
-      for_parts(s.keys_max, [&](size_t b, size_t m) {
-        waits |= load_missing(s, keys + b, m, slots + b, given ? given + b * row_bytes_ : nullptr, n);
-      });
+      for (size_t next = 0; next < n;) next = load_missing(s, keys, n, slots, given, next, &waits);
     }
     if (waits) wait_ready(slots, n);
     hits_ += hits;
@@ -67,16 +65,17 @@ bool MemTier::find_present(Scratch& s, const uint64_t* keys, size_t n, uint32_t*
   return waits;
 }
 
-bool MemTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given,
-                           size_t needed) {
+// As many as the scratch holds, whatever lies between them: the store shall get large requests.
+size_t MemTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given,
+                             size_t next, bool* waits) {
   size_t missing = 0;
-  for (size_t i = 0; i < n; ++i) {
-    if (slots[i] == kNoSlot) s.picks[missing++] = static_cast<uint32_t>(i);
+  for (; next < n && missing < s.keys_max; ++next) {
+    if (slots[next] == kNoSlot) s.picks[missing++] = static_cast<uint32_t>(next);
   }
-  if (missing == 0) return false;
-  take_slots(s, s.fresh, missing, needed);
+  if (missing == 0) return next;
+  take_slots(s, s.fresh, missing, n);
 
-  std::atomic<bool> waits{false}, full{false};
+  std::atomic<bool> wait{false}, full{false};
   by_shard(s, keys, s.picks, missing, [&](Shard& shard, const Probe* probes, size_t m) {
     for (size_t j = 0; j < m; ++j) {
       const uint32_t k = probes[j].index, i = s.picks[k];
@@ -84,7 +83,7 @@ bool MemTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32_t*
       const uint32_t slot = shard.find(probes[j].tag, keys[i]);
       if (slot != kNoSlot) {
         shard.pin(slot);
-        if (meta()[slot].load_state() != SlotState::kReady) waits = true;
+        if (meta()[slot].load_state() != SlotState::kReady) wait = true;
         slots[i] = slot;
       } else if (shard.full()) {
         full = true;
@@ -121,7 +120,8 @@ bool MemTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32_t*
   }
   for (size_t j = 0; j < ours; ++j) meta()[s.slots[j]].store_state(SlotState::kReady);
   wake_waiting();
-  return waits;
+  if (wait) *waits = true;
+  return next;
 }
 
 void MemTier::fill(Scratch& s, size_t n, const uint8_t* given) {

@@ -132,9 +132,11 @@ class MemTier {
   void roll_back(Scratch& s, const uint32_t* slots, size_t n);
   void require_room(size_t needed, size_t missing);
   [[noreturn]] void throw_no_room(size_t needed, size_t missing, size_t available) const;
-  // Both return whether some row is being loaded by another thread.
+  // Both tell whether some row is being loaded by another thread.
   bool find_present(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, size_t* hits);
-  bool load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given, size_t needed);
+  // From the place `next` on; returns where it stopped.
+  size_t load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given, size_t next,
+                      bool* waits);
   void fill(Scratch& s, size_t n, const uint8_t* given);
   void fail_loading(const uint32_t* slots, size_t n);
   void wait_ready(const uint32_t* slots, size_t n);
