@@ -300,9 +300,10 @@ double Reader::run_raw(Plan& plan) {
 void Reader::measure(const Plan& plan) {
   constexpr uint64_t kEnoughPages = 4096;
   constexpr size_t kReads = 512;
+  constexpr uint64_t kMeasureEvery = 64;
   {
     std::lock_guard lock(mutex_);
-    if (cost_.page_us > 0) return;
+    if (large_batches_++ % kMeasureEvery != 0) return;
   }
   for (uint32_t f = 0; f < plan.files.size(); ++f) {
     uint64_t pages = plan.files[f]->pages;
@@ -325,8 +326,9 @@ void Reader::measure(const Plan& plan) {
       continue;  // a bad sector that nobody asked for: try another file
     }
     std::lock_guard lock(mutex_);
-    cost_.page_us = std::max(full / most, 1e-3);
-    cost_.read_us = most > 1 ? single : 0;
+    auto keep_best = [](double& best, double now) { best = best > 0 ? std::min(best, now) : now; };
+    keep_best(cost_.page_us, std::max(full / most, 1e-3));
+    if (most > 1) keep_best(cost_.read_us, single);
     return;
   }
 }

@@ -60,7 +60,8 @@ class Reader {
   // Only the reads of the first round, with no look at what they bring: the floor that benchmarks compare with.
   double run_raw(Plan& plan);
 
-  // Measures the device once, on a file large enough; cheap afterwards.
+  // Measures the device, on a file large enough, at the first large batch and now and then after it; keeps the best
+  // figures seen, so that a busy moment does not stay for the store's life.
   void measure(const Plan& plan);
   ReadCost cost() const;
   const ReadCounters& counters() const { return counters_; }
@@ -93,6 +94,7 @@ class Reader {
   int lent_ = 0;
   uint64_t channel_bytes_ = 0;
   ReadCost cost_;
+  uint64_t large_batches_ = 0;
 };
 
 }  // namespace thermocline::ssd

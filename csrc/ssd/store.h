@@ -26,9 +26,9 @@ struct StoreOptions {
   std::optional<uint64_t> epoch;  // default: the newest
   // Performance.
   size_t mem_budget = 256u << 20;
-  double max_log_ratio = 0.25;  // log bytes kept, as a share of base bytes, before merging starts
-  uint32_t filter_bits = 0;     // DRAM bits per row that spare reads of keys never put: 10 spare 99 in 100; 0: none
-  size_t write_buffer = 0;      // 0: from mem_budget
+  double max_log_ratio = 0.2;  // log bytes kept, as a share of base bytes, before merging starts
+  uint32_t filter_bits = 0;    // DRAM bits per row that spare reads of keys never put: 10 spare 99 in 100; 0: none
+  size_t write_buffer = 0;     // 0: from mem_budget
   size_t segment_bytes = 64u << 20;
   size_t partition_bytes = 32u << 20;  // a base file splits above this
   size_t min_log_bytes = 64u << 20;    // no merging below this much log
