@@ -167,7 +167,7 @@ bool Merger::merge_one() {
   }
 }
 
-// This partition cannot be merged; the others can, and its sound pages stay readable.
+// This partition cannot be merged; the others can, and its sound pages stay readable. stats() tells, and merge_all().
 void Merger::set_aside(const Index::Merge& job, const char* why) {
   std::unique_lock lock(index_mutex_);
   job.partition->damage = why;
@@ -217,10 +217,10 @@ bool Merger::merge_furthest() {
     counters_.bytes_read += cursor.bytes_read();
   } catch (const CorruptionError& e) {
     set_aside(job, e.what());
-    throw;
+    return true;
   } catch (const UnreadableError& e) {
     set_aside(job, e.what());
-    throw;
+    return true;
   }
   if (pieces.empty()) {
     pieces.emplace_back();
@@ -257,6 +257,8 @@ void Merger::merge_all() {
   Rush rush(*this);
   while (merge_one()) {
   }
+  std::shared_lock lock(index_mutex_);
+  if (!index_.damage().empty()) throw CorruptionError(index_.damage());
 }
 
 std::unique_lock<std::mutex> Merger::pause() {
