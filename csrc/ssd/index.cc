@@ -237,6 +237,11 @@ uint64_t Index::memory() const {
   return sum;
 }
 
+void Index::throw_damage() const {
+  for (auto& p : partitions_)
+    if (p->damage_error) std::rethrow_exception(p->damage_error);
+}
+
 std::string Index::damage() const {
   for (auto& p : partitions_)
     if (!p->damage.empty()) return p->damage;

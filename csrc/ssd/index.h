@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,6 +27,7 @@ struct Partition {
   std::vector<std::shared_ptr<DeltaTable>> tables;  // entries of newer extents
   uint64_t pending = 0;                             // rows in the log not merged yet; never 0 while there are any
   std::string damage;                               // why it cannot be merged; empty: it can
+  std::exception_ptr damage_error;                  // the same, as it was thrown
 };
 
 struct HashAndPage {
@@ -86,6 +88,7 @@ class Index {
   size_t extents() const { return extents_.size(); }
   uint64_t memory() const;
   std::string damage() const;  // of the first partition that has any
+  void throw_damage() const;   // likewise; returns if there is none
   const std::deque<std::shared_ptr<Extent>>& live_extents() const { return extents_; }
 
  private:

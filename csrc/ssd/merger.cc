@@ -171,6 +171,7 @@ bool Merger::merge_one() {
 void Merger::set_aside(const Index::Merge& job, const char* why) {
   std::unique_lock lock(index_mutex_);
   job.partition->damage = why;
+  job.partition->damage_error = std::current_exception();
 }
 
 bool Merger::merge_furthest() {
@@ -258,7 +259,7 @@ void Merger::merge_all() {
   while (merge_one()) {
   }
   std::shared_lock lock(index_mutex_);
-  if (!index_.damage().empty()) throw CorruptionError(index_.damage());
+  index_.throw_damage();
 }
 
 std::unique_lock<std::mutex> Merger::pause() {
