@@ -213,7 +213,7 @@ class Run {
 WorkingSet Dedup::run(const uint64_t* ids, size_t n) {
   if (n >= kEmpty) throw Error("a batch of " + std::to_string(n) + " ids: at most 2^32 - 2 can be taken at once");
   std::lock_guard lock(mutex_);
-  const size_t room = (n + 63) / 64 * 64;
+  const size_t room = n / 64 * 64 + 64;  // never none
   if (memory_.size() < room * kBytesPerId) {
     memory_ = HugeBuffer();  // before the larger one, so that both never exist together
     memory_ = HugeBuffer(room * kBytesPerId);

@@ -219,10 +219,6 @@ void MemTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, s
   if (misuse) throw Error("memory tier: unpin of a slot that is not pinned: unpin what pull gave, once");
 }
 
-void MemTier::mark_dirty(const uint32_t* slots, size_t n) {
-  for (size_t i = 0; i < n; ++i) set_dirty(slots[i]);
-}
-
 void MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
   enum : uint8_t { kMissing = 0, kCopied = 1, kLoading = 2 };
   ScratchPool::Lease s(scratch_);

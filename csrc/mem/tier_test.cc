@@ -9,6 +9,7 @@
 
 #include "testing/test.h"
 #include "util/error.h"
+#include "util/hash.h"
 
 namespace thermocline {
 namespace {
@@ -127,6 +128,23 @@ TEST(MemTier, TooSmallABudgetSaysTheLeast) {
   CHECK_THROWS(BudgetError, MemTier(options(100), nullptr));
   MapStore wrong(kLayout.bytes() + 4);
   CHECK_THROWS(Error, MemTier(options(1 << 20), &wrong));
+}
+
+// Hashing spreads keys over shards; keys chosen to defeat it are refused, and nothing is lost.
+TEST(MemTier, CraftedKeysThatFillOneShardAreRefused) {
+  MapStore store(kLayout.bytes());
+  MemTier tier(options(1 << 20, Policy::kLruLfu, 2, 256), &store);
+  std::vector<uint64_t> keys;
+  for (uint64_t k = 0; keys.size() < 300; ++k) {
+    if (mem_hash(hash_key(k)) >> 56 == 7) keys.push_back(k);
+  }
+  CHECK(keys.size() < tier.capacity());
+  CHECK_THROWS(BudgetError, pull(tier, keys));
+  tier.check(true);
+  keys.resize(40);
+  auto slots = pull(tier, keys);
+  tier.unpin(slots.data(), slots.size(), false);
+  tier.check(true);
 }
 
 TEST(MemTier, UnpinningTwiceIsAnError) {

@@ -105,7 +105,7 @@ class MemTier:
     rows are being changed (`update`, `apply_gradients`, `write`) no other call may touch the same rows, nor `flush`.
     """
 
-    __slots__ = ("_core", "_dim", "_floats", "_optimizer", "_policy", "_store")
+    __slots__ = ("_core", "_dim", "_floats", "_optimizer", "_policy", "_store", "_threads")
 
     def __init__(
         self,
@@ -144,12 +144,13 @@ class MemTier:
         self._optimizer = optimizer
         self._policy = policy
         self._store = store
+        self._threads = threads or os.cpu_count() or 1
         self._core = core.MemTier(
             dim=dim,
             optimizer=optimizer.code,
             budget=parse_size(budget, "budget"),
             policy=_POLICIES[policy],
-            threads=threads or os.cpu_count() or 1,
+            threads=self._threads,
             shards=shards or 0,
             seed=_word(seed, "seed"),
             table=_word(table, "table"),
@@ -174,7 +175,7 @@ class MemTier:
         `offsets` (int64, one more than bags) cut the ids into bags, for pooling "sum" (the default) or "mean"; without
         them every id is its own bag ("none"). `weights`: one float32 per id. Release the result when done.
         """
-        working_set = ids if isinstance(ids, WorkingSet) else WorkingSet.of(ids)
+        working_set = ids if isinstance(ids, WorkingSet) else WorkingSet.of(ids, threads=self._threads)
         cuts, factors, mean = _bags(len(working_set.inverse), offsets, pooling, weights)
         slots = self.pull(working_set.keys)
         try:
@@ -186,7 +187,7 @@ class MemTier:
         return Lookup(working_set, slots, id_slots, cuts, factors, mean, grad_rows, coefs)
 
     def pool(self, lookup: Lookup, *, out: Any = None) -> Floats:
-        """float32[bags, dim]: each bag's rows added left to right, mean divided by their number; empty bags are zero."""
+        """float32[bags, dim]: each bag's rows added left to right, a mean divided by their number, none: zero."""
         result = _out(out, (lookup.bags, self._dim))
         self._core.pool(lookup.id_slots, lookup.offsets, lookup.weights, lookup.mean, result)
         return result
@@ -265,7 +266,7 @@ class MemTier:
 
     def evaluate(self, ids: Any, offsets: Any = None, *, pooling: Pooling | None = None, weights: Any = None) -> Floats:
         """What `pool` would return for these ids, read-only."""
-        working_set = ids if isinstance(ids, WorkingSet) else WorkingSet.of(ids)
+        working_set = ids if isinstance(ids, WorkingSet) else WorkingSet.of(ids, threads=self._threads)
         cuts, factors, mean = _bags(len(working_set.inverse), offsets, pooling, weights)
         rows = self.read(working_set.keys)
         bags = len(working_set.inverse) if cuts is None else len(cuts) - 1
