@@ -144,12 +144,16 @@ void Catalog::publish(const Manifest& manifest) {
   }
 }
 
-void Catalog::release(uint64_t epoch) {
+void Catalog::require_releasable(uint64_t epoch) const {
   std::lock_guard lock(mutex_);
   if (epoch == 0 || epochs_.count(epoch) == 0)
     throw NotFoundError(ctx_.path + ": there is no epoch " + std::to_string(epoch) + " to release");
   if (epochs_.rbegin()->first == epoch)
     throw Error(ctx_.path + ": epoch " + std::to_string(epoch) + " is the newest commit and cannot be released");
+}
+
+void Catalog::release(uint64_t epoch) {
+  std::lock_guard lock(mutex_);
   ctx_.fs->unlink(ctx_.path + "/" + manifest_name(epoch));
   ctx_.fs->reached("release.unlinked");
   // Durable before any file of the epoch goes: a manifest that comes back must not miss its files. If this fails, they

@@ -32,6 +32,7 @@ class Catalog {
 
   // Publishes the manifest: the commit. Epoch 0 is forgotten by the first one.
   void publish(const Manifest& manifest);
+  void require_releasable(uint64_t epoch) const;  // throws NotFoundError, or Error for the newest
   void release(uint64_t epoch);
   // Deletes the files nobody needs.
   void collect();

@@ -305,6 +305,7 @@ void SsdStore::Impl::release(uint64_t epoch) {
   auto life = alive();
   std::lock_guard write(write_mutex_);
   require_writable();
+  catalog_.require_releasable(epoch);
   try {
     catalog_.release(epoch);
   } catch (const Error& e) {
