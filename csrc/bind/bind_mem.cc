@@ -92,6 +92,12 @@ void unpin(MemTier& self, SlotsArg slots, bool dirty) {
   self.unpin(slots.data(), slots.size(), dirty);
 }
 
+void mark_dirty(MemTier& self, SlotsArg slots) {
+  nb::gil_scoped_release release;
+  self.check_slots(slots.data(), slots.size());
+  self.mark_dirty(slots.data(), slots.size());
+}
+
 void read(MemTier& self, KeysArg keys, FloatsOutArg rows) {
   check_rows(self, keys.size(), rows);
   nb::gil_scoped_release release;
@@ -278,6 +284,7 @@ void bind_mem(nb::module_& m) {
            "table"_a, "initial_kind"_a, "initial_scale"_a, "initial_state"_a, "store"_a.none(), nb::keep_alive<1, 13>())
       .def("pull", &pull, "keys"_a.noconvert(), "slots"_a.noconvert())
       .def("unpin", &unpin, "slots"_a.noconvert(), "dirty"_a)
+      .def("mark_dirty", &mark_dirty, "slots"_a.noconvert())
       .def("read", &read, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("push", &push, "keys"_a.noconvert(), "rows"_a.noconvert(), "dirty"_a)
       .def("copy_out", &copy_out, "slots"_a.noconvert(), "rows"_a.noconvert())

@@ -199,7 +199,7 @@ class MemTier:
         """
         grads = _floats(grad, (lookup.bags, self._dim), "grad")
         starts = lookup.working_set.starts
-        self._core.update(lookup.slots, starts, lookup.grad_rows, lookup.coefs, grads, self._step(step, lr, scale))
+        self._core.update(lookup.slots, starts, lookup.grad_rows, lookup.coefs, grads, self.step(step, lr, scale))
 
     def sum_gradients(self, lookup: Lookup, grad: Any, *, out: Any = None) -> Floats:
         """float32[keys, dim]: the gradient of every unique key; the first half of `update`, for clipping by norm."""
@@ -213,7 +213,7 @@ class MemTier:
     ) -> None:
         """The second half of `update`: one gradient per pinned slot. No slot may repeat."""
         gradients = _floats(sums, (len(slots), self._dim), "sums")
-        self._core.apply_gradients(slots, gradients, self._step(step, lr, scale))
+        self._core.apply_gradients(slots, gradients, self.step(step, lr, scale))
 
     def release(self, lookup: Lookup, *, dirty: bool = True) -> None:
         """Unpins the rows of a lookup; `dirty` says that they were updated."""
@@ -333,7 +333,12 @@ class MemTier:
         size = format_size(self._core.stats()["budget"])
         return f"MemTier(dim={self._dim}, {self._optimizer}, {size}, {self.capacity} rows, {self._policy}, {below})"
 
-    def _step(self, step: int, lr: float | None, scale: float) -> core.Step:
+    @property
+    def core(self) -> core.MemTier:
+        """The C++ tier: `tc.Table` trains on it directly."""
+        return self._core
+
+    def step(self, step: int, lr: float | None, scale: float) -> core.Step:
         if step < 1:
             raise ValueError(f"step is {step}: steps count from 1")
         o = self._optimizer

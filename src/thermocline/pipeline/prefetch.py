@@ -1,0 +1,210 @@
+"""`tc.prefetch`: the four stages of a batch. Rows are in memory, pinned, before the loop asks for their batch.
+
+    read    the loader's own work; then dedup to the working set          (thread "read")
+    pull    rows that memory lacks come from SSD; everything is pinned    (thread "pull")
+    load    slots and gradient plans per bag; on a CPU nothing moves      (thread "load")
+    train   the caller's loop; `table.step()` writes the rows in place
+
+Rows are pulled, never copied: a batch pulled early sees what earlier batches wrote, so the result does not depend on
+depth or window. Plans are made in batch order by one thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from thermocline.batch import Batch, WorkingSet
+from thermocline.errors import BudgetError
+from thermocline.pipeline.stages import Pipeline, StageStats
+from thermocline.tables.table import Prepared, Table
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Window:
+    """Batches that share one pull."""
+
+    batches: list[Batch]
+    collected: dict[Table, list[Any]] = dataclasses.field(default_factory=dict)
+    """Per table and batch: what `Table.collect` gave."""
+    pinned: dict[Table, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = dataclasses.field(default_factory=dict)
+    """Per table: slots of the window's unique keys, and the places of each batch's keys among them, joined."""
+
+
+class Prefetch:
+    """An iterator over prepared batches; `tc.prefetch` makes it. Close it, or leave its `with` block, to stop early."""
+
+    def __init__(
+        self, loader: Iterable[Batch], tables: Sequence[Table], depth: int, pull_window: int, training: bool
+    ) -> None:
+        if pull_window < 1:
+            raise ValueError(f"pull_window is {pull_window}: at least 1 batch per pull")
+        self._tables = list(tables)
+        self._changed = threading.Condition()
+        self._outstanding = 0  # windows pulled and not yet trained
+        self._stopping = False
+        self._pipeline: Pipeline[_Window] = Pipeline(
+            _windows(loader, pull_window),
+            [("collect", self._collect), ("pull", self._pull), ("load", self._load)]
+            if training
+            else [("pull", self._read)],
+            depth=depth,
+            finish=self._finish if training else self._forget,
+            on_stop=self._give_up,
+        )
+        self._ready: Iterator[Batch] = iter(())
+
+    def __iter__(self) -> Prefetch:
+        return self
+
+    def __next__(self) -> Batch:
+        for batch in self._ready:
+            return batch
+        window = next(self._pipeline)
+        self._ready = iter(window.batches)
+        return next(self._ready)
+
+    def close(self) -> None:
+        """Stops the stages and unpins what they had ready."""
+        self._ready = iter(())
+        self._pipeline.close()
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def stats(self) -> list[StageStats]:
+        """Time, waiting and queue fill of each stage; items are windows."""
+        return self._pipeline.stats
+
+    # ---- the stages
+
+    def _collect(self, window: _Window) -> _Window:
+        for table in self._tables:
+            window.collected[table] = [table.collect(batch) for batch in window.batches]
+        return window
+
+    def _pull(self, window: _Window) -> _Window:
+        pulled: list[Table] = []
+        try:
+            for table, collected in window.collected.items():
+                keys = [working_set.keys for _, working_set in collected]
+                if len(keys) == 1:
+                    places = np.arange(len(keys[0]), dtype=np.uint32)
+                    unique = keys[0]
+                else:
+                    union = WorkingSet.of(np.concatenate(keys))
+                    unique, places = union.keys, union.inverse
+                window.pinned[table] = (self._pin(table, unique), places)
+                pulled.append(table)
+        except BaseException:
+            for table in pulled:
+                table.tier.unpin(window.pinned[table][0])
+            raise
+        with self._changed:
+            self._outstanding += 1
+        return window
+
+    def _pin(self, table: Table, keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Waits for earlier batches to leave when memory is too small for all that are queued."""
+        while True:
+            with self._changed:
+                before = self._outstanding
+            try:
+                return table.tier.pull(keys)
+            except BudgetError:
+                with self._changed:
+                    if before == 0 or self._stopping:
+                        raise
+                    while self._outstanding == before and not self._stopping:
+                        self._changed.wait()
+
+    def _load(self, window: _Window) -> _Window:
+        for table, collected in window.collected.items():
+            slots, places = window.pinned[table]
+            shared = _Shared(table, slots, len(collected))
+            first = 0
+            for batch, (parts, working_set) in zip(window.batches, collected, strict=True):
+                own = slots[places[first : first + len(working_set)]]
+                first += len(working_set)
+                batch.prepared[table] = table.bind(parts, working_set, own, shared.release)
+        return window
+
+    def _read(self, window: _Window) -> _Window:
+        for batch in window.batches:
+            for table in self._tables:
+                batch.prepared[table] = table.prepare_read(batch)
+        return window
+
+    # ---- the end of a window
+
+    def _finish(self, window: _Window) -> None:
+        for table, (slots, _) in window.pinned.items():
+            if table in window.batches[0].prepared:
+                for batch in window.batches:
+                    batch.prepared.pop(table).let_go()
+            else:
+                table.tier.unpin(slots)
+        if window.pinned:
+            with self._changed:
+                self._outstanding -= 1
+                self._changed.notify_all()
+
+    def _forget(self, window: _Window) -> None:
+        for batch in window.batches:
+            batch.prepared.clear()
+
+    def _give_up(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+
+class _Shared:
+    """The pins of a window: given back when the last of its batches lets go."""
+
+    def __init__(self, table: Table, slots: np.ndarray[Any, Any], batches: int) -> None:
+        self._table, self._slots, self._left = table, slots, batches
+        self._lock = threading.Lock()
+
+    def release(self, _: Prepared) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._table.tier.unpin(self._slots)
+
+
+def _windows(loader: Iterable[Batch], size: int) -> Iterator[_Window]:
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, size)):
+        # Copies: a loader may give the same batch again while this one is still in flight.
+        copies = [copy.copy(batch) for batch in window]
+        for batch in copies:
+            batch.prepared = {}
+        yield _Window(copies)
+
+
+def prefetch(
+    loader: Iterable[Batch], *tables: Table, depth: int = 4, pull_window: int = 1, training: bool = True
+) -> Prefetch:
+    """Iterates over `loader` with the rows of `tables` pulled ahead; use it in a for loop.
+
+    depth         pulls in flight, the one being trained included; 1: everything one after the other
+    pull_window   batches that share one pull from SSD
+    training      False: rows are only read, for evaluation
+
+    Raises in the loop what any stage raised. `BudgetError`: a single window does not fit the memory tier.
+    """
+    if not tables:
+        raise ValueError("prefetch needs the tables whose rows it is to pull")
+    return Prefetch(loader, tables, depth, pull_window, training)
