@@ -98,6 +98,14 @@ void mark_dirty(MemTier& self, SlotsArg slots) {
   self.mark_dirty(slots.data(), slots.size());
 }
 
+// (rows given, slot to go on from)
+std::pair<size_t, uint32_t> dirty_rows(const MemTier& self, uint32_t next, Array<uint64_t> keys, FloatsOutArg rows) {
+  check_rows(self, keys.size(), rows);
+  nb::gil_scoped_release release;
+  size_t n = self.dirty_rows(&next, keys.size(), keys.data(), reinterpret_cast<uint8_t*>(rows.data()));
+  return {n, next};
+}
+
 void read(MemTier& self, KeysArg keys, FloatsOutArg rows) {
   check_rows(self, keys.size(), rows);
   nb::gil_scoped_release release;
@@ -285,6 +293,7 @@ void bind_mem(nb::module_& m) {
       .def("pull", &pull, "keys"_a.noconvert(), "slots"_a.noconvert())
       .def("unpin", &unpin, "slots"_a.noconvert(), "dirty"_a)
       .def("mark_dirty", &mark_dirty, "slots"_a.noconvert())
+      .def("dirty_rows", &dirty_rows, "next"_a, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("read", &read, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("push", &push, "keys"_a.noconvert(), "rows"_a.noconvert(), "dirty"_a)
       .def("copy_out", &copy_out, "slots"_a.noconvert(), "rows"_a.noconvert())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
@@ -288,6 +289,17 @@ class MemTier:
         Takes as long as there are dirty rows, however many others there are.
         """
         self._core.flush(None if store is None else store._core)
+
+    def dirty_rows(self, batch_rows: int = 65536) -> Iterator[tuple[npt.NDArray[np.uint64], Floats]]:
+        """Keys and rows changed since they were last flushed, in pieces. Nothing else may use the tier meanwhile."""
+        place = 0
+        while True:
+            keys = np.empty(batch_rows, np.uint64)
+            rows = np.empty((batch_rows, self._floats), np.float32)
+            count, place = self._core.dirty_rows(place, keys, rows)
+            if count == 0:
+                return
+            yield keys[:count], rows[:count]
 
     def make_room(self, rows: int) -> None:
         """Evicts until `rows` slots are free or nothing more can leave. A pull does it by itself, but then waits."""

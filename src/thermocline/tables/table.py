@@ -166,6 +166,8 @@ class Table:
         self._after_step: list[Callable[[], None]] = []
         self.tier: MemTier
         self.store: SsdStore | None = None
+        self.checkpoint_store: SsdStore | None = None
+        """Where a memory-only table's rows are saved, and were restored from: set by `tc.Checkpoints`."""
         self.reopen(epoch)
 
     def reopen(self, epoch: int | None = None) -> None:
@@ -333,11 +335,12 @@ class Table:
 
     def rows(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Floats]]:
         """Every trained row once, keys and float32[n, dim + state], in bounded memory. Between steps only."""
-        if self.store is None:
-            yield from self.tier.scan(batch_rows)
+        store = self.store or self.checkpoint_store
+        if store is None:
+            yield from self.tier.dirty_rows(batch_rows)  # never flushed: all that were trained
             return
-        self.tier.flush()
-        for keys, rows in self.store.scan(batch_rows=batch_rows):
+        self.tier.flush(store)
+        for keys, rows in store.scan(batch_rows=batch_rows):
             yield keys, rows.view(np.float32)
 
     def read(self, keys: Any) -> Floats:
