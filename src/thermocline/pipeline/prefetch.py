@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from thermocline.batch import Batch, WorkingSet
+from thermocline.batch import Batch, Slots, WorkingSet
 from thermocline.errors import BudgetError
 from thermocline.pipeline.stages import Pipeline, StageStats
-from thermocline.tables.table import Prepared, Table
+from thermocline.tables.arrays import Keys
+from thermocline.tables.table import Pins, Table
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -33,30 +34,31 @@ class _Window:
     batches: list[Batch]
     collected: dict[Table, list[Any]] = dataclasses.field(default_factory=dict)
     """Per table and batch: what `Table.collect` gave."""
-    pinned: dict[Table, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = dataclasses.field(default_factory=dict)
-    """Per table: slots of the window's unique keys, and the places of each batch's keys among them, joined."""
+    pinned: dict[Table, tuple[Pins, Slots, Slots]] = dataclasses.field(default_factory=dict)
+    """Per table: the slots of the window's unique keys, and the places of each batch's keys among them, joined."""
+    outstanding: bool = False
 
 
 class Prefetch:
-    """An iterator over prepared batches; `tc.prefetch` makes it. Close it, or leave its `with` block, to stop early."""
+    """An iterator over prepared batches; `tc.prefetch` makes it.
+
+    A `for` loop over it may be left in any way. If its name outlives the loop, close it or use a `with` statement.
+    """
 
     def __init__(
         self, loader: Iterable[Batch], tables: Sequence[Table], depth: int, pull_window: int, training: bool
     ) -> None:
         if pull_window < 1:
             raise ValueError(f"pull_window is {pull_window}: at least 1 batch per pull")
-        self._tables = list(tables)
-        self._changed = threading.Condition()
-        self._outstanding = 0  # windows pulled and not yet trained
-        self._stopping = False
+        stages = _Stages(tables)  # apart from this object, which can then be dropped while the stages run
         self._pipeline: Pipeline[_Window] = Pipeline(
             _windows(loader, pull_window),
-            [("collect", self._collect), ("pull", self._pull), ("load", self._load)]
+            [("collect", stages.collect), ("pull", stages.pull), ("load", stages.load)]
             if training
-            else [("pull", self._read)],
+            else [("pull", stages.read)],
             depth=depth,
-            finish=self._finish if training else self._forget,
-            on_stop=self._give_up,
+            finish=stages.finish,
+            on_stop=stages.give_up,
         )
         self._ready: Iterator[Batch] = iter(())
 
@@ -66,12 +68,11 @@ class Prefetch:
     def __next__(self) -> Batch:
         for batch in self._ready:
             return batch
-        window = next(self._pipeline)
-        self._ready = iter(window.batches)
+        self._ready = iter(next(self._pipeline).batches)
         return next(self._ready)
 
     def close(self) -> None:
-        """Stops the stages and unpins what they had ready."""
+        """Stops the stages, waits for the batch each is at, and unpins what they had ready."""
         self._ready = iter(())
         self._pipeline.close()
 
@@ -86,36 +87,38 @@ class Prefetch:
         """Time, waiting and queue fill of each stage; items are windows."""
         return self._pipeline.stats
 
-    # ---- the stages
 
-    def _collect(self, window: _Window) -> _Window:
+class _Stages:
+    """What happens to a window on its way. `collect`, `pull` and `load` each run on one thread, in order."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self._tables = list(dict.fromkeys(tables))
+        self._changed = threading.Condition()
+        self._outstanding = 0  # windows pulled and not yet trained
+        self._stopping = False
+
+    def collect(self, window: _Window) -> _Window:
         for table in self._tables:
             window.collected[table] = [table.collect(batch) for batch in window.batches]
         return window
 
-    def _pull(self, window: _Window) -> _Window:
-        pulled: list[Table] = []
-        try:
-            for table, collected in window.collected.items():
-                keys = [working_set.keys for _, working_set in collected]
-                if len(keys) == 1:
-                    places = np.arange(len(keys[0]), dtype=np.uint32)
-                    unique = keys[0]
-                else:
-                    union = WorkingSet.of(np.concatenate(keys))
-                    unique, places = union.keys, union.inverse
-                window.pinned[table] = (self._pin(table, unique), places)
-                pulled.append(table)
-        except BaseException:
-            for table in pulled:
-                table.tier.unpin(window.pinned[table][0])
-            raise
+    def pull(self, window: _Window) -> _Window:
+        for table, collected in window.collected.items():
+            keys = [working_set.keys for _, working_set in collected]
+            if len(keys) == 1:
+                unique, places = keys[0], np.arange(len(keys[0]), dtype=np.uint32)
+            else:
+                union = WorkingSet.of(np.concatenate(keys))
+                unique, places = union.keys, union.inverse
+            slots = self._pin(table, unique)
+            window.pinned[table] = Pins(table.tier, slots), slots, places
         with self._changed:
             self._outstanding += 1
+            window.outstanding = True
         return window
 
-    def _pin(self, table: Table, keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Waits for earlier batches to leave when memory is too small for all that are queued."""
+    def _pin(self, table: Table, keys: Keys) -> Slots:
+        """Waits for earlier windows to leave when memory is too small for all that are queued."""
         while True:
             with self._changed:
                 before = self._outstanding
@@ -128,60 +131,40 @@ class Prefetch:
                     while self._outstanding == before and not self._stopping:
                         self._changed.wait()
 
-    def _load(self, window: _Window) -> _Window:
+    def load(self, window: _Window) -> _Window:
         for table, collected in window.collected.items():
-            slots, places = window.pinned[table]
-            shared = _Shared(table, slots, len(collected))
+            pins, slots, places = window.pinned[table]
             first = 0
             for batch, (parts, working_set) in zip(window.batches, collected, strict=True):
                 own = slots[places[first : first + len(working_set)]]
                 first += len(working_set)
-                batch.prepared[table] = table.bind(parts, working_set, own, shared.release)
+                batch.prepared[table] = table.bind(parts, working_set, own, pins)
         return window
 
-    def _read(self, window: _Window) -> _Window:
+    def read(self, window: _Window) -> _Window:
+        """The only stage of evaluation."""
         for batch in window.batches:
             for table in self._tables:
                 batch.prepared[table] = table.prepare_read(batch)
         return window
 
-    # ---- the end of a window
-
-    def _finish(self, window: _Window) -> None:
-        for table, (slots, _) in window.pinned.items():
-            if table in window.batches[0].prepared:
-                for batch in window.batches:
-                    batch.prepared.pop(table).let_go()
-            else:
-                table.tier.unpin(slots)
-        if window.pinned:
-            with self._changed:
-                self._outstanding -= 1
-                self._changed.notify_all()
-
-    def _forget(self, window: _Window) -> None:
+    def finish(self, window: _Window) -> None:
+        """Gives back what the window holds, however far it came."""
         for batch in window.batches:
-            batch.prepared.clear()
+            batch.prepared = {}
+        while window.pinned:
+            _, (pins, _, _) = window.pinned.popitem()
+            pins.let_go()
+        with self._changed:
+            self._outstanding -= window.outstanding
+            window.outstanding = False
+            self._changed.notify_all()
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """The pipeline stops: nobody may wait any longer."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-
-
-class _Shared:
-    """The pins of a window: given back when the last of its batches lets go."""
-
-    def __init__(self, table: Table, slots: np.ndarray[Any, Any], batches: int) -> None:
-        self._table, self._slots, self._left = table, slots, batches
-        self._lock = threading.Lock()
-
-    def release(self, _: Prepared) -> None:
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._table.tier.unpin(self._slots)
 
 
 def _windows(loader: Iterable[Batch], size: int) -> Iterator[_Window]:

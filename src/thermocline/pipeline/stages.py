@@ -2,9 +2,9 @@
 
     read  ->  stage 1  ->  ...  ->  stage n  ->  the caller's loop
 
-At most `depth` items are between `read` and the end of the loop's body. Depth 1 runs the same stages one after the other
-on the caller's thread. An exception in any stage reaches the caller, with its own traceback, in place of the item it
-belongs to; whatever came before it is delivered first.
+At most `depth` items are between `read` and the end of the loop's body. Depth 1 runs the same stages one after the
+other on the caller's thread. An exception in any stage reaches the caller, with its own traceback, in place of the item
+it belongs to; whatever came before it is delivered first.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -46,9 +47,10 @@ _END = object()
 class Pipeline(Generic[T]):
     """An iterator over `source` with every item passed through `stages`, in order.
 
-    `finish(item)` is called once for every item that came through the first stage, when the caller asks for the next
-    one or closes; also for items the caller never saw. `on_stop()` is called before the stages' threads are waited for:
-    a stage that waits must give up then. Close the pipeline, or use it in a `with` statement.
+    `finish(item)` is called for every item that was read, whatever became of it: when the caller asks for the next one,
+    when a stage fails on it, or at the end. `on_stop()` is called before the stages' threads are waited for: a stage
+    that waits must give up then. The pipeline closes with its `with` block, at its end, when an error leaves it, and
+    when nobody holds it any more: a `for` loop over a pipeline cleans up however it is left.
     """
 
     def __init__(
@@ -62,71 +64,101 @@ class Pipeline(Generic[T]):
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth is {depth}: at least 1, which runs the stages one after the other")
-        self._source: Iterator[Any] = iter(source)
-        self._stages = stages
+        self._flow = _Flow(iter(source), stages, depth, finish, on_stop)
+        # The threads know the flow, never this object: so it can be dropped while they run, and stops them.
+        weakref.finalize(self, self._flow.close)
+        self._flow.start()
+
+    def __iter__(self) -> Pipeline[T]:
+        return self
+
+    def __next__(self) -> T:
+        return self._flow.next()  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Stops the stages, waits for them, and finishes what they had ready. Calling it again does nothing."""
+        self._flow.close()
+
+    def __enter__(self) -> Pipeline[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def stats(self) -> list[StageStats]:
+        """Of the reader, every stage, and the caller's loop."""
+        return self._flow.stats
+
+
+class _Flow:
+    """What the caller and the threads share."""
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        stages: list[tuple[str, Callable[[Any], Any]]],
+        depth: int,
+        finish: Callable[[Any], None],
+        on_stop: Callable[[], None],
+    ) -> None:
+        self._source = source
+        self._stages = [stage for _, stage in stages]
+        self._depth = depth
         self._finish = finish
         self._on_stop = on_stop
-        self._depth = depth
         self._current: Any = _END
-        self._closed = False
         self.stats = [StageStats("read"), *(StageStats(name) for name, _ in stages), StageStats("train")]
         self._asked = time.perf_counter()
         self._stop = threading.Event()
         self._room = threading.Semaphore(depth)
         self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(len(stages) + 1)]
         self._threads: list[threading.Thread] = []
-        if depth > 1:
-            works = [self._read, *(lambda i=i: self._work(i) for i in range(len(stages)))]
-            for stats, work in zip(self.stats, works, strict=False):
-                thread = threading.Thread(target=work, name=f"thermocline-{stats.name}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+
+    def start(self) -> None:
+        if self._depth == 1:
+            return
+        for i, stats in enumerate(self.stats[:-1]):
+            work, args = (self._read, ()) if i == 0 else (self._work, (i - 1,))
+            thread = threading.Thread(target=work, args=args, name=f"thermocline-{stats.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     # ---- the caller's side
 
-    def __iter__(self) -> Pipeline[T]:
-        return self
-
-    def __next__(self) -> T:
+    def next(self) -> Any:
         now = time.perf_counter()
         train = self.stats[-1]
-        if self._current is not _END:
-            train.busy_seconds += now - self._asked
-            train.items += 1
-            self._done()
-        if self._closed:
-            raise StopIteration
         try:
-            item = self._serial() if self._depth == 1 else self._next()
+            if self._current is not _END:
+                train.busy_seconds += now - self._asked
+                train.items += 1
+                self._done()
+            if not self._stop.is_set():
+                self._current = self._serial() if self._depth == 1 else self._take()
         except BaseException:
             self.close()
             raise
         self._asked = time.perf_counter()
         train.wait_seconds += self._asked - now
-        if item is _END:
+        if self._current is _END:
             self.close()
             raise StopIteration
-        self._current = item
-        return item  # type: ignore[no-any-return]
+        return self._current
 
     def close(self) -> None:
-        """Stops the stages, waits for them, and finishes what they had ready. Calling it again does nothing."""
-        if self._closed:
-            return
-        self._closed = True
+        """May be called again, also after an interrupt cut it short."""
         self._stop.set()
         self._on_stop()
         self._room.release()  # the reader may be waiting for room
         for q in self._queues:
             q.put(_END)
-        me = threading.current_thread()
+        me = threading.current_thread()  # a stage's own, if the garbage collector ran there
         for thread in self._threads:
             if thread is not me:
                 thread.join()
-        if self._current is not _END:
-            self._done()
-        # Items between the stages; the first queue's have not been through a stage yet.
-        for q in self._queues[1:]:
+        self._done()
+        for q in self._queues:
             while True:
                 try:
                     item = q.get_nowait()
@@ -135,24 +167,15 @@ class Pipeline(Generic[T]):
                 if item is not _END and not isinstance(item, _Failure):
                     self._finish(item)
 
-    def __enter__(self) -> Pipeline[T]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_threads"):
-            self.close()
-
     def _done(self) -> None:
         item, self._current = self._current, _END
-        self._finish(item)
-        self._room.release()
+        if item is not _END:
+            self._finish(item)
+            self._room.release()
 
-    def _next(self) -> Any:
-        last = self._queues[-1]
-        self.stats[-2].fill += (last.qsize() - self.stats[-2].fill) / max(1, self.stats[-1].items + 1)
+    def _take(self) -> Any:
+        last, before = self._queues[-1], self.stats[-2]
+        before.fill += (last.qsize() - before.fill) / (self.stats[-1].items + 1)
         item = last.get()
         if isinstance(item, _Failure):
             raise item.error
@@ -160,19 +183,29 @@ class Pipeline(Generic[T]):
 
     def _serial(self) -> Any:
         item = self._timed(0, lambda: next(self._source, _END))
-        if item is _END:
-            return _END
-        for i, (_, stage) in enumerate(self._stages):
-            item = self._timed(i + 1, lambda stage=stage, item=item: stage(item))
+        if item is not _END:
+            for i in range(len(self._stages)):
+                item = self._pass(i, item)
         return item
+
+    # ---- both sides
+
+    def _pass(self, i: int, item: Any) -> Any:
+        """The item after stage i. One that fails is finished here."""
+        try:
+            return self._timed(i + 1, lambda: self._stages[i](item))
+        except BaseException:
+            self._finish(item)
+            raise
 
     def _timed(self, i: int, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         try:
-            return work()
+            item = work()
         finally:
             self.stats[i].busy_seconds += time.perf_counter() - start
-            self.stats[i].items += 1
+        self.stats[i].items += item is not _END
+        return item
 
     # ---- the stages' threads
 
@@ -193,26 +226,24 @@ class Pipeline(Generic[T]):
                 return
 
     def _work(self, i: int) -> None:
-        stats, stage = self.stats[i + 1], self._stages[i][1]
+        before, stats = self.stats[i], self.stats[i + 1]
         source, target = self._queues[i], self._queues[i + 1]
         while True:
+            item = None  # while this one waits, others decide how long the last one lives
             start = time.perf_counter()
-            before = self.stats[i]
             before.fill += (source.qsize() - before.fill) / (stats.items + 1)
             item = source.get()
             stats.wait_seconds += time.perf_counter() - start
             if item is _END or isinstance(item, _Failure):
                 target.put(item)
                 return
-            if self._stop.is_set():
-                if i > 0:
-                    self._finish(item)
-                continue
-            try:
-                item = self._timed(i + 1, lambda item=item: stage(item))
-            except BaseException as error:  # handed to the caller
-                if i > 0:
-                    self._finish(item)
-                target.put(_Failure(error))
-                return
-            target.put(item)
+            if not self._stop.is_set():
+                try:
+                    item = self._pass(i, item)
+                except BaseException as error:  # handed to the caller
+                    target.put(_Failure(error))
+                    return
+            if self._stop.is_set():  # nobody may be left to take it
+                self._finish(item)
+            else:
+                target.put(item)

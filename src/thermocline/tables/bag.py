@@ -29,7 +29,9 @@ class EmbeddingBag(torch.nn.Module):
         self.fields = tuple(range(fields)) if isinstance(fields, int) else tuple(fields)
         kinds = (pooling,) * len(self.fields) if isinstance(pooling, str) else tuple(pooling)
         if not self.fields or len(kinds) != len(self.fields):
-            raise ValueError(f"{len(self.fields)} fields with {len(kinds)} poolings: give one pooling, or one per field")
+            raise ValueError(
+                f"{len(self.fields)} fields with {len(kinds)} poolings: give one pooling, or one per field"
+            )
         for kind in kinds:
             if kind not in ("sum", "mean", "none"):
                 raise ValueError(f"pooling is {kind!r}: it is one of sum, mean, none")
@@ -46,11 +48,12 @@ class EmbeddingBag(torch.nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """float32[examples, fields, dim]; with pooling "none" float32[ids, dim]."""
+        trains = self.training and torch.is_grad_enabled()
         prepared = batch.prepared.get(self.table)
-        if prepared is None or (self.training and prepared.slots is None):
-            prepared = self._prepare_now(batch)
+        if prepared is None or not self._serves(prepared, trains):
+            prepared = self._prepare_now(batch, trains)
         outputs = [
-            _Pool.apply(self._anchor, self.table, prepared, prepared.parts[spec])  # type: ignore[no-untyped-call]
+            _Pool.apply(self._anchor, self.table, prepared, prepared.parts[spec], trains)  # type: ignore[no-untyped-call]
             for spec in self.specs
         ]
         if self.specs[0].pooling == "none":
@@ -61,16 +64,23 @@ class EmbeddingBag(torch.nn.Module):
         order = [place for spec in self.specs for place in spec.places]
         return torch.cat(shaped, 1)[:, torch.tensor(order).argsort()]
 
-    def _prepare_now(self, batch: Batch) -> Prepared:
-        """For batches that no pipeline has prepared."""
-        if not self.training:
+    def _serves(self, prepared: Prepared, trains: bool) -> bool:
+        """Whether this bag can use it: it may be for evaluation, older than the bag, or of a tier since replaced."""
+        here = not trains if prepared.pins is None else prepared.pins.tier is self.table.tier
+        return here and prepared.parts.keys() >= set(self.specs)
+
+    def _prepare_now(self, batch: Batch, trains: bool) -> Prepared:
+        """For batches that no pipeline has prepared, or not for this bag."""
+        if not trains:
             return self.table.prepare_read(batch, self.specs)
         prepared = self.table.prepare(batch)
         batch.prepared[self.table] = prepared
 
         def done() -> None:  # nobody else says when the loop is done with this batch
-            batch.prepared.pop(self.table, None)
-            prepared.let_go()
+            if batch.prepared.get(self.table) is prepared:
+                del batch.prepared[self.table]
+            assert prepared.pins is not None
+            prepared.pins.let_go()
 
         self.table.on_step(done)
         return prepared
@@ -81,15 +91,17 @@ class EmbeddingBag(torch.nn.Module):
 
 class _Pool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, table: Table, prepared: Prepared, part: Part) -> torch.Tensor:
-        ctx.table, ctx.prepared, ctx.part = table, prepared, part
+    def forward(
+        ctx: Any, anchor: torch.Tensor, table: Table, prepared: Prepared, part: Part, trains: bool
+    ) -> torch.Tensor:
+        ctx.table, ctx.prepared, ctx.part, ctx.trains = table, prepared, part, trains
         ctx.order = table.next_forward()
         return torch.from_numpy(table.pool(prepared, part))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        if ctx.part.id_slots is None:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        if not ctx.trains:
             raise RuntimeError("backward through rows that were only read: call model.train() before the forward pass")
         values = grad.detach().to(torch.float32).contiguous().numpy()
-        ctx.table.add_gradient(ctx.order, ctx.prepared, ctx.part, values)
-        return None, None, None, None
+        ctx.table.add_gradient(ctx.order, ctx.prepared, ctx.part, values, owner=grad)
+        return None, None, None, None, None

@@ -23,6 +23,7 @@ from thermocline.tables.initial import Initial, Uniform
 from thermocline.tables.optimizers import Optimizer, initial_state
 from thermocline.tables.ssd import SsdStore
 
+Step = core.Step
 Floats = npt.NDArray[np.float32]
 Pooling = Literal["sum", "mean", "none"]
 Policy = Literal["lru_lfu", "lru", "lfu"]
@@ -187,7 +188,7 @@ class MemTier:
         return Lookup(working_set, slots, id_slots, cuts, factors, mean, grad_rows, coefs)
 
     def pool(self, lookup: Lookup, *, out: Any = None) -> Floats:
-        """float32[bags, dim]: each bag's rows added left to right, mean divided by their number; empty bags are zero."""
+        """float32[bags, dim]: each bag's rows added left to right, mean over their number; empty bags are zero."""
         result = _out(out, (lookup.bags, self._dim))
         self._core.pool(lookup.id_slots, lookup.offsets, lookup.weights, lookup.mean, result)
         return result
@@ -350,7 +351,7 @@ class MemTier:
         """The C++ tier: `tc.Table` trains on it directly."""
         return self._core
 
-    def step(self, step: int, lr: float | None, scale: float) -> core.Step:
+    def step(self, step: int, lr: float | None, scale: float) -> Step:
         if step < 1:
             raise ValueError(f"step is {step}: steps count from 1")
         o = self._optimizer

@@ -7,7 +7,7 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
@@ -16,7 +16,7 @@ from thermocline.batch import Batch, Floats, Offsets, Slots, WorkingSet
 from thermocline.core import core
 from thermocline.sizes import format_size, parse_size
 from thermocline.tables.arrays import Keys
-from thermocline.tables.initial import Initial
+from thermocline.tables.initial import Initial, Uniform
 from thermocline.tables.mem import MemTier, Policy
 from thermocline.tables.optimizers import Optimizer
 from thermocline.tables.ssd import SsdStore
@@ -30,7 +30,7 @@ class BagSpec:
 
     fields: tuple[int, ...]
     pooling: Pooling
-    places: tuple[int, ...]
+    places: tuple[int, ...] = dataclasses.field(compare=False)  # bags that differ in these share a part
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -61,49 +61,66 @@ class Part:
         return self.plan
 
 
-class Prepared:
-    """A batch's rows of one table, pinned, shared by all bags on the table.
+class Pins:
+    """Pinned rows. Whoever needs them holds them; the last to let go unpins, and so does the garbage collector.
 
-    Held by the pipeline until the loop moves on, and by every gradient until `step`; the last to let go unpins.
+    A holder forgets its Pins before it lets go: an interrupt in between leaves the rows to the garbage collector, never
+    to a second let_go.
     """
 
-    __slots__ = ("_holds", "_lock", "_release", "parts", "rows", "slots", "working_set")
+    __slots__ = ("_holds", "_lock", "_slots", "tier")
 
-    def __init__(
-        self,
-        parts: dict[BagSpec, Part],
-        working_set: WorkingSet,
-        slots: Slots | None,
-        rows: Floats | None,
-        release: Any,
-    ) -> None:
-        self.parts = parts
-        self.working_set = working_set
-        self.slots = slots
-        self.rows = rows
-        """Copies of the rows per unique key, instead of slots: evaluation."""
-        self._release = release
+    def __init__(self, tier: MemTier, slots: Slots) -> None:
+        self.tier = tier
+        self._slots: Slots | None = slots
         self._holds = 1
         self._lock = threading.Lock()
 
-    def hold(self) -> None:
+    def hold(self) -> bool:
+        """One more holder; False: too late, the rows may be elsewhere by now."""
         with self._lock:
-            self._holds += 1
+            self._holds += self._holds > 0
+            return self._holds > 0
 
     def let_go(self) -> None:
+        """One holder less."""
         with self._lock:
             self._holds -= 1
             last = self._holds == 0
         if last:
-            self._release(self)
+            self._unpin()
+
+    def _unpin(self) -> None:
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            self.tier.unpin(slots)
+
+    __del__ = _unpin
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A batch's rows of one table, shared by all bags on the table: pinned, or copied for evaluation."""
+
+    parts: dict[BagSpec, Part]
+    working_set: WorkingSet
+    slots: Slots | None
+    """Per unique key: where its row is pinned."""
+    pins: Pins | None
+    """Of these slots, and perhaps of other batches in the same window."""
+    rows: Floats | None = None
+    """Per unique key: a copy of its row, for evaluation."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Gradient:
     order: int
     prepared: Prepared
+    pins: Pins
     part: Part
     grad: Floats
+    owner: Any
+    """The tensor that owns grad's memory: while it is held, autograd gives that memory to no one else."""
 
 
 class Table:
@@ -127,6 +144,7 @@ class Table:
         threads: int | None = None,
         ssd_mem: str | SupportsIndex = "256MB",
         ssd_filter_bits: int = 10,
+        ssd_options: Mapping[str, Any] | None = None,
         epoch: int | None = None,
     ) -> None:
         """Opens the table; with `ssd`, on the rows of the store's newest commit, or of `epoch`.
@@ -135,6 +153,7 @@ class Table:
         ssd      folder of the store that holds the rows which do not fit; made if it is not there
         name     tells tables apart: initial rows are a function of (seed, name, key); checkpoints are by name
         ssd_mem, ssd_filter_bits   DRAM of the store itself (its index), and how much of it spares reads of new keys
+        ssd_options   any others of `SsdStore.open`
         """
         if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
             raise ValueError(f"name is {name!r}: letters, digits, '-', '_' and '.' make a table's name")
@@ -147,20 +166,22 @@ class Table:
         """Steps so far: Adam's bias correction counts them."""
         self._mem_budget = parse_size(mem, "mem")
         self._ssd_path = None if ssd is None else os.fspath(ssd)
-        self._tier_options = {
+        self._tier_options: dict[str, Any] = {
             "policy": policy,
             "threads": threads,
             "seed": seed,
             "table": int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"),
             "initial": initial,
         }
-        self._store_options = {
+        self._store_options: dict[str, Any] = {
             "row_bytes": 4 * (dim + optimizer.state_floats(dim)),
             "mem_budget": ssd_mem,
             "filter_bits": ssd_filter_bits,
+            **(ssd_options or {}),
         }
         self._threads = threads
         self._specs: weakref.WeakKeyDictionary[Any, tuple[BagSpec, ...]] = weakref.WeakKeyDictionary()
+        self._specs_lock = threading.Lock()  # bags are made while a pipeline collects
         self._gradients: list[_Gradient] = []
         self._forwards = 0
         self._after_step: list[Callable[[], None]] = []
@@ -171,25 +192,49 @@ class Table:
         self.reopen(epoch)
 
     def reopen(self, epoch: int | None = None) -> None:
-        """Forgets everything since a commit and opens that one: the newest, or `epoch`. Memory-only tables start empty."""
-        if self._gradients:
-            self.discard_gradients()
+        """Forgets everything since a commit and opens that one: the newest, or `epoch`. Without `ssd`: an empty one."""
+        self.discard_gradients()
         if self.store is not None:
             self.store.close()
         self.store = None
         if self._ssd_path is not None:
-            self.store = SsdStore.open(self._ssd_path, create=epoch is None, epoch=epoch, **self._store_options)  # type: ignore[arg-type]
-        self.tier = MemTier(self.dim, self.optimizer, budget=self._mem_budget, store=self.store, **self._tier_options)  # type: ignore[arg-type]
+            self.store = self.open_store(self._ssd_path, create=epoch is None, epoch=epoch)
+        self.tier = MemTier(self.dim, self.optimizer, budget=self._mem_budget, store=self.store, **self._tier_options)
+
+    def open_store(self, path: str | os.PathLike[str], **options: Any) -> SsdStore:
+        """A store for rows of this table, opened with the table's own settings and `options` of `SsdStore.open`."""
+        return SsdStore.open(path, **{**self._store_options, **options})
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What makes rows and their updates what they are, as JSON: two tables that differ here cannot share rows."""
+        optimizer = dataclasses.asdict(self.optimizer)
+        del optimizer["lr"]  # changes from step to step
+        initial: Any = self._tier_options["initial"] or Uniform()
+        return {
+            "dim": self.dim,
+            "optimizer": {"kind": type(self.optimizer).__name__, **optimizer},
+            "seed": self._tier_options["seed"],
+            "initial": {"kind": type(initial).__name__, **dataclasses.asdict(initial)},
+        }
+
+    @property
+    def pending_gradients(self) -> int:
+        """How many backward passes through a bag no step has applied yet."""
+        return len(self._gradients)
 
     # ---- bags
 
     def register(self, bag: Any, specs: tuple[BagSpec, ...]) -> None:
         """A bag says what it will read, so that batches can be prepared before it asks."""
-        self._specs[bag] = specs
+        with self._specs_lock:
+            self._specs[bag] = specs
 
     def _wanted(self) -> list[BagSpec]:
         """All registered specs, each once, in an order that does not depend on memory addresses."""
-        return sorted({spec for specs in self._specs.values() for spec in specs}, key=lambda s: (s.fields, s.pooling))
+        with self._specs_lock:
+            wanted = {spec for specs in self._specs.values() for spec in specs}
+        return sorted(wanted, key=lambda s: (s.fields, s.pooling))
 
     # ---- a batch's life
 
@@ -202,31 +247,28 @@ class Table:
             none = spec.pooling == "none"
             parts[spec] = Part(ids, None if none else offsets, weights, spec.pooling == "mean", first)
             first += len(ids)
-        ids = [part.ids for part in parts.values()]
-        joined = ids[0] if len(ids) == 1 else np.concatenate([np.empty(0, np.uint64), *ids])
+        lists = [part.ids for part in parts.values()]
+        joined = lists[0] if len(lists) == 1 else np.concatenate([np.empty(0, np.uint64), *lists])
         return parts, WorkingSet.of(joined, threads=self._threads)
 
-    def bind(self, parts: dict[BagSpec, Part], working_set: WorkingSet, slots: Slots, release: Any = None) -> Prepared:
-        """Ready to train: the slots of the working set's keys, pinned by the caller."""
+    def bind(self, parts: dict[BagSpec, Part], working_set: WorkingSet, slots: Slots, pins: Pins) -> Prepared:
+        """Ready to train: the slots of the working set's keys, which `pins` hold."""
         id_slots = slots[working_set.inverse]
         for part in parts.values():
             part.id_slots = id_slots[part.first_id : part.first_id + len(part.ids)]
             part.gradient_plan(self.tier.core)
-        return Prepared(parts, working_set, slots, None, release or self._unpin)
+        return Prepared(parts, working_set, slots, pins)
 
     def prepare(self, batch: Batch) -> Prepared:
-        """Pulls and pins the batch's rows: what `tc.prefetch` does ahead of time."""
+        """Pulls and pins the batch's rows: what `tc.prefetch` does ahead of time. Let go of its pins when done."""
         parts, working_set = self.collect(batch)
-        return self.bind(parts, working_set, self.tier.pull(working_set.keys))
+        slots = self.tier.pull(working_set.keys)
+        return self.bind(parts, working_set, slots, Pins(self.tier, slots))
 
     def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> Prepared:
         """Copies of the batch's rows, for evaluation: inserts nothing, visits nothing."""
         parts, working_set = self.collect(batch, specs)
-        return Prepared(parts, working_set, None, self.tier.read(working_set.keys), lambda prepared: None)
-
-    def _unpin(self, prepared: Prepared) -> None:
-        assert prepared.slots is not None
-        self.tier.unpin(prepared.slots)
+        return Prepared(parts, working_set, None, None, self.tier.read(working_set.keys))
 
     def pool(self, prepared: Prepared, part: Part) -> Floats:
         """float32[bags, dim]."""
@@ -244,10 +286,15 @@ class Table:
         self._forwards += 1
         return self._forwards
 
-    def add_gradient(self, order: int, prepared: Prepared, part: Part, grad: Floats) -> None:
-        """Called by backward: the gradient of one pooled part."""
-        prepared.hold()
-        self._gradients.append(_Gradient(order, prepared, part, grad))
+    def add_gradient(self, order: int, prepared: Prepared, part: Part, grad: Floats, owner: Any = None) -> None:
+        """Called by backward: the gradient of one pooled part. `owner` is kept alive with it."""
+        pins = prepared.pins
+        if pins is None or pins.tier is not self.tier or not pins.hold():
+            raise RuntimeError(
+                f"backward through rows of table {self.name!r} that were "
+                + ("only read" if pins is None else "given back: call it before the loop asks for the next batch")
+            )
+        self._gradients.append(_Gradient(order, prepared, pins, part, grad, owner))
 
     # ---- the update
 
@@ -258,44 +305,38 @@ class Table:
         scale      multiplies every gradient (1 / loss scale under AMP, 1 / steps when accumulating)
         max_norm   scales all gradients of the table down if their joint norm is above; returns the norm found
         """
-        self.step_count += 1
-        gradients, self._gradients = sorted(self._gradients, key=lambda g: g.order), []
-        norm = None
+        gradients = sorted(self._gradients, key=lambda g: g.order)
+        step = self.step_count + 1
+        norm = None if max_norm is None else 0.0
         try:
             if gradients:
-                slots, *segments, grads = self._combine(gradients)
+                slots, starts, rows, coefs, grads = self._combine(gradients)
+                self.tier.core.mark_dirty(slots)  # first: whatever happens next, a row that changed is known to have
                 rate = self.lr if lr is None else lr
                 if max_norm is None:
-                    self.tier.core.update(slots, *segments, grads, self.tier.step(self.step_count, rate, scale))
+                    self.tier.core.update(slots, starts, rows, coefs, grads, self.tier.step(step, rate, scale))
                 else:
                     sums = np.empty((len(slots), self.dim), np.float32)
-                    self.tier.core.sum_gradients(*segments, grads, sums)
+                    self.tier.core.sum_gradients(starts, rows, coefs, grads, sums)
                     # In double, so that no order of threads shows.
                     norm = abs(scale) * float(np.sqrt(np.square(sums, dtype=np.float64).sum()))
                     clipped = scale * (max_norm / norm if norm > max_norm else 1.0)
-                    self.tier.apply_gradients(slots, sums, step=self.step_count, lr=rate, scale=clipped)
-                self.tier.core.mark_dirty(slots)
+                    self.tier.apply_gradients(slots, sums, step=step, lr=rate, scale=clipped)
+            self.step_count = step
         finally:
-            for g in gradients:
-                g.prepared.let_go()
-            self._end_step()
+            self.discard_gradients()
         return norm
 
     def on_step(self, callback: Callable[[], None]) -> None:
         """Called once, after the next step."""
         self._after_step.append(callback)
 
-    def _end_step(self) -> None:
-        callbacks, self._after_step = self._after_step, []
-        for callback in callbacks:
-            callback()
-
     def discard_gradients(self) -> None:
         """Throws away what backward has collected (an AMP step that overflowed)."""
-        gradients, self._gradients = self._gradients, []
-        for g in gradients:
-            g.prepared.let_go()
-        self._end_step()
+        while self._gradients:
+            self._gradients.pop().pins.let_go()
+        while self._after_step:
+            self._after_step.pop()()
 
     def _combine(self, gradients: list[_Gradient]) -> tuple[Slots, Slots, Slots, Floats | None, Floats]:
         """Slots of the unique keys, and which rows of the joined gradients belong to each, in example order."""
@@ -316,7 +357,7 @@ class Table:
             assert slots is not None
         else:
             working_set = WorkingSet.of(np.concatenate([g.part.ids for g in gradients]), threads=self._threads)
-            id_slots = np.concatenate([g.part.id_slots for g in gradients])  # type: ignore[misc]
+            id_slots = np.concatenate([g.part.id_slots for g in gradients])
             slots = id_slots[working_set.order[working_set.starts[:-1]]]
         order = working_set.order
         return slots, working_set.starts, grad_rows[order], None if coefs is None else coefs[order], grads
