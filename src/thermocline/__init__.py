@@ -21,7 +21,11 @@ _HOME = {
     "ReadOnlyError": "errors",
     "StoreError": "errors",
     "ThermoclineError": "errors",
+    "Batch": "batch",
     "WorkingSet": "batch",
+    "prefetch": "pipeline.prefetch",
+    "EmbeddingBag": "tables.bag",
+    "Table": "tables.table",
     "Constant": "tables.initial",
     "Normal": "tables.initial",
     "Uniform": "tables.initial",
@@ -39,6 +43,7 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from thermocline.batch import Batch as Batch
     from thermocline.batch import WorkingSet as WorkingSet
     from thermocline.errors import (
         BudgetError as BudgetError,
@@ -70,6 +75,8 @@ if TYPE_CHECKING:
     from thermocline.errors import (
         ThermoclineError as ThermoclineError,
     )
+    from thermocline.pipeline.prefetch import prefetch as prefetch
+    from thermocline.tables.bag import EmbeddingBag as EmbeddingBag
     from thermocline.tables.initial import Constant as Constant
     from thermocline.tables.initial import Normal as Normal
     from thermocline.tables.initial import Uniform as Uniform
@@ -83,6 +90,7 @@ if TYPE_CHECKING:
     from thermocline.tables.reference import ReferenceTable as ReferenceTable
     from thermocline.tables.ssd import SsdStats as SsdStats
     from thermocline.tables.ssd import SsdStore as SsdStore
+    from thermocline.tables.table import Table as Table
 
 
 def __getattr__(name: str) -> Any:
