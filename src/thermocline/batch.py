@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import os
 from collections.abc import Sequence
 from typing import Any, Self
@@ -73,7 +74,7 @@ class Batch:
         if self.fields < 1 or (len(self.offsets) - 1) % self.fields:
             raise ValueError(f"{len(self.offsets) - 1} bags cannot be examples of {self.fields} fields each")
         if self.weights is not None:
-            self.weights = np.ascontiguousarray(as_numpy(self.weights, "weights"), np.float32)
+            self.weights = _as_weights(self.weights)
             if self.weights.shape != self.ids.shape:
                 raise ValueError(f"weights have shape {self.weights.shape}, but there are {len(self.ids)} ids")
 
@@ -86,29 +87,36 @@ class Batch:
         return self.examples
 
     @classmethod
-    def from_lists(cls, examples: Sequence[Sequence[Sequence[int] | int]], **more: Any) -> Self:
-        """From examples[example][field]: a list of ids, or one id. `more`: weights, dense, label."""
+    def from_lists(cls, examples: Sequence[Sequence[Any]], **more: Any) -> Self:
+        """From examples[example][field]: a list of ids, or one id; negative ones are taken as bit patterns.
+
+        `more`: weights (one per id, in a row), dense, label, position.
+        """
         fields = len(examples[0]) if examples else 1
-        bags: list[Sequence[int]] = []
+        bags: list[Any] = []
         for n, example in enumerate(examples):
             if len(example) != fields:
                 raise ValueError(f"example {n} has {len(example)} fields, example 0 has {fields}")
-            bags.extend([bag] if isinstance(bag, int) else bag for bag in example)
+            bags.extend([bag] if isinstance(bag, (int, np.integer)) else bag for bag in example)
         offsets = np.zeros(len(bags) + 1, np.int64)
         np.cumsum([len(bag) for bag in bags], out=offsets[1:])
-        ids = np.fromiter((key % 2**64 for bag in bags for key in bag), np.uint64, count=int(offsets[-1]))
+        keys = (operator.index(key) % 2**64 for bag in bags for key in bag)
+        ids = np.fromiter(keys, np.uint64, count=int(offsets[-1]))
         return cls(ids, offsets, fields, **more)
 
     @classmethod
     def from_jagged(cls, keys: Sequence[str], values: Any, lengths: Any, weights: Any = None, **more: Any) -> Self:
         """From a KeyedJaggedTensor's parts: `lengths` and `values` are field after field, each over all examples."""
         fields = len(keys)
-        sizes = np.ascontiguousarray(as_numpy(lengths, "lengths"), np.int64)
+        sizes = _as_integers(lengths, "lengths")
         ids = as_keys(values)
-        if fields == 0 or len(sizes) % fields or sizes.sum() != len(ids):
+        if fields == 0 or len(sizes) % fields or (sizes < 0).any() or sizes.sum() != len(ids):
             raise ValueError(
                 f"{len(sizes)} lengths with sum {sizes.sum()} do not fit {fields} keys and {len(ids)} values"
             )
+        factors = None if weights is None else _as_weights(weights)
+        if factors is not None and factors.shape != ids.shape:
+            raise ValueError(f"weights have shape {factors.shape}, but there are {len(ids)} values")
         starts = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=starts[1:])
         # Bag (field, example) moves to place (example, field).
@@ -116,8 +124,7 @@ class Batch:
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes[source], out=offsets[1:])
         moved = np.repeat(starts[:-1][source] - offsets[:-1], sizes[source]) + np.arange(len(ids))
-        factors = None if weights is None else np.asarray(as_numpy(weights, "weights"), np.float32)[moved]
-        return cls(ids[moved], offsets, fields, factors, **more)
+        return cls(ids[moved], offsets, fields, None if factors is None else factors[moved], **more)
 
     def select(self, fields: Sequence[int]) -> tuple[Keys, Offsets, Floats | None]:
         """Ids, offsets and weights of these fields alone, in the order given, example by example."""
@@ -134,11 +141,28 @@ class Batch:
         return self.ids[places], offsets, None if self.weights is None else self.weights[places]
 
 
+def _as_integers(value: Any, what: str) -> Offsets:
+    array = _as_array(value, what)
+    if array.size == 0:
+        array = array.astype(np.int64)  # an empty list has no dtype of its own
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"{what} have shape {array.shape} of {array.dtype}: needed is one row of integers")
+    return np.ascontiguousarray(array).astype(np.int64, copy=False)
+
+
 def _as_offsets(offsets: Any, ids: int) -> Offsets:
-    array = np.ascontiguousarray(offsets if isinstance(offsets, (list, tuple)) else as_numpy(offsets, "offsets"))
-    if array.ndim != 1 or len(array) < 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"offsets have shape {array.shape} of {array.dtype}: needed are bags + 1 integers")
-    cuts = array.astype(np.int64, copy=False)
-    if cuts[0] != 0 or cuts[-1] != ids or (np.diff(cuts) < 0).any():
+    cuts = _as_integers(offsets, "offsets")
+    if len(cuts) == 0 or cuts[0] != 0 or cuts[-1] != ids or (np.diff(cuts) < 0).any():
         raise ValueError(f"offsets must begin with 0, never fall, and end with the number of ids, {ids}")
     return cuts
+
+
+def _as_weights(weights: Any) -> Floats:
+    array = _as_array(weights, "weights")
+    if array.dtype.kind not in "fiu":
+        raise TypeError(f"weights have dtype {array.dtype}: needed are numbers")
+    return np.ascontiguousarray(array, np.float32)
+
+
+def _as_array(value: Any, what: str) -> npt.NDArray[Any]:
+    return np.asarray(value) if isinstance(value, (list, tuple)) else as_numpy(value, what)
