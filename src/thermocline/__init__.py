@@ -23,6 +23,9 @@ _HOME = {
     "ThermoclineError": "errors",
     "Batch": "batch",
     "WorkingSet": "batch",
+    "Checkpoint": "checkpoint",
+    "Checkpoints": "checkpoint",
+    "export_rows": "export",
     "prefetch": "pipeline.prefetch",
     "EmbeddingBag": "tables.bag",
     "Table": "tables.table",
@@ -45,6 +48,8 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from thermocline.batch import Batch as Batch
     from thermocline.batch import WorkingSet as WorkingSet
+    from thermocline.checkpoint import Checkpoint as Checkpoint
+    from thermocline.checkpoint import Checkpoints as Checkpoints
     from thermocline.errors import (
         BudgetError as BudgetError,
     )
@@ -75,6 +80,7 @@ if TYPE_CHECKING:
     from thermocline.errors import (
         ThermoclineError as ThermoclineError,
     )
+    from thermocline.export import export_rows as export_rows
     from thermocline.pipeline.prefetch import prefetch as prefetch
     from thermocline.tables.bag import EmbeddingBag as EmbeddingBag
     from thermocline.tables.initial import Constant as Constant
