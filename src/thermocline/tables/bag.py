@@ -103,5 +103,6 @@ class _Pool(torch.autograd.Function):
         if not ctx.trains:
             raise RuntimeError("backward through rows that were only read: call model.train() before the forward pass")
         values = grad.detach().to(torch.float32).contiguous().numpy()
-        ctx.table.add_gradient(ctx.order, ctx.prepared, ctx.part, values, owner=grad)
+        version = grad._version
+        ctx.table.add_gradient(ctx.order, ctx.prepared, ctx.part, values, lambda: grad._version == version)
         return None, None, None, None, None

@@ -119,8 +119,8 @@ class _Gradient:
     pins: Pins
     part: Part
     grad: Floats
-    owner: Any
-    """The tensor that owns grad's memory: while it is held, autograd gives that memory to no one else."""
+    unchanged: Callable[[], bool]
+    """Whether grad's memory is as backward left it: autograd may give the same memory to others."""
 
 
 class Table:
@@ -286,15 +286,17 @@ class Table:
         self._forwards += 1
         return self._forwards
 
-    def add_gradient(self, order: int, prepared: Prepared, part: Part, grad: Floats, owner: Any = None) -> None:
-        """Called by backward: the gradient of one pooled part. `owner` is kept alive with it."""
+    def add_gradient(
+        self, order: int, prepared: Prepared, part: Part, grad: Floats, unchanged: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Called by backward: the gradient of one pooled part, used in place; `step` asks whether it is unchanged."""
         pins = prepared.pins
         if pins is None or pins.tier is not self.tier or not pins.hold():
             raise RuntimeError(
                 f"backward through rows of table {self.name!r} that were "
                 + ("only read" if pins is None else "given back: call it before the loop asks for the next batch")
             )
-        self._gradients.append(_Gradient(order, prepared, pins, part, grad, owner))
+        self._gradients.append(_Gradient(order, prepared, pins, part, grad, unchanged))
 
     # ---- the update
 
@@ -340,6 +342,11 @@ class Table:
 
     def _combine(self, gradients: list[_Gradient]) -> tuple[Slots, Slots, Slots, Floats | None, Floats]:
         """Slots of the unique keys, and which rows of the joined gradients belong to each, in example order."""
+        if not all(g.unchanged() for g in gradients):
+            raise RuntimeError(
+                f"table {self.name!r}: a gradient was changed in place between backward and step, perhaps as that of a "
+                "dense parameter which shares its memory: call table.step() before dense gradients are clipped or zeroed"
+            )
         plans = [g.part.gradient_plan(self.tier.core) for g in gradients]
         grads = gradients[0].grad if len(gradients) == 1 else np.concatenate([g.grad for g in gradients])
         firsts = np.cumsum([0, *(len(g.grad) for g in gradients[:-1])]).astype(np.uint32)
