@@ -345,7 +345,7 @@ class Table:
         if not all(g.unchanged() for g in gradients):
             raise RuntimeError(
                 f"table {self.name!r}: a gradient was changed in place between backward and step, perhaps as that of a "
-                "dense parameter which shares its memory: call table.step() before dense gradients are clipped or zeroed"
+                "dense parameter that shares its memory: call table.step() before dense gradients are clipped or zeroed"
             )
         plans = [g.part.gradient_plan(self.tier.core) for g in gradients]
         grads = gradients[0].grad if len(gradients) == 1 else np.concatenate([g.grad for g in gradients])
