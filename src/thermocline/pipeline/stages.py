@@ -243,7 +243,7 @@ class _Flow:
                 except BaseException as error:  # handed to the caller
                     target.put(_Failure(error))
                     return
-            if self._stop.is_set():  # nobody may be left to take it
+            if self._stop.is_set():  # nobody may be left to take it; what waits in the queue is for close()
                 self._finish(item)
-            else:
-                target.put(item)
+                return
+            target.put(item)
