@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from thermocline.batch import Batch
+from thermocline.checkpoint import Checkpoints
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.tables.bag import EmbeddingBag
 from thermocline.tables.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
@@ -45,6 +47,10 @@ class Ads:
 
     def seek(self, position: Any) -> Iterator[Batch]:
         return map(self.batch, range(position["batch"], self.batches))
+
+
+ADS = Ads(12)
+PLACES = ["memory", "ssd"]
 
 
 class Model(torch.nn.Module):
@@ -120,3 +126,33 @@ class World:
 def differing(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
     """Names of what is not the same: short enough to read in a failure."""
     return sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+
+
+def folder_of(place: str, path: Path) -> Path | None:
+    return path if place == "ssd" else None
+
+
+def checkpoints_of(world: World, path: Path, **options: Any) -> Checkpoints:
+    return Checkpoints(path / "run", world.tables, world.model, world.optimizer, **options)
+
+
+def trained(folder: Path | None, steps: int, optimizers: str = "adagrad") -> dict[str, bytes]:
+    """The bits of a run that was never stopped."""
+    world = World(folder, optimizers)
+    world.train(ADS.batch(n) for n in range(steps))
+    bits = world.bits()
+    world.close()
+    return bits
+
+
+@pytest.fixture
+def worlds() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(*args: Any, **kwargs: Any) -> World:
+        made.append(World(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()

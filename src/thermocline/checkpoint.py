@@ -76,8 +76,8 @@ class Checkpoints:
             raise ValueError(f"keep is {keep}: at least one checkpoint stays")
         self.tables = {table.name: table for table in tables}
         if not tables or len(self.tables) != len(tables):
-            names = ", ".join(table.name for table in tables)
-            raise ValueError(f"tables are [{names}]: give at least one, each with a name of its own (Table(name=...))")
+            names = [table.name for table in tables]
+            raise ValueError(f"tables are {names}: give at least one, each with a name of its own (Table(name=...))")
         self._model = model
         if isinstance(dense_optimizer, torch.optim.Optimizer):
             dense_optimizer = [dense_optimizer]
@@ -118,9 +118,7 @@ class Checkpoints:
         except CorruptionError as error:
             raise CorruptionError(f"{error}. Move it away to go on from the checkpoint before it") from None
         if manifest.get("format") != FORMAT:
-            raise FormatError(
-                f"{path} has format {manifest.get('format')}; this is thermocline {__version__}, format {FORMAT}"
-            )
+            raise FormatError(f"{path} has format {manifest.get('format')}; thermocline {__version__} reads {FORMAT}")
         return manifest
 
     def _describe(self, number: int, manifest: dict[str, Json]) -> Checkpoint:
@@ -137,7 +135,7 @@ class Checkpoints:
         self._folder.mkdir(parents=True, exist_ok=True)
         for table in self.tables.values():
             if table.store is None:
-                table.checkpoint_store = table.open_store(self._store_path(table), create=True)
+                table.checkpoint_store = self._open_store(table, create=True)
                 self._require_unused(table, table.checkpoint_store)
         self._write(step=0, position=None, extra=None, tag=None, begin=True)
         self._ready = True
@@ -152,10 +150,14 @@ class Checkpoints:
             f"checkpoint that names them. Resume the run they belong to, or begin with an empty folder"
         )
 
-    def _store_path(self, table: Table) -> Path:
+    def _open_store(self, table: Table, *, create: bool = False, epoch: int | None = None) -> SsdStore:
+        """Of a table without ssd. Nobody looks rows up in it, so a filter would be wasted."""
         path = self._run_dir / "stores" / table.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+        if create:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        elif not path.is_dir():
+            raise NotFoundError(f"{path} is missing: it has the rows of table {table.name!r}")
+        return table.open_store(path, create=create, epoch=epoch, filter_bits=0)
 
     def save(self, step: int, position: Any = None, extra: Any = None, *, tag: str | None = None) -> Checkpoint:
         """Everything as it is now, durable when it returns. Between steps only; a pipeline may be running ahead.
@@ -164,21 +166,17 @@ class Checkpoints:
         tag        the last save of each tag stays, whatever `keep` says
         """
         if not self._ready:
-            raise ThermoclineError(
-                f"{self._run_dir} has checkpoints of an earlier run: restore() first, or use another folder"
-            )
+            raise ThermoclineError(f"{self._run_dir} has an earlier run: restore() first, or use another folder")
         for table in self.tables.values():
             if table.pending_gradients:
-                raise ThermoclineError(
-                    f"table {table.name!r} has gradients that no step has applied: save between steps"
-                )
+                raise ThermoclineError(f"table {table.name!r} has gradients not yet applied: save between steps")
         snapshot.require_json(position, "position")
         snapshot.require_json(extra, "extra")
         return self._write(step, position, extra, tag, begin=False)
 
     def _write(self, step: int, position: Json, extra: Json, tag: str | None, *, begin: bool) -> Checkpoint:
         number, self._next = self._next, self._next + 1
-        reached("save.begin")
+        reached("run.begin")
         manifest: dict[str, Json] = {
             "format": FORMAT,
             "run": self._run,
@@ -201,24 +199,23 @@ class Checkpoints:
             path = self._path(number, ".safetensors")
             manifest["files"] = {path.name: {"bytes": len(data), "sha256": snapshot.digest(data)}}
             snapshot.publish(path, data)
-            reached("save.dense_published")
+            reached("run.dense_published")
         snapshot.publish(self._path(number), snapshot.encode_manifest(manifest))
-        reached("save.published")
+        reached("run.published")
         self._manifests[number] = manifest
         self._retain()
         self._sweep()
-        reached("save.done")
+        reached("run.done")
         return self._describe(number, manifest)
 
     def _commit(self, table: Table, number: int, step: int, begin: bool) -> Json:
-        note = json.dumps(
-            {"thermocline": "begin" if begin else "save", "run": self._run, "number": number, "step": step}
-        )
+        kind = "begin" if begin else "save"
+        note = json.dumps({"thermocline": kind, "run": self._run, "number": number, "step": step})
         store = _store(table)
         table.tier.flush(store)
-        reached("save.flushed")
+        reached("run.flushed")
         epoch = store.commit(note.encode())
-        reached("save.committed")
+        reached("run.committed")
         return {
             "layout": table.layout,
             "ssd": table.store is not None,
@@ -249,21 +246,21 @@ class Checkpoints:
         gone = [number for number in self._numbers() if number not in self._manifests]
         for number in gone:
             self._path(number).unlink()
-            reached("sweep.manifest_removed")
-        if gone:
-            snapshot.sync_folder(self._folder)  # before anything they name goes
+            reached("run.manifest_removed")
+        # Before anything they name goes; and a manifest found after a kill may not have been durable yet.
+        snapshot.sync_folder(self._folder)
         for name, table in self.tables.items():
             store = _store(table)
             named = {manifest["tables"][name]["epoch"] for manifest in self._manifests.values()}
             for epoch in store.epochs[:-1]:  # the newest stays until the next save
                 if epoch not in named:
                     store.release(epoch)
-                    reached("sweep.epoch_released")
+                    reached("run.epoch_released")
         files = {name for manifest in self._manifests.values() for name in manifest["files"]}
         for path in self._folder.iterdir():
             if path.suffix == ".tmp" or (path.suffix == ".safetensors" and path.name not in files):
                 path.unlink()
-                reached("sweep.file_removed")
+                reached("run.file_removed")
 
     # ---- restore
 
@@ -290,9 +287,8 @@ class Checkpoints:
             snapshot.set_random_state(dense["random"])
         torch.set_num_threads(manifest["torch_threads"])
         if manifest["versions"] != _versions():
-            warnings.warn(
-                f"saved with {manifest['versions']}, resumed with {_versions()}: bits may differ", stacklevel=2
-            )
+            versions = f"saved with {manifest['versions']}, resumed with {_versions()}"
+            warnings.warn(f"{versions}: bits may differ", stacklevel=2)
         self._run = manifest["run"]
         self._manifests = manifests
         self._ready = True
@@ -302,7 +298,8 @@ class Checkpoints:
     def _choose(self, manifests: dict[int, dict[str, Json]], which: int | str | None) -> int:
         fits = [n for n, m in manifests.items() if which is None or (not m["begin"] and which in (m["step"], m["tag"]))]
         if not fits:
-            have = ", ".join(f"step {m['step']}" + f" ({m['tag']})" * bool(m["tag"]) for m in manifests.values())
+            saves = (m for m in manifests.values() if not m["begin"])
+            have = ", ".join(f"step {m['step']}" + f" ({m['tag']})" * bool(m["tag"]) for m in saves)
             raise NotFoundError(f"{self._folder} has no checkpoint {which!r}; it has {have or 'none'}")
         return fits[-1]
 
@@ -313,9 +310,7 @@ class Checkpoints:
             try:
                 data = path.read_bytes()
             except FileNotFoundError:
-                raise NotFoundError(
-                    f"{path} is missing, but the checkpoint of step {manifest['step']} needs it"
-                ) from None
+                raise NotFoundError(f"{path} is missing: the checkpoint of step {manifest['step']} needs it") from None
             if len(data) != expected["bytes"] or snapshot.digest(data) != expected["sha256"]:
                 raise CorruptionError(f"{path} is damaged: its checksum is not the one its manifest has")
             tensors.update(snapshot.decode(data))
@@ -340,10 +335,7 @@ class Checkpoints:
             if pinned := table.tier.stats().pinned:
                 raise ThermoclineError(f"table {name!r} has {pinned} rows pinned: close the pipeline before restore()")
             if table.store is None and table.checkpoint_store is None:
-                where = self._store_path(table)
-                if not where.is_dir():
-                    raise NotFoundError(f"{where} is missing, but {path} needs it")
-                table.checkpoint_store = table.open_store(where, create=False)
+                table.checkpoint_store = self._open_store(table)
             _check_epoch(table, entry, f"{path}: table {name!r}")
 
     def _restore_tables(self, manifest: dict[str, Json]) -> None:
@@ -353,8 +345,7 @@ class Checkpoints:
                 if table.checkpoint_store is not None:  # these first: they read all rows, and may yet meet damage
                     before.append((table, table.tier))
                     table.checkpoint_store.close()
-                    epoch = manifest["tables"][name]["epoch"]
-                    table.checkpoint_store = table.open_store(self._store_path(table), epoch=epoch)
+                    table.checkpoint_store = self._open_store(table, epoch=manifest["tables"][name]["epoch"])
                     table.reopen()
                     for keys, rows in table.checkpoint_store.scan():
                         table.tier.push(keys, rows.view(np.float32), dirty=False)
@@ -389,9 +380,7 @@ def _check_epoch(table: Table, entry: Json, what: str) -> None:
     store, epoch = _store(table), entry["epoch"]
     if epoch not in store.epochs:
         have = ", ".join(map(str, store.epochs)) or "none"
-        raise NotFoundError(
-            f"{what} needs epoch {epoch} of its store, but {store.path} has {have}: is it another store?"
-        )
+        raise NotFoundError(f"{what} needs epoch {epoch}, but {store.path} has {have}: is it another store?")
     if store.epoch == epoch:
         note = store.note
     else:  # opened on a newer commit, of a save that never ended

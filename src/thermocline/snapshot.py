@@ -136,12 +136,12 @@ def publish(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
         file.write(data)
-        reached("publish.written")
+        reached("run.file_written")
         file.flush()
         os.fsync(file.fileno())
-    reached("publish.synced")
+    reached("run.file_synced")
     os.replace(temporary, path)
-    reached("publish.renamed")
+    reached("run.file_renamed")
     sync_folder(path.parent)
 
 
@@ -174,13 +174,21 @@ def _dump(value: Json) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def require_json(value: Any, what: str) -> Json:
-    """`value`, if JSON can hold it."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{what} must be plain JSON (numbers, text, lists, dicts): {error}") from None
-    return value
+def require_json(value: Any, what: str) -> None:
+    """That JSON gives it back as it is: a tuple would become a list, the number 1 as a key would become text."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return
+        case list():
+            for i, item in enumerate(value):
+                require_json(item, f"{what}[{i}]")
+        case dict() if all(isinstance(key, str) for key in value):
+            for key, item in value.items():
+                require_json(item, f"{what}[{key!r}]")
+        case _:
+            raise TypeError(
+                f"{what} is a {type(value).__name__}: it must be JSON (numbers, text, lists, dicts)"
+            )
 
 
 # ---- crash tests
