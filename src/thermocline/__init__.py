@@ -23,9 +23,15 @@ _HOME = {
     "ThermoclineError": "errors",
     "Batch": "batch",
     "WorkingSet": "batch",
+    "Callback": "callbacks",
     "Checkpoint": "checkpoint",
     "Checkpoints": "checkpoint",
     "export_rows": "export",
+    "Progress": "progress",
+    "Result": "progress",
+    "Schedule": "schedule",
+    "TrainConfig": "train",
+    "Trainer": "train",
     "prefetch": "pipeline.prefetch",
     "EmbeddingBag": "tables.bag",
     "Table": "tables.table",
@@ -48,6 +54,7 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from thermocline.batch import Batch as Batch
     from thermocline.batch import WorkingSet as WorkingSet
+    from thermocline.callbacks import Callback as Callback
     from thermocline.checkpoint import Checkpoint as Checkpoint
     from thermocline.checkpoint import Checkpoints as Checkpoints
     from thermocline.errors import (
@@ -82,6 +89,9 @@ if TYPE_CHECKING:
     )
     from thermocline.export import export_rows as export_rows
     from thermocline.pipeline.prefetch import prefetch as prefetch
+    from thermocline.progress import Progress as Progress
+    from thermocline.progress import Result as Result
+    from thermocline.schedule import Schedule as Schedule
     from thermocline.tables.bag import EmbeddingBag as EmbeddingBag
     from thermocline.tables.initial import Constant as Constant
     from thermocline.tables.initial import Normal as Normal
@@ -97,6 +107,8 @@ if TYPE_CHECKING:
     from thermocline.tables.ssd import SsdStats as SsdStats
     from thermocline.tables.ssd import SsdStore as SsdStore
     from thermocline.tables.table import Table as Table
+    from thermocline.train import TrainConfig as TrainConfig
+    from thermocline.train import Trainer as Trainer
 
 
 def __getattr__(name: str) -> Any:
