@@ -186,9 +186,7 @@ def require_json(value: Any, what: str) -> None:
             for key, item in value.items():
                 require_json(item, f"{what}[{key!r}]")
         case _:
-            raise TypeError(
-                f"{what} is a {type(value).__name__}: it must be JSON (numbers, text, lists, dicts)"
-            )
+            raise TypeError(f"{what} is a {type(value).__name__}: it must be JSON (numbers, text, lists, dicts)")
 
 
 # ---- crash tests

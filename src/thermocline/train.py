@@ -234,10 +234,10 @@ class Trainer:
             )
         self.progress.epoch += 1
         self.progress.batch, self.position = 0, None
+        self._meter.new_epoch()
         if valid is not None and self.config.valid_every is None:
             self.validate(valid)
         self._call("on_epoch")
-        self._meter.new_epoch()
 
     # ---- evaluation
 
