@@ -157,9 +157,9 @@ class Trainer:
                                 break
                         else:
                             self._end_epoch(valid)
-                self._finish(valid, interrupted=bool(caught))
+                step = self._finish(valid, interrupted=bool(caught))
             seconds = self._meter.seconds
-            tested = None if test is None else self._report("test", self.evaluate(test))
+            tested = None if test is None else self._report("test", {**self.evaluate(test), "step": step})
         finally:
             self._call("on_end")
         return Result(self.progress, tested, seconds, self.progress.examples - already)
@@ -354,7 +354,8 @@ class Trainer:
         self.save_seconds = self._saved_at - start
         self._call("on_checkpoint", checkpoint)
 
-    def _finish(self, valid: Iterable[Batch] | None, *, interrupted: bool) -> None:
+    def _finish(self, valid: Iterable[Batch] | None, *, interrupted: bool) -> int:
+        """Returns the step whose state the model and its tables hold now."""
         progress = self.progress
         if valid is not None and progress.validated != progress.step and not interrupted:
             self.validate(valid)
@@ -362,12 +363,14 @@ class Trainer:
             self.save()
         if interrupted:
             self.ending = f"interrupted and saved at step {progress.step}: resume=True goes on from there"
-            return
+            return progress.step
         self.ending = f"finished after {progress.step} steps, {progress.examples} examples"
-        if self.config.patience is not None and progress.best_auc is not None:
-            self.ending += f"; best AUC {progress.best_auc:.4f} at step {progress.best_step}, restored"
-            if self._checkpoints is not None and progress.best_step != progress.step:
-                self._checkpoints.restore("best")
+        if self.config.patience is None or progress.best_auc is None or self._checkpoints is None:
+            return progress.step
+        self.ending += f"; best AUC {progress.best_auc:.4f} at step {progress.best_step}, restored"
+        if progress.best_step != progress.step:
+            self._checkpoints.restore("best")
+        return progress.best_step
 
     def _call(self, what: str, *args: Any) -> None:
         for callback in self._callbacks:
