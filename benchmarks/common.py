@@ -8,9 +8,12 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +80,25 @@ def _git_commit() -> str:
         return git("rev-parse", "--short", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """Busy time of the whole machine and of this process with its finished children."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    busy = sum(int(fields[i]) for i in (1, 2, 3, 6, 7)) / os.sysconf("SC_CLK_TCK")
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return busy, sum(u.ru_utime + u.ru_stime for u in used)
+
+
+@contextmanager
+def noise() -> Iterator[dict[str, float]]:
+    """Yields a dict that afterwards says how busy others kept the machine: {"others_cpu": share of all cores}."""
+    out: dict[str, float] = {}
+    start, (busy, own) = time.perf_counter(), cpu_seconds()
+    yield out
+    after = cpu_seconds()
+    capacity = (time.perf_counter() - start) * (os.cpu_count() or 1)
+    out["others_cpu"] = max(0.0, (after[0] - busy - (after[1] - own)) / capacity)
 
 
 def print_claims(title: str, claims: Sequence[Claim]) -> None:
