@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bind/bind.h"
 #include "mem/dedup.h"
@@ -91,6 +93,50 @@ void unpin(MemTier& self, SlotsArg slots, bool dirty) {
   nb::gil_scoped_release release;
   self.check_slots(slots.data(), slots.size());
   self.unpin(slots.data(), slots.size(), dirty);
+}
+
+// The rows of one pull: pinned until the last holder lets go, or until nobody knows them any more. Python may be
+// interrupted between any two of its instructions: so pulling and owning are one call, and so is letting go.
+// Thread safety: all calls may run concurrently.
+class Pins {
+ public:
+  Pins(MemTier& tier, const uint64_t* keys, size_t n) : tier_(tier), slots_(n) { tier_.pull(keys, n, slots_.data()); }
+  Pins(const Pins&) = delete;
+  ~Pins() {
+    if (holds_ > 0) tier_.unpin(slots_.data(), slots_.size(), false);
+  }
+
+  // One holder more; false: too late, the rows may be elsewhere by now.
+  bool hold() {
+    std::lock_guard lock(mutex_);
+    if (holds_ > 0) ++holds_;
+    return holds_ > 0;
+  }
+
+  // One holder less. Holders let go once each; of nothing if nobody is left.
+  void let_go() {
+    std::lock_guard lock(mutex_);
+    if (holds_ > 0 && --holds_ == 0) tier_.unpin(slots_.data(), slots_.size(), false);
+  }
+
+  const std::vector<uint32_t>& slots() const { return slots_; }
+
+ private:
+  MemTier& tier_;
+  std::vector<uint32_t> slots_;  // constant after construction
+  std::mutex mutex_;             // protects holds_
+  size_t holds_ = 1;
+};
+
+void init_pins(Pins* self, MemTier& tier, KeysArg keys) {
+  nb::gil_scoped_release release;
+  new (self) Pins(tier, keys.data(), keys.size());
+}
+
+auto pinned_slots(const Pins& self) {
+  auto copy = std::make_unique<uint32_t[]>(self.slots().size());
+  std::copy(self.slots().begin(), self.slots().end(), copy.get());
+  return to_numpy(std::move(copy), self.slots().size());
 }
 
 void mark_dirty(MemTier& self, SlotsArg slots) {
@@ -317,6 +363,11 @@ void bind_mem(nb::module_& m) {
       .def("apply_gradients", &apply, "slots"_a.noconvert(), "sums"_a.noconvert(), "step"_a)
       .def_prop_ro("capacity", &MemTier::capacity)
       .def_prop_ro("row_bytes", [](const MemTier& self) { return self.layout().bytes(); });
+  nb::class_<Pins>(m, "Pins")
+      .def("__init__", &init_pins, "tier"_a, "keys"_a.noconvert(), nb::keep_alive<1, 2>())
+      .def("slots", &pinned_slots)
+      .def("hold", &Pins::hold)
+      .def("let_go", &Pins::let_go, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace thermocline

@@ -27,7 +27,6 @@ def our_threads() -> list[str]:
 def _no_thread_left() -> Iterator[None]:
     assert our_threads() == []
     yield
-    gc.collect()
     assert our_threads() == []
 
 

@@ -24,7 +24,8 @@ from thermocline.batch import Batch, Slots, WorkingSet
 from thermocline.errors import BudgetError
 from thermocline.pipeline.stages import Pipeline, StageStats
 from thermocline.tables.arrays import Keys
-from thermocline.tables.table import Pins, Table
+from thermocline.tables.mem import Pins
+from thermocline.tables.table import Table
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -34,8 +35,8 @@ class _Window:
     batches: list[Batch]
     collected: dict[Table, list[Any]] = dataclasses.field(default_factory=dict)
     """Per table and batch: what `Table.collect` gave."""
-    pinned: dict[Table, tuple[Pins, Slots, Slots]] = dataclasses.field(default_factory=dict)
-    """Per table: the slots of the window's unique keys, and the places of each batch's keys among them, joined."""
+    pinned: dict[Table, tuple[Pins, Slots]] = dataclasses.field(default_factory=dict)
+    """Per table: the pins of the window's unique keys, and the places of each batch's keys among them, joined."""
     outstanding: bool = False
 
 
@@ -93,7 +94,10 @@ class _Stages:
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self._tables = list(dict.fromkeys(tables))
-        self._changed = threading.Condition()
+        self._lock = (
+            threading.Lock()
+        )  # taken by itself on the caller's thread: a Condition's could stay taken on Ctrl-C
+        self._changed = threading.Condition(self._lock)
         self._outstanding = 0  # windows pulled and not yet trained
         self._stopping = False
 
@@ -110,22 +114,21 @@ class _Stages:
             else:
                 union = WorkingSet.of(np.concatenate(keys))
                 unique, places = union.keys, union.inverse
-            slots = self._pin(table, unique)
-            window.pinned[table] = Pins(table.tier, slots), slots, places
-        with self._changed:
+            window.pinned[table] = self._pin(table, unique), places
+        with self._lock:
             self._outstanding += 1
             window.outstanding = True
         return window
 
-    def _pin(self, table: Table, keys: Keys) -> Slots:
+    def _pin(self, table: Table, keys: Keys) -> Pins:
         """Waits for earlier windows to leave when memory is too small for all that are queued."""
         while True:
-            with self._changed:
+            with self._lock:
                 before = self._outstanding
             try:
-                return table.tier.pull(keys)
+                return table.tier.pin(keys)
             except BudgetError:
-                with self._changed:
+                with self._lock:
                     if before == 0 or self._stopping:
                         raise
                     while self._outstanding == before and not self._stopping:
@@ -133,8 +136,8 @@ class _Stages:
 
     def load(self, window: _Window) -> _Window:
         for table, collected in window.collected.items():
-            pins, slots, places = window.pinned[table]
-            first = 0
+            pins, places = window.pinned[table]
+            slots, first = pins.slots(), 0
             for batch, (parts, working_set) in zip(window.batches, collected, strict=True):
                 own = slots[places[first : first + len(working_set)]]
                 first += len(working_set)
@@ -153,16 +156,16 @@ class _Stages:
         for batch in window.batches:
             batch.prepared = {}
         while window.pinned:
-            _, (pins, _, _) = window.pinned.popitem()
-            pins.let_go()
-        with self._changed:
-            self._outstanding -= window.outstanding
-            window.outstanding = False
+            window.pinned.popitem()[1][0].let_go()
+        with self._lock:
+            if window.outstanding:
+                window.outstanding = False
+                self._outstanding -= 1
             self._changed.notify_all()
 
     def give_up(self) -> None:
         """The pipeline stops: nobody may wait any longer."""
-        with self._changed:
+        with self._lock:
             self._stopping = True
             self._changed.notify_all()
 

@@ -9,6 +9,7 @@ it belongs to; whatever came before it is delivered first.
 
 from __future__ import annotations
 
+import _thread
 import dataclasses
 import queue
 import threading
@@ -48,9 +49,10 @@ class Pipeline(Generic[T]):
     """An iterator over `source` with every item passed through `stages`, in order.
 
     `finish(item)` is called for every item that was read, whatever became of it: when the caller asks for the next one,
-    when a stage fails on it, or at the end. `on_stop()` is called before the stages' threads are waited for: a stage
-    that waits must give up then. The pipeline closes with its `with` block, at its end, when an error leaves it, and
-    when nobody holds it any more: a `for` loop over a pipeline cleans up however it is left.
+    when a stage fails on it, or at the end; once more if an interrupt cut it short. `on_stop()` is called before the
+    stages' threads are waited for: a stage that waits must give up then. The pipeline closes with its `with` block, at
+    its end, when an error leaves it, and when nobody holds it any more: a `for` loop over it cleans up however it is
+    left.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Pipeline(Generic[T]):
             raise ValueError(f"depth is {depth}: at least 1, which runs the stages one after the other")
         self._flow = _Flow(iter(source), stages, depth, finish, on_stop)
         # The threads know the flow, never this object: so it can be dropped while they run, and stops them.
-        weakref.finalize(self, self._flow.close)
+        weakref.finalize(self, _close, self._flow)
         self._flow.start()
 
     def __iter__(self) -> Pipeline[T]:
@@ -91,8 +93,22 @@ class Pipeline(Generic[T]):
         return self._flow.stats
 
 
+def _close(flow: _Flow) -> None:
+    """For the garbage collector, out of which no exception can come."""
+    try:
+        flow.close()
+    except KeyboardInterrupt:
+        flow.close()
+        _thread.interrupt_main()
+
+
 class _Flow:
-    """What the caller and the threads share."""
+    """What the caller and the threads share.
+
+    The caller may be interrupted (Ctrl-C) between any two instructions. So everything it shares with the threads is
+    plain: an attribute, or a SimpleQueue, whose put and get are whole. The locks inside threading's Event, Condition
+    and Semaphore could be left taken for ever.
+    """
 
     def __init__(
         self,
@@ -110,8 +126,10 @@ class _Flow:
         self._current: Any = _END
         self.stats = [StageStats("read"), *(StageStats(name) for name, _ in stages), StageStats("train")]
         self._asked = time.perf_counter()
-        self._stop = threading.Event()
-        self._room = threading.Semaphore(depth)
+        self._stopping = False
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each item that may still be read
+        for _ in range(depth):
+            self._room.put(None)
         self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(len(stages) + 1)]
         self._threads: list[threading.Thread] = []
 
@@ -134,7 +152,7 @@ class _Flow:
                 train.busy_seconds += now - self._asked
                 train.items += 1
                 self._done()
-            if not self._stop.is_set():
+            if not self._stopping:
                 self._current = self._serial() if self._depth == 1 else self._take()
         except BaseException:
             self.close()
@@ -148,9 +166,9 @@ class _Flow:
 
     def close(self) -> None:
         """May be called again, also after an interrupt cut it short."""
-        self._stop.set()
+        self._stopping = True
         self._on_stop()
-        self._room.release()  # the reader may be waiting for room
+        self._room.put(None)  # the reader may be waiting for room
         for q in self._queues:
             q.put(_END)
         me = threading.current_thread()  # a stage's own, if the garbage collector ran there
@@ -168,10 +186,10 @@ class _Flow:
                     self._finish(item)
 
     def _done(self) -> None:
-        item, self._current = self._current, _END
-        if item is not _END:
-            self._finish(item)
-            self._room.release()
+        if self._current is not _END:
+            self._finish(self._current)
+            self._current = _END
+            self._room.put(None)
 
     def _take(self) -> Any:
         last, before = self._queues[-1], self.stats[-2]
@@ -213,9 +231,9 @@ class _Flow:
         stats = self.stats[0]
         while True:
             start = time.perf_counter()
-            self._room.acquire()
+            self._room.get()
             stats.blocked_seconds += time.perf_counter() - start
-            if self._stop.is_set():
+            if self._stopping:
                 return
             try:
                 item = self._timed(0, lambda: next(self._source, _END))
@@ -237,13 +255,13 @@ class _Flow:
             if item is _END or isinstance(item, _Failure):
                 target.put(item)
                 return
-            if not self._stop.is_set():
+            if not self._stopping:
                 try:
                     item = self._pass(i, item)
                 except BaseException as error:  # handed to the caller
                     target.put(_Failure(error))
                     return
-            if self._stop.is_set():  # nobody may be left to take it; what waits in the queue is for close()
+            if self._stopping:  # nobody may be left to take it; what waits in the queue is for close()
                 self._finish(item)
                 return
             target.put(item)

@@ -66,7 +66,7 @@ class EmbeddingBag(torch.nn.Module):
 
     def _serves(self, prepared: Prepared, trains: bool) -> bool:
         """Whether this bag can use it: it may be for evaluation, older than the bag, or of a tier since replaced."""
-        here = not trains if prepared.pins is None else prepared.pins.tier is self.table.tier
+        here = prepared.tier is self.table.tier and not (trains and prepared.pins is None)
         return here and prepared.parts.keys() >= set(self.specs)
 
     def _prepare_now(self, batch: Batch, trains: bool) -> Prepared:
@@ -74,7 +74,6 @@ class EmbeddingBag(torch.nn.Module):
         if not trains:
             return self.table.prepare_read(batch, self.specs)
         prepared = self.table.prepare(batch)
-        batch.prepared[self.table] = prepared
 
         def done() -> None:  # nobody else says when the loop is done with this batch
             if batch.prepared.get(self.table) is prepared:
@@ -83,6 +82,7 @@ class EmbeddingBag(torch.nn.Module):
             prepared.pins.let_go()
 
         self.table.on_step(done)
+        batch.prepared[self.table] = prepared
         return prepared
 
     def extra_repr(self) -> str:

@@ -24,6 +24,7 @@ from thermocline.tables.optimizers import Optimizer, initial_state
 from thermocline.tables.ssd import SsdStore
 
 Step = core.Step
+Pins = core.Pins
 Floats = npt.NDArray[np.float32]
 Pooling = Literal["sum", "mean", "none"]
 Policy = Literal["lru_lfu", "lru", "lfu"]
@@ -232,6 +233,10 @@ class MemTier:
         slots = np.empty(len(wanted), np.uint32)
         self._core.pull(wanted, slots)
         return slots
+
+    def pin(self, keys: Any) -> Pins:
+        """As `pull`, but the result owns the pins: the last of its holders to let go unpins, or who drops it."""
+        return core.Pins(self._core, as_keys(keys))
 
     def unpin(self, slots: Slots, *, dirty: bool = False) -> None:
         """Gives back one pin per slot; `dirty` says that the rows were changed."""

@@ -17,7 +17,7 @@ from thermocline.core import core
 from thermocline.sizes import format_size, parse_size
 from thermocline.tables.arrays import Keys
 from thermocline.tables.initial import Initial, Uniform
-from thermocline.tables.mem import MemTier, Policy
+from thermocline.tables.mem import MemTier, Pins, Policy
 from thermocline.tables.optimizers import Optimizer
 from thermocline.tables.ssd import SsdStore
 
@@ -61,47 +61,15 @@ class Part:
         return self.plan
 
 
-class Pins:
-    """Pinned rows. Whoever needs them holds them; the last to let go unpins, and so does the garbage collector.
-
-    A holder forgets its Pins before it lets go: an interrupt in between leaves the rows to the garbage collector, never
-    to a second let_go.
-    """
-
-    __slots__ = ("_holds", "_lock", "_slots", "tier")
-
-    def __init__(self, tier: MemTier, slots: Slots) -> None:
-        self.tier = tier
-        self._slots: Slots | None = slots
-        self._holds = 1
-        self._lock = threading.Lock()
-
-    def hold(self) -> bool:
-        """One more holder; False: too late, the rows may be elsewhere by now."""
-        with self._lock:
-            self._holds += self._holds > 0
-            return self._holds > 0
-
-    def let_go(self) -> None:
-        """One holder less."""
-        with self._lock:
-            self._holds -= 1
-            last = self._holds == 0
-        if last:
-            self._unpin()
-
-    def _unpin(self) -> None:
-        slots, self._slots = self._slots, None
-        if slots is not None:
-            self.tier.unpin(slots)
-
-    __del__ = _unpin
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A batch's rows of one table, shared by all bags on the table: pinned, or copied for evaluation."""
+    """A batch's rows of one table, shared by all bags on the table: pinned, or copied for evaluation.
 
+    The pipeline holds the pins until the loop moves on, every gradient until the step. A holder forgets its pins before
+    it lets go: an interrupt in between leaves them to the garbage collector, never to a second let_go.
+    """
+
+    tier: MemTier
     parts: dict[BagSpec, Part]
     working_set: WorkingSet
     slots: Slots | None
@@ -257,18 +225,18 @@ class Table:
         for part in parts.values():
             part.id_slots = id_slots[part.first_id : part.first_id + len(part.ids)]
             part.gradient_plan(self.tier.core)
-        return Prepared(parts, working_set, slots, pins)
+        return Prepared(self.tier, parts, working_set, slots, pins)
 
     def prepare(self, batch: Batch) -> Prepared:
         """Pulls and pins the batch's rows: what `tc.prefetch` does ahead of time. Let go of its pins when done."""
         parts, working_set = self.collect(batch)
-        slots = self.tier.pull(working_set.keys)
-        return self.bind(parts, working_set, slots, Pins(self.tier, slots))
+        pins = self.tier.pin(working_set.keys)
+        return self.bind(parts, working_set, pins.slots(), pins)
 
     def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> Prepared:
         """Copies of the batch's rows, for evaluation: inserts nothing, visits nothing."""
         parts, working_set = self.collect(batch, specs)
-        return Prepared(parts, working_set, None, None, self.tier.read(working_set.keys))
+        return Prepared(self.tier, parts, working_set, None, None, self.tier.read(working_set.keys))
 
     def pool(self, prepared: Prepared, part: Part) -> Floats:
         """float32[bags, dim]."""
@@ -291,7 +259,7 @@ class Table:
     ) -> None:
         """Called by backward: the gradient of one pooled part, used in place; `step` asks whether it is unchanged."""
         pins = prepared.pins
-        if pins is None or pins.tier is not self.tier or not pins.hold():
+        if pins is None or prepared.tier is not self.tier or not pins.hold():
             raise RuntimeError(
                 f"backward through rows of table {self.name!r} that were "
                 + ("only read" if pins is None else "given back: call it before the loop asks for the next batch")
