@@ -77,4 +77,5 @@ NB_MODULE(_core, m) {
 #if __has_include("mem/tier.h")
   bind_mem(m);
 #endif
+  bind_data(m);
 }

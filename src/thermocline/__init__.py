@@ -26,7 +26,16 @@ _HOME = {
     "Callback": "callbacks",
     "Checkpoint": "checkpoint",
     "Checkpoints": "checkpoint",
+    "SyntheticAds": "data.synth",
     "export_rows": "export",
+    "AUC": "metrics",
+    "Calibration": "metrics",
+    "ExactMetrics": "metrics",
+    "LogLoss": "metrics",
+    "NormalizedEntropy": "metrics",
+    "StreamingAUC": "metrics",
+    "StreamingMetrics": "metrics",
+    "auc": "metrics",
     "Progress": "progress",
     "Result": "progress",
     "Schedule": "schedule",
@@ -57,6 +66,7 @@ if TYPE_CHECKING:
     from thermocline.callbacks import Callback as Callback
     from thermocline.checkpoint import Checkpoint as Checkpoint
     from thermocline.checkpoint import Checkpoints as Checkpoints
+    from thermocline.data.synth import SyntheticAds as SyntheticAds
     from thermocline.errors import (
         BudgetError as BudgetError,
     )
@@ -88,6 +98,14 @@ if TYPE_CHECKING:
         ThermoclineError as ThermoclineError,
     )
     from thermocline.export import export_rows as export_rows
+    from thermocline.metrics import AUC as AUC
+    from thermocline.metrics import Calibration as Calibration
+    from thermocline.metrics import ExactMetrics as ExactMetrics
+    from thermocline.metrics import LogLoss as LogLoss
+    from thermocline.metrics import NormalizedEntropy as NormalizedEntropy
+    from thermocline.metrics import StreamingAUC as StreamingAUC
+    from thermocline.metrics import StreamingMetrics as StreamingMetrics
+    from thermocline.metrics import auc as auc
     from thermocline.pipeline.prefetch import prefetch as prefetch
     from thermocline.progress import Progress as Progress
     from thermocline.progress import Result as Result
