@@ -35,8 +35,9 @@ class _Window:
     batches: list[Batch]
     collected: dict[Table, list[Any]] = dataclasses.field(default_factory=dict)
     """Per table and batch: what `Table.collect` gave."""
-    pinned: dict[Table, tuple[Pins, Slots]] = dataclasses.field(default_factory=dict)
-    """Per table: the pins of the window's unique keys, and the places of each batch's keys among them, joined."""
+    pinned: dict[Table, tuple[Pins, Slots | None]] = dataclasses.field(default_factory=dict)
+    """Per table: the pins of the window's unique keys, and the places of each batch's keys among them, joined; none: of
+    a single batch, in order."""
     outstanding: bool = False
 
 
@@ -94,9 +95,7 @@ class _Stages:
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self._tables = list(dict.fromkeys(tables))
-        self._lock = (
-            threading.Lock()
-        )  # taken by itself on the caller's thread: a Condition's could stay taken on Ctrl-C
+        self._lock = threading.Lock()  # by itself on the caller's thread: a Condition's could stay taken on Ctrl-C
         self._changed = threading.Condition(self._lock)
         self._outstanding = 0  # windows pulled and not yet trained
         self._stopping = False
@@ -110,11 +109,10 @@ class _Stages:
         for table, collected in window.collected.items():
             keys = [working_set.keys for _, working_set in collected]
             if len(keys) == 1:
-                unique, places = keys[0], np.arange(len(keys[0]), dtype=np.uint32)
+                window.pinned[table] = self._pin(table, keys[0]), None
             else:
                 union = WorkingSet.of(np.concatenate(keys))
-                unique, places = union.keys, union.inverse
-            window.pinned[table] = self._pin(table, unique), places
+                window.pinned[table] = self._pin(table, union.keys), union.inverse
         with self._lock:
             self._outstanding += 1
             window.outstanding = True
@@ -139,7 +137,7 @@ class _Stages:
             pins, places = window.pinned[table]
             slots, first = pins.slots(), 0
             for batch, (parts, working_set) in zip(window.batches, collected, strict=True):
-                own = slots[places[first : first + len(working_set)]]
+                own = slots if places is None else slots[places[first : first + len(working_set)]]
                 first += len(working_set)
                 batch.prepared[table] = table.bind(parts, working_set, own, pins)
         return window

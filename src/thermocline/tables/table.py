@@ -78,6 +78,8 @@ class Prepared:
     """Of these slots, and perhaps of other batches in the same window."""
     rows: Floats | None = None
     """Per unique key: a copy of its row, for evaluation."""
+    plan: tuple[Slots, Floats | None] | None = None
+    """Of the only part, in the working set's order: `Part.gradient_plan` per occurrence."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -221,6 +223,12 @@ class Table:
 
     def bind(self, parts: dict[BagSpec, Part], working_set: WorkingSet, slots: Slots, pins: Pins) -> Prepared:
         """Ready to train: the slots of the working set's keys, which `pins` hold."""
+        if len(parts) == 1:  # the usual case, in one go
+            (part,) = parts.values()
+            part.id_slots, rows, coefs = self.tier.core.plan(
+                slots, working_set.inverse, working_set.order, part.offsets, part.weights, part.mean
+            )
+            return Prepared(self.tier, parts, working_set, slots, pins, plan=(rows, coefs))
         id_slots = slots[working_set.inverse]
         for part in parts.values():
             part.id_slots = id_slots[part.first_id : part.first_id + len(part.ids)]
@@ -315,6 +323,10 @@ class Table:
                 f"table {self.name!r}: a gradient was changed in place between backward and step, perhaps as that of a "
                 "dense parameter that shares its memory: call table.step() before dense gradients are clipped or zeroed"
             )
+        one = gradients[0].prepared
+        if len(gradients) == 1 and one.plan is not None:
+            assert one.slots is not None
+            return one.slots, one.working_set.starts, *one.plan, gradients[0].grad
         plans = [g.part.gradient_plan(self.tier.core) for g in gradients]
         grads = gradients[0].grad if len(gradients) == 1 else np.concatenate([g.grad for g in gradients])
         firsts = np.cumsum([0, *(len(g.grad) for g in gradients[:-1])]).astype(np.uint32)
@@ -325,9 +337,8 @@ class Table:
             coefs = np.concatenate(
                 [np.ones(len(plan[0]), np.float32) if plan[1] is None else plan[1] for plan in plans]
             )
-        one = gradients[0].prepared
         if all(g.prepared is one for g in gradients) and [g.part for g in gradients] == list(one.parts.values()):
-            # The usual case: every part of one batch, once. Its working set is the one needed.
+            # Every part of one batch, once. Its working set is the one needed.
             working_set, slots = one.working_set, one.slots
             assert slots is not None
         else:
