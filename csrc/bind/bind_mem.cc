@@ -1,12 +1,15 @@
 // The memory tier for Python; its face is src/thermocline/tables/mem.py and batch.py.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bind/bind.h"
 #include "mem/dedup.h"
@@ -94,6 +97,64 @@ void unpin(MemTier& self, SlotsArg slots, bool dirty, std::optional<KeysArg> key
   nb::gil_scoped_release release;
   self.check_slots(slots.data(), slots.size());
   self.unpin(slots.data(), slots.size(), dirty, keys ? keys->data() : nullptr);
+}
+
+// The rows of one pull: pinned until the last holder lets go, or until nobody knows them any more. Python may be
+// interrupted between any two of its instructions: so pulling and owning are one call, and so is letting go.
+// Thread safety: all calls may run concurrently.
+class Pins {
+ public:
+  Pins(MemTier& tier, const uint64_t* keys, size_t n) : tier_(tier), slots_(n) { tier_.pull(keys, n, slots_.data()); }
+  Pins(const Pins&) = delete;
+  ~Pins() {
+    if (holds_ > 0) tier_.unpin(slots_.data(), slots_.size(), false);
+  }
+
+  // One holder more; false: too late, the rows may be elsewhere by now.
+  bool hold() {
+    std::lock_guard lock(mutex_);
+    if (holds_ > 0) ++holds_;
+    return holds_ > 0;
+  }
+
+  // One holder less. Holders let go once each; of nothing if nobody is left.
+  void let_go() {
+    std::lock_guard lock(mutex_);
+    if (holds_ > 0 && --holds_ == 0) tier_.unpin(slots_.data(), slots_.size(), false);
+  }
+
+  const std::vector<uint32_t>& slots() const { return slots_; }
+
+ private:
+  MemTier& tier_;
+  std::vector<uint32_t> slots_;  // constant after construction
+  std::mutex mutex_;             // protects holds_
+  size_t holds_ = 1;
+};
+
+void init_pins(Pins* self, MemTier& tier, KeysArg keys) {
+  nb::gil_scoped_release release;
+  new (self) Pins(tier, keys.data(), keys.size());
+}
+
+auto pinned_slots(const Pins& self) {
+  Recycled<uint32_t> copy(self.slots().size());
+  std::copy(self.slots().begin(), self.slots().end(), copy.get());
+  return to_numpy(std::move(copy), self.slots().size());
+}
+
+void mark_dirty(MemTier& self, SlotsArg slots) {
+  nb::gil_scoped_release release;
+  self.check_slots(slots.data(), slots.size());
+  self.mark_dirty(slots.data(), slots.size());
+}
+
+// (rows given, slot to go on from)
+std::pair<size_t, uint32_t> dirty_rows(const MemTier& self, uint32_t next, Array<uint64_t> keys, FloatsOutArg rows) {
+  check_rows(self, keys.size(), rows);
+  nb::gil_scoped_release release;
+  size_t n = self.dirty_rows(&next, keys.size(), keys.data(), reinterpret_cast<uint8_t*>(rows.data()));
+  return {n, next};
 }
 
 void read(MemTier& self, KeysArg keys, FloatsOutArg rows) {
@@ -281,6 +342,8 @@ void bind_mem(nb::module_& m) {
            "table"_a, "initial_kind"_a, "initial_scale"_a, "initial_state"_a, "store"_a.none(), nb::keep_alive<1, 13>())
       .def("pull", &pull, "keys"_a.noconvert(), "slots"_a.noconvert())
       .def("unpin", &unpin, "slots"_a.noconvert(), "dirty"_a, "keys"_a.noconvert().none())
+      .def("mark_dirty", &mark_dirty, "slots"_a.noconvert())
+      .def("dirty_rows", &dirty_rows, "next"_a, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("read", &read, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("push", &push, "keys"_a.noconvert(), "rows"_a.noconvert(), "dirty"_a)
       .def("copy_out", &copy_out, "slots"_a.noconvert(), "rows"_a.noconvert())
@@ -303,6 +366,11 @@ void bind_mem(nb::module_& m) {
       .def("apply_gradients", &apply, "slots"_a.noconvert(), "sums"_a.noconvert(), "step"_a)
       .def_prop_ro("capacity", &MemTier::capacity)
       .def_prop_ro("row_bytes", [](const MemTier& self) { return self.layout().bytes(); });
+  nb::class_<Pins>(m, "Pins")
+      .def("__init__", &init_pins, "tier"_a, "keys"_a.noconvert(), nb::keep_alive<1, 2>())
+      .def("slots", &pinned_slots)
+      .def("hold", &Pins::hold)
+      .def("let_go", &Pins::let_go, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace thermocline

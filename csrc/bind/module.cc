@@ -75,4 +75,5 @@ NB_MODULE(_core, m) {
   nb::register_exception_translator(translate);
   bind_store(m);
   bind_mem(m);
+  bind_data(m);
 }

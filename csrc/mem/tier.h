@@ -76,6 +76,9 @@ class MemTier {
 
   // Writes all dirty rows to the store, or to `to`: after that they are clean. Costs as much as there are dirty rows.
   void flush(RowStore* to = nullptr);
+  // The next dirty rows, at most `max`, from slot *next on, which moves past them; 0: no more. Changes nothing. Alone:
+  // no other call may be in progress.
+  size_t dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t* rows) const;
   // Evicts until `rows` slots are free, or nothing more can be evicted. A pull does this by itself; calling it earlier,
   // from another thread, takes the writing out of the pull.
   void make_room(size_t rows);

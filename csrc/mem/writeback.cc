@@ -1,6 +1,7 @@
 // How slots become free and rows reach the store; and the tier's books.
 #include <algorithm>
 #include <bit>
+#include <cstring>
 #include <utility>
 
 #include "mem/tier.h"
@@ -206,6 +207,21 @@ void MemTier::flush(RowStore* to) {
     flushed_ += n;
     ++puts_;
   }
+}
+
+size_t MemTier::dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t* rows) const {
+  size_t n = 0;
+  for (; *next < plan_.capacity && n < max; ++*next) {
+    const uint64_t bits = dirty_words()[*next / 64].load(std::memory_order_acquire) >> (*next % 64);
+    if (bits == 0) {
+      *next |= 63;  // the loop steps to the next word
+      continue;
+    }
+    if (!(bits & 1)) continue;
+    keys[n] = meta()[*next].key;
+    std::memcpy(rows + n++ * row_bytes_, row(*next), row_bytes_);
+  }
+  return n;
 }
 
 // ---- books

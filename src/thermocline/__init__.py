@@ -21,7 +21,29 @@ _HOME = {
     "ReadOnlyError": "errors",
     "StoreError": "errors",
     "ThermoclineError": "errors",
+    "Batch": "batch",
     "WorkingSet": "batch",
+    "Callback": "callbacks",
+    "Checkpoint": "checkpoint",
+    "Checkpoints": "checkpoint",
+    "SyntheticAds": "data.synth",
+    "export_rows": "export",
+    "AUC": "metrics",
+    "Calibration": "metrics",
+    "ExactMetrics": "metrics",
+    "LogLoss": "metrics",
+    "NormalizedEntropy": "metrics",
+    "StreamingAUC": "metrics",
+    "StreamingMetrics": "metrics",
+    "auc": "metrics",
+    "Progress": "progress",
+    "Result": "progress",
+    "Schedule": "schedule",
+    "TrainConfig": "train",
+    "Trainer": "train",
+    "prefetch": "pipeline.prefetch",
+    "EmbeddingBag": "tables.bag",
+    "Table": "tables.table",
     "Constant": "tables.initial",
     "Normal": "tables.initial",
     "Uniform": "tables.initial",
@@ -39,7 +61,10 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from thermocline.batch import WorkingSet as WorkingSet
+    from thermocline.batch import Batch as Batch, WorkingSet as WorkingSet
+    from thermocline.callbacks import Callback as Callback
+    from thermocline.checkpoint import Checkpoint as Checkpoint, Checkpoints as Checkpoints
+    from thermocline.data.synth import SyntheticAds as SyntheticAds
     from thermocline.errors import (
         BudgetError as BudgetError,
         CorruptionError as CorruptionError,
@@ -52,6 +77,21 @@ if TYPE_CHECKING:
         StoreError as StoreError,
         ThermoclineError as ThermoclineError,
     )
+    from thermocline.export import export_rows as export_rows
+    from thermocline.metrics import (
+        AUC as AUC,
+        Calibration as Calibration,
+        ExactMetrics as ExactMetrics,
+        LogLoss as LogLoss,
+        NormalizedEntropy as NormalizedEntropy,
+        StreamingAUC as StreamingAUC,
+        StreamingMetrics as StreamingMetrics,
+        auc as auc,
+    )
+    from thermocline.pipeline.prefetch import prefetch as prefetch
+    from thermocline.progress import Progress as Progress, Result as Result
+    from thermocline.schedule import Schedule as Schedule
+    from thermocline.tables.bag import EmbeddingBag as EmbeddingBag
     from thermocline.tables.initial import Constant as Constant, Normal as Normal, Uniform as Uniform
     from thermocline.tables.mem import Lookup as Lookup, MemStats as MemStats, MemTier as MemTier
     from thermocline.tables.optimizers import (
@@ -62,6 +102,8 @@ if TYPE_CHECKING:
     )
     from thermocline.tables.reference import ReferenceTable as ReferenceTable
     from thermocline.tables.ssd import SsdStats as SsdStats, SsdStore as SsdStore
+    from thermocline.tables.table import Table as Table
+    from thermocline.train import TrainConfig as TrainConfig, Trainer as Trainer
 
 
 def __getattr__(name: str) -> Any:

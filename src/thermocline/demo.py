@@ -1,180 +1,196 @@
-"""`make demo`: a table larger than its memory, filled and then trained on, in two minutes and a temporary folder."""
+"""`make demo`: trains on generated ads data with a table several times its memory, then proves that memory was enough.
+
+Two minutes at most, in a temporary folder: once with rows in DRAM and on SSD, once with all rows in DRAM and without
+the pipeline; then every row and every dense weight of the two is compared, bit for bit.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import numpy.typing as npt
+import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Table as Grid
 
-from thermocline.sizes import format_size, parse_size
-from thermocline.tables.mem import MemTier
+from thermocline.batch import Batch
+from thermocline.callbacks import Callback
+from thermocline.data.synth import SyntheticAds
+from thermocline.display import Display
+from thermocline.metrics import auc
+from thermocline.progress import Result
+from thermocline.sizes import format_size
+from thermocline.tables.bag import EmbeddingBag
 from thermocline.tables.optimizers import Adagrad
-from thermocline.tables.ssd import SsdStore
+from thermocline.tables.table import Table
+from thermocline.train import TrainConfig, Trainer
 
-DIM = 16
-EXAMPLES, FIELDS = 4096, 26  # of one batch
-FILL_ROWS = 250_000  # of one put
-COMMIT_EVERY = 10  # batches
-ZIPF = 1.05  # how fast popularity falls with rank, as in click logs
-
-Advance = Callable[[int, str], None]
+DIM, FIELDS = 16, 26
+HIDDEN = (128, 64)
+OPTIMIZER = Adagrad(lr=0.2)
 
 
-@dataclasses.dataclass(slots=True)
-class Phase:
-    """What was done, and in how much time."""
+class Model(torch.nn.Module):
+    """One logit per example: an MLP over the pooled vectors of all fields."""
 
-    rows: int = 0
-    ids: int = 0
-    batches: int = 0
-    seconds: float = 0.0
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self.bag = EmbeddingBag(table, FIELDS)
+        widths = (FIELDS * DIM, *HIDDEN)
+        layers: list[torch.nn.Module] = []
+        for before, after in itertools.pairwise(widths):
+            layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
+        self.mlp = torch.nn.Sequential(*layers, torch.nn.Linear(widths[-1], 1))
 
-
-@contextmanager
-def progress(console: Console, what: str, total: int) -> Iterator[Advance]:
-    """A live bar on a terminal; elsewhere a line at every tenth."""
-    if console.is_terminal:
-        columns = (TextColumn("{task.description:<8}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        with Progress(*columns, TextColumn("{task.fields[text]}"), console=console) as bar:
-            task = bar.add_task(what, total=total, text="")
-            yield lambda done, text: bar.update(task, advance=done, text=text)
-        return
-    done, printed = 0, -1
-
-    def advance(more: int, text: str) -> None:
-        nonlocal done, printed
-        done += more
-        if done * 10 // total > printed:
-            printed = done * 10 // total
-            console.print(f"{what:<8} {done / total:4.0%}  {text}", highlight=False)
-
-    yield advance
+    def forward(self, batch: Batch) -> torch.Tensor:
+        logits: torch.Tensor = self.mlp(self.bag(batch).flatten(1)).squeeze(1)
+        return logits
 
 
-def keys_of(ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Keys spread over all 64 bits; an odd factor keeps them distinct."""
-    return ranks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+class Deadline(Callback):
+    """Ends a run that takes too long: on a slow machine the demo trains less."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._end = 0.0
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._end = time.monotonic() + self._seconds
+
+    def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+        if time.monotonic() > self._end:
+            trainer.stop()
 
 
-def zipf_ranks(rng: np.random.Generator, size: int, among: int) -> npt.NDArray[np.int64]:
-    """Ranks from 0 to among - 1, the small ones often: the inverse of the distribution's integral."""
-    tail = 1 - ZIPF
-    ranks = (1 + rng.random(size) * (float(among) ** tail - 1)) ** (1 / tail)
-    clipped: npt.NDArray[np.int64] = np.clip(ranks.astype(np.int64), 1, among) - 1
-    return clipped
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One training: what it learned and how it went."""
+
+    table: Table
+    model: Model
+    result: Result
 
 
-def fill(store: SsdStore, tier: MemTier, rows: int, seconds: float, advance: Advance) -> Phase:
-    """Puts `rows` rows, or as many as the time allows, and commits them."""
-    phase, start = Phase(), time.perf_counter()
-    while phase.rows < rows and phase.seconds < seconds:
-        count = min(FILL_ROWS, rows - phase.rows)
-        keys = keys_of(np.arange(phase.rows, phase.rows + count))
-        store.put(keys, tier.initial_rows(keys))
-        phase.rows += count
-        phase.seconds = time.perf_counter() - start
-        disk = store.stats().disk_bytes
-        advance(count, f"{phase.rows / phase.seconds:,.0f} rows/s, {format_size(disk)} on disk")
-    store.commit(b"filled")
-    phase.seconds = time.perf_counter() - start
-    return phase
+def train(
+    console: Console, table: Table, ads: SyntheticAds, config: TrainConfig, *, run_dir: Path | None, seconds: float
+) -> Run:
+    """The same model from the same beginning, whatever holds the rows."""
+    torch.manual_seed(0)
+    model = Model(table)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+    callbacks = [Display(console), Deadline(seconds)]
+    trainer = Trainer(model, adam, run_dir=run_dir, config=config, callbacks=callbacks)
+    test = None if run_dir is None else ads.split("test", examples=8 * ads.batch_size)
+    return Run(table, model, trainer.fit(ads, test=test))
 
 
-def train(store: SsdStore, tier: MemTier, keys: int, batches: int, seconds: float, advance: Advance) -> Phase:
-    """Pulls the rows of each batch, pools them, applies a gradient, gives them back; commits every few batches."""
-    phase, start, rng = Phase(), time.perf_counter(), np.random.default_rng(0)
-    offsets = np.arange(0, EXAMPLES * FIELDS + 1, FIELDS)
-    while phase.batches < batches and phase.seconds < seconds:
-        ids = keys_of(zipf_ranks(rng, EXAMPLES * FIELDS, keys))
-        lookup = tier.lookup(ids, offsets, pooling="sum")
-        pooled = tier.pool(lookup)
-        tier.update(lookup, 0.01 * pooled, step=phase.batches + 1)
-        tier.release(lookup)
-        phase.batches += 1
-        phase.ids += len(ids)
-        phase.rows += len(lookup.slots)
-        if phase.batches % COMMIT_EVERY == 0:
-            commit(store, tier, phase.batches)
-        phase.seconds = time.perf_counter() - start
-        rate, hits = phase.rows / phase.seconds, tier.stats().hit_rate
-        advance(1, f"{rate:,.0f} rows/s, {hits:.0%} of rows found in memory")
-    commit(store, tier, phase.batches)
-    phase.seconds = time.perf_counter() - start
-    return phase
+def compare(run: Run, memory: Run) -> tuple[int, list[str]]:
+    """How many rows were compared, and what differs between the two runs: nothing, if all is well."""
+    wrong = []
+    rows = different = 0
+    for keys, ours in run.table.rows():
+        theirs = memory.table.read(keys)
+        different += int((ours.view(np.uint32) != theirs.view(np.uint32)).any(1).sum())
+        rows += len(keys)
+    if different:
+        wrong.append(f"{different:,} of {rows:,} rows")
+    trained = memory.table.tier.stats().dirty
+    if rows != trained:
+        wrong.append(f"{rows:,} rows trained, {trained:,} in memory")
+    weights = zip(run.model.state_dict().items(), memory.model.state_dict().values(), strict=True)
+    wrong += [name for (name, a), b in weights if a.numpy().tobytes() != b.numpy().tobytes()]
+    return rows, wrong
 
 
-def commit(store: SsdStore, tier: MemTier, batches: int) -> None:
-    """All rows as they are now, durable; older commits are let go."""
-    tier.flush()
-    store.commit(f"batch {batches}".encode())
-    for epoch in store.epochs[:-1]:
-        store.release(epoch)
+def best_auc(ads: SyntheticAds) -> float:
+    """Of the model that made the test's labels."""
+    test = ads.split("test", examples=8 * ads.batch_size)
+    labels = np.concatenate([batch.label for batch in test])
+    return auc(test.true_logits(0, len(labels)), labels)
 
 
-def report(console: Console, store: SsdStore, tier: MemTier, filled: Phase, trained: Phase) -> None:
-    disk, memory = store.stats(), tier.stats()
-    rows = len(store)
-    table = Table(show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
-    line = table.add_row
-    line("rows", f"{rows:,}", f"{DIM} weights and their Adagrad state")
-    line("data", format_size(rows * (tier.row_bytes + 8)), "rows and keys")
-    budgets = f"store {format_size(disk.mem_budget)}, memory tier {format_size(memory.budget)}"
-    line("memory budget", format_size(disk.mem_budget + memory.budget), budgets)
-    line("memory used", format_size(disk.mem_total + memory.bytes_total), "rows, indexes and buffers counted")
-    line("fill", f"{filled.rows / filled.seconds:,.0f} rows/s", "put and committed")
-    line(
-        "pull + push",
-        f"{trained.rows / trained.seconds:,.0f} rows/s",
-        f"unique rows; {trained.ids / trained.seconds:,.0f} ids/s; a commit every {COMMIT_EVERY} batches",
-    )
-    line("hit rate", f"{memory.hit_rate:.1%}", f"of unique rows; {memory.capacity:,} rows fit in memory")
-    with_buffers = f"the store's index; {disk.mem_total / rows:.2f} B with buffers"
-    line("DRAM per key", f"{disk.mem_index / rows:.2f} B", with_buffers)
-    line("disk used", format_size(disk.disk_bytes), f"{disk.disk_bytes / (rows * (tier.row_bytes + 8)):.2f} x the data")
-    line("write amplification", f"{disk.write_amplification:.2f}", "bytes written per byte put")
-    line("file engine", disk.engine, f"{disk.keys_read:,} keys by {disk.reads:,} reads")
-    console.print(table)
+def report(console: Console, run: Run, best_auc: float) -> None:
+    """What the first run gave and what it took."""
+    table, result = run.table, run.result
+    assert table.store is not None
+    assert result.test is not None
+    memory, disk, rows = table.tier.stats(), table.store.stats(), len(table.store)
+    pulled, data = memory.hits + memory.misses, rows * (table.tier.row_bytes + 8)
+    budget = memory.budget + disk.mem_budget
+    grid = Grid(show_header=False)
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(style="dim")
+    line = grid.add_row
+    best = f"the generator's own model has {best_auc:.4f}"
+    line("AUC", f"{result.test['auc']:.4f}", f"on {result.test['examples']:,} examples not trained on; {best}")
+    trained = f"{result.examples:,} trained in {result.seconds:.1f} s"
+    line("speed", f"{result.examples / result.seconds:,.0f} examples/s", trained)
+    line("table", format_size(data), f"{rows:,} rows: {DIM} weights, Adagrad's state, the key")
+    parts = f"rows {format_size(memory.budget)}, the store's index and buffers {format_size(disk.mem_budget)}"
+    line("memory", format_size(budget), f"{data / budget:.1f} x smaller than the table; {parts}")
+    line("rows from DRAM", f"{memory.hits / pulled:.1%}", "of the unique rows of every batch")
+    line("rows from SSD", f"{memory.from_store / pulled:.1%}", f"{disk.reads:,} reads, {disk.engine}")
+    line("rows that were new", f"{memory.initialised / pulled:.1%}", "made from their key, no I/O")
+    with_buffers = f"index; {disk.mem_total / rows:.2f} B with every buffer"
+    line("DRAM per SSD row", f"{disk.mem_index / rows:.2f} B", with_buffers)
+    line("disk", format_size(disk.disk_bytes), f"two checkpoints; write amplification {disk.write_amplification:.2f}")
+    console.print(grid)
 
 
 def main(
-    rows: Annotated[int, typer.Option(help="Rows to fill the store with.")] = 4_000_000,
-    batches: Annotated[int, typer.Option(help="Batches to train on.")] = 150,
-    store_memory: Annotated[str, typer.Option(help="Memory budget of the SSD store.")] = "48MB",
-    tier_memory: Annotated[str, typer.Option(help="Memory budget of the memory tier.")] = "96MB",
-    seconds: Annotated[float, typer.Option(help="At most this long for each of the two phases.")] = 45.0,
-    folder: Annotated[Path, typer.Option(help="Where the temporary store is made.")] = Path("."),
+    steps: Annotated[int, typer.Option(help="Batches to train on.")] = 500,
+    keys: Annotated[int, typer.Option(help="Keys of the generated data.")] = 4_000_000,
+    batch_size: Annotated[int, typer.Option(help="Examples per batch.")] = 2048,
+    mem: Annotated[str, typer.Option(help="DRAM for rows.")] = "32MB",
+    ssd_mem: Annotated[str, typer.Option(help="DRAM of the SSD store: its index and buffers.")] = "16MB",
+    seconds: Annotated[float, typer.Option(help="The first training ends after so long, trained or not.")] = 45.0,
+    folder: Annotated[Path, typer.Option(help="Where the temporary files are made.")] = Path("."),
 ) -> None:
-    """Fills a store larger than its memory budget, then pulls and pushes batches through the memory tier."""
+    """Trains on ads data with a table several times its memory; checks that one huge memory gives the same bits."""
     console = Console()
-    optimizer = Adagrad(lr=0.05)
-    row_bytes = 4 * (DIM + optimizer.state_floats(DIM))
-    data, memory = format_size(rows * (row_bytes + 8)), format_size(parse_size(store_memory) + parse_size(tier_memory))
-    console.print(f"{rows:,} rows of {row_bytes} bytes: {data} of data in {memory} of memory", highlight=False)
-    with (
-        tempfile.TemporaryDirectory(prefix="thermocline-demo-", dir=folder) as temporary,
-        SsdStore.open(Path(temporary) / "store", row_bytes=row_bytes, mem_budget=store_memory) as store,
-    ):
-        tier = MemTier(DIM, optimizer, budget=tier_memory, store=store)
-        with progress(console, "fill", rows) as advance:
-            filled = fill(store, tier, rows, seconds, advance)
-        with progress(console, "train", batches) as advance:
-            trained = train(store, tier, filled.rows, batches, seconds, advance)
-        report(console, store, tier, filled, trained)
-        tier.check()
+    cores = len(os.sched_getaffinity(0))
+    torch_threads = max(1, cores // 2)  # the pipeline needs the others
+    ads = SyntheticAds(keys=keys, fields=FIELDS, batch_size=batch_size, examples=batch_size * steps)
+    config = TrainConfig(
+        checkpoint_every=max(1, steps // 3),
+        log_every=max(1, steps // (100 if console.is_terminal else 10)),
+        torch_threads=torch_threads,
+        tensorboard=False,
+        display=False,
+    )
+    console.print(f"{ads!r}\n{cores} cores, {torch_threads} of them for torch", highlight=False, soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="thermocline-demo-", dir=folder) as temporary:
+        console.rule("training with rows in DRAM and on SSD", align="left")
+        table = Table(DIM, OPTIMIZER, mem=mem, ssd=Path(temporary) / "rows", ssd_mem=ssd_mem)
+        try:
+            run = train(console, table, ads, config, run_dir=Path(temporary) / "run", seconds=seconds)
+            trained = run.result.progress.step
+            console.rule("the same training with all rows in DRAM, stages one after the other", align="left")
+            assert table.store is not None
+            everything = Table(DIM, OPTIMIZER, mem=256 * len(table.store) + (64 << 20))
+            serial = dataclasses.replace(config, steps=trained, depth=1)
+            memory = train(console, everything, ads, serial, run_dir=None, seconds=float("inf"))
+            report(console, run, best_auc(ads))
+            rows, wrong = compare(run, memory)
+        finally:
+            table.close()
+    if wrong:
+        console.print(f"[bold red]differs from the run in memory: {', '.join(wrong)}[/]")
+        raise typer.Exit(1)
+    dense = sum(p.numel() for p in run.model.parameters())
+    console.print(
+        f"[bold green]checked: {rows:,} rows with their optimizer state and {dense:,} dense weights are, bit for bit, "
+        "those of the run in memory[/]",
+        highlight=False,
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
@@ -22,6 +23,8 @@ from thermocline.tables.initial import Initial, Uniform
 from thermocline.tables.optimizers import Optimizer, initial_state
 from thermocline.tables.ssd import SsdStore
 
+Step = core.Step
+Pins = core.Pins
 Floats = npt.NDArray[np.float32]
 Pooling = Literal["sum", "mean", "none"]
 Policy = Literal["lru_lfu", "lru", "lfu"]
@@ -187,7 +190,7 @@ class MemTier:
         return Lookup(working_set, slots, id_slots, cuts, factors, mean, grad_rows, coefs)
 
     def pool(self, lookup: Lookup, *, out: Any = None) -> Floats:
-        """float32[bags, dim]: each bag's rows added left to right, a mean divided by their number, none: zero."""
+        """float32[bags, dim]: each bag's rows added left to right, mean over their number; empty bags are zero."""
         result = _out(out, (lookup.bags, self._dim))
         self._core.pool(lookup.id_slots, lookup.offsets, lookup.weights, lookup.mean, result)
         return result
@@ -200,7 +203,7 @@ class MemTier:
         """
         grads = _floats(grad, (lookup.bags, self._dim), "grad")
         starts = lookup.working_set.starts
-        self._core.update(lookup.slots, starts, lookup.grad_rows, lookup.coefs, grads, self._step(step, lr, scale))
+        self._core.update(lookup.slots, starts, lookup.grad_rows, lookup.coefs, grads, self.step(step, lr, scale))
 
     def sum_gradients(self, lookup: Lookup, grad: Any, *, out: Any = None) -> Floats:
         """float32[keys, dim]: the gradient of every unique key; the first half of `update`, for clipping by norm."""
@@ -214,7 +217,7 @@ class MemTier:
     ) -> None:
         """The second half of `update`: one gradient per pinned slot. No slot may repeat."""
         gradients = _floats(sums, (len(slots), self._dim), "sums")
-        self._core.apply_gradients(slots, gradients, self._step(step, lr, scale))
+        self._core.apply_gradients(slots, gradients, self.step(step, lr, scale))
 
     def release(self, lookup: Lookup, *, dirty: bool = True) -> None:
         """Unpins the rows of a lookup; `dirty` says that they were updated."""
@@ -231,6 +234,10 @@ class MemTier:
         slots = np.empty(len(wanted), np.uint32)
         self._core.pull(wanted, slots)
         return slots
+
+    def pin(self, keys: Any) -> Pins:
+        """As `pull`, but the result owns the pins: the last of its holders to let go unpins, or who drops it."""
+        return core.Pins(self._core, as_keys(keys))
 
     def unpin(self, slots: Slots, *, dirty: bool = False) -> None:
         """Gives back one pin per slot; `dirty` says that the rows were changed."""
@@ -290,6 +297,17 @@ class MemTier:
         """
         self._core.flush(None if store is None else store._core)
 
+    def dirty_rows(self, batch_rows: int = 65536) -> Iterator[tuple[npt.NDArray[np.uint64], Floats]]:
+        """Keys and rows changed since they were last flushed, in pieces. Nothing else may use the tier meanwhile."""
+        place = 0
+        while True:
+            keys = np.empty(batch_rows, np.uint64)
+            rows = np.empty((batch_rows, self._floats), np.float32)
+            count, place = self._core.dirty_rows(place, keys, rows)
+            if count == 0:
+                return
+            yield keys[:count], rows[:count]
+
     def make_room(self, rows: int) -> None:
         """Evicts until `rows` slots are free or nothing more can leave. A pull does it by itself, but then waits."""
         self._core.make_room(rows)
@@ -334,7 +352,12 @@ class MemTier:
         size = format_size(self._core.stats()["budget"])
         return f"MemTier(dim={self._dim}, {self._optimizer}, {size}, {self.capacity} rows, {self._policy}, {below})"
 
-    def _step(self, step: int, lr: float | None, scale: float) -> core.Step:
+    @property
+    def core(self) -> core.MemTier:
+        """The C++ tier: `tc.Table` trains on it directly."""
+        return self._core
+
+    def step(self, step: int, lr: float | None, scale: float) -> Step:
         if step < 1:
             raise ValueError(f"step is {step}: steps count from 1")
         o = self._optimizer

@@ -1,0 +1,78 @@
+// Synthetic ads: examples of any number of keys, labelled by a planted model. Example i is a function of the
+// configuration and i alone: any batch can be made at any time, by any number of threads, with the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "data/stream.h"
+#include "data/teacher.h"
+#include "data/zipf.h"
+#include "util/thread_pool.h"
+
+namespace thermocline {
+
+struct SynthField {
+  uint64_t keys = 0;
+  double exponent = 1.05;
+};
+
+struct SynthOptions {
+  uint64_t seed = 0;
+  std::vector<SynthField> fields;     // all their keys together: at most 2^63
+  uint64_t min_ids = 0, max_ids = 0;  // per example, spread evenly over the fields; distinct within a field
+  size_t dense = 0;
+  double base_rate = 0.2;  // of label 1
+  double signal = 2.5;     // deviation of the teacher's logits
+  double label_noise = 0;  // share of labels that know nothing of their example
+  int threads = 1;
+};
+
+struct SynthBatch {
+  size_t examples = 0, ids = 0;
+  std::unique_ptr<uint64_t[]> keys;
+  std::unique_ptr<int64_t[]> offsets;  // examples * fields + 1
+  std::unique_ptr<float[]> dense;      // examples x dense, or none
+  std::unique_ptr<float[]> labels;     // 0 or 1
+  std::unique_ptr<float[]> logits;     // the teacher's own, before label noise
+};
+
+// Thread safety: generate may be called by several threads at once.
+class Synth {
+ public:
+  explicit Synth(SynthOptions options);
+
+  // Examples first .. first + examples - 1. The last quarter of the 64-bit numbers is kept for calibration.
+  SynthBatch generate(uint64_t first, size_t examples) const;
+
+  // A bijection over all fields' ranks: no two keys are alike. Independent of the seed.
+  uint64_t key_of(size_t field, uint64_t rank) const { return mix64((first_key_[field] + rank) ^ kKeySalt); }
+
+  size_t fields() const { return options_.fields.size(); }
+  size_t dense() const { return options_.dense; }
+
+ private:
+  static constexpr uint64_t kKeySalt = 0x5ca1ab1e0ddba11dULL;
+  static constexpr size_t kChunk = 128;  // examples per task
+
+  uint64_t ids_of(Stream& bits) const { return options_.min_ids + bits.below(options_.max_ids - options_.min_ids + 1); }
+  void draw_bag(size_t field, size_t count, Stream& bits, uint64_t* out) const;
+  Signals draw_example(uint64_t ids, uint64_t* keys, int64_t* offsets, float* dense, Stream& bits) const;
+  void calibrate();
+  // Allocates, and says where every example's ids begin.
+  SynthBatch lay_out(uint64_t first, size_t examples) const;
+  // Fills keys, offsets and dense features, then calls use(example within the batch, its stream, its signals).
+  template <typename Use>
+  void draw_all(uint64_t first, SynthBatch& batch, const Use& use) const;
+
+  // Constant after construction:
+  SynthOptions options_;
+  std::vector<Zipf> zipf_;
+  std::vector<uint64_t> first_key_;
+  Teacher teacher_;
+  mutable ThreadPool pool_;
+};
+
+}  // namespace thermocline

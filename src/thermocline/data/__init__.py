@@ -1,0 +1,1 @@
+"""1. Bytes -> Batch: where examples come from."""

@@ -1,0 +1,105 @@
+"""The source's models A to E at any scale: what is kept, and what it asks of a machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Published:
+    """As printed; `fields` is ours (the source only counts nonzeros)."""
+
+    nonzeros: int
+    keys: int
+    dense_parameters: int
+    model_bytes: int
+    fields: int
+
+
+_MODELS = {
+    "A": _Published(100, 8 * 10**9, 700_000, 300 * 10**9, 25),
+    "B": _Published(100, 2 * 10**10, 20_000, 600 * 10**9, 25),
+    "C": _Published(500, 6 * 10**10, 2_000_000, 2000 * 10**9, 50),
+    "D": _Published(500, 10**11, 4_000_000, 6000 * 10**9, 50),
+    "E": _Published(500, 2 * 10**11, 7_000_000, 10_000 * 10**9, 50),
+}
+# The source's cluster: 4 nodes with 8 GPUs of 32 GB and about 1 TB of DRAM each. 10 % and 40 % of model E.
+_HBM_BYTES = 4 * 8 * 32 * 10**9
+_MEM_BYTES = 4 * 10**12
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A published model cut down by `scale`: keys, bytes and budgets divided, everything per example kept."""
+
+    name: str
+    scale: float
+    nonzeros: int
+    """Ids per example."""
+    fields: int
+    keys: int
+    dim: int
+    """Weights per row, with one more float of optimizer state (row-wise Adagrad): the source's bytes per key."""
+    hidden: tuple[int, ...]
+    """Widths of an MLP over the joined fields (fields * dim inputs, one output) with `dense_parameters`."""
+    dense_parameters: int
+    """As published: not scaled."""
+    model_bytes: int
+    mem: int
+    """Bytes of DRAM: the source's cluster, scaled."""
+    hbm: int
+    """Bytes of GPU memory: the source's cluster, scaled."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row with row-wise Adagrad."""
+        return 4 * (self.dim + 1)
+
+    @classmethod
+    def of(cls, name: str) -> Plan:
+        """From "E", "E/1000" or "e/2.5e3"."""
+        match = re.fullmatch(r"\s*([A-Za-z])\s*(?:/\s*([0-9.eE+_]+))?\s*", name) if isinstance(name, str) else None
+        model = _MODELS.get(match[1].upper()) if match else None
+        if match is None or model is None:
+            raise ValueError(
+                f"there is no preset {name!r}: write one of {', '.join(_MODELS)}, alone or with what to divide it by, "
+                'such as "E/1000"'
+            )
+        try:
+            scale = float(match[2] or 1)
+        except ValueError:
+            scale = math.nan
+        if not 1 <= scale < math.inf:
+            raise ValueError(f"preset {name!r}: the number after '/' divides the model's size, so it is at least 1")
+        dim = math.floor(model.model_bytes / model.keys / 4 + 0.5) - 1
+        return cls(
+            name=match[1].upper(),
+            scale=scale,
+            nonzeros=model.nonzeros,
+            fields=model.fields,
+            keys=round(model.keys / scale),
+            dim=dim,
+            hidden=hidden_sizes(model.fields * dim, model.dense_parameters),
+            dense_parameters=model.dense_parameters,
+            model_bytes=round(model.model_bytes / scale),
+            mem=round(_MEM_BYTES / scale),
+            hbm=round(_HBM_BYTES / scale),
+        )
+
+
+def mlp_parameters(inputs: int, hidden: tuple[int, ...]) -> int:
+    """Weights and biases of inputs -> hidden... -> 1."""
+    widths = (inputs, *hidden, 1)
+    return sum((a + 1) * b for a, b in itertools.pairwise(widths))
+
+
+def hidden_sizes(inputs: int, parameters: int, layers: int = 3) -> tuple[int, ...]:
+    """Equal layers whose MLP comes nearest to `parameters`."""
+    width = 1
+    while mlp_parameters(inputs, (width + 1,) * layers) <= parameters:
+        width += 1
+    near = min((width, width + 1), key=lambda w: abs(mlp_parameters(inputs, (w,) * layers) - parameters))
+    return (near,) * layers

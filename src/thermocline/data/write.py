@@ -1,0 +1,73 @@
+"""Batches -> files: Parquet, LibSVM and LibFFM, one chunk of examples in memory at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from thermocline.batch import Batch
+from thermocline.core import core
+from thermocline.tables.arrays import as_numpy
+
+Format = Literal["parquet", "libsvm", "libffm"]
+FORMATS = ("parquet", "libsvm", "libffm")
+
+
+@contextlib.contextmanager
+def _published(path: Path) -> Iterator[Path]:
+    """A name to write under; the file gets its own name once it is whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, batches: Iterable[Batch], with_fields: bool) -> None:
+    """One line per example: `label id:1 ...`, or `label field:id:1 ...`."""
+    with _published(path) as temporary, open(temporary, "wb") as file:
+        for batch in batches:
+            if batch.dense is not None:
+                raise ValueError(
+                    "LibSVM and LibFFM hold ids only: write Parquet, or generate without dense features (dense=0)"
+                )
+            label = np.ascontiguousarray(as_numpy(batch.label, "label"), np.float32)
+            file.write(core.to_text(batch.ids, batch.offsets, batch.fields, label, with_fields))
+
+
+def write_parquet(path: Path, batches: Iterable[Batch], one_hot: bool, compression: str) -> None:
+    """Columns label (float), dense_0 .. (float), field_0 .. (uint64; lists of uint64 unless `one_hot`)."""
+    import pyarrow.parquet as pq
+
+    writer: Any = None
+    with _published(path) as temporary:
+        try:
+            for batch in batches:
+                table = _arrow_table(batch, one_hot)
+                if writer is None:
+                    # Hashed keys hardly repeat within a page: a dictionary would only cost.
+                    writer = pq.ParquetWriter(temporary, table.schema, compression=compression, use_dictionary=False)
+                writer.write_table(table, row_group_size=len(batch))
+        finally:
+            if writer is not None:
+                writer.close()
+
+
+def _arrow_table(batch: Batch, one_hot: bool) -> Any:
+    import pyarrow as pa
+
+    columns: dict[str, Any] = {"label": pa.array(np.asarray(as_numpy(batch.label, "label")))}
+    if batch.dense is not None:
+        dense = as_numpy(batch.dense, "dense")
+        columns |= {f"dense_{i}": pa.array(np.ascontiguousarray(dense[:, i])) for i in range(dense.shape[1])}
+    for field in range(batch.fields):
+        ids, offsets, _ = batch.select([field])
+        values = pa.array(ids)
+        columns[f"field_{field}"] = values if one_hot else pa.ListArray.from_arrays(offsets.astype(np.int32), values)
+    return pa.table(columns)

@@ -1,0 +1,113 @@
+"""All rows of a table as files that other programs read: Parquet or safetensors shards, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from thermocline.batch import Floats
+from thermocline.tables.arrays import Keys
+from thermocline.tables.table import Table
+
+Format = Literal["parquet", "safetensors"]
+_BATCH_ROWS = 65536
+
+
+def export_rows(
+    table: Table, path: str | os.PathLike[str], *, format: Format = "parquet", shard_rows: int = 1_000_000
+) -> list[Path]:
+    """Writes every trained row of `table` to `path/part-00000.<format>` and so on; returns the files. Between steps.
+
+    Parquet has columns `key` (uint64), `weights` and `state` (lists of float). safetensors has tensors `keys` (int64
+    bit patterns), `weights` and `state`. A shard has at most `shard_rows` rows; memory never holds more than one.
+    `path/index.json` is written last: without it the export did not end.
+    """
+    if format not in ("parquet", "safetensors"):
+        raise ValueError(f"format is {format!r}: it is one of parquet, safetensors")
+    if shard_rows < 1:
+        raise ValueError(f"shard_rows is {shard_rows}: a shard has at least one row")
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty: export into a new folder")
+    write = _write_parquet if format == "parquet" else _write_safetensors
+    source = _Pieces(table)
+    shards: list[dict[str, Any]] = []
+    while source.more():
+        file = folder / f"part-{len(shards):05}.{format}"
+        shards.append({"file": file.name, "rows": write(file, table, source, shard_rows)})
+    index = {"table": table.name, **table.layout, "format": format, "rows": sum(s["rows"] for s in shards)}
+    temporary = folder / "index.json.tmp"
+    temporary.write_text(json.dumps({**index, "shards": shards}, indent=1))
+    os.replace(temporary, folder / "index.json")
+    return [folder / shard["file"] for shard in shards]
+
+
+class _Pieces:
+    """A table's rows, a batch at a time, cut where a shard ends."""
+
+    def __init__(self, table: Table) -> None:
+        self._batches = table.rows(_BATCH_ROWS)
+        self._keys: Keys = np.empty(0, np.uint64)
+        self._rows: Floats = np.empty((0, 0), np.float32)
+
+    def more(self) -> bool:
+        while not len(self._keys):
+            try:
+                self._keys, self._rows = next(self._batches)
+            except StopIteration:
+                return False
+        return True
+
+    def take(self, most: int) -> Iterator[tuple[Keys, Floats]]:
+        """At most so many rows."""
+        while most and self.more():
+            keys, rows = self._keys[:most], self._rows[:most]
+            self._keys, self._rows = self._keys[most:], self._rows[most:]
+            most -= len(keys)
+            yield keys, rows
+
+
+def _write_parquet(path: Path, table: Table, source: _Pieces, shard_rows: int) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    state = table.optimizer.state_floats(table.dim)
+    fields = [("key", pa.uint64()), ("weights", pa.list_(pa.float32(), table.dim))]
+    if state:
+        fields.append(("state", pa.list_(pa.float32(), state)))
+    count = 0
+    with pq.ParquetWriter(path, pa.schema(fields)) as writer:
+        for keys, rows in source.take(shard_rows):
+            columns = [pa.array(keys), _lists(rows[:, : table.dim])]
+            if state:
+                columns.append(_lists(rows[:, table.dim :]))
+            writer.write_table(pa.table(columns, schema=writer.schema))
+            count += len(keys)
+    return count
+
+
+def _lists(values: Floats) -> Any:
+    import pyarrow as pa
+
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+
+
+def _write_safetensors(path: Path, table: Table, source: _Pieces, shard_rows: int) -> int:
+    from safetensors.numpy import save_file
+
+    pieces = [(keys.copy(), rows.copy()) for keys, rows in source.take(shard_rows)]
+    rows = np.concatenate([rows for _, rows in pieces])
+    tensors = {
+        "keys": np.concatenate([keys for keys, _ in pieces]).view(np.int64),
+        "weights": np.ascontiguousarray(rows[:, : table.dim]),
+    }
+    if rows.shape[1] > table.dim:
+        tensors["state"] = np.ascontiguousarray(rows[:, table.dim :])
+    save_file(tensors, path, metadata={"table": table.name, "dim": str(table.dim)})
+    return len(rows)

@@ -1,0 +1,194 @@
+"""`tc.prefetch`: the four stages of a batch. Rows are in memory, pinned, before the loop asks for their batch.
+
+    read    the loader's own work; then dedup to the working set          (thread "read")
+    pull    rows that memory lacks come from SSD; everything is pinned    (thread "pull")
+    load    slots and gradient plans per bag; on a CPU nothing moves      (thread "load")
+    train   the caller's loop; `table.step()` writes the rows in place
+
+Rows are pulled, never copied: a batch pulled early sees what earlier batches wrote, so the result does not depend on
+depth or window. Plans are made in batch order by one thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from thermocline.batch import Batch, Slots, WorkingSet
+from thermocline.errors import BudgetError
+from thermocline.pipeline.stages import Pipeline, StageStats
+from thermocline.tables.arrays import Keys
+from thermocline.tables.mem import Pins
+from thermocline.tables.table import Table
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Window:
+    """Batches that share one pull."""
+
+    batches: list[Batch]
+    collected: dict[Table, list[Any]] = dataclasses.field(default_factory=dict)
+    """Per table and batch: what `Table.collect` gave."""
+    pinned: dict[Table, tuple[Pins, Slots | None]] = dataclasses.field(default_factory=dict)
+    """Per table: the pins of the window's unique keys, and the places of each batch's keys among them, joined; none: of
+    a single batch, in order."""
+    outstanding: bool = False
+
+
+class Prefetch:
+    """An iterator over prepared batches; `tc.prefetch` makes it.
+
+    A `for` loop over it may be left in any way. If its name outlives the loop, close it or use a `with` statement.
+    """
+
+    def __init__(
+        self, loader: Iterable[Batch], tables: Sequence[Table], depth: int, pull_window: int, training: bool
+    ) -> None:
+        if pull_window < 1:
+            raise ValueError(f"pull_window is {pull_window}: at least 1 batch per pull")
+        stages = _Stages(tables)  # apart from this object, which can then be dropped while the stages run
+        self._pipeline: Pipeline[_Window] = Pipeline(
+            _windows(loader, pull_window),
+            [("collect", stages.collect), ("pull", stages.pull), ("load", stages.load)]
+            if training
+            else [("pull", stages.read)],
+            depth=depth,
+            finish=stages.finish,
+            on_stop=stages.give_up,
+        )
+        self._ready: Iterator[Batch] = iter(())
+
+    def __iter__(self) -> Prefetch:
+        return self
+
+    def __next__(self) -> Batch:
+        for batch in self._ready:
+            return batch
+        self._ready = iter(next(self._pipeline).batches)
+        return next(self._ready)
+
+    def close(self) -> None:
+        """Stops the stages, waits for the batch each is at, and unpins what they had ready."""
+        self._ready = iter(())
+        self._pipeline.close()
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def stats(self) -> list[StageStats]:
+        """Time, waiting and queue fill of each stage; items are windows."""
+        return self._pipeline.stats
+
+
+class _Stages:
+    """What happens to a window on its way. `collect`, `pull` and `load` each run on one thread, in order."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self._tables = list(dict.fromkeys(tables))
+        self._lock = threading.Lock()  # by itself on the caller's thread: a Condition's could stay taken on Ctrl-C
+        self._changed = threading.Condition(self._lock)
+        self._outstanding = 0  # windows pulled and not yet trained
+        self._stopping = False
+
+    def collect(self, window: _Window) -> _Window:
+        for table in self._tables:
+            window.collected[table] = [table.collect(batch) for batch in window.batches]
+        return window
+
+    def pull(self, window: _Window) -> _Window:
+        for table, collected in window.collected.items():
+            keys = [working_set.keys for _, working_set in collected]
+            if len(keys) == 1:
+                window.pinned[table] = self._pin(table, keys[0]), None
+            else:
+                union = WorkingSet.of(np.concatenate(keys))
+                window.pinned[table] = self._pin(table, union.keys), union.inverse
+        with self._lock:
+            self._outstanding += 1
+            window.outstanding = True
+        return window
+
+    def _pin(self, table: Table, keys: Keys) -> Pins:
+        """Waits for earlier windows to leave when memory is too small for all that are queued."""
+        while True:
+            with self._lock:
+                before = self._outstanding
+            try:
+                return table.tier.pin(keys)
+            except BudgetError:
+                with self._lock:
+                    if before == 0 or self._stopping:
+                        raise
+                    while self._outstanding == before and not self._stopping:
+                        self._changed.wait()
+
+    def load(self, window: _Window) -> _Window:
+        for table, collected in window.collected.items():
+            pins, places = window.pinned[table]
+            slots, first = pins.slots(), 0
+            for batch, (parts, working_set) in zip(window.batches, collected, strict=True):
+                own = slots if places is None else slots[places[first : first + len(working_set)]]
+                first += len(working_set)
+                batch.prepared[table] = table.bind(parts, working_set, own, pins)
+        return window
+
+    def read(self, window: _Window) -> _Window:
+        """The only stage of evaluation."""
+        for batch in window.batches:
+            for table in self._tables:
+                batch.prepared[table] = table.prepare_read(batch)
+        return window
+
+    def finish(self, window: _Window) -> None:
+        """Gives back what the window holds, however far it came."""
+        for batch in window.batches:
+            batch.prepared = {}
+        while window.pinned:
+            window.pinned.popitem()[1][0].let_go()
+        with self._lock:
+            if window.outstanding:
+                window.outstanding = False
+                self._outstanding -= 1
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """The pipeline stops: nobody may wait any longer."""
+        with self._lock:
+            self._stopping = True
+            self._changed.notify_all()
+
+
+def _windows(loader: Iterable[Batch], size: int) -> Iterator[_Window]:
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, size)):
+        # Copies: a loader may give the same batch again while this one is still in flight.
+        copies = [copy.copy(batch) for batch in window]
+        for batch in copies:
+            batch.prepared = {}
+        yield _Window(copies)
+
+
+def prefetch(
+    loader: Iterable[Batch], *tables: Table, depth: int = 4, pull_window: int = 1, training: bool = True
+) -> Prefetch:
+    """Iterates over `loader` with the rows of `tables` pulled ahead; use it in a for loop.
+
+    depth         pulls in flight, the one being trained included; 1: everything one after the other
+    pull_window   batches that share one pull from SSD
+    training      False: rows are only read, for evaluation
+
+    Raises in the loop what any stage raised. `BudgetError`: a single window does not fit the memory tier.
+    """
+    if not tables:
+        raise ValueError("prefetch needs the tables whose rows it is to pull")
+    return Prefetch(loader, tables, depth, pull_window, training)

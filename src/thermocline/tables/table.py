@@ -1,0 +1,385 @@
+"""A table: rows of one layout in memory and on SSD, trained through `tc.EmbeddingBag`, one update per step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, SupportsIndex
+
+import numpy as np
+
+from thermocline.batch import Batch, Floats, Offsets, Slots, WorkingSet
+from thermocline.core import core
+from thermocline.sizes import format_size, parse_size
+from thermocline.tables.arrays import Keys
+from thermocline.tables.initial import Initial, Uniform
+from thermocline.tables.mem import MemTier, Pins, Policy
+from thermocline.tables.optimizers import Optimizer
+from thermocline.tables.ssd import SsdStore
+
+Pooling = Literal["sum", "mean", "none"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BagSpec:
+    """What one bag reads of a batch: fields that are pooled alike, and their places among the bag's outputs."""
+
+    fields: tuple[int, ...]
+    pooling: Pooling
+    places: tuple[int, ...] = dataclasses.field(compare=False)  # bags that differ in these share a part
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Part:
+    """One BagSpec's share of a prepared batch."""
+
+    ids: Keys
+    offsets: Offsets | None
+    weights: Floats | None
+    mean: bool
+    first_id: int
+    """Where its ids stand among those of the batch's other parts."""
+    id_slots: Slots | None = None
+    """Per id: where its row is pinned; none when rows were copied for evaluation."""
+
+    plan: tuple[Slots, Floats | None] | None = None
+
+    @property
+    def bags(self) -> int:
+        """Vectors it pools to."""
+        return len(self.ids) if self.offsets is None else len(self.offsets) - 1
+
+    def gradient_plan(self, tier: core.MemTier) -> tuple[Slots, Floats | None]:
+        """Per id: the row of the part's gradient that belongs to it, and what it is multiplied by."""
+        if self.plan is None:
+            order = np.arange(len(self.ids), dtype=np.uint32)
+            self.plan = tier.plan(order, order, order, self.offsets, self.weights, self.mean)[1:]
+        return self.plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A batch's rows of one table, shared by all bags on the table: pinned, or copied for evaluation.
+
+    The pipeline holds the pins until the loop moves on, every gradient until the step. A holder forgets its pins before
+    it lets go: an interrupt in between leaves them to the garbage collector, never to a second let_go.
+    """
+
+    tier: MemTier
+    parts: dict[BagSpec, Part]
+    working_set: WorkingSet
+    slots: Slots | None
+    """Per unique key: where its row is pinned."""
+    pins: Pins | None
+    """Of these slots, and perhaps of other batches in the same window."""
+    rows: Floats | None = None
+    """Per unique key: a copy of its row, for evaluation."""
+    plan: tuple[Slots, Floats | None] | None = None
+    """Of the only part, in the working set's order: `Part.gradient_plan` per occurrence."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Gradient:
+    order: int
+    prepared: Prepared
+    pins: Pins
+    part: Part
+    grad: Floats
+    unchanged: Callable[[], bool]
+    """Whether grad's memory is as backward left it: autograd may give the same memory to others."""
+
+
+class Table:
+    """Rows by 64-bit key: `dim` float32 weights and the optimizer's state, in DRAM (`mem`) and on SSD (`ssd`).
+
+    No vocabulary is declared: a key exists once it has been trained. Training is bit for bit the same whatever the
+    budgets. Without `ssd` all rows must fit `mem`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        optimizer: Optimizer,
+        *,
+        mem: str | SupportsIndex = "1GB",
+        ssd: str | os.PathLike[str] | None = None,
+        name: str = "table",
+        seed: int = 0,
+        initial: Initial | None = None,
+        policy: Policy = "lru_lfu",
+        threads: int | None = None,
+        ssd_mem: str | SupportsIndex = "256MB",
+        ssd_filter_bits: int = 10,
+        ssd_options: Mapping[str, Any] | None = None,
+        epoch: int | None = None,
+    ) -> None:
+        """Opens the table; with `ssd`, on the rows of the store's newest commit, or of `epoch`.
+
+        mem      bytes of DRAM for rows, their index and metadata
+        ssd      folder of the store that holds the rows which do not fit; made if it is not there
+        name     tells tables apart: initial rows are a function of (seed, name, key); checkpoints are by name
+        ssd_mem, ssd_filter_bits   DRAM of the store itself (its index), and how much of it spares reads of new keys
+        ssd_options   any others of `SsdStore.open`
+        """
+        if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
+            raise ValueError(f"name is {name!r}: letters, digits, '-', '_' and '.' make a table's name")
+        self.dim = dim
+        self.optimizer = optimizer
+        self.name = name
+        self.lr = optimizer.lr
+        """Learning rate of the next steps."""
+        self.step_count = 0
+        """Steps so far: Adam's bias correction counts them."""
+        self._mem_budget = parse_size(mem, "mem")
+        self._ssd_path = None if ssd is None else os.fspath(ssd)
+        self._tier_options: dict[str, Any] = {
+            "policy": policy,
+            "threads": threads,
+            "seed": seed,
+            "table": int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"),
+            "initial": initial,
+        }
+        self._store_options: dict[str, Any] = {
+            "row_bytes": 4 * (dim + optimizer.state_floats(dim)),
+            "mem_budget": ssd_mem,
+            "filter_bits": ssd_filter_bits,
+            **(ssd_options or {}),
+        }
+        self._threads = threads
+        self._specs: weakref.WeakKeyDictionary[Any, tuple[BagSpec, ...]] = weakref.WeakKeyDictionary()
+        self._specs_lock = threading.Lock()  # bags are made while a pipeline collects
+        self._gradients: list[_Gradient] = []
+        self._forwards = 0
+        self._after_step: list[Callable[[], None]] = []
+        self.tier: MemTier
+        self.store: SsdStore | None = None
+        self.checkpoint_store: SsdStore | None = None
+        """Where a memory-only table's rows are saved, and were restored from: set by `tc.Checkpoints`."""
+        self.reopen(epoch)
+
+    def reopen(self, epoch: int | None = None) -> None:
+        """Forgets everything since a commit and opens that one: the newest, or `epoch`. Without `ssd`: an empty one."""
+        self.discard_gradients()
+        if self.store is not None:
+            self.store.close()
+        self.store = None
+        if self._ssd_path is not None:
+            self.store = self.open_store(self._ssd_path, create=epoch is None, epoch=epoch)
+        self.tier = MemTier(self.dim, self.optimizer, budget=self._mem_budget, store=self.store, **self._tier_options)
+
+    def open_store(self, path: str | os.PathLike[str], **options: Any) -> SsdStore:
+        """A store for rows of this table, opened with the table's own settings and `options` of `SsdStore.open`."""
+        return SsdStore.open(path, **{**self._store_options, **options})
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What makes rows and their updates what they are, as JSON: two tables that differ here cannot share rows."""
+        optimizer = dataclasses.asdict(self.optimizer)
+        del optimizer["lr"]  # changes from step to step
+        initial: Any = self._tier_options["initial"] or Uniform()
+        return {
+            "dim": self.dim,
+            "optimizer": {"kind": type(self.optimizer).__name__, **optimizer},
+            "seed": self._tier_options["seed"],
+            "initial": {"kind": type(initial).__name__, **dataclasses.asdict(initial)},
+        }
+
+    @property
+    def pending_gradients(self) -> int:
+        """How many backward passes through a bag no step has applied yet."""
+        return len(self._gradients)
+
+    # ---- bags
+
+    def register(self, bag: Any, specs: tuple[BagSpec, ...]) -> None:
+        """A bag says what it will read, so that batches can be prepared before it asks."""
+        with self._specs_lock:
+            self._specs[bag] = specs
+
+    def _wanted(self) -> list[BagSpec]:
+        """All registered specs, each once, in an order that does not depend on memory addresses."""
+        with self._specs_lock:
+            wanted = {spec for specs in self._specs.values() for spec in specs}
+        return sorted(wanted, key=lambda s: (s.fields, s.pooling))
+
+    # ---- a batch's life
+
+    def collect(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> tuple[dict[BagSpec, Part], WorkingSet]:
+        """The parts of the batch that the bags will read, and their working set. Touches no rows."""
+        parts: dict[BagSpec, Part] = {}
+        first = 0
+        for spec in self._wanted() if specs is None else specs:
+            ids, offsets, weights = batch.select(spec.fields)
+            none = spec.pooling == "none"
+            parts[spec] = Part(ids, None if none else offsets, weights, spec.pooling == "mean", first)
+            first += len(ids)
+        lists = [part.ids for part in parts.values()]
+        joined = lists[0] if len(lists) == 1 else np.concatenate([np.empty(0, np.uint64), *lists])
+        return parts, WorkingSet.of(joined, threads=self._threads)
+
+    def bind(self, parts: dict[BagSpec, Part], working_set: WorkingSet, slots: Slots, pins: Pins) -> Prepared:
+        """Ready to train: the slots of the working set's keys, which `pins` hold."""
+        if len(parts) == 1:  # the usual case, in one go
+            (part,) = parts.values()
+            part.id_slots, rows, coefs = self.tier.core.plan(
+                slots, working_set.inverse, working_set.order, part.offsets, part.weights, part.mean
+            )
+            return Prepared(self.tier, parts, working_set, slots, pins, plan=(rows, coefs))
+        id_slots = slots[working_set.inverse]
+        for part in parts.values():
+            part.id_slots = id_slots[part.first_id : part.first_id + len(part.ids)]
+            part.gradient_plan(self.tier.core)
+        return Prepared(self.tier, parts, working_set, slots, pins)
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """Pulls and pins the batch's rows: what `tc.prefetch` does ahead of time. Let go of its pins when done."""
+        parts, working_set = self.collect(batch)
+        pins = self.tier.pin(working_set.keys)
+        return self.bind(parts, working_set, pins.slots(), pins)
+
+    def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> Prepared:
+        """Copies of the batch's rows, for evaluation: inserts nothing, visits nothing."""
+        parts, working_set = self.collect(batch, specs)
+        return Prepared(self.tier, parts, working_set, None, None, self.tier.read(working_set.keys))
+
+    def pool(self, prepared: Prepared, part: Part) -> Floats:
+        """float32[bags, dim]."""
+        out = np.empty((part.bags, self.dim), np.float32)
+        if part.id_slots is not None:
+            self.tier.core.pool(part.id_slots, part.offsets, part.weights, part.mean, out)
+        else:
+            assert prepared.rows is not None
+            index = prepared.working_set.inverse[part.first_id : part.first_id + len(part.ids)]
+            self.tier.core.pool_buffer(prepared.rows, index, part.offsets, part.weights, part.mean, out)
+        return out
+
+    def next_forward(self) -> int:
+        """Numbers forward passes: gradients are summed in this order, whatever order backward takes."""
+        self._forwards += 1
+        return self._forwards
+
+    def add_gradient(
+        self, order: int, prepared: Prepared, part: Part, grad: Floats, unchanged: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Called by backward: the gradient of one pooled part, used in place; `step` asks whether it is unchanged."""
+        pins = prepared.pins
+        if pins is None or prepared.tier is not self.tier or not pins.hold():
+            raise RuntimeError(
+                f"backward through rows of table {self.name!r} that were "
+                + ("only read" if pins is None else "given back: call it before the loop asks for the next batch")
+            )
+        self._gradients.append(_Gradient(order, prepared, pins, part, grad, unchanged))
+
+    # ---- the update
+
+    def step(self, *, lr: float | None = None, scale: float = 1.0, max_norm: float | None = None) -> float | None:
+        """Applies everything backward has collected since the last step: one update per unique key.
+
+        lr         for this step only; default: `table.lr`
+        scale      multiplies every gradient (1 / loss scale under AMP, 1 / steps when accumulating)
+        max_norm   scales all gradients of the table down if their joint norm is above; returns the norm found
+        """
+        gradients = sorted(self._gradients, key=lambda g: g.order)
+        step = self.step_count + 1
+        norm = None if max_norm is None else 0.0
+        try:
+            if gradients:
+                slots, starts, rows, coefs, grads = self._combine(gradients)
+                self.tier.core.mark_dirty(slots)  # first: whatever happens next, a row that changed is known to have
+                rate = self.lr if lr is None else lr
+                if max_norm is None:
+                    self.tier.core.update(slots, starts, rows, coefs, grads, self.tier.step(step, rate, scale))
+                else:
+                    sums = np.empty((len(slots), self.dim), np.float32)
+                    self.tier.core.sum_gradients(starts, rows, coefs, grads, sums)
+                    # In double, so that no order of threads shows.
+                    norm = abs(scale) * float(np.sqrt(np.square(sums, dtype=np.float64).sum()))
+                    clipped = scale * (max_norm / norm if norm > max_norm else 1.0)
+                    self.tier.apply_gradients(slots, sums, step=step, lr=rate, scale=clipped)
+            self.step_count = step
+        finally:
+            self.discard_gradients()
+        return norm
+
+    def on_step(self, callback: Callable[[], None]) -> None:
+        """Called once, after the next step."""
+        self._after_step.append(callback)
+
+    def discard_gradients(self) -> None:
+        """Throws away what backward has collected (an AMP step that overflowed)."""
+        while self._gradients:
+            self._gradients.pop().pins.let_go()
+        while self._after_step:
+            self._after_step.pop()()
+
+    def _combine(self, gradients: list[_Gradient]) -> tuple[Slots, Slots, Slots, Floats | None, Floats]:
+        """Slots of the unique keys, and which rows of the joined gradients belong to each, in example order."""
+        if not all(g.unchanged() for g in gradients):
+            raise RuntimeError(
+                f"table {self.name!r}: a gradient was changed in place between backward and step, perhaps as that of a "
+                "dense parameter that shares its memory: call table.step() before dense gradients are clipped or zeroed"
+            )
+        one = gradients[0].prepared
+        if len(gradients) == 1 and one.plan is not None:
+            assert one.slots is not None
+            return one.slots, one.working_set.starts, *one.plan, gradients[0].grad
+        plans = [g.part.gradient_plan(self.tier.core) for g in gradients]
+        grads = gradients[0].grad if len(gradients) == 1 else np.concatenate([g.grad for g in gradients])
+        firsts = np.cumsum([0, *(len(g.grad) for g in gradients[:-1])]).astype(np.uint32)
+        rows = [plan[0] + first for plan, first in zip(plans, firsts, strict=True)]
+        grad_rows = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        coefs = None
+        if any(plan[1] is not None for plan in plans):
+            coefs = np.concatenate(
+                [np.ones(len(plan[0]), np.float32) if plan[1] is None else plan[1] for plan in plans]
+            )
+        if all(g.prepared is one for g in gradients) and [g.part for g in gradients] == list(one.parts.values()):
+            # Every part of one batch, once. Its working set is the one needed.
+            working_set, slots = one.working_set, one.slots
+            assert slots is not None
+        else:
+            working_set = WorkingSet.of(np.concatenate([g.part.ids for g in gradients]), threads=self._threads)
+            id_slots = np.concatenate([g.part.id_slots for g in gradients])
+            slots = id_slots[working_set.order[working_set.starts[:-1]]]
+        order = working_set.order
+        return slots, working_set.starts, grad_rows[order], None if coefs is None else coefs[order], grads
+
+    # ---- what survives
+
+    def commit(self, note: bytes = b"") -> int:
+        """Makes everything up to the last step durable in the table's store; returns its epoch.
+
+        Costs what has changed since the last commit. A run with several tables and a dense model uses `tc.Checkpoints`.
+        """
+        if self.store is None:
+            raise ValueError(f"table {self.name!r} has no ssd to commit to")
+        self.tier.flush()
+        return self.store.commit(note)
+
+    def rows(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Floats]]:
+        """Every trained row once, keys and float32[n, dim + state], in bounded memory. Between steps only."""
+        store = self.store or self.checkpoint_store
+        if store is None:
+            yield from self.tier.dirty_rows(batch_rows)  # never flushed: all that were trained
+            return
+        self.tier.flush(store)
+        for keys, rows in store.scan(batch_rows=batch_rows):
+            yield keys, rows.view(np.float32)
+
+    def read(self, keys: Any) -> Floats:
+        """float32[n, dim + state]: rows as they are; keys never trained give their initial row."""
+        return self.tier.read(keys)
+
+    def close(self) -> None:
+        """Closes the store. What was not committed is gone."""
+        self.discard_gradients()
+        if self.store is not None:
+            self.store.close()
+
+    def __repr__(self) -> str:
+        place = "memory only" if self._ssd_path is None else f"ssd={self._ssd_path!r}"
+        return f"Table({self.name!r}, dim={self.dim}, {self.optimizer}, mem={format_size(self._mem_budget)}, {place})"

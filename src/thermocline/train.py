@@ -1,0 +1,387 @@
+"""The loop, for those who do not want to write one: `tc.Trainer`. Read `fit` first; the rest is what it calls.
+
+Any nn.Module will do whose forward takes a Batch and returns one logit per example; its tables are found by walking its
+modules. Everything the loop does beside training happens between steps, so a checkpoint is always a step boundary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thermocline.batch import Batch
+from thermocline.callbacks import Callback, MetricsFile, Row, TensorBoard, finite
+from thermocline.checkpoint import Checkpoint, Checkpoints
+from thermocline.display import Display
+from thermocline.errors import ThermoclineError
+from thermocline.meter import Meter
+from thermocline.metrics import ExactMetrics
+from thermocline.pipeline.prefetch import prefetch
+from thermocline.pipeline.stages import StageStats
+from thermocline.progress import Progress, Result
+from thermocline.schedule import Schedule
+from thermocline.signals import caught_signals
+from thermocline.tables.table import Table
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How to train. Every field has a default that trains one epoch and saves at its end."""
+
+    epochs: int = 1
+    """Passes over the training data."""
+    steps: int | None = None
+    """The run ends after so many steps, wherever in an epoch that is; endless data needs it."""
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)
+    """What the learning rates of dense parameters and tables are multiplied by, step by step."""
+    clip_norm: float | None = None
+    """Gradients are scaled down to this norm: those of all dense parameters together, and those of each table."""
+    valid_every: int | None = None
+    """Steps between validations; none: after each epoch."""
+    patience: int | None = None
+    """The run ends after so many validations without a better AUC; at its end, the best validated state is restored."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints."""
+    checkpoint_minutes: float | None = 10.0
+    """Minutes between checkpoints. Whatever is set here, the end is saved."""
+    keep: int = 2
+    """Checkpoints that stay, beside the best."""
+    depth: int = 4
+    """Of the pipeline: see `tc.prefetch`."""
+    pull_window: int = 1
+    """Of the pipeline: see `tc.prefetch`."""
+    log_every: int = 100
+    """Steps between lines of training metrics."""
+    torch_threads: int | None = None
+    """Threads of torch, on which its bits depend; none: as they are. A resumed run gets those it was saved with."""
+    tensorboard: bool = True
+    """Scalars in run_dir/tensorboard."""
+    display: bool = True
+    """A live display, or lines where there is no terminal."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "keep", "depth", "pull_window", "log_every"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("steps", "valid_every", "patience", "checkpoint_every", "torch_threads"):
+            self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or None")
+        for name in ("clip_norm", "checkpoint_minutes"):
+            self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "above 0, or None")
+
+    def _require(self, name: str, fine: bool, rule: str) -> None:
+        if not fine:
+            raise ValueError(f"TrainConfig.{name} is {getattr(self, name)!r}: it must be {rule}")
+
+
+class Trainer:
+    """Trains a model, watches it, saves it, resumes it.
+
+    run_dir          checkpoints, metrics.jsonl and tensorboard go there; none: nothing is saved
+    dense_optimizer  of the model's parameters: one, several, or none. Tables have their own
+    loss             (logits, labels) -> scalar; default: mean binary cross entropy
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        dense_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        run_dir: str | os.PathLike[str] | None = None,
+        config: TrainConfig | None = None,
+        loss: Loss = torch.nn.functional.binary_cross_entropy_with_logits,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.model = model
+        if isinstance(dense_optimizer, torch.optim.Optimizer):
+            dense_optimizer = [dense_optimizer]
+        self.optimizers = list(dense_optimizer or ())
+        self.config = config or TrainConfig()
+        self.loss = loss
+        self.tables = tables_of(model)
+        self.progress = Progress()
+        self.position: Any = None
+        """Of the last trained batch."""
+        self.total_steps: int | None = None
+        """Of the whole run, where that is known."""
+        self.ending = ""
+        self.save_seconds = 0.0
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        if self._run_dir is None and self.config.patience is not None:
+            raise ValueError("TrainConfig.patience needs a run_dir: the best state is kept in a checkpoint")
+        self._given_callbacks = list(callbacks)
+        self._callbacks: list[Callback] = []
+        self._checkpoints: Checkpoints | None = None
+        self._stop = False
+        self._meter = Meter(self.tables)
+        self._stages: Sequence[StageStats] = ()
+        self._saved: Progress | None = None
+        self._saved_at = 0.0
+
+    # ---- the loop
+
+    def fit(
+        self, train: Iterable[Batch], valid: Iterable[Batch] | None = None, test: Iterable[Batch] | None = None,
+        *, resume: bool = False,
+    ) -> Result:  # fmt: skip
+        """Trains until the epochs, the steps or the patience are used up; then tests.
+
+        resume    goes on from the newest checkpoint of run_dir, if there is one, with the bits of a run never stopped.
+                  A loader with `seek(position)` goes on from there; any other is read again and its batches skipped
+
+        Ctrl-C and SIGTERM finish the step, save, and then end the run; a second Ctrl-C ends it at once.
+        """
+        config = self.config
+        self._start(train, resume)
+        already = self.progress.examples
+        try:
+            self._call("on_start")
+            with caught_signals(self._checkpoints is not None) as caught:
+                while not self.finished and not caught:
+                    rest = self._rest_of_epoch(train)
+                    with prefetch(rest, *self.tables, depth=config.depth, pull_window=config.pull_window) as batches:
+                        self._stages = batches.stats
+                        for batch in batches:
+                            loss = self.train_step(batch)
+                            self._after_step(loss, valid)
+                            if self.finished or caught:
+                                break
+                        else:
+                            self._end_epoch(valid)
+                step = self._finish(valid, interrupted=bool(caught))
+            seconds = self._meter.seconds
+            tested = None if test is None else self._report("test", {**self.evaluate(test), "step": step})
+        finally:
+            self._call("on_end")
+        return Result(self.progress, tested, seconds, self.progress.examples - already)
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to train."""
+        progress, config = self.progress, self.config
+        out_of_steps = config.steps is not None and progress.step >= config.steps
+        return self._stop or progress.stopped or out_of_steps or progress.epoch >= config.epochs
+
+    def stop(self) -> None:
+        """Ends the run after the current step."""
+        self._stop = True
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        """Forward, backward, one update of everything; returns the loss."""
+        self._set_rates()
+        label = torch.as_tensor(batch.label, dtype=torch.float32)
+        logits = self.model(batch)
+        if logits.shape != label.shape:
+            raise ValueError(f"the model returned {list(logits.shape)} logits for {list(label.shape)} labels")
+        loss = self.loss(logits, label)
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the loss of step {self.progress.step} is {value}: nothing of it was applied")
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip = self.config.clip_norm
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(self._dense_parameters(), clip)
+        for table in self.tables:
+            table.step(max_norm=clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.position = batch.position
+        self.progress.step += 1
+        self.progress.batch += 1
+        self.progress.examples += batch.examples
+        self._meter.add(logits.detach(), label, value)
+        return loss.detach()
+
+    def _set_rates(self) -> None:
+        factor = self.config.schedule(self.progress.step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+        for table in self.tables:
+            table.lr = self.progress.rates[table.name] * factor
+
+    def _dense_parameters(self) -> list[torch.nn.Parameter]:
+        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+
+    def _after_step(self, loss: torch.Tensor, valid: Iterable[Batch] | None) -> None:
+        """Validation comes before a checkpoint: what is saved never has to be validated again."""
+        config, step = self.config, self.progress.step
+        self._call("on_step", loss)
+        if step % config.log_every == 0:
+            self._log()
+        if valid is not None and config.valid_every is not None and step % config.valid_every == 0:
+            self.validate(valid)
+        minutes = (time.monotonic() - self._saved_at) / 60
+        due = config.checkpoint_every is not None and step % config.checkpoint_every == 0
+        if due or (config.checkpoint_minutes is not None and minutes >= config.checkpoint_minutes):
+            self.save()
+
+    def _end_epoch(self, valid: Iterable[Batch] | None) -> None:
+        if self.progress.batch == 0:
+            raise ValueError(
+                f"the training data has no batches in epoch {self.progress.epoch + 1}: "
+                f"a generator runs only once; give a list or a loader whose iteration can begin anew"
+            )
+        self.progress.epoch += 1
+        self.progress.batch, self.position = 0, None
+        self._meter.new_epoch()
+        if valid is not None and self.config.valid_every is None:
+            self.validate(valid)
+        self._call("on_epoch")
+
+    # ---- evaluation
+
+    def evaluate(self, data: Iterable[Batch]) -> Row:
+        """Exact AUC, logloss, normalised entropy and calibration on `data`. Changes nothing."""
+        metrics = ExactMetrics()
+        self.model.eval()
+        try:
+            with torch.no_grad(), prefetch(data, *self.tables, depth=self.config.depth, training=False) as batches:
+                for batch in batches:
+                    metrics.update(self.model(batch), torch.as_tensor(batch.label, dtype=torch.float32))
+        finally:
+            self.model.train()
+        return metrics.compute()
+
+    def validate(self, valid: Iterable[Batch]) -> Row:
+        """Evaluates, and remembers the best: by AUC."""
+        progress, patience = self.progress, self.config.patience
+        with self._meter.away():
+            figures = self.evaluate(valid)
+        defined = math.isfinite(figures["auc"])
+        if patience is not None and not defined:
+            raise ValueError("TrainConfig.patience needs an AUC: the validation data has labels of one kind only")
+        progress.validated = progress.step
+        better = defined and (progress.best_auc is None or figures["auc"] > progress.best_auc)
+        if better:
+            progress.best_auc, progress.best_step, progress.stale = figures["auc"], progress.step, 0
+        else:
+            progress.stale += 1
+        progress.stopped = patience is not None and progress.stale >= patience
+        row = self._report("valid", figures)
+        if better or patience is None:
+            progress.valid = row
+        if better and patience is not None:
+            self.save(tag="best")
+        return row
+
+    def _report(self, event: str, figures: Row) -> Row:
+        row: Row = finite({"event": event, "step": self.progress.step, "epoch": self.progress.epoch, **figures})
+        self._call("on_log" if event == "train" else "on_validation", row)
+        return row
+
+    def _log(self) -> None:
+        rate = self.config.schedule(self.progress.step - 1)
+        self._report("train", {**self._meter.row(self._stages), "rate": rate, "examples": self.progress.examples})
+
+    # ---- begin, save, end
+
+    def _start(self, train: Iterable[Batch], resume: bool) -> None:
+        """Restores, or refuses to train over what is there."""
+        config = self.config
+        if config.torch_threads is not None:
+            torch.set_num_threads(config.torch_threads)
+        self.progress = Progress(rates={table.name: table.optimizer.lr for table in self.tables})
+        self.position, self._stop, self._saved, self._meter = None, False, None, Meter(self.tables)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group.setdefault("initial_lr", group["lr"])
+        used = [table.store.path for table in self.tables if table.store is not None and table.store.epoch > 0]
+        if self._run_dir is None and (resume or used):
+            raise ValueError(
+                "resume needs a run_dir" if resume else f"{used[0]} already has commits: give the run's run_dir"
+            )
+        if self._run_dir is not None:
+            again = self._checkpoints is not None
+            if self._checkpoints is None:
+                optimizers = self.optimizers
+                self._checkpoints = Checkpoints(self._run_dir, self.tables, self.model, optimizers, keep=config.keep)
+            if resume:
+                self._resume(self._checkpoints.restore())
+            elif again or self._checkpoints.exists:
+                raise ThermoclineError(
+                    f"{self._run_dir} already has a run: resume=True goes on with it, or use another folder"
+                )
+        with contextlib.suppress(TypeError):  # endless data has no length
+            self.total_steps = config.steps or config.epochs * len(train)  # type: ignore[arg-type]
+        self.ending = "ended by an error"
+        self._callbacks = [*self._own_callbacks(), *self._given_callbacks]
+        self._saved_at = time.monotonic()
+        self.model.train()
+
+    def _own_callbacks(self) -> Iterator[Callback]:
+        if self._run_dir is not None:
+            yield MetricsFile(self._run_dir / "metrics.jsonl")
+            if self.config.tensorboard:
+                yield TensorBoard(self._run_dir / "tensorboard")
+        if self.config.display:
+            yield Display()
+
+    def _resume(self, saved: Checkpoint | None) -> None:
+        if saved is not None:
+            self.progress, self.position = Progress(**saved.extra["trainer"]), saved.position
+            self._saved = dataclasses.replace(self.progress)
+            self._meter = Meter(self.tables, saved.extra["metrics"])
+
+    def _rest_of_epoch(self, train: Any) -> Iterable[Batch]:
+        progress = self.progress
+        if hasattr(train, "set_epoch"):
+            train.set_epoch(progress.epoch)
+        if progress.batch == 0:
+            return train  # type: ignore[no-any-return]
+        if hasattr(train, "seek") and self.position is not None:
+            return train.seek(self.position)  # type: ignore[no-any-return]
+        return itertools.islice(train, progress.batch, None)
+
+    def save(self, tag: str | None = None) -> None:
+        """A checkpoint, here and now; without a run_dir, nothing."""
+        if self._checkpoints is None:
+            return
+        start = time.monotonic()
+        with self._meter.away():
+            extra = {"trainer": dataclasses.asdict(self.progress), "metrics": self._meter.state()}
+            checkpoint = self._checkpoints.save(self.progress.step, self.position, extra, tag=tag)
+        self._saved, self._saved_at = dataclasses.replace(self.progress), time.monotonic()
+        self.save_seconds = self._saved_at - start
+        self._call("on_checkpoint", checkpoint)
+
+    def _finish(self, valid: Iterable[Batch] | None, *, interrupted: bool) -> int:
+        """Returns the step whose state the model and its tables hold now."""
+        progress = self.progress
+        if valid is not None and progress.validated != progress.step and not interrupted:
+            self.validate(valid)
+        if self._saved != progress:
+            self.save()
+        if interrupted:
+            self.ending = f"interrupted and saved at step {progress.step}: resume=True goes on from there"
+            return progress.step
+        self.ending = f"finished after {progress.step} steps, {progress.examples} examples"
+        if self.config.patience is None or progress.best_auc is None or self._checkpoints is None:
+            return progress.step
+        self.ending += f"; best AUC {progress.best_auc:.4f} at step {progress.best_step}, restored"
+        if progress.best_step != progress.step:
+            self._checkpoints.restore("best")
+        return progress.best_step
+
+    def _call(self, what: str, *args: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, what)(self, *args)
+
+
+def tables_of(model: torch.nn.Module) -> list[Table]:
+    """The tables a model's bags read, in the order of its modules."""
+    found = (getattr(module, "table", None) for module in model.modules())
+    tables = list(dict.fromkeys(table for table in found if isinstance(table, Table)))
+    names = [table.name for table in tables]
+    if not tables or len(set(names)) != len(names):
+        raise ValueError(f"the model's tables are {names}: it needs EmbeddingBags, and each table a name of its own")
+    return tables

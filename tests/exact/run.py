@@ -1,0 +1,150 @@
+"""One training, told every way: what must not change its bits.
+
+Two tables of different dims, three bags, eight fields of Zipf-like keys, a small network with Adam; `reference()` is
+the same training over dicts of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ssd_helpers import SMALL
+from train_helpers import (
+    OPTIMIZERS,
+    Net,
+    Reference,
+    ReferenceBag,
+    all_keys,
+    bits,
+    budget_for,
+    make_batches,
+    one_torch_thread,
+    train_on,
+    weights_of,
+)
+
+import thermocline as tc
+from thermocline.tables.mem import MemStats, Policy
+
+DIMS = {"wide": 8, "narrow": 3}
+BAGS: list[tuple[str, Any, Any]] = [
+    ("wide", [0, 1, 2, 3], ["sum", "mean", "sum", "mean"]),
+    ("wide", [3, 4], "sum"),
+    ("narrow", [4, 5, 6, 7], "mean"),
+]
+WIDTH = sum(DIMS[name] * len(fields) for name, fields, _ in BAGS)
+FRESH = [11, 2**63, 2**64 - 1]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ways:
+    """What a run may choose without changing its bits."""
+
+    memory: float | None = None
+    """Share of the rows that memory holds, the rest on SSD; None: memory only."""
+    depth: int = 1
+    pull_window: int = 1
+    threads: int = 1
+    policy: Policy = "lru_lfu"
+
+    def __str__(self) -> str:
+        where = "memory" if self.memory is None else f"{self.memory:.0%}"
+        return f"{where}-depth{self.depth}-window{self.pull_window}-threads{self.threads}-{self.policy}"
+
+
+@functools.cache
+def batches() -> list[tc.Batch]:
+    """320 batches of some 20 keys per table: windows of eight fit 5 % of the rows, more than one may have to wait."""
+    return make_batches(320, examples=4, fields=8, keys=20000, max_ids=2, skew=1.3, weighted=True, seed=7)
+
+
+@functools.cache
+def keys_of(name: str) -> np.ndarray[Any, Any]:
+    fields = sorted({field for table, chosen, _ in BAGS if table == name for field in chosen})
+    return np.unique(np.concatenate([batch.select(fields)[0] for batch in batches()]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """Every bit that training made."""
+
+    rows: dict[str, bytes]
+    dense: bytes
+    stats: dict[str, MemStats] = dataclasses.field(compare=False, default_factory=dict)
+    merges: int = dataclasses.field(compare=False, default=0)
+
+
+def probe() -> np.ndarray[Any, Any]:
+    return np.concatenate([all_keys(batches()), np.array(FRESH, np.uint64)])
+
+
+def make_table(name: str, optimizer: str, ways: Ways, folder: Path) -> tc.Table:
+    chosen = OPTIMIZERS[optimizer]
+    options: dict[str, Any] = {"mem": "16MB"}
+    if ways.memory is not None:
+        rows = int(ways.memory * len(keys_of(name)))
+        options = {"mem": budget_for(rows, DIMS[name], chosen), "ssd": folder / name, "ssd_options": SMALL}
+    return tc.Table(DIMS[name], chosen, name=name, seed=5, policy=ways.policy, threads=ways.threads, **options)
+
+
+def make_model(tables: dict[str, tc.Table]) -> Net:
+    return Net([tc.EmbeddingBag(tables[name], fields, pooling=pooling) for name, fields, pooling in BAGS], WIDTH)
+
+
+@functools.cache
+def reference(optimizer: str) -> Result:
+    """The bits everything else is compared with."""
+    one_torch_thread()
+    sides = {name: Reference(make_table(name, optimizer, Ways(), Path())) for name in DIMS}
+    for side in sides.values():
+        side.table.seed = 5
+    model = Net([ReferenceBag(sides[name], fields, pooling) for name, fields, pooling in BAGS], WIDTH)
+    train_on(model, list(sides.values()), batches())
+    return Result({name: bits(side.table.read(probe())) for name, side in sides.items()}, weights_of(model))
+
+
+def train(optimizer: str, ways: Ways, folder: Path) -> Result:
+    """The same training by Thermocline, any of the ways."""
+    one_torch_thread()
+    tables = {name: make_table(name, optimizer, ways, folder) for name in DIMS}
+    model = make_model(tables)
+    source = tc.prefetch(batches(), *tables.values(), depth=ways.depth, pull_window=ways.pull_window)
+    train_on(model, list(tables.values()), source)
+    for table in tables.values():
+        table.tier.check()
+    stores = [table.store for table in tables.values() if table.store is not None]
+    result = Result(
+        {name: bits(table.read(probe())) for name, table in tables.items()},
+        weights_of(model),
+        {name: table.tier.stats() for name, table in tables.items()},
+        sum(store.stats().merges for store in stores),
+    )
+    for table in tables.values():
+        table.close()
+    return result
+
+
+def assert_same_bits(result: Result, optimizer: str) -> None:
+    expected = reference(optimizer)
+    for name, rows in expected.rows.items():
+        mine = np.frombuffer(result.rows[name], np.uint32).reshape(len(probe()), -1)
+        its = np.frombuffer(rows, np.uint32).reshape(len(probe()), -1)
+        wrong = (mine != its).any(1)
+        assert not wrong.any(), f"table {name}: {wrong.sum()} of {len(wrong)} rows differ from the reference"
+    assert result.dense == expected.dense, "dense weights differ from the reference run"
+
+
+def trained_something(optimizer: str) -> bool:
+    """The test of the tests: rows and network moved."""
+    table = make_table("wide", optimizer, Ways(), Path())
+    start = Net([ReferenceBag(Reference(table), 1)], WIDTH)
+    moved = bits(table.read(probe())) != reference(optimizer).rows["wide"]
+    return moved and not torch.equal(
+        torch.frombuffer(bytearray(weights_of(start)), dtype=torch.float32),
+        torch.frombuffer(bytearray(reference(optimizer).dense), dtype=torch.float32),
+    )

@@ -1,0 +1,334 @@
+"""tc.prefetch: what is pinned and when, memory too small for the queue, errors of each stage, Ctrl-C, and the exit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ssd_helpers import SMALL
+from train_helpers import Net, Reference, ReferenceBag, all_keys, budget_for, make_batches, one_torch_thread, train_on
+
+import thermocline as tc
+from thermocline.tables.mem import MemTier
+
+pytestmark = pytest.mark.timeout(120)
+ADAGRAD = tc.Adagrad(lr=0.05)
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("thermocline-")]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    one_torch_thread()
+    yield
+    assert our_threads() == []
+
+
+def a_table(folder: Path | None = None, rows: int = 5000, **more: Any) -> tc.Table:
+    place = {} if folder is None else {"ssd": folder / "t", "ssd_options": SMALL}
+    return tc.Table(4, ADAGRAD, mem=budget_for(rows, 4, ADAGRAD), **place, **more)
+
+
+def most_keys(batches: list[tc.Batch], window: int) -> int:
+    return max(len(all_keys(batches[n : n + window])) for n in range(0, len(batches), window))
+
+
+# ---- what is in flight
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("window", [1, 3])
+def test_rows_of_queued_batches_are_pinned_and_no_others(depth: int, window: int) -> None:
+    batches = make_batches(20)
+    table = a_table()
+    bag = tc.EmbeddingBag(table, 3)
+    seen = 0
+    for n, batch in enumerate(tc.prefetch(batches, table, depth=depth, pull_window=window)):
+        first = n // window * window
+        end = time.monotonic() + 20
+        while True:  # the pipeline fills up, and stays
+            pinned = table.tier.stats().pinned
+            expected = len(all_keys(batches[first : first + depth * window]))
+            if pinned == expected or time.monotonic() > end:
+                break
+            time.sleep(0.001)
+        assert pinned == expected
+        bag(batch).sum().backward()
+        table.step()
+        assert np.isin(batch.ids, batches[n].ids).all()
+        seen += 1
+    assert seen == 20
+    table.tier.check()
+
+
+def test_fields_that_no_bag_reads_are_not_pulled() -> None:
+    batches = make_batches(5)
+    table = a_table()
+    bag = tc.EmbeddingBag(table, [1])
+    for batch in tc.prefetch(batches, table):
+        bag(batch).sum().backward()
+        table.step()
+    wanted = np.unique(np.concatenate([batch.select([1])[0] for batch in batches]))
+    assert table.tier.stats().resident == len(wanted)
+
+
+def test_batches_carry_what_they_came_with() -> None:
+    batches = make_batches(7)
+    table = a_table()
+    for n, batch in enumerate(tc.prefetch(iter(batches), table, pull_window=3)):
+        assert batch is not batches[n]
+        assert batch.label is batches[n].label
+        assert batch.position == {"batch": n + 1}
+        assert batches[n].prepared == {}
+
+
+def test_arguments() -> None:
+    table = a_table()
+    with pytest.raises(ValueError, match="needs the tables"):
+        tc.prefetch([])
+    with pytest.raises(ValueError, match="pull_window is 0"):
+        tc.prefetch([], table, pull_window=0)
+    with pytest.raises(ValueError, match="depth is 0"):
+        tc.prefetch([], table, depth=0)
+    assert list(tc.prefetch([], table, table)) == []
+
+
+def test_the_same_table_given_twice_is_pulled_once() -> None:
+    table = a_table()
+    tc.EmbeddingBag(table, 3)
+    for _ in tc.prefetch(make_batches(5), table, table):
+        pass
+    table.tier.check()
+
+
+def test_stats_name_the_stages() -> None:
+    table = a_table()
+    bag = tc.EmbeddingBag(table, 3)
+    with tc.prefetch(make_batches(10), table, depth=2, pull_window=2) as source:
+        for batch in source:
+            bag(batch)
+        stats = source.stats
+    assert [stage.name for stage in stats] == ["read", "collect", "pull", "load", "train"]
+    assert [stage.items for stage in stats] == [5] * 5
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("depth", [2, 8])
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_pull_waits_for_earlier_windows(
+    depth: int, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory holds one window and a little: the pipeline runs as deep as it can, and the bits are the same."""
+    batches = make_batches(24, keys=3000)
+    table = a_table(tmp_path, most_keys(batches, window) + 5)
+    reference = Reference(table)
+    refused = 0
+    pin = MemTier.pin
+
+    def counted(self: MemTier, keys: Any) -> Any:
+        nonlocal refused
+        try:
+            return pin(self, keys)
+        except tc.BudgetError:
+            refused += 1
+            raise
+
+    monkeypatch.setattr(MemTier, "pin", counted)
+    model, twin = Net([tc.EmbeddingBag(table, 3)], 12), Net([ReferenceBag(reference, 3)], 12)
+    train_on(model, [table], tc.prefetch(batches, table, depth=depth, pull_window=window))
+    train_on(twin, [reference], batches)
+    reference.assert_equals(table, all_keys(batches))
+    table.tier.check()
+    assert refused > 0
+    assert table.tier.stats().evictions > 0
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("ssd", [False, True])
+def test_a_window_larger_than_memory_names_budget_and_need(depth: int, ssd: bool, tmp_path: Path) -> None:
+    batches = make_batches(8, keys=3000)
+    table = a_table(tmp_path if ssd else None, most_keys(batches, 1) + 5)
+    bag = tc.EmbeddingBag(table, 3)
+    budget, need = table.tier.stats().budget, len(all_keys(batches[:8]))
+    assert table.tier.capacity < need
+    with pytest.raises(tc.BudgetError, match=f"{need} rows does not fit: the budget of {budget} bytes") as caught:
+        next(tc.prefetch(batches, table, depth=depth, pull_window=8))
+    assert "needs a budget of about" in str(caught.value)
+    table.tier.check()
+    with pytest.raises(tc.BudgetError):
+        train_forward_only(bag, table, tc.prefetch(batches[:1] * 2 + [joined(batches)], table, depth=depth))
+    table.tier.check()
+
+
+def joined(batches: list[tc.Batch]) -> tc.Batch:
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(batch.offsets) for batch in batches]))])
+    return tc.Batch(np.concatenate([batch.ids for batch in batches]), offsets, batches[0].fields)
+
+
+def train_forward_only(bag: tc.EmbeddingBag, table: tc.Table, source: Any) -> None:
+    for batch in source:
+        bag(batch).sum().backward()
+        table.step()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_accumulating_more_than_memory_is_an_error_not_a_deadlock(depth: int, tmp_path: Path) -> None:
+    batches = make_batches(24, keys=3000)
+    table = a_table(tmp_path, 3 * most_keys(batches, 1))
+    bag = tc.EmbeddingBag(table, 3)
+    trained = 0
+    with pytest.raises(tc.BudgetError), tc.prefetch(batches, table, depth=depth) as source:  # noqa: PT012
+        for batch in source:
+            bag(batch).sum().backward()
+            trained += 1
+    assert trained >= 2
+    table.step()
+    table.tier.check()
+
+
+# ---- errors of each stage
+
+
+class Broken(Exception):
+    pass
+
+
+def break_stage(stage: str, tables: list[tc.Table], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The `at`-th call of what the stage does on the last table fails."""
+    calls = 0
+
+    def fails_sometimes(real: Any, name: str) -> Any:
+        def the_broken_call(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise Broken(name)
+            return real(*args)
+
+        return the_broken_call
+
+    if stage == "pull":
+        pin, broken = MemTier.pin, fails_sometimes(MemTier.pin, stage)
+        monkeypatch.setattr(MemTier, "pin", lambda self, k: (broken if self is tables[-1].tier else pin)(self, k))
+    else:
+        method = {"collect": "collect", "load": "bind", "read": "prepare_read"}[stage]
+        setattr(tables[-1], method, fails_sometimes(getattr(tables[-1], method), stage))
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize(("window", "at"), [(1, 1), (1, 4), (3, 2), (3, 5)])
+@pytest.mark.parametrize("stage", ["collect", "pull", "load", "read"])
+def test_a_failing_stage_gives_everything_back(
+    depth: int, window: int, at: int, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the second of two tables, in the middle of a window: the first table's pins are returned too, and once."""
+    batches = make_batches(30)
+    tables = [a_table(name="a"), a_table(name="b")]
+    bags = [tc.EmbeddingBag(table, 3) for table in tables]
+    break_stage(stage, tables, at, monkeypatch)
+    source = tc.prefetch(batches, *tables, depth=depth, pull_window=window, training=stage != "read")
+    with pytest.raises(Broken, match=stage) as caught:  # noqa: PT012
+        for batch in source:
+            sum(bag(batch).sum() for bag in bags).backward()  # type: ignore[union-attr]
+            for table in tables:
+                table.step()
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "the_broken_call"
+    for table in tables:
+        table.tier.check()  # although `caught` still holds the failed frames
+    assert our_threads() == []
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("kind", [Broken, KeyboardInterrupt])
+def test_an_error_in_the_loop_gives_everything_back(depth: int, kind: type[BaseException]) -> None:
+    table = a_table()
+    bag = tc.EmbeddingBag(table, 3)
+
+    def loop() -> None:
+        for n, batch in enumerate(tc.prefetch(make_batches(30), table, depth=depth, pull_window=2)):
+            bag(batch).sum().backward()
+            if n == 5:
+                raise kind
+            table.step()
+
+    with pytest.raises(kind):
+        loop()
+    assert our_threads() == []
+    table.discard_gradients()
+    table.tier.check()
+
+
+def test_a_gradient_outlives_the_pipeline() -> None:
+    """backward, break, step: the rows stay pinned until the step."""
+    batches = make_batches(3)
+    table = a_table()
+    reference = Reference(table)
+    bag, twin = tc.EmbeddingBag(table, 3), ReferenceBag(reference, 3)
+    for batch in tc.prefetch(batches, table):
+        bag(batch).pow(2).sum().backward()
+        break
+    twin(batches[0]).pow(2).sum().backward()
+    assert table.tier.stats().pinned == len(all_keys(batches[:1]))
+    table.step()
+    reference.step()
+    reference.assert_equals(table, all_keys(batches))
+    table.tier.check()
+
+
+# ---- whole processes
+
+SCRIPT = """
+import sys, time, numpy as np, torch, thermocline as tc
+sys.path.insert(0, {tests!r})
+from train_helpers import make_batches
+table = tc.Table(4, tc.SGD(), mem="1MB", ssd={folder!r})
+bag = tc.EmbeddingBag(table, 3)
+def forever():
+    while True:
+        yield from make_batches(5)
+source = tc.prefetch(forever(), table, depth=4)
+for n, batch in enumerate(source):
+    bag(batch).sum().backward()
+    table.step()
+    if n == 20:
+        table.commit()
+        print("ready", flush=True)
+    if n == 30 and {leave}:
+        break
+"""
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_a_script_ends_at_once(leave: bool, tmp_path: Path) -> None:
+    """Left with a full pipeline in a global, or by Ctrl-C: no hang, no crash, and the store opens at its commit."""
+    code = SCRIPT.format(tests=str(Path(__file__).parent.parent), folder=str(tmp_path / "t"), leave=leave)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    if not leave:
+        time.sleep(0.05)
+        os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    if leave:
+        assert (process.returncode, errors) == (0, "")
+    else:
+        assert process.returncode == -signal.SIGINT
+        assert "KeyboardInterrupt" in errors
+        assert "ignored" not in errors
+    with tc.SsdStore.open(tmp_path / "t") as store:
+        assert store.epoch == 1
+        store.check()

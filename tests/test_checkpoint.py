@@ -1,0 +1,303 @@
+"""Checkpoints: the same bits after a restore; nothing lost wherever a save dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import run_helpers
+import torch
+from run_helpers import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differing, folder_of, trained
+
+import thermocline as tc
+from thermocline import checkpoint as checkpoint_module, snapshot
+from thermocline.checkpoint import Checkpoints
+from thermocline.tables.optimizers import Adagrad
+from thermocline.tables.table import Table
+
+worlds = run_helpers.worlds  # the fixture
+
+
+# ---- the same bits
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("optimizers", OPTIMIZERS)
+def test_resumed_run_has_the_bits_of_one_never_stopped(tmp_path: Path, place: str, optimizers: str) -> None:
+    folder = folder_of(place, tmp_path)
+    reference = trained(None, 12, optimizers)
+    for stop in (1, 5, 11):
+        path = tmp_path / str(stop)
+        folder = folder_of(place, path)
+        world = World(folder, optimizers)
+        checkpoints = checkpoints_of(world, path)
+        assert checkpoints.restore() is None
+        for batch in map(ADS.batch, range(stop)):
+            world.step(batch)
+            if stop < 11 or batch.position["batch"] > 8:  # several saves, of which the last counts
+                checkpoints.save(batch.position["batch"], batch.position, {"stop": stop})
+        bits = world.bits()
+        world.step(ADS.batch(stop))  # trained and never saved
+        world.close()
+
+        world = World(folder, optimizers)
+        torch.manual_seed(99)
+        saved = checkpoints_of(world, path).restore()
+        assert saved is not None
+        assert (saved.step, saved.position, saved.extra) == (stop, {"batch": stop}, {"stop": stop})
+        assert differing(world.bits(), bits) == []
+        world.train(ADS.seek(saved.position), depth=3)
+        assert differing(world.bits(), reference) == []
+        world.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_save_beside_a_running_pipeline_is_a_step_boundary(tmp_path: Path, worlds: Any, place: str) -> None:
+    folder = folder_of(place, tmp_path)
+    world = worlds(folder)
+    checkpoints = checkpoints_of(world, tmp_path)
+    from thermocline.pipeline.prefetch import prefetch
+
+    with prefetch(ADS, *world.tables, depth=4, pull_window=2) as batches:
+        for batch in batches:
+            world.step(batch)
+            if batch.position["batch"] == 5:
+                checkpoints.save(5, batch.position)
+                with pytest.raises(tc.ThermoclineError, match="close the pipeline"):
+                    checkpoints.restore()
+    world.close()
+    again = worlds(folder)
+    assert checkpoints_of(again, tmp_path).restore() is not None
+    assert differing(again.bits(), trained(None, 5)) == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_restore_goes_back_within_a_process_and_to_any_kept_step_or_tag(
+    tmp_path: Path, worlds: Any, place: str
+) -> None:
+    world = worlds(folder_of(place, tmp_path))
+    checkpoints = checkpoints_of(world, tmp_path, keep=3)
+    bits = {}
+    for n in range(6):
+        world.step(ADS.batch(n))
+        checkpoints.save(n + 1, tag="best" if n == 1 else None)
+        bits[n + 1] = world.bits()
+    for which, step in (("best", 2), (4, 4), (None, 6), (5, 5)):
+        saved = checkpoints.restore(which)
+        assert saved is not None
+        assert saved.step == step
+        assert differing(world.bits(), bits[step]) == []
+    # From there it goes on: a new save is the newest.
+    world.step(ADS.batch(5))
+    assert differing(world.bits(), bits[6]) == []
+    checkpoints.save(6)
+    world.step(ADS.batch(6))
+    assert checkpoints.restore().step == 6  # type: ignore[union-attr]
+    assert differing(world.bits(), bits[6]) == []
+    with pytest.raises(tc.NotFoundError, match=r"no checkpoint 3; it has step 2 \(best\), step"):
+        checkpoints.restore(3)
+
+
+def test_a_run_that_died_before_its_first_save_begins_anew(tmp_path: Path, worlds: Any) -> None:
+    for place in PLACES:
+        path = tmp_path / place
+        for _ in range(3):
+            world = worlds(folder_of(place, path))
+            assert checkpoints_of(world, path).restore() is None
+            world.train(ADS.batch(n) for n in range(4))
+            assert differing(world.bits(), trained(None, 4)) == []
+            world.close()
+
+
+def test_dense_state_of_many_kinds_survives(tmp_path: Path) -> None:
+    table = Table(2, Adagrad(), mem="1MB", ssd_mem="16MB")
+    tied = torch.nn.Linear(3, 3)
+    model = torch.nn.ModuleDict({"a": tied, "b": tied, "c": torch.nn.Linear(3, 3).to(torch.bfloat16)})
+    groups = [{"params": tied.parameters(), "lr": 0.1}, {"params": model["c"].parameters()}]
+    optimizers = [torch.optim.AdamW(groups, lr=0.01), torch.optim.SGD(tied.parameters(), lr=0.1, momentum=0.9)]
+    checkpoints = Checkpoints(tmp_path, [table], model, optimizers)
+    for _ in range(3):
+        loss = tied(torch.ones(3)).sum() + model["c"](torch.ones(3, dtype=torch.bfloat16)).sum().float()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    saved = [optimizer.state_dict() for optimizer in optimizers]
+    expected = [repr(s) for s in saved], repr(model.state_dict())
+    checkpoints.save(3)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    optimizers[0].param_groups[0]["lr"] = 7.0
+    optimizers[1].state.clear()
+    checkpoints.restore()
+    assert ([repr(o.state_dict()) for o in optimizers], repr(model.state_dict())) == expected
+    checkpoints.close()
+
+
+# ---- what is kept
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_last_k_and_the_tags_stay_and_nothing_else(tmp_path: Path, worlds: Any, place: str) -> None:
+    world = worlds(folder_of(place, tmp_path))
+    checkpoints = checkpoints_of(world, tmp_path, keep=2)
+    for n in range(7):
+        world.step(ADS.batch(n))
+        checkpoints.save(n + 1, tag={0: "best", 2: "best", 3: "odd"}.get(n))
+    assert [(saved.step, saved.tag) for saved in checkpoints.saved()] == [(3, "best"), (4, "odd"), (6, None), (7, None)]
+    files = {file.name for file in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert files == {f"{n + 1:08}.{kind}" for n in (3, 4, 6, 7) for kind in ("json", "safetensors")}
+    for table in world.tables:
+        store = table.store or table.checkpoint_store
+        assert store.epochs == (4, 5, 7, 8)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_cost_follows_the_dirty_rows(tmp_path: Path, worlds: Any, place: str) -> None:
+    world = worlds(folder_of(place, tmp_path))
+    table = world.tables[0]
+    table.tier.push(np.arange(5000, dtype=np.uint64), np.ones((5000, 8), np.float32))
+    checkpoints = checkpoints_of(world, tmp_path)
+    flushed = table.tier.stats().flushed
+    assert flushed >= 5000
+    table.tier.push(np.arange(7, dtype=np.uint64), np.zeros((7, 8), np.float32))
+    checkpoints.save(1)
+    assert table.tier.stats().flushed == flushed + 7
+    checkpoints.save(2)
+    assert table.tier.stats().flushed == flushed + 7
+
+
+# ---- crashes
+
+
+class Crash(BaseException):
+    """Not an Exception: nothing may catch it."""
+
+
+def crash_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[str]:
+    """The nth named point that a save reaches raises; the names so far are in the list."""
+    passed: list[str] = []
+
+    def reached(point: str) -> None:
+        passed.append(point)
+        if len(passed) == nth:
+            raise Crash(point)
+
+    monkeypatch.setattr(snapshot, "reached", reached)
+    monkeypatch.setattr(checkpoint_module, "reached", reached)
+    return passed
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_crash_between_any_two_steps_of_a_save_leaves_one_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    after = {n: trained(None, n) for n in (3, 4, 5, 6)}
+    seen: set[str] = set()
+    nth = 0
+    while True:
+        nth += 1
+        path = tmp_path / str(nth)
+        world = World(folder_of(place, path))
+        checkpoints = checkpoints_of(world, path, keep=1)
+        for n in range(4):
+            world.step(ADS.batch(n))
+            if n != 1:
+                checkpoints.save(n + 1, {"batch": n + 1})
+        world.step(ADS.batch(4))
+        passed = crash_at(monkeypatch, nth)
+        try:
+            checkpoints.save(5, {"batch": 5})
+            crashed = False
+        except Crash:
+            crashed = True
+        monkeypatch.undo()
+        seen.update(passed)
+        world.close()
+
+        world = World(folder_of(place, path))
+        checkpoints = checkpoints_of(world, path, keep=1)
+        saved = checkpoints.restore()
+        assert saved is not None
+        assert saved.step == (5 if passed.count("run.file_renamed") == 2 else 4)  # the dense file's, the manifest's
+        assert differing(world.bits(), after[saved.step]) == []
+        # Once it has saved again, nothing of the crash is left.
+        world.train(ADS.batch(n) for n in range(saved.step, 6))
+        assert differing(world.bits(), after[6]) == []
+        checkpoints.save(6, {"batch": 6})
+        assert len(list((path / "run" / "checkpoints").iterdir())) == 2
+        assert all(len((table.store or table.checkpoint_store).epochs) == 1 for table in world.tables)
+        world.close()
+        shutil.rmtree(path)
+        if not crashed:
+            break
+    assert {"run.flushed", "run.committed", "run.dense_published", "run.file_synced", "run.published"} < seen
+    assert {"run.manifest_removed", "run.epoch_released", "run.file_removed", "run.done"} < seen
+    assert nth > 15
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_crash_while_a_run_begins_lets_it_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    for nth in range(1, 20):
+        path = tmp_path / str(nth)
+        world = World(folder_of(place, path))
+        passed = crash_at(monkeypatch, nth)
+        try:
+            checkpoints_of(world, path)
+            crashed = False
+        except Crash:
+            crashed = True
+        monkeypatch.undo()
+        world.close()
+        world = World(folder_of(place, path))
+        assert checkpoints_of(world, path).restore() is None
+        world.train(ADS.batch(n) for n in range(3))
+        assert differing(world.bits(), trained(None, 3)) == []
+        world.close()
+        if not crashed:
+            break
+    assert passed[-1] == "run.done"
+
+
+def test_a_save_that_failed_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worlds: Any) -> None:
+    world = worlds(None)
+    checkpoints = checkpoints_of(world, tmp_path)
+    world.step(ADS.batch(0))
+    for nth in (3, 5, 7, 9):
+        crash_at(monkeypatch, nth)
+        with pytest.raises(Crash):
+            checkpoints.save(1)
+        monkeypatch.undo()
+    checkpoints.save(1)
+    bits = world.bits()
+    world.close()
+    again = worlds(None)
+    assert checkpoints_of(again, tmp_path).restore() is not None
+    assert differing(again.bits(), bits) == []
+
+
+def test_kill_at_a_named_point(tmp_path: Path) -> None:
+    code = """if True:
+        import sys; from pathlib import Path; from run_helpers import *; import thermocline.checkpoint as c
+        path = Path(sys.argv[1]); world = World(path)
+        checkpoints = c.Checkpoints(path / "run", world.tables, world.model, world.optimizer)
+        for n in range(3):
+            world.step(Ads(12).batch(n))
+            checkpoints.save(n + 1)
+    """
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    env = {**os.environ, "PYTHONPATH": path, "THERMOCLINE_KILL_AT": "run.file_synced:5"}  # the second manifest
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, check=False)
+    assert result.returncode == -signal.SIGKILL
+    world = World(tmp_path)
+    saved = checkpoints_of(world, tmp_path).restore()
+    assert saved is not None
+    assert saved.step == 1
+    assert differing(world.bits(), trained(None, 1)) == []
+    world.close()

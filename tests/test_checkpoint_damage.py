@@ -1,0 +1,199 @@
+"""Checkpoints that are damaged, foreign or misused say so, and change nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import run_helpers
+import torch
+from run_helpers import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differing, folder_of
+
+import thermocline as tc
+from thermocline import snapshot
+from thermocline.checkpoint import Checkpoints
+from thermocline.tables.optimizers import Adagrad
+from thermocline.tables.table import Table
+
+worlds = run_helpers.worlds  # the fixture
+
+
+# ---- damaged, foreign, missing
+
+
+def saved_run(path: Path, place: str) -> dict[str, bytes]:
+    world = World(folder_of(place, path))
+    checkpoints = checkpoints_of(world, path)
+    for n in range(4):
+        world.step(ADS.batch(n))
+        checkpoints.save(n + 1)
+    bits = world.bits()
+    world.close()
+    return bits
+
+
+def state_of(path: Path) -> dict[str, bytes]:
+    """Every file of a folder but the locks."""
+    files = (file for file in path.rglob("*") if file.is_file() and file.name != "LOCK")
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("file", ["00000005.json", "00000005.safetensors", "00000004.json"])
+@pytest.mark.parametrize("harm", ["flip first", "flip middle", "flip last", "truncate", "empty", "missing"])
+def test_damage_is_named_and_touches_nothing(tmp_path: Path, worlds: Any, place: str, file: str, harm: str) -> None:
+    saved_run(tmp_path, place)
+    victim = tmp_path / "run" / "checkpoints" / file
+    data = bytearray(victim.read_bytes())
+    if harm.startswith("flip"):
+        data[{"first": 0, "middle": len(data) // 2, "last": len(data) - 1}[harm.split()[1]]] ^= 0x10
+    elif harm == "truncate":
+        del data[len(data) * 2 // 3 :]
+    elif harm == "empty":
+        data.clear()
+    if harm == "missing":
+        victim.unlink()
+    else:
+        victim.write_bytes(data)
+    world = worlds(folder_of(place, tmp_path))
+    before, bits = state_of(tmp_path / "run" / "checkpoints"), world.bits()
+    checkpoints = checkpoints_of(world, tmp_path)
+    if harm == "missing" and file.endswith(".json"):
+        saved = checkpoints.restore()  # as if it had never been
+        assert saved is not None
+        assert saved.step == (3 if file == "00000005.json" else 4)
+        return
+    error = tc.NotFoundError if harm == "missing" else tc.CorruptionError
+    with pytest.raises(error, match=file):
+        checkpoints.restore()
+    assert differing(world.bits(), bits) == []
+    assert state_of(tmp_path / "run" / "checkpoints") == before
+    with pytest.raises(tc.ThermoclineError, match="restore"):
+        checkpoints.save(9)
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    data = snapshot.encode_manifest({"format": 1, "step": 3, "lr": 0.1, "position": {"file": "a\u00e9", "row": None}})
+    assert snapshot.decode_manifest(data, "x")["step"] == 3
+    for place in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[place // 8] ^= 1 << place % 8
+        try:
+            manifest = snapshot.decode_manifest(bytes(flipped), "x")
+        except tc.CorruptionError:
+            continue
+        assert snapshot.encode_manifest(manifest) == data, place  # other bytes of the same meaning, such as \u00E9
+
+
+def test_a_memory_table_with_a_damaged_store_is_left_as_it_was(tmp_path: Path, worlds: Any) -> None:
+    saved_run(tmp_path, "memory")
+    for log in (tmp_path / "run" / "stores" / "b").glob("log-*"):
+        data = bytearray(log.read_bytes())
+        for page in range(2, len(data) // 4096):  # rows; the header and the keys are read on opening
+            data[page * 4096 + 2000] ^= 1
+        log.write_bytes(data)
+    world = worlds(None)
+    world.step(ADS.batch(9))
+    bits = world.bits()
+    checkpoints = checkpoints_of(world, tmp_path)
+    with pytest.raises(tc.CorruptionError):
+        checkpoints.restore()
+    assert differing(world.bits(), bits) == []
+    with pytest.raises(tc.ThermoclineError, match="restore"):
+        checkpoints.save(9)
+
+
+def table_like(name: str = "a", dim: int = 4, optimizer: Any = None, **options: Any) -> Table:
+    return Table(dim, optimizer or OPTIMIZERS["adagrad"][0], name=name, mem="1MB", ssd_mem="16MB", **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: w.tables.pop(), r"is of tables \['a', 'b'\], these are \['a'\]"),
+        (lambda w: w.tables.__setitem__(0, table_like("z")), r"these are \['b', 'z'\]"),
+        (lambda w: w.tables.__setitem__(0, table_like(seed=1)), "saved with seed 0, but this one has 1"),
+        (lambda w: w.tables.__setitem__(0, table_like(dim=5)), "saved with dim 4, but this one has 5"),
+        (lambda w: w.tables.__setitem__(0, table_like(optimizer=Adagrad(eps=1e-3))), "saved with optimizer.*eps"),
+        (lambda w: w.tables.__setitem__(0, table_like(initial=tc.Normal())), "saved with initial.*Normal"),
+        (lambda w: setattr(w, "model", torch.nn.Linear(3, 1)), "another model"),
+        (lambda w: setattr(w.model, "out", torch.nn.Linear(3, 1)), r"out.weight is torch.float32\[1, 14\] in the"),
+        (lambda w: setattr(w, "optimizer", torch.optim.SGD(w.model.parameters())), "other dense optimizers"),
+        (lambda w: setattr(w, "optimizer", torch.optim.Adam(w.model.out.parameters())), "other dense optimizers"),
+    ],
+)
+def test_a_foreign_checkpoint_is_refused(tmp_path: Path, worlds: Any, change: Any, words: str) -> None:
+    saved_run(tmp_path, "memory")
+    world = worlds(None)
+    change(world)
+    before = state_of(tmp_path / "run")
+    with pytest.raises(tc.FormatError, match=words):
+        checkpoints_of(world, tmp_path).restore()
+    assert state_of(tmp_path / "run") == before
+    assert all(table.step_count == 0 for table in world.tables)
+
+
+def test_a_table_elsewhere_or_of_another_run_is_refused(tmp_path: Path, worlds: Any) -> None:
+    saved_run(tmp_path / "1", "ssd")
+    saved_run(tmp_path / "2", "ssd")
+    with pytest.raises(tc.FormatError, match="saved with an ssd folder"):
+        checkpoints_of(worlds(None), tmp_path / "1").restore()
+    with pytest.raises(tc.FormatError, match="of another run"):
+        checkpoints_of(worlds(tmp_path / "2"), tmp_path / "1").restore()
+    with pytest.raises(tc.NotFoundError, match="needs epoch"):
+        checkpoints_of(worlds(tmp_path / "new"), tmp_path / "1").restore()
+    saved_run(tmp_path / "3", "memory")
+    shutil.rmtree(tmp_path / "3" / "run" / "stores" / "b")
+    with pytest.raises(tc.NotFoundError, match=r"stores.b is missing"):
+        checkpoints_of(worlds(None), tmp_path / "3").restore()
+
+
+def test_rows_that_do_not_fit_are_a_budget_error_and_change_nothing(tmp_path: Path, worlds: Any) -> None:
+    big = worlds(None)
+    big.tables[1].tier.push(np.arange(5000, dtype=np.uint64), np.zeros((5000, 7), np.float32))
+    checkpoints_of(big, tmp_path).save(1)
+    big.close()
+    world = worlds(None, mem="60KB")
+    with pytest.raises(tc.BudgetError):
+        checkpoints_of(world, tmp_path).restore()
+    assert all(table.tier.stats().resident == 0 for table in world.tables)
+
+
+def test_a_store_with_commits_is_not_taken_over(tmp_path: Path, worlds: Any) -> None:
+    saved_run(tmp_path, "ssd")
+    world = worlds(tmp_path)
+    with pytest.raises(tc.ThermoclineError, match=r"already has commits.*Resume the run"):
+        Checkpoints(tmp_path / "other", world.tables)
+    with pytest.raises(tc.ThermoclineError, match=r"restore\(\) first"):
+        checkpoints_of(world, tmp_path).save(1)
+
+
+class WithExtraState(torch.nn.Module):
+    def get_extra_state(self) -> Any:
+        return object()
+
+
+def test_misuse_says_so(tmp_path: Path, worlds: Any) -> None:
+    world = worlds(None)
+    with pytest.raises(ValueError, match="keep is 0"):
+        checkpoints_of(world, tmp_path, keep=0)
+    with pytest.raises(ValueError, match="each with a name of its own"):
+        Checkpoints(tmp_path / "run", [world.tables[0]] * 2)
+    checkpoints = checkpoints_of(world, tmp_path)
+    for wrong, where in ((np.int64(3), "position is a int64"), ({"a": [1, (2,)]}, r"position\['a'\]\[1\] is a tuple")):
+        with pytest.raises(TypeError, match=where):
+            checkpoints.save(1, position=wrong)
+    with pytest.raises(TypeError, match="extra is a dict: it must be JSON"):
+        checkpoints.save(1, extra={1: 2})
+    loss = world.model(ADS.batch(0)).sum()
+    loss.backward()
+    with pytest.raises(tc.ThermoclineError, match="save between steps"):
+        checkpoints.save(1)
+    for table in world.tables:
+        table.discard_gradients()
+    world.model.extra = WithExtraState()
+    with pytest.raises(TypeError, match="is a object: a checkpoint holds"):
+        checkpoints.save(1)

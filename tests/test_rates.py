@@ -1,0 +1,80 @@
+"""Learning rates and clipping: dense and sparse alike."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from run_helpers import Ads, World
+
+import thermocline as tc
+from thermocline.callbacks import Callback
+from thermocline.schedule import Schedule
+from thermocline.train import TrainConfig, Trainer
+
+
+def test_schedules() -> None:
+    assert [Schedule()(n) for n in (0, 10)] == [1, 1]
+    warm = Schedule(warmup_steps=4)
+    assert [warm(n) for n in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    steps = Schedule(kind="step", decay_steps=3, factor=0.5, floor=0.2, warmup_steps=1)
+    assert [steps(n) for n in range(12)] == [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.2, 0.2]
+    cosine = Schedule(kind="cosine", decay_steps=8, floor=0.1)
+    expected = [0.1 + 0.9 * (1 + math.cos(math.pi * min(n, 8) / 8)) / 2 for n in range(12)]
+    assert [cosine(n) for n in range(12)] == pytest.approx(expected)
+    for wrong in ({"kind": "linear"}, {"kind": "cosine"}, {"warmup_steps": -1}, {"factor": 2.0}, {"floor": -1.0}):
+        with pytest.raises(ValueError, match=rf"Schedule\.({next(iter(wrong))}|decay_steps) is"):
+            Schedule(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_schedule_drives_dense_and_sparse_rates_alike() -> None:
+    world = World(None)
+    seen: list[tuple[float, ...]] = []
+
+    class Watch(Callback):
+        def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+            dense = world.optimizer.param_groups[0]["lr"] / 0.01
+            seen.append((dense, *(table.lr / table.optimizer.lr for table in world.tables)))
+
+    schedule = Schedule(kind="step", warmup_steps=2, decay_steps=2)
+    config = TrainConfig(schedule=schedule, display=False)
+    Trainer(world.model, world.optimizer, config=config, callbacks=[Watch()]).fit(Ads(7))
+    for step, rates in enumerate(seen):
+        assert rates == pytest.approx((schedule(step),) * 3)
+
+
+@pytest.mark.parametrize("clip", [1e-3, 1e3])
+def test_clipping_is_torchs(clip: float) -> None:
+    table = tc.Table(4, tc.SGD(lr=1.0), mem="1MB")
+    before = table.read(np.arange(50, dtype=np.uint64))
+
+    class Net(torch.nn.Module):
+        def __init__(self, bag: torch.nn.Module) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.bag, self.out = bag, torch.nn.Linear(4, 1)
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            logits: torch.Tensor = self.out(self.bag(batch).reshape(-1, 4)).squeeze(1)
+            return logits
+
+    rng = np.random.default_rng(0)
+    batch = tc.Batch(rng.integers(0, 50, 32), np.arange(0, 33, 4), 1, label=np.ones(8, np.float32))
+    net = Net(tc.EmbeddingBag(table, 1))
+    trainer = Trainer(net, torch.optim.SGD(net.parameters(), lr=1.0), config=TrainConfig(clip_norm=clip, display=False))
+    trainer.fit([batch])
+
+    peer_bag = torch.nn.EmbeddingBag.from_pretrained(torch.from_numpy(before.copy()), freeze=False, mode="sum")
+    peer = Net(peer_bag)
+    logits = peer.out(peer_bag(torch.from_numpy(batch.ids.astype(np.int64)), torch.arange(0, 32, 4))).squeeze(1)
+    torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.ones(8)).backward()
+    for parameters in (peer_bag.parameters(), peer.out.parameters()):
+        torch.nn.utils.clip_grad_norm_(parameters, clip)
+    torch.optim.SGD(peer.parameters(), lr=1.0).step()
+    after = table.read(np.arange(50, dtype=np.uint64))
+    np.testing.assert_allclose(after, peer_bag.weight.detach().numpy(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(net.out.weight, peer.out.weight)
+    assert (np.linalg.norm(after - before) == pytest.approx(clip, rel=1e-3)) == (clip < 1)

@@ -1,0 +1,368 @@
+"""The trainer: resumes with the bits of a run never stopped, restores the best, and says what it does."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from run_helpers import EXAMPLES, Ads, World, differing
+
+import thermocline as tc
+from thermocline.callbacks import Callback
+from thermocline.display import Display
+from thermocline.schedule import Schedule
+from thermocline.train import TrainConfig, Trainer, tables_of
+
+TRAIN, VALID, TEST = Ads(7), Ads(4, seed=1), Ads(4, seed=2)
+QUIET: dict[str, Any] = {"display": False, "tensorboard": False, "checkpoint_minutes": None}
+PLACES = ["memory", "ssd"]
+SAME = ("event", "step", "epoch", "rate", "examples", "auc", "logloss", "ne", "calibration")
+
+
+class Halt(Exception):
+    """A crash in the middle of a run."""
+
+
+class HaltAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+        if trainer.progress.step == self.step:
+            raise Halt
+
+
+def trainer_of(world: World, path: Path | None = None, callbacks: Any = (), **config: Any) -> Trainer:
+    run_dir = None if path is None else path / "run"
+    settings = TrainConfig(**{**QUIET, **config})
+    return Trainer(world.model, world.optimizer, run_dir=run_dir, config=settings, callbacks=callbacks)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """What of metrics.jsonl does not depend on time, nor on where the process began."""
+    rows = [json.loads(line) for line in (path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k in SAME} for row in rows]
+
+
+# ---- the same bits
+
+
+def test_fit_is_the_loop_one_would_write(tmp_path: Path) -> None:
+    world = World(None)
+    world.train(TRAIN)
+    world.train(TRAIN)
+    expected = world.bits()
+    other = World(None)
+    result = trainer_of(other, epochs=2, depth=3).fit(TRAIN)
+    assert (result.progress.step, result.progress.epoch, result.examples) == (14, 2, 14 * EXAMPLES)
+    bits = other.bits()
+    assert differing(bits, expected) == []
+
+
+FULL: dict[str, Any] = {
+    "epochs": 3,
+    "schedule": Schedule(kind="cosine", warmup_steps=3, decay_steps=12),
+    "clip_norm": 0.05,
+    "valid_every": 4,
+    "patience": 50,
+    "log_every": 2,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("optimizers", ["adagrad", "adam"])
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, place: str, optimizers: str) -> None:
+    def world_at(path: Path) -> World:
+        return World(path if place == "ssd" else None, optimizers)
+
+    world = world_at(tmp_path / "whole")
+    whole = trainer_of(world, tmp_path / "whole", **FULL).fit(TRAIN, VALID, TEST)
+    expected = world.bits()
+    world.close()
+    path = tmp_path / "killed"
+    for halt in (2, 7, 8, 15, 20):  # before the first save, at an epoch's end, at a validation, mid-epoch
+        world = world_at(path)
+        trainer = trainer_of(world, path, [HaltAt(halt)], checkpoint_every=3, depth=1 + halt % 3, **FULL)
+        with pytest.raises(Halt):
+            trainer.fit(TRAIN, VALID, TEST, resume=True)
+        world.close()
+    world = world_at(path)
+    result = trainer_of(world, path, **FULL).fit(TRAIN, VALID, TEST, resume=True)
+    assert differing(world.bits(), expected) == []
+    assert result.progress == whole.progress
+    assert result.test == whole.test
+    assert lines_of(path) == lines_of(tmp_path / "whole")
+    world.close()
+
+
+def test_a_loader_that_cannot_seek_is_read_again(tmp_path: Path) -> None:
+    batches = list(Ads(9))
+    for batch in batches:
+        batch.position = None
+    expected = World(None)
+    trainer_of(expected, epochs=2).fit(batches)
+    world = World(None)
+    with pytest.raises(Halt):
+        trainer_of(world, tmp_path, [HaltAt(14)], epochs=2, checkpoint_every=4).fit(batches)
+    world.close()
+    world = World(None)
+    trainer_of(world, tmp_path, epochs=2).fit(batches, resume=True)
+    assert differing(world.bits(), expected.bits()) == []
+    world.close()
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_ctrl_c_finishes_the_step_saves_and_ends(
+    tmp_path: Path, number: signal.Signals, error: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Press(Callback):
+        def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+            if trainer.progress.step == 5:
+                os.kill(os.getpid(), number)
+
+    handler = signal.getsignal(number)
+    world = World(None)
+    with pytest.raises(error):
+        trainer_of(world, tmp_path, [Press()], epochs=2, display=True).fit(TRAIN, VALID)
+    assert signal.getsignal(number) is handler
+    assert "interrupted and saved at step 5: resume=True goes on" in capsys.readouterr().out
+    world.close()
+    world = World(None)
+    trainer = trainer_of(world, tmp_path, epochs=2)
+    trainer.fit(TRAIN, VALID, resume=True)
+    expected = World(None)
+    trainer_of(expected, epochs=2).fit(TRAIN, VALID)
+    assert differing(world.bits(), expected.bits()) == []
+    world.close()
+
+
+# ---- epochs, validation, the best
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_patience_ends_the_run_and_the_best_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    aucs = iter([0.6, 0.7, 0.65, 0.8, 0.79, 0.8, 0.9])
+    world = World(tmp_path if place == "ssd" else None)
+    bits: dict[int, dict[str, bytes]] = {}
+
+    class Watch(Callback):
+        def on_validation(self, trainer: Trainer, row: Any) -> None:
+            if row["event"] == "valid":
+                bits[trainer.progress.step] = watched.bits()
+
+    watched = world
+    trainer = trainer_of(world, tmp_path, [Watch()], epochs=9, valid_every=3, patience=2, keep=1)
+    monkeypatch.setattr(trainer, "evaluate", lambda data: {"auc": next(aucs, 0.5), "examples": 1})
+    # The pinned rows of the pipeline are no business of the test.
+    monkeypatch.setattr(tc.MemTier, "check", lambda self, *, idle=True: None)
+    result = trainer.fit(TRAIN, VALID, TEST)
+    progress = result.progress
+    assert (progress.step, progress.best_step, progress.best_auc, progress.stopped) == (18, 12, 0.8, True)
+    assert progress.valid is not None
+    assert progress.valid["step"] == 12
+    assert result.test is not None
+    assert (result.test["auc"], result.test["step"]) == (0.9, 12)
+    assert differing(world.bits(), bits[12]) == []
+    world.close()
+    # A resumed run has nothing left to train, and restores the best again.
+    watched = world = World(tmp_path if place == "ssd" else None)
+    trainer = trainer_of(world, tmp_path, [HaltAt(19)], epochs=9, valid_every=3, patience=2, keep=1)
+    again = trainer.fit(TRAIN, VALID, resume=True)
+    assert again.progress == progress
+    assert differing(world.bits(), bits[12]) == []
+    world.close()
+
+
+def test_validation_follows_each_epoch_and_the_end(tmp_path: Path) -> None:
+    world = World(None)
+    result = trainer_of(world, tmp_path, epochs=5, steps=17, checkpoint_every=7).fit(TRAIN, VALID, TEST)
+    rows = [(row["event"], row["step"], row["epoch"]) for row in lines_of(tmp_path)]
+    assert rows == [("valid", 7, 1), ("valid", 14, 2), ("valid", 17, 2), ("test", 17, 2)]
+    assert result.test is not None
+    assert 0 < result.test["auc"] < 1
+    assert result.test["examples"] == 4 * EXAMPLES
+    saved = tc.Checkpoints(tmp_path / "run", world.tables, world.model, world.optimizer).saved()
+    assert [checkpoint.step for checkpoint in saved] == [14, 17]
+    world.close()
+
+
+def test_evaluation_changes_nothing() -> None:
+    world = World(None)
+    trainer = trainer_of(world)
+    trainer.fit(TRAIN)
+    before = world.bits(), world.tables[0].tier.stats().resident
+    assert trainer.evaluate(VALID) == trainer.evaluate(list(VALID))
+    assert (world.bits(), world.tables[0].tier.stats().resident) == before
+    assert world.model.training
+
+
+def test_labels_of_one_kind_have_no_auc(tmp_path: Path) -> None:
+    batches = [TRAIN.batch(0)]
+    batches[0].label = torch.ones(EXAMPLES)
+    world = World(None)
+    result = trainer_of(world, tmp_path, display=True).fit(TRAIN, batches, batches)
+    assert result.test is not None
+    assert result.test["auc"] is None
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    world.close()
+    world = World(None)
+    with pytest.raises(ValueError, match="patience needs an AUC"):
+        trainer_of(world, tmp_path / "other", patience=1).fit(TRAIN, batches)
+    world.close()
+
+
+def test_it_learns() -> None:
+    world = World(None)
+    trainer = trainer_of(world, epochs=4)
+    before = trainer.evaluate(VALID)["auc"]
+    trainer.fit(Ads(40))
+    assert trainer.evaluate(VALID)["auc"] > max(0.6, before + 0.05)
+
+
+def test_checkpoints_by_the_clock(tmp_path: Path) -> None:
+    class Count(Callback):
+        saved = 0
+
+        def on_checkpoint(self, trainer: Trainer, checkpoint: tc.Checkpoint) -> None:
+            self.saved += 1
+
+    for minutes, expected in ((1e-9, 7 + 1), (60.0, 1)):  # and one at the end: by then the epoch has been counted
+        world, count = World(None), Count()
+        trainer_of(world, tmp_path / str(minutes), [count], checkpoint_minutes=minutes).fit(TRAIN)
+        assert count.saved == expected
+        world.close()
+
+
+# ---- what it says
+
+
+def test_callbacks_come_in_order(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Watch(Callback):
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_"):
+                calls.append(name.removeprefix("on_"))
+            return super().__getattribute__(name)
+
+        def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+            assert loss.requires_grad is False
+            if trainer.progress.step == 5:
+                trainer.stop()
+
+    world = World(None)
+    trainer = trainer_of(world, tmp_path, [Watch()], epochs=3, log_every=2, checkpoint_every=3, patience=9)
+    trainer.fit(Ads(3), VALID, TEST)
+    first_epoch = ["step", "step", "log", "step", "checkpoint", "validation", "checkpoint", "epoch"]
+    rest = ["step", "log", "step", "validation", "checkpoint", "validation"]
+    assert calls == ["start", *first_epoch, *rest, "end"]
+    world.close()
+
+
+def test_metrics_file_tensorboard_and_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = World(tmp_path)
+    trainer = trainer_of(world, tmp_path, display=True, tensorboard=True, log_every=2, checkpoint_every=4)
+    trainer.fit(TRAIN, VALID, TEST)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["event"] for row in rows] == ["train"] * 3 + ["valid", "test"]
+    assert rows[-1].keys() >= {"auc", "logloss", "ne", "calibration", "examples", "step"}
+    log = rows[2]
+    assert log.keys() >= {"loss", "auc", "logloss", "ne", "calibration", "examples_per_second", "rate"}
+    assert set(log["tables"]) == {"a", "b"}
+    for sources in rows[0]["tables"].values():
+        assert sum(sources.values()) == pytest.approx(1)
+        assert sources["new"] > 0
+    assert list(log["stages"]) == ["read", "collect", "pull", "load", "train"]
+    assert all(set(stage) == {"busy", "wait", "blocked", "fill"} for stage in log["stages"].values())
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    out = capsys.readouterr().out
+    for words in ("epoch 1/1  step 2  loss 0.", "examples/s", "a hits", "saved step 4 in", "test at step 7: auc 0."):
+        assert words in out
+    assert "finished after 7 steps, 112 examples" in out
+    world.close()
+
+
+def test_the_live_display_renders(tmp_path: Path) -> None:
+    text = io.StringIO()
+    display = Display(Console(file=text, force_terminal=True, width=150))
+    world = World(None)
+    trainer_of(world, tmp_path, [display], log_every=3, checkpoint_every=3).fit(TRAIN, VALID)
+    for words in ("busy", "blocked", "step 6", "valid at step 7", "saved step 3", "finished after 7 steps"):
+        assert words in text.getvalue()
+    world.close()
+
+
+# ---- misuse
+
+
+def test_a_folder_or_store_with_a_run_in_it_is_not_reused(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    trainer = trainer_of(world, tmp_path)
+    trainer.fit(TRAIN)
+    with pytest.raises(tc.ThermoclineError, match="resume=True goes on with it"):
+        trainer.fit(TRAIN)
+    world.close()
+    world = World(tmp_path)
+    with pytest.raises(tc.ThermoclineError, match="resume=True goes on with it"):
+        trainer_of(world, tmp_path).fit(TRAIN)
+    with pytest.raises(tc.ThermoclineError, match="already has commits"):
+        trainer_of(world, tmp_path / "other").fit(TRAIN)
+    with pytest.raises(ValueError, match="already has commits"):
+        trainer_of(world).fit(TRAIN)
+    world.close()
+
+
+def test_wrong_settings_name_the_field() -> None:
+    for field in ("epochs", "steps", "depth", "clip_norm", "valid_every", "patience", "keep", "log_every"):
+        with pytest.raises(ValueError, match=rf"TrainConfig\.{field} is 0"):
+            TrainConfig(**{field: 0})
+    with pytest.raises(TypeError):
+        TrainConfig(1)  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainConfig().epochs = 2  # type: ignore[misc]
+    world = World(None)
+    with pytest.raises(ValueError, match="patience needs a run_dir"):
+        trainer_of(world, patience=1)
+    with pytest.raises(ValueError, match="resume needs a run_dir"):
+        trainer_of(world).fit(TRAIN, resume=True)
+
+
+def test_wrong_models_and_data_say_so() -> None:
+    with pytest.raises(ValueError, match="needs EmbeddingBags"):
+        tables_of(torch.nn.Linear(1, 1))
+    world = World(None)
+    with pytest.raises(ValueError, match="no batches in epoch 2: a generator runs only once"):
+        trainer_of(world, epochs=2).fit(iter(TRAIN))
+    world.model.forward = lambda batch: torch.zeros(3)
+    with pytest.raises(ValueError, match=r"returned \[3\] logits for \[16\] labels"):
+        trainer_of(world).fit(TRAIN)
+    world = World(None)
+    trainer = trainer_of(world)
+    trainer.loss = lambda logits, label: logits.sum() * math.nan
+    before = world.bits()
+    with pytest.raises(FloatingPointError, match="the loss of step 0 is nan"):
+        trainer.fit(TRAIN)
+    assert [name for name in differing(world.bits(), before) if name.startswith("table")] == []
+
+
+def test_the_number_of_torch_threads_is_that_of_the_run(tmp_path: Path) -> None:
+    world = World(None)
+    trainer_of(world, tmp_path, torch_threads=2).fit(TRAIN)
+    assert torch.get_num_threads() == 2
+    world.close()
+    world = World(None)  # sets one thread
+    trainer_of(world, tmp_path).fit(TRAIN, resume=True)
+    assert torch.get_num_threads() == 2
+    world.close()
+    torch.set_num_threads(1)

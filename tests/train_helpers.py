@@ -1,0 +1,206 @@
+"""What the tests of training share: data, a slow loop over reference tables, and small budgets.
+
+`ReferenceBag` and `Reference` are `tc.EmbeddingBag` and `tc.Table` written down the obvious way: one dict of rows, one
+pooled vector after the other, gradients from torch's autograd on those vectors, one occurrence after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+import thermocline as tc
+from thermocline.tables.mem import Pooling
+from thermocline.tables.optimizers import Optimizer
+from thermocline.tables.reference import sum_in_blocks
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": tc.SGD(lr=0.1),
+    "adagrad": tc.Adagrad(lr=0.05),
+    "rowwise": tc.RowWiseAdagrad(lr=0.05),
+    "adam": tc.Adam(lr=0.01),
+}
+
+
+def bits(array: Any) -> bytes:
+    """Equal bits, not equal numbers: tells -0 from 0 and NaNs apart."""
+    values = array.detach().numpy() if isinstance(array, torch.Tensor) else array
+    return np.ascontiguousarray(values).tobytes()
+
+
+def weights_of(module: torch.nn.Module) -> bytes:
+    """Every dense parameter, bit for bit."""
+    return b"".join(bits(parameter) for parameter in module.parameters())
+
+
+def make_batches(
+    count: int,
+    *,
+    examples: int = 8,
+    fields: int = 3,
+    keys: int = 500,
+    max_ids: int = 3,
+    weighted: bool = False,
+    skew: float = 1.0,
+    seed: int = 0,
+) -> list[tc.Batch]:
+    """Random batches: empty bags, repeated keys, a label per example. `skew` above 1 prefers small keys."""
+    rng = np.random.default_rng(seed)
+    batches = []
+    for n in range(count):
+        sizes = rng.integers(0, max_ids + 1, examples * fields)
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        ids = (keys * rng.random(offsets[-1]) ** skew).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        weights = rng.normal(size=offsets[-1]).astype(np.float32) if weighted else None
+        label = torch.from_numpy(rng.integers(0, 2, examples).astype(np.float32))
+        batches.append(tc.Batch(ids, offsets, fields, weights, label=label, position={"batch": n + 1}))
+    return batches
+
+
+def all_keys(batches: Sequence[tc.Batch]) -> np.ndarray[Any, Any]:
+    return np.unique(np.concatenate([batch.ids for batch in batches]))
+
+
+def budget_for(rows: int, dim: int, optimizer: Optimizer) -> int:
+    """The smallest `mem` that holds `rows` rows."""
+    low, high = 0, 1 << 14
+    while tc.MemTier(dim, optimizer, budget=high).capacity < rows:
+        low, high = high, 2 * high
+    while high - low > 256:
+        middle = (low + high) // 2
+        try:
+            enough = tc.MemTier(dim, optimizer, budget=middle).capacity >= rows
+        except tc.BudgetError:
+            enough = False
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
+class Reference:
+    """A table as the loop sees it: remembers what its bags pooled, and updates once per step."""
+
+    def __init__(self, like: tc.Table, *, seed: int = 0, initial: Any = None) -> None:
+        number = int.from_bytes(hashlib.blake2b(like.name.encode(), digest_size=8).digest(), "little")
+        self.table = tc.ReferenceTable(like.dim, like.optimizer, seed=seed, table=number, initial=initial)
+        self.lr = like.optimizer.lr
+        self.steps = 0
+        self.tape: list[tuple[ReferenceBag, tc.Batch, torch.Tensor]] = []
+
+    def step(self, *, lr: float | None = None, scale: float = 1.0, max_norm: float | None = None) -> float | None:
+        self.steps += 1
+        keys: list[int] = []
+        gradients: list[Any] = []
+        for bag, batch, pooled in self.tape:
+            if pooled.grad is not None:
+                bag.spread(batch, pooled.grad.numpy(), keys, gradients)
+        self.tape = []
+        norm = None
+        if max_norm is not None:
+            norm = self.norm(keys, gradients) * abs(scale)
+            scale *= max_norm / norm if norm > max_norm else 1.0
+        if keys:
+            rate = self.lr if lr is None else lr
+            self.table.update(keys, np.stack(gradients), None, "none", step=self.steps, lr=rate, scale=scale)
+        return norm
+
+    def norm(self, keys: list[int], gradients: list[Any]) -> float:
+        if not keys:
+            return 0.0
+        of_key: dict[int, list[Any]] = {}
+        for key, gradient in zip(keys, gradients, strict=True):
+            of_key.setdefault(key, []).append(gradient)
+        sums = np.stack([sum_in_blocks(occurrences) for occurrences in of_key.values()])
+        return float(np.sqrt(np.square(sums, dtype=np.float64).sum()))
+
+    def assert_equals(self, table: tc.Table, keys: Any) -> None:
+        """The same rows in the table, trained and untrained ones."""
+        mine, its = self.table.read(keys), table.read(np.asarray(keys, np.uint64))
+        if bits(mine) != bits(its):
+            wrong = np.flatnonzero((mine.view(np.uint32) != its.view(np.uint32)).any(1))
+            raise AssertionError(
+                f"{len(wrong)} of {len(keys)} rows differ, first key {keys[wrong[0]]}: {mine[wrong[0]]} "
+                f"and {its[wrong[0]]}"
+            )
+
+
+class ReferenceBag:
+    """Batch -> a leaf float32[examples, fields, dim], or float32[ids, dim] with pooling "none"."""
+
+    def __init__(self, table: Reference, fields: int | Sequence[int], pooling: Pooling | Sequence[Pooling] = "sum"):
+        self.table = table
+        self.fields = list(range(fields)) if isinstance(fields, int) else list(fields)
+        self.kinds = [pooling] * len(self.fields) if isinstance(pooling, str) else list(pooling)
+
+    def __call__(self, batch: tc.Batch) -> torch.Tensor:
+        rows = self.table.table
+        if self.kinds == ["none"]:
+            ids, _, weights = batch.select(self.fields)
+            pooled = rows.pool(ids, None, "none", weights)
+        else:
+            pooled = np.empty((len(batch), len(self.fields), rows.dim), np.float32)
+            for place, (field, kind) in enumerate(zip(self.fields, self.kinds, strict=True)):
+                ids, offsets, weights = batch.select([field])
+                pooled[:, place] = rows.pool(ids, offsets, kind, weights)
+        leaf = torch.from_numpy(pooled).requires_grad_()
+        self.table.tape.append((self, batch, leaf))
+        return leaf
+
+    def spread(self, batch: tc.Batch, grad: Any, keys: list[int], gradients: list[Any]) -> None:
+        """Adds one key and one gradient per id: the fields that are pooled alike together, example by example."""
+        count = 0
+        for kind in dict.fromkeys(self.kinds):
+            for example in range(len(batch)):
+                for place, field in enumerate(self.fields):
+                    if self.kinds[place] == kind:
+                        begin, end = batch.offsets[example * batch.fields + field :][:2].tolist()
+                        for p in range(begin, end):
+                            g = grad[count] if kind == "none" else grad[example, place]
+                            count += 1
+                            keys.append(int(batch.ids[p]))
+                            gradients.append(g * self.coefficient(batch, kind, p, end - begin))
+
+    @staticmethod
+    def coefficient(batch: tc.Batch, kind: str, p: int, size: int) -> np.float32:
+        weight = np.float32(1) if batch.weights is None else batch.weights[p]
+        return weight / np.float32(size) if kind == "mean" else weight
+
+
+class Net(torch.nn.Module):
+    """A user's own module around one or more bags: a small network over all pooled vectors."""
+
+    def __init__(self, bags: Sequence[Any], width: int, *, hidden: int = 8, seed: int = 0) -> None:
+        super().__init__()
+        self.bags = torch.nn.ModuleList(bags) if isinstance(bags[0], torch.nn.Module) else list(bags)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.dense = torch.nn.Sequential(
+                torch.nn.Linear(width, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 1)
+            )
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        pooled = [bag(batch).flatten(1) for bag in self.bags]
+        return self.dense(torch.cat(pooled, 1)).squeeze(1)  # type: ignore[no-any-return]
+
+
+def loss_of(model: Any, batch: tc.Batch) -> torch.Tensor:
+    return torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
+
+
+def one_torch_thread() -> None:
+    """torch's own threads change torch's bits."""
+    torch.set_num_threads(1)
+
+
+def train_on(model: Net, tables: Sequence[Any], batches: Iterator[tc.Batch] | Sequence[tc.Batch], **step: Any) -> None:
+    """The loop of the design page: one step of every table and of a dense Adam per batch."""
+    dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
+    for batch in batches:
+        loss_of(model, batch).backward()
+        for table in tables:
+            table.step(**step)
+        dense.step()
+        dense.zero_grad()
