@@ -43,7 +43,7 @@ Result = dict[str, Any]
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     keys: int
-    """Of the DNN's data and of the checkpointed table; all have rows."""
+    """Of the DNN's data; all have rows."""
     preset: str
     """Of the FM."""
     batch: int
@@ -51,14 +51,18 @@ class Sizes:
     """Timed laps of each side."""
     steps: int
     """Of one lap."""
+    saved_rows: int
+    """Of the checkpointed table."""
     every: int
     """Steps from checkpoint to checkpoint."""
     checkpoints: int
 
 
-FULL = Sizes(keys=20_000_000, preset="A/400", batch=4096, rounds=7, steps=50, every=1000, checkpoints=2)
+FULL = Sizes(
+    keys=20_000_000, preset="A/400", batch=4096, rounds=7, steps=50, saved_rows=20_000_000, every=1000, checkpoints=2
+)
 QUICK = dataclasses.replace(
-    FULL, keys=500_000, preset="A/16000", batch=2048, rounds=3, steps=8, every=40, checkpoints=2
+    FULL, keys=500_000, preset="A/16000", batch=2048, rounds=3, steps=8, saved_rows=4_000_000, every=40, checkpoints=2
 )
 
 
@@ -185,12 +189,12 @@ def run_torch(sizes: Sizes) -> Result:
 
 def run_checkpoint(sizes: Sizes, folder: Path) -> Result:
     """Saves of a table in memory with all rows dirty, and with 1 %."""
-    table, model = in_memory(DIM, sizes.keys), dnn()
+    table, model = in_memory(DIM, sizes.saved_rows), dnn()
     dense = torch.optim.Adagrad(model.parameters(), lr=LR)
     rng, seconds = np.random.default_rng(5), {"full": [], "dirty": []}
-    keys = np.arange(sizes.keys, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    keys = np.arange(sizes.saved_rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     checkpoints = tc.Checkpoints(folder / "checkpoint", [table], model, dense)
-    few = sizes.keys // 100
+    few = sizes.saved_rows // 100
     step = 0
 
     def save(kind: str, changed: np.ndarray) -> None:
@@ -209,11 +213,11 @@ def run_checkpoint(sizes: Sizes, folder: Path) -> Result:
         for _ in range(2):
             save("full", keys)
             for _ in range(5):
-                save("dirty", keys[rng.choice(sizes.keys, few, replace=False)])
+                save("dirty", keys[rng.choice(sizes.saved_rows, few, replace=False)])
             advance()
     checkpoints.close()
     table.close()
-    return {"rows": sizes.keys, "dirty_rows": few, **{kind: spread(values) for kind, values in seconds.items()}}
+    return {"rows": sizes.saved_rows, "dirty_rows": few, **{kind: spread(values) for kind, values in seconds.items()}}
 
 
 def run_every(sizes: Sizes, folder: Path) -> Result:
@@ -287,7 +291,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, under two minutes")
     parser.add_argument("--json", metavar="FILE", help="write results there; pieces of one configuration are gathered")
-    parser.add_argument("--keys", type=int, help="keys of the DNN and of the checkpointed table")
+    parser.add_argument("--keys", type=int, help="keys of the DNN's data")
     parser.add_argument("--rounds", type=int, help="timed laps of each side")
     parser.add_argument("--steps", type=int, help="steps of a lap")
     parser.add_argument("--torch-threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
