@@ -6,6 +6,7 @@ pooled vector after the other, gradients from torch's autograd on those vectors,
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -65,6 +66,7 @@ def all_keys(batches: Sequence[tc.Batch]) -> np.ndarray[Any, Any]:
     return np.unique(np.concatenate([batch.ids for batch in batches]))
 
 
+@functools.cache
 def budget_for(rows: int, dim: int, optimizer: Optimizer) -> int:
     """The smallest `mem` that holds `rows` rows."""
     low, high = 0, 1 << 14

@@ -156,6 +156,8 @@ def main(
 ) -> None:
     """Trains on ads data with a table several times its memory; checks that one huge memory gives the same bits."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     cores = len(os.sched_getaffinity(0))
     torch_threads = max(1, cores // 2)  # the pipeline needs the others
     ads = SyntheticAds(keys=keys, fields=FIELDS, batch_size=batch_size, examples=batch_size * steps)

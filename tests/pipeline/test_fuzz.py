@@ -205,14 +205,6 @@ def test_training_survives_anything(seed: int, tmp_path: Path, monkeypatch: pyte
         table.close()
 
 
-def interrupted(seconds: float) -> threading.Timer:
-    """Ctrl-C after a while, wherever the main thread is by then."""
-    timer = threading.Timer(seconds, _thread.interrupt_main)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
 @pytest.mark.parametrize("seed", range(400 if LONG else 12))
 def test_control_c_at_any_moment(seed: int, tmp_path: Path) -> None:
     """Real interrupts, between any two instructions of the loop: no thread left, balanced books, the last commit."""
@@ -226,9 +218,11 @@ def test_control_c_at_any_moment(seed: int, tmp_path: Path) -> None:
     table.commit(b"0")
     interrupts = done = 0
     while done < COUNT:
-        timer = interrupted(rng.random() * 0.1) if interrupts < 5 else None
+        control_c = threading.Timer(rng.random() * 0.1, _thread.interrupt_main)
         try:
             try:
+                if interrupts < 5:
+                    control_c.start()
                 for batch in tc.prefetch(batches()[done:], table, depth=depth, pull_window=window):
                     bag(batch).pow(2).sum().backward()
                     table.step()
@@ -236,7 +230,7 @@ def test_control_c_at_any_moment(seed: int, tmp_path: Path) -> None:
                     if done % 7 == 0 or done == COUNT:
                         table.commit(str(done).encode())
             finally:
-                while timer is not None and timer.is_alive():
+                while control_c.is_alive():
                     time.sleep(0.001)
         except KeyboardInterrupt:
             interrupts += 1

@@ -1,0 +1,352 @@
+"""The training loop against itself in memory and against plain PyTorch: ratios measured in one run.
+
+    python benchmarks/train.py --quick                  under two minutes, small sizes
+    python benchmarks/train.py --json FILE              full size: half an hour, 12 GB of memory, 10 GB of disk
+    python benchmarks/train.py --only torch --json FILE    one piece; FILE gathers the pieces of one configuration
+
+Claims: ssd (a tenth of the rows in memory against all of them; overlap of the stages), torch (all in memory against
+nn.EmbeddingBag + torch.optim, FM and DNN), checkpoint (of 1 % dirty rows against all), every (share of the time that a
+checkpoint every so many steps takes). All rows exist before the first step. Sides take turns and see the same batches,
+made outside the timing; both have the same torch threads; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import Claim, console, environment, noise, print_claims, spread, write_json
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from train_sides import LR, Fm, Lap, Mlp, Ours, Plain, all_keys, same_start
+
+import thermocline as tc
+from thermocline.data.synth import SyntheticAds
+
+CLAIMS = ("ssd", "torch", "checkpoint", "every")
+FIELDS, DIM, HIDDEN, ZIPF = 26, 16, (400, 400, 400), 1.05
+DEPTH = 4
+Result = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    keys: int
+    """Of the DNN's data; all have rows."""
+    preset: str
+    """Of the FM."""
+    batch: int
+    rounds: int
+    """Timed laps of each side."""
+    steps: int
+    """Of one lap."""
+    saved_rows: int
+    """Of the checkpointed table."""
+    every: int
+    """Steps from checkpoint to checkpoint."""
+    checkpoints: int
+
+
+FULL = Sizes(
+    keys=20_000_000, preset="A/400", batch=4096, rounds=7, steps=50, saved_rows=20_000_000, every=1000, checkpoints=2
+)
+QUICK = dataclasses.replace(
+    FULL, keys=500_000, preset="A/16000", batch=2048, rounds=3, steps=8, saved_rows=4_000_000, every=40, checkpoints=2
+)
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """A live bar; yields a function that advances it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
+
+
+def dnn_data(sizes: Sizes) -> SyntheticAds:
+    return SyntheticAds(keys=sizes.keys, fields=FIELDS, zipf=ZIPF, batch_size=sizes.batch)
+
+
+def dnn() -> torch.nn.Module:
+    return same_start(lambda: Mlp(FIELDS, DIM, HIDDEN))
+
+
+def lap_batches(ads: SyntheticAds, lap: int, steps: int) -> list[tc.Batch]:
+    return [ads.batch(lap * steps + i) for i in range(steps)]
+
+
+def in_memory(dim: int, keys: int) -> tc.Table:
+    """Room for every key."""
+    row = 8 * dim
+    return tc.Table(dim, tc.Adagrad(lr=LR), mem=round(keys * (row + 56) * 1.05) + (32 << 20))
+
+
+def on_ssd(dim: int, keys: int, share: float, path: Path, sizes: Sizes) -> tc.Table:
+    """Room for a share of the keys, but at least for the batches in flight."""
+    table = in_memory(dim, keys)
+    stats = table.tier.stats()
+    table.close()
+    rows = max(share * keys, 1.25 * (DEPTH + 1) * sizes.batch * FIELDS * 0.5)
+    mem = round(stats.budget * rows / stats.capacity)
+    return tc.Table(dim, tc.Adagrad(lr=LR), mem=mem, ssd=path, ssd_mem=max(32 << 20, 8 * keys))
+
+
+def summary(laps: list[Lap]) -> Result:
+    rates = spread([lap.rate for lap in laps])
+    return {"examples_per_second": rates, "laps": [dataclasses.asdict(lap) for lap in laps]}
+
+
+def overlap(lap: Lap) -> float:
+    """Step time over what bounds it: the slowest stage, or all processor time spread over the cores."""
+    cores = len(os.sched_getaffinity(0))
+    return lap.seconds / max(*lap.stages.values(), lap.cpu_seconds / cores)
+
+
+# ---- ssd
+
+
+def run_ssd(sizes: Sizes, folder: Path) -> Result:
+    ads, keys = dnn_data(sizes), all_keys(dnn_data(sizes))
+    sides = {
+        "memory": Ours(in_memory(DIM, len(keys)), FIELDS, dnn(), depth=DEPTH),
+        "ssd": Ours(on_ssd(DIM, len(keys), 0.1, folder / "ssd", sizes), FIELDS, dnn(), depth=DEPTH),
+    }
+    laps: dict[str, list[Lap]] = {name: [] for name in sides}
+    with progress_bar("memory against memory + SSD", sizes.rounds + 3) as advance:
+        for side in sides.values():
+            side.fill(keys)
+        advance()
+        before = {}
+        for lap in range(sizes.rounds + 2):  # two untimed: memory fills with what is popular
+            if lap == 2:
+                before = {name: side.table.tier.stats() for name, side in sides.items()}
+            batches = lap_batches(ads, lap, sizes.steps)
+            for name in sides if lap % 2 else reversed(sides):
+                taken = sides[name].run(batches)
+                if lap >= 2:
+                    laps[name].append(taken)
+            advance()
+    stats = {name: side.table.tier.stats() for name, side in sides.items()}
+    hits = {name: (s.hits - before[name].hits, s.misses - before[name].misses) for name, s in stats.items()}
+    if any(a.loss != b.loss for a, b in zip(*laps.values(), strict=True)):
+        raise SystemExit("the training with SSD differs from the one in memory: their losses are not the same bits")
+    for side in sides.values():
+        side.close()
+    return {
+        **{name: summary(values) for name, values in laps.items()},
+        "overlap": {name: spread([overlap(lap) for lap in values]) for name, values in laps.items()},
+        "memory_rows": {name: s.capacity for name, s in stats.items()},
+        "hit_rate": {name: found / (found + missed) for name, (found, missed) in hits.items()},
+    }
+
+
+# ---- torch
+
+
+def duel(title: str, ads: SyntheticAds, dim: int, top: Callable[[], torch.nn.Module], sizes: Sizes) -> Result:
+    keys = all_keys(ads)
+    ours = Ours(in_memory(dim, len(keys)), ads.fields, same_start(top), depth=DEPTH)
+    laps: dict[str, list[Lap]] = {"ours": [], "torch": []}
+    with progress_bar(title, sizes.rounds + 2) as advance:
+        ours.fill(keys)
+        plain = Plain(ours.table.tier.initial_rows, keys, ads.fields, dim, same_start(top))
+        advance()
+        for lap in range(sizes.rounds + 1):  # one untimed
+            batches = lap_batches(ads, lap, sizes.steps)
+            indexed = plain.indexed(batches)
+            turns = [("ours", lambda b=batches: ours.run(b)), ("torch", lambda i=indexed: plain.run(i))]
+            for name, run in turns if lap % 2 else reversed(turns):
+                taken = run()
+                if lap >= 1:
+                    laps[name].append(taken)
+            advance()
+    ours.close()
+    apart = max(abs(a.loss - b.loss) for a, b in zip(*laps.values(), strict=True))
+    if apart > 0.01:
+        raise SystemExit(f"{title}: the two trainings differ, their losses are {apart:.4f} apart")
+    gc.collect()
+    return {**{name: summary(values) for name, values in laps.items()}, "losses_apart": apart}
+
+
+def run_torch(sizes: Sizes) -> Result:
+    fm = SyntheticAds.preset(sizes.preset, batch_size=sizes.batch, zipf=ZIPF)
+    return {
+        "fm": duel(f"FM, preset {sizes.preset}", fm, fm.plan.dim, Fm, sizes),
+        "dnn": duel("DNN", dnn_data(sizes), DIM, lambda: Mlp(FIELDS, DIM, HIDDEN), sizes),
+    }
+
+
+# ---- checkpoints
+
+
+def run_checkpoint(sizes: Sizes, folder: Path) -> Result:
+    """Saves of a table in memory with all rows dirty, and with 1 %."""
+    table, model = in_memory(DIM, sizes.saved_rows), dnn()
+    dense = torch.optim.Adagrad(model.parameters(), lr=LR)
+    rng, seconds = np.random.default_rng(5), {"full": [], "dirty": []}
+    keys = np.arange(sizes.saved_rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    checkpoints = tc.Checkpoints(folder / "checkpoint", [table], model, dense)
+    few = sizes.saved_rows // 100
+    step = 0
+
+    def save(kind: str, changed: np.ndarray) -> None:
+        nonlocal step
+        step += 1
+        for first in range(0, len(changed), 1 << 18):
+            piece = changed[first : first + (1 << 18)]
+            rows = table.tier.initial_rows(piece)
+            rows += np.float32(step)
+            table.tier.push(piece, rows)
+        start = time.perf_counter()
+        checkpoints.save(step)
+        seconds[kind].append(time.perf_counter() - start)
+
+    with progress_bar("checkpoints", 2) as advance:
+        for _ in range(2):
+            save("full", keys)
+            for _ in range(5):
+                save("dirty", keys[rng.choice(sizes.saved_rows, few, replace=False)])
+            advance()
+    checkpoints.close()
+    table.close()
+    return {"rows": sizes.saved_rows, "dirty_rows": few, **{kind: spread(values) for kind, values in seconds.items()}}
+
+
+def run_every(sizes: Sizes, folder: Path) -> Result:
+    """Training with a checkpoint every so many steps, while the pipeline runs ahead."""
+    ads, keys = dnn_data(sizes), all_keys(dnn_data(sizes))
+    side = Ours(on_ssd(DIM, len(keys), 0.1, folder / "every", sizes), FIELDS, dnn(), depth=DEPTH)
+    checkpoints = tc.Checkpoints(folder / "every-run", [side.table], side.top, side.dense)
+    shares, saves = [], []
+    ads.examples = sizes.every * sizes.checkpoints * sizes.batch
+    with progress_bar(f"a checkpoint every {sizes.every} steps", sizes.checkpoints + 1) as advance:
+        side.fill(keys)
+        checkpoints.save(0)
+        advance()
+        since = time.perf_counter()
+
+        def after_step(step: int, batch: tc.Batch) -> None:
+            nonlocal since
+            if step % sizes.every:
+                return
+            start = time.perf_counter()
+            checkpoints.save(step, batch.position)
+            now = time.perf_counter()
+            saves.append(now - start)
+            shares.append(saves[-1] / (now - since))
+            since = now
+            advance()
+
+        side.run(ads, after_step)
+    checkpoints.close()
+    side.close()
+    return {"steps": sizes.every, "share": spread(shares), "save_s": spread(saves)}
+
+
+# ---- claims
+
+
+def rate(result: Result) -> float:
+    return float(result["examples_per_second"]["median"])
+
+
+def claims_of(results: Result) -> list[Claim]:
+    out = []
+    if "ssd" in results:
+        r = results["ssd"]
+        fast, slow = rate(r["memory"]), rate(r["ssd"])
+        detail = f"{slow:,.0f} against {fast:,.0f} examples/s; {r['hit_rate']['ssd']:.0%} of rows found in memory"
+        out.append(Claim("10 % in memory + SSD", slow / fast, 0.8, detail=detail))
+        for name, value in r["overlap"].items():
+            detail = "step time / max(slowest stage, processor time / cores)"
+            out.append(Claim(f"overlap, {name}", value["median"], 1.15, at_most=True, detail=detail))
+    for name, target in (("fm", 2.0), ("dnn", 1.0)):
+        if name in results.get("torch", {}):
+            r = results["torch"][name]
+            detail = f"{rate(r['ours']):,.0f} against {rate(r['torch']):,.0f} examples/s"
+            out.append(
+                Claim(f"against torch, {name.upper()}", rate(r["ours"]) / rate(r["torch"]), target, detail=detail)
+            )
+    if "checkpoint" in results:
+        r = results["checkpoint"]
+        few, full = r["dirty"]["median"], r["full"]["median"]
+        detail = f"{few * 1e3:.0f} ms for {r['dirty_rows']:,} rows, {full * 1e3:.0f} ms for {r['rows']:,}"
+        out.append(Claim("checkpoint of 1 % dirty rows", few / full, 0.03, at_most=True, detail=detail))
+    if "every" in results:
+        r = results["every"]
+        detail = f"every {r['steps']} steps, {r['save_s']['median'] * 1e3:.0f} ms each"
+        out.append(Claim("time spent in checkpoints", r["share"]["median"], 0.05, at_most=True, detail=detail))
+    return out
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes, under two minutes")
+    parser.add_argument("--json", metavar="FILE", help="write results there; pieces of one configuration are gathered")
+    parser.add_argument("--keys", type=int, help="keys of the DNN's data")
+    parser.add_argument("--rounds", type=int, help="timed laps of each side")
+    parser.add_argument("--steps", type=int, help="steps of a lap")
+    parser.add_argument("--torch-threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    parser.add_argument("--dir", help="folder for the data; default: a new one beside the other temporary files")
+    parser.add_argument("--only", help=f"some of {','.join(CLAIMS)}")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    sizes = QUICK if args.quick else FULL
+    given = {name: getattr(args, name) for name in ("keys", "rounds", "steps") if getattr(args, name)}
+    sizes = dataclasses.replace(sizes, **given)
+    wanted = args.only.split(",") if args.only else list(CLAIMS)
+    if unknown := set(wanted) - set(CLAIMS):
+        raise SystemExit(f"--only {','.join(unknown)}: choose from {','.join(CLAIMS)}")
+    torch.set_num_threads(args.torch_threads)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # as it is by default, but then with a warning
+    folder = Path(args.dir or tempfile.mkdtemp(prefix="thermocline-bench-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    note = "small sizes: figures say little about full size" if args.quick or given else "full size"
+    console.print(
+        f"{note}; DNN {'x'.join(map(str, HIDDEN))}, {FIELDS} fields, {sizes.keys:,} keys, Zipf {ZIPF}, batches of "
+        f"{sizes.batch}; FM preset {sizes.preset};\nAdagrad everywhere; {args.torch_threads} torch threads; "
+        f"{sizes.rounds} laps of {sizes.steps} steps; load average {os.getloadavg()[0]:.1f}"
+    )
+    setup = {**dataclasses.asdict(sizes), "torch_threads": args.torch_threads}
+    results: Result = {}
+    if args.json and Path(args.json).exists():
+        old = json.loads(Path(args.json).read_text())
+        results = old["results"] if old["sizes"] == setup else {}
+    pieces = {
+        "ssd": lambda: run_ssd(sizes, folder),
+        "torch": lambda: run_torch(sizes),
+        "checkpoint": lambda: run_checkpoint(sizes, folder),
+        "every": lambda: run_every(sizes, folder),
+    }
+    try:
+        for name in wanted:
+            with noise() as busy:
+                fresh = pieces[name]()
+            results[name] = {**fresh, **busy}
+            if busy["others_cpu"] > 0.1:
+                console.print(f"[yellow]{name}: others used {busy['others_cpu']:.0%} of the machine meanwhile[/]")
+            if args.json:
+                record = {"environment": environment(["thermocline", "numpy", "torch"]), "sizes": setup}
+                write_json(args.json, {**record, "quick": args.quick, "results": results}, claims_of(results))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print_claims("training loop", claims_of(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Trains, is killed with SIGKILL at random moments and resumed, until it has ended: run by test_kill_resume.py.
+
+    python kills.py FOLDER OPTIMIZER MEMORY DEPTH WINDOW THREADS KILLS SEED
+
+Prints one JSON line: how often it was killed, from which steps it resumed, and digests of what it ended with. Each life
+is a fork of this process, which has loaded everything but runs no threads: so a life costs milliseconds, and the kills
+fall everywhere, from opening the stores to the last save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from exact.run import DIMS, Ways, batches, keys_of, make_model, make_table, probe
+from train_helpers import bits, loss_of, one_torch_thread, weights_of
+
+import thermocline as tc
+
+
+def digests(rows: dict[str, bytes], dense: bytes) -> dict[str, str]:
+    return {name: hashlib.sha256(data).hexdigest() for name, data in {**rows, "dense": dense}.items()}
+
+
+PROGRESS = mmap.mmap(-1, 8)  # shared with the forks: the steps of this life's run so far
+
+
+def live(folder: Path, optimizer: str, ways: Ways, every: int) -> None:
+    """One life: from the last checkpoint to the end."""
+    one_torch_thread()
+    tables = {name: make_table(name, optimizer, ways, folder) for name in DIMS}
+    model = make_model(tables)
+    dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
+    checkpoints = tc.Checkpoints(folder / "run", list(tables.values()), model, dense)
+    saved = checkpoints.restore() if checkpoints.exists else None
+    step = 0 if saved is None else saved.step
+    assert saved is None or saved.position == {"batch": step}
+    with open(folder / "lives", "a") as log:
+        log.write(f"{step}\n")
+    rest = tc.prefetch(batches()[step:], *tables.values(), depth=ways.depth, pull_window=ways.pull_window)
+    for batch in rest:
+        loss_of(model, batch).backward()
+        for table in tables.values():
+            table.step()
+        dense.step()
+        dense.zero_grad()
+        step += 1
+        PROGRESS[:] = step.to_bytes(8, "little")
+        if step % every == 0:  # while the pipeline runs ahead
+            checkpoints.save(step, batch.position)
+    for table in tables.values():
+        table.tier.check()
+    result = digests({name: bits(table.read(probe())) for name, table in tables.items()}, weights_of(model))
+    (folder / "result.tmp").write_text(json.dumps(result))
+    os.rename(folder / "result.tmp", folder / "result")
+
+
+def fork(*life: Any) -> int:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            live(*life)
+            code = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return pid
+
+
+def kill_at(pid: int, step: int, seconds: float) -> bool:
+    """Kills it so long after that step was trained. Whether it had to be: some end before."""
+    due = None
+    while due is None or time.monotonic() < due:
+        if due is None and int.from_bytes(PROGRESS[:], "little") >= step:
+            due = time.monotonic() + seconds
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            if status != 0:
+                raise SystemExit(f"a life ended with status {status}")
+            return False
+        time.sleep(0.0005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return True
+
+
+def main() -> None:
+    folder, optimizer, memory, depth, window, threads, kills, seed = sys.argv[1:]
+    ways = Ways(None if memory == "None" else float(memory), int(depth), int(window), int(threads))
+    rng = random.Random(int(seed))
+    for name in DIMS:  # before the forks, once
+        keys_of(name)
+    torch.zeros(1)
+    killed, resumed, results = 0, [], []
+    while killed < int(kills) or not results:
+        own = Path(folder) / str(len(results))
+        own.mkdir(parents=True)
+        every = rng.randint(2, 30)
+        while not (own / "result").exists():
+            PROGRESS[:] = bytes(8)
+            pid = fork(own, optimizer, ways, every)
+            if killed == int(kills):
+                kill_at(pid, sys.maxsize, 0.0)
+            elif rng.random() < 0.3:
+                killed += kill_at(pid, 0, rng.uniform(0.0, 0.3))  # while it opens and restores, perhaps
+            else:
+                killed += kill_at(pid, rng.randint(1, len(batches())), rng.uniform(0.0, 0.03))
+        resumed += [int(line) for line in (own / "lives").read_text().split()]
+        results.append(json.loads((own / "result").read_text()))
+    print(json.dumps({"killed": killed, "resumed": resumed, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
