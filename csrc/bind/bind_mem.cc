@@ -1,6 +1,6 @@
 // The memory tier for Python; its face is src/thermocline/tables/mem.py and batch.py.
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
