@@ -24,7 +24,7 @@ from thermocline.batch import Batch, Slots, WorkingSet
 from thermocline.errors import BudgetError
 from thermocline.pipeline.stages import Pipeline, StageStats
 from thermocline.tables.arrays import Keys
-from thermocline.tables.mem import Pins
+from thermocline.tables.mem import MemTier, Pins
 from thermocline.tables.table import Table
 
 
@@ -35,9 +35,9 @@ class _Window:
     batches: list[Batch]
     collected: dict[Table, list[Any]] = dataclasses.field(default_factory=dict)
     """Per table and batch: what `Table.collect` gave."""
-    pinned: dict[Table, tuple[Pins, Slots | None]] = dataclasses.field(default_factory=dict)
-    """Per table: the pins of the window's unique keys, and the places of each batch's keys among them, joined; none: of
-    a single batch, in order."""
+    pinned: dict[Table, tuple[MemTier, Pins, Slots | None]] = dataclasses.field(default_factory=dict)
+    """Per table: the pins of the window's unique keys and whose they are; and the places of each batch's keys among
+    them, joined; none: of a single batch, in order."""
     outstanding: bool = False
 
 
@@ -109,22 +109,23 @@ class _Stages:
         for table, collected in window.collected.items():
             keys = [working_set.keys for _, working_set in collected]
             if len(keys) == 1:
-                window.pinned[table] = self._pin(table, keys[0]), None
+                window.pinned[table] = *self._pin(table, keys[0]), None
             else:
                 union = WorkingSet.of(np.concatenate(keys))
-                window.pinned[table] = self._pin(table, union.keys), union.inverse
+                window.pinned[table] = *self._pin(table, union.keys), union.inverse
         with self._lock:
             self._outstanding += 1
             window.outstanding = True
         return window
 
-    def _pin(self, table: Table, keys: Keys) -> Pins:
+    def _pin(self, table: Table, keys: Keys) -> tuple[MemTier, Pins]:
         """Waits for earlier windows to leave when memory is too small for all that are queued."""
         while True:
             with self._lock:
                 before = self._outstanding
+            tier = table.tier
             try:
-                return table.tier.pin(keys)
+                return tier, tier.pin(keys)
             except BudgetError:
                 with self._lock:
                     if before == 0 or self._stopping:
@@ -134,12 +135,12 @@ class _Stages:
 
     def load(self, window: _Window) -> _Window:
         for table, collected in window.collected.items():
-            pins, places = window.pinned[table]
+            tier, pins, places = window.pinned[table]
             slots, first = pins.slots(), 0
             for batch, (parts, working_set) in zip(window.batches, collected, strict=True):
                 own = slots if places is None else slots[places[first : first + len(working_set)]]
                 first += len(working_set)
-                batch.prepared[table] = table.bind(parts, working_set, own, pins)
+                batch.prepared[table] = table.bind(tier, parts, working_set, own, pins)
         return window
 
     def read(self, window: _Window) -> _Window:
@@ -154,7 +155,7 @@ class _Stages:
         for batch in window.batches:
             batch.prepared = {}
         while window.pinned:
-            window.pinned.popitem()[1][0].let_go()
+            window.pinned.popitem()[1][1].let_go()
         with self._lock:
             if window.outstanding:
                 window.outstanding = False

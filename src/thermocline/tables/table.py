@@ -221,25 +221,28 @@ class Table:
         joined = lists[0] if len(lists) == 1 else np.concatenate([np.empty(0, np.uint64), *lists])
         return parts, WorkingSet.of(joined, threads=self._threads)
 
-    def bind(self, parts: dict[BagSpec, Part], working_set: WorkingSet, slots: Slots, pins: Pins) -> Prepared:
-        """Ready to train: the slots of the working set's keys, which `pins` hold."""
+    def bind(
+        self, tier: MemTier, parts: dict[BagSpec, Part], working_set: WorkingSet, slots: Slots, pins: Pins
+    ) -> Prepared:
+        """Ready to train: the slots of the working set's keys in `tier`, which `pins` hold."""
         if len(parts) == 1:  # the usual case, in one go
             (part,) = parts.values()
-            part.id_slots, rows, coefs = self.tier.core.plan(
+            part.id_slots, rows, coefs = tier.core.plan(
                 slots, working_set.inverse, working_set.order, part.offsets, part.weights, part.mean
             )
-            return Prepared(self.tier, parts, working_set, slots, pins, plan=(rows, coefs))
+            return Prepared(tier, parts, working_set, slots, pins, plan=(rows, coefs))
         id_slots = slots[working_set.inverse]
         for part in parts.values():
             part.id_slots = id_slots[part.first_id : part.first_id + len(part.ids)]
-            part.gradient_plan(self.tier.core)
-        return Prepared(self.tier, parts, working_set, slots, pins)
+            part.gradient_plan(tier.core)
+        return Prepared(tier, parts, working_set, slots, pins)
 
     def prepare(self, batch: Batch) -> Prepared:
         """Pulls and pins the batch's rows: what `tc.prefetch` does ahead of time. Let go of its pins when done."""
         parts, working_set = self.collect(batch)
-        pins = self.tier.pin(working_set.keys)
-        return self.bind(parts, working_set, pins.slots(), pins)
+        tier = self.tier
+        pins = tier.pin(working_set.keys)
+        return self.bind(tier, parts, working_set, pins.slots(), pins)
 
     def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> Prepared:
         """Copies of the batch's rows, for evaluation: inserts nothing, visits nothing."""
