@@ -64,6 +64,8 @@ class MemTier {
   // Gives back one pin per slot. `dirty`: the rows were changed. `keys`, those the slots were pulled for, may be null;
   // with them it is faster.
   void unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t* keys = nullptr);
+  // Says that pinned rows were changed, before they are unpinned: a flush() in between writes them.
+  void mark_dirty(const uint32_t* slots, size_t n);
 
   // The rows as they are now; those of unknown keys are initial rows. Inserts nothing, visits nothing.
   void read(const uint64_t* keys, size_t n, uint8_t* rows);

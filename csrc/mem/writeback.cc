@@ -172,6 +172,10 @@ void MemTier::set_dirty(uint32_t slot) {
   if (!(word.load(std::memory_order_relaxed) & bit)) word.fetch_or(bit, std::memory_order_release);
 }
 
+void MemTier::mark_dirty(const uint32_t* slots, size_t n) {
+  for (size_t i = 0; i < n; ++i) set_dirty(slots[i]);
+}
+
 bool MemTier::clear_dirty(uint32_t slot) {
   std::atomic<uint64_t>& word = dirty_words()[slot / 64];
   const uint64_t bit = uint64_t{1} << (slot % 64);
