@@ -292,7 +292,8 @@ def test_a_gradient_outlives_the_pipeline() -> None:
 # ---- whole processes
 
 SCRIPT = """
-import sys, time, numpy as np, torch, thermocline as tc
+import signal, sys, time, numpy as np, torch, thermocline as tc
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
 sys.path.insert(0, {tests!r})
 from train_helpers import make_batches
 table = tc.Table(4, tc.SGD(), mem="1MB", ssd={folder!r})
