@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Claim, console, environment, print_claims, spread, write_json
+from common import Claim, console, environment, noise, print_claims, spread, write_json
 from rich.progress import Progress
 from rich.table import Table
 
@@ -45,6 +45,8 @@ TRAIN = {"ours": ("pool", "update")}
 """Laps of the training thread, where not all are."""
 DUELS = {"sgd": ("ours", "torch", "fbgemm"), "rowwise": ("ours", "fbgemm"), "adagrad": ("ours", "torch")}
 Laps = dict[str, list[float]]
+CPU = "processor time"
+"""Of all threads of a step: hardly changes when others keep the machine busy, which stretches all else."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,24 +112,28 @@ class Worker:
     def __init__(self, python: Path, engine: str, optimizer: str, folder: Path, threads: int) -> None:
         script = Path(__file__).with_name("mem_workers.py")
         self.name = engine
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         self.process = subprocess.Popen(
             [str(python), str(script), engine, optimizer, str(folder), str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self.errors,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
 
     def __enter__(self) -> Worker:
         if self.line() != "ready":
-            raise RuntimeError(f"the worker of {self.name} did not start: run benchmarks/mem_workers.py by hand")
+            self.process.wait()
+            self.errors.seek(0)
+            raise RuntimeError(f"the worker of {self.name} did not start:\n{self.errors.read()}")
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self.process.stdin
         self.process.stdin.close()
         self.process.wait()
+        self.errors.close()
 
     def line(self) -> str:
         assert self.process.stdout
@@ -158,7 +164,7 @@ def duel(optimizer: str, pythons: dict[str, Path], folder: Path, sizes: Sizes, t
                 checksums[worker.name] = answer["checksum"]
                 if number == 1:
                     continue  # the first step of a process pays for its pages
-                for lap, milliseconds in answer["laps"].items():
+                for lap, milliseconds in {**answer["laps"], CPU: answer["cpu"]}.items():
                     laps[worker.name].setdefault(lap, []).append(milliseconds)
             for name, value in checksums.items():
                 if abs(value - checksums["ours"]) > 1e-3 * abs(value):
@@ -169,7 +175,8 @@ def duel(optimizer: str, pythons: dict[str, Path], folder: Path, sizes: Sizes, t
 
 def sums(laps: Laps, names: tuple[str, ...] | None) -> list[float]:
     """Per round: the milliseconds of the laps named, or of all."""
-    return [sum(values) for values in zip(*(laps[name] for name in names or laps), strict=True)]
+    wanted = names or [name for name in laps if name != CPU]
+    return [sum(values) for values in zip(*(laps[name] for name in wanted), strict=True)]
 
 
 def claims_of(optimizer: str, laps: dict[str, Laps]) -> list[Claim]:
@@ -192,8 +199,10 @@ def print_laps(results: dict[str, dict[str, Laps]], sizes: Sizes) -> None:
         table.add_column(column, justify="right" if column in ("ms", "M ids/s") else "left")
     for optimizer, engines in results.items():
         for engine, laps in engines.items():
-            parts = {**laps, "train": sums(laps, TRAIN["ours"])} if engine == "ours" else dict(laps)
-            for part, values in {**parts, "whole": sums(laps, None)}.items():
+            parts = {name: values for name, values in laps.items() if name != CPU}
+            if engine == "ours":
+                parts["train"] = sums(laps, TRAIN["ours"])
+            for part, values in {**parts, "whole": sums(laps, None), CPU: laps[CPU]}.items():
                 s = spread(values)
                 rate = f"{sizes.ids / s['median'] / 1e3:.0f}"
                 table.add_row(optimizer, engine, part, f"{s['median']:.1f}", f"{s['p20']:.1f} .. {s['p80']:.1f}", rate)
@@ -219,7 +228,7 @@ def main() -> None:
         if python:
             pythons["fbgemm"] = python
     results, claims = {}, []
-    with tempfile.TemporaryDirectory(prefix="thermocline-mem-") as name:
+    with tempfile.TemporaryDirectory(prefix="thermocline-mem-") as name, noise() as others:
         folder = Path(name)
         batch = write_batches(sizes, folder)
         console.print(f"{sizes} {batch}, {args.threads} threads each")
@@ -227,10 +236,11 @@ def main() -> None:
             results[optimizer] = duel(optimizer, pythons, folder, sizes, args.threads)
             claims += claims_of(optimizer, results[optimizer])
     print_laps(results, sizes)
+    console.print(f"others kept {others['others_cpu']:.0%} of the machine busy meanwhile")
     print_claims("memory tier", claims)
     if args.json:
         medians = {o: {e: {k: spread(v) for k, v in laps.items()} for e, laps in r.items()} for o, r in results.items()}
-        record = {"environment": environment(("torch", "numpy")), "sizes": dataclasses.asdict(sizes), **batch}
+        record = {"environment": environment(("torch", "numpy")), "sizes": dataclasses.asdict(sizes), **batch, **others}
         write_json(args.json, {**record, "threads": args.threads, "milliseconds": medians}, claims)
 
 

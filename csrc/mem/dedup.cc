@@ -13,14 +13,16 @@
 #include <utility>
 #include <vector>
 
+#include "mem/kernels.h"
 #include "util/error.h"
-#include "util/hash.h"
 
 namespace thermocline {
 namespace {
 
 constexpr size_t kPartitionIds = 8192;
+constexpr size_t kMinPartitions = 2;  // a shift by 64 bits is not defined
 constexpr size_t kMaxPartitions = 256;
+constexpr size_t kHashed = 256;
 constexpr uint32_t kEmpty = ~uint32_t{0};
 
 // Arrays of n elements; a partition uses its own range of each, for its ids or for its unique keys.
@@ -30,7 +32,7 @@ struct Scattered {
   uint32_t* unique;   // per id: where its unique key is in the two arrays below; later that key's rank
   uint32_t* rank;     // per unique key: its place in the working set
   uint32_t* count;    // per unique key: occurrences, later the cursor into `order`
-  uint8_t* is_first;  // by position in the batch: the first occurrence of its key
+  uint8_t* is_first;  // by position in the batch: the first occurrence of its key; until then its partition
 };
 constexpr size_t kBytesPerId = 25;
 
@@ -52,7 +54,7 @@ class Run {
         ids_(ids),
         n_(n),
         s_(scattered),
-        parts_(std::bit_ceil(std::clamp<size_t>(n / kPartitionIds, 1, kMaxPartitions))),
+        parts_(std::bit_ceil(std::clamp<size_t>(n / kPartitionIds, kMinPartitions, kMaxPartitions))),
         shift_(64 - std::countr_zero(parts_)),
         chunks_(std::min<size_t>(size_t{4} * pool.size(), n / kPartitionIds + 1)),
         begin_(parts_ + 1, 0),
@@ -77,13 +79,17 @@ class Run {
   void scatter() {
     // place[c][p]: where chunk c writes its next id of partition p.
     std::vector<std::vector<uint32_t>> place(chunks_, std::vector<uint32_t>(parts_, 0));
-    const int shift = shift_;
-    const auto part_of = [shift](uint64_t key) { return shift == 64 ? 0 : hash_key(key) >> shift; };
     pool_.parallel(chunks_, [&](size_t c) {
       const auto [begin, end] = chunk(c);
-      const uint64_t* const ids = ids_;
+      const int shift = shift_;
       uint32_t* const counts = place[c].data();
-      for (size_t i = begin; i < end; ++i) ++counts[part_of(ids[i])];
+      uint8_t* const parts = s_.is_first;
+      uint64_t hashes[kHashed];
+      for (size_t b = begin; b < end; b += kHashed) {
+        const size_t m = std::min(kHashed, end - b);
+        kernels().hash_keys(ids_ + b, m, hashes);
+        for (size_t i = 0; i < m; ++i) ++counts[parts[b + i] = static_cast<uint8_t>(hashes[i] >> shift)];
+      }
     });
     uint32_t sum = 0;
     for (size_t p = 0; p < parts_; ++p) {
@@ -98,7 +104,7 @@ class Run {
       uint32_t* const next = place[c].data();
       uint32_t* const inverse = out_.inverse.get();
       for (size_t i = begin; i < end; ++i) {
-        const uint32_t to = next[part_of(ids[i])]++;
+        const uint32_t to = next[s.is_first[i]]++;
         inverse[i] = to;
         s.keys[to] = ids[i];
         s.pos[to] = static_cast<uint32_t>(i);
@@ -117,20 +123,25 @@ class Run {
     uint32_t* const table = table_memory.data();
     uint64_t* const known = known_memory.data();
     uint32_t found = 0;
-    for (uint32_t j = lo; j < lo + size; ++j) {
-      const uint64_t key = s.keys[j];
-      uint64_t at = hash_key(key) & mask;
-      uint32_t u = table[at];
-      while (u != kEmpty && known[u] != key) u = table[at = (at + 1) & mask];
-      if (u == kEmpty) {
-        u = found++;
-        table[at] = u;
-        known[u] = key;
-        s.count[lo + u] = 0;
-        s.is_first[s.pos[j]] = 1;
+    uint64_t hashes[kHashed];
+    for (uint32_t b = lo; b < lo + size; b += kHashed) {
+      const uint32_t end = std::min<uint32_t>(b + kHashed, lo + size);
+      kernels().hash_keys(s.keys + b, end - b, hashes);
+      for (uint32_t j = b; j < end; ++j) {
+        const uint64_t key = s.keys[j];
+        uint64_t at = hashes[j - b] & mask;
+        uint32_t u = table[at];
+        while (u != kEmpty && known[u] != key) u = table[at = (at + 1) & mask];
+        if (u == kEmpty) {
+          u = found++;
+          table[at] = u;
+          known[u] = key;
+          s.count[lo + u] = 0;
+          s.is_first[s.pos[j]] = 1;
+        }
+        s.unique[j] = lo + u;
+        ++s.count[lo + u];
       }
-      s.unique[j] = lo + u;
-      ++s.count[lo + u];
     }
     uniques_[p] = found;
   }

@@ -81,6 +81,9 @@ void apply_gradients(ThreadPool& pool, const Rows& rows, const uint32_t* slots, 
 // One implementation per instruction set (kernels_impl.h): single-threaded, on ranges.
 struct Kernels {
   const char* name;
+  // out[i] = hash_key(keys[i]), and mem_hash of that (util/hash.h). Not in place.
+  void (*hash_keys)(const uint64_t* keys, size_t n, uint64_t* out);
+  void (*mem_hash_keys)(const uint64_t* keys, size_t n, uint64_t* out);
   // scratch: 2 * dim floats.
   void (*pool)(const PoolArgs&, size_t bag_begin, size_t bag_end, float* scratch);
   // Skips keys of more than `hot` occurrences.

@@ -1,5 +1,6 @@
 // Kernels for machines with AVX-512: chosen at run time.
 #include "mem/kernels.h"
+#include "util/hash.h"
 
 #if defined(THERMOCLINE_X86_KERNELS)
 #include <immintrin.h>
@@ -11,7 +12,8 @@ namespace thermocline {
 
 #include "mem/kernels_impl.h"
 
-const Kernels kKernelsAvx512 = {"avx512", any_pool, any_update, any_sum, any_blocks, any_apply};
+const Kernels kKernelsAvx512 = {"avx512",   hash_keys, mem_hash_keys, any_pool,
+                                any_update, any_sum,   any_blocks,    any_apply};
 
 }  // namespace thermocline
 #endif

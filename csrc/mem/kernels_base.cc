@@ -1,5 +1,6 @@
 // Kernels for any machine of the architecture.
 #include "mem/kernels.h"
+#include "util/hash.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -9,6 +10,6 @@ namespace thermocline {
 
 #include "mem/kernels_impl.h"
 
-const Kernels kKernelsBase = {"base", any_pool, any_update, any_sum, any_blocks, any_apply};
+const Kernels kKernelsBase = {"base", hash_keys, mem_hash_keys, any_pool, any_update, any_sum, any_blocks, any_apply};
 
 }  // namespace thermocline

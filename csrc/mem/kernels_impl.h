@@ -120,6 +120,16 @@ TC_INLINE void prefetch(const void* row, size_t bytes) {
   }
 }
 
+// ---- hashes
+
+void hash_keys(const uint64_t* __restrict keys, size_t n, uint64_t* __restrict out) {
+  for (size_t i = 0; i < n; ++i) out[i] = hash_key(keys[i]);
+}
+
+void mem_hash_keys(const uint64_t* __restrict keys, size_t n, uint64_t* __restrict out) {
+  for (size_t i = 0; i < n; ++i) out[i] = mem_hash(hash_key(keys[i]));
+}
+
 constexpr size_t kAheadIds = 24;
 constexpr size_t kAheadKeys = 8;
 

@@ -10,7 +10,7 @@ namespace thermocline {
 namespace {
 
 constexpr size_t kTaskRows = 4096;
-constexpr size_t kCachedKeys = 32768;
+constexpr size_t kCachedKeys = 65536;
 
 }  // namespace
 

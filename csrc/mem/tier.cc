@@ -14,6 +14,7 @@ namespace {
 
 constexpr size_t kSmallKeys = 65536;
 constexpr size_t kScratches = 2;
+constexpr size_t kHashed = 256;
 constexpr size_t kInlineKeys = 2048;  // fewer are not worth waking threads
 
 }  // namespace
@@ -125,16 +126,23 @@ MemTier::Hash MemTier::hash(uint64_t key) const {
 }
 
 // A stable counting sort: within a shard, keys keep the order of the batch, whatever the number of threads.
-template <typename ShardOf, typename TagOf>
-void MemTier::group(Scratch& s, size_t n, const ShardOf& shard_of, const TagOf& tag_of, const ShardTask& f) {
+template <typename KeyOf>
+void MemTier::group(Scratch& s, size_t n, const KeyOf& key_of, uint32_t* tags, const ShardTask& f) {
   const size_t shards = plan_.shards;
   const size_t chunks = std::min<size_t>(size_t{4} * pool_.size(), n / kInlineKeys + 1);
   std::vector<uint32_t> place(chunks * shards, 0);
   pool_.parallel(chunks, [&](size_t c) {
-    const size_t end = n * (c + 1) / chunks;
+    const size_t end = n * (c + 1) / chunks, mask = shards - 1;
     uint32_t* const counts = place.data() + c * shards;
     uint8_t* const shard = s.shard;
-    for (size_t i = n * c / chunks; i < end; ++i) ++counts[shard[i] = shard_of(i)];
+    uint64_t keys[kHashed], hashes[kHashed];
+    for (size_t b = n * c / chunks; b < end; b += kHashed) {
+      const size_t m = std::min(kHashed, end - b);
+      for (size_t i = 0; i < m; ++i) keys[i] = key_of(b + i);
+      kernels().mem_hash_keys(keys, m, hashes);
+      for (size_t i = 0; i < m; ++i) ++counts[shard[b + i] = static_cast<uint8_t>(hashes[i] >> 56 & mask)];
+      for (size_t i = 0; tags && i < m; ++i) tags[b + i] = static_cast<uint32_t>(hashes[i]);
+    }
   });
   std::vector<uint32_t> begin(shards + 1, 0);
   uint32_t sum = 0;
@@ -148,7 +156,8 @@ void MemTier::group(Scratch& s, size_t n, const ShardOf& shard_of, const TagOf& 
     uint32_t* const next = place.data() + c * shards;
     const uint8_t* const shard = s.shard;
     Probe* const probes = s.probes;
-    for (size_t i = n * c / chunks; i < end; ++i) probes[next[shard[i]]++] = {static_cast<uint32_t>(i), tag_of(i)};
+    for (size_t i = n * c / chunks; i < end; ++i)
+      probes[next[shard[i]]++] = {static_cast<uint32_t>(i), tags ? tags[i] : 0};
   });
   const auto task = [&](size_t h) {
     if (begin[h] == begin[h + 1]) return;
@@ -164,23 +173,17 @@ void MemTier::group(Scratch& s, size_t n, const ShardOf& shard_of, const TagOf& 
 
 void MemTier::by_shard(Scratch& s, const uint64_t* keys, const uint32_t* pick, size_t n, const ShardTask& f) {
   // The tags wait in `slots`, which nobody uses before f has run.
-  const auto shard_of = [keys, pick, tags = s.slots, mask = plan_.shards - 1](size_t i) {
-    const uint64_t m = mem_hash(hash_key(keys[pick ? pick[i] : i]));
-    tags[i] = static_cast<uint32_t>(m);
-    return static_cast<uint8_t>(m >> 56 & mask);
-  };
-  group(s, n, shard_of, [tags = s.slots](size_t i) { return tags[i]; }, f);
+  if (pick) group(s, n, [keys, pick](size_t i) { return keys[pick[i]]; }, s.slots, f);
+  else group(s, n, [keys](size_t i) { return keys[i]; }, s.slots, f);
 }
 
 void MemTier::slots_by_shard(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, const ShardTask& f) {
-  const auto shard_of_key = [this, keys](size_t i) { return static_cast<uint8_t>(hash(keys[i]).shard); };
-  const auto shard_of_slot = [this, m = meta(), slots, n](size_t i) {
+  const auto key_of_slot = [m = meta(), slots, n](size_t i) {
     __builtin_prefetch(&m[slots[std::min(i + 16, n - 1)]]);
-    return static_cast<uint8_t>(hash(m[slots[i]].key).shard);
+    return m[slots[i]].key;
   };
-  const auto no_tag = [](size_t) { return 0u; };
-  if (keys) group(s, n, shard_of_key, no_tag, f);
-  else group(s, n, shard_of_slot, no_tag, f);
+  if (keys) group(s, n, [keys](size_t i) { return keys[i]; }, nullptr, f);
+  else group(s, n, key_of_slot, nullptr, f);
 }
 
 void MemTier::check_slots(const uint32_t* slots, size_t n) const {

@@ -123,8 +123,8 @@ class MemTier {
   // The same for slots in use, and their keys if the caller has them: a slot's shard follows from its key, and without
   // the keys all metadata must be read for that. The tags of the probes are not set.
   void slots_by_shard(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, const ShardTask& f);
-  template <typename ShardOf, typename TagOf>
-  void group(Scratch& s, size_t n, const ShardOf& shard_of, const TagOf& tag_of, const ShardTask& f);
+  template <typename KeyOf>
+  void group(Scratch& s, size_t n, const KeyOf& key_of, uint32_t* tags, const ShardTask& f);
   // f(begin, end) over ranges of n rows, in parallel.
   template <typename F>
   void for_rows(size_t n, const F& f);
