@@ -96,16 +96,13 @@ MUTANTS = [
         "    } catch (const CorruptionError&) {\n      epochs_.erase(epoch);",
     ),
     Mutant(
-        "files of retained epochs are collected",
-        "ssd/catalog.cc",
-        "    needed.insert(epoch.files.begin(), epoch.files.end());",
-        "    if (&epoch == &epochs_.rbegin()->second) needed.insert(epoch.files.begin(), epoch.files.end());",
+        "files of retained epochs are collected", "ssd/catalog.cc", "    ++entry.epochs;\n", "    entry.epochs = 1;\n"
     ),
     Mutant(
         "release removes files before its manifest is durably gone",
         "ssd/catalog.cc",
-        "  ctx_.fs->sync_dir(ctx_.path);\n  epochs_.erase(epoch);",
-        "  epochs_.erase(epoch);",
+        "  ctx_.fs->sync_dir(ctx_.path);\n  forget(epoch);",
+        "  forget(epoch);",
     ),
     Mutant(
         "a failed commit's files are collected while its manifest is there",
@@ -123,8 +120,8 @@ MUTANTS = [
     Mutant(
         "older versions in the log win",
         "ssd/index.cc",
-        "return static_cast<int32_t>(a - b) > 0; });",
-        "return static_cast<int32_t>(a - b) < 0; });",
+        "(found && before(page, *vpage))",
+        "(found && !before(page, *vpage))",
     ),
     Mutant(
         "a checkpoint's last name is not synced",
