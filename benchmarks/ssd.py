@@ -352,7 +352,7 @@ def print_rates(results: Result) -> None:
     busy = [r.get("others_cpu", 0.0) for r in (results.get("get", {}), results.get("floor", {}))]
     busy += [r.get("others_cpu", 0.0) for r in results.get("cycle", {}).values()]
     if max(busy) > 0.1:
-        console.print(f"[yellow]others used up to {max(busy):.0%} of the processors meanwhile: times and their ratios suffer[/]")
+        console.print(f"[yellow]others used up to {max(busy):.0%} of the processors: times and ratios suffer[/]")
 
 
 def disk_needed(sizes: Sizes, wanted: list[str], kinds: list[str]) -> int:
