@@ -1,9 +1,11 @@
 """Types of the C++ module (csrc/bind)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Buffer
 
 class StoreOptions:
     row_bytes: int
@@ -149,3 +151,71 @@ class Synth:
     def key_of(self, field: int, rank: int) -> int: ...
 
 def to_text(ids: _Keys, offsets: _Offsets, fields: int, labels: _Floats, with_fields: bool) -> bytes: ...
+
+# Readers of files (csrc/data/parse.h says what each format accepts). All calls release the GIL and may run at once.
+_Doubles = npt.NDArray[np.float64]
+_Mask = npt.NDArray[np.bool_]
+# Role "label", "key", "dense", "number_key" or "ignore"; name; then for numbers: log, mean, inverse deviation, and the
+# bucket: a width, "log_square" or "none".
+_Column = tuple[str, str, bool, float, float, float | str]
+# ids, offsets [examples * fields + 1], weights (None: all are 1), dense [examples * dense], labels, the first malformed
+# lines (number in the block from 0, empty lines counted; cause), how many lines were malformed.
+_Parsed = tuple[_Keys, _Offsets, _Floats | None, _Floats, _Floats, list[tuple[int, str]], int]
+# ids, offsets, weights, dense, labels: the first five of _Parsed.
+_Examples = tuple[_Keys, _Offsets, _Floats | None, _Floats, _Floats]
+
+class TextParser:
+    def __init__(
+        self,
+        kind: str,  # "libsvm", "libffm" or "table"
+        *,
+        delimiter: str = "\t",  # table: one byte
+        quoting: bool = False,  # table: fields may be "quoted, with ""quotes"" inside"; no line breaks inside
+        columns: Sequence[_Column] = (),  # table: all of them, in file order
+        fields: int = 0,  # libsvm by position, libffm; a table's: its "key" and "number_key" columns, in order
+        one_bag: bool = False,  # libsvm: a line is one bag of field "0"
+        raw_keys: bool = False,  # values are decimal 64-bit keys, taken as they are
+    ) -> None: ...
+    # `block`: whole lines. skip_errors: malformed lines are left out (at most 16 are described, all are counted);
+    # otherwise parsing ends at the first one, which is described, with the examples before it.
+    def parse(self, block: Buffer, skip_errors: bool) -> _Parsed: ...
+    @property
+    def fields(self) -> int: ...
+    @property
+    def dense(self) -> int: ...
+
+# The key of one value: xxh64(value, seed = xxh64(field, 0)).
+def key_of(field: str, value: bytes) -> int: ...
+
+# Arrow columns: the keys that a text file with the same values gives. `valid`: a bool per value, None: all are;
+# what is not valid, and NaN, is the empty value "". Offsets may begin anywhere in `data` (slices).
+def hash_strings(
+    field: str,
+    offsets: npt.NDArray[np.int32] | npt.NDArray[np.int64],
+    data: npt.NDArray[np.uint8],
+    valid: _Mask | None = None,
+) -> _Keys: ...
+def hash_ints(
+    field: str, values: npt.NDArray[np.int64] | npt.NDArray[np.uint64], valid: _Mask | None = None
+) -> _Keys: ...
+def hash_floats(field: str, values: _Doubles | _Floats, valid: _Mask | None = None) -> _Keys: ...
+
+# Numbers as a table's "dense" and "number_key" columns treat them. Missing: 0 and the key of "". Infinity raises.
+def number_dense(
+    values: _Doubles, valid: _Mask | None, log: bool, mean: float, inverse_deviation: float
+) -> _Floats: ...
+def number_keys(
+    field: str,
+    values: _Doubles,
+    valid: _Mask | None,
+    log: bool,
+    mean: float,
+    inverse_deviation: float,
+    bucket: float | str,
+) -> _Keys: ...
+
+# Examples by their numbers in the concatenation of `blocks`: shuffling and cutting into batches. There are weights when
+# any block has some.
+def gather_examples(
+    blocks: Sequence[_Examples], fields: int, dense: int, order: npt.NDArray[np.int64]
+) -> _Examples: ...
