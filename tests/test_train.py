@@ -99,6 +99,10 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, place: str, optim
     result = trainer_of(world, path, **FULL).fit(TRAIN, VALID, TEST, resume=True)
     assert differing(world.bits(), expected) == []
     assert result.progress == whole.progress
+    assert result.test is not None
+    assert whole.test is not None
+    assert whole.test.pop("examples_per_s") > 0
+    assert result.test.pop("examples_per_s") > 0
     assert result.test == whole.test
     assert lines_of(path) == lines_of(tmp_path / "whole")
     world.close()
@@ -276,9 +280,9 @@ def test_metrics_file_tensorboard_and_plain_lines(tmp_path: Path, capsys: pytest
     trainer.fit(TRAIN, VALID, TEST)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["event"] for row in rows] == ["train"] * 3 + ["valid", "test"]
-    assert rows[-1].keys() >= {"auc", "logloss", "ne", "calibration", "examples", "step"}
+    assert rows[-1].keys() >= {"auc", "logloss", "ne", "calibration", "examples", "step", "examples_per_s"}
     log = rows[2]
-    assert log.keys() >= {"loss", "auc", "logloss", "ne", "calibration", "examples_per_second", "rate"}
+    assert log.keys() >= {"loss", "auc", "logloss", "ne", "calibration", "examples_per_s", "rate"}
     assert set(log["tables"]) == {"a", "b"}
     for sources in rows[0]["tables"].values():
         assert sum(sources.values()) == pytest.approx(1)

@@ -39,7 +39,7 @@ _HOME = {
     "Progress": "progress",
     "Result": "progress",
     "Schedule": "schedule",
-    "TrainConfig": "train",
+    "TrainConfig": "train_config",
     "Trainer": "train",
     "prefetch": "pipeline.prefetch",
     "EmbeddingBag": "tables.bag",
@@ -103,7 +103,8 @@ if TYPE_CHECKING:
     from thermocline.tables.reference import ReferenceTable as ReferenceTable
     from thermocline.tables.ssd import SsdStats as SsdStats, SsdStore as SsdStore
     from thermocline.tables.table import Table as Table
-    from thermocline.train import TrainConfig as TrainConfig, Trainer as Trainer
+    from thermocline.train import Trainer as Trainer
+    from thermocline.train_config import TrainConfig as TrainConfig
 
 
 def __getattr__(name: str) -> Any:

@@ -86,13 +86,16 @@ class TensorBoard(Callback):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._writer: Any = None
+        self._purge = 0
 
     def on_start(self, trainer: Trainer) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(self._path), purge_step=trainer.progress.step + 1)
+        self._purge = trainer.progress.step + 1
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
+        if self._writer is None:  # not before the first step: the import takes a second
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._path), purge_step=self._purge)
         for name, value in _numbers(row["event"], row):
             self._writer.add_scalar(name, value, row["step"])
 

@@ -54,7 +54,7 @@ class Display(Callback):
         parts = [
             f"epoch {row['epoch'] + 1}/{self._epochs}  step {row['step']}  loss {row['loss']:.4f}",
             *(f"{name} {row[key]:.4f}" for name, key in (("AUC", "auc"), ("NE", "ne")) if row.get(key) is not None),
-            f"{row['examples_per_second']:,.0f} examples/s",
+            f"{row['examples_per_s']:,.0f} examples/s",
         ]
         for name, sources in row["tables"].items():
             if sources["mem"] is not None:

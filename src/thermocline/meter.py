@@ -75,7 +75,7 @@ class Meter:
         row = {
             "loss": self._loss / max(1, self._steps),
             **self._metrics.compute(),
-            "examples_per_second": self._examples / max(wall - self._away, 1e-9),
+            "examples_per_s": self._examples / max(wall - self._away, 1e-9),
             "tables": {table.name: self._sources(table) for table in self._tables},
             "stages": {stage.name: self._shares(stage, wall) for stage in stages},
         }

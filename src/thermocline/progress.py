@@ -37,7 +37,7 @@ class Result:
 
     progress: Progress
     test: Row | None
-    """auc, logloss, ne, calibration, examples."""
+    """auc, logloss, ne, calibration, examples; examples_per_s: of training in this process, if there was any."""
     seconds: float
     """Of training in this process; validation and checkpoints not counted."""
     examples: int

@@ -28,59 +28,11 @@ from thermocline.metrics import ExactMetrics
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.pipeline.stages import StageStats
 from thermocline.progress import Progress, Result
-from thermocline.schedule import Schedule
 from thermocline.signals import caught_signals
 from thermocline.tables.table import Table
+from thermocline.train_config import TrainConfig as TrainConfig
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """How to train. Every field has a default that trains one epoch and saves at its end."""
-
-    epochs: int = 1
-    """Passes over the training data."""
-    steps: int | None = None
-    """The run ends after so many steps, wherever in an epoch that is; endless data needs it."""
-    schedule: Schedule = dataclasses.field(default_factory=Schedule)
-    """What the learning rates of dense parameters and tables are multiplied by, step by step."""
-    clip_norm: float | None = None
-    """Gradients are scaled down to this norm: those of all dense parameters together, and those of each table."""
-    valid_every: int | None = None
-    """Steps between validations; none: after each epoch."""
-    patience: int | None = None
-    """The run ends after so many validations without a better AUC; at its end, the best validated state is restored."""
-    checkpoint_every: int | None = None
-    """Steps between checkpoints."""
-    checkpoint_minutes: float | None = 10.0
-    """Minutes between checkpoints. Whatever is set here, the end is saved."""
-    keep: int = 2
-    """Checkpoints that stay, beside the best."""
-    depth: int = 4
-    """Of the pipeline: see `tc.prefetch`."""
-    pull_window: int = 1
-    """Of the pipeline: see `tc.prefetch`."""
-    log_every: int = 100
-    """Steps between lines of training metrics."""
-    torch_threads: int | None = None
-    """Threads of torch, on which its bits depend; none: as they are. A resumed run gets those it was saved with."""
-    tensorboard: bool = True
-    """Scalars in run_dir/tensorboard."""
-    display: bool = True
-    """A live display, or lines where there is no terminal."""
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "keep", "depth", "pull_window", "log_every"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("steps", "valid_every", "patience", "checkpoint_every", "torch_threads"):
-            self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or None")
-        for name in ("clip_norm", "checkpoint_minutes"):
-            self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "above 0, or None")
-
-    def _require(self, name: str, fine: bool, rule: str) -> None:
-        if not fine:
-            raise ValueError(f"TrainConfig.{name} is {getattr(self, name)!r}: it must be {rule}")
 
 
 class Trainer:
@@ -111,8 +63,8 @@ class Trainer:
         self.progress = Progress()
         self.position: Any = None
         """Of the last trained batch."""
-        self.total_steps: int | None = None
-        """Of the whole run, where that is known."""
+        self._epoch_batches: int | None = None
+        """As the loader says or estimates; after the first whole epoch, as counted."""
         self.ending = ""
         self.save_seconds = 0.0
         self._run_dir = None if run_dir is None else Path(run_dir)
@@ -159,10 +111,14 @@ class Trainer:
                             self._end_epoch(valid)
                 step = self._finish(valid, interrupted=bool(caught))
             seconds = self._meter.seconds
-            tested = None if test is None else self._report("test", {**self.evaluate(test), "step": step})
+            trained = self.progress.examples - already
+            tested = None
+            if test is not None:
+                speed = trained / seconds if trained else None
+                tested = self._report("test", {**self.evaluate(test), "step": step, "examples_per_s": speed})
         finally:
             self._call("on_end")
-        return Result(self.progress, tested, seconds, self.progress.examples - already)
+        return Result(self.progress, tested, seconds, trained)
 
     @property
     def finished(self) -> bool:
@@ -170,6 +126,13 @@ class Trainer:
         progress, config = self.progress, self.config
         out_of_steps = config.steps is not None and progress.step >= config.steps
         return self._stop or progress.stopped or out_of_steps or progress.epoch >= config.epochs
+
+    @property
+    def total_steps(self) -> int | None:
+        """Of the whole run, as far as is known; none: endless data."""
+        config, batches = self.config, self._epoch_batches
+        limits = (config.steps, None if batches is None else config.epochs * batches)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def stop(self) -> None:
         """Ends the run after the current step."""
@@ -233,6 +196,7 @@ class Trainer:
                 f"a generator runs only once; give a list or a loader whose iteration can begin anew"
             )
         self.progress.epoch += 1
+        self._epoch_batches = self.progress.batch
         self.progress.batch, self.position = 0, None
         self._meter.new_epoch()
         if valid is not None and self.config.valid_every is None:
@@ -311,8 +275,7 @@ class Trainer:
                 raise ThermoclineError(
                     f"{self._run_dir} already has a run: resume=True goes on with it, or use another folder"
                 )
-        with contextlib.suppress(TypeError):  # endless data has no length
-            self.total_steps = config.steps or config.epochs * len(train)  # type: ignore[arg-type]
+        self._epoch_batches = _batches_of(train)
         self.ending = "ended by an error"
         self._callbacks = [*self._own_callbacks(), *self._given_callbacks]
         self._saved_at = time.monotonic()
@@ -375,6 +338,14 @@ class Trainer:
     def _call(self, what: str, *args: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, what)(self, *args)
+
+
+def _batches_of(train: Any) -> int | None:
+    """Batches per epoch, counted or estimated by the loader; none: it cannot say."""
+    with contextlib.suppress(TypeError):  # endless data has no length
+        return len(train)
+    estimate = getattr(train, "estimated_batches", None)
+    return None if estimate is None else estimate()
 
 
 def tables_of(model: torch.nn.Module) -> list[Table]:

@@ -1,0 +1,55 @@
+"""How to train: the settings of `tc.Trainer`, and the [train] section of a config file. Loads no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from thermocline.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How to train. Every field has a default that trains one epoch and saves at its end."""
+
+    epochs: int = 1
+    """Passes over the training data."""
+    steps: int | None = None
+    """The run ends after so many steps, wherever in an epoch that is; endless data needs it."""
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)
+    """What the learning rates of dense parameters and tables are multiplied by, step by step."""
+    clip_norm: float | None = None
+    """Gradients are scaled down to this norm: those of all dense parameters together, and those of each table."""
+    valid_every: int | None = None
+    """Steps between validations; none: after each epoch."""
+    patience: int | None = None
+    """The run ends after so many validations without a better AUC; at its end, the best validated state is restored."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints."""
+    checkpoint_minutes: float | None = 10.0
+    """Minutes between checkpoints. Whatever is set here, the end is saved."""
+    keep: int = 2
+    """Checkpoints that stay, beside the best."""
+    depth: int = 4
+    """Of the pipeline: see `tc.prefetch`."""
+    pull_window: int = 1
+    """Of the pipeline: see `tc.prefetch`."""
+    log_every: int = 100
+    """Steps between lines of training metrics."""
+    torch_threads: int | None = None
+    """Threads of torch, on which its bits depend; none: as they are. A resumed run gets those it was saved with."""
+    tensorboard: bool = True
+    """Scalars in run_dir/tensorboard."""
+    display: bool = True
+    """A live display, or lines where there is no terminal."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "keep", "depth", "pull_window", "log_every"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("steps", "valid_every", "patience", "checkpoint_every", "torch_threads"):
+            self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or None")
+        for name in ("clip_norm", "checkpoint_minutes"):
+            self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "above 0, or None")
+
+    def _require(self, name: str, fine: bool, rule: str) -> None:
+        if not fine:
+            raise ValueError(f"TrainConfig.{name} is {getattr(self, name)!r}: it must be {rule}")
