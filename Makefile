@@ -12,7 +12,12 @@ CPP_FILES = $(wildcard csrc/*/*.cc csrc/*/*.h)
 PY_FILES = $(wildcard src tests tools benchmarks examples)
 comma := ,
 
-.PHONY: cpp-tests demo test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize bench clean setup
+CLANG = clang++
+FUZZ_SECONDS = 300
+FUZZ_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/data/parse*.cc)) csrc/data/columns.cc csrc/data/parse_fuzz_test.cc
+
+.PHONY: cpp-tests demo test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize fuzz bench \
+  clean setup
 
 demo: build-inplace
 	$(PYTHON) -m thermocline.demo
@@ -71,8 +76,17 @@ test-sanitize:
 	$(call configure_cpp,$(BUILD)/tsan,-DTHERMOCLINE_SANITIZE=thread)
 	setarch -R $(BUILD)/tsan/thermocline_tests
 
+# What it finds goes to $(BUILD)/fuzz; an input that failed belongs into tests/data/corpus.
+fuzz:
+	@command -v $(CLANG) > /dev/null || { echo "make fuzz needs libFuzzer, which comes with clang (Debian: apt-get install \
+	  clang); $(CLANG) is not here. Without it, make test-cpp runs the corpus and seeded mutations of it."; exit 1; }
+	@mkdir -p $(BUILD)/fuzz
+	$(CLANG) -std=c++20 -O1 -g -Wall -Wextra -Icsrc -DTHERMOCLINE_LIBFUZZER -fsanitize=fuzzer,address,undefined \
+	  -fno-sanitize-recover=all $(FUZZ_SOURCES) -o $(BUILD)/fuzz_parse
+	$(BUILD)/fuzz_parse -max_total_time=$(FUZZ_SECONDS) -max_len=2000 -artifact_prefix=$(BUILD)/ $(BUILD)/fuzz tests/data/corpus
+
 bench: build-inplace
-	for file in $(wildcard benchmarks/ssd.py benchmarks/mem.py); do $(PYTHON) $$file --quick || exit 1; done
+	for file in $(wildcard benchmarks/ssd.py benchmarks/mem.py benchmarks/read.py); do $(PYTHON) $$file --quick || exit 1; done
 
 clean:
 	rm -rf $(BUILD) .venv .venv.lock src/thermocline/core/_core*.so

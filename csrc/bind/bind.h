@@ -19,5 +19,6 @@ using RowsOutArg = nanobind::ndarray<uint8_t, nanobind::ndim<2>, nanobind::devic
 void bind_store(nanobind::module_& m);
 void bind_mem(nanobind::module_& m);
 void bind_data(nanobind::module_& m);
+void bind_read(nanobind::module_& m);
 
 }  // namespace thermocline

@@ -78,4 +78,5 @@ NB_MODULE(_core, m) {
   bind_store(m);
   bind_mem(m);
   bind_data(m);
+  bind_read(m);
 }

@@ -1,0 +1,122 @@
+"""One reader of benchmarks/read.py, in a process of its own: `python read_workers.py NAME FILE THREADS`.
+
+Prints its version, or "missing: ..." where it is not installed; then, for every line on standard input, reads the whole
+file once and prints seconds, processor seconds and the number of rows. Runs in any Python that has the reader.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+NUMBERS = [f"I{i}" for i in range(1, 14)]
+CATEGORIES = [f"C{i}" for i in range(1, 27)]
+BLOCK = 4 << 20
+
+
+def ours(path: str, threads: int) -> Callable[[], int]:
+    """Labels, offsets and 39 keys per line, 13 of them numbers in buckets; no block's result is kept."""
+    from thermocline.core import _core
+
+    plain = (False, 0.0, 1.0)
+    columns = [("label", "label", *plain, "none")]
+    columns += [("number_key", name, *plain, "log_square") for name in NUMBERS]
+    columns += [("key", name, *plain, "none") for name in CATEGORIES]
+    parser = _core.TextParser("table", columns=columns)
+
+    def parse(block: bytes) -> int:
+        *_, labels, errors, _ = parser.parse(block, False)
+        if errors:
+            raise ValueError(errors[0])
+        return len(labels)
+
+    def blocks() -> Any:
+        rest = b""
+        with open(path, "rb") as file:
+            while data := file.read(BLOCK):
+                end = data.rfind(b"\n") + 1
+                if end > 0:
+                    yield rest + data[:end]
+                    rest = b""
+                rest += data[end:]
+        if rest:
+            yield rest
+
+    def read() -> int:
+        if threads == 1:
+            return sum(map(parse, blocks()))
+        rows, waiting = 0, []
+        for block in blocks():
+            waiting.append(pool.submit(parse, block))
+            if len(waiting) > 2 * threads:
+                rows += waiting.pop(0).result()
+        return rows + sum(future.result() for future in waiting)
+
+    pool = ThreadPoolExecutor(threads)
+    return read
+
+
+def pandas(path: str, threads: int, engine: str = "c") -> Callable[[], int]:
+    """A DataFrame of an integer, 13 floats (they may be missing) and 26 strings."""
+    import pandas
+
+    types = {"label": "int8", **dict.fromkeys(NUMBERS, "float64"), **dict.fromkeys(CATEGORIES, "str")}
+    options: dict[str, Any] = {"sep": "\t", "header": None, "names": list(types), "dtype": types, "engine": engine}
+    if engine == "pyarrow":
+        import pyarrow
+
+        pyarrow.set_cpu_count(threads)
+    return lambda: len(pandas.read_csv(path, **options))
+
+
+def polars(path: str, threads: int) -> Callable[[], int]:
+    """A DataFrame of 14 integer and 26 string columns; POLARS_MAX_THREADS is set by the caller."""
+    import polars
+
+    if polars.thread_pool_size() != threads:
+        raise ValueError(f"polars has {polars.thread_pool_size()} threads, not {threads}")
+    schema: dict[str, Any] = {
+        **dict.fromkeys(["label", *NUMBERS], polars.Int64),
+        **dict.fromkeys(CATEGORIES, polars.String),
+    }
+    return lambda: polars.read_csv(path, separator="\t", has_header=False, schema=schema).height
+
+
+def version(name: str) -> str:
+    import importlib.metadata
+
+    if name == "ours":
+        import thermocline
+
+        return thermocline.__version__
+    return importlib.metadata.version(name.split("-")[0])
+
+
+def main() -> None:
+    name, path, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+    makers: dict[str, Callable[[], Callable[[], int]]] = {
+        "ours": lambda: ours(path, threads),
+        "pandas": lambda: pandas(path, threads),
+        "pandas-pyarrow": lambda: pandas(path, threads, "pyarrow"),
+        "polars": lambda: polars(path, threads),
+    }
+    try:
+        read = makers[name]()
+    except ImportError as error:
+        print(f"missing: {error}", flush=True)
+        return
+    print(version(name), flush=True)
+    for _ in sys.stdin:
+        start, cpu = time.perf_counter(), sum(os.times()[:2])
+        rows = read()
+        print(time.perf_counter() - start, sum(os.times()[:2]) - cpu, rows, flush=True)
+
+
+if __name__ == "__main__":
+    main()

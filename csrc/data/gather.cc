@@ -1,0 +1,79 @@
+#include "data/gather.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "util/error.h"
+
+namespace thermocline {
+namespace {
+
+struct Place {
+  const Examples* block;
+  size_t example;
+};
+
+std::vector<Place> find_places(const std::vector<Examples>& blocks, const int64_t* order, size_t n) {
+  std::vector<size_t> ends;  // of the blocks, in examples
+  size_t total = 0;
+  for (const Examples& block : blocks) ends.push_back(total += block.examples);
+  std::vector<Place> places(n);
+  for (size_t i = 0; i < n; ++i) {
+    if (order[i] < 0 || static_cast<size_t>(order[i]) >= total) {
+      throw Error("gather_examples: there is no example " + std::to_string(order[i]) + " among " +
+                  std::to_string(total));
+    }
+    const auto e = static_cast<size_t>(order[i]);
+    const auto b = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), e) - ends.begin());
+    places[i] = {&blocks[b], e - (ends[b] - blocks[b].examples)};
+  }
+  return places;
+}
+
+}  // namespace
+
+Gathered gather_examples(const std::vector<Examples>& blocks, size_t fields, size_t dense, const int64_t* order,
+                         size_t n) {
+  const std::vector<Place> places = find_places(blocks, order, n);
+  const bool weighted =
+      std::any_of(blocks.begin(), blocks.end(), [](const Examples& b) { return b.weights != nullptr; });
+  Gathered out;
+  out.offsets.resize(n * fields + 1);
+  out.dense.resize(n * dense);
+  out.labels.resize(n);
+  out.offsets[0] = 0;
+
+  int64_t ids = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const auto [block, e] = places[i];
+    const int64_t* from = block->offsets + e * fields;
+    int64_t* to = out.offsets.data() + i * fields + 1;
+    const int64_t shift = ids - from[0];
+    bool right = from[0] >= 0 && static_cast<uint64_t>(from[fields]) <= block->id_count;
+    for (size_t f = 0; f < fields; ++f) {
+      right &= from[f] <= from[f + 1];
+      to[f] = from[f + 1] + shift;
+    }
+    if (!right) throw Error("gather_examples: the offsets of example " + std::to_string(order[i]) + " leave its ids");
+    ids += from[fields] - from[0];
+  }
+
+  out.ids.resize(static_cast<size_t>(ids));
+  if (weighted) out.weights.resize(static_cast<size_t>(ids));
+  size_t at = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const auto [block, e] = places[i];
+    const auto first = static_cast<size_t>(block->offsets[e * fields]);
+    const auto count = static_cast<size_t>(block->offsets[(e + 1) * fields]) - first;
+    std::copy_n(block->ids + first, count, out.ids.data() + at);
+    if (weighted && block->weights) std::copy_n(block->weights + first, count, out.weights.data() + at);
+    if (weighted && !block->weights) std::fill_n(out.weights.data() + at, count, 1.0f);
+    std::copy_n(block->dense + e * dense, dense, out.dense.data() + i * dense);
+    out.labels[i] = block->labels[e];
+    at += count;
+  }
+  return out;
+}
+
+}  // namespace thermocline

@@ -1,0 +1,31 @@
+// Keys of values: xxh64(value bytes, seed = xxh64(field name, 0)). Persisted in models: never to change.
+//
+// The value's bytes are its text in the file: what a CSV and a Parquet file of the same rows say alike gives the same
+// key. Integers are their decimal text, floats the shortest text that reads back the same (1.0 is "1"), booleans "0"
+// and "1", a missing value is "". Number features in buckets are the bucket's number as decimal text.
+#pragma once
+
+#include <charconv>
+#include <cstdint>
+#include <string_view>
+
+#include "util/hash.h"
+
+namespace thermocline {
+
+inline uint64_t field_seed(std::string_view field) { return xxh64(field.data(), field.size(), 0); }
+
+// xxh64 with a short way for eight bytes, the length of most values of Criteo's files.
+inline uint64_t hash_value(const char* p, size_t n, uint64_t seed) {
+  if (n != 8) return xxh64(p, n, seed);
+  return xxh64(p, 8, seed);  // the length is known: no loops remain
+}
+
+template <typename Number>  // integers, float, double
+uint64_t hash_number(Number number, uint64_t seed) {
+  char text[32];
+  const char* end = std::to_chars(text, text + sizeof text, number).ptr;
+  return hash_value(text, static_cast<size_t>(end - text), seed);
+}
+
+}  // namespace thermocline

@@ -1,0 +1,72 @@
+// Numbers in text: [+-] digits [. digits] [e [+-] digits], with a digit before or after the point; spaces around are
+// allowed. No hexadecimal, no "inf", no "nan", no locale.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace thermocline {
+
+enum class NumberStatus : uint8_t { kOk, kMissing, kNotANumber, kOutOfRange };
+
+// kMissing: nothing but spaces. kOutOfRange: larger than any double; what is too small is zero.
+NumberStatus parse_number(const char* p, const char* end, double& out);
+
+// As float32, which it must fit: kOutOfRange otherwise.
+NumberStatus parse_float(const char* p, const char* end, float& out);
+
+// The eight bytes at p as a word in which the first byte is the lowest; bytes at or after `limit` are not read (zero).
+inline uint64_t load_word(const char* p, const char* limit) {
+  uint64_t word = 0;
+  if (limit - p >= 8) [[likely]] {
+    std::memcpy(&word, p, 8);
+  } else {
+    std::memcpy(&word, p, static_cast<size_t>(limit - p));
+  }
+  return word;
+}
+
+// Nonzero bits in every byte up to the first that is no decimal digit; later bytes are undefined.
+inline uint64_t non_digits(uint64_t word) {
+  constexpr uint64_t kHigh = 0xf0f0f0f0f0f0f0f0ULL, kSix = 0x0606060606060606ULL, kThree = 0x3333333333333333ULL;
+  return ((word & kHigh) | (((word + kSix) & kHigh) >> 4)) ^ kThree;
+}
+
+// The value of eight decimal digits.
+inline uint32_t eight_digits(uint64_t word) {
+  word -= 0x3030303030303030ULL;
+  word = word * 10 + (word >> 8);
+  constexpr uint64_t kMask = 0x000000ff000000ffULL;
+  return static_cast<uint32_t>(
+      ((word & kMask) * 0x000f424000000064ULL + ((word >> 16) & kMask) * 0x0000271000000001ULL) >> 32);
+}
+
+// 1 to 8 digits at p and nothing else; `limit` as in load_word.
+inline bool parse_up_to_8(const char* p, size_t n, const char* limit, uint32_t& out) {
+  const uint64_t zeros = n == 8 ? 0 : 0x3030303030303030ULL >> (8 * n);
+  const uint64_t word = load_word(p, limit) << (64 - 8 * n) | zeros;
+  if (non_digits(word) != 0) return false;
+  out = eight_digits(word);
+  return true;
+}
+
+// How many decimal digits [p, end) begins with; `limit` as in load_word.
+inline size_t leading_digits(const char* p, const char* end, const char* limit) {
+  const char* q = p;
+  for (;;) {
+    const uint64_t other = non_digits(load_word(q, limit));
+    if (other != 0) {
+      q += std::countr_zero(other) / 8;
+      return static_cast<size_t>((q < end ? q : end) - p);
+    }
+    q += 8;
+    if (q >= end) return static_cast<size_t>(end - p);
+  }
+}
+
+// Decimal digits, at least one and nothing else, of a value below 2^64: kMissing, kNotANumber and kOutOfRange else.
+NumberStatus parse_key(const char* p, const char* end, uint64_t& out);
+
+}  // namespace thermocline

@@ -1,0 +1,378 @@
+// Tables: Criteo's TSV, CSV, TSV.
+#include <cmath>
+#include <utility>
+
+#include "data/hash_value.h"
+#include "data/parse_lines.h"
+#include "data/parse_number.h"
+#include "data/parse_scan.h"
+#include "util/error.h"
+
+namespace thermocline {
+namespace {
+
+// Why a value is malformed. Texts are made where the line is given up.
+enum class Cause : uint8_t {
+  kNone,
+  kNoLabel,
+  kBadLabel,
+  kBadNumber,
+  kTooLarge,
+  kNoKey,
+  kBadKey,
+  kColumns,
+  kOpenQuote,
+  kTextAfterQuote,
+};
+
+// Features of small integers, of which most numbers in logs are, are computed once.
+constexpr int64_t kSmallFirst = -16, kSmallEnd = 2048;
+
+struct Plan {
+  Role role;
+  uint64_t seed = 0;
+  std::vector<uint64_t> small_keys = {};  // number_key in buckets: the keys of kSmallFirst ..
+  std::vector<float> small_dense = {};    // dense: the features of kSmallFirst ..
+};
+
+// A piece of one line, and what follows it.
+struct Value {
+  const char* begin;
+  const char* end;
+  const char* next;   // its delimiter, its line's \n, or the block's end
+  const char* limit;  // nothing is read from here on
+};
+
+class TableParser final : public LineParser {
+ public:
+  explicit TableParser(ParseOptions options) : options_(std::move(options)) {
+    check_options();
+    for (const Column& column : options_.columns) {
+      Plan plan{.role = column.role, .seed = field_seed(column.name)};
+      fields += column.role == Role::kKey || column.role == Role::kNumberKey;
+      dense += column.role == Role::kDense;
+      for (int64_t i = kSmallFirst; i < kSmallEnd; ++i) {
+        int64_t bucket = 0;
+        float feature = 0;
+        // What does not fit falls out here and is told by the long way.
+        if (column.role == Role::kNumberKey && column.rule.bucket != Bucket::kNone) {
+          if (!number_bucket(column.rule, static_cast<double>(i), bucket)) break;
+          plan.small_keys.push_back(hash_number(bucket, plan.seed));
+        } else if (column.role == Role::kDense) {
+          if (!number_feature(column.rule, static_cast<double>(i), feature)) break;
+          plan.small_dense.push_back(feature);
+        }
+      }
+      plans_.push_back(std::move(plan));
+    }
+  }
+
+  void parse(Output& out) const override {
+    Delimiters delimiters(out.block, options_.delimiter, '\n', '\n');
+    std::string unquoted;
+    Parsed& to = out.parsed;
+    for (const char* p = out.block.data(); p < out.end; ++out.line) {
+      out.make_room(to.ids, fields, p);
+      out.make_room(to.dense, dense, p);
+      out.make_room(to.labels, 1, p);
+      Line line{to.ids.data() + to.ids.size(), to.dense.data() + to.dense.size(), to.labels.data() + to.labels.size()};
+      *line.label = 0;
+      const char* next = nullptr;
+      bool empty = false;
+      const Cause cause = parse_line(out, delimiters, p, line, unquoted, next, empty);
+      if (cause == Cause::kNone && !out.nul_in_line(p)) [[likely]] {
+        if (!empty) {
+          to.ids.resize(to.ids.size() + fields);
+          to.dense.resize(to.dense.size() + dense);
+          to.labels.resize(to.labels.size() + 1);
+        }
+        p = next < out.end ? next + 1 : next;
+        continue;
+      }
+      if (!out.malformed(describe(out, p, cause, line))) break;
+      next = out.line_end(p);
+      p = next < out.end ? next + 1 : next;
+      delimiters.seek(p);
+    }
+    to.offsets.resize(to.labels.size() * fields + 1);
+    for (size_t i = 0; i < to.offsets.size(); ++i) to.offsets[i] = static_cast<int64_t>(i);
+  }
+
+ private:
+  // Where the next values of a line go; after a failure, the column and value that caused it.
+  struct Line {
+    uint64_t* ids;
+    float* dense;
+    float* label;
+    size_t column = 0;
+    std::string_view value = {};
+  };
+
+  void check_options() const;
+  // The causes of malformed lines, for people; `p` is the line's first byte.
+  size_t count_columns(const Output& out, const char* p) const;
+  std::string describe(const Output& out, const char* p, Cause cause, const Line& line) const;
+
+  // `next`: the line's end. `empty`: it is no example.
+  Cause parse_line(const Output& out, Delimiters& delimiters, const char* p, Line& line, std::string& unquoted,
+                   const char*& next, bool& empty) const {
+    const size_t columns = plans_.size();
+    for (size_t c = 0;; ++c) {
+      const char* const delimiter = delimiters.next();
+      Value value{.begin = p, .end = delimiter, .next = delimiter, .limit = out.end};
+      Cause cause = Cause::kNone;
+      if (options_.quoting && p < delimiter && *p == '"') [[unlikely]] {
+        cause = unquote(out, delimiters, p, unquoted, value);
+      }
+      const bool last = value.next == out.end || *value.next == '\n';
+      if (last && value.begin == p) {
+        if (value.end > p && value.end[-1] == '\r') --value.end;
+        empty = c == 0 && value.end == p;
+      }
+      next = value.next;
+      if (empty) return Cause::kNone;
+      if (cause == Cause::kNone) cause = last == (c + 1 == columns) ? take(c, value, line) : Cause::kColumns;
+      if (cause != Cause::kNone) [[unlikely]] {
+        line.column = c;
+        line.value = {value.begin, static_cast<size_t>(value.end - value.begin)};
+        return cause;
+      }
+      if (last) return Cause::kNone;
+      p = next + 1;
+    }
+  }
+
+  Cause take(size_t c, const Value& value, Line& line) const {
+    const Plan& plan = plans_[c];
+    const char* const p = value.begin;
+    const auto n = static_cast<size_t>(value.end - p);
+    switch (plan.role) {
+      case Role::kKey:
+        if (!options_.raw_keys) {
+          *line.ids++ = hash_value(p, n, plan.seed);
+          return Cause::kNone;
+        }
+        return raw_key(value, line);
+      case Role::kNumberKey: {
+        int64_t small = 0;
+        if (small_int(value, small) && static_cast<size_t>(small - kSmallFirst) < plan.small_keys.size()) {
+          *line.ids++ = plan.small_keys[static_cast<size_t>(small - kSmallFirst)];
+          return Cause::kNone;
+        }
+        return number_key(c, value, line);
+      }
+      case Role::kDense: {
+        int64_t small = 0;
+        if (small_int(value, small) && static_cast<size_t>(small - kSmallFirst) < plan.small_dense.size()) {
+          *line.dense++ = plan.small_dense[static_cast<size_t>(small - kSmallFirst)];
+          return Cause::kNone;
+        }
+        return dense_number(c, value, line);
+      }
+      case Role::kLabel:
+        if (n == 1 && (*p == '0' || *p == '1')) {
+          *line.label = static_cast<float>(*p - '0');
+          return Cause::kNone;
+        }
+        return label(value, line);
+      case Role::kIgnore:
+        return Cause::kNone;
+    }
+    __builtin_unreachable();
+  }
+
+  // A plain integer of at most eight characters.
+  static bool small_int(const Value& value, int64_t& number) {
+    const bool negative = value.begin < value.end && *value.begin == '-';
+    const char* const digits = value.begin + negative;
+    const auto n = static_cast<size_t>(value.end - digits);
+    uint32_t magnitude = 0;
+    if (n - 1 >= 8 || !parse_up_to_8(digits, n, value.limit, magnitude)) return false;
+    number = negative ? -static_cast<int64_t>(magnitude) : magnitude;
+    return true;
+  }
+
+  static Cause raw_key(const Value& value, Line& line) {
+    switch (parse_key(value.begin, value.end, *line.ids)) {
+      case NumberStatus::kOk:
+        ++line.ids;
+        return Cause::kNone;
+      case NumberStatus::kMissing:
+        return Cause::kNoKey;
+      default:
+        return Cause::kBadKey;
+    }
+  }
+
+  Cause number_key(size_t c, const Value& value, Line& line) const {
+    const NumberRule& rule = options_.columns[c].rule;
+    double x = 0;
+    switch (parse_number(value.begin, value.end, x)) {
+      case NumberStatus::kMissing:
+        *line.ids++ = hash_value(nullptr, 0, plans_[c].seed);
+        return Cause::kNone;
+      case NumberStatus::kNotANumber:
+        return Cause::kBadNumber;
+      case NumberStatus::kOutOfRange:
+        return Cause::kTooLarge;
+      case NumberStatus::kOk:
+        break;
+    }
+    if (rule.bucket == Bucket::kNone) {
+      *line.ids++ = hash_value(value.begin, static_cast<size_t>(value.end - value.begin), plans_[c].seed);
+      return Cause::kNone;
+    }
+    int64_t bucket = 0;
+    if (!number_bucket(rule, x, bucket)) return Cause::kTooLarge;
+    *line.ids++ = hash_number(bucket, plans_[c].seed);
+    return Cause::kNone;
+  }
+
+  Cause dense_number(size_t c, const Value& value, Line& line) const {
+    double x = 0;
+    float feature = 0;
+    switch (parse_number(value.begin, value.end, x)) {
+      case NumberStatus::kMissing:
+        break;
+      case NumberStatus::kNotANumber:
+        return Cause::kBadNumber;
+      case NumberStatus::kOutOfRange:
+        return Cause::kTooLarge;
+      case NumberStatus::kOk:
+        if (!number_feature(options_.columns[c].rule, x, feature)) return Cause::kTooLarge;
+    }
+    *line.dense++ = feature;
+    return Cause::kNone;
+  }
+
+  static Cause label(const Value& value, Line& line) {
+    switch (parse_float(value.begin, value.end, *line.label)) {
+      case NumberStatus::kOk:
+        return Cause::kNone;
+      case NumberStatus::kMissing:
+        return Cause::kNoLabel;
+      case NumberStatus::kNotANumber:
+        return Cause::kBadLabel;
+      case NumberStatus::kOutOfRange:
+        return Cause::kTooLarge;
+    }
+    __builtin_unreachable();
+  }
+
+  // `p` is at the opening quote. Finds the value, in place or, where quotes are doubled, copied to `unquoted`.
+  Cause unquote(const Output& out, Delimiters& delimiters, const char* p, std::string& unquoted, Value& value) const {
+    const char* const line_end = out.line_end(p);
+    const char* begin = p + 1;
+    bool copied = false;
+    value = {.begin = begin, .end = line_end, .next = line_end, .limit = out.end};
+    unquoted.clear();
+    for (const char* q = begin;;) {
+      const void* found = std::memchr(q, '"', static_cast<size_t>(line_end - q));
+      if (found == nullptr) return Cause::kOpenQuote;
+      const char* const quote = static_cast<const char*>(found);
+      const char* after = quote + 1;
+      if (after < line_end && *after == '"') {
+        unquoted.append(begin, after);
+        begin = q = after + 1;
+        copied = true;
+        continue;
+      }
+      if (copied) {
+        unquoted.append(begin, quote);
+        value.begin = unquoted.data();
+        value.end = value.limit = unquoted.data() + unquoted.size();
+      } else {
+        value.end = quote;
+      }
+      if (after < line_end && *after == '\r' && after + 1 == line_end) ++after;
+      if (after != line_end && *after != options_.delimiter) return Cause::kTextAfterQuote;
+      value.next = after;
+      delimiters.seek(after < out.end ? after + 1 : after);
+      return Cause::kNone;
+    }
+  }
+
+  const ParseOptions options_;
+  std::vector<Plan> plans_;
+};
+
+void TableParser::check_options() const {
+  const auto code = static_cast<uint8_t>(options_.delimiter);
+  if (code == 0 || code == '\n' || code == '\r' || (options_.quoting && code == '"')) {
+    throw Error("a table's delimiter must not be " + quoted({&options_.delimiter, 1}));
+  }
+  if (options_.columns.empty()) throw Error("a table needs columns");
+  size_t labels = 0;
+  for (const Column& column : options_.columns) {
+    labels += column.role == Role::kLabel;
+    if (column.role == Role::kDense || column.role == Role::kNumberKey) check_rule(column.rule, column.name);
+  }
+  if (labels > 1) throw Error("a table has one label column, not " + std::to_string(labels));
+}
+
+std::string TableParser::describe(const Output& out, const char* p, Cause cause, const Line& line) const {
+  if (out.nul_in_line(p)) return "there is a NUL byte in the line: the file is damaged, or no text";
+  const size_t expected = options_.columns.size();
+  if (cause != Cause::kOpenQuote && cause != Cause::kTextAfterQuote) {
+    // A shifted value is malformed because a column is missing: say that.
+    const size_t columns = count_columns(out, p);
+    if (columns != expected) {
+      return std::to_string(columns) + (columns == 1 ? " column" : " columns") + " where " + std::to_string(expected) +
+             " are expected, separated by " + quoted({&options_.delimiter, 1}) + ": " +
+             quoted({p, static_cast<size_t>(out.line_end(p) - p)});
+    }
+  }
+  const Column& column = options_.columns[std::min(line.column, expected - 1)];
+  const std::string at = "column " + quoted(column.name) + " (" + std::to_string(line.column + 1) + " of " +
+                         std::to_string(expected) + "): ";
+  const std::string value = quoted(line.value);
+  switch (cause) {
+    case Cause::kNoLabel:
+      return at + "the label is empty";
+    case Cause::kBadLabel:
+      return at + "the label " + value + " is not a finite number";
+    case Cause::kBadNumber:
+      return at + value + " is not a finite number";
+    case Cause::kTooLarge:
+      return at + value + " is too large a number";
+    case Cause::kNoKey:
+      return at + "the key is empty; with raw_keys = true it is a decimal number below 2^64";
+    case Cause::kBadKey:
+      return at + value + " is not a key; with raw_keys = true it is a decimal number below 2^64";
+    case Cause::kOpenQuote:
+      return at + "the quote that begins at " + value + " does not end in this line";
+    case Cause::kTextAfterQuote:
+      return at + "text follows the closing quote of " + value;
+    case Cause::kNone:
+    case Cause::kColumns:
+      break;
+  }
+  __builtin_unreachable();
+}
+
+size_t TableParser::count_columns(const Output& out, const char* p) const {
+  const char* const end = out.line_end(p);
+  bool inside = false;
+  size_t columns = 1;
+  for (const char* q = p; q < end; ++q) {
+    const bool begins = q == p || q[-1] == options_.delimiter;
+    if (options_.quoting && *q == '"' && (inside || begins)) {
+      if (inside && q + 1 < end && q[1] == '"') {
+        ++q;
+      } else {
+        inside = !inside;
+      }
+    } else if (*q == options_.delimiter && !inside) {
+      ++columns;
+    }
+  }
+  return columns;
+}
+
+}  // namespace
+
+std::unique_ptr<const LineParser> make_table_parser(ParseOptions options) {
+  return std::make_unique<TableParser>(std::move(options));
+}
+
+}  // namespace thermocline

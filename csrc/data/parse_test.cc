@@ -1,0 +1,207 @@
+#include "data/parse.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "data/hash_value.h"
+#include "data/parse_number.h"
+#include "data/parse_scan.h"
+#include "testing/test.h"
+#include "util/error.h"
+
+namespace thermocline {
+namespace {
+
+struct Random {
+  uint64_t state;
+  // Below n.
+  size_t operator()(size_t n) { return static_cast<size_t>(mix64(state += 0x9e3779b97f4a7c15ULL) % n); }
+};
+
+NumberStatus number(const std::string& text, double& out) {
+  return parse_number(text.data(), text.data() + text.size(), out);
+}
+
+double number(const std::string& text) {
+  double out = 0;
+  CHECK(number(text, out) == NumberStatus::kOk);
+  return out;
+}
+
+NumberStatus status(const std::string& text) {
+  double out = 0;
+  return number(text, out);
+}
+
+TEST(ParseNumber, ReadsWhatStrtodReads) {
+  Random random{1};
+  for (uint64_t i = 0; i < testing::scaled(50'000, 10'000'000); ++i) {
+    std::string text = random(3) == 0 ? "-" : "";
+    for (size_t digits = 1 + random(22); digits > 0; --digits) text += static_cast<char>('0' + random(10));
+    if (random(2)) {
+      text += '.';
+      for (size_t digits = random(22); digits > 0; --digits) text += static_cast<char>('0' + random(10));
+    }
+    if (random(2)) text += "e" + std::to_string(static_cast<int>(random(640)) - 330);
+    const double expected = std::strtod(text.c_str(), nullptr);
+    double got = 0;
+    if (std::isinf(expected)) {
+      CHECK(number(text, got) == NumberStatus::kOutOfRange);
+    } else {
+      CHECK(number(text, got) == NumberStatus::kOk);
+      CHECK_EQ(std::bit_cast<uint64_t>(got), std::bit_cast<uint64_t>(expected));
+    }
+  }
+}
+
+TEST(ParseNumber, GrammarIsStrict) {
+  for (const char* text : {"nan", "inf", "-inf", "0x10", "1_000", "1,5", "e5", "1e", "1e+", ".", "-", "+", "--1",
+                           "1.2.3", "1 2", "\t1", "1\r", "1f", "Infinity"}) {
+    CHECK(status(text) == NumberStatus::kNotANumber);
+  }
+  CHECK(status("") == NumberStatus::kMissing);
+  CHECK(status("   ") == NumberStatus::kMissing);
+  CHECK_EQ(number("+1.5"), 1.5);
+  CHECK_EQ(number(" 7 "), 7.0);
+  CHECK_EQ(number(".5"), 0.5);
+  CHECK_EQ(number("5."), 5.0);
+  CHECK_EQ(number("1e-999999999999999999999"), 0.0);
+  CHECK_EQ(number("0e999999999999999999999"), 0.0);
+  CHECK_EQ(number("0." + std::string(400, '0') + "1e401"), 1.0);
+  CHECK(status("1e999999999999999999999") == NumberStatus::kOutOfRange);
+  CHECK(status("1" + std::string(400, '0')) == NumberStatus::kOutOfRange);
+  CHECK(std::signbit(number("-0")));
+}
+
+TEST(ParseNumber, KeysOfAllLengths) {
+  Random random{2};
+  const auto key = [](const std::string& text, uint64_t& out) {
+    return parse_key(text.data(), text.data() + text.size(), out);
+  };
+  uint64_t got = 0;
+  for (int i = 0; i < 20'000; ++i) {
+    const uint64_t expected = mix64(random.state++) >> random(64);
+    const std::string text = std::string(random(30), '0') + std::to_string(expected);
+    CHECK(key(text, got) == NumberStatus::kOk);
+    CHECK_EQ(got, expected);
+    std::string bad = text;
+    bad[random(bad.size())] = "a:/ \xff"[random(5)];
+    CHECK(key(bad, got) == NumberStatus::kNotANumber);
+    CHECK_EQ(leading_digits(bad.data(), bad.data() + bad.size(), bad.data() + bad.size()),
+             bad.find_first_not_of("0123456789"));
+  }
+  CHECK(key("18446744073709551615", got) == NumberStatus::kOk);
+  CHECK_EQ(got, ~uint64_t{0});
+  for (const char* large : {"18446744073709551616", "99999999999999999999", "100000000000000000000"}) {
+    CHECK(key(large, got) == NumberStatus::kOutOfRange);
+  }
+  CHECK(key("", got) == NumberStatus::kMissing);
+}
+
+// The specification's own values: keys are persisted in models.
+TEST(HashValue, IsXxh64) {
+  CHECK_EQ(hash_value("", 0, 0), 0xef46db3751d8e999ULL);
+  CHECK_EQ(hash_value("a", 1, 0), 0xd24ec4f1a98c6e5bULL);
+  CHECK_EQ(hash_value("abc", 3, 0), 0x44bc2cf5ad770999ULL);
+  CHECK_EQ(field_seed(""), 0xef46db3751d8e999ULL);
+  const std::string text = "68fd1e64 and what follows, more than 32 bytes of it";
+  for (size_t n = 0; n <= text.size(); ++n) CHECK_EQ(hash_value(text.data(), n, 7), xxh64(text.data(), n, 7));
+}
+
+TEST(Scan, SeekSkips) {
+  std::string text(20'000, 'x');
+  for (size_t i = 0; i < text.size(); i += 7) text[i] = ',';
+  Delimiters delimiters(text, ',', '\n', '\n');
+  const auto position = [&] { return static_cast<size_t>(delimiters.next() - text.data()); };
+  CHECK_EQ(position(), 0u);
+  CHECK_EQ(position(), 7u);
+  delimiters.seek(text.data() + 15);
+  CHECK_EQ(position(), 21u);
+  delimiters.seek(text.data() + 15'002);
+  CHECK_EQ(position(), 15'008u);
+  delimiters.seek(text.data() + text.size());
+  CHECK_EQ(position(), text.size());
+  CHECK_EQ(position(), text.size());
+}
+
+Parsed parse(ParseOptions options, std::string_view block, bool skip_errors = false) {
+  return TextParser(std::move(options)).parse(block, skip_errors);
+}
+
+TEST(Parse, LibsvmByPosition) {
+  const Parsed parsed = parse({.format = Format::kLibsvm, .fields = 2}, "-1 12:1 7\r\n\n1\t3:0.5  4:1 \n");
+  CHECK_EQ(parsed.malformed, 0u);
+  CHECK_EQ(parsed.labels.size(), 2u);
+  CHECK_EQ(parsed.labels[0], 0.0f);
+  CHECK_EQ(parsed.labels[1], 1.0f);
+  CHECK_EQ(parsed.ids[0], hash_value("12", 2, field_seed("0")));
+  CHECK_EQ(parsed.ids[3], hash_value("4", 1, field_seed("1")));
+  CHECK_EQ(parsed.weights.size(), 4u);
+  CHECK_EQ(parsed.weights[2], 0.5f);
+  CHECK_EQ(parsed.weights[3], 1.0f);
+}
+
+TEST(Parse, WeightsOfMalformedLinesLeaveNoTrace) {
+  const Parsed parsed = parse({.format = Format::kLibsvm, .fields = 2}, "1 1 2\n1 1:0.5 x\n0 3 4\n", true);
+  CHECK_EQ(parsed.malformed, 1u);
+  CHECK_EQ(parsed.errors[0].line, 1u);
+  CHECK_EQ(parsed.labels.size(), 2u);
+  CHECK_EQ(parsed.weights.size(), 0u);
+}
+
+TEST(Parse, LibffmGroupsByField) {
+  const Parsed parsed =
+      parse({.format = Format::kLibffm, .fields = 3, .raw_keys = true}, "1 2:9:1 0:1:2 2:8:1 0:2\n0\n");
+  CHECK_EQ(parsed.labels.size(), 2u);
+  const std::vector<uint64_t> ids(parsed.ids.data(), parsed.ids.data() + parsed.ids.size());
+  CHECK(ids == std::vector<uint64_t>{1, 2, 9, 8});
+  const std::vector<int64_t> offsets(parsed.offsets.data(), parsed.offsets.data() + parsed.offsets.size());
+  CHECK(offsets == std::vector<int64_t>{0, 2, 2, 4, 4, 4, 4});
+  CHECK_EQ(parsed.weights[0], 2.0f);
+  CHECK_EQ(parsed.weights[1], 1.0f);
+}
+
+// The table of small integers and the long way say the same.
+TEST(Parse, SmallNumbersAreNumbers) {
+  for (const Bucket bucket : {Bucket::kLogSquare, Bucket::kWidth}) {
+    const NumberRule rule{
+        .log = bucket == Bucket::kWidth, .mean = 0.5, .inverse_deviation = 3, .bucket = bucket, .width = 0.25};
+    const TextParser parser({.format = Format::kTable,
+                             .delimiter = ',',
+                             .columns = {{Role::kNumberKey, "a", rule}, {Role::kDense, "b", rule}}});
+    for (int i = -40; i < 4000; ++i) {
+      const std::string text = std::to_string(i);
+      const Parsed a = parser.parse(text + "," + text, false), b = parser.parse(text + ".0," + text + "e0", false);
+      CHECK_EQ(a.malformed + b.malformed, 0u);
+      CHECK_EQ(a.ids[0], b.ids[0]);
+      CHECK_EQ(a.dense[0], b.dense[0]);
+    }
+  }
+}
+
+TEST(Parse, CriteoBuckets) {
+  const TextParser parser(
+      {.format = Format::kTable, .columns = {{Role::kNumberKey, "I1", {.bucket = Bucket::kLogSquare}}}});
+  const auto same = [&](const std::string& text, const std::string& bucket) {
+    return parser.parse(text + "\n", false).ids[0] == hash_value(bucket.data(), bucket.size(), field_seed("I1"));
+  };
+  CHECK(same("-2", "-2"));
+  CHECK(same("0", "0"));
+  CHECK(same("2", "2"));
+  CHECK(same("3", "1"));          // ln(3)^2 = 1.2
+  CHECK(same("100", "21"));       // 21.2
+  CHECK(same("5000", "72"));      // 72.5
+  CHECK(same("1000000", "190"));  // 190.9
+  CHECK(same("2.5", "0"));
+}
+
+TEST(Parse, OptionsAreChecked) {
+  CHECK_THROWS(Error, TextParser({.format = Format::kTable}));
+  CHECK_THROWS(Error, TextParser({.format = Format::kLibffm, .fields = size_t{1} << 40}));
+  CHECK_THROWS(Error, TextParser({.format = Format::kTable, .delimiter = '\r', .columns = {{Role::kKey, "a", {}}}}));
+}
+
+}  // namespace
+}  // namespace thermocline
