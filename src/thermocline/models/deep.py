@@ -1,0 +1,37 @@
+"""Embedding and MLP, alone (DNN) or beside a model of `linear.py`. Dense features are vectors among the others."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from thermocline.models.config import ModelConfig
+from thermocline.models.layers import Model, hidden_layers
+from thermocline.models.linear import first_order, second_order
+from thermocline.tables.table import Table
+
+
+class DNN(Model):
+    """Hidden layers over all features' vectors side by side; a dense feature x is x times its vector."""
+
+    def __init__(self, config: ModelConfig, table: Table, fields: int, dense: int) -> None:
+        super().__init__(config, table, fields, dense)
+        self.net = hidden_layers(config, self.width)
+
+    def score(self, rows: Tensor) -> Tensor:
+        logits: Tensor = self.net(rows.flatten(1)).squeeze(1)
+        return logits
+
+
+class WideDeep(DNN):
+    """DNN plus LR. Rows are a weight (wide), then a vector (deep); a dense feature has both."""
+
+    def score(self, rows: Tensor) -> Tensor:
+        return first_order(rows) + super().score(rows[..., 1:])
+
+
+class DeepFM(DNN):
+    """DNN plus FM over the same vectors. Rows are a weight, then a vector; a dense feature has both."""
+
+    def score(self, rows: Tensor) -> Tensor:
+        vectors = rows[..., 1:]
+        return first_order(rows) + second_order(vectors) + super().score(vectors)

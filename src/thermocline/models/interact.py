@@ -1,0 +1,98 @@
+"""Models whose features meet pairwise before, or beside, an MLP: DLRM by products, AutoInt by attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from thermocline.batch import Batch
+from thermocline.models.config import ModelConfig
+from thermocline.models.layers import Model, dense_values, hidden_layers, linear, mlp
+from thermocline.tables.table import Table
+
+
+class DLRM(Model):
+    """Products of all pairs of vectors, then hidden layers.
+
+    The dense features together become one more vector, by layers of their own (`bottom`), which also goes past the
+    products. With `interaction="cat"` the vectors themselves take the products' place.
+    """
+
+    def __init__(self, config: ModelConfig, table: Table, fields: int, dense: int) -> None:
+        super().__init__(config, table, fields, 0)
+        self.dense = dense
+        self.bottom = None
+        if dense:
+            layers = mlp(dense, config.bottom, config.dim, dropout=0.0, batch_norm=config.batch_norm)
+            self.bottom = nn.Sequential(layers, nn.ReLU())
+        vectors = fields + bool(dense)
+        self.pairs: Tensor
+        self.register_buffer("pairs", torch.triu_indices(vectors, vectors, 1), persistent=False)
+        inputs = vectors * config.dim
+        if config.interaction == "dot":
+            inputs = self.pairs.shape[1] + config.dim * bool(dense)
+        if not inputs:
+            raise ValueError('DLRM over one field has no pairs: give it a second field, or interaction="cat"')
+        self.net = hidden_layers(config, inputs)
+
+    def forward(self, batch: Batch) -> Tensor:
+        rows = self.features(batch)
+        if self.bottom is None:
+            return self.score(rows)
+        vector = self.bottom(dense_values(batch, self.dense, rows))
+        return self.score(torch.cat([rows, vector.unsqueeze(1)], 1))
+
+    def score(self, rows: Tensor) -> Tensor:
+        if self.config.interaction == "cat":
+            inputs = rows.flatten(1)
+        else:
+            inputs = (rows @ rows.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+            if self.bottom is not None:
+                inputs = torch.cat([inputs, rows[:, -1]], 1)
+        logits: Tensor = self.net(inputs).squeeze(1)
+        return logits
+
+
+class AutoInt(Model):
+    """Layers of self-attention among the features' vectors, and beside them hidden layers (AutoInt+).
+
+    A dense feature x is x times its vector. Without hidden layers it is the plain AutoInt.
+    """
+
+    def __init__(self, config: ModelConfig, table: Table, fields: int, dense: int) -> None:
+        super().__init__(config, table, fields, dense)
+        wide, dropout = config.attention_dim, config.dropout or 0.0
+        inputs = [config.dim, *[wide] * (config.attention_layers - 1)]
+        self.attention = nn.Sequential(*(Attention(size, wide, config.heads, dropout) for size in inputs))
+        self.out = linear((fields + dense) * wide, 1)
+        self.net = hidden_layers(config, self.width) if config.hidden else None
+
+    def score(self, rows: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.attention(rows).flatten(1)).squeeze(1)
+        return logits if self.net is None else logits + self.net(rows.flatten(1)).squeeze(1)
+
+
+class Attention(nn.Module):
+    """[n, f, inputs] -> [n, f, outputs]: each feature's weighted mean of all, per head; then residual, norm, ReLU."""
+
+    def __init__(self, inputs: int, outputs: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = linear(inputs, outputs, bias=False)
+        self.key = linear(inputs, outputs, bias=False)
+        self.value = linear(inputs, outputs, bias=False)
+        self.residual = nn.Identity() if inputs == outputs else linear(inputs, outputs, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (self._split(part(x)) for part in (self.query, self.key, self.value))
+        # Not torch's fused attention: on a GPU the sums of its backward pass have no fixed order.
+        scores = query @ key.transpose(2, 3) / query.shape[3] ** 0.5
+        heads = self.dropout(scores.softmax(3)) @ value
+        joined: Tensor = heads.transpose(1, 2).flatten(2) + self.residual(x)
+        return torch.relu(self.norm(joined))
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[n, f, outputs] -> [n, heads, f, outputs / heads]."""
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
