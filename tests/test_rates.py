@@ -46,6 +46,29 @@ def test_the_schedule_drives_dense_and_sparse_rates_alike() -> None:
         assert rates == pytest.approx((schedule(step),) * 3)
 
 
+def test_a_plateau_lowers_all_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(None)
+    seen: list[tuple[float, ...]] = []
+    logged: list[float] = []
+
+    class Watch(Callback):
+        def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+            dense = world.optimizer.param_groups[0]["lr"] / 0.01
+            seen.append((dense, *(table.lr / table.optimizer.lr for table in world.tables)))
+
+        def on_log(self, trainer: Trainer, row: Any) -> None:
+            logged.append(row["rate"])
+
+    aucs = iter([0.6, 0.5, 0.7, 0.7, 0.8])
+    config = TrainConfig(epochs=5, plateau_factor=0.1, schedule=Schedule(warmup_steps=2), log_every=1, display=False)
+    trainer = Trainer(world.model, world.optimizer, config=config, callbacks=[Watch()])
+    monkeypatch.setattr(trainer, "evaluate", lambda data: {"auc": next(aucs)})
+    trainer.fit(Ads(2), Ads(1))
+    expected = [0.5, 1, 1, 1, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01]  # equal is not better
+    assert logged == pytest.approx(expected)
+    assert seen == [pytest.approx((rate,) * 3) for rate in expected]
+
+
 @pytest.mark.parametrize("clip", [1e-3, 1e3])
 def test_clipping_is_torchs(clip: float) -> None:
     table = tc.Table(4, tc.SGD(lr=1.0), mem="1MB")

@@ -74,6 +74,7 @@ FULL: dict[str, Any] = {
     "clip_norm": 0.05,
     "valid_every": 4,
     "patience": 50,
+    "plateau_factor": 0.5,
     "log_every": 2,
 }
 
@@ -99,6 +100,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, place: str, optim
     result = trainer_of(world, path, **FULL).fit(TRAIN, VALID, TEST, resume=True)
     assert differing(world.bits(), expected) == []
     assert result.progress == whole.progress
+    assert result.progress.plateau < 1, "rates were lowered on the way"
     assert result.test is not None
     assert whole.test is not None
     assert whole.test.pop("examples_per_s") > 0
@@ -224,6 +226,8 @@ def test_labels_of_one_kind_have_no_auc(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="patience needs an AUC"):
         trainer_of(world, tmp_path / "other", patience=1).fit(TRAIN, batches)
     world.close()
+    with pytest.raises(ValueError, match="plateau_factor needs an AUC"):
+        trainer_of(World(None), plateau_factor=0.5).fit(TRAIN, batches)
 
 
 def test_it_learns() -> None:
@@ -291,7 +295,14 @@ def test_metrics_file_tensorboard_and_plain_lines(tmp_path: Path, capsys: pytest
     assert all(set(stage) == {"busy", "wait", "blocked", "fill"} for stage in log["stages"].values())
     assert list((tmp_path / "run" / "tensorboard").iterdir())
     out = capsys.readouterr().out
-    for words in ("epoch 1/1  step 2  loss 0.", "examples/s", "a hits", "saved step 4 in", "test at step 7: auc 0."):
+    for words in (
+        "epoch 1/1  step 2  loss 0.",
+        "examples/s",
+        "a: memory ",
+        "queue ",
+        "saved step 4 in",
+        "test at step 7: auc 0.",
+    ):
         assert words in out
     assert "finished after 7 steps, 112 examples" in out
     world.close()
@@ -328,7 +339,9 @@ def test_a_folder_or_store_with_a_run_in_it_is_not_reused(tmp_path: Path) -> Non
 
 
 def test_wrong_settings_name_the_field() -> None:
-    for field in ("epochs", "steps", "depth", "clip_norm", "valid_every", "patience", "keep", "log_every"):
+    for field in (
+        "epochs", "steps", "depth", "clip_norm", "valid_every", "patience", "plateau_factor", "keep", "log_every"
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=rf"TrainConfig\.{field} is 0"):
             TrainConfig(**{field: 0})
     with pytest.raises(TypeError):

@@ -25,6 +25,8 @@ class Progress:
     best_step: int = 0
     stale: int = 0
     """Validations since the best."""
+    plateau: float = 1.0
+    """What learning rates are multiplied by, for validations without a better AUC."""
     stopped: bool = False
     """Whether patience has run out."""
     valid: Row | None = None

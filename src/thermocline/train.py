@@ -166,12 +166,15 @@ class Trainer:
         return loss.detach()
 
     def _set_rates(self) -> None:
-        factor = self.config.schedule(self.progress.step)
+        factor = self._rate(self.progress.step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
         for table in self.tables:
             table.lr = self.progress.rates[table.name] * factor
+
+    def _rate(self, step: int) -> float:
+        return self.config.schedule(step) * self.progress.plateau
 
     def _dense_parameters(self) -> list[torch.nn.Parameter]:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -219,18 +222,20 @@ class Trainer:
 
     def validate(self, valid: Iterable[Batch]) -> Row:
         """Evaluates, and remembers the best: by AUC."""
-        progress, patience = self.progress, self.config.patience
+        progress, config, patience = self.progress, self.config, self.config.patience
         with self._meter.away():
             figures = self.evaluate(valid)
         defined = math.isfinite(figures["auc"])
-        if patience is not None and not defined:
-            raise ValueError("TrainConfig.patience needs an AUC: the validation data has labels of one kind only")
+        if not defined and (patience is not None or config.plateau_factor < 1):
+            needy = "patience" if patience is not None else "plateau_factor"
+            raise ValueError(f"TrainConfig.{needy} needs an AUC: the validation data has labels of one kind only")
         progress.validated = progress.step
         better = defined and (progress.best_auc is None or figures["auc"] > progress.best_auc)
         if better:
             progress.best_auc, progress.best_step, progress.stale = figures["auc"], progress.step, 0
         else:
             progress.stale += 1
+            progress.plateau *= config.plateau_factor
         progress.stopped = patience is not None and progress.stale >= patience
         row = self._report("valid", figures)
         if better or patience is None:
@@ -245,8 +250,8 @@ class Trainer:
         return row
 
     def _log(self) -> None:
-        rate = self.config.schedule(self.progress.step - 1)
-        self._report("train", {**self._meter.row(self._stages), "rate": rate, "examples": self.progress.examples})
+        rate, examples = self._rate(self.progress.step - 1), self.progress.examples
+        self._report("train", {**self._meter.row(self._stages), "rate": rate, "examples": examples})
 
     # ---- begin, save, end
 

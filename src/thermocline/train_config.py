@@ -23,6 +23,8 @@ class TrainConfig:
     """Steps between validations; none: after each epoch."""
     patience: int | None = None
     """The run ends after so many validations without a better AUC; at its end, the best validated state is restored."""
+    plateau_factor: float = 1.0
+    """Learning rates are multiplied by this after each validation without a better AUC."""
     checkpoint_every: int | None = None
     """Steps between checkpoints."""
     checkpoint_minutes: float | None = 10.0
@@ -49,6 +51,7 @@ class TrainConfig:
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or None")
         for name in ("clip_norm", "checkpoint_minutes"):
             self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "above 0, or None")
+        self._require("plateau_factor", 0 < self.plateau_factor <= 1, "above 0, and at most 1")
 
     def _require(self, name: str, fine: bool, rule: str) -> None:
         if not fine:
