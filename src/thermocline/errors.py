@@ -11,6 +11,10 @@ class BudgetError(ThermoclineError):
     """A byte budget cannot hold what was asked for; names the budget and the need."""
 
 
+class DataError(ThermoclineError, ValueError):
+    """Files of examples that are missing or are not what was asked for; names file, line or column, and the cause."""
+
+
 class StoreError(ThermoclineError):
     """Base of what a store on disk can meet."""
 
@@ -41,3 +45,7 @@ class IoError(StoreError, OSError):
 
 class DiskFullError(IoError):
     """The file system is full; what was committed is safe."""
+
+
+class ConfigError(ThermoclineError, ValueError):
+    """A config, or a flag, has a key, a type, a value or a path that is not allowed; names it and what is."""

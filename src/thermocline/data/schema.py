@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
+from thermocline.errors import DataError
+
 Format = Literal["libsvm", "libffm", "criteo", "csv", "parquet", "synth"]
 FORMATS: tuple[str, ...] = get_args(Format)
 Split = Literal["train", "valid", "test"]
@@ -172,7 +174,7 @@ class Data:
             return found.pop()  # type: ignore[return-value]
         unknown = [path for path in paths if _by_ending(path) is None]
         why = f"the ending of {unknown[0]!r} does not tell it" if unknown else "the files' endings differ"
-        raise ValueError(f"data.format is not given, and {why}: set it to one of {', '.join(FORMATS)}")
+        raise DataError(f"data.format is not given, and {why}: set it to one of {', '.join(FORMATS)}")
 
     def numbers_of(self, format: Format) -> Numeric:
         """What becomes of numeric columns in files of this format."""

@@ -1,0 +1,318 @@
+"""Paths, folders, globs and URLs -> files with a size, read at any place or from their beginning.
+
+Local files are read directly. URLs go through Arrow's file systems (s3, gs, hdfs, abfs), with their options in the
+URL's query (`s3://bucket/file.csv?endpoint_override=host:9000&scheme=http`) or the environment; other protocols through
+fsspec's, behind Arrow's interface.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import glob
+import itertools
+import os
+import re
+import threading
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from thermocline.data.schema import compression_of
+from thermocline.errors import DataError
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_MAGIC = re.compile(r"[*?\[]")
+_numbers = itertools.count()
+_OPEN_FILES = 64  # remote files whose handles are kept
+
+
+class Source:
+    """One file: its name, its size when it was found, and its bytes. Safe to read from several threads at once."""
+
+    def __init__(self, name: str, path: str, size: int, filesystem: Any = None) -> None:
+        self.name = name
+        """As the user would write it."""
+        self.path = path
+        self.size = size
+        self.filesystem = filesystem
+        """Arrow's; none: a local file."""
+        self.compression = compression_of(path)
+        self.number = next(_numbers)
+        """No two files of a process have the same."""
+
+    def __repr__(self) -> str:
+        return f"Source({self.name!r}, {self.size} bytes)"
+
+    @property
+    def remote(self) -> bool:
+        return self.filesystem is not None
+
+    def read(self, start: int, end: int) -> bytes:
+        """Bytes [start, end) of the file as it lies there, compressed or not; fewer only at the file's end."""
+        with explained(self.name):
+            if self.remote:
+                data: bytes = _handles.get(self).read_at(max(0, min(end, self.size) - start), start)
+            else:
+                data = self._read_local(start, end)
+        if len(data) < min(end, self.size) - start:
+            raise self._changed(start + len(data))
+        return data
+
+    def _read_local(self, start: int, end: int) -> bytes:
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != self.size:
+                raise self._changed(size)
+            left, parts = min(end, size) - start, []
+            while left > 0:
+                part = os.pread(descriptor, left, start)
+                if not part:
+                    break
+                parts.append(part)
+                start, left = start + len(part), left - len(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+        finally:
+            os.close(descriptor)
+
+    def open(self) -> Any:
+        """Arrow's random access file."""
+        import pyarrow as pa
+
+        with explained(self.name):
+            file = self.filesystem.open_input_file(self.path) if self.remote else pa.OSFile(self.path)
+            size = file.size()
+        if size != self.size:
+            raise self._changed(size)
+        return file
+
+    def chunks(self, size: int) -> Iterator[bytes]:
+        """The text from the file's beginning, decompressed, in chunks of exactly `size`; the last one is shorter."""
+        import pyarrow as pa
+
+        with self.open() as raw:
+            stream = raw if self.compression is None else pa.CompressedInputStream(raw, self.compression)
+            ended = False
+            while not ended:
+                parts, left = [], size
+                while left > 0 and not ended:
+                    with explained(self.name):
+                        part = stream.read(left)
+                    ended = not part
+                    parts.append(part)
+                    left -= len(part)
+                chunk = parts[0] if len(parts) == 1 else b"".join(parts)
+                if chunk:
+                    yield chunk
+
+    def head(self, size: int) -> tuple[bytes, float]:
+        """The first `size` bytes of text, and how many bytes of text a byte of the file holds."""
+        if self.compression is None:
+            return self.read(0, size), 1.0
+        import pyarrow as pa
+
+        with self.open() as raw, explained(self.name):
+            text = pa.CompressedInputStream(raw, self.compression).read(size)
+            ratio = len(text) / max(1, self.size if len(text) < size else min(raw.tell(), self.size))
+        return text, max(ratio, 1e-9)
+
+    def check_unchanged(self) -> None:
+        """Raises if the file has another size than when it was found."""
+        with explained(self.name):
+            if self.remote:
+                info = self.filesystem.get_file_info(self.path)
+                size = info.size if info.is_file else None
+            else:
+                size = os.stat(self.path).st_size
+        if size != self.size:
+            raise self._changed(size)
+
+    def _changed(self, size: int | None) -> DataError:
+        return DataError(
+            f"{self.name} changed while it was read: it had {self.size} bytes, now it has {size}. Files must stay as "
+            "they are for as long as a reader uses them"
+        )
+
+
+class _Handles:
+    """Opened remote files, the latest few. A handle that falls out closes when its last read is done."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: collections.OrderedDict[int, Any] = collections.OrderedDict()
+
+    def get(self, source: Source) -> Any:
+        with self._lock:
+            file = self._open.get(source.number)
+            if file is not None:
+                self._open.move_to_end(source.number)
+                return file
+        file = source.open()
+        with self._lock:
+            self._open[source.number] = file
+            while len(self._open) > _OPEN_FILES:
+                self._open.popitem(last=False)
+        return file
+
+
+_handles = _Handles()
+
+
+@contextlib.contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Errors of the system and of Arrow, in one line that names the file."""
+    try:
+        yield
+    except DataError:
+        raise
+    except FileNotFoundError:
+        raise DataError(f"{name}: there is no such file") from None
+    except (OSError, ValueError) as error:  # Arrow's errors are ValueErrors
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise DataError(f"{name} cannot be read: {' '.join(cause.split())}") from None
+
+
+def find(paths: Sequence[str]) -> list[Source]:
+    """The files that paths, folders, globs and URLs name, in their order; those of a folder or glob by name."""
+    if not paths:
+        raise DataError("no files are named: give at least one path, folder, glob or URL")
+    found: list[Source] = []
+    for path in paths:
+        match = _URL.fullmatch(path)
+        if match is None or match[1].lower() == "file":
+            found += _find_local(path, urllib.parse.unquote(match[2]) if match else os.path.expanduser(path))
+        else:
+            with explained(_shown(path)):
+                found += _find_remote(path, match[1], match[2])
+    for source in found:
+        if source.size == 0:
+            raise DataError(
+                f"{source.name} is empty: a file of examples has at least one byte; remove it from the data"
+            )
+    return found
+
+
+def _shown(url: str) -> str:
+    """A URL without what may be secret: user and query."""
+    return re.sub(r"://[^/@]*@", "://", url.partition("?")[0])
+
+
+def each(action: Any, items: Sequence[Any]) -> list[Any]:
+    """action(item) for all, several at once: what waits for a network should not wait in turn."""
+    if len(items) < 2:
+        return [action(item) for item in items]
+    with ThreadPoolExecutor(min(16, len(items)), "thermocline-open") as pool:
+        return list(pool.map(action, items))
+
+
+def _hidden(path: str) -> bool:
+    return os.path.basename(path.rstrip("/")).startswith((".", "_"))
+
+
+# ---- local
+
+
+def _find_local(name: str, path: str) -> list[Source]:
+    if os.path.isdir(path):
+        files = [os.path.join(path, entry) for entry in sorted(os.listdir(path))]
+        files = [file for file in files if os.path.isfile(file) and not _hidden(file)]
+        if not files:
+            raise DataError(f"{name} is a folder without files: name files, a folder of files, a glob or a URL")
+    elif os.path.exists(path):
+        files = [path]
+    elif _MAGIC.search(path):
+        files = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
+        if not files:
+            raise DataError(f"{name} matches no file")
+    else:
+        raise DataError(f"{name}: there is no such file{_nearest(path)}")
+    return [Source(file, file, os.stat(file).st_size) for file in files]
+
+
+def _nearest(path: str) -> str:
+    """Where the path stops existing."""
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    shown = sorted(entry for entry in os.listdir(folder) if not entry.startswith("."))
+    names = ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
+    return f" ({folder} has {names})" if shown else f" ({folder} is empty)"
+
+
+# ---- remote
+
+
+def _find_remote(url: str, scheme: str, rest: str) -> list[Source]:
+    from pyarrow import fs
+
+    rest, _, query = rest.partition("?")
+    parts = rest.split("/")
+    fixed = next((i for i, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
+    filesystem, base = _filesystem(scheme, "/".join(parts[:fixed]), query)
+    whole = _shown(url)
+    # In some file systems the host is a part of the path (a bucket), in others it is not (a name node).
+    host = whole.partition("://")[2].partition("/")[0]
+    prefix = f"{scheme}://" + ("" if base.strip("/").partition("/")[0] == host else f"{host}/")
+
+    def source(info: Any) -> Source:
+        return Source(prefix + info.path.lstrip("/"), info.path, int(info.size), filesystem)
+
+    def listed(recursive: bool) -> list[Any]:
+        infos = filesystem.get_file_info(fs.FileSelector(base, recursive=recursive, allow_not_found=True))
+        return sorted((info for info in infos if info.is_file), key=lambda info: info.path)
+
+    if fixed < len(parts):
+        pattern = _pattern("/".join(parts[fixed:]))
+        deep = fixed < len(parts) - 1 or "**" in parts[-1]
+        skip = len(base.rstrip("/")) + 1 if base else 0
+        files = [info for info in listed(deep) if pattern.fullmatch(info.path[skip:])]
+        if not files:
+            raise DataError(f"{whole} matches no file")
+        return [source(info) for info in files]
+    info = filesystem.get_file_info(base)
+    if info.is_file:
+        return [source(info)]
+    files = [entry for entry in listed(False) if not _hidden(entry.path)]
+    if not files:
+        raise DataError(f"{whole}: there is no such file, and no folder with files")
+    return [source(info) for info in files]
+
+
+def _filesystem(scheme: str, path: str, query: str) -> tuple[Any, str]:
+    """Arrow's file system for a URL without globs, and the path in it."""
+    import pyarrow as pa
+    from pyarrow import fs
+
+    quoted = urllib.parse.quote(path, safe="/:@!$&'()*+,;=~%") if "%" not in path else path
+    url = f"{scheme}://{quoted}" + (f"?{query}" if query else "")
+    try:
+        return fs.FileSystem.from_uri(url)  # type: ignore[no-any-return]
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        if "nrecognized filesystem type" not in str(error) and "built without" not in str(error).lower():
+            raise
+    import fsspec
+
+    try:
+        wrapped, inner = fsspec.core.url_to_fs(f"{scheme}://{path}")
+    except (ImportError, ValueError) as error:
+        raise DataError(
+            f"{scheme}://{path}: no file system for this protocol ({error}); known are Arrow's (s3, gs, hdfs, abfs) "
+            "and those of installed fsspec packages"
+        ) from None
+    return fs.PyFileSystem(fs.FSSpecHandler(wrapped)), inner
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """A glob as a regular expression over paths: * and [abc] stay within one folder, ** crosses folders."""
+    out, parts = "", text.split("/")
+    for i, part in enumerate(parts):
+        last = i == len(parts) - 1
+        if part == "**":
+            out += ".*" if last else "(?:.*/)?"
+            continue
+        for piece in re.split(r"(\*|\[[^\]]+\])", part):
+            out += "[^/]*" if piece == "*" else piece.replace("[!", "[^", 1) if piece[:1] == "[" else re.escape(piece)
+        out += "" if last else "/"
+    return re.compile(out)

@@ -1,0 +1,233 @@
+"""Epochs, shards, positions, threads: which examples come, and in which order."""
+
+from __future__ import annotations
+
+import collections
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings, strategies as st
+from reader_helpers import Example, contents, examples_of, write_files
+
+import thermocline as tc
+from thermocline.errors import DataError
+
+KINDS = ["csv", "gz", "zst", "mixed", "parquet", "weights"]
+
+
+def make_files(folder: Path, kind: str, files: int = 3, lines: int = 60) -> tuple[list[str], dict[str, Any]]:
+    """Every example has a value of its own."""
+    rows = [[(i, f"{i * lines + j}", f"u{j % 7}", j % 5 - 1.5) for j in range(lines)] for i in range(files)]
+    if kind == "parquet":
+        paths = [folder / f"{i}.parquet" for i in range(files)]
+        for path, part in zip(paths, rows, strict=True):
+            table = {name: [row[k] for row in part] for k, name in enumerate(("label", "id", "user", "x"))}
+            pq.write_table(pa.table(table), path, row_group_size=7)
+        return [str(path) for path in paths], {"numeric": ("x",)}
+    if kind == "weights":
+        texts = [b"".join(b"%d %s:%g\n" % (row[0], row[1].encode(), row[3]) for row in part) for part in rows]
+        return write_files(folder, texts, ".svm"), {}
+    header = b"label,id,user,x\n"
+    texts = [header + "".join(",".join(map(str, row)) + "\n" for row in part).encode() for part in rows]
+    if kind == "mixed":
+        paths = write_files(folder / "a", texts[:1], ".csv") + write_files(folder / "b", texts[1:2], ".csv", ".gz")
+        return [*paths, *write_files(folder / "c", texts[2:], ".csv")], {"numeric": ("x",)}
+    return write_files(folder, texts, ".csv", None if kind == "csv" else f".{kind}"), {"numeric": ("x",)}
+
+
+def reader(folder: Path, kind: str, **options: Any) -> tc.Reader:
+    paths, columns = make_files(folder, kind)
+    return tc.Reader(paths, **{"batch_size": 13, "block_bytes": 100, "shuffle_buffer": 30, **columns, **options})
+
+
+def ordered(batches: Any) -> list[Example]:
+    return sorted(examples_of(batches))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_is_the_whole_in_another_order(tmp_path: Path, kind: str) -> None:
+    plain = reader(tmp_path, kind)
+    whole = examples_of(plain)
+    assert len(set(whole)) == 180
+    assert [len(batch) for batch in plain] == [13] * 13 + [11]
+    assert examples_of(plain) == whole  # again
+    mixed = reader(tmp_path, kind, shuffle=True, seed=4)
+    epochs = []
+    for epoch in range(3):
+        mixed.set_epoch(epoch)
+        epochs.append(examples_of(mixed))
+        assert sorted(epochs[-1]) == sorted(whole)
+        assert epochs[-1] != whole
+    assert epochs[0] != epochs[1] != epochs[2]
+    mixed.set_epoch(1)
+    assert examples_of(mixed) == epochs[1]
+    assert examples_of(reader(tmp_path, kind, shuffle=True, seed=5)) != epochs[0]
+    assert examples_of(reader(tmp_path, kind, shuffle=True, seed=4)) == epochs[0]
+
+
+def test_shuffling_mixes_near_and_far(tmp_path: Path) -> None:
+    mixed = reader(tmp_path, "csv", shuffle=True, batch_size=30)
+    files = [collections.Counter(example[0] for example in examples_of([batch])) for batch in mixed]
+    assert sum(len(count) == 3 for count in files) >= 3  # blocks come from all over the files
+    whole = tc.Reader(make_files(tmp_path, "csv")[0], numeric=("x",), batch_size=30, shuffle=True)
+    places = np.array([example[1][0][0][0] for example in examples_of(whole)])
+    plain = np.array([example[1][0][0][0] for example in examples_of(reader(tmp_path, "csv"))])
+    rank = np.argsort(plain)[np.argsort(np.argsort(places))]
+    assert (np.abs(np.diff(rank)) == 1).mean() < 0.1  # one lot: neighbours are parted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shards", [2, 3, 4])
+def test_shards_are_the_whole_and_never_overlap(tmp_path: Path, kind: str, shards: int) -> None:
+    for shuffle in (False, True):
+        whole = ordered(reader(tmp_path, kind, shuffle=shuffle))
+        for epoch in (0, 1):
+            parts = [reader(tmp_path, kind, shuffle=shuffle, shard=(i, shards)) for i in range(shards)]
+            for part in parts:
+                part.set_epoch(epoch)
+            found = [examples_of(part) for part in parts]
+            assert all(found)
+            assert sorted(example for part in found for example in part) == whole
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_any_cut_any_shards_any_seed(tmp_path: Path, data: st.DataObject) -> None:
+    lines = data.draw(st.lists(st.integers(0, 9999999999), min_size=1, max_size=40, unique=True))
+    cut = data.draw(st.integers(0, len(lines)))
+    texts = ["".join(f"0 {line}\n" for line in part).encode() for part in (lines[:cut], lines[cut:]) if part]
+    folder = tmp_path / str(time.monotonic_ns())
+    paths = write_files(folder, texts, ".svm", data.draw(st.sampled_from([None, ".gz"])))
+    options = {
+        "block_bytes": data.draw(st.integers(1, 50)),
+        "batch_size": data.draw(st.integers(1, 20)),
+        "shuffle": data.draw(st.booleans()),
+        "shuffle_buffer": data.draw(st.integers(1, 30)),
+        "seed": data.draw(st.integers(0, 2**64 - 1)),
+        "threads": data.draw(st.integers(1, 4)),
+    }
+    count = data.draw(st.integers(1, 3))
+    found = []
+    for number in range(count):
+        if count > len(texts) and not paths[0].endswith(".gz"):
+            options["block_bytes"] = 1  # no file is so short that a shard has none of it
+        part = tc.Reader(paths, shard=(number, count), **options)
+        batches = list(part)
+        found += examples_of(batches)
+        if batches:
+            stop = data.draw(st.integers(0, len(batches) - 1))
+            assert list(map(contents, part.seek(batches[stop].position))) == list(map(contents, batches[stop + 1 :]))
+    assert sorted(found) == ordered(tc.Reader(paths, batch_size=99))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_resuming_anywhere_gives_the_identical_rest(tmp_path: Path, kind: str, shuffle: bool) -> None:
+    for shard in ((0, 1), (1, 2)):
+        options: dict[str, Any] = {"shuffle": shuffle, "seed": 9, "shard": shard}
+        one = reader(tmp_path, kind, **options)
+        one.set_epoch(2)
+        batches = list(one)
+        expected = [contents(batch) for batch in batches]
+        for number, batch in enumerate(batches):
+            position = json.loads(json.dumps(batch.position))
+            other = reader(tmp_path, kind, **options) if number % 4 == 0 else one
+            assert [contents(rest) for rest in other.seek(position)] == expected[number + 1 :]
+            assert [contents(again) for again in other] == expected  # what follows is a whole epoch again
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_change_nothing(tmp_path: Path, kind: str) -> None:
+    for shuffle in (False, True):
+        runs = [reader(tmp_path, kind, shuffle=shuffle, threads=threads) for threads in (1, 2, 7)]
+        found = [[contents(batch) for batch in run] for run in runs]
+        assert found[0] == found[1] == found[2]
+
+
+def test_another_batch_size_goes_on_from_the_same_example(tmp_path: Path) -> None:
+    first = reader(tmp_path, "csv", shuffle=True)
+    batches = list(first)
+    other = reader(tmp_path, "csv", shuffle=True, batch_size=5)
+    assert examples_of(other.seek(batches[3].position)) == examples_of(batches[4:])
+
+
+def test_positions_of_other_data_or_settings_are_refused(tmp_path: Path) -> None:
+    paths, columns = make_files(tmp_path, "csv")
+    options: dict[str, Any] = {"batch_size": 13, "block_bytes": 100, **columns}
+    position = next(iter(tc.Reader(paths, **options))).position
+    assert len(list(tc.Reader(paths, **options).seek(position))) == 13
+    changes: list[tuple[Any, dict[str, Any], str]] = [
+        (paths[:2], {}, "its files is '3 files"),
+        (paths[::-1], {}, "its files is"),
+        (paths, {"seed": 1}, "its seed is 0, here it is 1"),
+        (paths, {"shuffle": True}, "its shuffle is False, here it is True"),
+        (paths, {"shard": (0, 2)}, r"its shard is \[0, 1\], here it is \[0, 2\]"),
+        (paths, {"block_bytes": 101}, "its block_bytes is 100, here it is 101"),
+        (paths, {"numeric": (), "ignore": ("x",)}, "its features is"),
+        (paths, {"on_error": "skip"}, "its features is"),
+        (paths, {"label_threshold": 1.0}, "its features is"),
+    ]
+    for files, change, message in changes:
+        with pytest.raises(DataError, match=message):
+            tc.Reader(files, **{**options, **change}).seek(position)
+    one = tc.Reader(paths, **options)
+    for damaged in (None, {}, {**position, "epoch": -1}, {**position, "unit": "1"}, {**position, "unit": 10**6}):
+        with pytest.raises(DataError, match="this position is"):
+            one.seek(damaged)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="example 1000 of a lot with"):
+        list(one.seek({**position, "example": 1000}))
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in paths:
+        (moved / Path(path).name).write_bytes(Path(path).read_bytes())
+    assert len(list(tc.Reader(moved, **options).seek(position))) == 13  # the same files in another folder
+
+
+def test_reading_ahead_is_bounded_and_ends_with_its_iterator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from thermocline.data.blocks import TextBlocks
+
+    loaded: list[int] = []
+    load = TextBlocks.load
+
+    def counted(self: TextBlocks, unit: Any) -> Any:
+        loaded.append(unit.start)
+        return load(self, unit)
+
+    monkeypatch.setattr(TextBlocks, "load", counted)
+    one = reader(tmp_path, "csv", batch_size=1, threads=2)
+    before = threading.active_count()
+    batches = iter(one)
+    next(batches)
+    time.sleep(0.2)
+    assert len(loaded) <= 1 + 3 + 1  # the one in use and those ahead, of more than 20
+    assert threading.active_count() > before
+    batches.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before
+    for kind in ("gz", "parquet"):
+        (tmp_path / kind).mkdir()
+        for _ in zip(range(2), reader(tmp_path / kind, kind, shuffle=True), strict=False):
+            pass
+    assert threading.active_count() == before
+
+
+def test_estimates(tmp_path: Path) -> None:
+    for kind in KINDS:
+        (tmp_path / kind).mkdir()
+        one = reader(tmp_path / kind, kind, block_bytes=None)
+        assert 9 <= one.estimated_batches() <= 24
+        assert 4 <= reader(tmp_path / kind, kind, shard=(1, 2)).estimated_batches() <= 12
+        if kind == "parquet":
+            assert len(one) == 14
+            assert len(reader(tmp_path / kind, kind, shard=(1, 2))) == len(
+                list(reader(tmp_path / kind, kind, shard=(1, 2)))
+            )
+        else:
+            with pytest.raises(TypeError, match="estimated_batches"):
+                len(one)

@@ -1,0 +1,127 @@
+"""URLs: an S3-compatible server on this machine through Arrow, and fsspec's memory."""
+
+from __future__ import annotations
+
+import logging
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from reader_helpers import contents, examples_of, pack
+
+import thermocline as tc
+from thermocline.errors import DataError
+
+ROWS = [f"{i % 2},{i},u{i % 9}\n" for i in range(400)]
+HEADER = "label,id,user\n"
+
+
+def files() -> dict[str, bytes]:
+    """Name -> bytes: plain, compressed and Parquet, in folders."""
+    text = [(HEADER + "".join(part)).encode() for part in (ROWS[:150], ROWS[150:300], ROWS[300:])]
+    return {
+        "plain/day=1/a.csv": text[0],
+        "plain/day=2/a.csv": text[1],
+        "plain/day=2/b c.csv": text[2],
+        "packed/a.csv.gz": pack(text[0], ".gz"),
+        "packed/b.csv.zst": pack(text[1], ".zst"),
+        "packed/c.csv.gz": pack(text[2], ".gz"),
+    }
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """The query of URLs that reach the server."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }.items():
+            patch.setenv(name, value)
+        client = boto3.client("s3", endpoint_url=f"http://{host}:{port}")
+        client.create_bucket(Bucket="ads")
+        for name, body in files().items():
+            client.put_object(Bucket="ads", Key=name, Body=body)
+        yield f"endpoint_override={urllib.parse.quote(f'{host}:{port}')}&scheme=http&region=us-east-1"
+    server.stop()
+
+
+@pytest.fixture
+def memory() -> Iterator[None]:
+    filesystem: Any = fsspec.filesystem("memory")
+    for name, body in files().items():
+        filesystem.pipe_file(f"/ads/{name}", body)
+    yield
+    filesystem.rm("/ads", recursive=True)
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    for name, body in files().items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(body)
+    return tmp_path
+
+
+PATTERNS = ["plain/**/*.csv", "plain/day=[12]/*.csv", "packed", "packed/*.csv.*", "plain/day=2/b c.csv"]
+
+
+def compare(url: str, query: str, local: Path) -> None:
+    """Remote files give what the same local files give, shuffled and from a position too."""
+    for pattern in PATTERNS:
+        options: dict[str, Any] = {"batch_size": 37, "block_bytes": 500, "shuffle_buffer": 100, "shuffle": True}
+        mine = tc.Reader(str(local / pattern), **options)
+        its = tc.Reader(f"{url}/{pattern}{query}", **options)
+        batches = list(mine)
+        assert [contents(batch) for batch in its] == [contents(batch) for batch in batches]
+        assert [contents(batch) for batch in its.seek(batches[1].position)] == [contents(b) for b in batches[2:]]
+
+
+def test_memory_of_fsspec(memory: None, local: Path) -> None:
+    compare("memory://ads", "", local)
+
+
+def test_s3(s3: str, local: Path) -> None:
+    compare("s3://ads", f"?{s3}", local)
+
+
+def test_parquet_on_s3(s3: str, tmp_path: Path) -> None:
+    import boto3
+
+    tc.SyntheticAds(keys=1000, fields=4, examples=500, seed=3).write(tmp_path / "a.parquet")
+    host = urllib.parse.unquote(s3.split("&")[0].split("=")[1])
+    client: Any = boto3.client("s3", endpoint_url=f"http://{host}")
+    client.upload_file(str(tmp_path / "a.parquet"), "ads", "parquet/a.parquet")
+    options: dict[str, Any] = {"batch_size": 64, "raw_keys": True}
+    remote = tc.Reader(f"s3://ads/parquet/a.parquet?{s3}", **options)
+    assert examples_of(remote) == examples_of(tc.Reader(tmp_path / "a.parquet", **options))
+
+
+def test_errors_name_the_url_without_its_query(s3: str) -> None:
+    for name, message in [
+        ("s3://ads/plain/none.csv", r"s3://ads/plain/none\.csv: there is no such file"),
+        ("s3://ads/none/*.csv", r"s3://ads/none/\*\.csv matches no file"),
+    ]:
+        with pytest.raises(DataError, match=message) as error:
+            tc.Reader(f"{name}?{s3}", batch_size=2)
+        assert "endpoint" not in str(error.value)
+
+
+def test_a_remote_file_that_changes(memory: None) -> None:
+    reader = tc.Reader("memory://ads/plain/day=1/a.csv", batch_size=10)
+    filesystem: Any = fsspec.filesystem("memory")
+    filesystem.pipe_file("/ads/plain/day=1/a.csv", b"label,id,user\n1,2,3\n")
+    with pytest.raises(DataError, match=r"memory://\S*a\.csv changed while it was read"):
+        list(reader)
