@@ -17,7 +17,7 @@ import torch
 from run_helpers import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differing, folder_of, trained
 
 import thermocline as tc
-from thermocline import checkpoint as checkpoint_module, snapshot
+from thermocline import checkpoint as checkpoint_module, published
 from thermocline.checkpoint import Checkpoints
 from thermocline.tables.optimizers import Adagrad
 from thermocline.tables.table import Table
@@ -189,7 +189,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[str]:
         if len(passed) == nth:
             raise Crash(point)
 
-    monkeypatch.setattr(snapshot, "reached", reached)
+    monkeypatch.setattr(published, "reached", reached)
     monkeypatch.setattr(checkpoint_module, "reached", reached)
     return passed
 

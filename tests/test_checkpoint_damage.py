@@ -13,7 +13,7 @@ import torch
 from run_helpers import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differing, folder_of
 
 import thermocline as tc
-from thermocline import snapshot
+from thermocline import published
 from thermocline.checkpoint import Checkpoints
 from thermocline.tables.optimizers import Adagrad
 from thermocline.tables.table import Table
@@ -76,16 +76,16 @@ def test_damage_is_named_and_touches_nothing(tmp_path: Path, worlds: Any, place:
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
-    data = snapshot.encode_manifest({"format": 1, "step": 3, "lr": 0.1, "position": {"file": "a\u00e9", "row": None}})
-    assert snapshot.decode_manifest(data, "x")["step"] == 3
+    data = published.encode_manifest({"format": 1, "step": 3, "lr": 0.1, "position": {"file": "a\u00e9", "row": None}})
+    assert published.decode_manifest(data, "x")["step"] == 3
     for place in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[place // 8] ^= 1 << place % 8
         try:
-            manifest = snapshot.decode_manifest(bytes(flipped), "x")
+            manifest = published.decode_manifest(bytes(flipped), "x")
         except tc.CorruptionError:
             continue
-        assert snapshot.encode_manifest(manifest) == data, place  # other bytes of the same meaning, such as \u00E9
+        assert published.encode_manifest(manifest) == data, place  # other bytes of the same meaning, such as \u00E9
 
 
 def test_a_memory_table_with_a_damaged_store_is_left_as_it_was(tmp_path: Path, worlds: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline import snapshot
+from thermocline import published
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ class MetricsFile(Callback):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         kept = [line for line in lines if _is_of_the_past(line, trainer.progress.step)]
-        snapshot.publish(self._path, "".join(f"{line}\n" for line in kept).encode())
+        published.publish(self._path, "".join(f"{line}\n" for line in kept).encode())
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         with self._path.open("a") as file:

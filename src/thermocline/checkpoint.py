@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline import __version__, snapshot
+from thermocline import __version__, published, snapshot
 from thermocline.errors import CorruptionError, FormatError, NotFoundError, ThermoclineError
-from thermocline.snapshot import Json, reached
+from thermocline.published import Json, reached
 from thermocline.tables.mem import MemTier
 from thermocline.tables.ssd import SsdStore
 from thermocline.tables.table import Table
@@ -70,8 +70,12 @@ class Checkpoints:
         dense_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
         keep: int = 2,
+        read_only: bool = False,
     ) -> None:
-        """keep: the last so many saves stay, and beside them the last of each tag."""
+        """
+        keep        the last so many saves stay, and beside them the last of each tag
+        read_only   only `saved` and `restore`, which then change nothing: another process may be training
+        """
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least one checkpoint stays")
         self.tables = {table.name: table for table in tables}
@@ -83,6 +87,7 @@ class Checkpoints:
             dense_optimizer = [dense_optimizer]
         self._optimizers = list(dense_optimizer or ())
         self._keep = keep
+        self._read_only = read_only
         self._run_dir = Path(run_dir)
         self._folder = self._run_dir / "checkpoints"
         self._manifests: dict[int, dict[str, Json]] = {}
@@ -94,7 +99,7 @@ class Checkpoints:
         self._run = secrets.token_hex(8)
         self.exists = bool(numbers)
         """Whether the folder had a run in it when this object was made."""
-        if not numbers:
+        if not numbers and not read_only:
             self._begin()
 
     # ---- what there is
@@ -114,7 +119,7 @@ class Checkpoints:
     def _read(self, number: int) -> dict[str, Json]:
         path = self._path(number)
         try:
-            manifest = snapshot.decode_manifest(path.read_bytes(), str(path))
+            manifest = published.decode_manifest(path.read_bytes(), str(path))
         except CorruptionError as error:
             raise CorruptionError(f"{error}. Move it away to go on from the checkpoint before it") from None
         if manifest.get("format") != FORMAT:
@@ -157,7 +162,7 @@ class Checkpoints:
             path.parent.mkdir(parents=True, exist_ok=True)
         elif not path.is_dir():
             raise NotFoundError(f"{path} is missing: it has the rows of table {table.name!r}")
-        return table.open_store(path, create=create, epoch=epoch, filter_bits=0)
+        return table.open_store(path, create=create, epoch=epoch, filter_bits=0, read_only=self._read_only)
 
     def save(self, step: int, position: Any = None, extra: Any = None, *, tag: str | None = None) -> Checkpoint:
         """Everything as it is now, durable when it returns. Between steps only; a pipeline may be running ahead.
@@ -165,13 +170,15 @@ class Checkpoints:
         position   of the last trained batch; extra: whatever else the run needs. Both plain JSON
         tag        the last save of each tag stays, whatever `keep` says
         """
+        if self._read_only:
+            raise ThermoclineError(f"{self._run_dir} was opened for reading only: nothing can be saved")
         if not self._ready:
             raise ThermoclineError(f"{self._run_dir} has an earlier run: restore() first, or use another folder")
         for table in self.tables.values():
             if table.pending_gradients:
                 raise ThermoclineError(f"table {table.name!r} has gradients not yet applied: save between steps")
-        snapshot.require_json(position, "position")
-        snapshot.require_json(extra, "extra")
+        published.require_json(position, "position")
+        published.require_json(extra, "extra")
         return self._write(step, position, extra, tag, begin=False)
 
     def _write(self, step: int, position: Json, extra: Json, tag: str | None, *, begin: bool) -> Checkpoint:
@@ -197,10 +204,10 @@ class Checkpoints:
             manifest["dense"] = snapshot.pack(self._dense_state(), tensors, "dense")
             data = snapshot.encode(tensors)
             path = self._path(number, ".safetensors")
-            manifest["files"] = {path.name: {"bytes": len(data), "sha256": snapshot.digest(data)}}
-            snapshot.publish(path, data)
+            manifest["files"] = {path.name: {"bytes": len(data), "sha256": published.digest(data)}}
+            published.publish(path, data)
             reached("run.dense_published")
-        snapshot.publish(self._path(number), snapshot.encode_manifest(manifest))
+        published.publish(self._path(number), published.encode_manifest(manifest))
         reached("run.published")
         self._manifests[number] = manifest
         self._retain()
@@ -248,7 +255,7 @@ class Checkpoints:
             self._path(number).unlink()
             reached("run.manifest_removed")
         # Before anything they name goes; and a manifest found after a kill may not have been durable yet.
-        snapshot.sync_folder(self._folder)
+        published.sync_folder(self._folder)
         for name, table in self.tables.items():
             store = _store(table)
             named = {manifest["tables"][name]["epoch"] for manifest in self._manifests.values()}
@@ -291,8 +298,9 @@ class Checkpoints:
             warnings.warn(f"{versions}: bits may differ", stacklevel=2)
         self._run = manifest["run"]
         self._manifests = manifests
-        self._ready = True
-        self._sweep()
+        if not self._read_only:
+            self._ready = True
+            self._sweep()
         return None if manifest["begin"] else self._describe(number, manifest)
 
     def _choose(self, manifests: dict[int, dict[str, Json]], which: int | str | None) -> int:
@@ -300,7 +308,8 @@ class Checkpoints:
         if not fits:
             saves = (m for m in manifests.values() if not m["begin"])
             have = ", ".join(f"step {m['step']}" + f" ({m['tag']})" * bool(m["tag"]) for m in saves)
-            raise NotFoundError(f"{self._folder} has no checkpoint {which!r}; it has {have or 'none'}")
+            wanted = "checkpoint" if which is None else f"checkpoint {which!r}"
+            raise NotFoundError(f"{self._folder} has no {wanted}; it has {have or 'none'}")
         return fits[-1]
 
     def _load_dense(self, manifest: dict[str, Json]) -> dict[str, Any]:
@@ -311,7 +320,7 @@ class Checkpoints:
                 data = path.read_bytes()
             except FileNotFoundError:
                 raise NotFoundError(f"{path} is missing: the checkpoint of step {manifest['step']} needs it") from None
-            if len(data) != expected["bytes"] or snapshot.digest(data) != expected["sha256"]:
+            if len(data) != expected["bytes"] or published.digest(data) != expected["sha256"]:
                 raise CorruptionError(f"{path} is damaged: its checksum is not the one its manifest has")
             tensors.update(snapshot.decode(data))
         state: dict[str, Any] = snapshot.unpack(manifest["dense"], tensors)

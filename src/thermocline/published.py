@@ -1,0 +1,91 @@
+"""Files that are whole or not there, and manifests that check themselves. Loads no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from thermocline.errors import CorruptionError
+
+Json = Any
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def publish(path: Path, data: bytes) -> None:
+    """The file appears whole and durable, or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        reached("run.file_written")
+        file.flush()
+        os.fsync(file.fileno())
+    reached("run.file_synced")
+    os.replace(temporary, path)
+    reached("run.file_renamed")
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def encode_manifest(manifest: dict[str, Json]) -> bytes:
+    """JSON with a checksum of itself."""
+    return _dump({**manifest, "checksum": digest(_dump(manifest))})
+
+
+def decode_manifest(data: bytes, name: str) -> dict[str, Json]:
+    """Raises `CorruptionError` unless these are the bytes `encode_manifest` made."""
+    try:
+        manifest = json.loads(data)
+        checksum = manifest.pop("checksum")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CorruptionError(f"{name} is damaged: it is not a checkpoint's manifest ({error})") from None
+    if digest(_dump(manifest)) != checksum:
+        raise CorruptionError(f"{name} is damaged: its checksum does not fit its content")
+    return manifest  # type: ignore[no-any-return]
+
+
+def _dump(value: Json) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def require_json(value: Any, what: str) -> None:
+    """That JSON gives it back as it is: a tuple would become a list, the number 1 as a key would become text."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return
+        case list():
+            for i, item in enumerate(value):
+                require_json(item, f"{what}[{i}]")
+        case dict() if all(isinstance(key, str) for key in value):
+            for key, item in value.items():
+                require_json(item, f"{what}[{key!r}]")
+        case _:
+            raise TypeError(f"{what} is a {type(value).__name__}: it must be JSON (numbers, text, lists, dicts)")
+
+
+# ---- crash tests
+
+_kill_at, _, _count = os.environ.get("THERMOCLINE_KILL_AT", "").partition(":")
+_left = int(_count) if _count.isdigit() else 1
+
+
+def reached(point: str) -> None:
+    """Named points of a save, where crash tests kill the process: THERMOCLINE_KILL_AT=point:count, as in the core."""
+    global _left
+    if point == _kill_at:
+        _left -= 1
+        if _left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
