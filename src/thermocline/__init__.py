@@ -12,7 +12,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "BudgetError": "errors",
+    "ConfigError": "errors",
     "CorruptionError": "errors",
+    "DataError": "errors",
     "DiskFullError": "errors",
     "FormatError": "errors",
     "IoError": "errors",
@@ -26,8 +28,15 @@ _HOME = {
     "Callback": "callbacks",
     "Checkpoint": "checkpoint",
     "Checkpoints": "checkpoint",
+    "Config": "config",
+    "Tiers": "config",
+    "Train": "config",
+    "Reader": "data.reader",
+    "Data": "data.schema",
+    "Numeric": "data.schema",
     "SyntheticAds": "data.synth",
     "export_rows": "export",
+    "ModelConfig": "models.config",
     "AUC": "metrics",
     "Calibration": "metrics",
     "ExactMetrics": "metrics",
@@ -38,6 +47,7 @@ _HOME = {
     "auc": "metrics",
     "Progress": "progress",
     "Result": "progress",
+    "Run": "run",
     "Schedule": "schedule",
     "TrainConfig": "train_config",
     "Trainer": "train",
@@ -64,10 +74,15 @@ if TYPE_CHECKING:
     from thermocline.batch import Batch as Batch, WorkingSet as WorkingSet
     from thermocline.callbacks import Callback as Callback
     from thermocline.checkpoint import Checkpoint as Checkpoint, Checkpoints as Checkpoints
+    from thermocline.config import Config as Config, Tiers as Tiers, Train as Train
+    from thermocline.data.reader import Reader as Reader
+    from thermocline.data.schema import Data as Data, Numeric as Numeric
     from thermocline.data.synth import SyntheticAds as SyntheticAds
     from thermocline.errors import (
         BudgetError as BudgetError,
+        ConfigError as ConfigError,
         CorruptionError as CorruptionError,
+        DataError as DataError,
         DiskFullError as DiskFullError,
         FormatError as FormatError,
         IoError as IoError,
@@ -88,8 +103,10 @@ if TYPE_CHECKING:
         StreamingMetrics as StreamingMetrics,
         auc as auc,
     )
+    from thermocline.models.config import ModelConfig as ModelConfig
     from thermocline.pipeline.prefetch import prefetch as prefetch
     from thermocline.progress import Progress as Progress, Result as Result
+    from thermocline.run import Run as Run
     from thermocline.schedule import Schedule as Schedule
     from thermocline.tables.bag import EmbeddingBag as EmbeddingBag
     from thermocline.tables.initial import Constant as Constant, Normal as Normal, Uniform as Uniform

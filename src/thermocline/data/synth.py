@@ -12,7 +12,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -216,6 +216,7 @@ class SyntheticAds:
         examples: int | None = None,
         examples_per_file: int | None = None,
         compression: str = "zstd",
+        progress: Callable[[int], None] = lambda examples: None,
     ) -> list[Path]:
         """Writes the epoch, or its first `examples`, in bounded memory; returns the files.
 
@@ -223,6 +224,7 @@ class SyntheticAds:
                             (label field:id:1 ...)
         examples_per_file   makes `path` a folder of files of that many examples
         compression         of Parquet
+        progress            called with the number of examples just written
         """
         if format not in FORMATS:
             raise ValueError(f"format is {format!r}: it is one of {', '.join(FORMATS)}")
@@ -241,16 +243,22 @@ class SyntheticAds:
             parts = [(target / f"part-{i:05}.{format}", *cut) for i, cut in enumerate(zip(firsts, ends, strict=True))]
         for file, first, end in parts:
             if format == "parquet":
-                write_parquet(file, self._chunks(first, end), self.nonzeros == (self.fields,) * 2, compression)
+                write_parquet(file, self._chunks(first, end, progress), self._one_hot, compression)
             else:
-                write_text(file, self._chunks(first, end), format == "libffm")
+                write_text(file, self._chunks(first, end, progress), format == "libffm")
         return [file for file, _, _ in parts]
 
-    def _chunks(self, first: int, end: int) -> Iterator[Batch]:
+    @property
+    def _one_hot(self) -> bool:
+        return self.nonzeros == (self.fields,) * 2
+
+    def _chunks(self, first: int, end: int, progress: Callable[[int], None]) -> Iterator[Batch]:
         """In pieces whose size depends on neither batch_size nor the files."""
         chunk = max(1, min(65536, _CHUNK_IDS // self.nonzeros[1]))
         for start in range(first, end, chunk):
-            yield self._make(start, min(chunk, end - start))
+            examples = min(chunk, end - start)
+            yield self._make(start, examples)
+            progress(examples)
 
     def __repr__(self) -> str:
         low, high = self.nonzeros

@@ -1,0 +1,256 @@
+"""`thermocline`: parses the command line, and says what came of it. The work is in tasks.py and what it calls.
+
+Exit codes: 0 done; 1 data, budget or disk; 2 config or flags; 130 Ctrl-C. Nothing heavy is imported before its use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="thermocline",
+    help="Trains CTR models whose embedding tables exceed memory: rows in DRAM and on SSD, exact to the bit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(no_args_is_help=True, help="Generates data files; says what data asks of a machine.")
+app.add_typer(data_app, name="data")
+
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Overrides a key of the config, such as train.lr=0.01; repeatable."),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="An error shows its traceback.")]
+Json = Annotated[bool, typer.Option("--json", help="Prints JSON.")]
+RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")]
+Files = Annotated[list[str] | None, typer.Argument(metavar="[FILE]...", help="Instead of the config's test data.")]
+Checkpoint = Annotated[
+    str | None, typer.Option(help="best, last, or a step; default: the best if there is one, else the last.")
+]
+
+
+class Split(StrEnum):
+    train = "train"
+    valid = "valid"
+    test = "test"
+
+
+class Format(StrEnum):
+    parquet = "parquet"
+    libsvm = "libsvm"
+    libffm = "libffm"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from thermocline import __version__
+
+        typer.echo(f"thermocline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Prints the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _one_line(debug: bool) -> Iterator[None]:
+    """Errors that are the user's to mend are one line on stderr; a bug of ours keeps its traceback."""
+    from thermocline.errors import ConfigError, ThermoclineError
+
+    try:
+        yield
+    except (ThermoclineError, ValueError, OSError, FloatingPointError) as error:
+        if debug:
+            raise
+        typer.echo(f"thermocline: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        typer.echo("thermocline: interrupted", err=True)
+        raise typer.Exit(130) from None
+
+
+def _dump(report: Any) -> None:
+    from thermocline.callbacks import finite
+
+    typer.echo(json.dumps(finite(report), indent=1))
+
+
+# ---- training
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, on what, where.")],
+    sets: Sets = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Goes on with the run in train.run_dir.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Trains a model as a config file says; its folder gets config.toml, metrics.jsonl, tensorboard and checkpoints.
+
+    Ctrl-C saves and ends; --resume goes on with the bits of a run never stopped.
+    """
+    with _one_line(debug):
+        from thermocline.config import Config
+
+        settings = Config.load(config, sets or ())
+        from thermocline.run import check_folder
+
+        for change in check_folder(settings, resume=resume):
+            typer.echo(f"changed {change}")
+        from thermocline import tasks
+
+        try:
+            tasks.train(settings, resume=resume)
+        except KeyboardInterrupt:
+            words = ["thermocline", "train", str(config), *(w for s in sets or () for w in ("--set", s)), "--resume"]
+            typer.echo(f"thermocline: interrupted; to go on: {shlex.join(words)}", err=True)
+            raise typer.Exit(130) from None
+
+
+# ---- what was trained
+
+
+@app.command("eval")
+def evaluate(
+    run_dir: RunDir,
+    files: Files = None,
+    sets: Sets = None,
+    checkpoint: Checkpoint = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """AUC, logloss, normalised entropy and calibration of a trained run. Changes nothing; works while it trains on."""
+    with _one_line(debug):
+        from thermocline import tasks
+
+        report = tasks.evaluate(run_dir, files or (), sets or (), checkpoint)
+        if as_json:
+            _dump(report)
+        else:
+            typer.echo(tasks.lines_of(report.items()))
+
+
+@app.command()
+def predict(
+    run_dir: RunDir,
+    files: Files = None,
+    out: Annotated[str, typer.Option(help="File of the scores: .csv, .parquet or .npy.")] = "scores.csv",
+    sets: Sets = None,
+    checkpoint: Checkpoint = None,
+    debug: Debug = False,
+) -> None:
+    """Writes one score per example, in the order of the files. Changes nothing; works while the run trains on."""
+    with _one_line(debug):
+        from thermocline import tasks
+
+        report = tasks.predict(run_dir, files or (), out, sets or (), checkpoint)
+        typer.echo(f"{report['scores']:,} scores of step {report['step']} in {out}")
+        if report["skipped"]:
+            typer.echo(f"{report['skipped']:,} malformed lines were skipped: they have no score", err=True)
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="A store, a run_dir, or a checkpoint's .json.")],
+    check: Annotated[bool, typer.Option("--check", help="Verifies every byte.")] = False,
+    mem: Annotated[str, typer.Option(help="DRAM that opening a store may use.")] = "256MB",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Keys, sizes and health of a store, a run or a checkpoint. Changes nothing; exit code 1: something is damaged."""
+    with _one_line(debug):
+        from thermocline.inspect import describe, inspect as look
+
+        report = look(path, check=check, mem=mem)
+        if as_json:
+            _dump(report)
+        else:
+            for line in describe(report):
+                typer.echo(line)
+    if report["problems"]:
+        raise typer.Exit(1)
+
+
+# ---- data
+
+
+@data_app.command()
+def synth(
+    out: Annotated[str, typer.Argument(help="Folder for train, valid and test files.")],
+    format: Annotated[Format, typer.Option(help="Of the files.")] = Format.parquet,
+    preset: Annotated[str | None, typer.Option(help='Model of the source at a scale, such as "E/1000".')] = None,
+    keys: Annotated[int, typer.Option(help="How many there are.")] = 1_000_000,
+    fields: Annotated[int, typer.Option(help="How many.")] = 26,
+    nonzeros: Annotated[int | None, typer.Option(help="Ids per example; default: one per field.")] = None,
+    zipf: Annotated[float, typer.Option(help="Exponent of popularity.")] = 1.05,
+    dense: Annotated[int, typer.Option(help="Dense features (parquet only).")] = 0,
+    examples: Annotated[int, typer.Option(help="For training.")] = 1_000_000,
+    valid_examples: Annotated[int, typer.Option(help="For validation; 0: none.")] = 100_000,
+    test_examples: Annotated[int, typer.Option(help="For the test; 0: none.")] = 100_000,
+    examples_per_file: Annotated[int | None, typer.Option(help="Makes folders of files.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the data.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Writes synthetic ads data with planted labels, and prints the [data] section that reads it."""
+    with _one_line(debug):
+        from thermocline import tasks
+        from thermocline.data.schema import Synth
+
+        settings = Synth(
+            preset=preset, keys=keys, fields=fields, nonzeros=nonzeros, zipf=zipf, dense=dense, seed=seed,
+            examples=examples, valid_examples=valid_examples, test_examples=test_examples,
+        )  # fmt: skip
+        _, section = tasks.write_synth(settings, out, format.value, examples_per_file)
+        typer.echo(section)
+
+
+@data_app.command()
+def stats(
+    source: Annotated[list[str], typer.Argument(metavar="CONFIG.toml|FILE...", help="A config, or data files.")],
+    sets: Sets = None,
+    split: Annotated[Split, typer.Option(help="Of a config.")] = Split.train,
+    examples: Annotated[int | None, typer.Option(help="Reads only so many, whole batches.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Keys, skew, nonzeros; bytes of the model's rows, suggested tier sizes and hit rates. One pass, bounded memory."""
+    with _one_line(debug):
+        from thermocline.config import Config
+        from thermocline.settings import toml_value
+
+        if len(source) == 1 and source[0].endswith(".toml"):
+            config = Config.load(source[0], sets or ())
+        else:
+            config = Config.parse(f"[data]\ntrain = {toml_value(source)}", sets or (), name="data files")
+        from thermocline import tasks
+        from thermocline.data.stats import describe, memory_of_machine
+
+        report = tasks.stats(config, split.value, examples)
+        if as_json:
+            _dump(report)
+        else:
+            for line in describe(report, memory_of_machine()):
+                typer.echo(line)
+
+
+def main() -> None:
+    """The entry point of `thermocline` and `python -m thermocline`."""
+    app(prog_name="thermocline")

@@ -1,0 +1,188 @@
+"""`tc.Config`: everything a run is, in four sections. The same dataclasses are API, file and flags.
+
+[data] is `tc.Data`, [model] is `tc.ModelConfig`, [tiers] and [train] are below; [train] has all of `tc.TrainConfig`.
+Nothing here loads torch, so that a mistake in a file is told at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from thermocline import settings
+from thermocline.data.schema import Data
+from thermocline.errors import ConfigError
+from thermocline.models.config import ModelConfig
+from thermocline.settings import Flag
+from thermocline.sizes import Size, parse_size
+from thermocline.tables.mem import Policy
+from thermocline.train_config import TrainConfig
+
+OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+
+
+def _require(fine: bool, name: str, value: object, rule: str) -> None:
+    if not fine:
+        raise ValueError(f"{name} is {value!r}: it must be {rule}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """Where the rows live, and how many bytes they may take there: the budgets of `tc.Table`."""
+
+    mem: Size = "1GB"
+    """DRAM for rows, their index and metadata."""
+    ssd: str | None = None
+    """Folder of the store for rows that do not fit; none: memory only."""
+    ssd_mem: Size = "256MB"
+    """DRAM of the store itself: its index and buffers."""
+    policy: Policy = "lru_lfu"
+    """Which rows leave memory first."""
+    threads: int | None = None
+    """Of the memory tier; none: all cores."""
+
+    def __post_init__(self) -> None:
+        for name in ("mem", "ssd_mem"):
+            parse_size(getattr(self, name), f"tiers.{name}")
+        _require(self.threads is None or self.threads >= 1, "tiers.threads", self.threads, "at least 1, or none")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Train(TrainConfig):
+    """`tc.TrainConfig`, and what the loop is made of."""
+
+    batch_size: int = 4096
+    """Examples per step."""
+    optimizer: OptimizerName = "adam"
+    """Of rows."""
+    lr: float = 1e-3
+    """Of rows."""
+    dense_optimizer: OptimizerName | None = None
+    """Of dense parameters, torch's own (rowwise_adagrad: its Adagrad); none: the same kind as of rows."""
+    dense_lr: float | None = None
+    """Of dense parameters; none: as of rows."""
+    seed: int = 0
+    """Of initial rows and weights, shuffling and dropout."""
+    run_dir: str = "run"
+    """Folder of the run: config.toml, metrics.jsonl, tensorboard, checkpoints."""
+
+    def __post_init__(self) -> None:
+        TrainConfig.__post_init__(self)
+        _require(self.batch_size >= 1, "train.batch_size", self.batch_size, "at least 1")
+        _require(0 <= self.seed < 2**63, "train.seed", self.seed, "0 to 2**63 - 1")
+        for name in ("lr", "dense_lr"):
+            value = getattr(self, name)
+            fine = value is None or 0 <= value < float("inf")
+            _require(fine, f"train.{name}", value, "a finite number, not negative")
+        _require(bool(self.run_dir), "train.run_dir", self.run_dir, "a folder's name")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    data: Data = dataclasses.field(default_factory=Data)
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    tiers: Tiers = dataclasses.field(default_factory=Tiers)
+    train: Train = dataclasses.field(default_factory=Train)
+
+    @classmethod
+    def load(cls, path: str | Path, sets: Sequence[str] = ()) -> Self:
+        """From a TOML file and overrides such as "train.lr=0.01". Raises `ConfigError`, one line."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as a config: {_cause(error)}") from None
+        return cls.parse(text, sets, name=str(path))
+
+    @classmethod
+    def parse(cls, text: str, sets: Sequence[str] = (), *, name: str = "config") -> Self:
+        """The same from TOML as text; `name` stands for the file in errors."""
+        try:
+            values = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{name} is not TOML: {error}") from None
+        try:
+            for override in sets:
+                _override(values, override)
+            return settings.build(cls, values)
+        except ConfigError as error:
+            raise ConfigError(str(error) if str(error).startswith("--set") else f"{name}: {error}") from None
+
+    def resolve(self) -> Self:
+        """The same with everything filled in that depends on other settings."""
+        train = self.train
+        dense = train.dense_optimizer or ("adagrad" if train.optimizer == "rowwise_adagrad" else train.optimizer)
+        rate = train.lr if train.dense_lr is None else train.dense_lr
+        train = dataclasses.replace(train, dense_optimizer=dense, dense_lr=rate)
+        return dataclasses.replace(self, model=self.model.resolve(), train=train)
+
+    def to_toml(self) -> str:
+        """As a file that `load` reads to the same config."""
+        return settings.to_toml(self)
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    """Puts "a.b=c" into the parsed file."""
+    name, equals, text = override.partition("=")
+    path = [part.strip() for part in name.split(".")]
+    if not equals or not all(path) or len(path) < 2:
+        raise ConfigError(f'--set is "{override}": write section.key=value, such as train.lr=0.01')
+    for depth, part in enumerate(path[:-1], start=1):
+        inner = values.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {override}: {'.'.join(path[:depth])} is a value, not a section")
+        values = inner
+    values[path[-1]] = Flag(text.strip())
+
+
+def _cause(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+# ---- what a resumed run may change
+
+MAY_CHANGE = frozenset(
+    {
+        *("data.valid", "data.test", "data.on_error", "data.threads"),
+        *("tiers.mem", "tiers.ssd", "tiers.ssd_mem", "tiers.policy", "tiers.threads"),
+        *("train.epochs", "train.steps", "train.clip_norm", "train.valid_every", "train.patience"),
+        "train.plateau_factor",
+        *("train.checkpoint_every", "train.checkpoint_minutes", "train.keep", "train.depth", "train.pull_window"),
+        *("train.log_every", "train.tensorboard", "train.display", "train.run_dir"),
+        *(f"train.schedule.{name}" for name in ("kind", "warmup_steps", "decay_steps", "factor", "floor")),
+    }
+)
+"""All else is part of what was trained: rows, weights and the reader's position would no longer mean the same."""
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ, with both, of two resolved configs."""
+    before, after = dict(settings.flatten(old)), dict(settings.flatten(new))
+    names = [*before, *(name for name in after if name not in before)]
+    return {n: (before.get(n), after.get(n)) for n in names if before.get(n) != after.get(n)}
+
+
+def check_resume(old: Config, new: Config, run_dir: str) -> list[str]:
+    """Lines that say what a resumed run changes; raises `ConfigError` if it changes what it may not."""
+    changed = differences(old, new)
+
+    def words(name: str) -> str:
+        was, now = changed[name]
+        return f"{name} from {settings.toml_value(was)} to {settings.toml_value(now)}"
+
+    if wrong := [name for name in changed if name not in MAY_CHANGE]:
+        raise ConfigError(
+            f"{run_dir} was trained with another config: it cannot go on with {'; '.join(map(words, wrong))}. "
+            f"May change: {', '.join(_grouped(MAY_CHANGE))}"
+        )
+    return [words(name) for name in changed]
+
+
+def _grouped(names: frozenset[str]) -> list[str]:
+    """Whole sections by their name: shorter to read."""
+    schedule = {name for name in names if name.startswith("train.schedule.")}
+    return sorted({*(names - schedule), "train.schedule"} if schedule else names)

@@ -1,0 +1,266 @@
+"""`tc.Run`: a config made real. Its data, table, model and optimizers; trained, evaluated, read.
+
+run_dir/config.toml       the config, everything filled in
+run_dir/features.json     fields, dense features and their statistics, as the training data had them
+run_dir/metrics.jsonl     one line per event; the last is the test's
+run_dir/tensorboard       the same as scalars
+run_dir/checkpoints ...   see checkpoint.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from thermocline import published
+from thermocline.batch import Batch, Floats
+from thermocline.callbacks import Callback, Row
+from thermocline.config import Config, OptimizerName, check_resume
+from thermocline.data.features import Features
+from thermocline.data.schema import Split
+from thermocline.data.splits import check_paths, has_split, open_data
+from thermocline.errors import ConfigError, NotFoundError
+from thermocline.models import build, parameter_groups, row_dim
+from thermocline.pipeline.prefetch import prefetch
+from thermocline.progress import Result
+from thermocline.settings import nearest
+from thermocline.tables.initial import Normal
+from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from thermocline.tables.table import Table
+
+if TYPE_CHECKING:
+    import torch
+
+_ROW_OPTIMIZERS: dict[OptimizerName, Any] = {
+    "sgd": SGD,
+    "adagrad": Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adam": Adam,
+}
+_READ_TRIES = 5
+
+
+def row_optimizer(config: Config) -> Optimizer:
+    """Of the table: the model's L2 of rows is its weight decay."""
+    made: Optimizer = _ROW_OPTIMIZERS[config.train.optimizer](
+        lr=config.train.lr, weight_decay=config.model.resolve().embedding_l2
+    )
+    return made
+
+
+def dense_optimizers(config: Config, model: Any) -> list[torch.optim.Optimizer]:
+    """Of the dense parameters; none if there are none."""
+    import torch
+
+    train = config.resolve().train
+    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+    kind = kinds[str(train.dense_optimizer).removeprefix("rowwise_")]
+    groups = parameter_groups(config.model, model)
+    return [kind(groups, lr=train.dense_lr)] if groups else []
+
+
+class Run:
+    """Everything a config names, opened. `with tc.Run(tc.Config.load("ads.toml")) as run: run.fit()`.
+
+    read_only   to evaluate what was trained: changes nothing, and may be used while another process trains
+    labelled    False: files may lack the label
+    """
+
+    def __init__(self, config: Config, *, read_only: bool = False, labelled: bool = True) -> None:
+        import torch
+
+        self.config = config = config.resolve()
+        self._labelled = labelled
+        self._loaders: dict[Split, Any] = {}
+        self.features: Features | None = None
+        """Of the training data; none: it is generated."""
+        self.step = 0
+        """Of the checkpoint that `load` restored."""
+        seed, tiers = config.train.seed, config.tiers
+        fields, dense = self._open_data(read_only)
+        torch.manual_seed(seed)
+        if tiers.ssd is not None and not read_only:
+            Path(tiers.ssd).parent.mkdir(parents=True, exist_ok=True)
+        self.table = Table(
+            row_dim(config.model),
+            row_optimizer(config),
+            mem=tiers.mem,
+            ssd=tiers.ssd,
+            seed=seed,
+            initial=Normal(scale=config.model.initial),
+            policy=tiers.policy,
+            threads=tiers.threads,
+            ssd_mem=tiers.ssd_mem,
+            ssd_options={"read_only": True} if read_only else None,
+        )
+        try:
+            self.model = build(config.model, self.table, fields, dense)
+            self.optimizers = dense_optimizers(config, self.model)
+        except BaseException:
+            self.table.close()
+            raise
+
+    def _open_data(self, read_only: bool) -> tuple[int, int]:
+        """All that will be read, so that what is wrong with it shows at once; returns fields and dense features."""
+        data = self.config.data
+        saved = Path(self.config.train.run_dir) / "features.json"
+        if data.format != "synth" and read_only and saved.exists():
+            check_paths(data, ["test"])
+            self.features = Features.from_json(json.loads(saved.read_text()))
+            return len(self.features.fields), len(self.features.dense)
+        if not has_split(data, "train"):
+            raise ConfigError("data.train is missing: it must name at least one file")
+        check_paths(data, ["train", "valid", "test"])
+        train = self.loader("train")
+        self.features = getattr(train, "features", None)
+        others: tuple[Split, ...] = ("valid", "test")
+        for split in others:
+            self.loader(split)
+        return train.fields, train.dense
+
+    def loader(self, split: Split) -> Any:
+        """The batches of a split; none if the config has no data for it."""
+        if split not in self._loaders:
+            data, train = self.config.data, self.config.train
+            options: dict[str, Any] = {"batch_size": train.batch_size, "seed": train.seed, "labelled": self._labelled}
+            self._loaders[split] = (
+                open_data(data, split, features=self.features, **options) if has_split(data, split) else None
+            )
+        return self._loaders[split]
+
+    # ---- training
+
+    def fit(self, *, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
+        """Trains, saves and tests as the config says; see `tc.Trainer.fit`."""
+        from thermocline.train import Trainer
+
+        config, run_dir = self.config, Path(self.config.train.run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        published.publish(run_dir / "config.toml", config.to_toml().encode())
+        if self.features is not None:
+            published.publish(run_dir / "features.json", json.dumps(self.features.to_json()).encode())
+        trainer = Trainer(self.model, self.optimizers, run_dir=run_dir, config=config.train, callbacks=callbacks)
+        return trainer.fit(self.loader("train"), self.loader("valid"), self.loader("test"), resume=resume)
+
+    # ---- what was trained
+
+    @classmethod
+    def load(
+        cls,
+        run_dir: str | os.PathLike[str],
+        *,
+        checkpoint: int | str | None = None,
+        config: Config | None = None,
+        labelled: bool = True,
+    ) -> Self:
+        """A trained run, read only: its best checkpoint, or else its last; or the one of a step or tag.
+
+        config   instead of the run's own; its data and tiers may be others
+        """
+        if config is None:
+            config = config_of(run_dir)
+        if not has_run(run_dir):
+            raise NotFoundError(f"{run_dir} has no checkpoints: nothing was trained there")
+        train = dataclasses.replace(config.train, run_dir=os.fspath(run_dir))
+        run = cls(dataclasses.replace(config, train=train), read_only=True, labelled=labelled)
+        try:
+            run.step = run.restore(checkpoint)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def restore(self, checkpoint: int | str | None = None) -> int:
+        """Puts a checkpoint into model and table, changing nothing on disk; returns its step."""
+        from thermocline.checkpoint import Checkpoints
+
+        for attempt in range(_READ_TRIES):
+            checkpoints = Checkpoints(
+                self.config.train.run_dir, [self.table], self.model, self.optimizers, read_only=True
+            )
+            try:
+                which = checkpoint
+                if which is None and any(saved.tag == "best" for saved in checkpoints.saved()):
+                    which = "best"
+                found = checkpoints.restore(None if which == "last" else which)
+            except (NotFoundError, FileNotFoundError):
+                # A training process may have saved between our look and our read: look again.
+                checkpoints.close()
+                if attempt == _READ_TRIES - 1:
+                    raise
+                time.sleep(0.1)
+                self.table.checkpoint_store = None
+                self.table.reopen()
+                continue
+            if found is None:
+                raise NotFoundError(
+                    f"{self.config.train.run_dir} has nothing saved yet: its first checkpoint is to come"
+                )
+            return found.step
+        raise AssertionError
+
+    def evaluate(self, batches: Iterable[Batch]) -> Row:
+        """Exact AUC, logloss, normalised entropy and calibration."""
+        from thermocline.train import Trainer
+
+        return Trainer(self.model).evaluate(batches)
+
+    def scores(self, batches: Iterable[Batch]) -> Iterator[Floats]:
+        """The probability of each example, batch by batch, in order."""
+        import torch
+
+        self.model.eval()
+        with torch.no_grad(), prefetch(batches, self.table, depth=self.config.train.depth, training=False) as ready:
+            for batch in ready:
+                yield torch.sigmoid(self.model(batch)).numpy()
+
+    def close(self) -> None:
+        """Closes the stores."""
+        self.table.close()
+        if self.table.checkpoint_store is not None:
+            self.table.checkpoint_store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+# ---- folders of runs
+
+
+def has_run(run_dir: str | os.PathLike[str]) -> bool:
+    """Whether something began to train there."""
+    return any((Path(run_dir) / "checkpoints").glob("[0-9]*.json"))
+
+
+def config_of(run_dir: str | os.PathLike[str], sets: Sequence[str] = ()) -> Config:
+    """The config that a run was trained with, changed by overrides."""
+    path = Path(run_dir) / "config.toml"
+    if not path.exists():
+        folder = path.parent.parent
+        others = [p.parent.name for p in folder.glob("*/config.toml")] if folder.is_dir() else []
+        hint = nearest(path.parent.name, others)
+        raise ConfigError(f"{run_dir} is no run: it has no config.toml, which `thermocline train` writes{hint}")
+    return Config.load(path, sets)
+
+
+def check_folder(config: Config, *, resume: bool) -> list[str]:
+    """Before anything is loaded: whether a run may train in its folder. Returns what a resumed run changes."""
+    run_dir = config.train.run_dir
+    if not has_run(run_dir):
+        return []
+    if not resume:
+        raise ConfigError(
+            f"{run_dir} already has a run: --resume goes on with it, --set train.run_dir=... begins another one"
+        )
+    return check_resume(config_of(run_dir).resolve(), config.resolve(), run_dir)

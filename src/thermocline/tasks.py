@@ -1,0 +1,152 @@
+"""What the commands do, one function each: config and names in, figures out. Progress is on stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from thermocline.batch import Batch
+from thermocline.callbacks import Callback, Row
+from thermocline.config import Config
+from thermocline.data.schema import Data, Split, Synth
+from thermocline.data.splits import check_paths, open_data
+from thermocline.errors import ConfigError
+from thermocline.progress import Result
+from thermocline.settings import toml_value
+from thermocline.watch import counted, watched
+
+
+class FirstStep(Callback):
+    """Says how long the process took to get there."""
+
+    def on_step(self, trainer: Any, loss: object) -> None:
+        if self.seconds is None:
+            self.seconds = _age_of_process()
+            print(f"first step after {self.seconds:.1f} s", flush=True)
+
+    seconds: float | None = None
+
+
+def _age_of_process() -> float:
+    """Seconds since it began, by the kernel's books."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
+def train(config: Config, *, resume: bool) -> Result:
+    """Trains in the config's run_dir."""
+    from thermocline.run import Run
+
+    with Run(config) as run:
+        return run.fit(resume=resume, callbacks=[FirstStep()])
+
+
+# ---- what was trained
+
+
+def evaluate(run_dir: str, files: Sequence[str], sets: Sequence[str], checkpoint: str | None) -> Row:
+    """Exact metrics of a trained run, on its own test data or on other files."""
+    with _loaded(run_dir, files, sets, checkpoint) as run:
+        batches = run.loader("test")
+        with watched("evaluating", _examples(batches, run.config)) as advance:
+            return {"step": run.step, **run.evaluate(counted(batches, advance)), "skipped": _skipped(batches)}
+
+
+def predict(run_dir: str, files: Sequence[str], out: str, sets: Sequence[str], checkpoint: str | None) -> Row:
+    """One score per example into the file `out`, in the order of the files."""
+    from thermocline.scores import write_scores, writer_of
+
+    writer_of(out)  # before the work
+    with _loaded(run_dir, files, sets, checkpoint, labelled=False) as run:
+        batches = run.loader("test")
+        with watched("predicting", _examples(batches, run.config)) as advance:
+            count = write_scores(out, run.scores(counted(batches, advance)))
+        return {"step": run.step, "scores": count, "out": out, "skipped": _skipped(batches)}
+
+
+def _loaded(
+    run_dir: str, files: Sequence[str], sets: Sequence[str], checkpoint: str | None, *, labelled: bool = True
+) -> Any:
+    from thermocline.run import Run, config_of
+
+    config = config_of(run_dir, sets)
+    if files:
+        if config.data.format == "synth":
+            raise ConfigError(f"{run_dir} was trained on generated data: files have no place in it; leave them out")
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, test=tuple(files)))
+    elif config.data.format != "synth" and not config.data.test:
+        raise ConfigError(f"{run_dir} has no data.test: name the files")
+    which = int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
+    return Run.load(run_dir, checkpoint=which, config=config, labelled=labelled)
+
+
+def _examples(batches: Any, config: Config) -> int | None:
+    """Roughly how many there will be."""
+    try:
+        return len(batches) * config.train.batch_size
+    except TypeError:
+        estimate = getattr(batches, "estimated_batches", None)
+        return None if estimate is None else estimate() * config.train.batch_size
+
+
+def _skipped(batches: Any) -> int:
+    return int(getattr(getattr(batches, "skipped", None), "count", 0))
+
+
+# ---- data
+
+
+def stats(config: Config, split: Split, examples: int | None) -> Row:
+    """Keys, skew and sizes of a split's data, for the config's model; of its first `examples` only, if given."""
+    from thermocline.data import stats as figures
+    from thermocline.models import row_dim
+    from thermocline.run import row_optimizer
+
+    config = config.resolve()
+    check_paths(config.data, ["train", split])
+    batches = open_data(config.data, split, batch_size=config.train.batch_size, shuffle=False, labelled=False)
+    total = _examples(batches, config)
+    read: Iterable[Batch] = batches
+    if examples is not None:
+        total = examples if total is None else min(total, examples)
+        read = itertools.islice(batches, -(-examples // config.train.batch_size))
+    with watched("counting", total) as advance:
+        report, counts = figures.count(read, advance)
+    for field, name in zip(report["per_field"], getattr(batches, "field_names", ()), strict=False):
+        field["name"] = name
+    optimizer = row_optimizer(config)
+    pinned = config.train.depth * config.train.pull_window
+    sizes = figures.suggest(counts, report["batches"], row_dim(config.model), optimizer, pinned)
+    report["model"] = {"name": config.model.name, "optimizer": config.train.optimizer, **sizes}
+    return {**report, "batch_size": config.train.batch_size, "skipped": _skipped(batches)}
+
+
+def write_synth(synth: Synth, folder: str, format: Any, examples_per_file: int | None) -> tuple[list[Path], str]:
+    """Writes train, valid and test files; returns them, and the [data] section that reads them."""
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    data = Data(format="synth", synth=synth)
+    sizes: dict[Split, int] = {"train": synth.examples, "valid": synth.valid_examples, "test": synth.test_examples}
+    written: list[Path] = []
+    lines = ["[data]"]
+    with watched("writing", sum(sizes.values())) as advance:
+        for split, examples in sizes.items():
+            if examples:
+                path = target / (split if examples_per_file else f"{split}.{format}")
+                part: Any = open_data(data, split, batch_size=4096)
+                written += part.write(path, format, examples_per_file=examples_per_file, progress=advance)
+                lines.append(f"{split} = {toml_value([str(path)])}")
+    lines += [f"format = {toml_value(format)}", "raw_keys = true"]
+    if synth.dense:
+        lines.append('numeric = ["dense_*"]')
+    return written, "\n".join(lines)
+
+
+def lines_of(rows: Iterable[tuple[str, Any]]) -> str:
+    """`name value` pairs in one line."""
+    return "  ".join(f"{name} {value:.6f}" if isinstance(value, float) else f"{name} {value:,}" for name, value in rows)

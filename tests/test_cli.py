@@ -1,0 +1,309 @@
+"""The command line: what it trains, what it says, and with which exit code it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.csv as csv
+import pyarrow.parquet as pq
+import pytest
+import torch
+from cli_helpers import SMALL, STEPS, done, invoke, lines_of, start, state_of, write_config
+
+import thermocline as tc
+from thermocline.config import Config
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Configs name folders relative to the current one."""
+    monkeypatch.chdir(tmp_path)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_help_and_config_errors_load_no_torch() -> None:
+    code = "import sys; from thermocline import cli, config, tasks, run, inspect; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "thermocline.tasks" in loaded
+    assert "torch" not in loaded
+    code = "import sys; from thermocline import cli; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert not {"torch", "numpy", "pyarrow", "thermocline.core._core"} & set(loaded)
+
+
+def test_help_and_version() -> None:
+    for words in ([], ["data"], ["train"], ["eval"], ["predict"], ["inspect"], ["data", "synth"], ["data", "stats"]):
+        assert "Usage" in done(*words, "--help")
+    assert done("--version") == f"thermocline {tc.__version__}\n"
+
+
+# ---- train
+
+
+def test_a_run_and_what_it_leaves(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    out = done("train", config, "--set", "train.tensorboard=true", "--set", "model.hidden=[6]")
+    seconds = re.search(r"first step after (\d+\.\d) s", out)
+    assert seconds is not None
+    assert f"finished after {STEPS} steps" in out
+    run_dir = tmp_path / "run"
+    assert {path.name for path in run_dir.iterdir()} == {
+        "config.toml", "metrics.jsonl", "tensorboard", "checkpoints", "stores",
+    }  # fmt: skip
+    resolved = Config.load(run_dir / "config.toml")
+    assert resolved == Config.load(config, ["train.tensorboard=true", "model.hidden=[6]"]).resolve()
+    assert list((run_dir / "tensorboard").iterdir())
+    *_, last = rows = lines_of(run_dir)
+    assert [row["event"] for row in rows] == ["train"] * STEPS + ["valid", "test"]
+    assert last.keys() >= {"auc", "logloss", "examples_per_s"}
+    assert last["examples_per_s"] > 0
+    assert last["examples"] == 400
+
+
+def test_an_existing_run_is_not_trained_over(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    done("train", config, "--set", "train.steps=2")
+    before = state_of(tmp_path / "run")
+    result = invoke("train", config)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "thermocline: run already has a run: --resume goes on with it, --set train.run_dir=... begins another one\n"
+    )
+    for override in ("train.lr=0.5", "model.dim=8", "data.synth.keys=500", "train.seed=1"):
+        result = invoke("train", config, "--resume", "--set", override)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("thermocline: run was trained with another config: it cannot go on with ")
+        assert f"{override.partition('=')[0]} from " in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert state_of(tmp_path / "run") == before
+    out = done("train", config, "--resume", "--set", "tiers.mem=3MB")
+    assert 'changed tiers.mem from "4MB" to "3MB"' in out
+    assert 'changed train.steps from 2 to "none"' in out
+    assert "resumed at step 2" in out
+    assert f"finished after {STEPS} steps" in out
+
+
+def test_a_resumed_run_that_was_ended_tests_again(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    done("train", config)
+    before = lines_of(tmp_path / "run")
+    done("train", config, "--resume")
+    after = lines_of(tmp_path / "run")
+    assert after[-1].pop("examples_per_s") is None
+    assert before[-1].pop("examples_per_s") > 0
+    assert after[-1] == before[-1]
+
+
+@pytest.mark.parametrize("place", ["memory", "ssd"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_run_resumes_to_the_same_bits(tmp_path: Path, number: signal.Signals, place: str) -> None:
+    text = SMALL.replace("[tiers]", '[tiers]\nssd = "run/store"') if place == "ssd" else SMALL
+    config = write_config(tmp_path, text)
+    flags = ["--set", "train.epochs=2", "--set", "train.checkpoint_every=3"]
+    process = start("train", config, *flags)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step 8 " in line:
+            process.send_signal(number)
+            break
+    _, errors = process.communicate(timeout=60)
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        words = f"train {config} --set train.epochs=2 --set train.checkpoint_every=3 --resume"
+        assert errors == f"thermocline: interrupted; to go on: thermocline {words}\n"
+    else:
+        assert process.returncode == -signal.SIGKILL
+    assert "resumed at step " in done("train", config, *flags, "--resume")
+    store = tmp_path / "run" / "store" if place == "ssd" else None
+    stopped = state_of(tmp_path / "run", store)
+    whole = [*flags, "--set", "train.run_dir=whole"]
+    if place == "ssd":
+        whole += ["--set", "tiers.ssd=whole/store"]
+    done("train", config, *whole)
+    store = tmp_path / "whole" / "store" if place == "ssd" else None
+    expected = state_of(tmp_path / "whole", store)
+    assert sorted(name for name in expected if expected[name] != stopped.get(name)) == []
+    last, other = lines_of(tmp_path / "run")[-1], lines_of(tmp_path / "whole")[-1]
+    assert {**last, "examples_per_s": 0} == {**other, "examples_per_s": 0}
+
+
+# ---- what goes wrong
+
+WRONG = [
+    ("[train]\nepoch = 2\n", [], 2, 'small.toml: [train] has no key "epoch" (did you mean "epochs"?)'),
+    ("", ["--set", "train.epochs=ten"], 2, '--set train.epochs is "ten": it must be a whole number'),
+    ("", ["--set", "data.format=csv"], 2, "data.train is missing: it must name at least one file"),
+    ("", ["--set", "data.format=csv", "--set", "data.train=no.csv"], 2, "data.train[0]: no.csv: there is no such file"),
+    ("", ["--set", "data.synth.keys=2"], 2, "[data.synth]: 2 keys are too few"),
+    ("", ["--set", "data.synth.preset=Z"], 2, "[data.synth]: there is no preset 'Z'"),
+    ("", ["--set", "tiers.mem=10KB"], 1, "does not fit: the budget of 10000 bytes holds"),
+    ("", ["--set", "train.patience=1", "--set", "data.synth.valid_examples=1"], 1, "patience needs an AUC"),
+]
+
+
+@pytest.mark.parametrize(("text", "flags", "code", "says"), WRONG)
+def test_a_mistake_is_one_line_and_an_exit_code(
+    tmp_path: Path, text: str, flags: list[str], code: int, says: str
+) -> None:
+    result = invoke("train", write_config(tmp_path, text or SMALL), *flags)
+    assert result.exit_code == code, result.output
+    assert says in result.stderr
+    assert result.stderr.startswith("thermocline: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = invoke("train", tmp_path / "no.toml")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    result = invoke("train", tmp_path / "no.toml", "--debug")
+    assert isinstance(result.exception, tc.ConfigError)
+
+
+@pytest.mark.parametrize("command", ["eval", "predict", "inspect"])
+def test_a_folder_that_is_no_run_is_told(tmp_path: Path, command: str) -> None:
+    for place in ("nowhere", "."):
+        result = invoke(command, place)
+        assert result.exit_code == 2
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_run_with_nothing_saved_yet_is_told(tmp_path: Path) -> None:
+    with tc.Run(Config.load(write_config(tmp_path))) as run:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "config.toml").write_text(run.config.to_toml())
+        assert "nothing was trained there" in invoke("eval", "run").stderr
+        tc.Checkpoints("run", [run.table], run.model, run.optimizers).close()
+        result = invoke("eval", "run")
+    assert result.exit_code == 1
+    assert "nothing saved yet" in result.stderr
+
+
+# ---- eval, predict
+
+
+@pytest.fixture(params=["memory", "ssd"])
+def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A run whose best state is not its last."""
+    text = SMALL.replace("[tiers]", '[tiers]\nssd = "run/store"') if request.param == "ssd" else SMALL
+    flags = ["--set", "train.valid_every=2", "--set", "train.patience=50", "--set", "train.epochs=4"]
+    done("train", write_config(tmp_path, text), *flags, "--set", "train.lr=0.1")
+    return tmp_path / "run"
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_eval_is_the_test_line_and_changes_nothing(trained: Path) -> None:
+    before = everything_in(trained)
+    test = lines_of(trained)[-1]
+    report = json.loads(done("eval", "run", "--json"))
+    assert test["step"] < 4 * STEPS
+    for name in ("step", "auc", "logloss", "ne", "calibration", "examples"):
+        assert report[name] == test[name], name
+    last = json.loads(done("eval", "run", "--json", "--checkpoint", "last"))
+    assert last["step"] == 4 * STEPS
+    assert json.loads(done("eval", "run", "--json", "--checkpoint", 4 * STEPS)) == last
+    assert f"auc {test['auc']:.6f}" in done("eval", "run")
+    result = invoke("eval", "run", "--checkpoint", "7")
+    assert result.exit_code == 1
+    assert "has no checkpoint 7; it has step" in result.stderr
+    assert everything_in(trained) == before
+
+
+def test_predict_writes_the_scores_in_order(trained: Path, tmp_path: Path) -> None:
+    before = everything_in(trained)
+    for ending in ("npy", "csv", "parquet"):
+        assert "400 scores of step" in done("predict", "run", "--out", f"out/scores.{ending}")
+    scores = np.load(tmp_path / "out" / "scores.npy")
+    assert (scores.dtype, scores.shape) == (np.float32, (400,))
+    assert np.array_equal(scores, pq.read_table("out/scores.parquet")["score"].to_numpy())
+    text = csv.read_csv("out/scores.csv")["score"].to_numpy()
+    assert np.array_equal(scores, text.astype(np.float32))
+    with tc.Run.load("run") as run:
+        labels = np.concatenate([batch.label.numpy() for batch in run.loader("test")])
+    test = lines_of(trained)[-1]
+    assert tc.auc(scores, labels) == pytest.approx(test["auc"], abs=1e-9)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"scores.npy", "scores.csv", "scores.parquet"}
+    result = invoke("predict", "run", "--out", "scores.txt")
+    assert result.exit_code == 2
+    assert "its ending must be one of .csv, .parquet, .npy" in result.stderr
+    assert everything_in(trained) == before
+
+
+def test_reading_beside_a_training_process(trained: Path) -> None:
+    """The stores are locked for writing; readers need no lock."""
+    test = lines_of(trained)[-1]
+    with tc.Run(tc.Config.load("run/config.toml")) as run:
+        checkpoints = tc.Checkpoints("run", [run.table], run.model, run.optimizers)
+        checkpoints.restore()
+        assert json.loads(done("eval", "run", "--json"))["auc"] == test["auc"]
+        assert "no problem met" in done("inspect", "run")
+        assert "healthy" in done("inspect", "run", "--check")
+        checkpoints.close()
+
+
+def test_a_checkpoint_that_was_replaced_while_we_looked(trained: Path) -> None:
+    """Stores opened before a save do not know its commit, and the commits they know may be gone."""
+    with tc.Run(tc.Config.load("run/config.toml"), read_only=True) as run:
+        done("train", "run/config.toml", "--resume", "--set", "train.epochs=6", "--set", "train.checkpoint_every=5")
+        assert run.restore("last") == 6 * STEPS
+
+
+# ---- inspect
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_inspect_a_run_a_store_and_a_checkpoint(trained: Path) -> None:
+    report = json.loads(done("inspect", "run", "--json"))
+    assert report["kind"] == "run"
+    assert [c["tag"] for c in report["checkpoints"]].count("best") == 1
+    (store,) = report["stores"]
+    with tc.Run.load("run", checkpoint="last") as run:
+        keys = sum(len(keys) for keys, _ in run.table.rows())
+    assert store["keys"] == keys
+    assert store["row_bytes"] == 4 * 3 * 4
+    assert json.loads(done("inspect", store["path"], "--json"))["keys"] == keys
+    text = done("inspect", report["checkpoints"][0]["path"], "--check")
+    assert "dim 4, Adam" in text
+    assert "healthy: every byte verified" in text
+    assert f"{keys:,} keys, 48 bytes a row" in done("inspect", "run")
+
+
+def test_inspect_names_what_is_damaged(trained: Path) -> None:
+    report = json.loads(done("inspect", "run", "--json"))
+    (log,) = list(Path(report["stores"][0]["path"]).glob("log-*.tc"))[:1]
+    flip(log, 4096 + 100)
+    for words in (["inspect", "run", "--check"], ["inspect", report["stores"][0]["path"], "--check"]):
+        result = invoke(*words)
+        assert result.exit_code == 1
+        assert "PROBLEM" in result.stdout
+        assert log.name in result.stdout
+    flip(log, 4096 + 100)
+    dense = trained / "checkpoints" / next(iter(report["checkpoints"][-1]["files"]))
+    flip(dense, 300)
+    assert "no problem met" in done("inspect", "run")
+    result = invoke("inspect", "run", "--check", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["problems"] == [
+        f"{dense.relative_to(trained.parent)} is damaged: its checksum is not the one its manifest has"
+    ]
+    flip(dense, 300)
+    flip(Path(report["checkpoints"][-1]["path"]), 30)
+    result = invoke("inspect", "run")
+    assert result.exit_code == 1
+    assert "PROBLEM" in result.stdout
