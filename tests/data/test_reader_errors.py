@@ -66,6 +66,9 @@ def test_formats(tmp_path: Path) -> None:
             "libffm, criteo, csv, parquet, synth", tmp_path / "a.data")  # fmt: skip
     refused("the files' endings differ", tmp_path / "a.csv", tmp_path / "a.svm")
     assert len(examples_of(tc.Reader(tmp_path / "a.data", format="csv", batch_size=2))) == 1
+    numeric = {"numeric": ("a",)}
+    refused("data.numeric is .*, but format libsvm has none: it is for criteo, csv", tmp_path / "a.svm", **numeric)
+    refused("data.fields is 'one', but format csv has none: it is for libsvm", tmp_path / "a.csv", fields="one")
     refused("generated and has no files", tmp_path / "a.csv", format="synth")
 
 
@@ -86,6 +89,11 @@ def test_columns(tmp_path: Path) -> None:
     refused(r"none\.csv, line 1: the header is empty", tmp_path / "none.csv")
     (tmp_path / "latin.csv").write_bytes(b"label,gr\xfc\xdfe\n1,2\n")
     refused(r"latin\.csv, line 1: the header is not UTF-8", tmp_path / "latin.csv")
+    (tmp_path / "quote.csv").write_bytes(b'label,"a"b\n1,2\n')
+    refused(r"quote\.csv, line 1: the header is not csv", tmp_path / "quote.csv")
+    (tmp_path / "index.csv").write_bytes(b",label,a\n0,1,x\n1,0,y\n")
+    refused(r"index\.csv: column 1 has no name", tmp_path / "index.csv")
+    assert tc.Reader(tmp_path / "index.csv", ignore=("",), batch_size=2).field_names == ("a",)
     (tmp_path / "long.csv").write_bytes(b"x" * 300_000)
     refused(r"long\.csv: its first line is longer than", tmp_path / "long.csv")
 

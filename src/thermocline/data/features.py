@@ -87,7 +87,10 @@ def header_of(line: bytes, delimiter: str, name: str) -> list[str]:
         text = line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{name}, line 1: the header is not UTF-8 ({error.reason})") from None
-    names = next(csv.reader([text], delimiter=delimiter, strict=True), [])
+    try:
+        names = next(csv.reader([text], delimiter=delimiter, strict=True), [])
+    except csv.Error as error:
+        raise DataError(f"{name}, line 1: the header is not csv ({error})") from None
     repeated = next((column for i, column in enumerate(names) if column in names[:i]), None)
     if repeated is not None:
         raise DataError(f"{name}, line 1: column {repeated!r} is there twice; names must tell columns apart")
@@ -113,7 +116,7 @@ def resolve(names: Sequence[str], data: Data, format: Format, name: str, labelle
         raise DataError(f"{name} has no label column {label!r}: set data.label to one of {_some(names)}")
     matched = {what: _matching(patterns, names, what, name) for what, patterns in lists.items()}
     number_role: Role = "dense" if numbers.to == "dense" else "number_key"
-    columns = []
+    columns: list[Column] = []
     for column in names:
         role: Role = "ignore"
         if column == label:
@@ -123,6 +126,11 @@ def resolve(names: Sequence[str], data: Data, format: Format, name: str, labelle
         elif column in matched["numeric"]:
             role = number_role
         elif data.categorical is None or column in matched["categorical"]:
+            if not column:
+                raise DataError(
+                    f"{name}: column {len(columns) + 1} has no name, like a row number that was written along; add "
+                    "'' to data.ignore, or name it"
+                )
             role = "key"
         columns.append(Column(column, role))
     if not any(column.role in ("key", "number_key") for column in columns):

@@ -30,6 +30,17 @@ from thermocline.data.schema import CRITEO_CATEGORICAL, CRITEO_NUMERIC, Data, Fo
 from thermocline.data.source import Source, each, find
 from thermocline.errors import DataError, ThermoclineError
 
+# What only some formats have: elsewhere it would be a wish that nobody hears.
+_ONLY_IN = {
+    "label": ("csv", "parquet"),
+    "categorical": ("criteo", "csv", "parquet"),
+    "numeric": ("criteo", "csv", "parquet"),
+    "ignore": ("criteo", "csv", "parquet"),
+    "numeric_features": ("criteo", "csv", "parquet"),
+    "delimiter": ("csv",),
+    "fields": ("libsvm",),
+    "num_fields": ("libsvm", "libffm"),
+}
 _HEAD = 1 << 18  # bytes of text: the header, and a sample of lines
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES, _REMOTE_BLOCK_BYTES = 1 << 20, 1 << 23  # a request to a remote store takes longer than a megabyte
@@ -60,6 +71,7 @@ def open_files(
     format = data.format_of(tuple(source.path for source in sources))
     if format == "synth":
         raise DataError('format "synth" is generated and has no files: use open_data or tc.SyntheticAds')
+    _check_options(data, format)
     if block_bytes is None:
         block_bytes = _REMOTE_BLOCK_BYTES if any(source.remote for source in sources) else _BLOCK_BYTES
     if format == "parquet":
@@ -74,6 +86,14 @@ def open_files(
     about += [data.on_error, data.label_threshold, data.delimiter, data.fields, labelled]
     digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=8).hexdigest()
     return Opened(sources, format, blocks, found, block_bytes, digest)
+
+
+def _check_options(data: Data, format: Format) -> None:
+    plain = Data()
+    for name, formats in _ONLY_IN.items():
+        value = getattr(data, name)
+        if value != getattr(plain, name) and format not in formats:
+            raise DataError(f"data.{name} is {value!r}, but format {format} has none: it is for {', '.join(formats)}")
 
 
 # ---- text
