@@ -34,11 +34,10 @@ using ColumnArg = std::tuple<std::string, std::string, bool, double, double, Buc
 
 template <typename T>
 auto to_numpy(Grown<T> array) {
-  const size_t n = array.size();
-  if (n == 0) array.resize(1);  // a pointer to something
-  T* data = array.release();
-  nb::capsule owner(data, [](void* p) noexcept { std::free(p); });
-  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {n}, owner);
+  array.reserve(1);  // a pointer to something
+  auto* owned = new Grown<T>(std::move(array));
+  nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Grown<T>*>(p); });
+  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner);
 }
 
 template <typename T>

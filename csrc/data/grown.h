@@ -1,12 +1,16 @@
-// An array of plain numbers that grows by realloc (which moves pages, not bytes, when arrays are large), is not
-// initialised, and can be given away.
+// An array of plain numbers that grows, is not initialised, and gives its memory to the next one: every block of a file
+// needs about the same large arrays, and new pages would have to be cleared for each.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 #include <type_traits>
 #include <utility>
+
+#include "mem/recycled.h"
 
 namespace thermocline {
 
@@ -17,17 +21,19 @@ class Grown {
  public:
   Grown() = default;
   explicit Grown(size_t size) { resize(size); }
-  Grown(Grown&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)),
-        size_(std::exchange(other.size_, 0)),
-        capacity_(std::exchange(other.capacity_, 0)) {}
+  Grown(Grown&& other) noexcept { *this = std::move(other); }
   Grown& operator=(Grown&& other) noexcept {
+    std::swap(small_, other.small_);
+    std::swap(large_, other.large_);
     std::swap(data_, other.data_);
     std::swap(size_, other.size_);
     std::swap(capacity_, other.capacity_);
     return *this;
   }
-  ~Grown() { std::free(data_); }
+  ~Grown() {
+    std::free(small_);
+    Recycler::give(std::move(large_));
+  }
 
   T* data() { return data_; }
   const T* data() const { return data_; }
@@ -36,7 +42,7 @@ class Grown {
   T& operator[](size_t i) { return data_[i]; }
   const T& operator[](size_t i) const { return data_[i]; }
 
-  // What lies between size() and capacity() may be written and then counted by resize().
+  // What lies between size() and capacity() may be written, stays when memory grows, and is counted by resize().
   void reserve(size_t capacity) {
     if (capacity > capacity_) reallocate(capacity);
   }
@@ -44,25 +50,37 @@ class Grown {
     reserve(size);
     size_ = size;
   }
+  // Ends a waste of more than half.
   void shrink() {
-    if (size_ < capacity_) reallocate(size_);
-  }
-  // The caller frees it with std::free.
-  T* release() {
-    size_ = capacity_ = 0;
-    return std::exchange(data_, nullptr);
+    if (size_ < capacity_ / 2) reallocate(size_);
   }
 
  private:
+  static constexpr size_t kLarge = 256 << 10;  // bytes: below, malloc reuses memory by itself
+
   void reallocate(size_t capacity) {
     if (capacity > static_cast<size_t>(-1) / 2 / sizeof(T)) throw std::bad_alloc();
-    // Never zero bytes: realloc may free then.
-    void* data = std::realloc(data_, (capacity > 0 ? capacity : 1) * sizeof(T));
-    if (data == nullptr) throw std::bad_alloc();
-    data_ = static_cast<T*>(data);
+    const size_t bytes = std::max<size_t>(capacity, 1) * sizeof(T);
+    HugeBuffer large;
+    void* small = nullptr;
+    if (bytes >= kLarge) {
+      large = Recycler::take(bytes);
+      capacity = large.size() / sizeof(T);
+    } else if ((small = std::malloc(bytes)) == nullptr) {
+      throw std::bad_alloc();
+    }
+    T* const data = bytes >= kLarge ? large.as<T>() : static_cast<T*>(small);
+    if (capacity_ > 0) std::memcpy(data, data_, std::min(capacity, capacity_) * sizeof(T));
+    std::free(small_);
+    Recycler::give(std::move(large_));
+    small_ = small;
+    large_ = std::move(large);
+    data_ = data;
     capacity_ = capacity;
   }
 
+  void* small_ = nullptr;  // one of the two
+  HugeBuffer large_;
   T* data_ = nullptr;
   size_t size_ = 0;
   size_t capacity_ = 0;

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "data/parse_lines.h"
+#include "util/error.h"
 
 namespace thermocline {
 
@@ -33,6 +34,9 @@ size_t TextParser::fields() const { return lines_->fields; }
 size_t TextParser::dense() const { return lines_->dense; }
 
 Parsed TextParser::parse(std::string_view block, bool skip_errors) const {
+  if (block.size() > UINT32_MAX) {
+    throw Error("a block of " + std::to_string(block.size()) + " bytes: cut it into blocks of less than 4 GiB");
+  }
   Output out(block, skip_errors);
   lines_->parse(out);
   Parsed& parsed = out.parsed;

@@ -43,10 +43,11 @@ inline uint32_t eight_digits(uint64_t word) {
       ((word & kMask) * 0x000f424000000064ULL + ((word >> 16) & kMask) * 0x0000271000000001ULL) >> 32);
 }
 
-// 1 to 8 digits at p and nothing else; `limit` as in load_word.
+// At most 8 digits at p and nothing else, none being 0; `limit` as in load_word. No branch depends on n.
 inline bool parse_up_to_8(const char* p, size_t n, const char* limit, uint32_t& out) {
-  const uint64_t zeros = n == 8 ? 0 : 0x3030303030303030ULL >> (8 * n);
-  const uint64_t word = load_word(p, limit) << (64 - 8 * n) | zeros;
+  const size_t half = 4 * (8 - n), rest = 4 * n;  // shifts in halves: one of 64 bits is not defined
+  const uint64_t zeros = 0x3030303030303030ULL >> rest >> rest;
+  const uint64_t word = load_word(p, limit) << half << half | zeros;
   if (non_digits(word) != 0) return false;
   out = eight_digits(word);
   return true;

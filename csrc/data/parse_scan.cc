@@ -22,7 +22,7 @@ constexpr uint64_t zero_bytes(uint64_t x) {
 
 }  // namespace
 
-size_t scan_base(const char* text, size_t n, char a, char b, char c, uint32_t* out) {
+size_t scan_base(const char* text, size_t n, uint32_t first, char a, char b, char c, uint32_t* out) {
   const uint64_t pa = repeat(a), pb = repeat(b), pc = repeat(c);
   uint32_t* o = out;
   size_t i = 0;
@@ -30,17 +30,17 @@ size_t scan_base(const char* text, size_t n, char a, char b, char c, uint32_t* o
     uint64_t word;
     std::memcpy(&word, text + i, 8);
     for (uint64_t hits = zero_bytes(word ^ pa) | zero_bytes(word ^ pb) | zero_bytes(word ^ pc); hits; hits &= hits - 1)
-      *o++ = static_cast<uint32_t>(i + static_cast<size_t>(std::countr_zero(hits)) / 8);
+      *o++ = first + static_cast<uint32_t>(i + static_cast<size_t>(std::countr_zero(hits)) / 8);
   }
   for (; i < n; ++i) {
-    if (text[i] == a || text[i] == b || text[i] == c) *o++ = static_cast<uint32_t>(i);
+    if (text[i] == a || text[i] == b || text[i] == c) *o++ = first + static_cast<uint32_t>(i);
   }
   return static_cast<size_t>(o - out);
 }
 
 #ifdef THERMOCLINE_SCAN_AVX2
-__attribute__((target("avx2,bmi,popcnt"))) size_t scan_avx2(const char* text, size_t n, char a, char b, char c,
-                                                            uint32_t* out) {
+__attribute__((target("avx2,bmi,popcnt"))) size_t scan_avx2(const char* text, size_t n, uint32_t first, char a, char b,
+                                                            char c, uint32_t* out) {
   const __m256i va = _mm256_set1_epi8(a), vb = _mm256_set1_epi8(b), vc = _mm256_set1_epi8(c);
   uint32_t* o = out;
   for (size_t i = 0; i < n; i += 64) {
@@ -60,7 +60,7 @@ __attribute__((target("avx2,bmi,popcnt"))) size_t scan_avx2(const char* text, si
                     static_cast<uint64_t>(static_cast<uint32_t>(_mm256_movemask_epi8(hy))) << 32;
     if (n - i < 64) hits &= (uint64_t{1} << (n - i)) - 1;
     const auto found = static_cast<size_t>(_mm_popcnt_u64(hits));
-    const auto at = static_cast<uint32_t>(i);
+    const uint32_t at = first + static_cast<uint32_t>(i);
     // Eight at a time without a branch per hit: what is written beyond `found` is overwritten or never read.
     for (size_t k = 0; k < found; k += 8) {
       for (size_t j = 0; j < 8; ++j) {
@@ -88,15 +88,16 @@ ScanFunction best_scan() {
 }
 
 bool Delimiters::refill() {
-  i_ = count_ = 0;
-  while (scanned_ < end_) {
+  std::copy(positions_.get() + i_, positions_.get() + count_, positions_.get());
+  count_ -= i_;
+  i_ = 0;
+  const size_t before = count_;
+  while (scanned_ < end_ && count_ == before) {
     const size_t n = std::min(kAhead, static_cast<size_t>(end_ - scanned_));
-    base_ = scanned_;
-    count_ = scan_(base_, n, a_, b_, c_, positions_);
+    count_ += scan_(scanned_, n, static_cast<uint32_t>(scanned_ - begin_), a_, b_, c_, positions_.get() + count_);
     scanned_ += n;
-    if (count_ > 0) return true;
   }
-  return false;
+  return count_ > before;
 }
 
 }  // namespace thermocline

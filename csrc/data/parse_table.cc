@@ -1,300 +1,223 @@
-// Tables: Criteo's TSV, CSV, TSV.
-#include <cmath>
+#include "data/parse_table.h"
+
+#include <algorithm>
+#include <memory>
 #include <utility>
 
 #include "data/hash_value.h"
-#include "data/parse_lines.h"
 #include "data/parse_number.h"
-#include "data/parse_scan.h"
 #include "util/error.h"
 
 namespace thermocline {
-namespace {
 
-// Why a value is malformed. Texts are made where the line is given up.
-enum class Cause : uint8_t {
-  kNone,
-  kNoLabel,
-  kBadLabel,
-  kBadNumber,
-  kTooLarge,
-  kNoKey,
-  kBadKey,
-  kColumns,
-  kOpenQuote,
-  kTextAfterQuote,
-};
-
-// Features of small integers, of which most numbers in logs are, are computed once.
-constexpr int64_t kSmallFirst = -16, kSmallEnd = 2048;
-
-struct Plan {
-  Role role;
-  uint64_t seed = 0;
-  std::vector<uint64_t> small_keys = {};  // number_key in buckets: the keys of kSmallFirst ..
-  std::vector<float> small_dense = {};    // dense: the features of kSmallFirst ..
-};
-
-// A piece of one line, and what follows it.
-struct Value {
-  const char* begin;
-  const char* end;
-  const char* next;   // its delimiter, its line's \n, or the block's end
-  const char* limit;  // nothing is read from here on
-};
-
-class TableParser final : public LineParser {
- public:
-  explicit TableParser(ParseOptions options) : options_(std::move(options)) {
-    check_options();
-    for (const Column& column : options_.columns) {
-      Plan plan{.role = column.role, .seed = field_seed(column.name)};
-      fields += column.role == Role::kKey || column.role == Role::kNumberKey;
-      dense += column.role == Role::kDense;
-      for (int64_t i = kSmallFirst; i < kSmallEnd; ++i) {
-        int64_t bucket = 0;
-        float feature = 0;
-        // What does not fit falls out here and is told by the long way.
-        if (column.role == Role::kNumberKey && column.rule.bucket != Bucket::kNone) {
-          if (!number_bucket(column.rule, static_cast<double>(i), bucket)) break;
-          plan.small_keys.push_back(hash_number(bucket, plan.seed));
-        } else if (column.role == Role::kDense) {
-          if (!number_feature(column.rule, static_cast<double>(i), feature)) break;
-          plan.small_dense.push_back(feature);
-        }
+TableParser::TableParser(ParseOptions options) : options_(std::move(options)) {
+  check_options();
+  for (const Column& column : options_.columns) {
+    Plan plan{.role = column.role, .seed = field_seed(column.name)};
+    plan.missing = hash_value(nullptr, 0, plan.seed);
+    fields += column.role == Role::kKey || column.role == Role::kNumberKey;
+    dense += column.role == Role::kDense;
+    for (int64_t i = 0; i < kSmall; ++i) {
+      int64_t bucket = 0;
+      float feature = 0;
+      // What does not fit, parse_line tells.
+      if (column.role == Role::kNumberKey && column.rule.bucket != Bucket::kNone) {
+        if (!number_bucket(column.rule, static_cast<double>(i), bucket)) break;
+        plan.small_keys.push_back(hash_number(bucket, plan.seed));
+      } else if (column.role == Role::kDense) {
+        if (!number_feature(column.rule, static_cast<double>(i), feature)) break;
+        plan.small_dense.push_back(feature);
       }
-      plans_.push_back(std::move(plan));
     }
+    plans_.push_back(std::move(plan));
+    if (runs_.empty() || runs_.back().role != column.role) runs_.push_back({column.role, 0});
+    runs_.back().end = plans_.size();
   }
+}
 
-  void parse(Output& out) const override {
-    Delimiters delimiters(out.block, options_.delimiter, '\n', '\n');
-    std::string unquoted;
-    Parsed& to = out.parsed;
-    for (const char* p = out.block.data(); p < out.end; ++out.line) {
-      out.make_room(to.ids, fields, p);
-      out.make_room(to.dense, dense, p);
-      out.make_room(to.labels, 1, p);
-      Line line{to.ids.data() + to.ids.size(), to.dense.data() + to.dense.size(), to.labels.data() + to.labels.size()};
-      *line.label = 0;
-      const char* next = nullptr;
-      bool empty = false;
-      const Cause cause = parse_line(out, delimiters, p, line, unquoted, next, empty);
-      if (cause == Cause::kNone && !out.nul_in_line(p)) [[likely]] {
-        if (!empty) {
-          to.ids.resize(to.ids.size() + fields);
-          to.dense.resize(to.dense.size() + dense);
-          to.labels.resize(to.labels.size() + 1);
-        }
-        p = next < out.end ? next + 1 : next;
-        continue;
-      }
+void TableParser::parse(Output& out) const {
+  const size_t columns = plans_.size();
+  Delimiters delimiters(out.block, options_.delimiter, '\n', '\n', columns);
+  std::string unquoted;
+  Parsed& to = out.parsed;
+  for (const char* p = out.block.data(); p < out.end; ++out.line) {
+    out.make_room(to.ids, fields, p);
+    out.make_room(to.dense, dense, p);
+    out.make_room(to.labels, 1, p);
+    Line line{to.ids.data() + to.ids.size(), to.dense.data() + to.dense.size(), to.labels.data() + to.labels.size()};
+    *line.label = 0;
+    const char* next = nullptr;
+    bool empty = false;
+    Cause cause = Cause::kNone;
+    uint32_t* const ahead = delimiters.ahead(columns);
+    if (ahead && parse_plain_line(out, ahead, p, line)) [[likely]] {
+      next = out.block.data() + ahead[columns - 1];
+      delimiters.skip(columns);
+    } else {
+      cause = parse_line(out, delimiters, p, line, unquoted, next, empty);
+    }
+    if (cause != Cause::kNone || out.nul_in_line(p)) [[unlikely]] {
       if (!out.malformed(describe(out, p, cause, line))) break;
       next = out.line_end(p);
-      p = next < out.end ? next + 1 : next;
-      delimiters.seek(p);
+      delimiters.seek(next < out.end ? next + 1 : next);
+    } else if (!empty) {
+      to.ids.resize(to.ids.size() + fields);
+      to.dense.resize(to.dense.size() + dense);
+      to.labels.resize(to.labels.size() + 1);
     }
-    to.offsets.resize(to.labels.size() * fields + 1);
-    for (size_t i = 0; i < to.offsets.size(); ++i) to.offsets[i] = static_cast<int64_t>(i);
+    p = next < out.end ? next + 1 : next;
   }
+  to.offsets.resize(to.labels.size() * fields + 1);
+  for (size_t i = 0; i < to.offsets.size(); ++i) to.offsets[i] = static_cast<int64_t>(i);
+}
 
- private:
-  // Where the next values of a line go; after a failure, the column and value that caused it.
-  struct Line {
-    uint64_t* ids;
-    float* dense;
-    float* label;
-    size_t column = 0;
-    std::string_view value = {};
-  };
-
-  void check_options() const;
-  // The causes of malformed lines, for people; `p` is the line's first byte.
-  size_t count_columns(const Output& out, const char* p) const;
-  std::string describe(const Output& out, const char* p, Cause cause, const Line& line) const;
-
-  // `next`: the line's end. `empty`: it is no example.
-  Cause parse_line(const Output& out, Delimiters& delimiters, const char* p, Line& line, std::string& unquoted,
-                   const char*& next, bool& empty) const {
-    const size_t columns = plans_.size();
-    for (size_t c = 0;; ++c) {
-      const char* const delimiter = delimiters.next();
-      Value value{.begin = p, .end = delimiter, .next = delimiter, .limit = out.end};
-      Cause cause = Cause::kNone;
-      if (options_.quoting && p < delimiter && *p == '"') [[unlikely]] {
-        cause = unquote(out, delimiters, p, unquoted, value);
-      }
-      const bool last = value.next == out.end || *value.next == '\n';
-      if (last && value.begin == p) {
-        if (value.end > p && value.end[-1] == '\r') --value.end;
-        empty = c == 0 && value.end == p;
-      }
-      next = value.next;
-      if (empty) return Cause::kNone;
-      if (cause == Cause::kNone) cause = last == (c + 1 == columns) ? take(c, value, line) : Cause::kColumns;
-      if (cause != Cause::kNone) [[unlikely]] {
-        line.column = c;
-        line.value = {value.begin, static_cast<size_t>(value.end - value.begin)};
-        return cause;
-      }
-      if (last) return Cause::kNone;
-      p = next + 1;
+TableParser::Cause TableParser::parse_line(const Output& out, Delimiters& delimiters, const char* p, Line& line,
+                                           std::string& unquoted, const char*& next, bool& empty) const {
+  const size_t columns = plans_.size();
+  for (size_t c = 0;; ++c) {
+    const char* const delimiter = delimiters.next();
+    Value value{.begin = p, .end = delimiter, .next = delimiter};
+    Cause cause = Cause::kNone;
+    if (options_.quoting && p < delimiter && *p == '"') [[unlikely]] {
+      cause = unquote(out, delimiters, p, unquoted, value);
     }
-  }
-
-  Cause take(size_t c, const Value& value, Line& line) const {
-    const Plan& plan = plans_[c];
-    const char* const p = value.begin;
-    const auto n = static_cast<size_t>(value.end - p);
-    switch (plan.role) {
-      case Role::kKey:
-        if (!options_.raw_keys) {
-          *line.ids++ = hash_value(p, n, plan.seed);
-          return Cause::kNone;
-        }
-        return raw_key(value, line);
-      case Role::kNumberKey: {
-        int64_t small = 0;
-        if (small_int(value, small) && static_cast<size_t>(small - kSmallFirst) < plan.small_keys.size()) {
-          *line.ids++ = plan.small_keys[static_cast<size_t>(small - kSmallFirst)];
-          return Cause::kNone;
-        }
-        return number_key(c, value, line);
-      }
-      case Role::kDense: {
-        int64_t small = 0;
-        if (small_int(value, small) && static_cast<size_t>(small - kSmallFirst) < plan.small_dense.size()) {
-          *line.dense++ = plan.small_dense[static_cast<size_t>(small - kSmallFirst)];
-          return Cause::kNone;
-        }
-        return dense_number(c, value, line);
-      }
-      case Role::kLabel:
-        if (n == 1 && (*p == '0' || *p == '1')) {
-          *line.label = static_cast<float>(*p - '0');
-          return Cause::kNone;
-        }
-        return label(value, line);
-      case Role::kIgnore:
-        return Cause::kNone;
+    const bool last = value.next == out.end || *value.next == '\n';
+    if (last && value.begin == p) {
+      if (value.end > p && value.end[-1] == '\r') --value.end;
+      empty = c == 0 && value.end == p;
     }
-    __builtin_unreachable();
-  }
-
-  // A plain integer of at most eight characters.
-  static bool small_int(const Value& value, int64_t& number) {
-    const bool negative = value.begin < value.end && *value.begin == '-';
-    const char* const digits = value.begin + negative;
-    const auto n = static_cast<size_t>(value.end - digits);
-    uint32_t magnitude = 0;
-    if (n - 1 >= 8 || !parse_up_to_8(digits, n, value.limit, magnitude)) return false;
-    number = negative ? -static_cast<int64_t>(magnitude) : magnitude;
-    return true;
-  }
-
-  static Cause raw_key(const Value& value, Line& line) {
-    switch (parse_key(value.begin, value.end, *line.ids)) {
-      case NumberStatus::kOk:
-        ++line.ids;
-        return Cause::kNone;
-      case NumberStatus::kMissing:
-        return Cause::kNoKey;
-      default:
-        return Cause::kBadKey;
+    next = value.next;
+    if (empty) return Cause::kNone;
+    if (cause == Cause::kNone) cause = last == (c + 1 == columns) ? take(c, value, line) : Cause::kColumns;
+    if (cause != Cause::kNone) [[unlikely]] {
+      line.column = c;
+      line.value = {value.begin, static_cast<size_t>(value.end - value.begin)};
+      return cause;
     }
+    if (last) return Cause::kNone;
+    p = next + 1;
   }
+}
 
-  Cause number_key(size_t c, const Value& value, Line& line) const {
-    const NumberRule& rule = options_.columns[c].rule;
-    double x = 0;
-    switch (parse_number(value.begin, value.end, x)) {
-      case NumberStatus::kMissing:
-        *line.ids++ = hash_value(nullptr, 0, plans_[c].seed);
-        return Cause::kNone;
-      case NumberStatus::kNotANumber:
-        return Cause::kBadNumber;
-      case NumberStatus::kOutOfRange:
-        return Cause::kTooLarge;
-      case NumberStatus::kOk:
-        break;
-    }
-    if (rule.bucket == Bucket::kNone) {
-      *line.ids++ = hash_value(value.begin, static_cast<size_t>(value.end - value.begin), plans_[c].seed);
+TableParser::Cause TableParser::take(size_t c, const Value& value, Line& line) const {
+  switch (plans_[c].role) {
+    case Role::kKey:
+      return take_key(c, value, line);
+    case Role::kNumberKey:
+      return take_number_key(c, value, line);
+    case Role::kDense:
+      return take_dense(c, value, line);
+    case Role::kLabel:
+      return take_label(value, line);
+    case Role::kIgnore:
       return Cause::kNone;
-    }
-    int64_t bucket = 0;
-    if (!number_bucket(rule, x, bucket)) return Cause::kTooLarge;
-    *line.ids++ = hash_number(bucket, plans_[c].seed);
+  }
+  __builtin_unreachable();
+}
+
+TableParser::Cause TableParser::take_key(size_t c, const Value& value, Line& line) const {
+  if (!options_.raw_keys) {
+    *line.ids++ = hash_value(value.begin, static_cast<size_t>(value.end - value.begin), plans_[c].seed);
     return Cause::kNone;
   }
+  switch (parse_key(value.begin, value.end, *line.ids)) {
+    case NumberStatus::kOk:
+      ++line.ids;
+      return Cause::kNone;
+    case NumberStatus::kMissing:
+      return Cause::kNoKey;
+    default:
+      return Cause::kBadKey;
+  }
+}
 
-  Cause dense_number(size_t c, const Value& value, Line& line) const {
-    double x = 0;
-    float feature = 0;
-    switch (parse_number(value.begin, value.end, x)) {
-      case NumberStatus::kMissing:
-        break;
-      case NumberStatus::kNotANumber:
-        return Cause::kBadNumber;
-      case NumberStatus::kOutOfRange:
-        return Cause::kTooLarge;
-      case NumberStatus::kOk:
-        if (!number_feature(options_.columns[c].rule, x, feature)) return Cause::kTooLarge;
-    }
-    *line.dense++ = feature;
+TableParser::Cause TableParser::take_number_key(size_t c, const Value& value, Line& line) const {
+  const NumberRule& rule = options_.columns[c].rule;
+  double x = 0;
+  int64_t bucket = 0;
+  switch (parse_number(value.begin, value.end, x)) {
+    case NumberStatus::kMissing:
+      *line.ids++ = plans_[c].missing;
+      return Cause::kNone;
+    case NumberStatus::kNotANumber:
+      return Cause::kBadNumber;
+    case NumberStatus::kOutOfRange:
+      return Cause::kTooLarge;
+    case NumberStatus::kOk:
+      break;
+  }
+  if (rule.bucket == Bucket::kNone) {
+    *line.ids++ = hash_value(value.begin, static_cast<size_t>(value.end - value.begin), plans_[c].seed);
     return Cause::kNone;
   }
+  if (!number_bucket(rule, x, bucket)) return Cause::kTooLarge;
+  *line.ids++ = hash_number(bucket, plans_[c].seed);
+  return Cause::kNone;
+}
 
-  static Cause label(const Value& value, Line& line) {
-    switch (parse_float(value.begin, value.end, *line.label)) {
-      case NumberStatus::kOk:
-        return Cause::kNone;
-      case NumberStatus::kMissing:
-        return Cause::kNoLabel;
-      case NumberStatus::kNotANumber:
-        return Cause::kBadLabel;
-      case NumberStatus::kOutOfRange:
-        return Cause::kTooLarge;
-    }
-    __builtin_unreachable();
+TableParser::Cause TableParser::take_dense(size_t c, const Value& value, Line& line) const {
+  double x = 0;
+  float feature = 0;
+  switch (parse_number(value.begin, value.end, x)) {
+    case NumberStatus::kMissing:
+      break;
+    case NumberStatus::kNotANumber:
+      return Cause::kBadNumber;
+    case NumberStatus::kOutOfRange:
+      return Cause::kTooLarge;
+    case NumberStatus::kOk:
+      if (!number_feature(options_.columns[c].rule, x, feature)) return Cause::kTooLarge;
   }
+  *line.dense++ = feature;
+  return Cause::kNone;
+}
 
-  // `p` is at the opening quote. Finds the value, in place or, where quotes are doubled, copied to `unquoted`.
-  Cause unquote(const Output& out, Delimiters& delimiters, const char* p, std::string& unquoted, Value& value) const {
-    const char* const line_end = out.line_end(p);
-    const char* begin = p + 1;
-    bool copied = false;
-    value = {.begin = begin, .end = line_end, .next = line_end, .limit = out.end};
-    unquoted.clear();
-    for (const char* q = begin;;) {
-      const void* found = std::memchr(q, '"', static_cast<size_t>(line_end - q));
-      if (found == nullptr) return Cause::kOpenQuote;
-      const char* const quote = static_cast<const char*>(found);
-      const char* after = quote + 1;
-      if (after < line_end && *after == '"') {
-        unquoted.append(begin, after);
-        begin = q = after + 1;
-        copied = true;
-        continue;
-      }
-      if (copied) {
-        unquoted.append(begin, quote);
-        value.begin = unquoted.data();
-        value.end = value.limit = unquoted.data() + unquoted.size();
-      } else {
-        value.end = quote;
-      }
-      if (after < line_end && *after == '\r' && after + 1 == line_end) ++after;
-      if (after != line_end && *after != options_.delimiter) return Cause::kTextAfterQuote;
-      value.next = after;
-      delimiters.seek(after < out.end ? after + 1 : after);
+TableParser::Cause TableParser::take_label(const Value& value, Line& line) {
+  switch (parse_float(value.begin, value.end, *line.label)) {
+    case NumberStatus::kOk:
       return Cause::kNone;
-    }
+    case NumberStatus::kMissing:
+      return Cause::kNoLabel;
+    case NumberStatus::kNotANumber:
+      return Cause::kBadLabel;
+    case NumberStatus::kOutOfRange:
+      return Cause::kTooLarge;
   }
+  __builtin_unreachable();
+}
 
-  const ParseOptions options_;
-  std::vector<Plan> plans_;
-};
+TableParser::Cause TableParser::unquote(const Output& out, Delimiters& delimiters, const char* p, std::string& unquoted,
+                                        Value& value) const {
+  const char* const line_end = out.line_end(p);
+  const char* begin = p + 1;
+  bool copied = false;
+  value = {.begin = begin, .end = line_end, .next = line_end};
+  unquoted.clear();
+  for (const char* q = begin;;) {
+    const void* found = std::memchr(q, '"', static_cast<size_t>(line_end - q));
+    if (found == nullptr) return Cause::kOpenQuote;
+    const char* const quote = static_cast<const char*>(found);
+    const char* after = quote + 1;
+    if (after < line_end && *after == '"') {
+      unquoted.append(begin, after);
+      begin = q = after + 1;
+      copied = true;
+      continue;
+    }
+    if (copied) {
+      unquoted.append(begin, quote);
+      value.begin = unquoted.data();
+      value.end = unquoted.data() + unquoted.size();
+    } else {
+      value.end = quote;
+    }
+    if (after < line_end && *after == '\r' && after + 1 == line_end) ++after;
+    if (after != line_end && *after != options_.delimiter) return Cause::kTextAfterQuote;
+    value.next = after;
+    delimiters.seek(after < out.end ? after + 1 : after);
+    return Cause::kNone;
+  }
+}
 
 void TableParser::check_options() const {
   const auto code = static_cast<uint8_t>(options_.delimiter);
@@ -368,8 +291,6 @@ size_t TableParser::count_columns(const Output& out, const char* p) const {
   }
   return columns;
 }
-
-}  // namespace
 
 std::unique_ptr<const LineParser> make_table_parser(ParseOptions options) {
   return std::make_unique<TableParser>(std::move(options));
