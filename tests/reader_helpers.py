@@ -75,10 +75,10 @@ def key(field: str, value: bytes) -> int:
 # ---- lines
 
 
-def lines_of(text: bytes) -> list[tuple[int, bytes]]:
-    """Numbers, from 1, and lines; empty ones are none."""
+def lines_of(text: bytes, blank: bytes = b"") -> list[tuple[int, bytes]]:
+    """Numbers, from 1, and lines; empty ones, or those of `blank` characters only, are none."""
     found = [line.removesuffix(b"\r") for line in text.split(b"\n")]
-    return [(i + 1, line) for i, line in enumerate(found) if line]
+    return [(i + 1, line) for i, line in enumerate(found) if line.strip(blank)]
 
 
 def number(text: bytes, largest: float = 1.7976931348623157e308) -> float | None:

@@ -35,11 +35,13 @@ COMPRESSIONS = st.sampled_from([None, None, ".gz", ".zst"])
 counter = itertools.count()
 
 
-def slow(texts: Sequence[bytes], parse: Callable[[bytes], Example]) -> tuple[list[Example], list[tuple[int, int]]]:
+def slow(
+    texts: Sequence[bytes], parse: Callable[[bytes], Example], blank: bytes
+) -> tuple[list[Example], list[tuple[int, int]]]:
     """Examples, and (file, line) of what is malformed."""
     examples, malformed = [], []
     for file, text in enumerate(texts):
-        for line, content in lines_of(text):
+        for line, content in lines_of(text, blank):
             try:
                 examples.append(parse(content))
             except Malformed:
@@ -56,6 +58,7 @@ def check(
     header: bytes = b"",
     compression: str | None = None,
     close: bool = False,
+    blank: bytes = b"",
     **options: Any,
 ) -> None:
     """The reader and the slow reader see the same in these files."""
@@ -64,7 +67,7 @@ def check(
     paths = [folder / f"{i}{ending}{compression or ''}" for i in range(len(texts))]
     for path, text in zip(paths, texts, strict=True):
         path.write_bytes(pack(header + text, compression))
-    expected, malformed = slow(texts, parse)
+    expected, malformed = slow(texts, parse, blank)
     lines = 1 if header else 0
     where = [f"{paths[file]}, line {line + lines}: " for file, line in malformed]
     reader = tc.Reader(paths, on_error="skip", **options)
@@ -128,6 +131,7 @@ def test_libsvm_and_libffm(tmp_path: Path, data: st.DataObject, fields: int, kin
         texts,
         ".ffm" if ffm else ".svm",
         parse,
+        blank=b" \t",
         compression=data.draw(COMPRESSIONS),
         batch_size=data.draw(st.integers(1, 9)),
         block_bytes=data.draw(st.integers(1, 60)),

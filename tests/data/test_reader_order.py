@@ -72,6 +72,22 @@ def test_an_epoch_is_the_whole_in_another_order(tmp_path: Path, kind: str) -> No
     assert examples_of(reader(tmp_path, kind, shuffle=True, seed=4)) == epochs[0]
 
 
+@pytest.mark.parametrize(("kind", "options"), [("weights", {"block_bytes": 1}), ("csv", {"block_bytes": None})])
+def test_each_epoch_has_its_own_order(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    """Of blocks (lots of one line: nothing else is shuffled), and within blocks (one per file, all in one lot)."""
+    buffer = 1 if kind == "weights" else 10**6
+    one = reader(tmp_path, kind, shuffle=True, shuffle_buffer=buffer, **options)
+    orders = []
+    for epoch in range(2):
+        one.set_epoch(epoch)
+        orders.append([example[:2] for example in examples_of(one)])
+        if kind == "csv":  # the order of the three files may be the same by chance; that of their examples is not
+            orders[-1] = [example for example in orders[-1] if example[0] == 1.0]
+    assert len(orders[0]) == (180 if kind == "weights" else 60)
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
 def test_shuffling_mixes_near_and_far(tmp_path: Path) -> None:
     mixed = reader(tmp_path, "csv", shuffle=True, batch_size=30)
     files = [collections.Counter(example[0] for example in examples_of([batch])) for batch in mixed]
@@ -188,6 +204,13 @@ def test_positions_of_other_data_or_settings_are_refused(tmp_path: Path) -> None
     for path in paths:
         (moved / Path(path).name).write_bytes(Path(path).read_bytes())
     assert len(list(tc.Reader(moved, **options).seek(position))) == 13  # the same files in another folder
+    first, last = (moved / Path(paths[i]).name for i in (0, 2))
+    text = first.read_bytes(), last.read_bytes()
+    assert len(text[0]) != len(text[1])
+    first.write_bytes(text[1])
+    last.write_bytes(text[0])
+    with pytest.raises(DataError, match="its files is"):  # the same names and the same bytes in all
+        tc.Reader(moved, **options).seek(position)
 
 
 def test_reading_ahead_is_bounded_and_ends_with_its_iterator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

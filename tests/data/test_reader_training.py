@@ -61,8 +61,8 @@ class KillAt(tc.Callback):
             raise Killed
 
 
-@pytest.mark.parametrize("compression", ["", ".gz"])
-def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path, compression: str) -> None:
+@pytest.mark.parametrize(("compression", "kills"), [("", [7, 30]), (".gz", [14])])  # steps, of 18 per epoch
+def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path, compression: str, kills: list[int]) -> None:
     rng = np.random.default_rng(0)
     text = "".join("\t".join(criteo_row(rng)) + "\n" for _ in range(900))
     path = tmp_path / f"train.txt{compression}"
@@ -99,6 +99,6 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path, compression: st
             return weights_of(model), bits(table.read(keys))
 
     whole = fit("whole")
-    for kill in (7, 14, 30):  # within the first epoch, its end not far; within the second
+    for kill in kills:
         fit("killed", kill)
     assert fit("killed", threads=1) == whole
