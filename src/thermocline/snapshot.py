@@ -29,6 +29,8 @@ def pack(value: Any, tensors: Tensors, path: str) -> Json:
         case None | bool() | int() | float() | str():
             return value
         case torch.Tensor():
+            while path in tensors:  # of {"a": {"b": ...}} and {"a/b": ...}, of 1 and "1"
+                path += "'"
             tensors[path] = value
             return {"tensor": path}
         case np.generic():
@@ -143,6 +145,14 @@ def publish(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
     reached("run.file_renamed")
     sync_folder(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Makes it and what leads to it, durable: a file synced inside says nothing about the folder's own name."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:
