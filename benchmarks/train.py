@@ -47,6 +47,8 @@ class Sizes:
     preset: str
     """Of the FM."""
     batch: int
+    warm: int
+    """Untimed laps before those with SSD: memory fills with what is popular, as it has in any but the first minute."""
     rounds: int
     """Timed laps of each side."""
     steps: int
@@ -59,10 +61,10 @@ class Sizes:
 
 
 FULL = Sizes(
-    keys=20_000_000, preset="A/400", batch=4096, rounds=7, steps=50, saved_rows=20_000_000, every=1000, checkpoints=2
+    keys=20_000_000, preset="A/400", batch=4096, warm=8, rounds=7, steps=50, saved_rows=20_000_000, every=1000, checkpoints=2
 )
 QUICK = dataclasses.replace(
-    FULL, keys=500_000, preset="A/16000", batch=2048, rounds=3, steps=8, saved_rows=4_000_000, every=40, checkpoints=2
+    FULL, keys=500_000, preset="A/16000", batch=2048, warm=2, rounds=3, steps=8, saved_rows=4_000_000, every=40, checkpoints=2
 )
 
 
@@ -124,18 +126,18 @@ def run_ssd(sizes: Sizes, folder: Path) -> Result:
         "ssd": Ours(on_ssd(DIM, len(keys), 0.1, folder / "ssd", sizes), FIELDS, dnn(), depth=DEPTH),
     }
     laps: dict[str, list[Lap]] = {name: [] for name in sides}
-    with progress_bar("memory against memory + SSD", sizes.rounds + 3) as advance:
+    with progress_bar("memory against memory + SSD", sizes.rounds + sizes.warm + 1) as advance:
         for side in sides.values():
             side.fill(keys)
         advance()
         before = {}
-        for lap in range(sizes.rounds + 2):  # two untimed: memory fills with what is popular
-            if lap == 2:
+        for lap in range(sizes.rounds + sizes.warm):
+            if lap == sizes.warm:
                 before = {name: side.table.tier.stats() for name, side in sides.items()}
             batches = lap_batches(ads, lap, sizes.steps)
             for name in sides if lap % 2 else reversed(sides):
                 taken = sides[name].run(batches)
-                if lap >= 2:
+                if lap >= sizes.warm:
                     laps[name].append(taken)
             advance()
     stats = {name: side.table.tier.stats() for name, side in sides.items()}

@@ -1,12 +1,24 @@
-"""How hard hypothesis tries: quick in `make test`, long in `make test-long` (THERMOCLINE_LONG=1)."""
+"""How hard hypothesis tries: quick in `make test`, long in `make test-long` (THERMOCLINE_LONG=1). GPU tests."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 _checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("quick", deadline=None, max_examples=100, suppress_health_check=_checks, print_blob=True)
 settings.register_profile("long", parent=settings.get_profile("quick"), max_examples=5000)
 settings.load_profile("long" if os.environ.get("THERMOCLINE_LONG") == "1" else "quick")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device: the same assertions run small, interpreted"))

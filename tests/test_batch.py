@@ -195,6 +195,8 @@ ONE = np.array([1], np.uint64)
         (lambda: tc.Batch(ONE, {0, 1}, 1), TypeError, "offsets is a set"),
         (lambda: tc.Batch.from_lists([[[1]], [[1], [2]]]), ValueError, "example 1 has 2 fields, example 0 has 1"),
         (lambda: tc.Batch.from_lists([[[0.5]]]), TypeError, "float"),
+        (lambda: tc.Batch.from_lists([[[1, 2**64 + 1]]]), ValueError, "18446744073709551617 has more than 64 bits"),
+        (lambda: tc.Batch.from_lists([[[-(2**63) - 1]]]), ValueError, "-9223372036854775809 has more than 64 bits"),
         (lambda: tc.Batch.from_jagged([], [], []), ValueError, "0 keys"),
         (lambda: tc.Batch.from_jagged(["a", "b"], [1], [1]), ValueError, "1 lengths .* 2 keys"),
         (lambda: tc.Batch.from_jagged(["a"], [1, 2], [1]), ValueError, "sum 1 .* 2 values"),

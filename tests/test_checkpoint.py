@@ -17,7 +17,7 @@ import torch
 from run_helpers import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differing, folder_of, trained
 
 import thermocline as tc
-from thermocline import checkpoint as checkpoint_module, published
+from thermocline import checkpoint as checkpoint_module, published, snapshot
 from thermocline.checkpoint import Checkpoints
 from thermocline.tables.optimizers import Adagrad
 from thermocline.tables.table import Table
@@ -280,6 +280,51 @@ def test_a_save_that_failed_can_be_tried_again(tmp_path: Path, monkeypatch: pyte
     again = worlds(None)
     assert checkpoints_of(again, tmp_path).restore() is not None
     assert differing(again.bits(), bits) == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_is_saved_after_a_restore_that_was_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worlds: Any, place: str
+) -> None:
+    """Ctrl-C between two tables: one is back at the checkpoint, the other is not."""
+    world = worlds(folder_of(place, tmp_path))
+    checkpoints = checkpoints_of(world, tmp_path)
+    for n in range(3):
+        world.step(ADS.batch(n))
+        checkpoints.save(n + 1)
+    bits = world.bits()
+    world.step(ADS.batch(3))
+    reopen, second = Table.reopen, world.tables[1]
+
+    def interrupted(table: Table, epoch: int | None = None) -> None:
+        if table is second:
+            raise Crash
+        reopen(table, epoch)
+
+    monkeypatch.setattr(Table, "reopen", interrupted)
+    with pytest.raises(Crash):
+        checkpoints.restore()
+    monkeypatch.undo()
+    with pytest.raises(tc.ThermoclineError, match="restore"):
+        checkpoints.save(4)
+    assert checkpoints.restore() is not None
+    assert differing(world.bits(), bits) == []
+
+
+def test_a_closed_table_gives_its_checkpoints_to_the_next(tmp_path: Path, worlds: Any) -> None:
+    """In one process, as in a notebook: tables without ssd lock the run's folder until they are closed."""
+    world = worlds(None)
+    checkpoints_of(world, tmp_path).save(1)
+    for table in world.tables:
+        table.close()
+    assert checkpoints_of(worlds(None), tmp_path).restore() is not None
+
+
+def test_tensors_whose_names_meet_are_kept_apart() -> None:
+    value = {"a": {"b": torch.zeros(1)}, "a/b": torch.ones(1), 1: torch.full((1,), 2.0), "1": torch.full((1,), 3.0)}
+    tensors: snapshot.Tensors = {}
+    packed = snapshot.pack(value, tensors, "x")
+    assert repr(snapshot.unpack(packed, snapshot.decode(snapshot.encode(tensors)))) == repr(value)
 
 
 def test_kill_at_a_named_point(tmp_path: Path) -> None:

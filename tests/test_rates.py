@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from run_helpers import Ads, World
+from run_helpers import Ads, Model, World
 
 import thermocline as tc
 from thermocline.callbacks import Callback
@@ -87,6 +87,7 @@ def test_clipping_is_torchs(clip: float) -> None:
     rng = np.random.default_rng(0)
     batch = tc.Batch(rng.integers(0, 50, 32), np.arange(0, 33, 4), 1, label=np.ones(8, np.float32))
     net = Net(tc.EmbeddingBag(table, 1))
+    start = net.out.weight.detach().clone(), net.out.bias.detach().clone()
     trainer = Trainer(net, torch.optim.SGD(net.parameters(), lr=1.0), config=TrainConfig(clip_norm=clip, display=False))
     trainer.fit([batch])
 
@@ -94,10 +95,68 @@ def test_clipping_is_torchs(clip: float) -> None:
     peer = Net(peer_bag)
     logits = peer.out(peer_bag(torch.from_numpy(batch.ids.astype(np.int64)), torch.arange(0, 32, 4))).squeeze(1)
     torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.ones(8)).backward()
-    for parameters in (peer_bag.parameters(), peer.out.parameters()):
-        torch.nn.utils.clip_grad_norm_(parameters, clip)
+    torch.nn.utils.clip_grad_norm_(peer.parameters(), clip)  # of the rows and the network together
     torch.optim.SGD(peer.parameters(), lr=1.0).step()
     after = table.read(np.arange(50, dtype=np.uint64))
     np.testing.assert_allclose(after, peer_bag.weight.detach().numpy(), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(net.out.weight, peer.out.weight)
-    assert (np.linalg.norm(after - before) == pytest.approx(clip, rel=1e-3)) == (clip < 1)
+    changes = [after - before, net.out.weight.detach() - start[0], net.out.bias.detach() - start[1]]
+    moved = np.linalg.norm([np.linalg.norm(change) for change in changes])
+    assert (moved == pytest.approx(clip, rel=1e-3)) == (clip < 1)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_clipping_spans_tables_and_batches(accumulate: int) -> None:
+    """Two tables and a dense network: the norm of the mean gradient of all of them is the bound."""
+    tables = [tc.Table(dim, tc.SGD(lr=1.0), mem="1MB", name=name) for dim, name in ((4, "a"), (6, "b"))]
+    model = Model(tables)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    keys = np.arange(600, dtype=np.uint64)
+    before = [table.read(keys) for table in tables]
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    config = TrainConfig(clip_norm=0.01, accumulate=accumulate, steps=1, display=False)
+    Trainer(model, sgd, config=config).fit(Ads(4))
+    changes = [table.read(keys) - rows for table, rows in zip(tables, before, strict=True)]
+    changes += [(p.detach() - was).numpy() for p, was in zip(model.parameters(), start, strict=True)]
+    norms = [float(np.linalg.norm(change)) for change in changes]
+    assert min(norms[:2]) > 0
+    assert max(norms[2:]) > 0
+    assert np.linalg.norm(norms) == pytest.approx(0.01, rel=1e-3)
+
+
+class Shares(torch.nn.Module):
+    """One example whose pooled vectors and dense parameter have one gradient between them: torch keeps one copy."""
+
+    def __init__(self, table: tc.Table) -> None:
+        super().__init__()
+        self.bag, self.bias = tc.EmbeddingBag(table, 1), torch.nn.Parameter(torch.zeros(1, 4))
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        return (self.bias.view(1, 1, 4) + self.bag(batch)).mul(1.0).sum((1, 2))
+
+
+def test_clipping_where_dense_and_sparse_gradients_share_memory() -> None:
+    table = tc.Table(4, tc.SGD(lr=1.0), mem="1MB")
+    model = Shares(table)
+    before = table.read([5])
+    config = TrainConfig(clip_norm=1e-3, display=False)
+    batch = tc.Batch.from_lists([[[5]]], label=np.ones(1, np.float32))
+    Trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), config=config).fit([batch])
+    moved = np.linalg.norm([np.linalg.norm(table.read([5]) - before), np.linalg.norm(model.bias.detach())])
+    assert moved == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_gradients_without_a_norm_are_not_applied() -> None:
+    table = tc.Table(4, tc.SGD(lr=1.0), mem="1MB")
+    model = Shares(table)
+    before = table.read([5])
+    trainer = Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        config=TrainConfig(clip_norm=1.0, display=False),
+        loss=lambda logits, label: (logits - logits.detach()).abs().sqrt().sum(),  # 0, with an infinite slope
+    )
+    with pytest.raises(FloatingPointError, match="norm of the gradients of step 0 is nan: nothing of it was applied"):
+        trainer.fit([tc.Batch.from_lists([[[5]]], label=np.ones(1, np.float32))])
+    assert (table.read([5]) == before).all()
+    assert (model.bias == 0).all()

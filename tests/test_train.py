@@ -151,6 +151,184 @@ def test_ctrl_c_finishes_the_step_saves_and_ends(
     world.close()
 
 
+# ---- gradient accumulation
+
+
+def accumulate_by_hand(world: World, batches: list[Any], accumulate: int) -> None:
+    """The loop one would write: the mean of the gradients, and what is left at the end."""
+    for begin in range(0, len(batches), accumulate):
+        group = batches[begin : begin + accumulate]
+        for batch in group:
+            torch.nn.functional.binary_cross_entropy_with_logits(world.model(batch), batch.label).backward()
+        for table in world.tables:
+            table.step(scale=1 / len(group))
+        for parameter in world.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1 / len(group))
+        world.optimizer.step()
+        world.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("accumulate", [2, 3, 7, 20])
+def test_accumulation_is_the_loop_one_would_write(accumulate: int) -> None:
+    expected = World(None, "adam")
+    for _ in range(2):
+        accumulate_by_hand(expected, list(TRAIN), accumulate)
+    losses: list[float] = []
+
+    class Watch(Callback):
+        def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+            losses.append(float(loss))
+            assert all(table.pending_gradients == 0 for table in trainer.tables)
+
+    world = World(None, "adam")
+    trainer = trainer_of(world, callbacks=[Watch()], epochs=2, accumulate=accumulate, depth=2)
+    progress = trainer.fit(list(TRAIN)).progress
+    steps = 2 * -(-7 // accumulate)
+    assert (progress.step, progress.examples, len(losses)) == (steps, 14 * EXAMPLES, steps)
+    assert trainer.total_steps == steps
+    assert differing(world.bits(), expected.bits()) == []
+
+
+class CrashAt(Ads):
+    """A source that breaks before its nth batch: in the middle of a step that takes several."""
+
+    def __init__(self, batches: int, nth: int) -> None:
+        super().__init__(batches)
+        self.left = nth
+
+    def batch(self, n: int) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise Halt
+        return super().batch(n)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_killed_between_the_batches_of_a_step_resumes_to_the_same_bits(tmp_path: Path, place: str) -> None:
+    def world_at(path: Path) -> World:
+        return World(path if place == "ssd" else None, "adam")
+
+    settings = {**FULL, "accumulate": 3, "log_every": 1}
+    world = world_at(tmp_path / "whole")
+    whole = trainer_of(world, tmp_path / "whole", **settings).fit(TRAIN, VALID, TEST)
+    expected = world.bits()
+    world.close()
+    path = tmp_path / "killed"
+    for nth, depth in ((1, 1), (4, 2), (5, 1), (7, 2), (4, 1)):
+        world = world_at(path)
+        with pytest.raises(Halt):
+            trainer_of(world, path, checkpoint_every=1, depth=depth, **settings).fit(
+                CrashAt(7, nth), VALID, TEST, resume=True
+            )
+        saved = tc.Checkpoints(path / "run", world.tables, world.model, world.optimizer).saved()
+        assert all(checkpoint.extra["trainer"]["batch"] in (0, 3, 6, 7) for checkpoint in saved)
+        world.close()
+    world = world_at(path)
+    result = trainer_of(world, path, **settings).fit(TRAIN, VALID, TEST, resume=True)
+    assert differing(world.bits(), expected) == []
+    assert result.progress == whole.progress
+    assert lines_of(path) == lines_of(tmp_path / "whole")
+    world.close()
+
+
+def test_ctrl_c_between_the_batches_of_a_step_waits_for_its_end(tmp_path: Path) -> None:
+    world = World(None)
+    forward, calls = world.model.forward, 0
+
+    def pressed(batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return forward(batch)
+
+    world.model.forward = pressed
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(world, tmp_path, accumulate=3).fit(TRAIN)
+    (saved,) = tc.Checkpoints(tmp_path / "run", world.tables, world.model, world.optimizer).saved()
+    assert (saved.step, saved.position) == (2, {"batch": 6})
+    world.close()
+
+
+# ---- what a failure leaves behind
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_failed_step_leaves_no_gradient_to_the_resumed_run(tmp_path: Path, place: str) -> None:
+    """In one process: after backward and before the update, dense gradients and pinned rows are there."""
+    expected = World(None)
+    trainer_of(expected).fit(TRAIN)
+    world = World(tmp_path if place == "ssd" else None)
+    trainer = trainer_of(world, tmp_path, checkpoint_every=2)
+    step, calls = world.optimizer.step, 0
+
+    def fails() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise Halt
+        step()
+
+    world.optimizer.step = fails  # type: ignore[assignment,method-assign]
+    with pytest.raises(Halt):
+        trainer.fit(TRAIN)
+    assert world.model.out.weight.grad is not None
+    trainer.fit(TRAIN, resume=True)
+    assert differing(world.bits(), expected.bits()) == []
+    world.close()
+
+
+def test_a_trained_model_does_not_begin_again_with_new_rows(tmp_path: Path) -> None:
+    """Nothing was saved: the tables could begin anew, the dense model could not."""
+    world = World(None)
+    trainer = trainer_of(world, tmp_path, [HaltAt(2)])
+    with pytest.raises(Halt):
+        trainer.fit(TRAIN)
+    with pytest.raises(tc.ThermoclineError, match=r"no checkpoint yet.*make the model anew"):
+        trainer.fit(TRAIN, resume=True)
+    world.close()
+
+
+def test_a_validation_that_is_done_again_is_written_once(tmp_path: Path) -> None:
+    """Killed after an epoch's validation, saved before it."""
+
+    class HaltAfterEpoch(Callback):
+        def on_epoch(self, trainer: Trainer) -> None:
+            raise Halt
+
+    world = World(None)
+    with pytest.raises(Halt):
+        trainer_of(world, tmp_path, [HaltAfterEpoch()], checkpoint_every=7).fit(TRAIN, VALID)
+    world.close()
+    world = World(None)
+    trainer_of(world, tmp_path).fit(TRAIN, VALID, resume=True)
+    assert [(row["event"], row["step"]) for row in lines_of(tmp_path)] == [("valid", 7)]
+    world.close()
+
+
+def test_validation_data_that_is_missing_or_used_up_is_told(tmp_path: Path) -> None:
+    world = World(None)
+    with pytest.raises(ValueError, match="patience needs validation data"):
+        trainer_of(world, tmp_path, patience=1).fit(TRAIN)
+    with pytest.raises(ValueError, match="no batches to evaluate on: a generator runs only once"):
+        trainer_of(world, epochs=2).fit(TRAIN, iter(VALID))
+    world.close()
+
+
+def test_evaluation_leaves_every_module_in_its_mode() -> None:
+    world = World(None)
+    trainer = trainer_of(world)
+    trainer.fit(TRAIN)
+    world.model.norm.eval()
+    trainer.evaluate(VALID)
+    assert world.model.training
+    assert not world.model.norm.training
+    world.model.eval()
+    trainer.evaluate(VALID)
+    assert not any(module.training for module in world.model.modules())
+
+
 # ---- epochs, validation, the best
 
 
@@ -340,8 +518,17 @@ def test_a_folder_or_store_with_a_run_in_it_is_not_reused(tmp_path: Path) -> Non
 
 def test_wrong_settings_name_the_field() -> None:
     for field in (
-        "epochs", "steps", "depth", "clip_norm", "valid_every", "patience", "plateau_factor", "keep", "log_every"
-    ):  # fmt: skip
+        "epochs",
+        "steps",
+        "accumulate",
+        "depth",
+        "clip_norm",
+        "valid_every",
+        "patience",
+        "plateau_factor",
+        "keep",
+        "log_every",
+    ):
         with pytest.raises(ValueError, match=rf"TrainConfig\.{field} is 0"):
             TrainConfig(**{field: 0})
     with pytest.raises(TypeError):

@@ -100,7 +100,7 @@ class Batch:
             bags.extend([bag] if isinstance(bag, (int, np.integer)) else bag for bag in example)
         offsets = np.zeros(len(bags) + 1, np.int64)
         np.cumsum([len(bag) for bag in bags], out=offsets[1:])
-        keys = (operator.index(key) % 2**64 for bag in bags for key in bag)
+        keys = (_as_pattern(key) for bag in bags for key in bag)
         ids = np.fromiter(keys, np.uint64, count=int(offsets[-1]))
         return cls(ids, offsets, fields, **more)
 
@@ -139,6 +139,13 @@ class Batch:
         np.cumsum(sizes, out=offsets[1:])
         places = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
         return self.ids[places], offsets, None if self.weights is None else self.weights[places]
+
+
+def _as_pattern(key: Any) -> int:
+    number = operator.index(key)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"id {number} has more than 64 bits: hash it first")
+    return number % 2**64
 
 
 def _as_integers(value: Any, what: str) -> Offsets:

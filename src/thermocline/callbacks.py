@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from thermocline.checkpoint import Checkpoint
+    from thermocline.progress import Progress
     from thermocline.train import Trainer
 
 Row = dict[str, Any]
@@ -62,7 +63,7 @@ class MetricsFile(Callback):
         # A resumed run writes again what came after its checkpoint, and its end.
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_text().splitlines() if self._path.exists() else []
-        kept = [line for line in lines if _is_of_the_past(line, trainer.progress.step)]
+        kept = [line for line in lines if _is_of_the_past(line, trainer.progress)]
         published.publish(self._path, "".join(f"{line}\n" for line in kept).encode())
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
@@ -72,12 +73,14 @@ class MetricsFile(Callback):
     on_validation = on_log
 
 
-def _is_of_the_past(line: str, step: int) -> bool:
+def _is_of_the_past(line: str, progress: Progress) -> bool:
     try:
         row = json.loads(line)
     except ValueError:
         return False  # the line that a crash tore
-    return bool(row["step"] <= step and row["event"] != "test")
+    # The checkpoint may be older than a validation at its own step: at the end of an epoch.
+    last = progress.validated if row["event"] == "valid" else progress.step
+    return bool(row["step"] <= last and row["event"] != "test")
 
 
 class TensorBoard(Callback):

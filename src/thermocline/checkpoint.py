@@ -137,7 +137,7 @@ class Checkpoints:
         for table in self.tables.values():
             if table.store is not None:
                 self._require_unused(table, table.store)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        published.make_folder(self._folder)
         for table in self.tables.values():
             if table.store is None:
                 table.checkpoint_store = self._open_store(table, create=True)
@@ -159,7 +159,7 @@ class Checkpoints:
         """Of a table without ssd. Nobody looks rows up in it, so a filter would be wasted."""
         path = self._run_dir / "stores" / table.name
         if create:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            published.make_folder(path.parent)
         elif not path.is_dir():
             raise NotFoundError(f"{path} is missing: it has the rows of table {table.name!r}")
         return table.open_store(path, create=create, epoch=epoch, filter_bits=0, read_only=self._read_only)
@@ -285,6 +285,7 @@ class Checkpoints:
         manifest = manifests[number]
         dense = None if manifest["begin"] else self._load_dense(manifest)
         self._check_tables(manifest, str(self._path(number)))
+        self._ready = False  # whatever cuts this short, nothing can be saved before a restore that succeeds
         self._restore_tables(manifest)
         if dense is not None:
             if self._model is not None:
@@ -361,7 +362,6 @@ class Checkpoints:
         except BaseException:
             for table, tier in before:
                 table.tier = tier
-            self._ready = False  # their stores have moved: nothing can be saved before a restore that succeeds
             raise
         for name, table in self.tables.items():
             entry = manifest["tables"][name]

@@ -32,6 +32,14 @@ def publish(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
+def make_folder(path: Path) -> None:
+    """Makes it and what leads to it, durable: a file synced inside says nothing about the folder's own name."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+
+
 def sync_folder(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

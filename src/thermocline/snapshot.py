@@ -24,6 +24,8 @@ def pack(value: Any, tensors: Tensors, path: str) -> Json:
         case None | bool() | int() | float() | str():
             return value
         case torch.Tensor():
+            while path in tensors:  # of {"a": {"b": ...}} and {"a/b": ...}, of 1 and "1"
+                path += "'"
             tensors[path] = value
             return {"tensor": path}
         case np.generic():

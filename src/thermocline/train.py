@@ -74,6 +74,8 @@ class Trainer:
         self._callbacks: list[Callback] = []
         self._checkpoints: Checkpoints | None = None
         self._stop = False
+        self._losses: list[torch.Tensor] = []
+        """Of the batches whose gradients wait for the next step."""
         self._meter = Meter(self.tables)
         self._stages: Sequence[StageStats] = ()
         self._saved: Progress | None = None
@@ -88,11 +90,14 @@ class Trainer:
         """Trains until the epochs, the steps or the patience are used up; then tests.
 
         resume    goes on from the newest checkpoint of run_dir, if there is one, with the bits of a run never stopped.
-                  A loader with `seek(position)` goes on from there; any other is read again and its batches skipped
+                  A loader with `seek(position)` goes on from there; any other is read again and its batches skipped:
+                  it must give the same ones in the same order
 
         Ctrl-C and SIGTERM finish the step, save, and then end the run; a second Ctrl-C ends it at once.
         """
         config = self.config
+        if config.needs_validation and valid is None:
+            raise ValueError(f"TrainConfig.{config.needs_validation} needs validation data: fit(train, valid)")
         self._start(train, resume)
         already = self.progress.examples
         try:
@@ -104,10 +109,14 @@ class Trainer:
                         self._stages = batches.stats
                         for batch in batches:
                             loss = self.train_step(batch)
+                            if loss is None:
+                                continue  # more batches make this step
                             self._after_step(loss, valid)
                             if self.finished or caught:
                                 break
                         else:
+                            if self._losses:
+                                self._after_step(self._update(), valid)
                             self._end_epoch(valid)
                 step = self._finish(valid, interrupted=bool(caught))
             seconds = self._meter.seconds
@@ -131,16 +140,15 @@ class Trainer:
     def total_steps(self) -> int | None:
         """Of the whole run, as far as is known; none: endless data."""
         config, batches = self.config, self._epoch_batches
-        limits = (config.steps, None if batches is None else config.epochs * batches)
+        limits = (config.steps, None if batches is None else config.epochs * -(-batches // config.accumulate))
         return min((limit for limit in limits if limit is not None), default=None)
 
     def stop(self) -> None:
         """Ends the run after the current step."""
         self._stop = True
 
-    def train_step(self, batch: Batch) -> torch.Tensor:
-        """Forward, backward, one update of everything; returns the loss."""
-        self._set_rates()
+    def train_step(self, batch: Batch) -> torch.Tensor | None:
+        """Forward and backward; with the last of `accumulate` batches one update of everything, and the step's loss."""
         label = torch.as_tensor(batch.label, dtype=torch.float32)
         logits = self.model(batch)
         if logits.shape != label.shape:
@@ -150,20 +158,47 @@ class Trainer:
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss of step {self.progress.step} is {value}: nothing of it was applied")
         loss.backward()  # type: ignore[no-untyped-call]
-        clip = self.config.clip_norm
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(self._dense_parameters(), clip)
-        for table in self.tables:
-            table.step(max_norm=clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        self._meter.add(logits.detach(), label, value)
+        self._losses.append(loss.detach())
         self.position = batch.position
-        self.progress.step += 1
         self.progress.batch += 1
         self.progress.examples += batch.examples
-        self._meter.add(logits.detach(), label, value)
-        return loss.detach()
+        return self._update() if len(self._losses) == self.config.accumulate else None
+
+    def _update(self) -> torch.Tensor:
+        """One step of everything, by the mean of the gradients that wait for it; returns the mean of their losses."""
+        self._set_rates()
+        grads = [p.grad for p in self._dense_parameters() if p.grad is not None]
+        scale = self._clipped(1 / len(self._losses), grads)
+        for table in self.tables:  # before dense gradients change: their memory may be the same
+            table.step(scale=scale)
+        if scale != 1 and grads:
+            torch._foreach_mul_(grads, scale)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._forget_gradients()
+        self.progress.step += 1
+        loss = torch.stack(self._losses).mean()
+        self._losses = []
+        return loss
+
+    def _clipped(self, scale: float, grads: list[torch.Tensor]) -> float:
+        """What all gradients are multiplied by: `scale`, or less if their norm would be above `clip_norm`."""
+        clip = self.config.clip_norm
+        if clip is None:
+            return scale
+        dense = float(torch.nn.utils.get_total_norm(grads))
+        norm = scale * math.hypot(dense, *(table.gradient_norm() for table in self.tables))
+        if not math.isfinite(norm):
+            step = self.progress.step
+            raise FloatingPointError(f"the norm of the gradients of step {step} is {norm}: nothing of it was applied")
+        return scale * clip / norm if norm > clip else scale
+
+    def _forget_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        for table in self.tables:
+            table.discard_gradients()
 
     def _set_rates(self) -> None:
         factor = self._rate(self.progress.step)
@@ -177,7 +212,8 @@ class Trainer:
         return self.config.schedule(step) * self.progress.plateau
 
     def _dense_parameters(self) -> list[torch.nn.Parameter]:
-        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
 
     def _after_step(self, loss: torch.Tensor, valid: Iterable[Batch] | None) -> None:
         """Validation comes before a checkpoint: what is saved never has to be validated again."""
@@ -211,14 +247,22 @@ class Trainer:
     def evaluate(self, data: Iterable[Batch]) -> Row:
         """Exact AUC, logloss, normalised entropy and calibration on `data`. Changes nothing."""
         metrics = ExactMetrics()
+        modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
             with torch.no_grad(), prefetch(data, *self.tables, depth=self.config.depth, training=False) as batches:
                 for batch in batches:
                     metrics.update(self.model(batch), torch.as_tensor(batch.label, dtype=torch.float32))
         finally:
-            self.model.train()
-        return metrics.compute()
+            for module, training in modes.items():
+                module.training = training
+        figures = metrics.compute()
+        if not figures["examples"]:
+            raise ValueError(
+                "there are no batches to evaluate on: a generator runs only once; give a list or a loader whose "
+                "iteration can begin anew"
+            )
+        return figures
 
     def validate(self, valid: Iterable[Batch]) -> Row:
         """Evaluates, and remembers the best: by AUC."""
@@ -226,8 +270,8 @@ class Trainer:
         with self._meter.away():
             figures = self.evaluate(valid)
         defined = math.isfinite(figures["auc"])
-        if not defined and (patience is not None or config.plateau_factor < 1):
-            needy = "patience" if patience is not None else "plateau_factor"
+        if config.needs_validation and not defined:
+            needy = config.needs_validation
             raise ValueError(f"TrainConfig.{needy} needs an AUC: the validation data has labels of one kind only")
         progress.validated = progress.step
         better = defined and (progress.best_auc is None or figures["auc"] > progress.best_auc)
@@ -257,7 +301,9 @@ class Trainer:
 
     def _start(self, train: Iterable[Batch], resume: bool) -> None:
         """Restores, or refuses to train over what is there."""
-        config = self.config
+        config, trained = self.config, self.progress.step > 0
+        self._forget_gradients()  # of a step that failed
+        self._losses = []
         if config.torch_threads is not None:
             torch.set_num_threads(config.torch_threads)
         self.progress = Progress(rates={table.name: table.optimizer.lr for table in self.tables})
@@ -275,6 +321,10 @@ class Trainer:
                 optimizers = self.optimizers
                 self._checkpoints = Checkpoints(self._run_dir, self.tables, self.model, optimizers, keep=config.keep)
             if resume:
+                if trained and not self._checkpoints.saved():
+                    raise ThermoclineError(
+                        f"{self._run_dir} has no checkpoint yet, and the model has been trained: make the model anew"
+                    )
                 self._resume(self._checkpoints.restore())
             elif again or self._checkpoints.exists:
                 raise ThermoclineError(
@@ -298,7 +348,8 @@ class Trainer:
         if saved is not None:
             self.progress, self.position = Progress(**saved.extra["trainer"]), saved.position
             self._saved = dataclasses.replace(self.progress)
-            self._meter = Meter(self.tables, saved.extra["metrics"])
+        # Restoring has made new tiers, which count from 0.
+        self._meter = Meter(self.tables, None if saved is None else saved.extra["metrics"])
 
     def _rest_of_epoch(self, train: Any) -> Iterable[Batch]:
         progress = self.progress

@@ -18,7 +18,9 @@ class TrainConfig:
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
     """What the learning rates of dense parameters and tables are multiplied by, step by step."""
     clip_norm: float | None = None
-    """Gradients are scaled down to this norm: those of all dense parameters together, and those of each table."""
+    """Gradients are scaled down to this norm: that of all of them together, dense parameters and tables."""
+    accumulate: int = 1
+    """Batches whose gradients make one step, by their mean. What an epoch leaves over makes its last step."""
     valid_every: int | None = None
     """Steps between validations; none: after each epoch."""
     patience: int | None = None
@@ -45,13 +47,20 @@ class TrainConfig:
     """A live display, or lines where there is no terminal."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "keep", "depth", "pull_window", "log_every"):
+        for name in ("epochs", "accumulate", "keep", "depth", "pull_window", "log_every"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("steps", "valid_every", "patience", "checkpoint_every", "torch_threads"):
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or None")
         for name in ("clip_norm", "checkpoint_minutes"):
             self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "above 0, or None")
         self._require("plateau_factor", 0 < self.plateau_factor <= 1, "above 0, and at most 1")
+
+    @property
+    def needs_validation(self) -> str | None:
+        """The first setting that is nothing without validation data."""
+        if self.patience is not None:
+            return "patience"
+        return "plateau_factor" if self.plateau_factor < 1 else None
 
     def _require(self, name: str, fine: bool, rule: str) -> None:
         if not fine:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import itertools
 import json
 import threading
 import time
@@ -72,20 +74,22 @@ def test_an_epoch_is_the_whole_in_another_order(tmp_path: Path, kind: str) -> No
     assert examples_of(reader(tmp_path, kind, shuffle=True, seed=4)) == epochs[0]
 
 
-@pytest.mark.parametrize(("kind", "options"), [("weights", {"block_bytes": 1}), ("csv", {"block_bytes": None})])
-def test_each_epoch_has_its_own_order(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
-    """Of blocks (lots of one line: nothing else is shuffled), and within blocks (one per file, all in one lot)."""
-    buffer = 1 if kind == "weights" else 10**6
-    one = reader(tmp_path, kind, shuffle=True, shuffle_buffer=buffer, **options)
-    orders = []
-    for epoch in range(2):
-        one.set_epoch(epoch)
-        orders.append([example[:2] for example in examples_of(one)])
-        if kind == "csv":  # the order of the three files may be the same by chance; that of their examples is not
-            orders[-1] = [example for example in orders[-1] if example[0] == 1.0]
-    assert len(orders[0]) == (180 if kind == "weights" else 60)
-    assert orders[0] != orders[1]
-    assert sorted(orders[0]) == sorted(orders[1])
+def test_each_epoch_has_its_own_order_of_blocks_and_within_them(tmp_path: Path) -> None:
+    paths, _ = make_files(tmp_path, "csv", files=1)
+    one_block = tc.Reader(paths, ignore=("x",), batch_size=7, shuffle=True)
+    row_groups = reader(tmp_path, "parquet", shuffle=True, shuffle_buffer=1)
+    whole = examples_of(reader(tmp_path, "parquet"))
+    group = {example[1]: i // 60 * 9 + i % 60 // 7 for i, example in enumerate(whole)}
+    within, blocks = [], []
+    for epoch in range(3):
+        one_block.set_epoch(epoch)
+        row_groups.set_epoch(epoch)
+        within.append(examples_of(one_block))
+        numbers = [group[example[1]] for example in examples_of(row_groups)]
+        blocks.append([number for number, _ in itertools.groupby(numbers)])
+        assert sorted(blocks[-1]) == list(range(27))  # a lot is one row group
+    assert within[0] != within[1] != within[2] != within[0]
+    assert blocks[0] != blocks[1] != blocks[2] != blocks[0]
 
 
 def test_shuffling_mixes_near_and_far(tmp_path: Path) -> None:
@@ -190,6 +194,10 @@ def test_positions_of_other_data_or_settings_are_refused(tmp_path: Path) -> None
         (paths, {"on_error": "skip"}, "its features is"),
         (paths, {"label_threshold": 1.0}, "its features is"),
     ]
+    features = tc.Reader(paths, **options).features
+    changes.append(
+        (paths, {"features": dataclasses.replace(features, statistics={"x": (1.0, 2.0)})}, "its features is")
+    )
     for files, change, message in changes:
         with pytest.raises(DataError, match=message):
             tc.Reader(files, **{**options, **change}).seek(position)

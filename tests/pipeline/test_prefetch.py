@@ -200,6 +200,40 @@ def test_accumulating_more_than_memory_is_an_error_not_a_deadlock(depth: int, tm
     table.tier.check()
 
 
+def test_dropped_by_a_pull_that_begins_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may find the pipeline on any thread at any allocation: here, inside its own wait."""
+    batches = make_batches(24, keys=3000)
+    table = a_table(tmp_path, most_keys(batches, 1) + 5)
+    bag = tc.EmbeddingBag(table, 3)
+    dropped = threading.Event()
+    holder: list[Any] = []
+    allocate = threading._allocate_lock  # type: ignore[attr-defined]
+
+    def collecting() -> Any:
+        if threading.current_thread().name == "thermocline-pull" and not dropped.is_set():
+            while not begun:
+                time.sleep(0.001)
+            holder.clear()
+            dropped.set()
+        return allocate()
+
+    begun: list[bool] = []
+    monkeypatch.setattr(threading, "_allocate_lock", collecting)
+    holder.append(tc.prefetch(batches, table, depth=4))
+    bag(next(holder[0]))
+    begun.append(True)
+    end = time.monotonic() + 20
+    while not dropped.is_set() and time.monotonic() < end:
+        time.sleep(0.01)
+    while our_threads() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert dropped.is_set()
+    assert our_threads() == []
+    while table.tier.stats().pinned and time.monotonic() < end:
+        time.sleep(0.01)
+    table.tier.check()
+
+
 # ---- errors of each stage
 
 

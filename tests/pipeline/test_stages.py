@@ -307,6 +307,38 @@ def test_close_interrupted_and_called_again(monkeypatch: pytest.MonkeyPatch) -> 
     books.balanced()
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("late", [False, True])
+def test_interrupted_while_the_threads_begin(at: int, late: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Ctrl-C before the last of them runs, which it never does, or only then: all end, nothing is complained about."""
+    books = Books()
+    start, calls = threading.Thread.start, 0
+
+    def interrupted(self: threading.Thread) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at + 1:
+            if late:
+                timers.append(threading.Timer(0.02, start, [self]))
+                start(timers[0])
+            raise KeyboardInterrupt
+        start(self)
+
+    def make() -> None:
+        Pipeline(books.source(), [("a", same), ("b", same)], depth=4, finish=books.finish)
+
+    timers: list[threading.Timer] = []
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make()
+    monkeypatch.undo()
+    for timer in timers:
+        timer.join()
+    wait_until(lambda: our_threads() == [])
+    books.balanced()
+    assert capsys.readouterr().err == ""
+
+
 def test_dropped_on_a_thread_of_its_own() -> None:
     """The garbage collector may find a pipeline on any thread, its own stage's included."""
     books = Books()
@@ -323,7 +355,7 @@ def test_dropped_on_a_thread_of_its_own() -> None:
     holder.append(Pipeline(books.source(), [("a", stage), ("b", same)], depth=6, finish=books.finish))
     held.set()
     assert dropped.wait(20)
-    wait_until(lambda: our_threads() == [])
+    wait_until(lambda: our_threads() == [] and len(books.finished) == len(books.read))
     books.balanced()
 
 

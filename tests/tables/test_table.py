@@ -148,6 +148,32 @@ def test_clipping_is_torchs(max_norm: float) -> None:
     np.testing.assert_allclose(table.read(keys), embedding.weight.detach().numpy(), rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_asking_for_the_norm_changes_nothing(optimizer: Any) -> None:
+    """Asked for before, between or after the backward passes of a step: the same norm as the step's, the same rows."""
+    batches = make_batches(6, keys=40, weighted=True)
+    tables = [tc.Table(4, optimizer, mem="1MB") for _ in range(2)]
+    models = [Net([tc.EmbeddingBag(table, 3, pooling=["mean", "sum", "sum"])], 12) for table in tables]
+    for n, batch in enumerate(batches):
+        for table, model in zip(tables, models, strict=True):
+            loss_of(model, batch).backward()
+            if table is tables[0] and n != 2:
+                assert table.gradient_norm() > 0
+        if n % 2:
+            norm = tables[0].gradient_norm()
+            tables[0].step(scale=0.5)
+            assert tables[1].step(scale=0.5, max_norm=1e6) == 0.5 * norm
+            assert [table.gradient_norm() for table in tables] == [0.0, 0.0]
+            assert bits(tables[0].read(all_keys(batches))) == bits(tables[1].read(all_keys(batches)))
+    loss_of(models[0], batches[0]).backward()
+    tables[0].gradient_norm()
+    before = tables[0].read(all_keys(batches))
+    tables[0].discard_gradients()
+    tables[0].step()
+    assert bits(tables[0].read(all_keys(batches))) == bits(before)
+    tables[0].tier.check()
+
+
 @pytest.mark.parametrize("kind", [tc.SGD, tc.Adagrad, tc.RowWiseAdagrad, tc.Adam])
 def test_weight_decay_is_l2_on_touched_rows(kind: Any) -> None:
     batches = make_batches(6, keys=60)

@@ -95,11 +95,26 @@ class Pipeline(Generic[T]):
 
 def _close(flow: _Flow) -> None:
     """For the garbage collector, out of which no exception can come."""
+    if flow.runs_here():  # in the middle of anything, maybe with a lock that the other stages need to end
+        _thread.start_new_thread(flow.close, ())
+        return
     try:
         flow.close()
     except KeyboardInterrupt:
         flow.close()
         _thread.interrupt_main()
+
+
+def _join(thread: threading.Thread) -> None:
+    """Also of one whose start an interrupt cut short: it may run a moment later, or never."""
+    end = time.monotonic() + 0.2
+    while time.monotonic() < end:
+        try:
+            thread.join()
+        except RuntimeError:
+            time.sleep(0.001)
+        else:
+            return
 
 
 class _Flow:
@@ -142,6 +157,10 @@ class _Flow:
             self._threads.append(thread)
             thread.start()
 
+    def runs_here(self) -> bool:
+        """Whether the calling thread is one of the stages'."""
+        return any(thread.ident == threading.get_ident() for thread in self._threads)
+
     # ---- the caller's side
 
     def next(self) -> Any:
@@ -171,10 +190,8 @@ class _Flow:
         self._room.put(None)  # the reader may be waiting for room
         for q in self._queues:
             q.put(_END)
-        me = threading.current_thread()  # a stage's own, if the garbage collector ran there
         for thread in self._threads:
-            if thread is not me:
-                thread.join()
+            _join(thread)
         self._done()
         for q in self._queues:
             while True:
@@ -184,6 +201,7 @@ class _Flow:
                     break
                 if item is not _END and not isinstance(item, _Failure):
                     self._finish(item)
+            q.put(_END)  # for a thread that an interrupt let begin only now
 
     def _done(self) -> None:
         if self._current is not _END:

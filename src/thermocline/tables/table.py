@@ -153,6 +153,7 @@ class Table:
         self._specs: weakref.WeakKeyDictionary[Any, tuple[BagSpec, ...]] = weakref.WeakKeyDictionary()
         self._specs_lock = threading.Lock()  # bags are made while a pipeline collects
         self._gradients: list[_Gradient] = []
+        self._summed: tuple[Slots, Floats] | None = None  # of all of them, once `gradient_norm` was asked
         self._forwards = 0
         self._after_step: list[Callable[[], None]] = []
         self.tier: MemTier
@@ -275,34 +276,49 @@ class Table:
                 f"backward through rows of table {self.name!r} that were "
                 + ("only read" if pins is None else "given back: call it before the loop asks for the next batch")
             )
+        self._summed = None
         self._gradients.append(_Gradient(order, prepared, pins, part, grad, unchanged))
 
     # ---- the update
+
+    def gradient_norm(self) -> float:
+        """The joint norm of everything backward has collected since the last step: to clip it with other gradients.
+
+        Its sums are what `step` will apply: from now on, autograd's memory may change.
+        """
+        if not self._gradients:
+            return 0.0
+        if self._summed is None:
+            slots, starts, rows, coefs, grads = self._combine()
+            sums = np.empty((len(slots), self.dim), np.float32)
+            self.tier.core.sum_gradients(starts, rows, coefs, grads, sums)
+            self._summed = slots, sums
+        # In double, so that no order of threads shows.
+        return float(np.sqrt(np.square(self._summed[1], dtype=np.float64).sum()))
 
     def step(self, *, lr: float | None = None, scale: float = 1.0, max_norm: float | None = None) -> float | None:
         """Applies everything backward has collected since the last step: one update per unique key.
 
         lr         for this step only; default: `table.lr`
         scale      multiplies every gradient (1 / loss scale under AMP, 1 / steps when accumulating)
-        max_norm   scales all gradients of the table down if their joint norm is above; returns the norm found
+        max_norm   scales all gradients of the table down if their joint norm is above; returns the norm found.
+                   Together with other gradients: `gradient_norm`, then `scale`
         """
-        gradients = sorted(self._gradients, key=lambda g: g.order)
-        step = self.step_count + 1
-        norm = None if max_norm is None else 0.0
+        step, rate = self.step_count + 1, self.lr if lr is None else lr
+        norm = None
         try:
-            if gradients:
-                slots, starts, rows, coefs, grads = self._combine(gradients)
-                self.tier.core.mark_dirty(slots)  # first: whatever happens next, a row that changed is known to have
-                rate = self.lr if lr is None else lr
-                if max_norm is None:
-                    self.tier.core.update(slots, starts, rows, coefs, grads, self.tier.step(step, rate, scale))
-                else:
-                    sums = np.empty((len(slots), self.dim), np.float32)
-                    self.tier.core.sum_gradients(starts, rows, coefs, grads, sums)
-                    # In double, so that no order of threads shows.
-                    norm = abs(scale) * float(np.sqrt(np.square(sums, dtype=np.float64).sum()))
-                    clipped = scale * (max_norm / norm if norm > max_norm else 1.0)
-                    self.tier.apply_gradients(slots, sums, step=step, lr=rate, scale=clipped)
+            if max_norm is not None:
+                norm = abs(scale) * self.gradient_norm()
+                scale *= max_norm / norm if norm > max_norm else 1.0
+            # Marked first: whatever happens next, a row that changed is known to have.
+            if self._summed is not None:
+                slots, sums = self._summed
+                self.tier.core.mark_dirty(slots)
+                self.tier.apply_gradients(slots, sums, step=step, lr=rate, scale=scale)
+            elif self._gradients:
+                slots, starts, rows, coefs, grads = self._combine()
+                self.tier.core.mark_dirty(slots)
+                self.tier.core.update(slots, starts, rows, coefs, grads, self.tier.step(step, rate, scale))
             self.step_count = step
         finally:
             self.discard_gradients()
@@ -314,13 +330,15 @@ class Table:
 
     def discard_gradients(self) -> None:
         """Throws away what backward has collected (an AMP step that overflowed)."""
+        self._summed = None
         while self._gradients:
             self._gradients.pop().pins.let_go()
         while self._after_step:
             self._after_step.pop()()
 
-    def _combine(self, gradients: list[_Gradient]) -> tuple[Slots, Slots, Slots, Floats | None, Floats]:
+    def _combine(self) -> tuple[Slots, Slots, Slots, Floats | None, Floats]:
         """Slots of the unique keys, and which rows of the joined gradients belong to each, in example order."""
+        gradients = sorted(self._gradients, key=lambda g: g.order)
         if not all(g.unchanged() for g in gradients):
             raise RuntimeError(
                 f"table {self.name!r}: a gradient was changed in place between backward and step, perhaps as that of a "
@@ -378,10 +396,11 @@ class Table:
         return self.tier.read(keys)
 
     def close(self) -> None:
-        """Closes the store. What was not committed is gone."""
+        """Closes the store, or the one that its checkpoints are in. What was not committed is gone."""
         self.discard_gradients()
-        if self.store is not None:
-            self.store.close()
+        store = self.store or self.checkpoint_store
+        if store is not None:
+            store.close()
 
     def __repr__(self) -> str:
         place = "memory only" if self._ssd_path is None else f"ssd={self._ssd_path!r}"

@@ -1,0 +1,234 @@
+"""The GPU table against HierarchicalKV's own benchmark, operation by operation, on one GPU.
+
+    python benchmarks/hbm.py --json FILE      128M entries, about two minutes
+    python benchmarks/hbm.py --quick          8M entries
+
+Settings are theirs: 2^20 distinct keys per operation, 60 % of them there, load factors 0.5 and 0.75; theirs hit keys
+inserted last, ours random ones. Load factor: keys per entry of our index, which takes 12.8 bytes per entry. "find rows"
+copies whole rows out, "find or insert" gives slots, initialises new rows and copies all out, "insert with eviction"
+writes all rows given; when the table is full, the victims' rows are copied out first. Timed with CUDA events, with a
+cold L2 cache, medians. Theirs are constants: what their benchmark printed on an H200, in units of 2^30 keys/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import Claim, console, environment, print_claims, spread, write_json
+
+from thermocline.ops.evict import EVICTED, LOST, NEW, SHORT
+from thermocline.ops.find import find
+from thermocline.ops.index import Index
+from thermocline.ops.initial import UNIFORM, InitialRows, write_initial_rows
+from thermocline.ops.insert import Plan, Residents, find_or_insert
+from thermocline.ops.random import mix64_reference
+from thermocline.ops.rows import assign, copy_in, copy_out, find_rows
+
+KEYS = 2**20
+HITS = 0.6
+THEIR_UNIT = 2**30
+
+# HierarchicalKV, built and run on one H200: {dim: {operation: (load 0.5, load 0.75, load 1.0)}}.
+HIERARCHICAL_KV: dict[int, dict[str, tuple[float, float, float]]] = {
+    8: {
+        "find slots": (7.16, 6.21, 4.70),
+        "find rows": (3.80, 3.41, 3.90),
+        "find or insert": (2.19, 2.02, 1.19),
+        "assign": (3.32, 3.01, 3.26),
+        "insert with eviction": (2.02, 1.88, 0.85),
+    },
+    32: {
+        "find slots": (7.29, 6.47, 4.65),
+        "find rows": (3.66, 3.65, 3.78),
+        "find or insert": (2.10, 1.96, 1.28),
+        "assign": (3.01, 2.98, 3.11),
+        "insert with eviction": (1.66, 1.56, 0.79),
+    },
+    64: {
+        "find slots": (7.38, 6.64, 4.74),
+        "find rows": (3.41, 3.48, 3.38),
+        "find or insert": (1.94, 1.80, 1.27),
+        "assign": (2.69, 2.79, 3.01),
+        "insert with eviction": (1.54, 1.43, 0.81),
+    },
+}
+
+
+class Timer:
+    """Times launches with events, after the L2 cache was filled with something else."""
+
+    def __init__(self) -> None:
+        self._flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
+
+    def __call__(
+        self, work: Callable[[int], object], rounds: int, before: Callable[[], None] = lambda: None, warm: int = 2
+    ) -> list[float]:
+        """Seconds of work(0), work(1) ... after `warm` of them that do not count; `before` each, untimed."""
+        events = []
+        for n in range(warm + rounds):
+            before()
+            self._flush.fill_(n % 100)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            work(n)
+            end.record()
+            events.append((begin, end))
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1000 for begin, end in events[warm:]]
+
+
+@dataclasses.dataclass(slots=True)
+class Bench:
+    """A table of `entries` index entries, filled to `load`; keys are numbers, mixed."""
+
+    dim: int
+    entries: int
+    load: float
+    slots: int
+    index: Index = dataclasses.field(init=False)
+    residents: Residents = dataclasses.field(init=False)
+    arena: torch.Tensor = dataclasses.field(init=False)
+    used: int = 0
+    now: int = 1
+    fresh: int = 0
+    """Number of the next key never used."""
+
+    def __post_init__(self) -> None:
+        self.index = Index.empty(self.entries, "cuda")
+        self.residents = Residents.empty(self.slots, "cuda")
+        self.arena = torch.empty(self.slots, self.dim, device="cuda").normal_()
+        while self.used < int(self.load * self.entries):
+            count = min(4 * KEYS, int(self.load * self.entries) - self.used)
+            self.insert(self.new_keys(count))
+
+    def new_keys(self, count: int) -> torch.Tensor:
+        first, self.fresh = self.fresh, self.fresh + count
+        return mix64_reference(torch.arange(first, self.fresh, device="cuda"))
+
+    def keys(self, hits: float) -> torch.Tensor:
+        """Distinct ones: so many random residents, the rest new, shuffled."""
+        there = int(KEYS * hits)
+        place = torch.randperm(self.used // 16, device="cuda")[:there] * 16
+        place = (place + torch.randint(0, 16, (there,), device="cuda")).clamp(max=self.used - 1)
+        keys = torch.cat([self.residents.keys[place], self.new_keys(KEYS - there)])
+        return keys[torch.randperm(KEYS, device="cuda")]
+
+    def insert(self, keys: torch.Tensor, new: int | None = None) -> Plan:
+        """`new` of them are not there; default: all. Whatever was there before may leave."""
+        plan = find_or_insert(
+            self.index, self.residents, keys, used=self.used, now=self.now, completed=self.now - 1, unique=True
+        )
+        self.used = min(self.slots, self.used + (len(keys) if new is None else new))
+        self.now += 1
+        return plan
+
+
+def operations(bench: Bench, timer: Timer, rounds: int) -> dict[str, list[float]]:
+    """Seconds per operation; those that insert come last."""
+    read = [bench.keys(HITS) for _ in range(4)]
+    there = [bench.keys(1.0) for _ in range(4)]
+    slots = torch.empty(KEYS, dtype=torch.int32, device="cuda")
+    rows = torch.empty(KEYS, bench.dim, device="cuda").normal_()
+    out = torch.empty(KEYS, bench.dim, device="cuda")
+    all_of_them = torch.tensor([KEYS], device="cuda")
+    init = InitialRows.of(UNIFORM, 0.01, 0.0, 1, 2)
+    full = bench.used == bench.slots
+    plans: list[Plan] = []
+
+    def find_or_insert_rows(keys: torch.Tensor, new: int) -> None:
+        plan = bench.insert(keys, new)
+        write_initial_rows(bench.arena, plan.new_keys, plan.new_slots, bench.dim, init)
+        copy_out(bench.arena, plan.slots, out, all_of_them)
+        plans.append(plan)
+
+    def insert_rows(keys: torch.Tensor, new: int) -> None:
+        plan = bench.insert(keys, new)
+        if full:
+            copy_out(bench.arena, plan.victims, out, plan.counts[EVICTED.value :])
+        copy_in(bench.arena, plan.slots, rows, all_of_them)
+        plans.append(plan)
+
+    times = {
+        "find slots": timer(lambda n: find(bench.index, read[n % 4], out=slots), rounds),
+        "find slots, all there": timer(lambda n: find(bench.index, there[n % 4], out=slots), rounds),
+        "find rows": timer(lambda n: find_rows(bench.index, bench.arena, read[n % 4], out), rounds),
+        "find rows, all there": timer(lambda n: find_rows(bench.index, bench.arena, there[n % 4], out), rounds),
+        "assign": timer(lambda n: assign(bench.index, bench.arena, read[n % 4], rows), rounds),
+        "find or insert slots, all there": timer(lambda n: bench.insert(there[n % 4], 0), rounds // 2),
+    }
+    new = KEYS - int(KEYS * HITS)
+    state = [bench.index.words, bench.residents.keys, bench.residents.last_use]
+    saved = [tensor.clone() for tensor in state]
+    used = bench.used
+
+    def restore() -> None:  # every round inserts into the same table
+        for tensor, copy in zip(state, saved, strict=True):
+            tensor.copy_(copy)
+        bench.used = used
+
+    inserting: dict[str, Callable[[torch.Tensor, int], object]] = {
+        "find or insert slots": lambda keys, new: plans.append(bench.insert(keys, new)),
+        "find or insert": find_or_insert_rows,
+        "insert with eviction": insert_rows,
+    }
+    for name, work in inserting.items():
+        times[name] = timer(lambda n, work=work: work(read[n % 4], new), rounds // 2, restore)  # type: ignore[misc]
+    for plan in plans:
+        counts = plan.counts.tolist()
+        assert counts[LOST.value] == counts[SHORT.value] == 0
+        assert counts[NEW.value] == new
+        assert counts[EVICTED.value] == (new if full else 0)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument("--quick", action="store_true", help="a sixteenth of the entries, fewer rounds")
+    parser.add_argument("--dims", type=int, nargs="+", default=[8, 32, 64])
+    options = parser.parse_args()
+    torch.manual_seed(1)
+    timer, rounds = Timer(), 12 if options.quick else 40
+    record: dict[str, Any] = {
+        **environment(["torch", "triton"]),
+        "gpu": torch.cuda.get_device_name(),
+        "keys": KEYS,
+        "hits": HITS,
+        "results": [],
+    }
+    claims = []
+    for dim in options.dims:
+        entries = (128 if dim < 64 else 64) * 2**20 // (16 if options.quick else 1)
+        for place, load in enumerate((0.5, 0.75, 0.9, 1.0)):
+            # At 1.0 the slots are full, and the index three quarters.
+            filled = min(load, 0.75) if load == 1.0 else load
+            spare = 0 if load == 1.0 else KEYS
+            bench = Bench(dim, entries, filled, int(filled * entries) + spare)
+            for name, seconds in operations(bench, timer, rounds).items():
+                speed = spread([KEYS / s for s in seconds])
+                result = {"dim": dim, "entries": entries, "load": load, "operation": name, "keys_per_second": speed}
+                record["results"].append(result)
+                theirs = HIERARCHICAL_KV[dim].get(name, ())
+                column = 2 if load == 1.0 else place
+                note = ""
+                if load != 0.9 and theirs:
+                    ratio = speed["median"] / (theirs[column] * THEIR_UNIT)
+                    note = f"  {ratio:5.2f} x HierarchicalKV"
+                    target = 1.7 if (name, dim) == ("find rows", 64) else 2.0
+                    if load < 0.9:
+                        detail = f"{speed['median'] / 1e9:.2f} against {theirs[column] * THEIR_UNIT / 1e9:.2f} G keys/s"
+                        claims.append(Claim(f"{name}, dim {dim}, load {load}", ratio, target, detail=detail))
+                console.print(f"dim {dim:3} load {load:4}  {name:34} {speed['median'] / 1e9:7.2f} G keys/s{note}")
+            del bench
+            torch.cuda.empty_cache()
+    print_claims("The GPU table against HierarchicalKV", claims)
+    if options.json:
+        write_json(options.json, record, claims)
+
+
+if __name__ == "__main__":
+    main()

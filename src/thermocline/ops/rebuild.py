@@ -1,0 +1,40 @@
+"""rebuild: the index made anew from the residents, without the entries of keys that have left."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from thermocline.ops import INTERPRETED
+from thermocline.ops.find import LANES
+from thermocline.ops.index import EMPTY_KEY, ENTRIES, Index, claim, slot_of
+from thermocline.ops.insert import Residents
+from thermocline.ops.launch import blocks
+
+
+@triton.jit(do_not_specialize=["used"])
+def _rebuild_kernel(slot_keys, used, words, halves, blocks, strides, parked, LANES: tl.constexpr):
+    slot = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    active = slot < used
+    key = tl.load(slot_keys + slot, mask=active, other=0)
+    block, number, _ = claim(words, parked + slot, key, active, blocks, strides)
+    tl.store(halves + slot_of(block, number), slot.to(tl.int32), mask=active & (block >= 0))
+
+
+def rebuild(index: Index, residents: Residents, used: int) -> None:
+    """Afterwards exactly the keys of the first `used` slots are in the index."""
+    index.clear()
+    if used:
+        grid = (blocks(used, LANES),)
+        parked = torch.empty(grid[0] * LANES if INTERPRETED else 0, dtype=torch.int64, device=index.words.device)
+        _rebuild_kernel[grid](residents.keys, used, *index.arguments, parked, LANES=LANES, num_warps=1)
+
+
+def entries_reference(index: Index) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is in an index, read plainly: keys that have a slot, and the slots, in no order that means anything."""
+    keys = index.words.view(-1, 8)[:, :ENTRIES].clone()
+    slots = index.halves.view(-1, 16)[:, 2 * ENTRIES : 3 * ENTRIES]
+    keys[-1][keys[-1] == EMPTY_KEY ^ 1] = EMPTY_KEY  # the marker's own key, under its own name again
+    there = slots >= 0
+    return keys[there], slots[there]

@@ -1,0 +1,151 @@
+"""Rows by slot or by key: copied out of the arena and into it, whole, weights and optimizer state.
+
+Arenas are [slots, row_floats] of any 4-byte type; a row is moved in pieces of at most 128 elements. By key, the search
+and the copy are one kernel: the rows of keys that are found first are on their way while others are still searched.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from thermocline.ops.find import find_reference
+from thermocline.ops.index import Index, search
+from thermocline.ops.launch import blocks, row_block
+
+_PIECE = 128
+
+
+@triton.jit
+def _move(arena, slot, other, i, active, floats, OUT: tl.constexpr, PIECE: tl.constexpr):
+    """Rows `slot` of the arena and rows `i` of `other`: copied out of the arena, or into it."""
+    inside = arena + slot.to(tl.int64)[:, None] * floats
+    outside = other + i[:, None] * floats
+    for first in range(0, floats, PIECE):
+        column = first + tl.arange(0, PIECE)[None, :]
+        mask = active[:, None] & (column < floats)
+        if OUT:
+            tl.store(outside + column, tl.load(inside + column, mask=mask, other=0), mask=mask)
+        else:
+            tl.store(inside + column, tl.load(outside + column, mask=mask, other=0), mask=mask)
+
+
+@triton.jit
+def _by_slot_kernel(arena, slots, limit, other, floats, OUT: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr):
+    count = tl.load(limit)
+    first = tl.program_id(0).to(tl.int64) * LANES
+    if first < count:
+        i = first + tl.arange(0, LANES)
+        active = i < count
+        slot = tl.load(slots + i, mask=active, other=-1)
+        _move(arena, slot, other, i, active & (slot >= 0), floats, OUT, PIECE)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _by_key_kernel(
+    keys,
+    count,
+    words,
+    halves,
+    blocks,
+    strides,
+    arena,
+    other,
+    found,
+    floats,
+    OUT: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    active = i < count
+    slot = search(words, halves, tl.load(keys + i, mask=active, other=0), active, blocks, strides)
+    hit = active & (slot >= 0)
+    tl.store(found + i, hit, mask=active)
+    _move(arena, slot, other, i, hit, floats, OUT, PIECE)
+
+
+def _shape(floats: int) -> tuple[int, int, int]:
+    """Keys of a program, columns of a tile, warps: about 2048 elements, and never fewer keys than threads."""
+    piece = min(row_block(floats), _PIECE)
+    return max(32, 1024 // piece), piece, 1
+
+
+def _by_slot(arena: torch.Tensor, slots: torch.Tensor, other: torch.Tensor, count: torch.Tensor, out: bool) -> None:
+    lanes, piece, warps = _shape(arena.shape[1])
+    grid = (blocks(len(slots), lanes),)
+    _by_slot_kernel[grid](
+        arena, slots, count, other, arena.shape[1], OUT=out, LANES=lanes, PIECE=piece, num_warps=warps
+    )
+
+
+def copy_out(arena: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, count: torch.Tensor) -> None:
+    """rows[i] = arena[slots[i]] for i < count, a number in device memory; negative slots are passed over."""
+    _by_slot(arena, slots, rows, count, True)
+
+
+def copy_in(arena: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, count: torch.Tensor) -> None:
+    """arena[slots[i]] = rows[i] for i < count, a number in device memory. No slot may repeat; negative: passed over."""
+    _by_slot(arena, slots, rows, count, False)
+
+
+def _by_key(index: Index, arena: torch.Tensor, keys: torch.Tensor, other: torch.Tensor, out: bool) -> torch.Tensor:
+    keys = keys.contiguous()
+    found = torch.empty(len(keys), dtype=torch.bool, device=keys.device)
+    lanes, piece, warps = _shape(arena.shape[1])
+    grid = (blocks(len(keys), lanes),)
+    _by_key_kernel[grid](
+        keys,
+        len(keys),
+        *index.arguments,
+        arena,
+        other,
+        found,
+        arena.shape[1],
+        OUT=out,
+        LANES=lanes,
+        PIECE=piece,
+        num_warps=warps,
+    )
+    return found
+
+
+def find_rows(index: Index, arena: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Copies the rows of `keys` to `rows`; bool per key: whether it was there. Other rows are left as they are."""
+    return _by_key(index, arena, keys, rows, True)
+
+
+def assign(index: Index, arena: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Replaces the rows of those `keys` that are there; bool per key: whether it was. No key may repeat."""
+    return _by_key(index, arena, keys, rows, False)
+
+
+def copy_out_reference(arena: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, count: int) -> None:
+    """As `copy_out`."""
+    i = torch.nonzero(slots[:count] >= 0).flatten()
+    rows[i] = arena[slots[i].long()]
+
+
+def copy_in_reference(arena: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, count: int) -> None:
+    """As `copy_in`."""
+    i = torch.nonzero(slots[:count] >= 0).flatten()
+    arena[slots[i].long()] = rows[i]
+
+
+def find_rows_reference(
+    resident: torch.Tensor, arena: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """As `find_rows`, where resident[slot] is the key whose row is in that slot."""
+    slots = find_reference(resident, keys)
+    copy_out_reference(arena, slots, rows, len(keys))
+    return slots >= 0
+
+
+def assign_reference(
+    resident: torch.Tensor, arena: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """As `assign`."""
+    slots = find_reference(resident, keys)
+    copy_in_reference(arena, slots, rows, len(keys))
+    return slots >= 0

@@ -1,0 +1,78 @@
+"""A GPU table's index and residents beside their references, which every operation is checked against."""
+
+from __future__ import annotations
+
+import torch
+
+from thermocline.ops.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, SHORT
+from thermocline.ops.find import find, find_reference
+from thermocline.ops.index import EMPTY_KEY, ENTRIES, Index
+from thermocline.ops.insert import Plan, ReferencePlan, Residents, find_or_insert, find_or_insert_reference
+from thermocline.ops.rebuild import entries_reference, rebuild
+
+# Keys that a careless index would trip over: its marker, the marker's second name, the ends of both number ranges.
+ODD_KEYS = [EMPTY_KEY, EMPTY_KEY ^ 1, 0, 1, -1, 2**63 - 1, -(2**63)]
+
+
+def random_keys(count: int, device: str, seed: int, unique: bool = True) -> torch.Tensor:
+    """Keys from all 2^64, the odd ones first."""
+    draw = torch.Generator().manual_seed(seed)
+    keys = torch.randint(-(2**63), 2**63 - 1, (2 * count + 8,), generator=draw, dtype=torch.int64)
+    keys = torch.cat([torch.tensor(ODD_KEYS), keys])
+    kept = torch.tensor(list(dict.fromkeys(keys.tolist())))[:count] if count < 10000 else torch.unique(keys)[:count]
+    if not unique and count:
+        kept = kept[torch.randint(0, len(kept), (count,), generator=draw)]
+    return kept[torch.randperm(len(kept), generator=draw)].to(device)
+
+
+class Table:
+    """Index and residents, and a second pair that only the references change."""
+
+    def __init__(self, slots: int, entries: int, device: str) -> None:
+        self.index = Index.empty(entries, device)
+        self.residents = Residents.empty(slots, device)
+        self.expected = Residents.empty(slots, device)
+        self.used = self.occupied = 0
+
+    def insert(
+        self, keys: torch.Tensor, now: int, completed: int = 0, unique: bool = False
+    ) -> tuple[Plan, ReferencePlan]:
+        """Inserts in both, and compares everything that can be seen of it."""
+        options = {"used": self.used, "now": now, "completed": completed}
+        plan = find_or_insert(self.index, self.residents, keys, unique=unique, **options)  # type: ignore[arg-type]
+        expected = find_or_insert_reference(self.expected, keys, **options)
+        counts = plan.counts.tolist()
+        assert counts[LOST.value] == 0
+        assert counts[SHORT.value] == expected.short
+        assert counts[NEW.value] == len(expected.new_keys)
+        assert counts[EVICTED.value] == len(expected.victims)
+        self.occupied += counts[CLAIMED.value] - counts[EMPTIED.value]
+        assert self.occupied == int((self.index.words.view(-1, 8)[:, :ENTRIES] != EMPTY_KEY).sum())
+        assert torch.equal(plan.slots, expected.slots)
+        if not expected.short:
+            self.used = min(self.residents.capacity, self.used + counts[NEW.value])
+            for name in ("new_keys", "new_slots", "victims", "victim_keys"):
+                its = getattr(expected, name)
+                assert torch.equal(getattr(plan, name)[: len(its)], its), name
+        self.check()
+        return plan, expected
+
+    def rebuild(self) -> None:
+        rebuild(self.index, self.residents, self.used)
+        self.occupied = self.used
+        self.check()
+
+    def check(self) -> None:
+        """The index has exactly the residents, each once."""
+        assert torch.equal(self.residents.keys, self.expected.keys)
+        assert torch.equal(self.residents.last_use, self.expected.last_use)
+        keys, slots = entries_reference(self.index)
+        order = torch.sort(slots).indices
+        assert torch.equal(slots[order], torch.arange(self.used, dtype=torch.int32, device=slots.device))
+        assert torch.equal(keys[order], self.residents.keys[: self.used])
+
+    def check_find(self, keys: torch.Tensor) -> None:
+        out = torch.full((len(keys) + 3,), -77, dtype=torch.int32, device=keys.device)
+        find(self.index, keys, out=out[: len(keys)])
+        assert torch.equal(out[: len(keys)], find_reference(self.residents.keys[: self.used], keys))
+        assert out[len(keys) :].tolist() == [-77] * 3

@@ -1,0 +1,170 @@
+"""The index's ops against their references: find, find-or-insert with and without eviction, rebuild, clear."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops.index_helpers import ODD_KEYS, Table, random_keys
+
+from thermocline.ops.evict import COUNTS, EVICTED, LOST, SHORT, choose_victims, choose_victims_reference
+from thermocline.ops.find import LANES, find
+from thermocline.ops.index import EMPTY_KEY, ENTRIES, Index
+from thermocline.ops.insert import find_or_insert
+from thermocline.ops.rebuild import entries_reference, rebuild
+
+SIZES = [0, 1, LANES - 1, LANES, LANES + 1, 3 * LANES + 5]
+BIG = pytest.param(1_000_003, marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize("unique", [True, False])
+@pytest.mark.parametrize("count", [*SIZES, BIG])
+def test_insert_then_find(count: int, unique: bool, device: str) -> None:
+    table = Table(max(1, count), 2 * count, device)
+    keys = random_keys(count, device, seed=count, unique=unique)
+    table.insert(keys, now=1, unique=unique)  # all miss
+    table.insert(keys, now=2, unique=unique)  # all hit
+    table.check_find(keys)
+    table.check_find(random_keys(count, device, seed=count + 1))  # few or none of them
+    table.check_find(keys[:0])
+
+
+def test_an_empty_index_finds_nothing(device: str) -> None:
+    index = Index.empty(100, device)
+    assert find(index, random_keys(50, device, seed=1)).tolist() == [-1] * 50
+    assert 100 <= index.entries < 110
+
+
+def test_all_ids_are_one_key(device: str) -> None:
+    for key in ODD_KEYS:
+        table = Table(4, 8, device)
+        plan, _ = table.insert(torch.full((5 * LANES + 1,), key, device=device), now=1)
+        assert plan.slots.unique().tolist() == [0]
+
+
+def test_hits_and_misses_in_one_batch(device: str) -> None:
+    table = Table(700, 1000, device)
+    keys = random_keys(600, device, seed=3)
+    table.insert(keys[:300], now=1)
+    mixed = keys[torch.randint(0, 600, (900,), generator=torch.Generator().manual_seed(1)).to(device)]
+    table.insert(mixed, now=2)
+    table.check_find(keys)
+
+
+@pytest.mark.parametrize("load", [0.5, 0.75, 0.9, 1.0])
+@pytest.mark.parametrize("entries", [5, 10, 150, pytest.param(4_000_000, marks=pytest.mark.gpu)])
+def test_load_factors(entries: int, load: float, device: str) -> None:
+    """Long searches that run through full blocks and around the end; a full index still ends every search."""
+    count = int(entries * load)
+    keys = random_keys(count, device, seed=entries)
+    table = Table(count, entries, device)
+    table.insert(keys, now=1)
+    table.check_find(keys)
+    table.check_find(random_keys(count, device, seed=entries + 1))
+
+
+def test_an_index_without_room_says_so(device: str) -> None:
+    table = Table(100, 2 * ENTRIES, device)
+    room = table.index.entries
+    keys = random_keys(room + 6, device, seed=1)
+    keys = keys[keys != EMPTY_KEY]
+    plan = find_or_insert(table.index, table.residents, keys, used=0, now=1, completed=0)
+    assert plan.counts[LOST.value] == len(keys) - room
+    assert len(entries_reference(table.index)[0]) == 0  # nothing was inserted
+    assert (plan.slots < 0).all()
+
+
+@pytest.mark.parametrize("scale", [1, pytest.param(20000, marks=pytest.mark.gpu)])
+def test_eviction_over_many_batches(scale: int, device: str) -> None:
+    """Batches in flight overlap: who is pinned never leaves; the index is rebuilt when removed keys crowd it."""
+    table = Table(80 * scale, 160 * scale, device)
+    pool = random_keys(400 * scale, device, seed=9)
+    draw = torch.Generator().manual_seed(5)
+    evicted = rebuilds = 0
+    for now in range(1, 30):
+        ids = pool[(torch.rand(36 * scale, generator=draw) ** 2 * len(pool)).long().to(device)]
+        if table.occupied + len(ids) > 0.9 * table.index.entries:
+            table.rebuild()
+            rebuilds += 1
+        _, expected = table.insert(ids, now=now, completed=now - 2, unique=False)
+        assert not expected.short
+        evicted += len(expected.victims)
+        table.check_find(pool[:: len(pool) // 60])
+    assert evicted > 200 * scale
+    assert rebuilds > 0
+
+
+def test_pinned_slots_never_leave(device: str) -> None:
+    """All slots are needed by batches in flight: the new keys find no room, and nothing has changed."""
+    table = Table(100, 300, device)
+    keys = random_keys(260, device, seed=2)
+    table.insert(keys[:60], now=1)
+    table.insert(keys[60:100], now=2)
+    before = table.residents.keys.clone()
+    _, expected = table.insert(torch.cat([keys[50:60], keys[100:161]]), now=3, completed=1)
+    assert expected.short == 61 - 50  # keys 0 to 49 might leave
+    assert torch.equal(table.residents.keys, before)
+    plan, expected = table.insert(torch.cat([keys[50:60], keys[100:150]]), now=4, completed=1)
+    assert sorted(plan.victims[:50].tolist()) == list(range(50))
+    _, expected = table.insert(keys[200:260], now=5, completed=1)
+    assert expected.short == 60
+
+
+@pytest.mark.parametrize("capacity", [1, 4095, 4096, 4097, 10000, pytest.param(20_000_000, marks=pytest.mark.gpu)])
+def test_choose_victims(capacity: int, device: str) -> None:
+    """Oldest first, then by slot; ages beyond the histogram count as equal."""
+    draw = torch.Generator().manual_seed(capacity)
+    last_use = torch.randint(0, 3000, (capacity,), generator=draw, dtype=torch.int32).to(device)
+    for need in sorted({0, 1, capacity // 3, int((last_use <= 2500).sum()), int((last_use <= 2500).sum()) + 1}):
+        counts = torch.zeros(COUNTS, dtype=torch.int64, device=device)
+        counts[EVICTED.value] = need
+        victims = torch.full((capacity + 2,), -77, dtype=torch.int32, device=device)
+        choose_victims(last_use, 3000, 2500, counts, victims)
+        expected = choose_victims_reference(last_use, 3000, 2500, need)
+        if expected is None:
+            assert counts[SHORT.value] == 1
+            assert counts[EVICTED.value] == 0
+            expected = victims[:0]
+        assert torch.equal(victims[: len(expected)], expected)
+        assert (victims[len(expected) :] == -77).all()
+
+
+def test_rebuild_and_clear(device: str) -> None:
+    table = Table(300, 500, device)
+    keys = random_keys(300, device, seed=4)
+    table.insert(keys, now=1)
+    rebuild(table.index, table.residents, table.used)
+    table.check()
+    table.check_find(keys)
+    rebuild(table.index, table.residents, 0)
+    assert len(entries_reference(table.index)[0]) == 0
+    rebuild(table.index, table.residents, table.used)
+    table.index.clear()
+    assert find(table.index, keys).max() == -1
+
+
+def test_a_removed_key_comes_back(device: str) -> None:
+    """Its entry may still be there, or be empty again, or another's."""
+    table = Table(8, 15, device)
+    keys = random_keys(24, device, seed=6)
+    for now in range(1, 30):
+        if table.occupied > 12:
+            table.rebuild()
+        table.insert(keys[torch.arange(now, now + 8) % 24], now=now, completed=now - 1)
+
+
+@pytest.mark.gpu
+def test_the_same_slots_in_every_run(device: str) -> None:
+    """Races decide where entries lie, nothing else."""
+    pool = random_keys(300_000, device, seed=1)
+    runs = []
+    for _ in range(10):
+        table = Table(200_000, 400_000, device)
+        seen = []
+        for now in range(1, 6):
+            ids = pool[(torch.arange(400_000, device=device) * 7919 * now) % len(pool)][: 100_000 * 2]
+            plan, expected = table.insert(ids[:150_000], now=now, completed=now - 1)
+            seen += [plan.slots, plan.new_keys[: len(expected.new_keys)]]
+            if now % 2 == 0:
+                table.rebuild()
+        runs.append(seen)
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
