@@ -248,7 +248,9 @@ def test_reading_ahead_is_bounded_and_ends_with_its_iterator(tmp_path: Path, mon
     assert threading.active_count() == before
 
 
-def test_estimates(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sample", [300, 1 << 18], ids=["part", "whole"])
+def test_estimates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: int) -> None:
+    monkeypatch.setattr("thermocline.data.formats._HEAD", sample)
     for kind in KINDS:
         (tmp_path / kind).mkdir()
         one = reader(tmp_path / kind, kind, block_bytes=None)

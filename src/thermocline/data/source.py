@@ -114,8 +114,10 @@ class Source:
         import pyarrow as pa
 
         with self.open() as raw, explained(self.name):
-            text = pa.CompressedInputStream(raw, self.compression).read(size)
-            ratio = len(text) / max(1, self.size if len(text) < size else min(raw.tell(), self.size))
+            stream = pa.CompressedInputStream(raw, self.compression)  # closes `raw` when it goes
+            text = stream.read(size)
+            length = len(text) + len(stream.read(15 * size))  # it is read in chunks: a little text would say little
+            ratio = length / max(1, self.size if length < 16 * size else min(raw.tell(), self.size))
         return text, max(ratio, 1e-9)
 
     def check_unchanged(self) -> None:
