@@ -6,10 +6,10 @@ file once and prints seconds, processor seconds and the number of rows. Runs in 
 
 from __future__ import annotations
 
-import os
+import mmap
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ BLOCK = 4 << 20
 
 
 def ours(path: str, threads: int) -> Callable[[], int]:
-    """Labels, offsets and 39 keys per line, 13 of them numbers in buckets; no block's result is kept."""
+    """Labels, offsets and 39 keys per line, 13 of them numbers in buckets; the file is mapped, no result is kept."""
     from thermocline.core import _core
 
     plain = (False, 0.0, 1.0)
@@ -29,23 +29,18 @@ def ours(path: str, threads: int) -> Callable[[], int]:
     columns += [("key", name, *plain, "none") for name in CATEGORIES]
     parser = _core.TextParser("table", columns=columns)
 
-    def parse(block: bytes) -> int:
+    def parse(block: memoryview) -> int:
         *_, labels, errors, _ = parser.parse(block, False)
         if errors:
             raise ValueError(errors[0])
         return len(labels)
 
-    def blocks() -> Any:
-        rest = b""
-        with open(path, "rb") as file:
-            while data := file.read(BLOCK):
-                end = data.rfind(b"\n") + 1
-                if end > 0:
-                    yield rest + data[:end]
-                    rest = b""
-                rest += data[end:]
-        if rest:
-            yield rest
+    def blocks() -> Iterator[memoryview]:
+        start = 0
+        while start < len(text):
+            end = len(text) if start + BLOCK >= len(text) else text.rfind(b"\n", start, start + BLOCK) + 1
+            yield view[start:end]
+            start = end
 
     def read() -> int:
         if threads == 1:
@@ -57,7 +52,9 @@ def ours(path: str, threads: int) -> Callable[[], int]:
                 rows += waiting.pop(0).result()
         return rows + sum(future.result() for future in waiting)
 
-    pool = ThreadPoolExecutor(threads)
+    with open(path, "rb") as file:
+        text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    view, pool = memoryview(text), ThreadPoolExecutor(threads)
     return read
 
 
@@ -113,9 +110,9 @@ def main() -> None:
         return
     print(version(name), flush=True)
     for _ in sys.stdin:
-        start, cpu = time.perf_counter(), sum(os.times()[:2])
+        start, cpu = time.perf_counter(), time.process_time()
         rows = read()
-        print(time.perf_counter() - start, sum(os.times()[:2]) - cpu, rows, flush=True)
+        print(time.perf_counter() - start, time.process_time() - cpu, rows, flush=True)
 
 
 if __name__ == "__main__":

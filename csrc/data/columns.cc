@@ -63,7 +63,7 @@ bool number_bucket(const NumberRule& rule, double x, int64_t& out) {
 template <typename Offset>
 Grown<uint64_t> hash_strings(std::string_view field, const Offset* offsets, size_t n, const uint8_t* data, size_t bytes,
                              Validity valid) {
-  const uint64_t seed = field_seed(field), missing = hash_value(nullptr, 0, seed);
+  const uint64_t seed = field_seed(field), missing = hash_value("", 0, seed);
   Grown<uint64_t> keys(n);
   for (size_t i = 0; i < n; ++i) {
     const Offset begin = offsets[i], end = offsets[i + 1];
@@ -72,7 +72,7 @@ Grown<uint64_t> hash_strings(std::string_view field, const Offset* offsets, size
                   std::to_string(begin) + " to " + std::to_string(end) + ", leave its " + std::to_string(bytes) +
                   " bytes of data");
     }
-    keys[i] = valid.at(i)
+    keys[i] = valid.at(i) && begin < end
                   ? hash_value(reinterpret_cast<const char*>(data) + begin, static_cast<size_t>(end - begin), seed)
                   : missing;
   }
@@ -81,7 +81,7 @@ Grown<uint64_t> hash_strings(std::string_view field, const Offset* offsets, size
 
 template <typename Number>
 Grown<uint64_t> hash_numbers(std::string_view field, const Number* values, size_t n, Validity valid) {
-  const uint64_t seed = field_seed(field), missing = hash_value(nullptr, 0, seed);
+  const uint64_t seed = field_seed(field), missing = hash_value("", 0, seed);
   Grown<uint64_t> keys(n);
   for (size_t i = 0; i < n; ++i) {
     keys[i] = valid.at(i) && values[i] == values[i] ? hash_number(values[i], seed) : missing;
@@ -106,7 +106,7 @@ Grown<uint64_t> number_keys(std::string_view field, const NumberRule& rule, cons
                             Validity valid) {
   check_rule(rule, field);
   if (rule.bucket == Bucket::kNone) return hash_numbers(field, values, n, valid);
-  const uint64_t seed = field_seed(field), missing = hash_value(nullptr, 0, seed);
+  const uint64_t seed = field_seed(field), missing = hash_value("", 0, seed);
   Grown<uint64_t> keys(n);
   for (size_t i = 0; i < n; ++i) {
     int64_t bucket = 0;

@@ -56,7 +56,7 @@ class Output {
   template <typename T>
   void grow(Grown<T>& array, size_t need, const char* at, size_t most) const {
     size_t expected = 64 * need;
-    if (array.size() > 0) {
+    if (array.size() >= 63 && at > block.data()) {  // some lines are known
       const double done = static_cast<double>(at - block.data()) / static_cast<double>(block.size());
       expected = std::max(static_cast<size_t>(1.05 * static_cast<double>(need) / done), need + need / 4);
     }

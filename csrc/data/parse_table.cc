@@ -14,7 +14,7 @@ TableParser::TableParser(ParseOptions options) : options_(std::move(options)) {
   check_options();
   for (const Column& column : options_.columns) {
     Plan plan{.role = column.role, .seed = field_seed(column.name)};
-    plan.missing = hash_value(nullptr, 0, plan.seed);
+    plan.missing = hash_value("", 0, plan.seed);
     fields += column.role == Role::kKey || column.role == Role::kNumberKey;
     dense += column.role == Role::kDense;
     for (int64_t i = 0; i < kSmall; ++i) {

@@ -44,7 +44,7 @@ TEST(ParseNumber, ReadsWhatStrtodReads) {
       text += '.';
       for (size_t digits = random(22); digits > 0; --digits) text += static_cast<char>('0' + random(10));
     }
-    if (random(2)) text += "e" + std::to_string(static_cast<int>(random(640)) - 330);
+    if (random(2)) text.append("e").append(std::to_string(static_cast<int>(random(640)) - 330));
     const double expected = std::strtod(text.c_str(), nullptr);
     double got = 0;
     if (std::isinf(expected)) {
