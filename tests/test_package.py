@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import pickle
 import subprocess
 import sys
@@ -27,6 +28,14 @@ def test_the_store_the_tables_and_the_pipeline_load_no_torch() -> None:
     loaded = run_python(f"import sys, thermocline as tc; [getattr(tc, n) for n in {names}]; print(*sys.modules)")
     assert "torch" not in loaded.split()
     assert "thermocline.core._core" in loaded.split()
+
+
+def test_openmp_threads_sleep_while_they_wait_unless_the_user_says_otherwise() -> None:
+    code = "import thermocline, os; print(os.environ['OMP_WAIT_POLICY'])"
+    plain = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for environment, expected in ((plain, "PASSIVE"), ({**plain, "OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert run.stdout.strip() == expected
 
 
 def test_every_public_name_resolves_and_is_listed() -> None:
