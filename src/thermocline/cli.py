@@ -87,6 +87,11 @@ def _one_line(debug: bool) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def _tell_skipped(report: Any) -> None:
+    if report["skipped"]:
+        typer.echo(report["skipped"], err=True)
+
+
 def _dump(report: Any) -> None:
     from thermocline.callbacks import finite
 
@@ -118,11 +123,13 @@ def train(
         from thermocline import tasks
 
         try:
-            tasks.train(settings, resume=resume)
+            notes = tasks.train(settings, resume=resume)
         except KeyboardInterrupt:
             words = ["thermocline", "train", str(config), *(w for s in sets or () for w in ("--set", s)), "--resume"]
             typer.echo(f"thermocline: interrupted; to go on: {shlex.join(words)}", err=True)
             raise typer.Exit(130) from None
+        for note in notes:
+            typer.echo(note, err=True)
 
 
 # ---- what was trained
@@ -146,6 +153,7 @@ def evaluate(
             _dump(report)
         else:
             typer.echo(tasks.lines_of(report.items()))
+            _tell_skipped(report)
 
 
 @app.command()
@@ -163,8 +171,7 @@ def predict(
 
         report = tasks.predict(run_dir, files or (), out, sets or (), checkpoint)
         typer.echo(f"{report['scores']:,} scores of step {report['step']} in {out}")
-        if report["skipped"]:
-            typer.echo(f"{report['skipped']:,} malformed lines were skipped: they have no score", err=True)
+        _tell_skipped(report)
 
 
 @app.command()
@@ -249,6 +256,7 @@ def stats(
         else:
             for line in describe(report, memory_of_machine()):
                 typer.echo(line)
+            _tell_skipped(report)
 
 
 def main() -> None:

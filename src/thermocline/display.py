@@ -31,6 +31,8 @@ class Display(Callback):
         self._task = TaskID(0)
         self._epochs = 1
         self._row: Row | None = None
+        self._sources: dict[str, dict[str, float]] = {}
+        """Per table, where its rows came from; of an earlier log if the pipeline was ahead and pulled nothing since."""
         self._first = 0
         self._began = 0.0
         columns = (
@@ -74,6 +76,7 @@ class Display(Callback):
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         self._row = row
+        self._sources |= {name: shares for name, shares in row["tables"].items() if shares["mem"] is not None}
         if self._live is None:
             self._say(self._line(trainer, row))
         else:
@@ -109,10 +112,9 @@ class Display(Callback):
     def _line(self, trainer: Trainer, row: Row) -> str:
         named = len(row["tables"]) > 1
         parts = [f"epoch {row['epoch'] + 1}/{self._epochs}  step {row['step']}", *_figures(row)]
-        for name, sources in row["tables"].items():
-            if sources["mem"] is not None:
-                shares = ", ".join(f"{_TIERS[tier]} {100 * share:.1f} %" for tier, share in sources.items())
-                parts.append(f"{name if named else 'rows'}: {shares}")
+        for name, sources in self._sources.items():
+            shares = ", ".join(f"{_TIERS[tier]} {100 * share:.1f} %" for tier, share in sources.items())
+            parts.append(f"{name if named else 'rows'}: {shares}")
         parts.append(f"queue {_ready(row):.1f}/{trainer.config.depth}")
         if left := self._left(trainer):
             parts.append(left)
@@ -122,7 +124,7 @@ class Display(Callback):
         """The display as it is now."""
         parts: list[RenderableType] = [self._progress]
         if self._row is not None:
-            parts += [Text("   ".join(_figures(self._row)), style="bold"), Text(), _sources(self._row)]
+            parts += [Text("   ".join(_figures(self._row)), style="bold"), Text(), _rows(self._sources)]
             parts += [Text(), _stages(self._row)]
         return Panel(Group(*parts), title="thermocline", title_align="left", border_style="dim")
 
@@ -145,15 +147,13 @@ def _grid(*names: str) -> Grid:
     return grid
 
 
-def _sources(row: Row) -> Grid:
-    """Where the rows of the batches since the last log came from."""
+def _rows(sources: dict[str, dict[str, float]]) -> Grid:
+    """Where the rows of the latest batches came from."""
     grid = _grid("rows from", "share", "")
-    named = len(row["tables"]) > 1
-    for name, sources in row["tables"].items():
-        for tier, share in sources.items():
-            if share is not None:
-                bar = ProgressBar(total=1, completed=share, width=30)
-                grid.add_row(f"{name} " * named + _TIERS[tier], f"{100 * share:.1f} %", bar)
+    for name, shares in sources.items():
+        for tier, share in shares.items():
+            bar = ProgressBar(total=1, completed=share, width=30)
+            grid.add_row(f"{name} " * (len(sources) > 1) + _TIERS[tier], f"{100 * share:.1f} %", bar)
     return grid
 
 
@@ -161,6 +161,7 @@ def _stages(row: Row) -> Grid:
     """Where the time of each stage went since the last log."""
     grid = _grid("stage", "busy", "waiting", "blocked", "queue")
     for name, stage in row["stages"].items():
-        shares = (f"{100 * stage[kind]:.0f} %" for kind in ("busy", "wait", "blocked"))
+        # An item's time is booked when it ends: a long one may have begun before the last log.
+        shares = (f"{min(100, 100 * stage[kind]):.0f} %" for kind in ("busy", "wait", "blocked"))
         grid.add_row(name, *shares, f"{stage['fill']:.1f}" if name != "train" else "")
     return grid

@@ -141,7 +141,7 @@ class Run:
         from thermocline.train import Trainer
 
         config, run_dir = self.config, Path(self.config.train.run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        published.make_folder(run_dir)
         published.publish(run_dir / "config.toml", config.to_toml().encode())
         if self.features is not None:
             published.publish(run_dir / "features.json", json.dumps(self.features.to_json()).encode())

@@ -16,7 +16,6 @@ from thermocline.config import Config
 from thermocline.data.schema import Data, Split, Synth
 from thermocline.data.splits import check_paths, open_data
 from thermocline.errors import ConfigError
-from thermocline.progress import Result
 from thermocline.settings import toml_value
 from thermocline.watch import counted, watched
 
@@ -38,12 +37,14 @@ def _age_of_process() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
-def train(config: Config, *, resume: bool) -> Result:
-    """Trains in the config's run_dir."""
+def train(config: Config, *, resume: bool) -> list[str]:
+    """Trains in the config's run_dir; returns what else there is to say."""
     from thermocline.run import Run
 
+    splits: tuple[Split, ...] = ("train", "valid", "test")
     with Run(config) as run:
-        return run.fit(resume=resume, callbacks=[FirstStep()])
+        run.fit(resume=resume, callbacks=[FirstStep()])
+        return [f"{split} data: {text}" for split in splits if (text := skipped(run.loader(split)))]
 
 
 # ---- what was trained
@@ -54,7 +55,7 @@ def evaluate(run_dir: str, files: Sequence[str], sets: Sequence[str], checkpoint
     with _loaded(run_dir, files, sets, checkpoint) as run:
         batches = run.loader("test")
         with watched("evaluating", _examples(batches, run.config)) as advance:
-            return {"step": run.step, **run.evaluate(counted(batches, advance)), "skipped": _skipped(batches)}
+            return {"step": run.step, **run.evaluate(counted(batches, advance)), "skipped": skipped(batches)}
 
 
 def predict(run_dir: str, files: Sequence[str], out: str, sets: Sequence[str], checkpoint: str | None) -> Row:
@@ -66,7 +67,7 @@ def predict(run_dir: str, files: Sequence[str], out: str, sets: Sequence[str], c
         batches = run.loader("test")
         with watched("predicting", _examples(batches, run.config)) as advance:
             count = write_scores(out, run.scores(counted(batches, advance)))
-        return {"step": run.step, "scores": count, "out": out, "skipped": _skipped(batches)}
+        return {"step": run.step, "scores": count, "out": out, "skipped": skipped(batches)}
 
 
 def _loaded(
@@ -94,8 +95,12 @@ def _examples(batches: Any, config: Config) -> int | None:
         return None if estimate is None else estimate() * config.train.batch_size
 
 
-def _skipped(batches: Any) -> int:
-    return int(getattr(getattr(batches, "skipped", None), "count", 0))
+def skipped(batches: Any) -> str | None:
+    """What on_error = "skip" left out of the latest pass, in words; none: nothing."""
+    found = getattr(batches, "skipped", None)
+    if found is None or not found.count:
+        return None
+    return f"{found.count:,} malformed lines were skipped; the first: {found.first[0]}"
 
 
 # ---- data
@@ -123,7 +128,7 @@ def stats(config: Config, split: Split, examples: int | None) -> Row:
     pinned = config.train.depth * config.train.pull_window
     sizes = figures.suggest(counts, report["batches"], row_dim(config.model), optimizer, pinned)
     report["model"] = {"name": config.model.name, "optimizer": config.train.optimizer, **sizes}
-    return {**report, "batch_size": config.train.batch_size, "skipped": _skipped(batches)}
+    return {**report, "batch_size": config.train.batch_size, "skipped": skipped(batches)}
 
 
 def write_synth(synth: Synth, folder: str, format: Any, examples_per_file: int | None) -> tuple[list[Path], str]:
@@ -149,4 +154,5 @@ def write_synth(synth: Synth, folder: str, format: Any, examples_per_file: int |
 
 def lines_of(rows: Iterable[tuple[str, Any]]) -> str:
     """`name value` pairs in one line."""
+    rows = [(name, value) for name, value in rows if isinstance(value, (int, float))]
     return "  ".join(f"{name} {value:.6f}" if isinstance(value, float) else f"{name} {value:,}" for name, value in rows)

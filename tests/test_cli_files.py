@@ -1,0 +1,143 @@
+"""The command line on files: the same bits as generated data, shuffled and resumed; order, labels, malformed lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli_helpers import SMALL, done, invoke, lines_of, state_of, write_config
+
+import thermocline as tc
+
+SIZES = ["--keys", 3000, "--fields", 4, "--examples", 1600, "--valid-examples", 400, "--test-examples", 400]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def config_of(tmp_path: Path, format: str = "libsvm", more: str = "") -> Path:
+    """As SMALL, but its data in files that `data synth` wrote; the [data] section is the one it printed."""
+    section = done("data", "synth", "data", "--format", format, *SIZES)
+    _, rest = SMALL.split("[model]")
+    return write_config(tmp_path, f"{section}\n{more}\n[model]{rest}", f"{format}.toml")
+
+
+@pytest.mark.parametrize("format", ["libsvm", "libffm", "parquet"])
+def test_files_train_to_the_bits_of_the_data_they_were_written_from(tmp_path: Path, format: str) -> None:
+    done("train", config_of(tmp_path, format), "--set", "data.shuffle=false", "--set", "train.run_dir=files")
+    done("train", write_config(tmp_path), "--set", "train.run_dir=made")
+    files, made = state_of(tmp_path / "files"), state_of(tmp_path / "made")
+    assert sorted(name for name in made if made[name] != files[name]) == []
+    last, other = lines_of(tmp_path / "files")[-1], lines_of(tmp_path / "made")[-1]
+    assert (last["auc"], last["logloss"]) == (other["auc"], other["logloss"])
+
+
+def test_shuffled_files_resume_to_the_same_bits(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    flags = ["--set", "train.epochs=2", "--set", "data.shuffle_buffer=500"]
+    done("train", config, *flags, "--set", "train.run_dir=whole")
+    done("train", config, *flags, "--set", "train.steps=7")
+    done("train", config, *flags, "--set", "train.steps=21", "--resume")
+    done("train", config, *flags, "--resume")
+    whole, parts = state_of(tmp_path / "whole"), state_of(tmp_path / "run")
+    assert sorted(name for name in whole if whole[name] != parts[name]) == []
+    done("train", config, *flags, "--set", "train.run_dir=other", "--set", "train.seed=1")
+    assert state_of(tmp_path / "other")["rows"] != whole["rows"]
+
+
+def test_scores_come_in_the_order_of_the_files(tmp_path: Path) -> None:
+    done("train", config_of(tmp_path))
+    lines = Path("data/test.libsvm").read_text().splitlines()
+    Path("a.libsvm").write_text("\n".join(lines[:150]) + "\n")
+    Path("b.libsvm").write_text("\n".join(lines[150:]) + "\n")
+    Path("back.libsvm").write_text("\n".join(reversed(lines)) + "\n")
+    assert "400 scores" in done("predict", "run", "--out", "all.npy")
+    done("predict", "run", "a.libsvm", "b.libsvm", "--out", "ab.npy", "--set", "train.batch_size=70")
+    done("predict", "run", "back.libsvm", "--out", "back.npy", "--set", "train.batch_size=64")
+    scores = np.load("all.npy")
+    assert len(np.unique(scores)) > 300
+    # Batches of another size change the last bits of torch's products.
+    assert np.allclose(np.load("ab.npy"), scores, atol=1e-6)
+    assert np.allclose(np.load("back.npy"), scores[::-1], atol=1e-6)
+    report = json.loads(done("eval", "run", "back.libsvm", "--json"))
+    assert report["auc"] == pytest.approx(lines_of(tmp_path / "run")[-1]["auc"], abs=1e-5)
+
+
+def test_what_was_trained_needs_no_training_files(tmp_path: Path) -> None:
+    """Nor labels, to predict; and statistics of numbers are those of the training data."""
+    rng = np.random.default_rng(0)
+    for split, rows in (("train", 900), ("test", 200)):
+        price, user = rng.lognormal(2, 1, rows), rng.integers(0, 50, rows)
+        click = (rng.random(rows) < 1 / (1 + np.exp(np.log(price) - user % 3))).astype(int)
+        table = [f"{c},{u},{p:.3f}" for c, u, p in zip(click, user, price, strict=True)]
+        Path(f"{split}.csv").write_text("\n".join(["click,user,price", *table]) + "\n")
+    data = '[data]\ntrain = "train.csv"\ntest = "test.csv"\nlabel = "click"\nnumeric = ["price"]\n'
+    _, rest = SMALL.split("[model]")
+    done("train", write_config(tmp_path, f"{data}[model]{rest}"))
+    done("predict", "run", "--out", "with.npy")
+    features = json.loads(Path("run/features.json").read_text())
+    assert features["fields"] == ["user"]
+    assert set(features["statistics"]) == {"price"}
+    Path("train.csv").unlink()
+    lines = [line.split(",") for line in Path("test.csv").read_text().splitlines()]
+    Path("unlabelled.csv").write_text("".join(f"{price},{user}\n" for _, user, price in lines))  # columns swapped, too
+    done("predict", "run", "unlabelled.csv", "--out", "without.npy")
+    assert np.array_equal(np.load("with.npy"), np.load("without.npy"))
+    assert json.loads(done("eval", "run", "--json"))["auc"] == lines_of(tmp_path / "run")[-1]["auc"]
+    result = invoke("eval", "run", "unlabelled.csv")
+    assert result.exit_code == 1
+    assert "click" in result.stderr
+    result = invoke("train", "run/config.toml", "--resume")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("thermocline: data.train[0]: train.csv: there is no such file")
+
+
+def test_malformed_lines_are_an_error_or_counted(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    path = Path("data/train.libsvm")
+    lines = path.read_text().splitlines()
+    lines[700] = "click 17:1 18:1 19:1 20:1"
+    path.write_text("\n".join(lines) + "\n")
+    result = invoke("train", config)
+    assert result.exit_code == 1
+    assert "data/train.libsvm" in result.stderr
+    assert "701" in result.stderr
+    assert result.stderr.count("\n") == 1
+    result = invoke("train", config, "--set", "data.on_error=skip", "--set", "train.run_dir=other")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("train data: 1 malformed lines were skipped; the first: ")
+    assert "701" in result.stderr
+
+
+def test_training_files_of_another_shape_are_told(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    done("train", config)
+    done("data", "synth", "wide", "--format", "libsvm", *SIZES[:2], "--fields", 5, *SIZES[4:])
+    result = invoke("eval", "run", "wide/test.libsvm")
+    assert result.exit_code == 1
+    assert "wide/test.libsvm" in result.stderr
+    result = invoke("eval", "run", "nothing.libsvm")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("thermocline: data.test[0]: nothing.libsvm: there is no such file")
+
+
+def test_synth_writes_folders_of_files(tmp_path: Path) -> None:
+    section = done("data", "synth", "parts", *SIZES, "--examples-per-file", 500, "--dense", 2)
+    assert [path.name for path in sorted(Path("parts/train").iterdir())] == [f"part-0000{i}.parquet" for i in range(4)]
+    config = tc.Config.parse(section)
+    assert config.data.raw_keys
+    _, rest = SMALL.split("[model]")
+    done("train", write_config(tmp_path, f"{section}\n[model]{rest}"))
+    assert lines_of(tmp_path / "run")[-1]["examples"] == 400
+    result = invoke("data", "synth", "x", "--format", "libsvm", "--dense", 2)
+    assert result.exit_code == 1
+    assert "LibSVM and LibFFM hold ids only" in result.stderr

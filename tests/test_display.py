@@ -1,0 +1,114 @@
+"""The live display and the plain lines: figures, rows by tier, queues, and the time left of data without a length."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from run_helpers import Ads, World
+
+from thermocline.batch import Batch
+from thermocline.callbacks import Callback
+from thermocline.display import Display
+from thermocline.train import TrainConfig, Trainer
+
+
+class Guessing:
+    """A loader that knows only about how long it is."""
+
+    def __init__(self, guess: int) -> None:
+        self.guess = guess
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(Ads(6))
+
+    def estimated_batches(self) -> int:
+        return self.guess
+
+
+class Watch(Callback):
+    def __init__(self, display: Display | None = None) -> None:
+        self.display = display
+        self.totals: list[int | None] = []
+        self.frame = ""
+
+    def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+        self.totals.append(trainer.total_steps)
+        if self.display is not None and trainer.progress.step == 9:
+            console = Console(file=io.StringIO(), width=100)
+            console.print(self.display.render())
+            self.frame = console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.close()
+
+
+def fit(world: World, data: Any, callbacks: list[Callback], **config: Any) -> None:
+    settings = TrainConfig(**{"epochs": 2, "log_every": 3, "display": False, **config})
+    Trainer(world.model, world.optimizer, config=settings, callbacks=callbacks).fit(data)
+
+
+def test_the_live_display(world: World) -> None:
+    text = io.StringIO()
+    display = Display(Console(file=text, force_terminal=True, width=100))
+    watch = Watch(display)
+    fit(world, Guessing(5), [display, watch])
+    for words in ("epoch 2/2", "9/12", "s left", "loss 0.", "AUC 0.", "examples/s", "rows from", "a memory", "a SSD"):
+        assert words in watch.frame, watch.frame
+    shares = [float(share) for share in re.findall(r"[ab] (?:memory|SSD|new)\s+(\d+\.\d) %", watch.frame)]
+    assert len(shares) == 6
+    assert sum(shares) == pytest.approx(200, abs=0.5)
+    assert re.search(r"stage\s+busy\s+waiting\s+blocked\s+queue", watch.frame)
+    assert re.search(r"pull\s+\d+ %\s+\d+ %\s+\d+ %\s+\d+\.\d", watch.frame)
+    assert "finished after 12 steps" in text.getvalue()
+
+
+def test_the_number_of_steps_is_estimated_until_an_epoch_was_counted(world: World) -> None:
+    watch = Watch()
+    fit(world, Guessing(5), [watch])
+    assert watch.totals == [10] * 6 + [12] * 6
+
+
+def test_the_number_of_steps_is_the_smaller_limit(world: World) -> None:
+    watch = Watch()
+    fit(world, Guessing(5), [watch], steps=7)
+    assert watch.totals == [7] * 7
+    watch = Watch()
+    fit(world, Ads(3), [watch], steps=100)  # neither a length nor a guess
+    assert watch.totals == [100] * 3 + [6] * 3
+
+
+def test_plain_lines(world: World) -> None:
+    text = io.StringIO()
+    fit(world, Guessing(6), [Display(Console(file=text, width=100))])
+    lines = [line for line in text.getvalue().splitlines() if line.startswith("epoch")]
+    assert len(lines) == 4
+    assert re.fullmatch(
+        r"epoch 1/2  step 3  loss \d\.\d{4}  AUC \d\.\d{4}  NE \d\.\d{4}  [\d,]+ examples/s"
+        r"  a: memory [\d.]+ %, SSD [\d.]+ %, new [\d.]+ %  b: memory [\d.]+ %, SSD [\d.]+ %, new [\d.]+ %"
+        r"  queue \d\.\d/4  0 min \d\d s left",
+        lines[0],
+    ), lines[0]
+    assert "left" not in lines[-1]
+
+
+@pytest.mark.parametrize(("seconds", "says"), [(7300.0, "2 h 01 min left"), (59.0, "0 min 59 s left")])
+def test_time_left(world: World, seconds: float, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    display = Display(Console(file=io.StringIO()))
+    trainer = Trainer(world.model, world.optimizer, config=TrainConfig(steps=2))
+    clock = [0.0]
+    monkeypatch.setattr("thermocline.display.time.monotonic", lambda: clock[0])
+    display.on_start(trainer)
+    assert display._left(trainer) == ""
+    clock[0], trainer.progress.step = seconds, 1
+    assert display._left(trainer) == says

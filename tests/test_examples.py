@@ -1,0 +1,80 @@
+"""Every file in examples/ runs: data made by its own script, each config by the command line, each program as it is."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_helpers import done
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+FORMATS = ["synth", "libsvm", "libffm", "criteo", "csv", "parquet"]
+SMALL = {"synth": ["data.synth.examples=20000", "data.synth.valid_examples=2000", "data.synth.test_examples=2000"]}
+AUC = {"synth": 0.6, "libsvm": 0.55, "libffm": 0.6, "criteo": 0.65, "csv": 0.52, "parquet": 0.52}
+"""What even the small data of these tests must give: a model that learned nothing has 0.5."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """examples/ with its data made."""
+    path = tmp_path_factory.mktemp("examples") / "examples"
+    shutil.copytree(EXAMPLES, path, ignore=shutil.ignore_patterns("data", "runs", "__pycache__"))
+    run(path / "make_data.py", "--rows", "4000", "--folder", str(path / "data"))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("STEPS", "60")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(program: Path, *words: str) -> None:
+    argv = sys.argv
+    sys.argv = [str(program), *words]
+    try:
+        runpy.run_path(str(program), run_name="__main__")
+    finally:
+        sys.argv = argv
+
+
+def test_there_is_a_config_and_a_program_per_format() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == set(FORMATS)
+    assert {path.stem for path in EXAMPLES.glob("train_*.py")} == {f"train_{format}" for format in FORMATS}
+    text = (EXAMPLES / "README.md").read_text()
+    assert all(f"({path.name})" in text for path in [*EXAMPLES.glob("*.toml"), *EXAMPLES.glob("train_*.py")])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_config(folder: Path, format: str) -> None:
+    flags = [word for override in SMALL.get(format, []) for word in ("--set", override)]
+    done("train", f"{format}.toml", *flags, "--set", "train.tensorboard=false")
+    last = json.loads((folder / "runs" / format / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["event"] == "test"
+    assert last["auc"] > AUC[format]
+    report = json.loads(done("eval", f"runs/{format}", "--json"))
+    assert report["auc"] == last["auc"]
+    assert "scores of step" in done("predict", f"runs/{format}", "--out", f"runs/{format}.csv")
+    assert "healthy" in done("inspect", f"runs/{format}", "--check")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_program(format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(Path(f"train_{format}.py"))
+    words = {"synth": "done at step 60", "csv": "finished after"}.get(format, "test AUC 0.")
+    assert words in capsys.readouterr().out
+
+
+def test_a_program_that_is_run_again_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    run(Path("train_synth.py"))
+    assert "done at step" in capsys.readouterr().out
