@@ -103,8 +103,7 @@ def test_a_resumed_run_that_was_ended_tests_again(tmp_path: Path) -> None:
     assert after[-1] == before[-1]
 
 
-@pytest.mark.parametrize("place", ["memory", "ssd"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(("number", "place"), [(signal.SIGKILL, "ssd"), (signal.SIGINT, "memory")])
 def test_a_stopped_run_resumes_to_the_same_bits(tmp_path: Path, number: signal.Signals, place: str) -> None:
     text = SMALL.replace("[tiers]", '[tiers]\nssd = "run/store"') if place == "ssd" else SMALL
     config = write_config(tmp_path, text)
@@ -166,6 +165,20 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     result = invoke("train", tmp_path / "no.toml", "--debug")
     assert isinstance(result.exception, tc.ConfigError)
+
+
+@pytest.mark.parametrize("name", ["torch", "tensorboard"])
+def test_a_package_that_is_not_installed_is_told(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_config(tmp_path)
+    if name == "torch":
+        monkeypatch.setitem(sys.modules, "torch", None)
+    else:
+        monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    result = invoke("train", config, "--set", "train.tensorboard=true")
+    assert result.exit_code == 1
+    assert name in result.stderr
+    assert "`pip install thermocline[torch]` brings it" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["eval", "predict", "inspect"])

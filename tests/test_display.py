@@ -17,6 +17,7 @@ from thermocline.batch import Batch
 from thermocline.callbacks import Callback
 from thermocline.display import Display
 from thermocline.train import TrainConfig, Trainer
+from thermocline.watch import counted, watched
 
 
 class Guessing:
@@ -112,3 +113,22 @@ def test_time_left(world: World, seconds: float, says: str, monkeypatch: pytest.
     assert display._left(trainer) == ""
     clock[0], trainer.progress.step = seconds, 1
     assert display._left(trainer) == says
+
+
+def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("thermocline.watch.time.monotonic", lambda: clock[0])
+    with watched("counting", 5000) as advance:
+        for _ in counted([[0] * 1000] * 5, advance):
+            clock[0] += 4
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert errors == "counting: 3,000 of about 5,000 examples\n"
+
+
+def test_long_work_on_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with watched("counting", 5000) as advance:
+        advance(5000)
+    assert "counting" in capsys.readouterr().err

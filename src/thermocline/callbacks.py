@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Iterator
@@ -92,6 +93,11 @@ class TensorBoard(Callback):
         self._purge = 0
 
     def on_start(self, trainer: Trainer) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ModuleNotFoundError(
+                "TrainConfig.tensorboard needs the package tensorboard: install thermocline[torch], or set it to False",
+                name="tensorboard",
+            )
         self._purge = trainer.progress.step + 1
 
     def on_log(self, trainer: Trainer, row: Row) -> None:

@@ -80,6 +80,11 @@ def _one_line(debug: bool) -> Iterator[None]:
             raise
         typer.echo(f"thermocline: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except ModuleNotFoundError as error:
+        if debug or error.name not in ("torch", "tensorboard"):
+            raise
+        typer.echo(f"thermocline: {error}: `pip install thermocline[torch]` brings it", err=True)
+        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         if debug:
             raise
