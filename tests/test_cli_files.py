@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,14 @@ def test_training_files_of_another_shape_are_told(tmp_path: Path) -> None:
     result = invoke("eval", "run", "nothing.libsvm")
     assert result.exit_code == 2
     assert result.stderr.startswith("thermocline: data.test[0]: nothing.libsvm: there is no such file")
+
+
+def test_data_commands_need_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "torch", None)
+        config = config_of(tmp_path, "parquet", "")
+        for source in (config, write_config(tmp_path)):
+            assert "48 bytes a key (dnn, adam)" in done("data", "stats", source)
 
 
 def test_synth_writes_folders_of_files(tmp_path: Path) -> None:

@@ -114,7 +114,8 @@ def stats(config: Config, split: Split, examples: int | None) -> Row:
 
     config = config.resolve()
     check_paths(config.data, ["train", split])
-    batches = open_data(config.data, split, batch_size=config.train.batch_size, shuffle=False, labelled=False)
+    size = config.train.batch_size
+    batches = open_data(config.data, split, batch_size=size, shuffle=False, labelled=False, tensors=False)
     total = _examples(batches, config)
     read: Iterable[Batch] = batches
     if examples is not None:
@@ -143,7 +144,7 @@ def write_synth(synth: Synth, folder: str, format: Any, examples_per_file: int |
         for split, examples in sizes.items():
             if examples:
                 path = target / (split if examples_per_file else f"{split}.{format}")
-                part: Any = open_data(data, split, batch_size=4096)
+                part: Any = open_data(data, split, batch_size=4096, tensors=False)
                 written += part.write(path, format, examples_per_file=examples_per_file, progress=advance)
                 lines.append(f"{split} = {toml_value([str(path)])}")
     lines += [f"format = {toml_value(format)}", "raw_keys = true"]

@@ -40,23 +40,25 @@ def open_data(
     shuffle: bool | None = None,
     features: Features | None = None,
     labelled: bool = True,
+    tensors: bool = True,
 ) -> Reader | SyntheticAds:
     """Batches of one split. Validation and test come in the order of their files.
 
     shuffle    none: the training data, if data.shuffle says so
     features   of the training data; none: taken from the training files
     labelled   False: files may lack the label, which is then 0
+    tensors    False: labels and dense features are NumPy arrays, and torch is not needed
     """
     if not has_split(data, split):
         what = f"data.synth.{split}_examples is 0" if data.format == "synth" else f"data.{split} names no files"
         raise ConfigError(f"there is no {split} data: {what}")
     if data.format == "synth":
-        return _generated(data, split, batch_size)
+        return _generated(data, split, batch_size, tensors)
     if features is None and split != "train" and data.train:
         features = Reader(data.train, data, batch_size=batch_size).features
     mixed = data.shuffle and split == "train" if shuffle is None else shuffle
-    options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "shuffle": mixed, "labelled": labelled}
-    return Reader(getattr(data, split), data, features=features, **options)
+    options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "shuffle": mixed, "tensors": tensors}
+    return Reader(getattr(data, split), data, features=features, labelled=labelled, **options)
 
 
 def _synth_examples(data: Data, split: Split) -> int:
@@ -64,9 +66,10 @@ def _synth_examples(data: Data, split: Split) -> int:
     return {"train": synth.examples, "valid": synth.valid_examples, "test": synth.test_examples}[split]
 
 
-def _generated(data: Data, split: Split, batch_size: int) -> SyntheticAds:
+def _generated(data: Data, split: Split, batch_size: int, tensors: bool) -> SyntheticAds:
     synth = data.synth
-    options: dict[str, Any] = {"zipf": synth.zipf, "dense": synth.dense, "seed": synth.seed, "threads": data.threads}
+    options: dict[str, Any] = {"zipf": synth.zipf, "dense": synth.dense, "seed": synth.seed}
+    options |= {"threads": data.threads, "tensors": tensors}
     try:
         if synth.preset is not None:
             ads = SyntheticAds.preset(synth.preset, batch_size=batch_size, **options)
