@@ -76,7 +76,8 @@ def test_an_existing_run_is_not_trained_over(tmp_path: Path) -> None:
     result = invoke("train", config)
     assert result.exit_code == 2
     assert result.stderr == (
-        "thermocline: run already has a run: --resume goes on with it, --set train.run_dir=... begins another one\n"
+        "thermocline: run already has a run: --resume (resume=True) goes on with it, "
+        "another train.run_dir begins a new one\n"
     )
     for override in ("train.lr=0.5", "model.dim=8", "data.synth.keys=500", "train.seed=1"):
         result = invoke("train", config, "--resume", "--set", override)
@@ -90,6 +91,18 @@ def test_an_existing_run_is_not_trained_over(tmp_path: Path) -> None:
     assert 'changed train.steps from 2 to "none"' in out
     assert "resumed at step 2" in out
     assert f"finished after {STEPS} steps" in out
+
+
+def test_nor_is_it_from_python(tmp_path: Path) -> None:
+    config = Config.load(write_config(tmp_path), ["train.steps=2"])
+    with tc.Run(config) as run:
+        run.fit()
+    before = (tmp_path / "run" / "config.toml").read_bytes()
+    with tc.Run(Config.load("run/config.toml", ["train.steps=4"])) as run:
+        with pytest.raises(tc.ConfigError, match="already has a run"):
+            run.fit()
+        assert (tmp_path / "run" / "config.toml").read_bytes() == before
+        assert run.fit(resume=True).progress.step == 4
 
 
 def test_a_resumed_run_that_was_ended_tests_again(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ class Run:
         from thermocline.train import Trainer
 
         config, run_dir = self.config, Path(self.config.train.run_dir)
+        check_folder(config, resume=resume)
         published.make_folder(run_dir)
         published.publish(run_dir / "config.toml", config.to_toml().encode())
         if self.features is not None:
@@ -261,6 +262,7 @@ def check_folder(config: Config, *, resume: bool) -> list[str]:
         return []
     if not resume:
         raise ConfigError(
-            f"{run_dir} already has a run: --resume goes on with it, --set train.run_dir=... begins another one"
+            f"{run_dir} already has a run: --resume (resume=True) goes on with it, "
+            "another train.run_dir begins a new one"
         )
     return check_resume(config_of(run_dir).resolve(), config.resolve(), run_dir)
