@@ -15,9 +15,9 @@
 #include "mem/dedup.h"
 #include "mem/kernels.h"
 #include "mem/lookup_plan.h"
-#include "mem/recycled.h"
 #include "mem/tier.h"
 #include "util/error.h"
+#include "util/recycled.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

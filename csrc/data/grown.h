@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "mem/recycled.h"
+#include "util/recycled.h"
 
 namespace thermocline {
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <mutex>
 
-#include "mem/huge_buffer.h"
-#include "mem/recycled.h"
+#include "util/huge_buffer.h"
+#include "util/recycled.h"
 #include "util/thread_pool.h"
 
 namespace thermocline {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <string>
 
-#include "mem/recycled.h"
 #include "util/error.h"
+#include "util/recycled.h"
 
 namespace thermocline {
 namespace {

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "mem/huge_buffer.h"
 #include "mem/shard.h"
+#include "util/huge_buffer.h"
 
 namespace thermocline {
 

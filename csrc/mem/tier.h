@@ -18,12 +18,12 @@
 #include <string>
 #include <vector>
 
-#include "mem/huge_buffer.h"
 #include "mem/initial.h"
 #include "mem/kernels.h"
 #include "mem/row_layout.h"
 #include "mem/scratch.h"
 #include "mem/shard.h"
+#include "util/huge_buffer.h"
 #include "util/row_store.h"
 #include "util/thread_pool.h"
 

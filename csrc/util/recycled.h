@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "mem/huge_buffer.h"
+#include "util/huge_buffer.h"
 
 namespace thermocline {
 
