@@ -12,7 +12,17 @@ namespace {
 struct Place {
   const Examples* block;
   size_t example;
+  size_t first = 0, count = 0;  // its ids
 };
+
+// Shuffled examples lie anywhere: what will be read is asked for so many examples ahead.
+constexpr size_t kAhead = 8;
+
+void prefetch(const void* begin, size_t bytes) {
+  constexpr size_t kLine = 64, kMost = 16;  // lines: a processor has no room to wait for many
+  const char* const p = static_cast<const char*>(begin);
+  for (size_t i = 0; i < std::min(bytes, kMost * kLine); i += kLine) __builtin_prefetch(p + i);
+}
 
 std::vector<Place> find_places(const std::vector<Examples>& blocks, const int64_t* order, size_t n) {
   std::vector<size_t> ends;  // of the blocks, in examples
@@ -35,7 +45,7 @@ std::vector<Place> find_places(const std::vector<Examples>& blocks, const int64_
 
 Gathered gather_examples(const std::vector<Examples>& blocks, size_t fields, size_t dense, const int64_t* order,
                          size_t n) {
-  const std::vector<Place> places = find_places(blocks, order, n);
+  std::vector<Place> places = find_places(blocks, order, n);
   const bool weighted =
       std::any_of(blocks.begin(), blocks.end(), [](const Examples& b) { return b.weights != nullptr; });
   Gathered out;
@@ -46,8 +56,12 @@ Gathered gather_examples(const std::vector<Examples>& blocks, size_t fields, siz
 
   int64_t ids = 0;
   for (size_t i = 0; i < n; ++i) {
-    const auto [block, e] = places[i];
-    const int64_t* from = block->offsets + e * fields;
+    if (i + kAhead < n) {
+      const Place& later = places[i + kAhead];
+      prefetch(later.block->offsets + later.example * fields, (fields + 1) * sizeof(int64_t));
+    }
+    const Examples* const block = places[i].block;
+    const int64_t* from = block->offsets + places[i].example * fields;
     int64_t* to = out.offsets.data() + i * fields + 1;
     const int64_t shift = ids - from[0];
     bool right = from[0] >= 0 && static_cast<uint64_t>(from[fields]) <= block->id_count;
@@ -56,6 +70,8 @@ Gathered gather_examples(const std::vector<Examples>& blocks, size_t fields, siz
       to[f] = from[f + 1] + shift;
     }
     if (!right) throw Error("gather_examples: the offsets of example " + std::to_string(order[i]) + " leave its ids");
+    places[i].first = static_cast<size_t>(from[0]);
+    places[i].count = static_cast<size_t>(from[fields] - from[0]);
     ids += from[fields] - from[0];
   }
 
@@ -63,9 +79,14 @@ Gathered gather_examples(const std::vector<Examples>& blocks, size_t fields, siz
   if (weighted) out.weights.resize(static_cast<size_t>(ids));
   size_t at = 0;
   for (size_t i = 0; i < n; ++i) {
-    const auto [block, e] = places[i];
-    const auto first = static_cast<size_t>(block->offsets[e * fields]);
-    const auto count = static_cast<size_t>(block->offsets[(e + 1) * fields]) - first;
+    if (i + kAhead < n) {
+      const Place& later = places[i + kAhead];
+      prefetch(later.block->ids + later.first, later.count * sizeof(uint64_t));
+      prefetch(later.block->dense + later.example * dense, dense * sizeof(float));
+      prefetch(later.block->labels + later.example, sizeof(float));
+      if (later.block->weights) prefetch(later.block->weights + later.first, later.count * sizeof(float));
+    }
+    const auto [block, e, first, count] = places[i];
     std::copy_n(block->ids + first, count, out.ids.data() + at);
     if (weighted && block->weights) std::copy_n(block->weights + first, count, out.weights.data() + at);
     if (weighted && !block->weights) std::fill_n(out.weights.data() + at, count, 1.0f);
