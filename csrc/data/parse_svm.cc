@@ -232,7 +232,8 @@ class SvmParser final : public LineParser {
       case Cause::kNoColon:
         return at + "no colon after the field's number; expected is " + form;
       case Cause::kFieldRange:
-        return at + "the field is out of range: there are " + std::to_string(fields) + " fields, numbered from 0";
+        return at + "the field is out of range: there are " + std::to_string(fields) +
+               " fields, numbered from 0; data.num_fields sets how many";
       case Cause::kId:
         return at + "the id is not a decimal number; expected is " + form;
       case Cause::kKey:

@@ -264,13 +264,23 @@ def texts_of(x: np.floating[Any]) -> set[str]:
     """The shortest texts that read back as x, plain or with an exponent. One of them is C++'s."""
     if np.isnan(x):
         return {""}
+    if abs(x) <= 2**53 and int(x) == x:
+        return {str(int(x))}  # as an integer column has it
     scientific = np.format_float_scientific(x, trim="-", exp_digits=2)
-    whole = {str(int(x))} if np.isfinite(x) and abs(x) > 2**24 and int(x) == x else set()  # as an integer column has it
+    whole = {str(int(x))} if np.isfinite(x) and int(x) == x else set()
     return {np.format_float_positional(x, trim="-"), scientific, scientific.replace("e+00", "")} | whole
 
 
 def test_whole_floats_hash_as_integers() -> None:
-    assert _core.hash_floats("n", np.array([1.0, -3.0])).tolist() == _core.hash_ints("n", np.array([1, -3])).tolist()
+    """Up to 2^53, also where an exponent would be shorter; -0.0 is 0."""
+    ints = np.array([1, -3, 0, 10**6, -(10**9), 2**53, -(2**53)])
+    for dtype in (np.float64, np.float32):
+        floats = np.where(ints == 0, -0.0, ints).astype(dtype)
+        assert _core.hash_floats("n", floats).tolist() == _core.hash_ints("n", ints).tolist()
+    as_keys = _core.number_keys("n", ints.astype(np.float64), None, False, 0.0, 1.0, "none")
+    assert as_keys.tolist() == _core.hash_ints("n", ints).tolist()
+    beyond = _core.hash_floats("n", np.array([2.0**54, 1e300]))
+    assert beyond.tolist() == [reference.key_of("n", b"18014398509481984"), reference.key_of("n", b"1e+300")]
 
 
 def test_offsets_that_leave_the_data() -> None:

@@ -39,15 +39,8 @@ def hashed(array: Any, field: str) -> Keys:
             cuts = np.frombuffer(offsets, np.int64 if wide else np.int32)[array.offset :][: len(array) + 1]
         return core.hash_strings(field, cuts, np.frombuffer(text or b"", np.uint8), valid)
     if pt.is_floating(kind):
-        wide = pt.is_float64(kind)
-        values = array.cast(pa.float64() if wide else pa.float32()).fill_null(0).to_numpy(zero_copy_only=False)
-        # Integers with nulls often come as floats: they keep the keys of integers.
-        whole_numbers = (values == np.floor(values)) & (np.abs(values) <= 2**53)
-        integers = np.where(whole_numbers, values, 0).astype(np.int64)
-        if whole_numbers.all():
-            return core.hash_ints(field, integers, valid)
-        keys = core.hash_floats(field, values, valid)
-        return np.where(whole_numbers, core.hash_ints(field, integers, valid), keys)
+        array = array.cast(pa.float64() if pt.is_float64(kind) else pa.float32())
+        return core.hash_floats(field, array.fill_null(0).to_numpy(zero_copy_only=False), valid)
     integer = pa.uint64() if pt.is_unsigned_integer(kind) else pa.int64()
     return core.hash_ints(field, array.cast(integer).fill_null(0).to_numpy(zero_copy_only=False), valid)
 
