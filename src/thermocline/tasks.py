@@ -115,7 +115,7 @@ def stats(config: Config, split: Split, examples: int | None) -> Row:
     config = config.resolve()
     check_paths(config.data, ["train", split])
     size = config.train.batch_size
-    batches = open_data(config.data, split, batch_size=size, shuffle=False, labelled=False, tensors=False)
+    batches = open_data(config.data, split, batch_size=size, shuffle=False, labelled=None, tensors=False)
     total = _examples(batches, config)
     read: Iterable[Batch] = batches
     if examples is not None:

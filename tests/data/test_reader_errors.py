@@ -149,6 +149,14 @@ def test_skipped_lines_are_counted_and_few_described(tmp_path: Path) -> None:
             format="libsvm", fields="one")  # fmt: skip
 
 
+def test_files_with_nothing_but_empty_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("label,a\n\n\r\n")
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(b"label,a\n"))
+    refused(r"a\.csv has no examples: there are only empty lines", tmp_path / "a.csv")
+    refused(r"b\.csv\.gz has no examples: there are only empty lines", tmp_path / "b.csv.gz")
+    refused(r"a\.csv has no examples, nor have the 1 others", tmp_path / "a.csv", tmp_path / "b.csv.gz")
+
+
 def test_damaged_compression(tmp_path: Path) -> None:
     whole = gzip.compress(b"".join(b"1 %d\n" % i for i in range(100_000)))
     (tmp_path / "cut.svm.gz").write_bytes(whole[:-1000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -294,6 +295,42 @@ def test_numbers_are_standardised_over_the_training_data(tmp_path: Path) -> None
         tc.Reader(tmp_path / "test.csv", train=(str(tmp_path / "train.csv"),), **options),
     ):
         assert np.allclose(next(iter(test)).dense[:, 0], [(2 - mean) / deviation, 0.0])
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+@pytest.mark.parametrize("block_bytes", [1, 2, 7, 1000])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, ending: str, block_bytes: int) -> None:
+    texts = {
+        "svm": b"1 3:1 4:1\n0 5:1 6:1\n",
+        "ffm": b"1 0:3:1 1:4:1\n0 0:5:1 1:6:1",
+        "csv": b"label,a\n1,x\n0,y\n",
+        "criteo": b"".join(b"%d%s\n" % (label, b"\t7" * 39) for label in (1, 0)),
+    }
+    for name, text in texts.items():
+        options: dict[str, Any] = {"batch_size": 9, "block_bytes": block_bytes}
+        options |= {"format": "criteo"} if name == "criteo" else {}
+        found = []
+        for mark in (b"", b"\xef\xbb\xbf"):
+            path = tmp_path / f"{len(mark)}.{name}{ending}"
+            path.write_bytes(gzip.compress(mark + text) if ending else mark + text)
+            found.append(examples_of(tc.Reader(path, **options)))
+        assert found[0] == found[1]
+        assert len(found[0]) == 2
+
+
+def test_labels_are_read_not_read_or_read_if_there(tmp_path: Path) -> None:
+    """To predict, an empty or odd label does no harm."""
+    numbers = b"\t7" * 39
+    texts = {"a.csv": b"label,a\n1,x\n,y\n", "b.csv": b"a\nx\ny\n"}
+    texts |= {"a.tsv": b"1" + numbers + b"\n?" + numbers + b"\n", "b.tsv": (numbers[1:] + b"\n") * 2}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text)
+        options: dict[str, Any] = {"batch_size": 9, "format": "criteo" if name.endswith("tsv") else "csv"}
+        (batch,) = tc.Reader(tmp_path / name, labelled=False, **options)
+        assert np.asarray(batch.label).tolist() == [0, 0]
+        reader = tc.Reader(tmp_path / name, labelled=None, on_error="skip", **options)
+        assert np.asarray(next(iter(reader)).label).tolist() == ([1] if name[0] == "a" else [0, 0])
+        assert reader.fields == batch.fields
 
 
 def test_labels_by_threshold_and_without_labels(tmp_path: Path) -> None:

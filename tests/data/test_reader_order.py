@@ -178,6 +178,26 @@ def test_another_batch_size_goes_on_from_the_same_example(tmp_path: Path) -> Non
     assert examples_of(other.seek(batches[3].position)) == examples_of(batches[4:])
 
 
+def test_a_malformed_line_may_be_skipped_from_a_position_on(tmp_path: Path) -> None:
+    lines = [f"{i % 2},a{i}" for i in range(40)]
+    (tmp_path / "a.csv").write_text("\n".join(["label,a", *lines[:30], "bad", *lines[30:]]) + "\n")
+    options: dict[str, Any] = {"batch_size": 5, "block_bytes": 60}
+    batches = []
+    with pytest.raises(DataError, match="line 32: 1 column where 2"):
+        batches.extend(tc.Reader(tmp_path / "a.csv", threads=1, **options))
+    rest = tc.Reader(tmp_path / "a.csv", on_error="skip", **options)
+    expected = examples_of(tc.Reader(tmp_path / "a.csv", on_error="skip", **options))
+    assert examples_of(batches) + examples_of(rest.seek(batches[-1].position)) == expected
+    assert len(expected) == 40
+
+
+def test_after_the_last_batch_there_is_nothing_and_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("label,a\n1,x\nbad\n0,y\n")
+    reader = tc.Reader(tmp_path / "a.csv", on_error="skip", batch_size=2)
+    (batch,) = reader
+    assert list(reader.seek(batch.position)) == []
+
+
 def test_positions_of_other_data_or_settings_are_refused(tmp_path: Path) -> None:
     paths, columns = make_files(tmp_path, "csv")
     options: dict[str, Any] = {"batch_size": 13, "block_bytes": 100, **columns}
@@ -191,7 +211,6 @@ def test_positions_of_other_data_or_settings_are_refused(tmp_path: Path) -> None
         (paths, {"shard": (0, 2)}, r"its shard is \[0, 1\], here it is \[0, 2\]"),
         (paths, {"block_bytes": 101}, "its block_bytes is 100, here it is 101"),
         (paths, {"numeric": (), "ignore": ("x",)}, "its features is"),
-        (paths, {"on_error": "skip"}, "its features is"),
         (paths, {"label_threshold": 1.0}, "its features is"),
     ]
     features = tc.Reader(paths, **options).features

@@ -117,6 +117,27 @@ def test_rows_that_cannot_be_used(tmp_path: Path) -> None:
         list(tc.Reader(tmp_path / "a.parquet", **options))
 
 
+def test_large_numbers_in_buckets_are_as_in_csv(tmp_path: Path) -> None:
+    numbers = Numeric(to="keys", bucket="log_square", standardize=False)
+    options: dict[str, Any] = {"numeric": ("n",), "numeric_features": numbers, "batch_size": 9}
+    values = [1e19, 3.0, 1e300, -5.0, 1.5]
+    pq.write_table(pa.table({"label": [0.0] * 5, "n": values}), tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text("label,n\n" + "".join(f"0,{x!r}\n" for x in values))
+    keys = [next(iter(tc.Reader(tmp_path / name, **options))).ids.tolist() for name in ("a.parquet", "a.csv")]
+    assert keys[0] == keys[1]
+    for wrong in (-1e19, float("inf"), float("-inf")):
+        pq.write_table(pa.table({"label": [0.0], "n": [wrong]}), tmp_path / "b.parquet")
+        with pytest.raises(DataError, match=r"row 1: column 'n' is .*: its bucket's number does not fit"):
+            list(tc.Reader(tmp_path / "b.parquet", **options))
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    columns = [pa.array([1.0]), pa.array([1]), pa.array([2])]
+    pq.write_table(pa.table(columns, names=["label", "a", "a"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="column 'a' is there twice"):
+        tc.Reader(tmp_path / "a.parquet", batch_size=9)
+
+
 def test_columns_by_name_whatever_their_order(tmp_path: Path) -> None:
     columns = {"label": pa.array([1, 0]), "a": pa.array(["x", "y"]), "b": pa.array([1, 2]), "n": pa.array([0.5, 1.5])}
     order = ["n", "b", "label", "a"]

@@ -24,6 +24,7 @@ Floats = npt.NDArray[np.float32]
 Piece = tuple[int, Any]
 """Where it begins in the text, in bytes; and its lines, as bytes or a view of them."""
 
+BOM = b"\xef\xbb\xbf"  # some editors put it before a text
 MAX_LINE = 1 << 24  # bytes: what is longer is no line of examples, and memory is bounded
 _BEYOND = 1 << 14  # bytes read past a block at once, for the end of its last line
 
@@ -184,6 +185,8 @@ class TextBlocks:
         low = 0 if at_line else text.find(b"\n", 0, end - 1 - base) + 1
         if low == 0 and not at_line:
             return end, b""
+        if base == 0 and at_line and text.startswith(BOM):
+            low = len(BOM)
         high = text.find(b"\n", end - 1 - base)
         while high < 0 and base + len(text) < source.size:
             if len(text) - (end - base) > MAX_LINE:
@@ -197,16 +200,20 @@ class TextBlocks:
     def pieces(self, unit: Unit, first: int) -> Iterator[Piece]:
         """Piece i: the lines that end in the i-th `block_bytes` of text; the last piece, what has no line break."""
         begin, carry, number = unit.start, b"", 0
+
+        def without_bom(text: bytes) -> Piece:
+            return (len(BOM), text[len(BOM) :]) if begin == 0 and text.startswith(BOM) else (begin, text)
+
         for number, chunk in enumerate(unit.source.chunks(self._block_bytes)):
             text = carry + chunk[max(0, unit.start - number * self._block_bytes) :]
             cut = text.rfind(b"\n") + 1
             if number >= first:
-                yield begin, text[:cut]
+                yield without_bom(text[:cut])
             begin, carry = begin + cut, text[cut:]
             if len(carry) > MAX_LINE:
                 raise _too_long(unit.source, begin)
         if carry and number + 1 >= first:
-            yield begin, carry
+            yield without_bom(carry)
 
     def parse(self, unit: Unit, piece: Piece) -> Block:
         begin, text = piece

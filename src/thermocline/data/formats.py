@@ -13,7 +13,7 @@ import numpy as np
 
 from thermocline.core import core
 from thermocline.data.arrow_keys import doubles, whole
-from thermocline.data.blocks import Blocks, TextBlocks
+from thermocline.data.blocks import BOM, Blocks, TextBlocks
 from thermocline.data.features import (
     Column,
     Features,
@@ -42,7 +42,6 @@ _ONLY_IN = {
     "num_fields": ("libsvm", "libffm"),
 }
 _HEAD = 1 << 18  # bytes of text: the header, and a sample of lines
-_BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES, _REMOTE_BLOCK_BYTES = 1 << 20, 1 << 23  # a request to a remote store takes longer than a megabyte
 
 
@@ -60,11 +59,11 @@ class Opened:
 
 
 def open_files(
-    paths: Sequence[str], data: Data, *, features: Features | None, labelled: bool, block_bytes: int | None
+    paths: Sequence[str], data: Data, *, features: Features | None, labelled: bool | None, block_bytes: int | None
 ) -> Opened:
     """
     features     those of the training data; none: these are the training data
-    labelled     False: files may lack the label, which is then 0
+    labelled     False: labels are not read, and 0; None: read where there are some, else 0
     block_bytes  of text that one thread parses at a time; none: 1 MiB, of remote files 8 MiB
     """
     sources = find(paths)
@@ -83,7 +82,8 @@ def open_files(
     if len(blocks) == 0:
         raise DataError(f"{sources[0].name} has no examples{', nor have the others' if len(sources) > 1 else ''}")
     about: list[Any] = [format, found.to_json(), columns, dataclasses.asdict(data.numbers_of(format)), data.raw_keys]
-    about += [data.on_error, data.label_threshold, data.delimiter, data.fields, labelled]
+    # Not on_error: examples before a position were read either way, and a malformed line still to come may be skipped.
+    about += [data.label_threshold, data.delimiter, data.fields, labelled]
     digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=8).hexdigest()
     return Opened(sources, format, blocks, found, block_bytes, digest)
 
@@ -159,15 +159,20 @@ def _fields_in(text: bytes, source: Source) -> int:
 
 
 def _open_table(
-    sources: list[Source], data: Data, format: Format, features: Features | None, labelled: bool, block_bytes: int
+    sources: list[Source],
+    data: Data,
+    format: Format,
+    features: Features | None,
+    labelled: bool | None,
+    block_bytes: int,
 ) -> tuple[Blocks, Features, list[list[str]]]:
     """Criteo's format and csv."""
     if format == "criteo":
         heads, delimiter = [sources[0].head(_HEAD)], "\t"
         starts = [0] * len(sources)
         width = heads[0][0].split(b"\n", 1)[0].count(b"\t") + 1
-        labelled = labelled or width != len(CRITEO_NUMERIC) + len(CRITEO_CATEGORICAL)
-        names = criteo_columns(labelled)
+        there = labelled is True or width != len(CRITEO_NUMERIC) + len(CRITEO_CATEGORICAL)
+        names = criteo_columns(there)
     else:
         tabs = all(re.search(r"\.tsv(\.\w+)?$", source.path.lower()) for source in sources)
         delimiter = data.delimiter or ("\t" if tabs else ",")
@@ -176,7 +181,8 @@ def _open_table(
         names, starts = headers[0][0], [start for _, start in headers]
         for source, (other, _) in zip(sources[1:], headers[1:], strict=True):
             same_header(names, other, sources[0].name, source.name)
-        labelled = labelled or data.label in names
+        there = data.label in names
+    labelled = there if labelled is None else labelled
     columns = resolve(names, data, format, sources[0].name, labelled)
     sample = max(
         ((text[start:], ratio) for (text, ratio), start in zip(heads, starts, strict=False)), key=lambda s: len(s[0])
@@ -211,7 +217,7 @@ def _open_table(
 
 def _split_header(text: bytes, delimiter: str, source: Source) -> tuple[list[str], int]:
     """The column names, and where the examples begin."""
-    begin = len(_BOM) if text.startswith(_BOM) else 0
+    begin = len(BOM) if text.startswith(BOM) else 0
     end = text.find(b"\n")
     if end < 0:
         if len(text) >= _HEAD:
@@ -226,14 +232,18 @@ def _split_header(text: bytes, delimiter: str, source: Source) -> tuple[list[str
 
 
 def _open_parquet(
-    sources: list[Source], data: Data, features: Features | None, labelled: bool
+    sources: list[Source], data: Data, features: Features | None, labelled: bool | None
 ) -> tuple[Blocks, Features, list[list[str]]]:
     packed = next((source for source in sources if source.compression is not None), None)
     if packed is not None:
         raise DataError(f"{packed.name}: Parquet files are compressed inside; decompress this one")
     infos: list[ParquetFileInfo] = each(ParquetFileInfo, sources)
     names = list(infos[0].schema.names)
-    columns = resolve(names, data, "parquet", sources[0].name, labelled or data.label in names)
+    repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if repeated is not None:
+        raise DataError(f"{sources[0].name}: column {repeated!r} is there twice; names must tell columns apart")
+    labelled = data.label in names if labelled is None else labelled
+    columns = resolve(names, data, "parquet", sources[0].name, labelled)
     if features is not None:
         columns = _in_order_of(features, columns)
     numbers, numeric = data.numbers_of("parquet"), numeric_columns(columns)

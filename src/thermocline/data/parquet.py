@@ -152,7 +152,10 @@ class ParquetBlocks:
             if self._bucketed(column):
                 values = self._scaled(column.name, doubles(whole(table[column.name])))
                 width = 1.0 if isinstance(self._numbers.bucket, str) else self._numbers.bucket
-                add(np.abs(values) / width > _MOST_BUCKET, column.name, "its bucket's number does not fit 64 bits")
+                wide = np.abs(values) / width > _MOST_BUCKET
+                if self._numbers.bucket == "log_square":  # above 2 it is a logarithm
+                    wide &= (values < 0) | np.isinf(values)
+                add(wide, column.name, "its bucket's number does not fit 64 bits")
             elif self._data.raw_keys and column.role == "key":
                 add(rows_without_key(whole(table[column.name])), column.name, "a raw key is an integer of 64 bits")
         return causes

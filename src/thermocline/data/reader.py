@@ -80,7 +80,7 @@ class Reader:
         shuffle: bool = False,
         shard: tuple[int, int] = (0, 1),
         features: Features | None = None,
-        labelled: bool = True,
+        labelled: bool | None = True,
         block_bytes: int | None = None,
         tensors: bool = True,
         **options: Any,
@@ -95,7 +95,7 @@ class Reader:
                      several workers per rank: (rank * workers + worker, ranks * workers)
         features     `.features` of the training data's reader: same fields, same statistics. None: those of data.train
                      if these are other files, otherwise their own
-        labelled     False: files may lack the label, which is then 0
+        labelled     False: labels are not read, and 0; None: read where there are some, else 0
         block_bytes  of text parsed at a time by one thread; none: 1 MiB, of remote files 8 MiB
         tensors      labels and dense features as torch tensors; False: as NumPy arrays
         """
@@ -229,7 +229,7 @@ class Reader:
         self._skipped, self._malformed = 0, []
         each(lambda source: source.check_unchanged(), self._sources)
         lots: collections.deque[_Lot] = collections.deque()
-        some = False
+        examples = 0
         with contextlib.closing(self._lots(epoch, start)) as coming:
             while True:
                 while sum(lot.left for lot in lots) < self.batch_size:
@@ -240,13 +240,18 @@ class Reader:
                     if lot.left < 0:
                         raise DataError(f"this position is damaged: example {lot.taken} of a lot with {len(lot.order)}")
                     lots.append(lot)
+                    examples += len(lot.order)
                 batch = self._take(lots, epoch)
                 if batch is None:
                     break
-                some = True
                 yield batch
-        if not some and self._skipped and start == (0, 0):
+        if examples or start != (0, 0):
+            return
+        if self._skipped:
             raise DataError(f"all {self._skipped} lines are malformed; the first: {self._malformed[0]}")
+        if self.shard[1] == 1:
+            others = f", nor have the {len(self._sources) - 1} others" if len(self._sources) > 1 else ""
+            raise DataError(f"{self._sources[0].name} has no examples{others}: there are only empty lines")
 
     def _take(self, lots: collections.deque[_Lot], epoch: int) -> Batch | None:
         """The next batch; its examples leave the lots."""

@@ -39,14 +39,14 @@ def open_data(
     seed: int = 0,
     shuffle: bool | None = None,
     features: Features | None = None,
-    labelled: bool = True,
+    labelled: bool | None = True,
     tensors: bool = True,
 ) -> Reader | SyntheticAds:
     """Batches of one split. Validation and test come in the order of their files.
 
     shuffle    none: the training data, if data.shuffle says so
     features   of the training data; none: taken from the training files
-    labelled   False: files may lack the label, which is then 0
+    labelled   False: labels are not read, and 0; None: read where there are some, else 0
     tensors    False: labels and dense features are NumPy arrays, and torch is not needed
     """
     if not has_split(data, split):
