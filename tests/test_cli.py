@@ -18,6 +18,7 @@ import torch
 from cli_helpers import SMALL, STEPS, done, invoke, lines_of, start, state_of, write_config
 
 import thermocline as tc
+from thermocline import inspect
 from thermocline.config import Config
 
 
@@ -308,6 +309,41 @@ def test_inspect_a_run_a_store_and_a_checkpoint(trained: Path) -> None:
     assert "dim 4, Adam" in text
     assert "healthy: every byte verified" in text
     assert f"{keys:,} keys, 48 bytes a row" in done("inspect", "run")
+
+
+def test_inspect_looks_again_when_a_writer_has_committed(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = json.loads(done("inspect", "run", "--json"))["stores"][0]["path"]
+    check, failures = tc.SsdStore.check, [2]
+
+    def released_meanwhile(self: tc.SsdStore) -> None:
+        if failures[0]:
+            failures[0] -= 1
+            Path(store, f"MANIFEST-{10**6 + failures[0]:012}").touch()
+            raise tc.IoError("MANIFEST-000000000001: No such file or directory")
+        check(self)
+
+    monkeypatch.setattr(tc.SsdStore, "check", released_meanwhile)
+    monkeypatch.setattr("thermocline.inspect._look_at_store", _without_fakes(inspect._look_at_store))
+    assert "healthy" in done("inspect", store, "--check")
+    failures[0] = 100
+    result = invoke("inspect", store, "--check")
+    assert result.exit_code == 1
+    assert "committed to faster than it can be read" in result.stderr
+    monkeypatch.setattr(Path, "touch", lambda self: None)  # now nobody commits: it is damage
+    result = invoke("inspect", store, "--check")
+    assert result.exit_code == 1
+    assert "PROBLEM  MANIFEST-000000000001: No such file" in result.stdout
+
+
+def _without_fakes(look: Any) -> Any:
+    """The manifests made by the test are gone before the store is opened."""
+
+    def clean(path: Path, *args: Any) -> Any:
+        for file in path.glob("MANIFEST-000001*"):
+            file.unlink()
+        return look(path, *args)
+
+    return clean
 
 
 def test_inspect_names_what_is_damaged(trained: Path) -> None:

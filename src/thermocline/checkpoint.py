@@ -346,7 +346,7 @@ class Checkpoints:
                 raise ThermoclineError(f"table {name!r} has {pinned} rows pinned: close the pipeline before restore()")
             if table.store is None and table.checkpoint_store is None:
                 table.checkpoint_store = self._open_store(table)
-            _check_epoch(table, entry, f"{path}: table {name!r}")
+            _check_epoch(table, entry, f"{path}: table {name!r}", beside_a_writer=self._read_only)
 
     def _restore_tables(self, manifest: dict[str, Json]) -> None:
         before: list[tuple[Table, MemTier]] = []
@@ -384,10 +384,10 @@ def _store(table: Table) -> SsdStore:
     return store
 
 
-def _check_epoch(table: Table, entry: Json, what: str) -> None:
+def _check_epoch(table: Table, entry: Json, what: str, *, beside_a_writer: bool) -> None:
     """That the table's store has the epoch, and that it is the one this checkpoint made: its note says so."""
     store, epoch = _store(table), entry["epoch"]
-    if epoch not in store.epochs:
+    if epoch not in store.epochs and not beside_a_writer:  # which may have committed it since the store was opened
         have = ", ".join(map(str, store.epochs)) or "none"
         raise NotFoundError(f"{what} needs epoch {epoch}, but {store.path} has {have}: is it another store?")
     if store.epoch == epoch:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from thermocline import published
-from thermocline.errors import ConfigError, StoreError
+from thermocline.errors import ConfigError, IoError, NotFoundError, StoreError, ThermoclineError
 from thermocline.sizes import format_size
 from thermocline.tables.ssd import SsdStore
 
 Report = dict[str, Any]
+_TRIES = 5
 
 
 def inspect(path: str | os.PathLike[str], *, check: bool = False, mem: str | SupportsIndex = "256MB") -> Report:
@@ -45,6 +46,22 @@ def inspect(path: str | os.PathLike[str], *, check: bool = False, mem: str | Sup
 
 
 def _store(path: Path, check: bool, mem: str | SupportsIndex, epoch: int | None = None) -> Report:
+    """Looks again when a writer has committed meanwhile: what was open may have been released by it."""
+    for _ in range(_TRIES):
+        before = _commits(path)
+        try:
+            return _look_at_store(path, check, mem, epoch)
+        except (IoError, NotFoundError) as error:
+            if _commits(path) == before:  # no writer's doing
+                return {"kind": "store", "path": str(path), "problems": [str(error)]}
+    raise ThermoclineError(f"{path} is committed to faster than it can be read: try again, or stop the run")
+
+
+def _commits(path: Path) -> set[str]:
+    return {file.name for file in path.glob("MANIFEST-*")}
+
+
+def _look_at_store(path: Path, check: bool, mem: str | SupportsIndex, epoch: int | None) -> Report:
     report: Report = {"kind": "store", "path": str(path), "problems": []}
     try:
         with SsdStore.open(path, read_only=True, mem_budget=mem, epoch=epoch) as store:
@@ -65,6 +82,8 @@ def _store(path: Path, check: bool, mem: str | SupportsIndex, epoch: int | None 
             if check:
                 store.check()
                 report["checked"] = True
+    except (IoError, NotFoundError):
+        raise
     except StoreError as error:
         report["problems"].append(str(error))
     return report

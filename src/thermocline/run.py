@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +42,7 @@ _ROW_OPTIMIZERS: dict[OptimizerName, Any] = {
     "rowwise_adagrad": RowWiseAdagrad,
     "adam": Adam,
 }
-_READ_TRIES = 5
+_READ_TRIES = 10
 
 
 def row_optimizer(config: Config) -> Optimizer:
@@ -110,9 +109,10 @@ class Run:
         """All that will be read, so that what is wrong with it shows at once; returns fields and dense features."""
         data = self.config.data
         saved = Path(self.config.train.run_dir) / "features.json"
-        if data.format != "synth" and read_only and saved.exists():
-            check_paths(data, ["test"])
+        if data.format != "synth" and saved.exists() and has_run(self.config.train.run_dir):
             self.features = Features.from_json(json.loads(saved.read_text()))
+        if read_only and self.features is not None:
+            check_paths(data, ["test"])
             return len(self.features.fields), len(self.features.dense)
         if not has_split(data, "train"):
             raise ConfigError("data.train is missing: it must name at least one file")
@@ -142,11 +142,8 @@ class Run:
 
         config, run_dir = self.config, Path(self.config.train.run_dir)
         check_folder(config, resume=resume)
-        published.make_folder(run_dir)
-        published.publish(run_dir / "config.toml", config.to_toml().encode())
-        if self.features is not None:
-            published.publish(run_dir / "features.json", json.dumps(self.features.to_json()).encode())
-        trainer = Trainer(self.model, self.optimizers, run_dir=run_dir, config=config.train, callbacks=callbacks)
+        listening = [_Papers(config, self.features), *callbacks]
+        trainer = Trainer(self.model, self.optimizers, run_dir=run_dir, config=config.train, callbacks=listening)
         return trainer.fit(self.loader("train"), self.loader("valid"), self.loader("test"), resume=resume)
 
     # ---- what was trained
@@ -191,13 +188,11 @@ class Run:
                     which = "best"
                 found = checkpoints.restore(None if which == "last" else which)
             except (NotFoundError, FileNotFoundError):
-                # A training process may have saved between our look and our read: look again.
+                # A training process may have saved, and released what we chose, before we read it: look again.
                 checkpoints.close()
                 if attempt == _READ_TRIES - 1:
                     raise
-                time.sleep(0.1)
                 self.table.checkpoint_store = None
-                self.table.reopen()
                 continue
             if found is None:
                 raise NotFoundError(
@@ -234,6 +229,20 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Papers(Callback):
+    """Writes config.toml and features.json once all is restored: a resume that fails leaves what the run needs."""
+
+    def __init__(self, config: Config, features: Features | None) -> None:
+        self._config, self._features = config, features
+
+    def on_start(self, trainer: Any) -> None:
+        run_dir = Path(self._config.train.run_dir)
+        published.make_folder(run_dir)
+        published.publish(run_dir / "config.toml", self._config.to_toml().encode())
+        if self._features is not None:
+            published.publish(run_dir / "features.json", json.dumps(self._features.to_json()).encode())
 
 
 # ---- folders of runs
