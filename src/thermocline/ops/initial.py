@@ -74,12 +74,13 @@ def _initial_kernel(
     live = item < count
     slot = tl.load(slots + item, mask=live, other=-1).to(tl.int64)
     live = live & (slot >= 0)
-    key = tl.load(keys + item, mask=live, other=0)
-    cols = tl.arange(0, BLOCK)
-    value = initial_weights(key, cols, table_mix, factor, KIND)
-    value = tl.where(cols[None, :] < DIM, value, state)
-    place = rows + slot[:, None] * STRIDE + cols[None, :]
-    tl.store(place, value, mask=live[:, None] & (cols[None, :] < FLOATS))
+    if tl.max(live.to(tl.int32), 0) > 0:  # lists of new keys have room for many more
+        key = tl.load(keys + item, mask=live, other=0)
+        cols = tl.arange(0, BLOCK)
+        value = initial_weights(key, cols, table_mix, factor, KIND)
+        value = tl.where(cols[None, :] < DIM, value, state)
+        place = rows + slot[:, None] * STRIDE + cols[None, :]
+        tl.store(place, value, mask=live[:, None] & (cols[None, :] < FLOATS))
 
 
 def write_initial_rows(

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,11 @@ from thermocline.pipeline.stages import Pipeline, StageStats
 from thermocline.tables.arrays import Keys
 from thermocline.tables.mem import MemTier, Pins
 from thermocline.tables.table import Table
+
+if TYPE_CHECKING:
+    from thermocline.tables.hbm import HbmPins
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -38,6 +44,8 @@ class _Window:
     pinned: dict[Table, tuple[MemTier, Pins, Slots | None]] = dataclasses.field(default_factory=dict)
     """Per table: the pins of the window's unique keys and whose they are; and the places of each batch's keys among
     them, joined; none: of a single batch, in order."""
+    on_gpu: dict[Table, tuple[MemTier, HbmPins]] = dataclasses.field(default_factory=dict)
+    """Per table with an HBM tier: the pins of the window's slots there, and the tier below."""
     outstanding: bool = False
 
 
@@ -102,11 +110,17 @@ class _Stages:
 
     def collect(self, window: _Window) -> _Window:
         for table in self._tables:
-            window.collected[table] = [table.collect(batch) for batch in window.batches]
+            if table.hbm is not None:
+                window.collected[table] = [table.parts(batch) for batch in window.batches]
+            else:
+                window.collected[table] = [table.collect(batch) for batch in window.batches]
         return window
 
     def pull(self, window: _Window) -> _Window:
         for table, collected in window.collected.items():
+            if table.hbm is not None:
+                window.on_gpu[table] = self._when_there_is_room(functools.partial(table.pin_on_gpu, collected))
+                continue
             keys = [working_set.keys for _, working_set in collected]
             if len(keys) == 1:
                 window.pinned[table] = *self._pin(table, keys[0]), None
@@ -119,13 +133,19 @@ class _Stages:
         return window
 
     def _pin(self, table: Table, keys: Keys) -> tuple[MemTier, Pins]:
-        """Waits for earlier windows to leave when memory is too small for all that are queued."""
+        def pin() -> tuple[MemTier, Pins]:
+            tier = table.tier
+            return tier, tier.pin(keys)
+
+        return self._when_there_is_room(pin)
+
+    def _when_there_is_room(self, pin: Callable[[], T]) -> T:
+        """Waits for earlier windows to leave when a tier is too small for all that are queued."""
         while True:
             with self._lock:
                 before = self._outstanding
-            tier = table.tier
             try:
-                return tier, tier.pin(keys)
+                return pin()
             except BudgetError:
                 with self._lock:
                     if before == 0 or self._stopping:
@@ -135,6 +155,11 @@ class _Stages:
 
     def load(self, window: _Window) -> _Window:
         for table, collected in window.collected.items():
+            if table in window.on_gpu:
+                below, on_gpu = window.on_gpu[table]
+                for batch, prepared in zip(window.batches, table.bind_on_gpu(below, collected, on_gpu), strict=True):
+                    batch.prepared[table] = prepared
+                continue
             tier, pins, places = window.pinned[table]
             slots, first = pins.slots(), 0
             for batch, (parts, working_set) in zip(window.batches, collected, strict=True):
@@ -156,6 +181,8 @@ class _Stages:
             batch.prepared = {}
         while window.pinned:
             window.pinned.popitem()[1][1].let_go()
+        while window.on_gpu:
+            window.on_gpu.popitem()[1][1].let_go()
         with self._lock:
             if window.outstanding:
                 window.outstanding = False
