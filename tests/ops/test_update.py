@@ -33,7 +33,7 @@ from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer, RowWise
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 OPTIMIZERS: list[Optimizer] = [SGD(lr=0.1), Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.01)]
-DIMS = [1, 3, 8, 16, 19, 64, 100, 128, 130]
+DIMS = [1, 3, 16, 19, 64, 128, 130]
 
 
 def check(
@@ -106,7 +106,7 @@ def test_weight_decay(optimizer: Optimizer, device: str) -> None:
     check(slots_of_sizes([1, 2, 70], random, device), 10, optimizer, random)
 
 
-@pytest.mark.parametrize("keys", [1, 31, 32, 33, 63, 64, 65])
+@pytest.mark.parametrize("keys", [1, 2, 3, 7, 8, 9, 17])
 def test_keys_around_a_tile(keys: int, device: str) -> None:
     random = np.random.default_rng(keys)
     check(slots_of_sizes([1] * keys, random, device), 16, SGD(), random)
@@ -147,7 +147,7 @@ def test_not_a_number_stays_in_its_row(device: str) -> None:
 
 def test_the_two_halves_are_the_whole(device: str) -> None:
     random = np.random.default_rng(11)
-    slots = slots_of_sizes(SIZES, random, device)
+    slots = slots_of_sizes([1, 2, 5, 64, 65, 130], random, device)
     segments = exact_segments(slots)
     grads = floats((len(slots), 20), random, device)
     sums = sum_gradients(segments, grads, None, None)

@@ -18,7 +18,7 @@ from thermocline.ops.launch import blocks
 BLOCK = 64
 """Gradients of one key are added in blocks of this many occurrences."""
 
-_TILE = 1024
+_TILE = 512
 
 
 @dataclasses.dataclass(slots=True, eq=False)

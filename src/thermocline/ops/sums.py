@@ -43,7 +43,7 @@ def sum_rows(
     rows      the list: numbers of rows; if not LISTED, places are rows themselves
     factors   per place, if WEIGHTED
     An empty item gives minus zeros. Several rows of each item are asked for before the first is added: four, or, if
-    they are not LISTED, sixteen: such lists are long, and their length is all the time it takes.
+    they are not LISTED, thirty-two: such lists are long, and their length is all the time it takes.
     """
     total = minus_zeros(begin.shape[0], cols.shape[0])
     longest = tl.max(end - begin, axis=0)
@@ -64,8 +64,8 @@ def sum_rows(
             total = total + x2
             total = total + x3
     else:
-        for done in range(0, longest, 16):
-            for nth in tl.static_range(16):
+        for done in range(0, longest, 32):
+            for nth in tl.static_range(32):
                 place = begin + (done + nth)
                 total = total + _term(matrix, factors, place.to(tl.int64), place, end, cols, DIM, STRIDE, WEIGHTED)
     return total

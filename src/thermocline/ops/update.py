@@ -16,7 +16,16 @@ import triton.language as tl
 
 from thermocline.ops.launch import EXACT, blocks, row_block, tile_rows
 from thermocline.ops.rounding import check_half, round_row, round_rows_reference
-from thermocline.ops.rules import NONE, Step, load_state, new_row, new_rows_reference, state_floats, store_state
+from thermocline.ops.rules import (
+    NONE,
+    ROW_WISE_ADAGRAD,
+    Step,
+    load_state,
+    new_row,
+    new_rows_reference,
+    state_floats,
+    store_state,
+)
 from thermocline.ops.segments import BLOCK, Segments
 from thermocline.ops.sums import sum_rows
 
@@ -115,7 +124,7 @@ def _hot_kernel(
     W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     nth = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    cols = tl.arange(0, COLS)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     live = nth < tl.minimum(hot_segments, tl.load(counts + 1))
     item = tl.load(hot + nth, mask=live, other=0)
     begin = tl.load(hot_blocks + nth, mask=live, other=0)
@@ -238,10 +247,13 @@ def _launch(
         **layout, WEIGHTED=coefs is not None, ITEMS=items, COLS=row_block(dim), **_LAUNCH,
     )  # fmt: skip
     if hot:
-        items = tile_rows(dim, 128)  # few rows, long sums
-        _hot_kernel[(blocks(hot, items),)](
+        # Few rows, long sums, and nothing but their length counts: one column per thread, so that many are in flight.
+        # The mean over a row needs all of it in one program.
+        cols = row_block(dim) if step.optimizer == ROW_WISE_ADAGRAD else min(32, row_block(dim))
+        items = tile_rows(cols, 32)
+        _hot_kernel[(blocks(hot, items), blocks(dim, cols))](
             weights, states, sums, partial, segments.hot, segments.hot_blocks, segments.slots, segments.counts, hot,
-            *common, **layout, ITEMS=items, COLS=row_block(dim), **_LAUNCH,
+            *common, **layout, ITEMS=items, COLS=cols, **_LAUNCH,
         )  # fmt: skip
 
 
