@@ -7,8 +7,9 @@ Claims
     step     10 features, 1,048,570 ids, dim 128, fp32, power law 1.05 over 4M keys per feature, a vector per id. The
              training stream is gather, then sum of gradients + optimizer. "Everything" adds, on the same stream, what
              is planned ahead otherwise: find-or-insert of all ids, sort, segments. The gradient is given: random.
-    torch    the same ids in bags of 10, pooled, against torch.nn.EmbeddingBag with torch.optim, sparse gradients (the
-             faster of its two ways at this size); everything counted on our side, and torch is given row numbers.
+    torch    ids in bags of 10, pooled, over 1M keys per feature, against torch.nn.EmbeddingBag with torch.optim and
+             sparse gradients (dense ones would read and write the whole model, 5 GB, several times a step);
+             everything counted on our side, while torch is given row numbers.
     growth   one batch against 2e6 and against 2e8 keys, Adagrad, dim 16: everything.
 
 Timed with CUDA events, with a cold L2 cache, medians; the host has launched all of it before it begins, and what that
