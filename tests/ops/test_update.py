@@ -81,6 +81,12 @@ def test_every_size_of_segment(optimizer: Optimizer, device: str) -> None:
     check(slots, 8, optimizer, random, steps=1, known=False)
 
 
+@pytest.mark.parametrize("blocks", [31, 32, 33, 65])
+def test_as_many_blocks_as_are_added_at_once(blocks: int, device: str) -> None:
+    random = np.random.default_rng(blocks)
+    check(slots_of_sizes([64 * blocks, 64 * blocks - 1, 64 * blocks + 1], random, device), 4, SGD(), random, steps=1)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("pooling", ["none", "sum", "mean"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS[:1] + OPTIMIZERS[-1:], ids=lambda o: type(o).__name__)
