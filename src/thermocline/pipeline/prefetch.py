@@ -2,11 +2,13 @@
 
     read    the loader's own work; then dedup to the working set          (thread "read")
     pull    rows that memory lacks come from SSD; everything is pinned    (thread "pull")
-    load    slots and gradient plans per bag; on a CPU nothing moves      (thread "load")
+    load    slots and gradient plans per bag                              (thread "load")
     train   the caller's loop; `table.step()` writes the rows in place
 
 Rows are pulled, never copied: a batch pulled early sees what earlier batches wrote, so the result does not depend on
 depth or window. Plans are made in batch order by one thread.
+
+With an HBM tier `pull` plans on the GPU who hits, who misses and who leaves; `load` moves the rows, through memory.
 """
 
 from __future__ import annotations
@@ -120,6 +122,9 @@ class _Stages:
         for table, collected in window.collected.items():
             if table.hbm is not None:
                 window.on_gpu[table] = self._when_there_is_room(functools.partial(table.pin_on_gpu, collected))
+                prepared = table.bind_on_gpu(window.on_gpu[table][0], collected, window.on_gpu[table][1])
+                for batch, one in zip(window.batches, prepared, strict=True):
+                    batch.prepared[table] = one
                 continue
             keys = [working_set.keys for _, working_set in collected]
             if len(keys) == 1:
@@ -156,9 +161,7 @@ class _Stages:
     def load(self, window: _Window) -> _Window:
         for table, collected in window.collected.items():
             if table in window.on_gpu:
-                below, on_gpu = window.on_gpu[table]
-                for batch, prepared in zip(window.batches, table.bind_on_gpu(below, collected, on_gpu), strict=True):
-                    batch.prepared[table] = prepared
+                table.load_on_gpu(window.on_gpu[table][1])
                 continue
             tier, pins, places = window.pinned[table]
             slots, first = pins.slots(), 0

@@ -1,9 +1,9 @@
 """The HBM tier: rows on the GPU above a memory tier, within a byte budget; trained on in place.
 
 A window of batches is planned in one go, in order (`pin`): kernels give every id a slot, say which keys are missing and
-whose slots they take. Rows that leave are copied out and, if they were trained, pushed down into the memory tier; then
-missing rows are read from there (or from SSD through it) and copied in. All of it on a stream of its own: training
-waits on the GPU for the rows of its batch, never on the host.
+whose slots they take. Then rows move (`load`, hbm_move.py): what was trained and leaves goes down into the memory tier,
+what is missing comes from there, or from SSD through it. Planning and moving have streams of their own: training waits
+on the GPU for the rows of its batch, never on the host.
 
 One truth: a row that is here is newer than any copy below, or equal to it. Nobody reads the one below meanwhile.
 """
@@ -27,9 +27,10 @@ from thermocline.ops.index import Index
 from thermocline.ops.insert import BYTES_PER_SLOT, Plan, Residents, find_or_insert
 from thermocline.ops.mark import mark
 from thermocline.ops.rebuild import entries_reference, rebuild
-from thermocline.ops.rows import copy_in, copy_out
+from thermocline.ops.rows import copy_out
 from thermocline.sizes import format_size
 from thermocline.tables.arrays import Keys, as_keys
+from thermocline.tables.hbm_move import Fetch, Mover, as_words
 from thermocline.tables.mem import MemTier
 
 _PIECE = 1 << 16  # rows of one copy when all changed ones are written down
@@ -61,7 +62,7 @@ class HbmStats:
 class HbmPins:
     """The slots of one window: they stay as they are until the last holder lets go, or drops it."""
 
-    __slots__ = ("_holders", "_lock", "_tier", "number", "ready", "slots")
+    __slots__ = ("_holders", "_lock", "_tier", "fetch", "number", "slots")
 
     def __init__(self, tier: HbmTier, number: int) -> None:
         self._tier = tier
@@ -70,8 +71,12 @@ class HbmPins:
         self.number = number
         self.slots: torch.Tensor | None = None
         """int32 per id of the window."""
-        self.ready: torch.cuda.Event | None = None
-        """When the rows are in their slots."""
+        self.fetch: Fetch | None = None
+
+    @property
+    def ready(self) -> torch.cuda.Event | None:
+        """When the rows are in their slots; none on a CPU, or before they were loaded."""
+        return None if self.fetch is None else self.fetch.ready
 
     def hold(self) -> bool:
         """One more holder; false if all have let go already."""
@@ -124,7 +129,6 @@ class HbmTier:
                 f"table {name!r}: hbm is {format_size(budget)}: needed are {bytes_for(1, floats)} bytes for one row of "
                 f"{4 * floats} bytes with its index, at most 2**31 - 1 rows"
             )
-        self.mem = mem
         self.device = device
         self.capacity = capacity
         self.budget = budget
@@ -133,32 +137,34 @@ class HbmTier:
         self.arena = torch.empty(capacity, floats, dtype=torch.float32, device=device)
         self.index = Index.empty(2 * capacity, device)
         self.residents = Residents.empty(capacity, device)
-        self._dirty = torch.zeros(capacity, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
-        # Page-locked rows on their way in, two by turns: the copy of one may still run while the next is filled.
-        self._coming = [_Staging(floats, self._cuda) for _ in range(2)]
-        self._leaving = _Staging(floats, self._cuda)
+        self._mover = Mover(mem, self.arena, name)
         self._lock = threading.RLock()  # planning, reading and writing down
-        self._failed: str | None = None
         self._used = 0
         self._occupied = 0
-        self._books = threading.Lock()  # protects the three below
+        self._books = threading.RLock()  # protects the three below
         self._number = 0
         self._outstanding: set[int] = set()
         self._events: dict[int, torch.cuda.Event] = {}  # per training stream: its last use of rows
-        self._ids = self._misses = self._evictions = self._written = self._rebuilds = 0
+        self._ids = self._misses = self._evictions = self._rebuilds = 0
         if self._cuda:
             torch.cuda.synchronize(device)  # once: everything above was filled on the caller's stream
+
+    @property
+    def mem(self) -> MemTier:
+        """The tier below."""
+        return self._mover.mem
 
     # ---- a window's life
 
     def pin(self, ids: Keys) -> HbmPins:
-        """Slots for all ids of a window, in order; their rows are here when the result's `ready` has passed.
+        """Slots for all ids of a window, in order. `load` brings their rows.
 
         Raises `BudgetError`, and has changed nothing, when the rows do not fit beside those of other windows.
         """
         with self._lock, self._on_stream():
-            self._check_failed()
+            self._mover.check()
+            self._mover.fetch_released(self._completed())
             with self._books:
                 self._number += 1
                 self._outstanding.add(self._number)
@@ -179,14 +185,16 @@ class HbmTier:
         self._ids += len(keys)
         self._misses += counts[NEW.value]
         self._evictions += counts[EVICTED.value]
-        try:
-            self._move(plan, counts[NEW.value], counts[EVICTED.value])
-        except BaseException as error:
-            self._failed = f"{type(error).__name__}: {error}"
-            raise
         pins.slots = plan.slots
-        if self._stream is not None:
-            pins.ready = self._stream.record_event()
+        pins.fetch = self._mover.leave(
+            plan, pins.number, counts[NEW.value], counts[EVICTED.value], self._wait_for_training
+        )
+
+    def load(self, pins: HbmPins) -> None:
+        """Brings the rows of the window and of those planned before it; on the GPU they are there at `pins.ready`."""
+        assert pins.fetch is not None
+        self._mover.check()
+        self._mover.fetch(pins.fetch)
 
     def _plan(self, keys: torch.Tensor, number: int) -> tuple[Plan, list[int]]:
         for attempt in range(2):
@@ -209,36 +217,6 @@ class HbmTier:
             "use stays. Raise hbm, or lower the batch size, pull_window or depth"
         )
 
-    def _move(self, plan: Plan, new: int, evicted: int) -> None:
-        """Rows out, rows in; what is missing is read below after what leaves has arrived there."""
-        if new == 0:
-            return
-        coming = self._coming[0]
-        self._coming.reverse()
-        self._wait_for_training()
-        if evicted:
-            victims = plan.victims[:evicted]
-            dirty = self._dirty[victims.long()].to("cpu", non_blocking=True)
-            keys = plan.victim_keys[:evicted].to("cpu", non_blocking=True)
-            leaving = self._leaving.room(evicted)
-            copy_out(self.arena, victims, leaving, plan.counts[EVICTED.value :])
-        wanted = plan.new_keys[:new].to("cpu", non_blocking=True)
-        self._synchronize()
-        if evicted:
-            changed = dirty.numpy().astype(bool)
-            if changed.any():
-                self._push(keys.numpy()[changed], leaving.numpy()[changed])
-        rows = coming.room(new)
-        self.mem.read(wanted.numpy(), out=rows.numpy())
-        copy_in(self.arena, plan.new_slots[:new], rows, plan.counts[NEW.value :])
-        mark(self._dirty, plan.new_slots[:new], plan.counts[NEW.value :], 0)
-        if self._stream is not None:
-            coming.busy = self._stream.record_event()
-
-    def _push(self, keys: Keys, rows: Floats) -> None:
-        self.mem.push(keys, np.ascontiguousarray(rows), dirty=True)
-        self._written += len(keys)
-
     # ---- training's side
 
     def used_by_training(self) -> None:
@@ -251,7 +229,7 @@ class HbmTier:
 
     def mark_dirty(self, slots: torch.Tensor, count: torch.Tensor) -> None:
         """The rows of the first `count` slots, a number in device memory, are about to change."""
-        mark(self._dirty, slots, count, 1)
+        mark(self._mover.dirty, slots, count, 1)
 
     def _release(self, number: int) -> None:
         with self._books:
@@ -259,7 +237,7 @@ class HbmTier:
 
     def _completed(self) -> int:
         with self._books:
-            return min(self._outstanding, default=self._number + 1) - 1
+            return min(tuple(self._outstanding), default=self._number + 1) - 1
 
     def _wait_for_training(self) -> None:
         if self._stream is not None:
@@ -274,6 +252,7 @@ class HbmTier:
         """float32[n, dim + state], as `MemTier.read`: rows that are here, or those below."""
         wanted = as_keys(keys)
         with self._lock, self._on_stream():
+            self._mover.drain()
             rows = self.mem.read(wanted)
             here, buffer = self._read_here(wanted)
             if len(here):
@@ -282,7 +261,7 @@ class HbmTier:
 
     def _read_here(self, wanted: Keys) -> tuple[Any, torch.Tensor]:
         """Which of the keys are here, and their rows on the device."""
-        self._check_failed()
+        self._mover.check()
         slots = find(self.index, self._upload(wanted))
         here = torch.nonzero(slots >= 0).flatten()
         slots = slots[here]
@@ -294,6 +273,7 @@ class HbmTier:
     def read_to_device(self, keys: Keys) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """The same on the device, and when it is ready: for evaluation."""
         with self._lock, self._on_stream():
+            self._mover.drain()
             rows = self._upload_rows(self.mem.read(keys))
             here, buffer = self._read_here(keys)
             rows[torch.from_numpy(here).to(self.device)] = buffer
@@ -302,28 +282,28 @@ class HbmTier:
     def write_down(self) -> None:
         """Pushes every changed row into the memory tier; between steps."""
         with self._lock, self._on_stream():
-            self._check_failed()
+            self._mover.check()
+            self._mover.drain()
             self._wait_for_training()
-            slots = torch.nonzero(self._dirty[: self._used]).flatten().to(torch.int32)
+            dirty = self._mover.dirty
+            slots = torch.nonzero(dirty[: self._used]).flatten().to(torch.int32)
             for piece in torch.split(slots, _PIECE):
-                rows = self._leaving.room(len(piece))
+                rows = self._mover.staging(len(piece))
                 copy_out(self.arena, piece, rows, torch.full((1,), len(piece), device=self.device))
-                keys = self.residents.keys[piece.long()].cpu()
+                keys = as_words(self.residents.keys[piece.long()])
                 self._synchronize()
-                self._push(keys.numpy().view(np.uint64), rows.numpy())
-                self._dirty[piece.long()] = 0
+                self._mover.push(keys, rows.numpy())
+                dirty[piece.long()] = 0
             self._synchronize()
 
     def reset(self, mem: MemTier) -> None:
         """Forgets all rows, and goes on above another memory tier."""
         with self._lock, self._on_stream():
             self._wait_for_training()
-            self.mem = mem
+            self._mover.reset(mem)
             self.index.clear()
             self.residents.clear()
-            self._dirty.zero_()
             self._used = self._occupied = 0
-            self._failed = None
             self._synchronize()
 
     # ---- books
@@ -331,7 +311,8 @@ class HbmTier:
     def check(self) -> None:
         """Raises `ThermoclineError` unless nothing is pinned and the index holds exactly the residents."""
         with self._lock, self._on_stream():
-            self._check_failed()
+            self._mover.check()
+            self._mover.drain()
             with self._books:
                 if self._outstanding:
                     raise ThermoclineError(
@@ -351,7 +332,7 @@ class HbmTier:
         """Counters and bytes."""
         with self._books:
             windows = len(self._outstanding)
-        tensors = (self.arena, self.index.words, self.residents.keys, self.residents.last_use, self._dirty)
+        tensors = (self.arena, self.index.words, self.residents.keys, self.residents.last_use, self._mover.dirty)
         return HbmStats(
             capacity=self.capacity,
             resident=self._used,
@@ -359,7 +340,7 @@ class HbmTier:
             ids=self._ids,
             misses=self._misses,
             evictions=self._evictions,
-            written_down=self._written,
+            written_down=self._mover.written,
             rebuilds=self._rebuilds,
             bytes_total=sum(tensor.nbytes for tensor in tensors),
             budget=self.budget,
@@ -391,32 +372,6 @@ class HbmTier:
     def _synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-
-    def _check_failed(self) -> None:
-        if self._failed is not None:
-            raise ThermoclineError(
-                f"table {self._name!r}: rows were lost on their way between HBM and memory ({self._failed}): reopen "
-                "the table on its last commit"
-            )
-
-
-class _Staging:
-    """Rows in page-locked memory, as many as were needed at most; kernels reach it over the link."""
-
-    def __init__(self, floats: int, pinned: bool) -> None:
-        self._floats = floats
-        self._pinned = pinned
-        self._rows = torch.empty(0, floats)
-        self.busy: torch.cuda.Event | None = None
-        """Until when a copy reads it."""
-
-    def room(self, rows: int) -> torch.Tensor:
-        """float32[rows, floats], once nobody reads it any more."""
-        if self.busy is not None:
-            self.busy.synchronize()
-        if len(self._rows) < rows:
-            self._rows = torch.empty(rows + rows // 4, self._floats, pin_memory=self._pinned)
-        return self._rows[:rows]
 
 
 def joined(ids: Sequence[Keys]) -> Keys:

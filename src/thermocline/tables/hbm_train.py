@@ -72,11 +72,14 @@ class HbmPrepared:
     def use(self) -> None:
         """The current stream is about to use it."""
         if self.ready is None:
-            return
+            return  # on a CPU
         stream = torch.cuda.current_stream(next(iter(self.parts.values())).slots.device)
         if self.used_on == stream:
             return
         stream.wait_event(self.ready)
+        if self.pins is not None:
+            assert self.pins.ready is not None, "rows that were not loaded"
+            stream.wait_event(self.pins.ready)
         tensors = [tensor for part in self.parts.values() for tensor in part.tensors()]
         if self.segments is not None:
             tensors.append(self.segments.order)  # all its lists are one piece of memory
@@ -102,10 +105,10 @@ class HbmTraining:
     # ---- ahead of training
 
     def prepare(self, mem: MemTier, collected: Sequence[Mapping[Any, HostPart]], pins: HbmPins) -> list[HbmPrepared]:
-        """A window's batches, given their parts and the pins of all their ids, in order."""
+        """A window's batches, given their parts and the pins of all their ids, in order. Needs no rows."""
         assert pins.slots is not None
         first, batches = 0, []
-        with self._ahead(pins.ready):
+        with self._ahead(None):
             if self._stream is not None:
                 pins.slots.record_stream(self._stream)
             for parts in collected:

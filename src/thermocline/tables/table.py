@@ -289,16 +289,23 @@ class Table:
     def bind_on_gpu(
         self, tier: MemTier, collected: Sequence[Mapping[BagSpec, Part]], pins: HbmPins
     ) -> list[HbmPrepared]:
-        """Ready to train on the GPU: one per batch of the window."""
+        """All that training on the GPU needs but the rows: one per batch of the window."""
         assert self._training is not None
         return self._training.prepare(tier, collected, pins)
+
+    def load_on_gpu(self, pins: HbmPins) -> None:
+        """Brings the rows."""
+        assert self.hbm is not None
+        self.hbm.load(pins)
 
     def prepare(self, batch: Batch) -> Prepared | HbmPrepared:
         """Pulls and pins the batch's rows: what `tc.prefetch` does ahead of time. Let go of its pins when done."""
         if self.hbm is not None:
             collected = [self.parts(batch)]
             below, slots = self.pin_on_gpu(collected)
-            return self.bind_on_gpu(below, collected, slots)[0]
+            (prepared,) = self.bind_on_gpu(below, collected, slots)
+            self.load_on_gpu(slots)
+            return prepared
         parts, working_set = self.collect(batch)
         tier = self.tier
         pins = tier.pin(working_set.keys)
