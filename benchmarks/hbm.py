@@ -23,10 +23,11 @@ from common import Claim, console, environment, print_claims, spread, write_json
 from thermocline.ops.evict import EVICTED, LOST, NEW, SHORT
 from thermocline.ops.find import find
 from thermocline.ops.index import Index
-from thermocline.ops.initial import UNIFORM, InitialRows, write_initial_rows
+from thermocline.ops.initial import UNIFORM, InitialRows
 from thermocline.ops.insert import Plan, Residents, find_or_insert
 from thermocline.ops.random import mix64_reference
 from thermocline.ops.rows import assign, copy_in, copy_out, find_rows
+from thermocline.ops.serve import serve
 
 KEYS = 2**20
 HITS = 0.6
@@ -142,8 +143,7 @@ def operations(bench: Bench, timer: Timer, rounds: int) -> dict[str, list[float]
 
     def find_or_insert_rows(keys: torch.Tensor, new: int) -> None:
         plan = bench.insert(keys, new)
-        write_initial_rows(bench.arena, plan.new_keys, plan.new_slots, bench.dim, init)
-        copy_out(bench.arena, plan.found, out, all_of_them)
+        serve(plan, bench.arena, out, bench.dim, init)
         plans.append(plan)
 
     def insert_rows(keys: torch.Tensor, new: int) -> None:

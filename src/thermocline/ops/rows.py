@@ -18,7 +18,7 @@ _PIECE = 128
 
 
 @triton.jit
-def _move(arena, slot, other, i, active, floats, OUT: tl.constexpr, PIECE: tl.constexpr):
+def move(arena, slot, other, i, active, floats, OUT: tl.constexpr, PIECE: tl.constexpr):
     """Rows `slot` of the arena and rows `i` of `other`: copied out of the arena, or into it."""
     inside = arena + slot.to(tl.int64)[:, None] * floats
     outside = other + i[:, None] * floats
@@ -39,7 +39,7 @@ def _by_slot_kernel(arena, slots, limit, other, floats, OUT: tl.constexpr, LANES
         i = first + tl.arange(0, LANES)
         active = i < count
         slot = tl.load(slots + i, mask=active, other=-1)
-        _move(arena, slot, other, i, active & (slot >= 0), floats, OUT, PIECE)
+        move(arena, slot, other, i, active & (slot >= 0), floats, OUT, PIECE)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -63,7 +63,7 @@ def _by_key_kernel(
     slot = search(words, halves, tl.load(keys + i, mask=active, other=0), active, blocks, strides)
     hit = active & (slot >= 0)
     tl.store(found + i, hit, mask=active)
-    _move(arena, slot, other, i, hit, floats, OUT, PIECE)
+    move(arena, slot, other, i, hit, floats, OUT, PIECE)
 
 
 _LANES = 32  # keys of a program
