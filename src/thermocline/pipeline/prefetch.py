@@ -31,6 +31,8 @@ from thermocline.tables.mem import MemTier, Pins
 from thermocline.tables.table import Table
 
 if TYPE_CHECKING:
+    import torch
+
     from thermocline.tables.hbm import HbmPins
 
 T = TypeVar("T")
@@ -46,6 +48,8 @@ class _Window:
     pinned: dict[Table, tuple[MemTier, Pins, Slots | None]] = dataclasses.field(default_factory=dict)
     """Per table: the pins of the window's unique keys and whose they are; and the places of each batch's keys among
     them, joined; none: of a single batch, in order."""
+    staged: dict[Table, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Per table with an HBM tier: the window's ids."""
     on_gpu: dict[Table, tuple[MemTier, HbmPins]] = dataclasses.field(default_factory=dict)
     """Per table with an HBM tier: the pins of the window's slots there, and the tier below."""
     outstanding: bool = False
@@ -114,6 +118,7 @@ class _Stages:
         for table in self._tables:
             if table.hbm is not None:
                 window.collected[table] = [table.parts(batch) for batch in window.batches]
+                window.staged[table] = table.stage_for_gpu(window.collected[table])
             else:
                 window.collected[table] = [table.collect(batch) for batch in window.batches]
         return window
@@ -121,7 +126,9 @@ class _Stages:
     def pull(self, window: _Window) -> _Window:
         for table, collected in window.collected.items():
             if table.hbm is not None:
-                window.on_gpu[table] = self._when_there_is_room(functools.partial(table.pin_on_gpu, collected))
+                window.on_gpu[table] = self._when_there_is_room(
+                    functools.partial(table.pin_on_gpu, window.staged[table])
+                )
                 prepared = table.bind_on_gpu(window.on_gpu[table][0], collected, window.on_gpu[table][1])
                 for batch, one in zip(window.batches, prepared, strict=True):
                     batch.prepared[table] = one

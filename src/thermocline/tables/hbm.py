@@ -157,8 +157,14 @@ class HbmTier:
 
     # ---- a window's life
 
-    def pin(self, ids: Keys) -> HbmPins:
-        """Slots for all ids of a window, in order. `load` brings their rows.
+    def stage(self, ids: Sequence[Keys]) -> torch.Tensor:
+        """All ids of a window in one list, page-locked, for `pin`. May be called by any thread, ahead."""
+        staged = torch.empty(sum(map(len, ids)), dtype=torch.int64, pin_memory=self._cuda)
+        np.concatenate([np.empty(0, np.uint64), *ids], out=staged.numpy().view(np.uint64))
+        return staged
+
+    def pin(self, ids: torch.Tensor) -> HbmPins:
+        """Slots for all ids of a window, as from `stage`, in order. `load` brings their rows.
 
         Raises `BudgetError`, and has changed nothing, when the rows do not fit beside those of other windows.
         """
@@ -176,8 +182,8 @@ class HbmTier:
                 raise
             return pins
 
-    def _fill(self, pins: HbmPins, ids: Keys) -> None:
-        keys = self._upload(ids)
+    def _fill(self, pins: HbmPins, ids: torch.Tensor) -> None:
+        keys = ids.to(self.device, non_blocking=True)
         if self._occupied > 0.8 * self.index.entries:
             self._rebuild()
         plan, counts = self._plan(keys, pins.number)
@@ -372,8 +378,3 @@ class HbmTier:
     def _synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-
-
-def joined(ids: Sequence[Keys]) -> Keys:
-    """Several lists of ids as one."""
-    return ids[0] if len(ids) == 1 else np.concatenate([np.empty(0, np.uint64), *ids])

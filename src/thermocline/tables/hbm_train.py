@@ -20,7 +20,7 @@ from thermocline.ops.pool import pool_rows
 from thermocline.ops.rules import Step
 from thermocline.ops.segments import Segments, find_segments
 from thermocline.ops.update import apply_gradients, sum_gradients, update_rows
-from thermocline.tables.hbm import HbmPins, HbmTier, joined
+from thermocline.tables.hbm import HbmPins, HbmTier
 from thermocline.tables.mem import MemTier
 
 
@@ -225,8 +225,3 @@ class HbmTraining:
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         arena = self.tier.arena
         return arena[:, : self.dim], arena[:, self.dim :] if arena.shape[1] > self.dim else None
-
-
-def pin_window(tier: HbmTier, collected: Sequence[Mapping[Any, HostPart]]) -> HbmPins:
-    """The slots of all ids of a window's batches, in order."""
-    return tier.pin(joined([part.ids for parts in collected for part in parts.values()]))

@@ -279,12 +279,15 @@ class Table:
             part.gradient_plan(tier.core)
         return Prepared(tier, parts, working_set, slots, pins)
 
-    def pin_on_gpu(self, collected: Sequence[Mapping[BagSpec, Part]]) -> tuple[MemTier, HbmPins]:
-        """The slots in HBM of a window's batches, given their parts; and the tier below that they are above."""
-        from thermocline.tables.hbm_train import pin_window
-
+    def stage_for_gpu(self, collected: Sequence[Mapping[BagSpec, Part]]) -> torch.Tensor:
+        """The ids of a window's batches, given their parts, where the GPU can fetch them. Touches no rows."""
         assert self.hbm is not None
-        return self.tier, pin_window(self.hbm, collected)
+        return self.hbm.stage([part.ids for parts in collected for part in parts.values()])
+
+    def pin_on_gpu(self, ids: torch.Tensor) -> tuple[MemTier, HbmPins]:
+        """The slots in HBM of staged ids; and the tier below that they are above."""
+        assert self.hbm is not None
+        return self.tier, self.hbm.pin(ids)
 
     def bind_on_gpu(
         self, tier: MemTier, collected: Sequence[Mapping[BagSpec, Part]], pins: HbmPins
@@ -302,7 +305,7 @@ class Table:
         """Pulls and pins the batch's rows: what `tc.prefetch` does ahead of time. Let go of its pins when done."""
         if self.hbm is not None:
             collected = [self.parts(batch)]
-            below, slots = self.pin_on_gpu(collected)
+            below, slots = self.pin_on_gpu(self.stage_for_gpu(collected))
             (prepared,) = self.bind_on_gpu(below, collected, slots)
             self.load_on_gpu(slots)
             return prepared
