@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 def bits(array: Any) -> bytes:
     """Equal bits, not equal numbers: tells -0 from 0 and NaNs apart."""
-    values = array.detach().numpy() if isinstance(array, torch.Tensor) else array
+    values = array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else array
     return np.ascontiguousarray(values).tobytes()
 
 
@@ -184,12 +184,14 @@ class Net(torch.nn.Module):
             )
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        pooled = [bag(batch).flatten(1) for bag in self.bags]
+        device = self.dense[0].weight.device
+        pooled = [bag(batch).flatten(1).to(device) for bag in self.bags]
         return self.dense(torch.cat(pooled, 1)).squeeze(1)  # type: ignore[no-any-return]
 
 
 def loss_of(model: Any, batch: tc.Batch) -> torch.Tensor:
-    return torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
+    logits = model(batch)
+    return torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label.to(logits.device))
 
 
 def one_torch_thread() -> None:

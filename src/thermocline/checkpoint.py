@@ -219,6 +219,7 @@ class Checkpoints:
         kind = "begin" if begin else "save"
         note = json.dumps({"thermocline": kind, "run": self._run, "number": number, "step": step})
         store = _store(table)
+        table.write_down()
         table.tier.flush(store)
         reached("run.flushed")
         epoch = store.commit(note.encode())
@@ -344,6 +345,10 @@ class Checkpoints:
                 raise FormatError(f"{path}: table {name!r} was saved {was} an ssd folder: open it {was} one")
             if pinned := table.tier.stats().pinned:
                 raise ThermoclineError(f"table {name!r} has {pinned} rows pinned: close the pipeline before restore()")
+            if table.hbm is not None and (windows := table.hbm.stats().windows):
+                raise ThermoclineError(
+                    f"table {name!r} has {windows} windows pinned: close the pipeline before restore()"
+                )
             if table.store is None and table.checkpoint_store is None:
                 table.checkpoint_store = self._open_store(table)
             _check_epoch(table, entry, f"{path}: table {name!r}", beside_a_writer=self._read_only)
@@ -353,6 +358,7 @@ class Checkpoints:
         try:
             for name, table in self.tables.items():
                 if table.checkpoint_store is not None:  # these first: they read all rows, and may yet meet damage
+                    table.write_down()  # if this fails, the old rows are in the old tier
                     before.append((table, table.tier))
                     table.checkpoint_store.close()
                     table.checkpoint_store = self._open_store(table, epoch=manifest["tables"][name]["epoch"])

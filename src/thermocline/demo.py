@@ -84,6 +84,8 @@ def train(
     """The same model from the same beginning, whatever holds the rows."""
     torch.manual_seed(0)
     model = Model(table)
+    if table.hbm is not None:
+        model.to(table.hbm.device)
     adam = torch.optim.Adam(model.parameters(), lr=1e-3)
     callbacks = [Display(console), Deadline(seconds)]
     trainer = Trainer(model, adam, run_dir=run_dir, config=config, callbacks=callbacks)
@@ -101,12 +103,17 @@ def compare(run: Run, memory: Run) -> tuple[int, list[str]]:
         rows += len(keys)
     if different:
         wrong.append(f"{different:,} of {rows:,} rows")
+    memory.table.write_down()
     trained = memory.table.tier.stats().dirty
     if rows != trained:
         wrong.append(f"{rows:,} rows trained, {trained:,} in memory")
     weights = zip(run.model.state_dict().items(), memory.model.state_dict().values(), strict=True)
-    wrong += [name for (name, a), b in weights if a.numpy().tobytes() != b.numpy().tobytes()]
+    wrong += [name for (name, a), b in weights if a.cpu().numpy().tobytes() != b.cpu().numpy().tobytes()]
     return rows, wrong
+
+
+def gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a GPU, interpreted"
 
 
 def best_auc(ads: SyntheticAds) -> float:
@@ -122,7 +129,7 @@ def report(console: Console, run: Run, best_auc: float) -> None:
     assert table.store is not None
     assert result.test is not None
     memory, disk, rows = table.tier.stats(), table.store.stats(), len(table.store)
-    pulled, data = memory.hits + memory.misses, rows * (table.tier.row_bytes + 8)
+    data = rows * (table.tier.row_bytes + 8)
     budget = memory.budget + disk.mem_budget
     grid = Grid(show_header=False)
     grid.add_column(style="bold", no_wrap=True)
@@ -136,9 +143,24 @@ def report(console: Console, run: Run, best_auc: float) -> None:
     line("table", format_size(data), f"{rows:,} rows: {DIM} weights, Adagrad's state, the key")
     parts = f"rows {format_size(memory.budget)}, the store's index and buffers {format_size(disk.mem_budget)}"
     line("memory", format_size(budget), f"{data / budget:.1f} x smaller than the table; {parts}")
-    line("rows from DRAM", f"{memory.hits / pulled:.1%}", "of the unique rows of every batch")
-    line("rows from SSD", f"{memory.from_store / pulled:.1%}", f"{disk.reads:,} reads, {disk.engine}")
-    line("rows that were new", f"{memory.initialised / pulled:.1%}", "made from their key, no I/O")
+    if table.hbm is not None:
+        gpu = table.hbm.stats()
+        line("HBM", format_size(gpu.budget), f"{gpu.capacity:,} rows on the GPU, with their index")
+        line(
+            "ids found in HBM",
+            f"{1 - gpu.misses / gpu.ids:.1%}",
+            f"{gpu.misses:,} rows came up, {gpu.written_down:,} went down",
+        )
+        line(
+            "of the others in DRAM",
+            f"{memory.read_hits / max(memory.reads, 1):.1%}",
+            f"{disk.reads:,} reads of the SSD",
+        )
+    else:
+        pulled = memory.hits + memory.misses
+        line("rows from DRAM", f"{memory.hits / pulled:.1%}", "of the unique rows of every batch")
+        line("rows from SSD", f"{memory.from_store / pulled:.1%}", f"{disk.reads:,} reads, {disk.engine}")
+        line("rows that were new", f"{memory.initialised / pulled:.1%}", "made from their key, no I/O")
     with_buffers = f"index; {disk.mem_total / rows:.2f} B with every buffer"
     line("DRAM per SSD row", f"{disk.mem_index / rows:.2f} B", with_buffers)
     line("disk", format_size(disk.disk_bytes), f"two checkpoints; write amplification {disk.write_amplification:.2f}")
@@ -149,6 +171,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Batches to train on.")] = 500,
     keys: Annotated[int, typer.Option(help="Keys of the generated data.")] = 4_000_000,
     batch_size: Annotated[int, typer.Option(help="Examples per batch.")] = 2048,
+    hbm: Annotated[str, typer.Option(help="GPU memory for rows, if there is a GPU.")] = "16MB",
     mem: Annotated[str, typer.Option(help="DRAM for rows.")] = "32MB",
     ssd_mem: Annotated[str, typer.Option(help="DRAM of the SSD store: its index and buffers.")] = "16MB",
     seconds: Annotated[float, typer.Option(help="The first training ends after so long, trained or not.")] = 45.0,
@@ -170,14 +193,16 @@ def main(
     )
     console.print(f"{ads!r}\n{cores} cores, {torch_threads} of them for torch", highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="thermocline-demo-", dir=folder) as temporary:
-        console.rule("training with rows in DRAM and on SSD", align="left")
-        table = Table(DIM, OPTIMIZER, mem=mem, ssd=Path(temporary) / "rows", ssd_mem=ssd_mem)
+        table = Table(DIM, OPTIMIZER, hbm=hbm, mem=mem, ssd=Path(temporary) / "rows", ssd_mem=ssd_mem)
+        where, place = ("DRAM", "") if table.hbm is None else ("HBM", f"HBM of {gpu_name(table.hbm.device)}, ")
+        console.rule(f"training with rows in {place}DRAM and on SSD", align="left")
         try:
             run = train(console, table, ads, config, run_dir=Path(temporary) / "run", seconds=seconds)
             trained = run.result.progress.step
-            console.rule("the same training with all rows in DRAM, stages one after the other", align="left")
+            console.rule(f"the same training with all rows in {where}, stages one after the other", align="left")
             assert table.store is not None
-            everything = Table(DIM, OPTIMIZER, mem=256 * len(table.store) + (64 << 20))
+            room = 256 * len(table.store) + (64 << 20)
+            everything = Table(DIM, OPTIMIZER, hbm=room, mem=room)
             serial = dataclasses.replace(config, steps=trained, depth=1)
             memory = train(console, everything, ads, serial, run_dir=None, seconds=float("inf"))
             report(console, run, best_auc(ads))

@@ -149,8 +149,8 @@ class Trainer:
 
     def train_step(self, batch: Batch) -> torch.Tensor | None:
         """Forward and backward; with the last of `accumulate` batches one update of everything, and the step's loss."""
-        label = torch.as_tensor(batch.label, dtype=torch.float32)
         logits = self.model(batch)
+        label = torch.as_tensor(batch.label, dtype=torch.float32, device=logits.device)
         if logits.shape != label.shape:
             raise ValueError(f"the model returned {list(logits.shape)} logits for {list(label.shape)} labels")
         loss = self.loss(logits, label)
@@ -158,7 +158,7 @@ class Trainer:
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss of step {self.progress.step} is {value}: nothing of it was applied")
         loss.backward()  # type: ignore[no-untyped-call]
-        self._meter.add(logits.detach(), label, value)
+        self._meter.add(logits.detach().cpu(), label.cpu(), value)
         self._losses.append(loss.detach())
         self.position = batch.position
         self.progress.batch += 1
@@ -252,7 +252,7 @@ class Trainer:
         try:
             with torch.no_grad(), prefetch(data, *self.tables, depth=self.config.depth, training=False) as batches:
                 for batch in batches:
-                    metrics.update(self.model(batch), torch.as_tensor(batch.label, dtype=torch.float32))
+                    metrics.update(self.model(batch).cpu(), torch.as_tensor(batch.label, dtype=torch.float32).cpu())
         finally:
             for module, training in modes.items():
                 module.training = training

@@ -41,6 +41,9 @@ def live(folder: Path, optimizer: str, ways: Ways, every: int) -> None:
     one_torch_thread()
     tables = {name: make_table(name, optimizer, ways, folder) for name in DIMS}
     model = make_model(tables)
+    for table in tables.values():
+        if table.hbm is not None:
+            model.to(table.hbm.device)
     dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
     checkpoints = tc.Checkpoints(folder / "run", list(tables.values()), model, dense)
     saved = checkpoints.restore() if checkpoints.exists else None
@@ -61,6 +64,8 @@ def live(folder: Path, optimizer: str, ways: Ways, every: int) -> None:
             checkpoints.save(step, batch.position)
     for table in tables.values():
         table.tier.check()
+        if table.hbm is not None:
+            table.hbm.check()
     result = digests({name: bits(table.read(probe())) for name, table in tables.items()}, weights_of(model))
     (folder / "result.tmp").write_text(json.dumps(result))
     os.rename(folder / "result.tmp", folder / "result")

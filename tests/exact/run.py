@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from train_helpers import (
 import thermocline as tc
 from thermocline.tables.mem import MemStats, Policy
 
+if TYPE_CHECKING:
+    from thermocline.tables.hbm import HbmStats
+
 DIMS = {"wide": 8, "narrow": 3}
 BAGS: list[tuple[str, Any, Any]] = [
     ("wide", [0, 1, 2, 3], ["sum", "mean", "sum", "mean"]),
@@ -51,22 +54,29 @@ class Ways:
     pull_window: int = 1
     threads: int = 1
     policy: Policy = "lru_lfu"
+    hbm: float | None = None
+    """Share of the rows that HBM holds; None: no such tier."""
 
     def __str__(self) -> str:
         where = "memory" if self.memory is None else f"{self.memory:.0%}"
+        where = where if self.hbm is None else f"hbm{self.hbm:.0%}-{where}"
         return f"{where}-depth{self.depth}-window{self.pull_window}-threads{self.threads}-{self.policy}"
 
 
 @functools.cache
-def batches() -> list[tc.Batch]:
-    """320 batches of some 20 keys per table: windows of eight fit 5 % of the rows, more than one may have to wait."""
-    return make_batches(320, examples=4, fields=8, keys=20000, max_ids=2, skew=1.3, weighted=True, seed=7)
+def batches(count: int = 320) -> list[tc.Batch]:
+    """320 batches of some 20 keys per table: windows of eight fit 5 % of the rows, more than one may have to wait.
+
+    Fewer of them are smaller, too: for the GPU's kernels, interpreted.
+    """
+    examples = 4 if count == 320 else 2
+    return make_batches(count, examples=examples, fields=8, keys=20000, max_ids=2, skew=1.3, weighted=True, seed=7)
 
 
 @functools.cache
-def keys_of(name: str) -> np.ndarray[Any, Any]:
+def keys_of(name: str, count: int = 320) -> np.ndarray[Any, Any]:
     fields = sorted({field for table, chosen, _ in BAGS if table == name for field in chosen})
-    return np.unique(np.concatenate([batch.select(fields)[0] for batch in batches()]))
+    return np.unique(np.concatenate([batch.select(fields)[0] for batch in batches(count)]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,18 +87,26 @@ class Result:
     dense: bytes
     stats: dict[str, MemStats] = dataclasses.field(compare=False, default_factory=dict)
     merges: int = dataclasses.field(compare=False, default=0)
+    hbm: dict[str, HbmStats] = dataclasses.field(compare=False, default_factory=dict)
 
 
-def probe() -> np.ndarray[Any, Any]:
-    return np.concatenate([all_keys(batches()), np.array(FRESH, np.uint64)])
+def probe(count: int = 320) -> np.ndarray[Any, Any]:
+    return np.concatenate([all_keys(batches(count)), np.array(FRESH, np.uint64)])
 
 
-def make_table(name: str, optimizer: str, ways: Ways, folder: Path) -> tc.Table:
+def make_table(name: str, optimizer: str, ways: Ways, folder: Path, count: int = 320) -> tc.Table:
     chosen = OPTIMIZERS[optimizer]
     options: dict[str, Any] = {"mem": "16MB"}
     if ways.memory is not None:
-        rows = int(ways.memory * len(keys_of(name)))
+        rows = int(ways.memory * len(keys_of(name, count)))
         options = {"mem": budget_for(rows, DIMS[name], chosen), "ssd": folder / name, "ssd_options": SMALL}
+    if ways.hbm is not None:
+        from thermocline.ops import INTERPRETED
+        from thermocline.tables.hbm import bytes_for
+
+        floats = DIMS[name] + chosen.state_floats(DIMS[name])
+        options["hbm"] = bytes_for(int(ways.hbm * len(keys_of(name, count))), floats)
+        options["device"] = "interpreter" if INTERPRETED else "cuda"
     return tc.Table(DIMS[name], chosen, name=name, seed=5, policy=ways.policy, threads=ways.threads, **options)
 
 
@@ -97,43 +115,46 @@ def make_model(tables: dict[str, tc.Table]) -> Net:
 
 
 @functools.cache
-def reference(optimizer: str) -> Result:
-    """The bits everything else is compared with."""
+def reference(optimizer: str, count: int = 320, device: str = "cpu") -> Result:
+    """The bits everything else is compared with. `device`: of the dense network, whose bits depend on it."""
     one_torch_thread()
     sides = {name: Reference(make_table(name, optimizer, Ways(), Path())) for name in DIMS}
     for side in sides.values():
         side.table.seed = 5
-    model = Net([ReferenceBag(sides[name], fields, pooling) for name, fields, pooling in BAGS], WIDTH)
-    train_on(model, list(sides.values()), batches())
-    return Result({name: bits(side.table.read(probe())) for name, side in sides.items()}, weights_of(model))
+    model = Net([ReferenceBag(sides[name], fields, pooling) for name, fields, pooling in BAGS], WIDTH).to(device)
+    train_on(model, list(sides.values()), batches(count))
+    return Result({name: bits(side.table.read(probe(count))) for name, side in sides.items()}, weights_of(model))
 
 
-def train(optimizer: str, ways: Ways, folder: Path) -> Result:
+def train(optimizer: str, ways: Ways, folder: Path, count: int = 320, device: str = "cpu") -> Result:
     """The same training by Thermocline, any of the ways."""
     one_torch_thread()
-    tables = {name: make_table(name, optimizer, ways, folder) for name in DIMS}
-    model = make_model(tables)
-    source = tc.prefetch(batches(), *tables.values(), depth=ways.depth, pull_window=ways.pull_window)
+    tables = {name: make_table(name, optimizer, ways, folder, count) for name in DIMS}
+    model = make_model(tables).to(device)
+    source = tc.prefetch(batches(count), *tables.values(), depth=ways.depth, pull_window=ways.pull_window)
     train_on(model, list(tables.values()), source)
     for table in tables.values():
         table.tier.check()
+        if table.hbm is not None:
+            table.hbm.check()
     stores = [table.store for table in tables.values() if table.store is not None]
     result = Result(
-        {name: bits(table.read(probe())) for name, table in tables.items()},
+        {name: bits(table.read(probe(count))) for name, table in tables.items()},
         weights_of(model),
         {name: table.tier.stats() for name, table in tables.items()},
         sum(store.stats().merges for store in stores),
+        {name: table.hbm.stats() for name, table in tables.items() if table.hbm is not None},
     )
     for table in tables.values():
         table.close()
     return result
 
 
-def assert_same_bits(result: Result, optimizer: str) -> None:
-    expected = reference(optimizer)
+def assert_same_bits(result: Result, optimizer: str, count: int = 320, device: str = "cpu") -> None:
+    expected = reference(optimizer, count, device)
     for name, rows in expected.rows.items():
-        mine = np.frombuffer(result.rows[name], np.uint32).reshape(len(probe()), -1)
-        its = np.frombuffer(rows, np.uint32).reshape(len(probe()), -1)
+        mine = np.frombuffer(result.rows[name], np.uint32).reshape(len(probe(count)), -1)
+        its = np.frombuffer(rows, np.uint32).reshape(len(probe(count)), -1)
         wrong = (mine != its).any(1)
         assert not wrong.any(), f"table {name}: {wrong.sum()} of {len(wrong)} rows differ from the reference"
     assert result.dense == expected.dense, "dense weights differ from the reference run"

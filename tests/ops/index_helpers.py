@@ -49,6 +49,7 @@ class Table:
         self.occupied += counts[CLAIMED.value] - counts[EMPTIED.value]
         assert self.occupied == int((self.index.words.view(-1, 8)[:, :ENTRIES] != EMPTY_KEY).sum())
         assert torch.equal(plan.slots, expected.slots)
+        assert torch.equal(plan.found, expected.found)
         if not expected.short:
             self.used = min(self.residents.capacity, self.used + counts[NEW.value])
             for name in ("new_keys", "new_slots", "victims", "victim_keys"):

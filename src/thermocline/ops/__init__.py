@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from typing import Any
 
 import torch
 
@@ -38,6 +40,20 @@ def _ready_triton() -> None:
             del os.environ["TRITON_INTERPRET"]
         else:
             os.environ["TRITON_INTERPRET"] = before
+    _one_launch_at_a_time()
+
+
+def _one_launch_at_a_time() -> None:
+    """The interpreter keeps which program it is at in globals: launches from several threads must take turns."""
+    from triton.runtime import interpreter
+
+    launch, lock = interpreter.GridExecutor.__call__, threading.Lock()
+
+    def in_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return launch(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = in_turn
 
 
 _ready_triton()

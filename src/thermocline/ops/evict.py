@@ -1,8 +1,9 @@
 """Who leaves: the slots used least recently, never one that a batch in flight needs; and their keys out of the index.
 
 `last_use[slot]` is the number of the newest batch that needs the slot: it is pinned while that batch is not completed.
-The oldest leave first, of equally old ones the lowest slots, so the choice does not depend on the order of threads. Two
-passes over four bytes per slot, on the GPU: a histogram of ages, then the slots beyond the age that yields enough.
+The oldest leave first, of equally old ones the lowest slots, so the choice does not depend on the order of threads. Old
+is told in classes, four to every doubling of the age: 64 classes can be counted at the speed of memory. One pass over
+four bytes per slot, on the GPU, makes histograms of classes; then only the tiles that give victims are looked at again.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops import INTERPRETED
 from thermocline.ops.find import LANES
 from thermocline.ops.index import ABSENT, EMPTY, WIDTH, Index, home, look, next_block, slot_of
 from thermocline.ops.launch import blocks
+from thermocline.ops.segments import before
 
 # What a plan counts, in device memory.
 NEW = tl.constexpr(0)
@@ -27,41 +28,59 @@ _AGE = tl.constexpr(6)
 _TAKE = tl.constexpr(7)
 COUNTS = 8
 
-_AGES = 1024
+_AGES = 64
 _TILE = 4096
-_SPREAD = 4 if INTERPRETED else 1056
+_ROWS = 64
 
 
-@triton.jit(do_not_specialize=["programs", "room"])
-def _need_kernel(ends, programs, room, counts):
-    """How many slots new keys need beyond the free ones; `ends`: running sums of new keys."""
-    new = tl.load(ends + programs - 1).to(tl.int64)
-    tl.store(counts + NEW, new)
-    tl.store(counts + EVICTED, tl.maximum(new - room, 0))
+@triton.jit
+def _age_class(now, use, AGES: tl.constexpr):
+    """Exponent and two bits of the mantissa of the number of batches since."""
+    age = tl.maximum(now - use, 1).to(tl.float32)
+    return tl.minimum((age.to(tl.int32, bitcast=True) >> 21) - 508, AGES - 1)
+
+
+@triton.jit(do_not_specialize=["tiles", "room"])
+def _need_kernel(firsts, tiles, room, counts, TILE: tl.constexpr):
+    """How many slots new keys need beyond the free ones; `firsts`: new keys per tile of ids."""
+    need = tl.maximum(before(firsts, tiles, TILE).to(tl.int64) - room, 0)
+    tl.store(counts + EVICTED, tl.where(tl.load(counts + LOST) > 0, 0, need))  # lost: nothing will be inserted
+
+
+@triton.jit
+def _tile(last_use, capacity, now, completed, TILE: tl.constexpr, AGES: tl.constexpr):
+    slot = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    use = tl.load(last_use + slot, mask=slot < capacity, other=0)
+    return slot, (slot < capacity) & (use <= completed), _age_class(now, use, AGES)
 
 
 @triton.jit(do_not_specialize=["now", "completed"])
 def _ages_kernel(last_use, capacity, now, completed, counts, ages, TILE: tl.constexpr, AGES: tl.constexpr):
+    """Per tile of slots: how many of each class may leave."""
     if tl.load(counts + EVICTED) > 0:
-        total = tl.zeros([AGES], tl.int32)
-        for tile in range(tl.program_id(0), tl.cdiv(capacity, TILE), tl.num_programs(0)):
-            slot = tile * TILE + tl.arange(0, TILE).to(tl.int64)
-            use = tl.load(last_use + slot, mask=slot < capacity, other=0)
-            may = (slot < capacity) & (use <= completed)
-            total += tl.histogram(tl.minimum(now - use, AGES - 1), AGES, mask=may)
-        age = tl.arange(0, AGES)
-        tl.atomic_add(ages + age, total, mask=total > 0, sem="relaxed")
+        _, may, age = _tile(last_use, capacity, now, completed, TILE, AGES)
+        place = ages + tl.program_id(0).to(tl.int64) * AGES + tl.arange(0, AGES)
+        tl.store(place, tl.histogram(age, AGES, mask=may))
 
 
 @triton.jit
-def _age_kernel(ages, counts, AGES: tl.constexpr):
-    """Beyond which age all leave, and how many of that age: or, if that is not enough, nobody."""
+def _sum_kernel(ages, tiles, counts, totals, ROWS: tl.constexpr, AGES: tl.constexpr):
+    """All tiles' histograms in one: integers, so that the order does not show."""
+    if tl.load(counts + EVICTED) > 0:
+        tile = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        number = tl.load(ages + tile * AGES + tl.arange(0, AGES)[None, :], mask=tile < tiles, other=0)
+        tl.atomic_add(totals + tl.arange(0, AGES), tl.sum(number.to(tl.int64), 0), sem="relaxed")
+
+
+@triton.jit
+def _age_kernel(totals, counts, AGES: tl.constexpr):
+    """Beyond which class all leave, and how many of that class: or, if that is not enough, nobody."""
     need = tl.load(counts + EVICTED)
     if need > 0:
         age = tl.arange(0, AGES)
-        number = tl.load(ages + age).to(tl.int64)
+        number = tl.load(totals + age)
         all_of_them = tl.sum(number, 0)
-        as_old = all_of_them - tl.cumsum(number, 0) + number  # of this age and older
+        as_old = all_of_them - tl.cumsum(number, 0) + number  # of this class and older
         bound = tl.sum((as_old >= need).to(tl.int64), 0) - 1
         older = tl.sum(tl.where(age > bound, number, 0), 0)
         short = tl.maximum(need - all_of_them, 0)
@@ -72,36 +91,34 @@ def _age_kernel(ages, counts, AGES: tl.constexpr):
 
 
 @triton.jit
-def _tile_ages(last_use, capacity, now, completed, counts, TILE: tl.constexpr, AGES: tl.constexpr):
-    slot = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    use = tl.load(last_use + slot, mask=slot < capacity, other=0)
-    may = (slot < capacity) & (use <= completed)
-    age = tl.minimum(now - use, AGES - 1)
-    bound = tl.load(counts + _AGE)
-    return slot, may & (age > bound), may & (age == bound)
-
-
-@triton.jit(do_not_specialize=["now", "completed"])
-def _tally_kernel(last_use, capacity, now, completed, counts, tallies, TILE: tl.constexpr, AGES: tl.constexpr):
-    """Per tile of slots, in one word: how many are beyond the age, and how many of that age."""
-    tally = tl.zeros([], tl.int64)
+def _tally_kernel(ages, tiles, counts, tallies, ROWS: tl.constexpr, AGES: tl.constexpr):
+    """Per tile of slots, in one word: how many are beyond the class, and how many of it."""
+    tile = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tally = tl.zeros([ROWS], tl.int64)
     if tl.load(counts + EVICTED) > 0:
-        _, older, equal = _tile_ages(last_use, capacity, now, completed, counts, TILE, AGES)
-        tally = (tl.sum(older.to(tl.int64), 0) << 32) + tl.sum(equal.to(tl.int64), 0)
-    tl.store(tallies + tl.program_id(0), tally)
+        age = tl.arange(0, AGES)[None, :]
+        number = tl.load(ages + tile[:, None] * AGES + age, mask=tile[:, None] < tiles, other=0).to(tl.int64)
+        bound = tl.load(counts + _AGE)
+        tally = tl.sum(tl.where(age > bound, number << 32, tl.where(age == bound, number, 0)), 1)
+    tl.store(tallies + tile, tally, mask=tile < tiles)
 
 
 @triton.jit(do_not_specialize=["now", "completed"])
 def _choose_kernel(last_use, capacity, now, completed, counts, sums, victims, TILE: tl.constexpr, AGES: tl.constexpr):
     if tl.load(counts + EVICTED) > 0:
-        slot, older, equal = _tile_ages(last_use, capacity, now, completed, counts, TILE, AGES)
-        older, equal = older.to(tl.int64), equal.to(tl.int64)
-        end = tl.load(sums + tl.program_id(0))
+        program = tl.program_id(0)
+        end = tl.load(sums + program)
+        begin = tl.load(sums + program - 1, mask=program > 0, other=0)
         take = tl.load(counts + _TAKE)
-        rank = (end >> 32) - tl.sum(older, 0) + tl.cumsum(older, 0) - older
-        rank_equal = (end & 0xFFFFFFFF) - tl.sum(equal, 0) + tl.cumsum(equal, 0) - equal
-        leaves = (older > 0) | ((equal > 0) & (rank_equal < take))
-        tl.store(victims + rank + tl.minimum(rank_equal, take), slot.to(tl.int32), mask=leaves)
+        if (end >> 32 > begin >> 32) | ((end != begin) & ((begin & 0xFFFFFFFF) < take)):  # only tiles that give any
+            slot, may, age = _tile(last_use, capacity, now, completed, TILE, AGES)
+            bound = tl.load(counts + _AGE)
+            older = (may & (age > bound)).to(tl.int32)
+            equal = (may & (age == bound)).to(tl.int32)
+            rank = (begin >> 32) + tl.cumsum(older, 0) - older
+            rank_equal = (begin & 0xFFFFFFFF) + tl.cumsum(equal, 0) - equal
+            leaves = (older > 0) | ((equal > 0) & (rank_equal < take))
+            tl.store(victims + rank + tl.minimum(rank_equal, take), slot.to(tl.int32), mask=leaves)
 
 
 @triton.jit
@@ -135,15 +152,17 @@ def choose_victims(
 ) -> None:
     """Writes counts[EVICTED] slots to `victims`, or none and what is missing to counts[SHORT]."""
     capacity, device = len(last_use), last_use.device
-    shape = {"TILE": _TILE, "AGES": _AGES}
-    ages = torch.zeros(_AGES, dtype=torch.int32, device=device)
     tiles = blocks(capacity, _TILE)
-    _ages_kernel[(min(_SPREAD, tiles),)](last_use, capacity, now, completed, counts, ages, **shape, num_warps=8)
-    _age_kernel[(1,)](ages, counts, AGES=_AGES)
+    ages = torch.empty(tiles * _AGES, dtype=torch.int32, device=device)
+    totals = torch.zeros(_AGES, dtype=torch.int64, device=device)
     tallies = torch.empty(tiles, dtype=torch.int64, device=device)
-    _tally_kernel[(tiles,)](last_use, capacity, now, completed, counts, tallies, **shape, num_warps=8)
+    shape = {"TILE": _TILE, "AGES": _AGES, "num_warps": 8}
+    _ages_kernel[(tiles,)](last_use, capacity, now, completed, counts, ages, **shape)
+    _sum_kernel[(blocks(tiles, _ROWS),)](ages, tiles, counts, totals, ROWS=_ROWS, AGES=_AGES)
+    _age_kernel[(1,)](totals, counts, AGES=_AGES)
+    _tally_kernel[(blocks(tiles, _ROWS),)](ages, tiles, counts, tallies, ROWS=_ROWS, AGES=_AGES)
     sums = torch.cumsum(tallies, 0)
-    _choose_kernel[(tiles,)](last_use, capacity, now, completed, counts, sums, victims, **shape, num_warps=8)
+    _choose_kernel[(tiles,)](last_use, capacity, now, completed, counts, sums, victims, **shape)
 
 
 def remove(
@@ -159,6 +178,7 @@ def choose_victims_reference(last_use: torch.Tensor, now: int, completed: int, n
     may = torch.nonzero(last_use <= completed).flatten()
     if len(may) < need:
         return None
-    ages = (now - last_use[may]).clamp(max=_AGES - 1)
+    mantissa, exponent = torch.frexp((now - last_use[may]).clamp(min=1).to(torch.float64))
+    ages = (4 * (exponent - 1) + ((2 * mantissa - 1) * 4).to(torch.int32)).clamp(max=_AGES - 1)
     oldest = torch.sort(ages, descending=True, stable=True).indices[:need]
     return may[oldest.sort().values].to(torch.int32)

@@ -22,6 +22,7 @@ from thermocline.ops.evict import (
     CLAIMED,
     COUNTS,
     LOST,
+    NEW,
     SHORT,
     _need_kernel,
     choose_victims,
@@ -31,8 +32,10 @@ from thermocline.ops.evict import (
 from thermocline.ops.find import LANES, find_reference
 from thermocline.ops.index import ABSENT, Index, claim, slot_of
 from thermocline.ops.launch import blocks
+from thermocline.ops.segments import before
 
 _NEVER = 2**31 - 1
+_TILE = 1024  # ids whose new keys are counted together
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +55,10 @@ class Residents:
             torch.full((slots,), _NEVER, dtype=torch.int32, device=device),
         )
 
+    def clear(self) -> None:
+        """Nobody again."""
+        self.last_use.fill_(_NEVER)
+
     @property
     def capacity(self) -> int:
         """How many slots."""
@@ -67,7 +74,9 @@ class Plan:
     """What find_or_insert decided, in device memory: lists as long as the batch, of which `counts` are valid."""
 
     slots: torch.Tensor
-    """int32 per id; all -1 for new keys if there was no room."""
+    """int32 per id; -1 for those of new keys if there was no room."""
+    found: torch.Tensor
+    """int32 per id: its slot if the key was there, else -1."""
     new_keys: torch.Tensor
     """counts[NEW] keys that were not there, in order of first occurrence."""
     new_slots: torch.Tensor
@@ -91,11 +100,14 @@ def _claim_kernel(
     last_use,
     now,
     slots,
+    found,
     entries,
     firsts,
+    takings,
     counts,
     UNIQUE: tl.constexpr,
     LANES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     active = i < count
@@ -107,15 +119,19 @@ def _claim_kernel(
     hit = there & (slot >= 0)
     missing = there & (slot < 0)
     tl.store(slots + i, tl.where(hit, slot, -1), mask=active)
+    tl.store(found + i, tl.where(hit, slot, -1), mask=active)
     tl.store(entries + i, tl.where(missing, entry, -1), mask=active)
     tl.store(last_use + slot, tl.zeros_like(slot) + now, mask=hit)
+    tile = tl.program_id(0) * LANES // TILE
     if UNIQUE:
-        tl.store(firsts + tl.program_id(0), tl.sum(missing.to(tl.int32), 0))
+        new = tl.sum(missing.to(tl.int32), 0)
+        if new > 0:
+            tl.atomic_add(firsts + tile, new, sem="relaxed")
     else:  # of the ids that miss a key the first has the greatest value
         tl.atomic_max(halves + entry, (-2 - i).to(tl.int32), mask=missing, sem="relaxed")
-    taken = tl.sum(took.to(tl.int64), 0)
-    if taken > 0:
-        tl.atomic_add(counts + CLAIMED, taken, sem="relaxed")
+    taken = tl.sum(took.to(tl.int32), 0)
+    if taken > 0:  # counted per tile: one word for all would be a queue
+        tl.atomic_add(takings + tile, taken, sem="relaxed")
     lost = tl.sum((active & (block < 0)).to(tl.int64), 0)
     if lost > 0:
         tl.atomic_add(counts + LOST, lost, sem="relaxed")
@@ -130,8 +146,8 @@ def _is_first(halves, entry, i, UNIQUE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _count_kernel(entries, count, halves, firsts, LANES: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+def _count_kernel(entries, count, halves, firsts, TILE: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     entry = tl.load(entries + i, mask=i < count, other=-1)
     tl.store(firsts + tl.program_id(0), tl.sum(_is_first(halves, entry, i, False).to(tl.int32), 0))
 
@@ -143,7 +159,8 @@ def _settle_kernel(
     halves,
     slots,
     entries,
-    ends,
+    firsts,
+    takings,
     used,
     capacity,
     victims,
@@ -154,14 +171,19 @@ def _settle_kernel(
     new_keys,
     new_slots,
     UNIQUE: tl.constexpr,
-    LANES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    i = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    tile = tl.program_id(0)
+    i = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     entry = tl.load(entries + i, mask=i < count, other=-1)
     first = _is_first(halves, entry, i, UNIQUE)
     enough = (tl.load(counts + SHORT) == 0) & (tl.load(counts + LOST) == 0)
     number = first.to(tl.int32)
-    rank = tl.load(ends + tl.program_id(0)) - tl.sum(number, 0) + tl.cumsum(number, 0) - number
+    earlier = before(firsts, tile, TILE)
+    rank = earlier + tl.cumsum(number, 0) - number
+    tl.atomic_add(counts + CLAIMED, tl.load(takings + tile).to(tl.int64), sem="relaxed")
+    if tile == tl.num_programs(0) - 1:
+        tl.store(counts + NEW, (earlier + tl.sum(number, 0)).to(tl.int64))
     place = used + rank
     slot = tl.where(place < capacity, place, -1)
     if enough:
@@ -178,8 +200,8 @@ def _settle_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _resolve_kernel(slots, entries, count, halves, LANES: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+def _resolve_kernel(slots, entries, count, halves, TILE: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     entry = tl.load(entries + i, mask=i < count, other=-1)
     slot = tl.load(halves + entry, mask=entry >= 0, other=-1)
     tl.store(slots + i, tl.maximum(slot, -1), mask=entry >= 0)
@@ -203,15 +225,13 @@ def find_or_insert(
     """
     keys = keys.contiguous()
     device, n = keys.device, len(keys)
-    programs = blocks(n, LANES)
-    slots, victims = (torch.empty(n, dtype=torch.int32, device=device) for _ in range(2))
+    programs, tiles = blocks(n, LANES), blocks(n, _TILE)
+    slots, found, victims = (torch.empty(n, dtype=torch.int32, device=device) for _ in range(3))
     new_slots = torch.full((n,), -1, dtype=torch.int32, device=device)
     new_keys, victim_keys = (torch.empty(n, dtype=torch.int64, device=device) for _ in range(2))
     entries = torch.empty(programs * LANES, dtype=torch.int64, device=device)  # lanes beyond the ids park here
-    firsts = torch.empty(programs, dtype=torch.int32, device=device)
-    counts = torch.zeros(COUNTS, dtype=torch.int64, device=device)
-    room = residents.capacity - used
-    launch = {"LANES": LANES, "num_warps": 1}
+    zeros = torch.zeros(COUNTS + tiles, dtype=torch.int64, device=device)
+    counts, (firsts, takings) = zeros[:COUNTS], zeros[COUNTS:].view(torch.int32).view(2, tiles)
     _claim_kernel[(programs,)](
         keys,
         n,
@@ -219,26 +239,30 @@ def find_or_insert(
         residents.last_use,
         now,
         slots,
+        found,
         entries,
         firsts,
+        takings,
         counts,
         UNIQUE=unique,
-        **launch,
+        LANES=LANES,
+        TILE=_TILE,
+        num_warps=1,
     )
     if not unique:
-        _count_kernel[(programs,)](entries, n, index.halves, firsts, **launch)
-    ends = torch.cumsum(firsts, 0, dtype=torch.int32)
-    _need_kernel[(1,)](ends, programs, room, counts)
-    if n > room:
+        _count_kernel[(tiles,)](entries, n, index.halves, firsts, TILE=_TILE)
+    if n > residents.capacity - used:
+        _need_kernel[(1,)](firsts, tiles, residents.capacity - used, counts, TILE=_TILE)
         choose_victims(residents.last_use, now, completed, counts, victims)
         remove(index, residents.keys, victims, counts, victim_keys)
-    _settle_kernel[(programs,)](
+    _settle_kernel[(tiles,)](
         keys,
         n,
         index.halves,
         slots,
         entries,
-        ends,
+        firsts,
+        takings,
         used,
         residents.capacity,
         victims,
@@ -249,11 +273,11 @@ def find_or_insert(
         new_keys,
         new_slots,
         UNIQUE=unique,
-        **launch,
+        TILE=_TILE,
     )
     if not unique:
-        _resolve_kernel[(programs,)](slots, entries, n, index.halves, **launch)
-    return Plan(slots, new_keys, new_slots, victims, victim_keys, counts)
+        _resolve_kernel[(tiles,)](slots, entries, n, index.halves, TILE=_TILE)
+    return Plan(slots, found, new_keys, new_slots, victims, victim_keys, counts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -261,6 +285,7 @@ class ReferencePlan:
     """A Plan's lists, as long as they are."""
 
     slots: torch.Tensor
+    found: torch.Tensor
     new_keys: torch.Tensor
     new_slots: torch.Tensor
     victims: torch.Tensor
@@ -282,7 +307,7 @@ def find_or_insert_reference(
     victims = choose_victims_reference(residents.last_use, now, completed, need) if need else none
     if victims is None:
         may = int((residents.last_use <= completed).sum())
-        return ReferencePlan(slots, new_keys, none, none, none.long(), need - may)
+        return ReferencePlan(slots, slots, new_keys, none, none, none.long(), need - may)
     fresh = torch.arange(used, min(used + len(new_keys), residents.capacity), dtype=torch.int32, device=keys.device)
     new_slots = torch.cat([fresh, victims])
     victim_keys = residents.keys[victims.long()]
@@ -290,4 +315,4 @@ def find_or_insert_reference(
     residents.last_use[new_slots.long()] = now
     where = find_reference(new_keys, keys)
     resolved = torch.where(slots >= 0, slots, new_slots[where.clamp(min=0).long()] if len(new_slots) else slots)
-    return ReferencePlan(resolved, new_keys, new_slots, victims, victim_keys, 0)
+    return ReferencePlan(resolved, slots, new_keys, new_slots, victims, victim_keys, 0)

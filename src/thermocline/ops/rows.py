@@ -1,7 +1,7 @@
 """Rows by slot or by key: copied out of the arena and into it, whole, weights and optimizer state.
 
-Arenas are [slots, row_floats] of any 4-byte type; a row is moved in pieces of at most 128 elements. By key, the search
-and the copy are one kernel: the rows of keys that are found first are on their way while others are still searched.
+Arenas are [slots, row_floats] of any 4-byte type; a row is moved in pieces of at most 128 elements. By key, short rows
+are copied by the kernel that searches: those found first are on their way while others are still searched.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops.find import find_reference
+from thermocline.ops.find import find, find_reference
 from thermocline.ops.index import Index, search
 from thermocline.ops.launch import blocks, row_block
 
@@ -18,7 +18,7 @@ _PIECE = 128
 
 
 @triton.jit
-def _move(arena, slot, other, i, active, floats, OUT: tl.constexpr, PIECE: tl.constexpr):
+def move(arena, slot, other, i, active, floats, OUT: tl.constexpr, PIECE: tl.constexpr):
     """Rows `slot` of the arena and rows `i` of `other`: copied out of the arena, or into it."""
     inside = arena + slot.to(tl.int64)[:, None] * floats
     outside = other + i[:, None] * floats
@@ -39,7 +39,7 @@ def _by_slot_kernel(arena, slots, limit, other, floats, OUT: tl.constexpr, LANES
         i = first + tl.arange(0, LANES)
         active = i < count
         slot = tl.load(slots + i, mask=active, other=-1)
-        _move(arena, slot, other, i, active & (slot >= 0), floats, OUT, PIECE)
+        move(arena, slot, other, i, active & (slot >= 0), floats, OUT, PIECE)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -63,21 +63,20 @@ def _by_key_kernel(
     slot = search(words, halves, tl.load(keys + i, mask=active, other=0), active, blocks, strides)
     hit = active & (slot >= 0)
     tl.store(found + i, hit, mask=active)
-    _move(arena, slot, other, i, hit, floats, OUT, PIECE)
+    move(arena, slot, other, i, hit, floats, OUT, PIECE)
 
 
-def _shape(floats: int) -> tuple[int, int, int]:
-    """Keys of a program, columns of a tile, warps: about 2048 elements, and never fewer keys than threads."""
-    piece = min(row_block(floats), _PIECE)
-    return max(32, 1024 // piece), piece, 1
+_LANES = 32  # keys of a program
+_WIDE = 64  # rows from here on are copied by a kernel of their own: one that also searches holds too many registers
+
+
+def _shape(floats: int) -> dict[str, int]:
+    return {"LANES": _LANES, "PIECE": min(row_block(floats), _PIECE), "num_warps": 1}
 
 
 def _by_slot(arena: torch.Tensor, slots: torch.Tensor, other: torch.Tensor, count: torch.Tensor, out: bool) -> None:
-    lanes, piece, warps = _shape(arena.shape[1])
-    grid = (blocks(len(slots), lanes),)
-    _by_slot_kernel[grid](
-        arena, slots, count, other, arena.shape[1], OUT=out, LANES=lanes, PIECE=piece, num_warps=warps
-    )
+    grid = (blocks(len(slots), _LANES),)
+    _by_slot_kernel[grid](arena, slots, count, other, arena.shape[1], OUT=out, **_shape(arena.shape[1]))
 
 
 def copy_out(arena: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, count: torch.Tensor) -> None:
@@ -92,9 +91,12 @@ def copy_in(arena: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, count:
 
 def _by_key(index: Index, arena: torch.Tensor, keys: torch.Tensor, other: torch.Tensor, out: bool) -> torch.Tensor:
     keys = keys.contiguous()
+    if arena.shape[1] >= _WIDE:
+        slots = find(index, keys)
+        _by_slot(arena, slots, other, torch.full((1,), len(keys), device=keys.device), out)
+        return slots >= 0
     found = torch.empty(len(keys), dtype=torch.bool, device=keys.device)
-    lanes, piece, warps = _shape(arena.shape[1])
-    grid = (blocks(len(keys), lanes),)
+    grid = (blocks(len(keys), _LANES),)
     _by_key_kernel[grid](
         keys,
         len(keys),
@@ -104,9 +106,7 @@ def _by_key(index: Index, arena: torch.Tensor, keys: torch.Tensor, other: torch.
         found,
         arena.shape[1],
         OUT=out,
-        LANES=lanes,
-        PIECE=piece,
-        num_warps=warps,
+        **_shape(arena.shape[1]),
     )
     return found
 

@@ -2,21 +2,24 @@
 
     read    the loader's own work; then dedup to the working set          (thread "read")
     pull    rows that memory lacks come from SSD; everything is pinned    (thread "pull")
-    load    slots and gradient plans per bag; on a CPU nothing moves      (thread "load")
+    load    slots and gradient plans per bag                              (thread "load")
     train   the caller's loop; `table.step()` writes the rows in place
 
 Rows are pulled, never copied: a batch pulled early sees what earlier batches wrote, so the result does not depend on
 depth or window. Plans are made in batch order by one thread.
+
+With an HBM tier `pull` plans on the GPU who hits, who misses and who leaves; `load` moves the rows, through memory.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +29,13 @@ from thermocline.pipeline.stages import Pipeline, StageStats
 from thermocline.tables.arrays import Keys
 from thermocline.tables.mem import MemTier, Pins
 from thermocline.tables.table import Table
+
+if TYPE_CHECKING:
+    import torch
+
+    from thermocline.tables.hbm import HbmPins
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -38,6 +48,10 @@ class _Window:
     pinned: dict[Table, tuple[MemTier, Pins, Slots | None]] = dataclasses.field(default_factory=dict)
     """Per table: the pins of the window's unique keys and whose they are; and the places of each batch's keys among
     them, joined; none: of a single batch, in order."""
+    staged: dict[Table, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Per table with an HBM tier: the window's ids."""
+    on_gpu: dict[Table, tuple[MemTier, HbmPins]] = dataclasses.field(default_factory=dict)
+    """Per table with an HBM tier: the pins of the window's slots there, and the tier below."""
     outstanding: bool = False
 
 
@@ -102,11 +116,23 @@ class _Stages:
 
     def collect(self, window: _Window) -> _Window:
         for table in self._tables:
-            window.collected[table] = [table.collect(batch) for batch in window.batches]
+            if table.hbm is not None:
+                window.collected[table] = [table.parts(batch) for batch in window.batches]
+                window.staged[table] = table.stage_for_gpu(window.collected[table])
+            else:
+                window.collected[table] = [table.collect(batch) for batch in window.batches]
         return window
 
     def pull(self, window: _Window) -> _Window:
         for table, collected in window.collected.items():
+            if table.hbm is not None:
+                window.on_gpu[table] = self._when_there_is_room(
+                    functools.partial(table.pin_on_gpu, window.staged[table])
+                )
+                prepared = table.bind_on_gpu(window.on_gpu[table][0], collected, window.on_gpu[table][1])
+                for batch, one in zip(window.batches, prepared, strict=True):
+                    batch.prepared[table] = one
+                continue
             keys = [working_set.keys for _, working_set in collected]
             if len(keys) == 1:
                 window.pinned[table] = *self._pin(table, keys[0]), None
@@ -119,13 +145,19 @@ class _Stages:
         return window
 
     def _pin(self, table: Table, keys: Keys) -> tuple[MemTier, Pins]:
-        """Waits for earlier windows to leave when memory is too small for all that are queued."""
+        def pin() -> tuple[MemTier, Pins]:
+            tier = table.tier
+            return tier, tier.pin(keys)
+
+        return self._when_there_is_room(pin)
+
+    def _when_there_is_room(self, pin: Callable[[], T]) -> T:
+        """Waits for earlier windows to leave when a tier is too small for all that are queued."""
         while True:
             with self._lock:
                 before = self._outstanding
-            tier = table.tier
             try:
-                return tier, tier.pin(keys)
+                return pin()
             except BudgetError:
                 with self._lock:
                     if before == 0 or self._stopping:
@@ -135,6 +167,9 @@ class _Stages:
 
     def load(self, window: _Window) -> _Window:
         for table, collected in window.collected.items():
+            if table in window.on_gpu:
+                table.load_on_gpu(window.on_gpu[table][1])
+                continue
             tier, pins, places = window.pinned[table]
             slots, first = pins.slots(), 0
             for batch, (parts, working_set) in zip(window.batches, collected, strict=True):
@@ -156,6 +191,8 @@ class _Stages:
             batch.prepared = {}
         while window.pinned:
             window.pinned.popitem()[1][1].let_go()
+        while window.on_gpu:
+            window.on_gpu.popitem()[1][1].let_go()
         with self._lock:
             if window.outstanding:
                 window.outstanding = False

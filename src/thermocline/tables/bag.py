@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from thermocline.batch import Batch
-from thermocline.tables.table import BagSpec, Part, Pooling, Prepared, Table
+from thermocline.tables.table import BagSpec, Pooling, Prepared, Table
+
+if TYPE_CHECKING:
+    from thermocline.tables.hbm_train import HbmPrepared
 
 
 class EmbeddingBag(torch.nn.Module):
@@ -62,14 +65,14 @@ class EmbeddingBag(torch.nn.Module):
         if len(shaped) == 1:
             return shaped[0]  # type: ignore[no-any-return]
         order = [place for spec in self.specs for place in spec.places]
-        return torch.cat(shaped, 1)[:, torch.tensor(order).argsort()]
+        return torch.cat(shaped, 1)[:, torch.tensor(order, device=shaped[0].device).argsort()]
 
-    def _serves(self, prepared: Prepared, trains: bool) -> bool:
+    def _serves(self, prepared: Prepared | HbmPrepared, trains: bool) -> bool:
         """Whether this bag can use it: it may be for evaluation, older than the bag, or of a tier since replaced."""
         here = prepared.tier is self.table.tier and not (trains and prepared.pins is None)
         return here and prepared.parts.keys() >= set(self.specs)
 
-    def _prepare_now(self, batch: Batch, trains: bool) -> Prepared:
+    def _prepare_now(self, batch: Batch, trains: bool) -> Prepared | HbmPrepared:
         """For batches that no pipeline has prepared, or not for this bag."""
         if not trains:
             return self.table.prepare_read(batch, self.specs)
@@ -91,18 +94,19 @@ class EmbeddingBag(torch.nn.Module):
 
 class _Pool(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, table: Table, prepared: Prepared, part: Part, trains: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, table: Table, prepared: Any, part: Any, trains: bool) -> torch.Tensor:
         ctx.table, ctx.prepared, ctx.part, ctx.trains = table, prepared, part, trains
         ctx.order = table.next_forward()
-        return torch.from_numpy(table.pool(prepared, part))
+        if isinstance(prepared, Prepared):
+            return torch.from_numpy(table.pool(prepared, part))
+        return table.pool_on_gpu(prepared, part)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
         if not ctx.trains:
             raise RuntimeError("backward through rows that were only read: call model.train() before the forward pass")
-        values = grad.detach().to(torch.float32).contiguous().numpy()
+        values = grad.detach().to(torch.float32).contiguous()
         version = grad._version
-        ctx.table.add_gradient(ctx.order, ctx.prepared, ctx.part, values, lambda: grad._version == version)
+        kept = values.numpy() if isinstance(ctx.prepared, Prepared) else values
+        ctx.table.add_gradient(ctx.order, ctx.prepared, ctx.part, kept, lambda: grad._version == version)
         return None, None, None, None, None

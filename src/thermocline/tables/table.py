@@ -1,4 +1,4 @@
-"""A table: rows of one layout in memory and on SSD, trained through `tc.EmbeddingBag`, one update per step."""
+"""A table: rows of one layout in HBM, memory and on SSD, trained through `tc.EmbeddingBag`, one update per step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import numpy as np
 
@@ -21,7 +21,14 @@ from thermocline.tables.mem import MemTier, Pins, Policy
 from thermocline.tables.optimizers import Optimizer
 from thermocline.tables.ssd import SsdStore
 
+if TYPE_CHECKING:
+    import torch
+
+    from thermocline.tables.hbm import HbmPins, HbmTier
+    from thermocline.tables.hbm_train import HbmPart, HbmPrepared, HbmTraining
+
 Pooling = Literal["sum", "mean", "none"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,16 +92,16 @@ class Prepared:
 @dataclasses.dataclass(slots=True, eq=False)
 class _Gradient:
     order: int
-    prepared: Prepared
-    pins: Pins
-    part: Part
-    grad: Floats
+    prepared: Any  # all of one kind: those of the CPU, or of the GPU
+    pins: Pins | HbmPins
+    part: Any
+    grad: Any
     unchanged: Callable[[], bool]
     """Whether grad's memory is as backward left it: autograd may give the same memory to others."""
 
 
 class Table:
-    """Rows by 64-bit key: `dim` float32 weights and the optimizer's state, in DRAM (`mem`) and on SSD (`ssd`).
+    """Rows by 64-bit key: `dim` float32 weights and the optimizer's state, in HBM (`hbm`), DRAM (`mem`), SSD (`ssd`).
 
     No vocabulary is declared: a key exists once it has been trained. Training is bit for bit the same whatever the
     budgets. Without `ssd` all rows must fit `mem`.
@@ -105,6 +112,7 @@ class Table:
         dim: int,
         optimizer: Optimizer,
         *,
+        hbm: str | SupportsIndex | None = None,
         mem: str | SupportsIndex = "1GB",
         ssd: str | os.PathLike[str] | None = None,
         name: str = "table",
@@ -116,14 +124,17 @@ class Table:
         ssd_filter_bits: int = 10,
         ssd_options: Mapping[str, Any] | None = None,
         epoch: int | None = None,
+        device: Device = "auto",
     ) -> None:
         """Opens the table; with `ssd`, on the rows of the store's newest commit, or of `epoch`.
 
+        hbm      bytes of GPU memory for hot rows, their index and metadata; bags then give vectors on the GPU
         mem      bytes of DRAM for rows, their index and metadata
         ssd      folder of the store that holds the rows which do not fit; made if it is not there
         name     tells tables apart: initial rows are a function of (seed, name, key); checkpoints are by name
         ssd_mem, ssd_filter_bits   DRAM of the store itself (its index), and how much of it spares reads of new keys
         ssd_options   any others of `SsdStore.open`
+        device   where training runs: "cuda", "cpu", or "auto": with `hbm`, on the GPU if there is one
         """
         if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
             raise ValueError(f"name is {name!r}: letters, digits, '-', '_' and '.' make a table's name")
@@ -134,6 +145,7 @@ class Table:
         """Learning rate of the next steps."""
         self.step_count = 0
         """Steps so far: Adam's bias correction counts them."""
+        self._hbm_budget = None if hbm is None else parse_size(hbm, "hbm")
         self._mem_budget = parse_size(mem, "mem")
         self._ssd_path = None if ssd is None else os.fspath(ssd)
         self._tier_options: dict[str, Any] = {
@@ -153,10 +165,14 @@ class Table:
         self._specs: weakref.WeakKeyDictionary[Any, tuple[BagSpec, ...]] = weakref.WeakKeyDictionary()
         self._specs_lock = threading.Lock()  # bags are made while a pipeline collects
         self._gradients: list[_Gradient] = []
-        self._summed: tuple[Slots, Floats] | None = None  # of all of them, once `gradient_norm` was asked
+        self._summed: Any = None  # of all of them, once `gradient_norm` was asked
         self._forwards = 0
         self._after_step: list[Callable[[], None]] = []
-        self.tier: MemTier
+        self.hbm: HbmTier | None = None
+        """The rows on the GPU, above `tier`."""
+        self._training: HbmTraining | None = None
+        self._device = _training_device(device, self._hbm_budget)
+        self._tier: MemTier
         self.store: SsdStore | None = None
         self.checkpoint_store: SsdStore | None = None
         """Where a memory-only table's rows are saved, and were restored from: set by `tc.Checkpoints`."""
@@ -171,6 +187,26 @@ class Table:
         if self._ssd_path is not None:
             self.store = self.open_store(self._ssd_path, create=epoch is None, epoch=epoch)
         self.tier = MemTier(self.dim, self.optimizer, budget=self._mem_budget, store=self.store, **self._tier_options)
+
+    @property
+    def tier(self) -> MemTier:
+        """The rows in memory."""
+        return self._tier
+
+    @tier.setter
+    def tier(self, tier: MemTier) -> None:
+        self._tier = tier
+        if self._device is None:
+            return
+        if self.hbm is not None:
+            self.hbm.reset(tier)
+            return
+        from thermocline.tables.hbm import HbmTier
+        from thermocline.tables.hbm_train import HbmTraining
+
+        assert self._hbm_budget is not None
+        self.hbm = HbmTier(tier, budget=self._hbm_budget, device=self._device, name=self.name)
+        self._training = HbmTraining(self.hbm, self.dim, self.optimizer)
 
     def open_store(self, path: str | os.PathLike[str], **options: Any) -> SsdStore:
         """A store for rows of this table, opened with the table's own settings and `options` of `SsdStore.open`."""
@@ -211,6 +247,13 @@ class Table:
 
     def collect(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> tuple[dict[BagSpec, Part], WorkingSet]:
         """The parts of the batch that the bags will read, and their working set. Touches no rows."""
+        parts = self.parts(batch, specs)
+        lists = [part.ids for part in parts.values()]
+        joined = lists[0] if len(lists) == 1 else np.concatenate([np.empty(0, np.uint64), *lists])
+        return parts, WorkingSet.of(joined, threads=self._threads)
+
+    def parts(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> dict[BagSpec, Part]:
+        """Without the working set: on a GPU the dedup is the GPU's."""
         parts: dict[BagSpec, Part] = {}
         first = 0
         for spec in self._wanted() if specs is None else specs:
@@ -218,9 +261,7 @@ class Table:
             none = spec.pooling == "none"
             parts[spec] = Part(ids, None if none else offsets, weights, spec.pooling == "mean", first)
             first += len(ids)
-        lists = [part.ids for part in parts.values()]
-        joined = lists[0] if len(lists) == 1 else np.concatenate([np.empty(0, np.uint64), *lists])
-        return parts, WorkingSet.of(joined, threads=self._threads)
+        return parts
 
     def bind(
         self, tier: MemTier, parts: dict[BagSpec, Part], working_set: WorkingSet, slots: Slots, pins: Pins
@@ -238,17 +279,52 @@ class Table:
             part.gradient_plan(tier.core)
         return Prepared(tier, parts, working_set, slots, pins)
 
-    def prepare(self, batch: Batch) -> Prepared:
+    def stage_for_gpu(self, collected: Sequence[Mapping[BagSpec, Part]]) -> torch.Tensor:
+        """The ids of a window's batches, given their parts, where the GPU can fetch them. Touches no rows."""
+        assert self.hbm is not None
+        return self.hbm.stage([part.ids for parts in collected for part in parts.values()])
+
+    def pin_on_gpu(self, ids: torch.Tensor) -> tuple[MemTier, HbmPins]:
+        """The slots in HBM of staged ids; and the tier below that they are above."""
+        assert self.hbm is not None
+        return self.tier, self.hbm.pin(ids)
+
+    def bind_on_gpu(
+        self, tier: MemTier, collected: Sequence[Mapping[BagSpec, Part]], pins: HbmPins
+    ) -> list[HbmPrepared]:
+        """All that training on the GPU needs but the rows: one per batch of the window."""
+        assert self._training is not None
+        return self._training.prepare(tier, collected, pins)
+
+    def load_on_gpu(self, pins: HbmPins) -> None:
+        """Brings the rows."""
+        assert self.hbm is not None
+        self.hbm.load(pins)
+
+    def prepare(self, batch: Batch) -> Prepared | HbmPrepared:
         """Pulls and pins the batch's rows: what `tc.prefetch` does ahead of time. Let go of its pins when done."""
+        if self.hbm is not None:
+            collected = [self.parts(batch)]
+            below, slots = self.pin_on_gpu(self.stage_for_gpu(collected))
+            (prepared,) = self.bind_on_gpu(below, collected, slots)
+            self.load_on_gpu(slots)
+            return prepared
         parts, working_set = self.collect(batch)
         tier = self.tier
         pins = tier.pin(working_set.keys)
         return self.bind(tier, parts, working_set, pins.slots(), pins)
 
-    def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> Prepared:
+    def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> Prepared | HbmPrepared:
         """Copies of the batch's rows, for evaluation: inserts nothing, visits nothing."""
         parts, working_set = self.collect(batch, specs)
+        if self._training is not None:
+            return self._training.prepare_read(self.tier, parts, working_set)
         return Prepared(self.tier, parts, working_set, None, None, self.tier.read(working_set.keys))
+
+    def pool_on_gpu(self, prepared: HbmPrepared, part: HbmPart) -> torch.Tensor:
+        """float32[bags, dim], on the GPU."""
+        assert self._training is not None
+        return self._training.pool(prepared, part)
 
     def pool(self, prepared: Prepared, part: Part) -> Floats:
         """float32[bags, dim]."""
@@ -267,7 +343,12 @@ class Table:
         return self._forwards
 
     def add_gradient(
-        self, order: int, prepared: Prepared, part: Part, grad: Floats, unchanged: Callable[[], bool] = lambda: True
+        self,
+        order: int,
+        prepared: Prepared | HbmPrepared,
+        part: Part | HbmPart,
+        grad: Floats | torch.Tensor,
+        unchanged: Callable[[], bool] = lambda: True,
     ) -> None:
         """Called by backward: the gradient of one pooled part, used in place; `step` asks whether it is unchanged."""
         pins = prepared.pins
@@ -288,6 +369,10 @@ class Table:
         """
         if not self._gradients:
             return 0.0
+        if self._training is not None:
+            if self._summed is None:
+                self._summed = self._training.sums(self._in_order())
+            return float(self._summed[1].double().square().sum().sqrt())
         if self._summed is None:
             slots, starts, rows, coefs, grads = self._combine()
             sums = np.empty((len(slots), self.dim), np.float32)
@@ -311,7 +396,13 @@ class Table:
                 norm = abs(scale) * self.gradient_norm()
                 scale *= max_norm / norm if norm > max_norm else 1.0
             # Marked first: whatever happens next, a row that changed is known to have.
-            if self._summed is not None:
+            if self._training is not None:
+                if self._summed is not None:
+                    slots, sums = self._summed
+                    self._training.apply(slots, sums, step, rate, scale)
+                elif self._gradients:
+                    self._training.update(self._in_order(), step, rate, scale)
+            elif self._summed is not None:
                 slots, sums = self._summed
                 self.tier.core.mark_dirty(slots)
                 self.tier.apply_gradients(slots, sums, step=step, lr=rate, scale=scale)
@@ -336,14 +427,18 @@ class Table:
         while self._after_step:
             self._after_step.pop()()
 
-    def _combine(self) -> tuple[Slots, Slots, Slots, Floats | None, Floats]:
-        """Slots of the unique keys, and which rows of the joined gradients belong to each, in example order."""
-        gradients = sorted(self._gradients, key=lambda g: g.order)
-        if not all(g.unchanged() for g in gradients):
+    def _in_order(self) -> list[_Gradient]:
+        """What backward has collected, in the order of the forward passes."""
+        if not all(g.unchanged() for g in self._gradients):
             raise RuntimeError(
                 f"table {self.name!r}: a gradient was changed in place between backward and step, perhaps as that of a "
                 "dense parameter that shares its memory: call table.step() before dense gradients are clipped or zeroed"
             )
+        return sorted(self._gradients, key=lambda g: g.order)
+
+    def _combine(self) -> tuple[Slots, Slots, Slots, Floats | None, Floats]:
+        """Slots of the unique keys, and which rows of the joined gradients belong to each, in example order."""
+        gradients = self._in_order()
         one = gradients[0].prepared
         if len(gradients) == 1 and one.plan is not None:
             assert one.slots is not None
@@ -378,11 +473,18 @@ class Table:
         """
         if self.store is None:
             raise ValueError(f"table {self.name!r} has no ssd to commit to")
+        self.write_down()
         self.tier.flush()
         return self.store.commit(note)
 
+    def write_down(self) -> None:
+        """Copies every row that changed in HBM into memory: `tier` then has all there is. Between steps only."""
+        if self.hbm is not None:
+            self.hbm.write_down()
+
     def rows(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Floats]]:
         """Every trained row once, keys and float32[n, dim + state], in bounded memory. Between steps only."""
+        self.write_down()
         store = self.store or self.checkpoint_store
         if store is None:
             yield from self.tier.dirty_rows(batch_rows)  # never flushed: all that were trained
@@ -393,7 +495,7 @@ class Table:
 
     def read(self, keys: Any) -> Floats:
         """float32[n, dim + state]: rows as they are; keys never trained give their initial row."""
-        return self.tier.read(keys)
+        return self.tier.read(keys) if self.hbm is None else self.hbm.read(keys)
 
     def close(self) -> None:
         """Closes the store, or the one that its checkpoints are in. What was not committed is gone."""
@@ -404,4 +506,27 @@ class Table:
 
     def __repr__(self) -> str:
         place = "memory only" if self._ssd_path is None else f"ssd={self._ssd_path!r}"
-        return f"Table({self.name!r}, dim={self.dim}, {self.optimizer}, mem={format_size(self._mem_budget)}, {place})"
+        gpu = "" if self.hbm is None else f"hbm={format_size(self.hbm.budget)} on {self.hbm.device}, "
+        size = format_size(self._mem_budget)
+        return f"Table({self.name!r}, dim={self.dim}, {self.optimizer}, {gpu}mem={size}, {place})"
+
+
+def _training_device(device: str, hbm: int | None) -> torch.device | None:
+    """Where rows are trained on; none: in the memory tier."""
+    if device not in ("auto", "cpu", "cuda", "interpreter"):  # the last: kernels interpreted on a CPU, for tests
+        raise ValueError(f"device is {device!r}: it is one of auto, cpu, cuda")
+    if hbm is None:
+        if device == "cuda":
+            raise ValueError("device is 'cuda', but there is no hbm: say how many bytes of the GPU rows may take")
+        return None
+    if device == "cpu":
+        return None
+    import torch
+
+    if device == "interpreter":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if device == "cuda":
+        raise ValueError("device is 'cuda', but torch sees no GPU: use device='auto', or 'cpu'")
+    return None

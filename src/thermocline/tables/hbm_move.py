@@ -1,0 +1,239 @@
+"""Rows on their way between HBM and the memory tier: out behind training, in ahead of it.
+
+A plan says who leaves and who comes. Those who leave are copied into page-locked memory at once, on the planner's
+stream, and pushed down by a thread of its own. Those who come are fetched later, in the order of the plans: read below,
+after all that left in earlier plans has arrived there, and copied in on a second stream. Kernels reach page-locked
+memory over the link: nothing is staged on the GPU.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from thermocline.batch import Floats
+from thermocline.errors import ThermoclineError
+from thermocline.ops.evict import EVICTED, NEW
+from thermocline.ops.insert import Plan
+from thermocline.ops.mark import mark
+from thermocline.ops.rows import copy_in, copy_out
+from thermocline.tables.mem import MemTier
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Fetch:
+    """The rows that one plan lacks. `number`: of its window; `ready`: when they are in their slots."""
+
+    number: int
+    keys: torch.Tensor
+    """On the host, once `planned` has passed."""
+    slots: torch.Tensor
+    count: torch.Tensor
+    planned: torch.cuda.Event | None
+    vacated: torch.cuda.Event | None
+    """When the slots are free."""
+    after: concurrent.futures.Future[None] | None
+    """What left in earlier plans has arrived below."""
+    ready: torch.cuda.Event | None = None
+    done: bool = False
+
+
+class Mover:
+    """Moves rows of one table. `leave` belongs to the planner; `fetch` and `drain` may be called by any thread."""
+
+    def __init__(self, mem: MemTier, arena: torch.Tensor, name: str) -> None:
+        self.mem = mem
+        self.failed: str | None = None
+        """Why rows were lost: nothing here can be trusted any more."""
+        self.written = 0
+        """Changed rows that were pushed down."""
+        self.dirty = torch.zeros(len(arena), dtype=torch.uint8, device=arena.device)
+        """Per slot: whether its row was changed since it came, or was written down."""
+        self._name = name
+        self._arena = arena
+        self._cuda = arena.device.type == "cuda"
+        self._stream = torch.cuda.Stream(arena.device) if self._cuda else None  # type: ignore[no-untyped-call]
+        # Two by turns: one may still be read while the next is filled.
+        self._coming = [_Staging(arena.shape[1], self._cuda) for _ in range(2)]
+        self._leaving = [_Staging(arena.shape[1], self._cuda) for _ in range(2)]
+        self._pusher = concurrent.futures.ThreadPoolExecutor(1, "thermocline-write-back")
+        self._pushing: concurrent.futures.Future[None] | None = None
+        self._fetching = threading.RLock()  # protects the queue, and the rows on their way in
+        self._queue: deque[Fetch] = deque()
+
+    # ---- the planner's side; on its stream
+
+    def leave(self, plan: Plan, number: int, new: int, evicted: int, wait_for_training: Callable[[], None]) -> Fetch:
+        """Takes the victims out of their slots, and queues the rows that come instead."""
+        slots, count = plan.new_slots[:new], plan.counts[NEW.value :]
+        try:
+            keys = self._to_host(plan.new_keys[:new])
+            planned = self._event()
+            after = self._pushing
+            if evicted:
+                wait_for_training()
+                self._push_later(plan, evicted)
+            if new:
+                mark(self.dirty, slots, count, 0)
+        except BaseException as error:  # the plan is made: the victims' rows are nobody's now
+            self.failed = f"{type(error).__name__}: {error}"
+            raise
+        fetch = Fetch(number, keys, slots, count, planned, self._event(), after)
+        with self._fetching:
+            self._queue.append(fetch)
+        return fetch
+
+    def _push_later(self, plan: Plan, evicted: int) -> None:
+        staging = self._leaving[0]
+        self._leaving.reverse()
+        rows = staging.room(evicted)
+        victims = plan.victims[:evicted]
+        dirty = self._to_host(self.dirty[victims.long()])
+        keys = self._to_host(plan.victim_keys[:evicted])
+        copy_out(self._arena, victims, rows, plan.counts[EVICTED.value :])
+        copied = self._event()
+
+        def push() -> None:
+            if copied is not None:
+                copied.synchronize()
+            changed = dirty.numpy().astype(bool)
+            if changed.all():
+                self.push(keys.numpy(), rows.numpy())
+            else:
+                self.push(keys.numpy()[changed], rows.numpy()[changed])
+
+        self._pushing = self._pusher.submit(push)
+        staging.busy = self._pushing.result
+
+    def push(self, keys: Any, rows: Floats) -> None:
+        """Changed rows into the memory tier."""
+        if len(keys):
+            self.mem.push(keys, rows, dirty=True)
+            self.written += len(keys)
+
+    # ---- anyone's side
+
+    def fetch(self, wanted: Fetch) -> None:
+        """Sends the rows into their slots, after those of earlier plans; on the GPU they are there at `ready`."""
+        with self._fetching:
+            while not wanted.done:
+                self._fetch_next()
+
+    def fetch_released(self, completed: int) -> None:
+        """Fetches what windows up to this one never did: their slots may be given away next."""
+        with self._fetching:
+            while self._queue and self._queue[0].number <= completed:
+                self._fetch_next()
+
+    def drain(self) -> None:
+        """Everything planned so far is in its slots or below; the current stream sees it."""
+        with self._fetching:
+            while self._queue:
+                self._fetch_next()
+            self._settle(self._pushing)
+            if self._stream is not None:
+                torch.cuda.current_stream(self._arena.device).wait_stream(self._stream)
+
+    def _fetch_next(self) -> None:
+        fetch = self._queue.popleft()
+        try:
+            self._settle(fetch.after)
+            if fetch.planned is not None:
+                fetch.planned.synchronize()
+            with contextlib.ExitStack() as stack:
+                if self._stream is not None:
+                    stack.enter_context(torch.cuda.stream(self._stream))
+                    self._stream.wait_event(fetch.vacated)  # type: ignore[arg-type]
+                    fetch.slots.record_stream(self._stream)
+                    fetch.count.record_stream(self._stream)
+                if len(fetch.keys):
+                    self._copy_in(fetch)
+                fetch.ready = self._event()
+            fetch.done = True
+        except BaseException as error:
+            self.failed = f"{type(error).__name__}: {error}"
+            raise
+
+    def _copy_in(self, fetch: Fetch) -> None:
+        staging = self._coming[0]
+        self._coming.reverse()
+        rows = staging.room(len(fetch.keys))
+        self.mem.read(fetch.keys.numpy(), out=rows.numpy())
+        copy_in(self._arena, fetch.slots, rows, fetch.count)
+        event = self._event()
+        staging.busy = None if event is None else event.synchronize
+
+    def _settle(self, pushing: concurrent.futures.Future[None] | None) -> None:
+        if pushing is not None:
+            try:
+                pushing.result()
+            except BaseException as error:
+                self.failed = f"{type(error).__name__}: {error}"
+                raise
+
+    def reset(self, mem: MemTier) -> None:
+        """Forgets what is on its way, and goes on above another memory tier."""
+        with self._fetching:
+            if self._pushing is not None:
+                concurrent.futures.wait([self._pushing])  # it leads to the old one
+            for fetch in self._queue:
+                fetch.done = True
+            self._queue.clear()
+            self._pushing = None
+            self.mem = mem
+            self.failed = None
+            self.dirty.zero_()
+
+    def check(self) -> None:
+        """Raises if rows were lost."""
+        if self.failed is not None:
+            raise ThermoclineError(
+                f"table {self._name!r}: rows were lost on their way between HBM and memory ({self.failed}): reopen "
+                "the table on its last commit"
+            )
+
+    def staging(self, rows: int) -> torch.Tensor:
+        """Page-locked room for rows that leave; the caller is done with it when it asks again."""
+        return self._leaving[0].room(rows)
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._cuda:
+            return tensor.clone()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def _event(self) -> torch.cuda.Event | None:
+        return torch.cuda.current_stream(self._arena.device).record_event() if self._cuda else None
+
+
+class _Staging:
+    """Rows in page-locked memory, as many as were needed at most."""
+
+    def __init__(self, floats: int, pinned: bool) -> None:
+        self._floats = floats
+        self._pinned = pinned
+        self._rows = torch.empty(0, floats)
+        self.busy: Callable[[], object] | None = None
+        """Waits for who reads it."""
+
+    def room(self, rows: int) -> torch.Tensor:
+        """float32[rows, floats], once nobody reads it any more."""
+        if self.busy is not None:
+            busy, self.busy = self.busy, None
+            busy()
+        if len(self._rows) < rows:
+            self._rows = torch.empty(rows + rows // 4, self._floats, pin_memory=self._pinned)
+        return self._rows[:rows]
+
+
+def as_words(keys: torch.Tensor) -> Any:
+    """Keys on the host as uint64."""
+    return keys.cpu().numpy().view(np.uint64)

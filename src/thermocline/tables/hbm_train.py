@@ -1,0 +1,227 @@
+"""A batch on the GPU: its bags' slots and segments, pooled vectors, and one update per unique key.
+
+The same words as in `table.py`, with torch tensors on the device. Everything here runs on the caller's stream, but
+`prepare`, which runs ahead on a stream of its own; tensors made there are told which stream uses them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from thermocline.batch import WorkingSet
+from thermocline.ops.occurrences import find_occurrences
+from thermocline.ops.pool import pool_rows
+from thermocline.ops.rules import Step
+from thermocline.ops.segments import Segments, find_segments
+from thermocline.ops.update import apply_gradients, sum_gradients, update_rows
+from thermocline.tables.hbm import HbmPins, HbmTier
+from thermocline.tables.mem import MemTier
+
+
+class HostPart(Protocol):
+    """What `Table.collect` gives for one bag: `table.Part`."""
+
+    ids: Any
+    offsets: Any
+    weights: Any
+    mean: bool
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class HbmPart:
+    """One bag's share of a batch."""
+
+    slots: torch.Tensor
+    """int32 per id: of the arena, or of `HbmPrepared.rows` in evaluation."""
+    offsets: torch.Tensor | None
+    weights: torch.Tensor | None
+    mean: bool
+
+    @property
+    def bags(self) -> int:
+        """Vectors it pools to."""
+        return len(self.slots) if self.offsets is None else len(self.offsets) - 1
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for tensor in (self.slots, self.offsets, self.weights) if tensor is not None]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class HbmPrepared:
+    """A batch's rows of one table: pinned in the arena, or copied for evaluation."""
+
+    tier: MemTier
+    """The one below, as in `table.Prepared`: reopening a table replaces it."""
+    parts: dict[Any, HbmPart]
+    pins: HbmPins | None
+    ready: torch.cuda.Event | None
+    segments: Segments | None = None
+    """The dedup of all parts' ids, one after the other."""
+    plan: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    """Of the only part, in the segments' order: rows and factors of its gradient."""
+    rows: torch.Tensor | None = None
+    """Per unique key: a copy of its row, for evaluation."""
+    used_on: Any = None
+
+    def use(self) -> None:
+        """The current stream is about to use it."""
+        if self.ready is None:
+            return  # on a CPU
+        stream = torch.cuda.current_stream(next(iter(self.parts.values())).slots.device)
+        if self.used_on == stream:
+            return
+        stream.wait_event(self.ready)
+        if self.pins is not None:
+            assert self.pins.ready is not None, "rows that were not loaded"
+            stream.wait_event(self.pins.ready)
+        tensors = [tensor for part in self.parts.values() for tensor in part.tensors()]
+        if self.segments is not None:
+            tensors.append(self.segments.order)  # all its lists are one piece of memory
+        if self.plan is not None:
+            tensors += [tensor for tensor in self.plan if tensor is not None]
+        if self.rows is not None:
+            tensors.append(self.rows)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        self.used_on = stream
+
+
+class HbmTraining:
+    """Batches of one table on its HBM tier. `prepare` runs on one thread, the rest on the caller's."""
+
+    def __init__(self, tier: HbmTier, dim: int, optimizer: Any) -> None:
+        self.tier = tier
+        self.dim = dim
+        self._optimizer = optimizer
+        cuda = tier.device.type == "cuda"
+        self._stream = torch.cuda.Stream(tier.device) if cuda else None  # type: ignore[no-untyped-call]
+
+    # ---- ahead of training
+
+    def prepare(self, mem: MemTier, collected: Sequence[Mapping[Any, HostPart]], pins: HbmPins) -> list[HbmPrepared]:
+        """A window's batches, given their parts and the pins of all their ids, in order. Needs no rows."""
+        assert pins.slots is not None
+        first, batches = 0, []
+        with self._ahead(None):
+            if self._stream is not None:
+                pins.slots.record_stream(self._stream)
+            for parts in collected:
+                begin, mine = first, {}
+                for spec, part in parts.items():
+                    mine[spec] = self._upload(part, pins.slots[first : first + len(part.ids)])
+                    first += len(part.ids)
+                batches.append(self._bind(mem, mine, pins.slots[begin:first].clone(), pins))
+            ready = None if self._stream is None else self._stream.record_event()
+        for batch in batches:
+            batch.ready = ready
+        return batches
+
+    def _bind(self, mem: MemTier, parts: dict[Any, HbmPart], slots: torch.Tensor, pins: HbmPins) -> HbmPrepared:
+        segments = find_segments(slots)
+        segments = segments.known(*segments.counts.tolist())  # waits for this stream, on this thread
+        plan = None
+        if len(parts) == 1:
+            (part,) = parts.values()
+            plan = self._occurrences(part, segments.order)
+        return HbmPrepared(mem, parts, pins, None, segments, plan)
+
+    def prepare_read(self, mem: MemTier, parts: Mapping[Any, HostPart], working_set: WorkingSet) -> HbmPrepared:
+        """Copies of a batch's rows, for evaluation: inserts nothing."""
+        rows, ready = self.tier.read_to_device(working_set.keys)
+        mine, first = {}, 0
+        with self._ahead(ready):
+            inverse = self._to_device(working_set.inverse.view(np.int32))
+            for spec, part in parts.items():
+                mine[spec] = self._upload(part, inverse[first : first + len(part.ids)])
+                first += len(part.ids)
+            if self._stream is not None:
+                rows.record_stream(self._stream)
+                ready = self._stream.record_event()
+        return HbmPrepared(mem, mine, None, ready, rows=rows)
+
+    def _upload(self, part: HostPart, slots: torch.Tensor) -> HbmPart:
+        offsets = None if part.offsets is None else self._to_device(part.offsets)
+        weights = None if part.weights is None else self._to_device(part.weights)
+        return HbmPart(slots.clone(), offsets, weights, part.mean)
+
+    def _to_device(self, array: Any) -> torch.Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        return host.pin_memory().to(self.tier.device, non_blocking=True) if self._stream is not None else host
+
+    @contextlib.contextmanager
+    def _ahead(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._stream):
+                if after is not None:
+                    self._stream.wait_event(after)
+                yield
+
+    # ---- training
+
+    def pool(self, prepared: HbmPrepared, part: HbmPart) -> torch.Tensor:
+        """float32[bags, dim]."""
+        prepared.use()
+        rows = self.tier.arena if prepared.rows is None else prepared.rows
+        pooled = pool_rows(rows[:, : self.dim], part.slots, part.offsets, part.weights, mean=part.mean)
+        self.tier.used_by_training()
+        return pooled
+
+    def combine(self, gradients: Sequence[Any]) -> tuple[Segments, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """The dedup of what backward has collected, and which row of the joined gradients belongs to an occurrence."""
+        for gradient in gradients:
+            gradient.prepared.use()
+        one = gradients[0].prepared
+        if len(gradients) == 1 and one.plan is not None:
+            return one.segments, *one.plan, gradients[0].grad
+        plans = [self._occurrences(g.part, None) for g in gradients]
+        grads = gradients[0].grad if len(gradients) == 1 else torch.cat([g.grad for g in gradients])
+        firsts = np.cumsum([0, *(len(g.grad) for g in gradients[:-1])]).tolist()
+        grad_rows = torch.cat([plan[0] + first for plan, first in zip(plans, firsts, strict=True)])
+        coefs = None
+        if any(plan[1] is not None for plan in plans):
+            coefs = torch.cat(
+                [torch.ones(len(plan[0]), device=grads.device) if plan[1] is None else plan[1] for plan in plans]
+            )
+        if all(g.prepared is one for g in gradients) and [g.part for g in gradients] == list(one.parts.values()):
+            segments = one.segments
+        else:
+            segments = find_segments(torch.cat([g.part.slots for g in gradients]))
+        order = segments.order.long()
+        return segments, grad_rows[order], None if coefs is None else coefs[order], grads
+
+    def _occurrences(self, part: HbmPart, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return find_occurrences(len(part.slots), order, part.offsets, part.weights, part.mean, self.tier.device)
+
+    def update(self, gradients: Sequence[Any], number: int, lr: float, scale: float) -> None:
+        """One step: sums and optimizer in one pass."""
+        segments, grad_rows, coefs, grads = self.combine(gradients)
+        step = Step.of(self._optimizer, number, lr=lr, scale=scale)
+        weights, state = self._rows()
+        self.tier.mark_dirty(segments.slots[: segments.sizes[0]], segments.counts)
+        update_rows(weights, state, segments, grads, grad_rows, coefs, step)
+        self.tier.used_by_training()
+
+    def sums(self, gradients: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots and summed gradients of the unique keys: waits for the device."""
+        segments, grad_rows, coefs, grads = self.combine(gradients)
+        segments = segments.known(*segments.counts.tolist())
+        return segments.slots[: segments.sizes[0]], sum_gradients(segments, grads, grad_rows, coefs)
+
+    def apply(self, slots: torch.Tensor, sums: torch.Tensor, number: int, lr: float, scale: float) -> None:
+        """The second half of a step whose sums were asked for."""
+        weights, state = self._rows()
+        self.tier.mark_dirty(slots, torch.full((1,), len(slots), device=slots.device))
+        apply_gradients(weights, state, slots, sums, Step.of(self._optimizer, number, lr=lr, scale=scale))
+        self.tier.used_by_training()
+
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        arena = self.tier.arena
+        return arena[:, : self.dim], arena[:, self.dim :] if arena.shape[1] > self.dim else None

@@ -1,0 +1,30 @@
+"""Ops run on the GPU if there is one, else under Triton's interpreter: `thermocline.ops` chooses on import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from thermocline.ops import INTERPRETED
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if INTERPRETED:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def device() -> str:
+    return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN and the largest integers: who reads what nobody wrote is found out."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,76 @@
+"""The dedup of a batch against plain torch: every list, every count, around every block boundary."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from ops_helpers import SIZES, random_slots, same_bits, slots_of_sizes
+
+from thermocline.ops import INTERPRETED
+from thermocline.ops.segments import capacities, find_segments, find_segments_reference
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def check(slots: torch.Tensor) -> None:
+    found, wanted = find_segments(slots), find_segments_reference(slots)
+    same_bits(found.counts, wanted.counts)
+    segments, hot, blocks = wanted.sizes
+    assert all(have <= most for have, most in zip(wanted.sizes, capacities(len(slots)), strict=True))
+    same_bits(found.order, wanted.order)
+    same_bits(found.slots[:segments], wanted.slots)
+    same_bits(found.starts[: segments + 1], wanted.starts)
+    same_bits(found.hot[:hot], wanted.hot)
+    same_bits(found.hot_blocks[: hot + 1], wanted.hot_blocks)
+    same_bits(found.block_starts[:blocks], wanted.block_starts)
+    same_bits(found.block_ends[:blocks], wanted.block_ends)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_segment(size: int, device: str) -> None:
+    check(torch.full((size,), 7, dtype=torch.int32, device=device))
+
+
+@pytest.mark.parametrize("ids", [0, 1, 2, 64, 65, 511, 512, 513, 1024, 1600])
+def test_all_different(ids: int, device: str) -> None:
+    check(torch.randperm(ids, device=device).to(torch.int32))
+
+
+def test_every_size_at_once(device: str) -> None:
+    check(slots_of_sizes(SIZES * 3, np.random.default_rng(1), device))
+
+
+def test_most_blocks_that_ids_can_have(device: str) -> None:
+    """Segments of 65: two blocks each."""
+    check(slots_of_sizes([65] * 40, np.random.default_rng(2), device))
+
+
+def test_slots_up_to_the_largest(device: str) -> None:
+    check(torch.tensor([2**31 - 1, 0, 2**31 - 1, 5, 0], dtype=torch.int32, device=device))
+
+
+@given(st.lists(st.integers(0, 6), max_size=400), st.integers(0, 3))
+def test_random(ids: list[int], hot: int) -> None:
+    slots = torch.tensor([*ids, *([9] * 70 * hot)], dtype=torch.int32)
+    check(slots[torch.randperm(len(slots), generator=torch.Generator().manual_seed(len(ids)))].to(DEVICE))
+
+
+def test_known_counts_change_nothing_else(device: str) -> None:
+    found = find_segments(slots_of_sizes(SIZES, np.random.default_rng(3), device))
+    known = found.known(1, 2, 3)
+    assert known.sizes == (1, 2, 3)
+    assert known.order is found.order
+
+
+def test_refuses_other_types(device: str) -> None:
+    with pytest.raises(ValueError, match="int32"):
+        find_segments(torch.zeros(3, dtype=torch.int64, device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ids", [1 << 20, (1 << 20) - 1, 3_000_001])
+def test_large(ids: int, device: str) -> None:
+    check(random_slots(ids, 1 << 20, np.random.default_rng(ids), device))
+    check(torch.zeros(ids, dtype=torch.int32, device=device))

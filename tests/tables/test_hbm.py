@@ -1,0 +1,162 @@
+"""The HBM tier, interpreted on a CPU or on a GPU: rows move between it and memory without changing a bit."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from train_helpers import OPTIMIZERS, Net, Reference, ReferenceBag, all_keys, make_batches, one_torch_thread, train_on
+
+import thermocline as tc
+from thermocline.ops import INTERPRETED
+from thermocline.tables.hbm import HbmTier, bytes_for, row_capacity
+
+DEVICE: Any = "interpreter" if INTERPRETED else "cuda"
+FRESH = [5, 2**63, 2**64 - 1]
+
+
+def hbm_table(rows: int, dim: int = 4, optimizer: Any = None, **options: Any) -> tc.Table:
+    """A table whose HBM holds so many rows."""
+    chosen = optimizer or tc.Adagrad(lr=0.05)
+    budget = bytes_for(rows, dim + chosen.state_floats(dim))
+    return tc.Table(dim, chosen, hbm=budget, mem="4MB", device=DEVICE, **options)
+
+
+def the_tier(table: tc.Table) -> HbmTier:
+    assert table.hbm is not None
+    return table.hbm
+
+
+def train_both(
+    table: tc.Table, batches: list[tc.Batch], bags: list[tuple[Any, Any]], depth: int = 1, **step: Any
+) -> None:
+    """The same training over `table` and over the reference, both with a dense net on the table's device."""
+    one_torch_thread()
+    reference = Reference(table)
+    device = the_tier(table).device
+    width = table.dim * sum(f if isinstance(f, int) else len(f) for f, _ in bags)
+    model = Net([tc.EmbeddingBag(table, f, pooling=p) for f, p in bags], width).to(device)
+    twin = Net([ReferenceBag(reference, f, p) for f, p in bags], width).to(device)
+    train_on(model, [table], tc.prefetch(batches, table, depth=depth), **step)
+    train_on(twin, [reference], batches, **step)
+    keys = [*all_keys(batches).tolist(), *FRESH]
+    reference.assert_equals(table, keys)
+    the_tier(table).check()
+    table.tier.check()
+    table.write_down()
+    assert np.array_equal(table.tier.read(np.array(keys, np.uint64)), table.read(np.array(keys, np.uint64)))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_each_optimizer(optimizer: Any, weighted: bool) -> None:
+    batches = make_batches(5, weighted=weighted, keys=120)
+    table = hbm_table(60, optimizer=optimizer)
+    train_both(table, batches, [(3, ["sum", "mean", "sum"])], depth=2)
+    assert the_tier(table).stats().evictions > 0
+
+
+def test_several_bags_and_clipping() -> None:
+    batches = make_batches(6, fields=4, weighted=True, keys=100)
+    table = hbm_table(80)
+    train_both(table, batches, [([0, 1], "mean"), ([1, 2, 3], "sum")], max_norm=0.1)
+
+
+def test_budget_counts_everything() -> None:
+    table = hbm_table(100)
+    stats = the_tier(table).stats()
+    assert stats.capacity == 100
+    assert stats.bytes_total <= stats.budget
+    for budget in (1000, 4096, 12345, 10**6):
+        rows = row_capacity(budget, 8)
+        assert rows == 0 or bytes_for(rows, 8) <= budget < bytes_for(rows + 1, 8)
+    with pytest.raises(tc.BudgetError, match="hbm is 10"):
+        tc.Table(4, tc.SGD(), hbm=10, device=DEVICE)
+
+
+def test_a_batch_that_does_not_fit_names_the_budget() -> None:
+    (batch,) = make_batches(1, keys=500, examples=8)
+    table = hbm_table(10)
+    bag = tc.EmbeddingBag(table, 3)
+    with pytest.raises(tc.BudgetError, match=r"hbm=.* holds 10 rows"):
+        bag(batch)
+    gc.collect()
+    the_tier(table).check()
+    with pytest.raises(tc.BudgetError, match="holds 10 rows"):
+        next(iter(tc.prefetch([batch], table)))
+    the_tier(table).check()
+
+
+def test_evaluation_reads_and_inserts_nothing() -> None:
+    batches = make_batches(6, keys=100)
+    table = hbm_table(70)
+    bag = tc.EmbeddingBag(table, 3, pooling="mean")
+    for batch in tc.prefetch(batches[:3], table, depth=2):
+        bag(batch).sum().backward()
+        table.step()
+    before = the_tier(table).stats()
+    bag.eval()
+    cpu = tc.Table(4, tc.Adagrad(lr=0.05), mem="4MB")
+    cpu.tier.push(all_keys(batches), table.read(all_keys(batches)))
+    other = tc.EmbeddingBag(cpu, 3, pooling="mean").eval()
+    for batch in tc.prefetch(batches, table, training=False):
+        assert torch.equal(bag(batch).cpu(), other(batch))
+    assert torch.equal(bag(batches[4]).cpu(), other(batches[4]))  # not prefetched
+    after = the_tier(table).stats()
+    assert (before.resident, before.ids, before.misses) == (after.resident, after.ids, after.misses)
+
+
+def test_pins_end_however_a_loop_is_left() -> None:
+    batches = make_batches(8, keys=200)
+    table = hbm_table(300)
+    bag = tc.EmbeddingBag(table, 3)
+    for n, batch in enumerate(tc.prefetch(batches, table, depth=3)):
+        out = bag(batch).sum()
+        if n == 3:
+            break
+        out.backward()
+        table.step()
+    del batch, out
+    gc.collect()
+    the_tier(table).check()
+    stale = bag(batches[5])
+    table.step()
+    with pytest.raises(RuntimeError, match="given back"):
+        stale.sum().backward()
+
+
+def test_rows_and_reopen(tmp_path: Any) -> None:
+    batches = make_batches(6, keys=150)
+    table = hbm_table(60, ssd=tmp_path / "rows")
+    bag = tc.EmbeddingBag(table, 3)
+    for n, batch in enumerate(tc.prefetch(batches, table, depth=2)):
+        bag(batch).sum().backward()
+        table.step()
+        if n == 2:
+            table.commit()
+            keys = all_keys(batches[:3])
+            saved = table.read(keys)
+    exported = {int(key): row for keys_, rows_ in table.rows() for key, row in zip(keys_, rows_, strict=True)}
+    assert sorted(exported) == sorted(all_keys(batches).tolist())
+    assert np.array_equal(np.stack([exported[int(k)] for k in keys]), table.read(keys))
+    table.reopen()
+    assert np.array_equal(table.read(keys), saved)
+    assert the_tier(table).stats().resident == 0
+    table.close()
+
+
+def test_devices() -> None:
+    with pytest.raises(ValueError, match="no hbm"):
+        tc.Table(4, tc.SGD(), device="cuda")
+    with pytest.raises(ValueError, match="auto, cpu, cuda"):
+        tc.Table(4, tc.SGD(), device="tpu")  # type: ignore[arg-type]
+    assert tc.Table(4, tc.SGD(), hbm="1MB", device="cpu").hbm is None
+    if INTERPRETED:
+        assert tc.Table(4, tc.SGD(), hbm="1MB").hbm is None
+        with pytest.raises(ValueError, match="no GPU"):
+            tc.Table(4, tc.SGD(), hbm="1MB", device="cuda")
+    else:
+        assert the_tier(tc.Table(4, tc.SGD(), hbm="1MB")).device.type == "cuda"
