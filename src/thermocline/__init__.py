@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# OpenMP's threads spin while they wait for each other, on cores that the pipeline's threads need: with two cores, a sixth
-# of the machine. OpenMP reads this when torch loads it, so it only counts if thermocline is imported before torch.
+# OpenMP's threads spin while they wait for each other, on cores that the pipeline's threads need: with two cores, a
+# sixth of the machine. OpenMP reads this when torch loads it: it only counts if thermocline is imported before torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _HOME = {
