@@ -150,3 +150,28 @@ def test_synth_writes_folders_of_files(tmp_path: Path) -> None:
     result = invoke("data", "synth", "x", "--format", "libsvm", "--dense", 2)
     assert result.exit_code == 1
     assert "LibSVM and LibFFM hold ids only" in result.stderr
+
+
+def test_a_resume_that_fails_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    done("train", config, "--set", "tiers.ssd=store")
+    before = Path("run/config.toml").read_bytes()
+    for other in ("elsewhere", "none"):
+        result = invoke("train", "run/config.toml", "--resume", "--set", f"tiers.ssd={other}")
+        assert result.exit_code == 1
+        assert Path("run/config.toml").read_bytes() == before
+    assert "400 scores" in done("predict", "run", "--out", "all.npy")
+
+
+def test_a_resumed_run_keeps_the_statistics_it_was_trained_with(tmp_path: Path) -> None:
+    lines = ["label,user,price", *(f"{i % 2},u{i % 9},{i % 5}" for i in range(300))]
+    Path("train.csv").write_text("\n".join(lines) + "\n")
+    data = '[data]\ntrain = "train.csv"\nnumeric = ["price"]\n'
+    _, rest = SMALL.split("[model]")
+    config = write_config(tmp_path, f"{data}[model]{rest}")
+    done("train", config)
+    before = Path("run/features.json").read_bytes()
+    with Path("train.csv").open("a") as file:
+        file.writelines(f"0,u1,{1000 + i}\n" for i in range(300))
+    done("train", config, "--resume", "--set", "train.epochs=2")
+    assert Path("run/features.json").read_bytes() == before
