@@ -142,7 +142,10 @@ class Run:
 
         config, run_dir = self.config, Path(self.config.train.run_dir)
         check_folder(config, resume=resume)
-        listening = [_Papers(config, self.features), *callbacks]
+        papers = _Papers(config, self.features)
+        if not has_run(run_dir):  # a new run's first: no checkpoint is ever without them
+            papers.write()
+        listening = [papers, *callbacks]
         trainer = Trainer(self.model, self.optimizers, run_dir=run_dir, config=config.train, callbacks=listening)
         return trainer.fit(self.loader("train"), self.loader("valid"), self.loader("test"), resume=resume)
 
@@ -238,6 +241,9 @@ class _Papers(Callback):
         self._config, self._features = config, features
 
     def on_start(self, trainer: Any) -> None:
+        self.write()
+
+    def write(self) -> None:
         run_dir = Path(self._config.train.run_dir)
         published.make_folder(run_dir)
         published.publish(run_dir / "config.toml", self._config.to_toml().encode())

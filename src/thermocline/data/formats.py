@@ -75,6 +75,7 @@ def open_files(
         block_bytes = _REMOTE_BLOCK_BYTES if any(source.remote for source in sources) else _BLOCK_BYTES
     if format == "parquet":
         blocks, found, columns = _open_parquet(sources, data, features, labelled)
+        columns = sorted(columns, key=str)  # read by name, so their order says nothing
     elif format in ("libsvm", "libffm"):
         blocks, found, columns = _open_ids(sources, data, format, features, block_bytes)
     else:
