@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
 from thermocline import settings
@@ -15,6 +16,7 @@ from thermocline.config import MAY_CHANGE, Config, Tiers, Train, check_resume, d
 from thermocline.data.schema import Data, Numeric, Synth
 from thermocline.errors import ConfigError
 from thermocline.models.config import ModelConfig
+from thermocline.run import gpu_budget
 from thermocline.schedule import Schedule
 from thermocline.train_config import TrainConfig
 
@@ -60,8 +62,8 @@ WRONG = [
     ("[trian]", 'there is no section "trian" (did you mean "train"?): it has data, model, tiers, train'),
     ("epochs = 3", 'there is no section "epochs"'),
     ("[train]\nepoch = 3", '[train] has no key "epoch" (did you mean "epochs"?): it has epochs, steps, schedule'),
-    ("[tiers]\nhbm = 1", '[tiers] has no key "hbm"'),
-    ("[tiers]\ndevice = 1", '[tiers] has no key "device"'),
+    ('[tiers]\nhbm = "much"', "tiers.hbm is 'much': write a number of bytes"),
+    ('[tiers]\ndevice = "tpu"', "tiers.device"),
     ("[train.schedule]\nkinds = 1", '[train.schedule] has no key "kinds" (did you mean "kind"?)'),
     ("train = 3", "train is 3: it must be a section of keys: epochs"),
     # types
@@ -309,3 +311,11 @@ def test_pairs_unions_and_needed_keys() -> None:
         with pytest.raises(ConfigError) as raised:
             settings.build(Odd, values, "odd")
         assert str(raised.value) == says
+
+
+def test_a_gpu_that_is_not_there_is_told() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert gpu_budget(Config.parse("").tiers) is None
+    with pytest.raises(ConfigError, match=r'tiers\.device is "cuda", but torch sees no GPU'):
+        gpu_budget(Config.parse("", ["tiers.device=cuda"]).tiers)

@@ -33,6 +33,10 @@ def _require(fine: bool, name: str, value: object, rule: str) -> None:
 class Tiers:
     """Where the rows live, and how many bytes they may take there: the budgets of `tc.Table`."""
 
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where training runs; auto: on the GPU, if there is one."""
+    hbm: Size | None = None
+    """GPU memory for hot rows, their index and metadata; none: half of what is free."""
     mem: Size = "1GB"
     """DRAM for rows, their index and metadata."""
     ssd: str | None = None
@@ -45,8 +49,9 @@ class Tiers:
     """Of the memory tier; none: all cores."""
 
     def __post_init__(self) -> None:
-        for name in ("mem", "ssd_mem"):
-            parse_size(getattr(self, name), f"tiers.{name}")
+        for name in ("hbm", "mem", "ssd_mem"):
+            if getattr(self, name) is not None:
+                parse_size(getattr(self, name), f"tiers.{name}")
         _require(self.threads is None or self.threads >= 1, "tiers.threads", self.threads, "at least 1, or none")
 
 
@@ -148,7 +153,7 @@ def _cause(error: Exception) -> str:
 MAY_CHANGE = frozenset(
     {
         *("data.valid", "data.test", "data.on_error", "data.threads"),
-        *("tiers.mem", "tiers.ssd", "tiers.ssd_mem", "tiers.policy", "tiers.threads"),
+        *("tiers.hbm", "tiers.mem", "tiers.ssd", "tiers.ssd_mem", "tiers.policy", "tiers.threads"),
         *("train.epochs", "train.steps", "train.clip_norm", "train.valid_every", "train.patience"),
         "train.plateau_factor",
         *("train.checkpoint_every", "train.checkpoint_minutes", "train.keep", "train.depth", "train.pull_window"),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from thermocline import published
 from thermocline.batch import Batch, Floats
 from thermocline.callbacks import Callback, Row
-from thermocline.config import Config, OptimizerName, check_resume
+from thermocline.config import Config, OptimizerName, Tiers, check_resume
 from thermocline.data.features import Features
 from thermocline.data.schema import Split
 from thermocline.data.splits import check_paths, has_split, open_data
@@ -29,6 +29,7 @@ from thermocline.models import build, parameter_groups, row_dim
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.progress import Result
 from thermocline.settings import nearest
+from thermocline.sizes import Size, format_size
 from thermocline.tables.initial import Normal
 from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from thermocline.tables.table import Table
@@ -64,6 +65,19 @@ def dense_optimizers(config: Config, model: Any) -> list[torch.optim.Optimizer]:
     return [kind(groups, lr=train.dense_lr)] if groups else []
 
 
+def gpu_budget(tiers: Tiers) -> Size | None:
+    """Bytes of the GPU for rows; none: there is no GPU to use."""
+    import torch
+
+    if tiers.device == "cpu":
+        return None
+    if not torch.cuda.is_available():
+        if tiers.device == "cuda":
+            raise ConfigError('tiers.device is "cuda", but torch sees no GPU: it may be "auto" or "cpu"')
+        return None
+    return torch.cuda.mem_get_info()[0] // 2 if tiers.hbm is None else tiers.hbm
+
+
 class Run:
     """Everything a config names, opened. `with tc.Run(tc.Config.load("ads.toml")) as run: run.fit()`.
 
@@ -89,6 +103,8 @@ class Run:
         self.table = Table(
             row_dim(config.model),
             row_optimizer(config),
+            hbm=None if read_only else gpu_budget(tiers),
+            device="cpu" if read_only else tiers.device,
             mem=tiers.mem,
             ssd=tiers.ssd,
             seed=seed,
@@ -100,6 +116,8 @@ class Run:
         )
         try:
             self.model = build(config.model, self.table, fields, dense)
+            if self.table.hbm is not None:
+                self.model.to(self.table.hbm.device)
             self.optimizers = dense_optimizers(config, self.model)
         except BaseException:
             self.table.close()
@@ -135,6 +153,17 @@ class Run:
         return self._loaders[split]
 
     # ---- training
+
+    @property
+    def place(self) -> str:
+        """Where it trains, in words."""
+        import torch
+
+        if self.table.hbm is None:
+            return f"the CPU, {torch.get_num_threads()} threads of torch"
+        device = self.table.hbm.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "an interpreted GPU"
+        return f"{name}, {format_size(self.table.hbm.budget)} of it for rows"
 
     def fit(self, *, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
         """Trains, saves and tests as the config says; see `tc.Trainer.fit`."""
@@ -217,7 +246,7 @@ class Run:
         self.model.eval()
         with torch.no_grad(), prefetch(batches, self.table, depth=self.config.train.depth, training=False) as ready:
             for batch in ready:
-                yield torch.sigmoid(self.model(batch)).numpy()
+                yield torch.sigmoid(self.model(batch)).cpu().numpy()
 
     def close(self) -> None:
         """Closes the stores."""

@@ -43,6 +43,7 @@ def train(config: Config, *, resume: bool) -> list[str]:
 
     splits: tuple[Split, ...] = ("train", "valid", "test")
     with Run(config) as run:
+        print(f"training on {run.place}", flush=True)
         run.fit(resume=resume, callbacks=[FirstStep()])
         return [f"{split} data: {text}" for split in splits if (text := skipped(run.loader(split)))]
 
@@ -59,11 +60,11 @@ def evaluate(run_dir: str, files: Sequence[str], sets: Sequence[str], checkpoint
 
 
 def predict(run_dir: str, files: Sequence[str], out: str, sets: Sequence[str], checkpoint: str | None) -> Row:
-    """One score per example into the file `out`, in the order of the files."""
+    """One score per example into the file `out`, in the order of the files: one left out would shift all others."""
     from thermocline.scores import write_scores, writer_of
 
     writer_of(out)  # before the work
-    with _loaded(run_dir, files, sets, checkpoint, labelled=False) as run:
+    with _loaded(run_dir, files, sets, checkpoint, labelled=False, strict=True) as run:
         batches = run.loader("test")
         with watched("predicting", _examples(batches, run.config)) as advance:
             count = write_scores(out, run.scores(counted(batches, advance)))
@@ -71,11 +72,20 @@ def predict(run_dir: str, files: Sequence[str], out: str, sets: Sequence[str], c
 
 
 def _loaded(
-    run_dir: str, files: Sequence[str], sets: Sequence[str], checkpoint: str | None, *, labelled: bool = True
+    run_dir: str,
+    files: Sequence[str],
+    sets: Sequence[str],
+    checkpoint: str | None,
+    *,
+    labelled: bool = True,
+    strict: bool = False,
 ) -> Any:
+    """strict: a malformed line is an error whatever the run's own setting, unless `sets` has another."""
     from thermocline.run import Run, config_of
 
     config = config_of(run_dir, sets)
+    if strict and not any(override.partition("=")[0].strip() == "data.on_error" for override in sets):
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, on_error="raise"))
     if files:
         if config.data.format == "synth":
             raise ConfigError(f"{run_dir} was trained on generated data: files have no place in it; leave them out")
