@@ -117,6 +117,16 @@ def test_malformed_lines_are_an_error_or_counted(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert result.stderr.startswith("train data: 1 malformed lines were skipped; the first: ")
     assert "701" in result.stderr
+    # Scores are told apart by their place only: there a line is left out only on demand.
+    Path("odd.libsvm").write_text("\n".join([*lines[:5], "bad", *lines[5:9]]) + "\n")
+    result = invoke("predict", "other", "odd.libsvm", "--out", "odd.npy")
+    assert result.exit_code == 1
+    assert "odd.libsvm, line 6" in result.stderr
+    assert not Path("odd.npy").exists()
+    result = invoke("predict", "other", "odd.libsvm", "--out", "odd.npy", "--set", "data.on_error=skip")
+    assert result.exit_code == 0
+    assert "1 malformed lines were skipped" in result.stderr
+    assert len(np.load("odd.npy")) == 9
 
 
 def test_training_files_of_another_shape_are_told(tmp_path: Path) -> None:

@@ -157,7 +157,10 @@ def _source(value: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    def plain(inner: object) -> str:
+        return inner.text if isinstance(inner, Flag) else str(inner)
+
+    return json.dumps(value, ensure_ascii=False, default=plain)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

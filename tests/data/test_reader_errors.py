@@ -205,6 +205,8 @@ def test_options() -> None:
         (lambda: Data(shuffle_buffer=0), "data.shuffle_buffer is 0: it must be at least 1"),
         (lambda: Data(threads=0), "data.threads is 0: it must be at least 1"),
         (lambda: Data(num_fields=0), "data.num_fields is 0: it must be 1 to 65536"),
+        (lambda: Data(label_threshold=float("nan")), "data.label_threshold is nan: it must be a finite number"),
+        (lambda: Data(format="synth", valid=("a.csv",)), "data.valid is ['a.csv']: it must be left out with format"),
         (lambda: Numeric(to="both"), "data.numeric_features.to is 'both'"),  # type: ignore[arg-type]
         (lambda: Numeric(bucket=0.0, to="keys"), "data.numeric_features.bucket is 0.0: it must be a width above 0"),
         (
@@ -216,6 +218,7 @@ def test_options() -> None:
             "data.numeric_features.log is True: it must be false",
         ),
         (lambda: Numeric(fit_rows=0), "data.numeric_features.fit_rows is 0"),
+        (lambda: Synth(zipf=float("inf")), "data.synth.zipf is inf: it must be finite"),
         (lambda: Synth(examples=0), "data.synth.examples is 0: it must be at least 1"),
         (lambda: tc.Reader("x", batch_size=0), "batch_size is 0"),
         (lambda: tc.Reader("x", batch_size=1, shard=(2, 2)), r"shard is (2, 2): (number, count)"),

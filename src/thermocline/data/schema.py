@@ -100,6 +100,7 @@ class Synth:
             _require(getattr(self, name) >= least, f"data.synth.{name}", getattr(self, name), f"at least {least}")
         for name in ("valid_examples", "test_examples"):
             _require(getattr(self, name) >= 0, f"data.synth.{name}", getattr(self, name), "at least 0")
+        _require(self.zipf < float("inf"), "data.synth.zipf", self.zipf, "finite")
         _require(self.nonzeros is None or self.nonzeros >= 1, "data.synth.nonzeros", self.nonzeros, "at least 1")
 
 
@@ -162,6 +163,13 @@ class Data:
         _require(one_byte, "data.delimiter", self.delimiter, "one ASCII character that is no quote or line break")
         _require(self.shuffle_buffer >= 1, "data.shuffle_buffer", self.shuffle_buffer, "at least 1 example")
         _require(self.threads is None or self.threads >= 1, "data.threads", self.threads, "at least 1, or none")
+        threshold = self.label_threshold
+        fine = threshold is None or abs(threshold) < float("inf")
+        _require(fine, "data.label_threshold", threshold, "a finite number, or none")
+        for name in ("train", "valid", "test"):
+            files = getattr(self, name)
+            rule = 'left out with format = "synth", whose data is generated: data.synth says how much'
+            _require(self.format != "synth" or not files, f"data.{name}", list(files), rule)
         few = self.num_fields is None or 1 <= self.num_fields <= 65536
         _require(few, "data.num_fields", self.num_fields, "1 to 65536, or none")
 

@@ -75,7 +75,8 @@ class ModelConfig:
         self._require("dropout", self.dropout is None or 0 <= self.dropout < 1, "from 0 to below 1")
         self._require("cross_layers", self.cross_layers is None or self.cross_layers >= 1, "at least 1")
         for name in ("embedding_l2", "net_l2", "initial"):
-            self._require(name, getattr(self, name) is None or getattr(self, name) >= 0, "a number, not negative")
+            value = getattr(self, name)
+            self._require(name, value is None or 0 <= value < float("inf"), "a finite number, not negative")
         self._require("pooling", self.pooling in ("sum", "mean"), "sum or mean")
         self._require("interaction", self.interaction in ("dot", "cat"), "dot or cat")
         self._require("attention_dim", self.attention_dim % self.heads == 0, f"a multiple of heads, {self.heads}")
