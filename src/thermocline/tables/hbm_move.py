@@ -66,7 +66,7 @@ class Mover:
         self._leaving = [_Staging(arena.shape[1], self._cuda) for _ in range(2)]
         self._pusher = concurrent.futures.ThreadPoolExecutor(1, "thermocline-write-back")
         self._pushing: concurrent.futures.Future[None] | None = None
-        self._fetching = threading.RLock()  # protects the queue, and the rows on their way in
+        self._fetching = threading.RLock()  # who takes from the queue; held until the rows are on their way
         self._queue: deque[Fetch] = deque()
 
     # ---- the planner's side; on its stream
@@ -87,8 +87,7 @@ class Mover:
             self.failed = f"{type(error).__name__}: {error}"
             raise
         fetch = Fetch(number, keys, slots, count, planned, self._event(), after)
-        with self._fetching:
-            self._queue.append(fetch)
+        self._queue.append(fetch)  # without the lock: whoever fetches holds it for long
         return fetch
 
     def _push_later(self, plan: Plan, evicted: int) -> None:
@@ -129,9 +128,11 @@ class Mover:
 
     def fetch_released(self, completed: int) -> None:
         """Fetches what windows up to this one never did: their slots may be given away next."""
-        with self._fetching:
-            while self._queue and self._queue[0].number <= completed:
-                self._fetch_next()
+        first = next(iter(tuple(self._queue)), None)
+        if first is not None and first.number <= completed:
+            with self._fetching:
+                while self._queue and self._queue[0].number <= completed:
+                    self._fetch_next()
 
     def drain(self) -> None:
         """Everything planned so far is in its slots or below; the current stream sees it."""
