@@ -56,7 +56,7 @@ class ModelConfig:
     cross_layers: int | None = None
     """DCN and DCNv2."""
     interaction: Literal["dot", "cat"] = "dot"
-    """DLRM: products of all pairs of vectors, as in its paper; or the vectors themselves, as BARS had it for Frappe_x1."""
+    """DLRM: products of all pairs of vectors, as in its paper; or the vectors themselves, as BARS had for Frappe_x1."""
     bottom: tuple[int, ...] = (400, 400, 400)
     """DLRM: hidden layers from the dense features to a vector."""
     attention_layers: int = 5
