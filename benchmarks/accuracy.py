@@ -1,0 +1,231 @@
+"""Accuracy on MovieLens-100k beside FuxiCTR: the same split, the same settings (BARS x1), mean test AUC of the seeds.
+
+    python benchmarks/accuracy.py FOLDER --fuxictr REPOSITORY --json FILE
+    python benchmarks/accuracy.py FOLDER --models lr,fm --seeds 1 --sides ours
+
+FOLDER holds ml-100k.inter, ml-100k.user and ml-100k.item, as RecBole has them. Positive: a rating of 4 or more.
+Features: the user and age, gender, occupation and zip code; the movie, its year and its genres (several, summed).
+The split, 8:1:1 at random, is written as CSV files that both sides read. FuxiCTR's side needs a copy of its repository
+(the models are not in its package) and what that imports: polars<2 pandas<3 scikit-learn h5py tqdm pyyaml
+keras_preprocessing. FILE gathers runs: those it has are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from common import Claim, console, environment, print_claims, write_json
+from rich.table import Table as Grid
+
+import thermocline as tc
+from thermocline.models import ModelConfig, build, parameter_groups, row_dim
+
+FEATURES = ("user_id", "age", "gender", "occupation", "zip_code", "item_id", "release_year", "class")
+SEVERAL = "class"
+SPLITS = ("train", "valid", "test")
+MODELS = ("lr", "fm", "dnn", "deepfm", "dcn", "dcnv2")
+TRAINING: dict[str, Any] = {
+    "batch_size": 4096, "lr": 1e-3, "epochs": 100, "clip_norm": 10.0, "patience": 2, "plateau_factor": 0.1
+}  # fmt: skip
+"""FuxiCTR's defaults. Clipping matters: the first gradients of rows near zero are large behind batch norm (148 for the
+DNN), and Adam would remember them for a thousand steps."""
+TOLERANCE = 0.002
+Run = dict[str, Any]
+
+# ---- the data, as files
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """A RecBole file: tab separated, the header says `name:type`."""
+    with path.open(encoding="utf-8", newline="") as file:
+        lines = [line.rstrip("\r\n").split("\t") for line in file]
+    names = [name.split(":")[0] for name in lines[0]]
+    return [dict(zip(names, line, strict=True)) for line in lines[1:]]
+
+
+def write_split(source: Path, folder: Path, seed: int) -> dict[str, int]:
+    """train.csv, valid.csv and test.csv of 8:1:1 of the ratings, in an order by the seed; returns their sizes."""
+    users = {row["user_id"]: row for row in rows_of(source / "ml-100k.user")}
+    items = {row["item_id"]: row for row in rows_of(source / "ml-100k.item")}
+    examples = []
+    for rating in rows_of(source / "ml-100k.inter"):
+        row = {**items[rating["item_id"]], **users[rating["user_id"]]}
+        row[SEVERAL] = "^".join(row[SEVERAL].split())
+        examples.append({"label": str(int(float(rating["rating"]) >= 4)), **{name: row[name] for name in FEATURES}})
+    order = np.random.default_rng(seed).permutation(len(examples))
+    cuts = [len(order) * 8 // 10, len(order) * 9 // 10]
+    sizes = {}
+    for name, part in zip(SPLITS, np.split(order, cuts), strict=True):
+        with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, ["label", *FEATURES])
+            writer.writeheader()
+            writer.writerows(examples[n] for n in part)
+        sizes[name] = len(part)
+    return sizes
+
+
+# ---- our side
+
+
+class Examples:
+    """A CSV file in memory, as batches; shuffled anew each epoch if there is a seed."""
+
+    def __init__(self, path: Path, batch_size: int, seed: int | None = None) -> None:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        values = [[row[name].split("^") if name == SEVERAL else [row[name]] for name in FEATURES] for row in rows]
+        most = max(len(bag) for row in values for bag in row)
+        self.keys = np.zeros((len(rows), len(FEATURES), most), np.uint64)
+        self.used = np.zeros(self.keys.shape, bool)
+        for n, row in enumerate(values):
+            for field, bag in enumerate(row):
+                self.keys[n, field, : len(bag)] = [key_of(FEATURES[field], value) for value in bag]
+                self.used[n, field, : len(bag)] = True
+        self.label = torch.tensor([float(row["label"]) for row in rows])
+        self.batch_size, self.seed, self.epoch = batch_size, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return -(-len(self.keys) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tc.Batch]:
+        order: npt.NDArray[Any] = np.arange(len(self.keys))
+        if self.seed is not None:
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.keys))
+        for begin in range(0, len(order), self.batch_size):
+            part = order[begin : begin + self.batch_size]
+            used = self.used[part]
+            offsets = np.concatenate([[0], np.cumsum(used.sum(2).reshape(-1))])
+            yield tc.Batch(self.keys[part][used], offsets, len(FEATURES), label=self.label[torch.from_numpy(part)])
+
+
+def key_of(field: str, value: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{field}={value}".encode(), digest_size=8).digest(), "little")
+
+
+def train_ours(config: ModelConfig, seed: int, data: Path, work: Path) -> Run:
+    parts = {name: Examples(data / f"{name}.csv", TRAINING["batch_size"]) for name in SPLITS}
+    parts["train"].seed = seed
+    torch.manual_seed(seed)
+    lr, l2 = TRAINING["lr"], config.embedding_l2 or 0.0
+    initial = tc.Normal(scale=config.initial)
+    table = tc.Table(row_dim(config), tc.Adam(lr=lr, weight_decay=l2), mem="64MB", seed=seed, initial=initial)
+    model = build(config, table, len(FEATURES))
+    settings = tc.TrainConfig(
+        **{name: TRAINING[name] for name in ("epochs", "clip_norm", "patience", "plateau_factor")},
+        checkpoint_minutes=None,
+        tensorboard=False,
+        display=False,
+    )
+    optimizer = torch.optim.Adam(parameter_groups(config, model), lr=lr)
+    trainer = tc.Trainer(model, optimizer, run_dir=work / "run", config=settings)
+    result = trainer.fit(parts["train"], parts["valid"], parts["test"])
+    assert result.test is not None
+    table.close()
+    return {
+        "auc": result.test["auc"],
+        "logloss": result.test["logloss"],
+        "valid_auc": result.progress.best_auc,
+        "epochs": result.progress.epoch,
+    }
+
+
+# ---- both
+
+
+def claims_of(runs: Sequence[Run]) -> list[Claim]:
+    out = []
+    for model in dict.fromkeys(run["model"] for run in runs):
+        mean = {side: mean_of(runs, model, side, "auc") for side in ("ours", "fuxictr")}
+        if None not in mean.values():
+            behind = mean["fuxictr"] - mean["ours"]  # type: ignore[operator]
+            detail = f"ours {mean['ours']:.4f}, FuxiCTR {mean['fuxictr']:.4f}"
+            out.append(Claim(f"{model.upper()} behind FuxiCTR", behind, TOLERANCE, "AUC", at_most=True, detail=detail))
+    return out
+
+
+def mean_of(runs: Sequence[Run], model: str, side: str, figure: str) -> float | None:
+    values = [run[figure] for run in runs if (run["model"], run["side"]) == (model, side)]
+    return statistics.mean(values) if values else None
+
+
+def print_runs(runs: Sequence[Run]) -> None:
+    grid = Grid(title="test AUC / logloss, mean of the seeds; AUC of each; epochs")
+    for column in ("model", "side", "AUC", "logloss", "each", "epochs"):
+        grid.add_column(column)
+    for model in dict.fromkeys(run["model"] for run in runs):
+        for side in ("ours", "fuxictr"):
+            own = [run for run in runs if (run["model"], run["side"]) == (model, side)]
+            if own:
+                auc, logloss = (mean_of(runs, model, side, figure) for figure in ("auc", "logloss"))
+                each = " ".join(f"{run['auc']:.4f}" for run in own)
+                epochs = " ".join(str(run["epochs"]) for run in own)
+                grid.add_row(model, side, f"{auc:.4f}", f"{logloss:.4f}", each, epochs)
+    console.print(grid)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="of ml-100k.inter, .user and .item")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write results there; runs it already has are kept")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"default: {','.join(MODELS)}")
+    parser.add_argument("--seeds", default="2021,2022,2023", help="default: 2021,2022,2023")
+    parser.add_argument("--sides", default="ours,fuxictr", help="default: ours,fuxictr")
+    parser.add_argument("--fuxictr", metavar="REPOSITORY", type=Path, help="folder of FuxiCTR's repository")
+    parser.add_argument("--split-seed", type=int, default=2021)
+    parser.add_argument("--torch-threads", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.torch_threads)
+    sides: dict[str, Callable[[ModelConfig, int, Path, Path], Run]] = {"ours": train_ours}
+    if args.fuxictr is None:
+        console.print("[yellow]our side only: FuxiCTR's needs --fuxictr[/]")
+    else:
+        from accuracy_fuxictr import train_fuxictr
+
+        sides["fuxictr"] = lambda *run: train_fuxictr(*run, folder=args.fuxictr.resolve(), training=TRAINING)
+    runs: list[Run] = []
+    setup = {"training": TRAINING, "split_seed": args.split_seed, "torch_threads": args.torch_threads}
+    if args.json and args.json.exists():
+        old = json.loads(args.json.read_text())
+        runs = old["runs"] if old["setup"] == setup else []
+    with tempfile.TemporaryDirectory(prefix="thermocline-accuracy-") as folder:
+        sizes = write_split(args.folder, Path(folder), args.split_seed)
+        console.print(f"{sizes}; {TRAINING}")
+        for model in args.models.split(","):
+            for seed in map(int, args.seeds.split(",")):
+                for side in (side for side in args.sides.split(",") if side in sides):
+                    name = {"model": model, "seed": seed, "side": side}
+                    if any(name.items() <= run.items() for run in runs):
+                        continue
+                    config, start = ModelConfig(name=model).resolve(), time.perf_counter()
+                    with tempfile.TemporaryDirectory(dir=folder) as work:
+                        run = sides[side](config, seed, Path(folder), Path(work))
+                    runs.append({**name, **run, "seconds": round(time.perf_counter() - start, 1)})
+                    console.print(runs[-1])
+                    if args.json:
+                        versions = environment(["thermocline", "torch", "numpy", "fuxictr"])
+                        write_json(args.json, {"environment": versions, "setup": setup, "runs": runs}, claims_of(runs))
+    print_runs(runs)
+    print_claims("accuracy on MovieLens-100k", claims_of(runs))
+
+
+if __name__ == "__main__":
+    main()

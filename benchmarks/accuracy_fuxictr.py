@@ -1,0 +1,125 @@
+"""FuxiCTR's side of accuracy.py: its own preprocessing, models, training loop and metrics, with our settings."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thermocline.models import ModelConfig
+
+FOLDERS = {
+    "lr": "LR",
+    "fm": "FM",
+    "dnn": "DNN/DNN_torch",
+    "widedeep": "WideDeep/WideDeep_torch",
+    "deepfm": "DeepFM/DeepFM_torch",
+    "dcn": "DCN/DCN_torch",
+    "dcnv2": "DCNv2",
+}
+
+
+def model_class(folder: Path, name: str) -> Any:
+    """The class in the model zoo's folder of that model, whose package is always called `src`."""
+    for module in [module for module in sys.modules if module.split(".")[0] == "src"]:
+        del sys.modules[module]
+    sys.path.insert(0, str(folder / "model_zoo" / FOLDERS[name]))
+    try:
+        return getattr(importlib.import_module("src"), Path(FOLDERS[name]).parts[0])
+    finally:
+        sys.path.pop(0)
+
+
+def settings_of(config: ModelConfig) -> dict[str, Any]:
+    """A config in FuxiCTR's words; its LR and FM have one regularizer for everything."""
+    hidden = list(config.hidden)
+    if config.name in ("lr", "fm"):
+        return {"embedding_dim": config.dim, "regularizer": config.embedding_l2}
+    return {
+        "embedding_dim": config.dim,
+        "embedding_regularizer": config.embedding_l2,
+        "net_regularizer": config.net_l2,
+        "net_dropout": config.dropout,
+        "batch_norm": config.batch_norm,
+        "hidden_units": hidden,
+        "dnn_hidden_units": hidden,
+        "parallel_dnn_hidden_units": hidden,
+        "hidden_activations": "relu",
+        "dnn_activations": "relu",
+        "num_cross_layers": config.cross_layers,
+        "model_structure": "parallel",
+    }
+
+
+def train_fuxictr(
+    config: ModelConfig, seed: int, data: Path, work: Path, *, folder: Path, training: dict[str, Any]
+) -> dict[str, Any]:
+    """What its run_expid.py does, on our split."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    from accuracy import FEATURES, SEVERAL
+    from fuxictr.features import FeatureMap
+    from fuxictr.preprocess import FeatureProcessor, build_dataset
+    from fuxictr.pytorch.dataloaders import RankDataLoader
+    from fuxictr.pytorch.torch_utils import seed_everything
+
+    logging.disable(logging.WARNING)
+    if not hasattr(np, "unicode_"):
+        np.unicode_ = np.str_  # keras_preprocessing, which FuxiCTR uses, asks for the name NumPy 2 dropped
+    columns: list[dict[str, Any]] = [
+        {"name": name, "active": True, "dtype": "str", "type": "categorical"} for name in FEATURES if name != SEVERAL
+    ]
+    several = {"splitter": "^", "max_len": 8, "padding": "post", "feature_encoder": "layers.MaskedSumPooling()"}
+    columns.append({"name": SEVERAL, "active": True, "dtype": "str", "type": "sequence", **several})
+    params: dict[str, Any] = {
+        **settings_of(config),
+        "dataset_id": "movielens",
+        "data_root": str(work),
+        "data_format": "csv",
+        **{f"{name}_data": str(data / f"{name}.csv") for name in ("train", "valid", "test")},
+        "feature_cols": columns,
+        "label_col": {"name": "label", "dtype": "float"},
+        "min_categr_count": 1,
+        "model_id": config.name,
+        "model_root": str(work / "checkpoints"),
+        "task": "binary_classification",
+        "loss": "binary_crossentropy",
+        "metrics": ["logloss", "AUC"],
+        "monitor": "AUC",
+        "monitor_mode": "max",
+        "optimizer": "adam",
+        "learning_rate": training["lr"],
+        "batch_size": training["batch_size"],
+        "epochs": training["epochs"],
+        "max_gradient_norm": training["clip_norm"],
+        "early_stop_patience": training["patience"],
+        "reduce_lr_on_plateau": True,  # by 0.1: TRAINING["plateau_factor"]
+        "shuffle": True,
+        "num_workers": 0,
+        "verbose": 0,
+        "gpu": -1,
+        "seed": seed,
+    }
+    (work / "checkpoints" / params["dataset_id"]).mkdir(parents=True)
+    seed_everything(seed)
+    paths = build_dataset(FeatureProcessor(**params), **params)
+    params.update(zip(("train_data", "valid_data", "test_data"), paths, strict=True))
+    encoded = work / params["dataset_id"]
+    feature_map = FeatureMap(params["dataset_id"], str(encoded))
+    feature_map.load(str(encoded / "feature_map.json"), params)
+    seed_everything(seed)
+    model = model_class(folder, config.name)(feature_map, **params)
+    train, valid = RankDataLoader(feature_map, stage="train", **params).make_iterator()
+    model.fit(train, validation_data=valid, **params)
+    valid_result = model.evaluate(valid)
+    result = model.evaluate(RankDataLoader(feature_map, stage="test", **params).make_iterator())
+    return {
+        "auc": float(result["AUC"]),
+        "logloss": float(result["logloss"]),
+        "valid_auc": float(valid_result["AUC"]),
+        "epochs": model._epoch_index + 1,
+    }
