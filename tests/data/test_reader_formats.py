@@ -297,6 +297,14 @@ def test_numbers_are_standardised_over_the_training_data(tmp_path: Path) -> None
         assert np.allclose(next(iter(test)).dense[:, 0], [(2 - mean) / deviation, 0.0])
 
 
+def test_a_number_that_is_always_the_same(tmp_path: Path) -> None:
+    """Has no deviation to divide by."""
+    (tmp_path / "a.csv").write_text("label,user,x\n1,a,3\n0,b,3\n1,c,\n")
+    reader = tc.Reader(tmp_path / "a.csv", numeric=("x",), batch_size=9)
+    assert reader.features.statistics == {"x": (3.0, 1.0)}
+    assert np.asarray(next(iter(reader)).dense).tolist() == [[0.0], [0.0], [0.0]]
+
+
 @pytest.mark.parametrize("ending", ["", ".gz"])
 @pytest.mark.parametrize("block_bytes", [1, 2, 7, 1000])
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, ending: str, block_bytes: int) -> None:

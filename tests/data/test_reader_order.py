@@ -92,6 +92,15 @@ def test_each_epoch_has_its_own_order_of_blocks_and_within_them(tmp_path: Path) 
     assert blocks[0] != blocks[1] != blocks[2] != blocks[0]
 
 
+def test_each_lot_has_its_own_order(tmp_path: Path) -> None:
+    table = pa.table({"label": [0.0] * 100, "id": list(range(100))})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=25)
+    lots = tc.Reader(tmp_path / "a.parquet", raw_keys=True, shuffle=True, shuffle_buffer=25, batch_size=25)
+    orders = {tuple((batch.ids % np.uint64(25)).tolist()) for batch in lots}
+    assert len(orders) == 4
+    assert all(sorted(order) == list(range(25)) for order in orders)
+
+
 def test_shuffling_mixes_near_and_far(tmp_path: Path) -> None:
     mixed = reader(tmp_path, "csv", shuffle=True, batch_size=30)
     files = [collections.Counter(example[0] for example in examples_of([batch])) for batch in mixed]

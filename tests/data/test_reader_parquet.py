@@ -14,6 +14,7 @@ from hypothesis import given, strategies as st
 from reader_helpers import Example, examples_of, key
 
 import thermocline as tc
+from thermocline.data.arrow_keys import hashed
 from thermocline.data.schema import Numeric
 from thermocline.errors import DataError
 
@@ -74,6 +75,18 @@ def test_scalars_and_lists(tmp_path: Path, data: st.DataObject, kinds: list[str]
     reader = tc.Reader(path, batch_size=data.draw(st.integers(1, 7)))
     assert examples_of(reader) == expected
     assert len(reader) == len(list(reader))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_slices_of_columns(kind: str) -> None:
+    """Arrow's arrays may begin anywhere in their buffers."""
+    values = {"string": ["ab", "", None, "xyz"], "bytes": [b"ab", b"", None, b"xyz"], "fixed": [b"abcd", b"1234"] * 2}
+    values |= {"large": values["string"], "words": ["a", "b", None, "c"], "bool": [True, False, None, True]}
+    column = pa.array(values.get(kind, [1, 2, None, 4]), KINDS[kind][0])
+    whole = hashed(column, "n")
+    assert whole.tolist() == [key("n", text_of(value)) for value in column.to_pylist()]
+    for start, end in ((1, 4), (2, 3), (3, 3)):
+        assert hashed(column[start:end], "n").tolist() == whole[start:end].tolist()
 
 
 def test_raw_keys(tmp_path: Path) -> None:
