@@ -50,11 +50,10 @@ def train_both(
     assert np.array_equal(table.tier.read(np.array(keys, np.uint64)), table.read(np.array(keys, np.uint64)))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_each_optimizer(optimizer: Any, weighted: bool) -> None:
+@pytest.mark.parametrize(("name", "weighted"), [("sgd", False), ("adagrad", True), ("rowwise", True), ("adam", False)])
+def test_each_optimizer(name: str, weighted: bool) -> None:
     batches = make_batches(5, weighted=weighted, keys=120)
-    table = hbm_table(60, optimizer=optimizer)
+    table = hbm_table(60, optimizer=OPTIMIZERS[name])
     train_both(table, batches, [(3, ["sum", "mean", "sum"])], depth=2)
     assert the_tier(table).stats().evictions > 0
 

@@ -62,12 +62,14 @@ class HbmStats:
 class HbmPins:
     """The slots of one window: they stay as they are until the last holder lets go, or drops it."""
 
-    __slots__ = ("_holders", "_lock", "_tier", "fetch", "number", "slots")
+    __slots__ = ("_holders", "_lock", "_tier", "fetch", "mem", "number", "slots")
 
     def __init__(self, tier: HbmTier, number: int) -> None:
         self._tier = tier
         self._lock = threading.Lock()
         self._holders = 1
+        self.mem = tier.mem
+        """The tier below: reopening a table replaces it."""
         self.number = number
         self.slots: torch.Tensor | None = None
         """int32 per id of the window."""
