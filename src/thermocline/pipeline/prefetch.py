@@ -50,8 +50,8 @@ class _Window:
     them, joined; none: of a single batch, in order."""
     staged: dict[Table, torch.Tensor] = dataclasses.field(default_factory=dict)
     """Per table with an HBM tier: the window's ids."""
-    on_gpu: dict[Table, tuple[MemTier, HbmPins]] = dataclasses.field(default_factory=dict)
-    """Per table with an HBM tier: the pins of the window's slots there, and the tier below."""
+    on_gpu: dict[Table, HbmPins] = dataclasses.field(default_factory=dict)
+    """Per table with an HBM tier: the pins of the window's slots there."""
     outstanding: bool = False
 
 
@@ -116,21 +116,19 @@ class _Stages:
 
     def collect(self, window: _Window) -> _Window:
         for table in self._tables:
-            if table.hbm is not None:
+            if table.gpu is not None:
                 window.collected[table] = [table.parts(batch) for batch in window.batches]
-                window.staged[table] = table.stage_for_gpu(window.collected[table])
+                window.staged[table] = table.gpu.stage(window.collected[table])
             else:
                 window.collected[table] = [table.collect(batch) for batch in window.batches]
         return window
 
     def pull(self, window: _Window) -> _Window:
         for table, collected in window.collected.items():
-            if table.hbm is not None:
-                window.on_gpu[table] = self._when_there_is_room(
-                    functools.partial(table.pin_on_gpu, window.staged[table])
-                )
-                prepared = table.bind_on_gpu(window.on_gpu[table][0], collected, window.on_gpu[table][1])
-                for batch, one in zip(window.batches, prepared, strict=True):
+            if table.gpu is not None:
+                staged = window.staged.pop(table)
+                window.on_gpu[table] = planned = self._when_there_is_room(functools.partial(table.gpu.pin, staged))
+                for batch, one in zip(window.batches, table.gpu.prepare(collected, planned), strict=True):
                     batch.prepared[table] = one
                 continue
             keys = [working_set.keys for _, working_set in collected]
@@ -167,8 +165,8 @@ class _Stages:
 
     def load(self, window: _Window) -> _Window:
         for table, collected in window.collected.items():
-            if table in window.on_gpu:
-                table.load_on_gpu(window.on_gpu[table][1])
+            if table.gpu is not None:
+                table.gpu.load(window.on_gpu[table])
                 continue
             tier, pins, places = window.pinned[table]
             slots, first = pins.slots(), 0
@@ -192,7 +190,7 @@ class _Stages:
         while window.pinned:
             window.pinned.popitem()[1][1].let_go()
         while window.on_gpu:
-            window.on_gpu.popitem()[1][1].let_go()
+            window.on_gpu.popitem()[1].let_go()
         with self._lock:
             if window.outstanding:
                 window.outstanding = False

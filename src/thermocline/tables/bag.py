@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from thermocline.batch import Batch
-from thermocline.tables.table import BagSpec, Pooling, Prepared, Table
+from thermocline.tables.parts import BagSpec, Pooling, Prepared
+from thermocline.tables.table import Table
 
 if TYPE_CHECKING:
     from thermocline.tables.hbm_train import HbmPrepared
@@ -97,9 +98,8 @@ class _Pool(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, table: Table, prepared: Any, part: Any, trains: bool) -> torch.Tensor:
         ctx.table, ctx.prepared, ctx.part, ctx.trains = table, prepared, part, trains
         ctx.order = table.next_forward()
-        if isinstance(prepared, Prepared):
-            return torch.from_numpy(table.pool(prepared, part))
-        return table.pool_on_gpu(prepared, part)
+        pooled = table.pool(prepared, part)
+        return pooled if isinstance(pooled, torch.Tensor) else torch.from_numpy(pooled)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:

@@ -62,12 +62,14 @@ class HbmStats:
 class HbmPins:
     """The slots of one window: they stay as they are until the last holder lets go, or drops it."""
 
-    __slots__ = ("_holders", "_lock", "_tier", "fetch", "number", "slots")
+    __slots__ = ("_holders", "_lock", "_tier", "fetch", "mem", "number", "slots")
 
     def __init__(self, tier: HbmTier, number: int) -> None:
         self._tier = tier
         self._lock = threading.Lock()
         self._holders = 1
+        self.mem = tier.mem
+        """The tier below: reopening a table replaces it."""
         self.number = number
         self.slots: torch.Tensor | None = None
         """int32 per id of the window."""
@@ -267,7 +269,6 @@ class HbmTier:
 
     def _read_here(self, wanted: Keys) -> tuple[Any, torch.Tensor]:
         """Which of the keys are here, and their rows on the device."""
-        self._mover.check()
         slots = find(self.index, self._upload(wanted))
         here = torch.nonzero(slots >= 0).flatten()
         slots = slots[here]
@@ -288,7 +289,6 @@ class HbmTier:
     def write_down(self) -> None:
         """Pushes every changed row into the memory tier; between steps."""
         with self._lock, self._on_stream():
-            self._mover.check()
             self._mover.drain()
             self._wait_for_training()
             dirty = self._mover.dirty
@@ -317,7 +317,6 @@ class HbmTier:
     def check(self) -> None:
         """Raises `ThermoclineError` unless nothing is pinned and the index holds exactly the residents."""
         with self._lock, self._on_stream():
-            self._mover.check()
             self._mover.drain()
             with self._books:
                 if self._outstanding:

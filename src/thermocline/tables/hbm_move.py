@@ -135,7 +135,8 @@ class Mover:
                     self._fetch_next()
 
     def drain(self) -> None:
-        """Everything planned so far is in its slots or below; the current stream sees it."""
+        """Everything planned so far is in its slots or below; the current stream sees it. Raises if rows were lost."""
+        self.check()
         with self._fetching:
             while self._queue:
                 self._fetch_next()

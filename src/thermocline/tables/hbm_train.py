@@ -1,6 +1,6 @@
 """A batch on the GPU: its bags' slots and segments, pooled vectors, and one update per unique key.
 
-The same words as in `table.py`, with torch tensors on the device. Everything here runs on the caller's stream, but
+The same as `mem_train.py`, with torch tensors on the device. Everything here runs on the caller's stream, but
 `prepare`, which runs ahead on a stream of its own; tensors made there are told which stream uses them.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,15 +22,7 @@ from thermocline.ops.segments import Segments, find_segments
 from thermocline.ops.update import apply_gradients, sum_gradients, update_rows
 from thermocline.tables.hbm import HbmPins, HbmTier
 from thermocline.tables.mem import MemTier
-
-
-class HostPart(Protocol):
-    """What `Table.collect` gives for one bag: `table.Part`."""
-
-    ids: Any
-    offsets: Any
-    weights: Any
-    mean: bool
+from thermocline.tables.parts import BagSpec, Part
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -57,7 +49,7 @@ class HbmPrepared:
     """A batch's rows of one table: pinned in the arena, or copied for evaluation."""
 
     tier: MemTier
-    """The one below, as in `table.Prepared`: reopening a table replaces it."""
+    """The one below, as in `Prepared`: reopening a table replaces it."""
     parts: dict[Any, HbmPart]
     pins: HbmPins | None
     ready: torch.cuda.Event | None
@@ -104,7 +96,19 @@ class HbmTraining:
 
     # ---- ahead of training
 
-    def prepare(self, mem: MemTier, collected: Sequence[Mapping[Any, HostPart]], pins: HbmPins) -> list[HbmPrepared]:
+    def stage(self, collected: Sequence[Mapping[BagSpec, Part]]) -> torch.Tensor:
+        """The ids of a window's batches, given their parts, where the GPU can fetch them. Touches no rows."""
+        return self.tier.stage([part.ids for parts in collected for part in parts.values()])
+
+    def pin(self, ids: torch.Tensor) -> HbmPins:
+        """The slots of staged ids."""
+        return self.tier.pin(ids)
+
+    def load(self, pins: HbmPins) -> None:
+        """Brings the rows."""
+        self.tier.load(pins)
+
+    def prepare(self, collected: Sequence[Mapping[BagSpec, Part]], pins: HbmPins) -> list[HbmPrepared]:
         """A window's batches, given their parts and the pins of all their ids, in order. Needs no rows."""
         assert pins.slots is not None
         first, batches = 0, []
@@ -116,23 +120,24 @@ class HbmTraining:
                 for spec, part in parts.items():
                     mine[spec] = self._upload(part, pins.slots[first : first + len(part.ids)])
                     first += len(part.ids)
-                batches.append(self._bind(mem, mine, pins.slots[begin:first].clone(), pins))
+                batches.append(self._bind(mine, pins.slots[begin:first].clone(), pins))
             ready = None if self._stream is None else self._stream.record_event()
         for batch in batches:
             batch.ready = ready
         return batches
 
-    def _bind(self, mem: MemTier, parts: dict[Any, HbmPart], slots: torch.Tensor, pins: HbmPins) -> HbmPrepared:
+    def _bind(self, parts: dict[Any, HbmPart], slots: torch.Tensor, pins: HbmPins) -> HbmPrepared:
         segments = find_segments(slots)
         segments = segments.known(*segments.counts.tolist())  # waits for this stream, on this thread
         plan = None
         if len(parts) == 1:
             (part,) = parts.values()
             plan = self._occurrences(part, segments.order)
-        return HbmPrepared(mem, parts, pins, None, segments, plan)
+        return HbmPrepared(pins.mem, parts, pins, None, segments, plan)
 
-    def prepare_read(self, mem: MemTier, parts: Mapping[Any, HostPart], working_set: WorkingSet) -> HbmPrepared:
+    def prepare_read(self, parts: Mapping[BagSpec, Part], working_set: WorkingSet) -> HbmPrepared:
         """Copies of a batch's rows, for evaluation: inserts nothing."""
+        mem = self.tier.mem
         rows, ready = self.tier.read_to_device(working_set.keys)
         mine, first = {}, 0
         with self._ahead(ready):
@@ -145,7 +150,7 @@ class HbmTraining:
                 ready = self._stream.record_event()
         return HbmPrepared(mem, mine, None, ready, rows=rows)
 
-    def _upload(self, part: HostPart, slots: torch.Tensor) -> HbmPart:
+    def _upload(self, part: Part, slots: torch.Tensor) -> HbmPart:
         offsets = None if part.offsets is None else self._to_device(part.offsets)
         weights = None if part.weights is None else self._to_device(part.weights)
         return HbmPart(slots.clone(), offsets, weights, part.mean)
@@ -214,6 +219,11 @@ class HbmTraining:
         segments, grad_rows, coefs, grads = self.combine(gradients)
         segments = segments.known(*segments.counts.tolist())
         return segments.slots[: segments.sizes[0]], sum_gradients(segments, grads, grad_rows, coefs)
+
+    @staticmethod
+    def norm(sums: torch.Tensor) -> float:
+        """In double; waits for the device."""
+        return float(sums.double().square().sum().sqrt())
 
     def apply(self, slots: torch.Tensor, sums: torch.Tensor, number: int, lr: float, scale: float) -> None:
         """The second half of a step whose sums were asked for."""

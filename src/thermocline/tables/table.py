@@ -12,92 +12,23 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import numpy as np
 
-from thermocline.batch import Batch, Floats, Offsets, Slots, WorkingSet
-from thermocline.core import core
+from thermocline.batch import Batch, Floats, Slots, WorkingSet
 from thermocline.sizes import format_size, parse_size
 from thermocline.tables.arrays import Keys
 from thermocline.tables.initial import Initial, Uniform
 from thermocline.tables.mem import MemTier, Pins, Policy
+from thermocline.tables.mem_train import MemTraining
 from thermocline.tables.optimizers import Optimizer
+from thermocline.tables.parts import BagSpec, Gradient, Part, Prepared
 from thermocline.tables.ssd import SsdStore
 
 if TYPE_CHECKING:
     import torch
 
-    from thermocline.tables.hbm import HbmPins, HbmTier
+    from thermocline.tables.hbm import HbmTier
     from thermocline.tables.hbm_train import HbmPart, HbmPrepared, HbmTraining
 
-Pooling = Literal["sum", "mean", "none"]
 Device = Literal["auto", "cpu", "cuda"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BagSpec:
-    """What one bag reads of a batch: fields that are pooled alike, and their places among the bag's outputs."""
-
-    fields: tuple[int, ...]
-    pooling: Pooling
-    places: tuple[int, ...] = dataclasses.field(compare=False)  # bags that differ in these share a part
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Part:
-    """One BagSpec's share of a prepared batch."""
-
-    ids: Keys
-    offsets: Offsets | None
-    weights: Floats | None
-    mean: bool
-    first_id: int
-    """Where its ids stand among those of the batch's other parts."""
-    id_slots: Slots | None = None
-    """Per id: where its row is pinned; none when rows were copied for evaluation."""
-
-    plan: tuple[Slots, Floats | None] | None = None
-
-    @property
-    def bags(self) -> int:
-        """Vectors it pools to."""
-        return len(self.ids) if self.offsets is None else len(self.offsets) - 1
-
-    def gradient_plan(self, tier: core.MemTier) -> tuple[Slots, Floats | None]:
-        """Per id: the row of the part's gradient that belongs to it, and what it is multiplied by."""
-        if self.plan is None:
-            order = np.arange(len(self.ids), dtype=np.uint32)
-            self.plan = tier.plan(order, order, order, self.offsets, self.weights, self.mean)[1:]
-        return self.plan
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """A batch's rows of one table, shared by all bags on the table: pinned, or copied for evaluation.
-
-    The pipeline holds the pins until the loop moves on, every gradient until the step. A holder forgets its pins before
-    it lets go: an interrupt in between leaves them to the garbage collector, never to a second let_go.
-    """
-
-    tier: MemTier
-    parts: dict[BagSpec, Part]
-    working_set: WorkingSet
-    slots: Slots | None
-    """Per unique key: where its row is pinned."""
-    pins: Pins | None
-    """Of these slots, and perhaps of other batches in the same window."""
-    rows: Floats | None = None
-    """Per unique key: a copy of its row, for evaluation."""
-    plan: tuple[Slots, Floats | None] | None = None
-    """Of the only part, in the working set's order: `Part.gradient_plan` per occurrence."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Gradient:
-    order: int
-    prepared: Any  # all of one kind: those of the CPU, or of the GPU
-    pins: Pins | HbmPins
-    part: Any
-    grad: Any
-    unchanged: Callable[[], bool]
-    """Whether grad's memory is as backward left it: autograd may give the same memory to others."""
 
 
 class Table:
@@ -164,13 +95,15 @@ class Table:
         self._threads = threads
         self._specs: weakref.WeakKeyDictionary[Any, tuple[BagSpec, ...]] = weakref.WeakKeyDictionary()
         self._specs_lock = threading.Lock()  # bags are made while a pipeline collects
-        self._gradients: list[_Gradient] = []
+        self._gradients: list[Gradient] = []
         self._summed: Any = None  # of all of them, once `gradient_norm` was asked
         self._forwards = 0
         self._after_step: list[Callable[[], None]] = []
         self.hbm: HbmTier | None = None
         """The rows on the GPU, above `tier`."""
-        self._training: HbmTraining | None = None
+        self.gpu: HbmTraining | None = None
+        """Batches on it: what `tc.prefetch` asks."""
+        self._training: Any  # MemTraining, or the same as gpu: their arguments go together
         self._device = _training_device(device, self._hbm_budget)
         self._tier: MemTier
         self.store: SsdStore | None = None
@@ -197,6 +130,7 @@ class Table:
     def tier(self, tier: MemTier) -> None:
         self._tier = tier
         if self._device is None:
+            self._training = MemTraining(tier, self._threads)
             return
         if self.hbm is not None:
             self.hbm.reset(tier)
@@ -206,7 +140,7 @@ class Table:
 
         assert self._hbm_budget is not None
         self.hbm = HbmTier(tier, budget=self._hbm_budget, device=self._device, name=self.name)
-        self._training = HbmTraining(self.hbm, self.dim, self.optimizer)
+        self._training = self.gpu = HbmTraining(self.hbm, self.dim, self.optimizer)
 
     def open_store(self, path: str | os.PathLike[str], **options: Any) -> SsdStore:
         """A store for rows of this table, opened with the table's own settings and `options` of `SsdStore.open`."""
@@ -267,47 +201,15 @@ class Table:
         self, tier: MemTier, parts: dict[BagSpec, Part], working_set: WorkingSet, slots: Slots, pins: Pins
     ) -> Prepared:
         """Ready to train: the slots of the working set's keys in `tier`, which `pins` hold."""
-        if len(parts) == 1:  # the usual case, in one go
-            (part,) = parts.values()
-            part.id_slots, rows, coefs = tier.core.plan(
-                slots, working_set.inverse, working_set.order, part.offsets, part.weights, part.mean
-            )
-            return Prepared(tier, parts, working_set, slots, pins, plan=(rows, coefs))
-        id_slots = slots[working_set.inverse]
-        for part in parts.values():
-            part.id_slots = id_slots[part.first_id : part.first_id + len(part.ids)]
-            part.gradient_plan(tier.core)
-        return Prepared(tier, parts, working_set, slots, pins)
-
-    def stage_for_gpu(self, collected: Sequence[Mapping[BagSpec, Part]]) -> torch.Tensor:
-        """The ids of a window's batches, given their parts, where the GPU can fetch them. Touches no rows."""
-        assert self.hbm is not None
-        return self.hbm.stage([part.ids for parts in collected for part in parts.values()])
-
-    def pin_on_gpu(self, ids: torch.Tensor) -> tuple[MemTier, HbmPins]:
-        """The slots in HBM of staged ids; and the tier below that they are above."""
-        assert self.hbm is not None
-        return self.tier, self.hbm.pin(ids)
-
-    def bind_on_gpu(
-        self, tier: MemTier, collected: Sequence[Mapping[BagSpec, Part]], pins: HbmPins
-    ) -> list[HbmPrepared]:
-        """All that training on the GPU needs but the rows: one per batch of the window."""
-        assert self._training is not None
-        return self._training.prepare(tier, collected, pins)
-
-    def load_on_gpu(self, pins: HbmPins) -> None:
-        """Brings the rows."""
-        assert self.hbm is not None
-        self.hbm.load(pins)
+        return MemTraining.prepare(tier, parts, working_set, slots, pins)
 
     def prepare(self, batch: Batch) -> Prepared | HbmPrepared:
         """Pulls and pins the batch's rows: what `tc.prefetch` does ahead of time. Let go of its pins when done."""
-        if self.hbm is not None:
+        if self.gpu is not None:
             collected = [self.parts(batch)]
-            below, slots = self.pin_on_gpu(self.stage_for_gpu(collected))
-            (prepared,) = self.bind_on_gpu(below, collected, slots)
-            self.load_on_gpu(slots)
+            planned = self.gpu.pin(self.gpu.stage(collected))
+            (prepared,) = self.gpu.prepare(collected, planned)
+            self.gpu.load(planned)
             return prepared
         parts, working_set = self.collect(batch)
         tier = self.tier
@@ -316,26 +218,13 @@ class Table:
 
     def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> Prepared | HbmPrepared:
         """Copies of the batch's rows, for evaluation: inserts nothing, visits nothing."""
-        parts, working_set = self.collect(batch, specs)
-        if self._training is not None:
-            return self._training.prepare_read(self.tier, parts, working_set)
-        return Prepared(self.tier, parts, working_set, None, None, self.tier.read(working_set.keys))
+        copies: Prepared | HbmPrepared = self._training.prepare_read(*self.collect(batch, specs))
+        return copies
 
-    def pool_on_gpu(self, prepared: HbmPrepared, part: HbmPart) -> torch.Tensor:
-        """float32[bags, dim], on the GPU."""
-        assert self._training is not None
-        return self._training.pool(prepared, part)
-
-    def pool(self, prepared: Prepared, part: Part) -> Floats:
-        """float32[bags, dim]."""
-        out = np.empty((part.bags, self.dim), np.float32)
-        if part.id_slots is not None:
-            self.tier.core.pool(part.id_slots, part.offsets, part.weights, part.mean, out)
-        else:
-            assert prepared.rows is not None
-            index = prepared.working_set.inverse[part.first_id : part.first_id + len(part.ids)]
-            self.tier.core.pool_buffer(prepared.rows, index, part.offsets, part.weights, part.mean, out)
-        return out
+    def pool(self, prepared: Any, part: Any) -> Floats | torch.Tensor:
+        """float32[bags, dim], where training runs."""
+        pooled: Floats | torch.Tensor = self._training.pool(prepared, part)
+        return pooled
 
     def next_forward(self) -> int:
         """Numbers forward passes: gradients are summed in this order, whatever order backward takes."""
@@ -358,7 +247,7 @@ class Table:
                 + ("only read" if pins is None else "given back: call it before the loop asks for the next batch")
             )
         self._summed = None
-        self._gradients.append(_Gradient(order, prepared, pins, part, grad, unchanged))
+        self._gradients.append(Gradient(order, prepared, pins, part, grad, unchanged))
 
     # ---- the update
 
@@ -369,17 +258,10 @@ class Table:
         """
         if not self._gradients:
             return 0.0
-        if self._training is not None:
-            if self._summed is None:
-                self._summed = self._training.sums(self._in_order())
-            return float(self._summed[1].double().square().sum().sqrt())
         if self._summed is None:
-            slots, starts, rows, coefs, grads = self._combine()
-            sums = np.empty((len(slots), self.dim), np.float32)
-            self.tier.core.sum_gradients(starts, rows, coefs, grads, sums)
-            self._summed = slots, sums
-        # In double, so that no order of threads shows.
-        return float(np.sqrt(np.square(self._summed[1], dtype=np.float64).sum()))
+            self._summed = self._training.sums(self._in_order())
+        norm: float = self._training.norm(self._summed[1])
+        return norm
 
     def step(self, *, lr: float | None = None, scale: float = 1.0, max_norm: float | None = None) -> float | None:
         """Applies everything backward has collected since the last step: one update per unique key.
@@ -395,21 +277,10 @@ class Table:
             if max_norm is not None:
                 norm = abs(scale) * self.gradient_norm()
                 scale *= max_norm / norm if norm > max_norm else 1.0
-            # Marked first: whatever happens next, a row that changed is known to have.
-            if self._training is not None:
-                if self._summed is not None:
-                    slots, sums = self._summed
-                    self._training.apply(slots, sums, step, rate, scale)
-                elif self._gradients:
-                    self._training.update(self._in_order(), step, rate, scale)
-            elif self._summed is not None:
-                slots, sums = self._summed
-                self.tier.core.mark_dirty(slots)
-                self.tier.apply_gradients(slots, sums, step=step, lr=rate, scale=scale)
+            if self._summed is not None:
+                self._training.apply(*self._summed, step, rate, scale)
             elif self._gradients:
-                slots, starts, rows, coefs, grads = self._combine()
-                self.tier.core.mark_dirty(slots)
-                self.tier.core.update(slots, starts, rows, coefs, grads, self.tier.step(step, rate, scale))
+                self._training.update(self._in_order(), step, rate, scale)
             self.step_count = step
         finally:
             self.discard_gradients()
@@ -427,7 +298,7 @@ class Table:
         while self._after_step:
             self._after_step.pop()()
 
-    def _in_order(self) -> list[_Gradient]:
+    def _in_order(self) -> list[Gradient]:
         """What backward has collected, in the order of the forward passes."""
         if not all(g.unchanged() for g in self._gradients):
             raise RuntimeError(
@@ -435,34 +306,6 @@ class Table:
                 "dense parameter that shares its memory: call table.step() before dense gradients are clipped or zeroed"
             )
         return sorted(self._gradients, key=lambda g: g.order)
-
-    def _combine(self) -> tuple[Slots, Slots, Slots, Floats | None, Floats]:
-        """Slots of the unique keys, and which rows of the joined gradients belong to each, in example order."""
-        gradients = self._in_order()
-        one = gradients[0].prepared
-        if len(gradients) == 1 and one.plan is not None:
-            assert one.slots is not None
-            return one.slots, one.working_set.starts, *one.plan, gradients[0].grad
-        plans = [g.part.gradient_plan(self.tier.core) for g in gradients]
-        grads = gradients[0].grad if len(gradients) == 1 else np.concatenate([g.grad for g in gradients])
-        firsts = np.cumsum([0, *(len(g.grad) for g in gradients[:-1])]).astype(np.uint32)
-        rows = [plan[0] + first for plan, first in zip(plans, firsts, strict=True)]
-        grad_rows = rows[0] if len(rows) == 1 else np.concatenate(rows)
-        coefs = None
-        if any(plan[1] is not None for plan in plans):
-            coefs = np.concatenate(
-                [np.ones(len(plan[0]), np.float32) if plan[1] is None else plan[1] for plan in plans]
-            )
-        if all(g.prepared is one for g in gradients) and [g.part for g in gradients] == list(one.parts.values()):
-            # Every part of one batch, once. Its working set is the one needed.
-            working_set, slots = one.working_set, one.slots
-            assert slots is not None
-        else:
-            working_set = WorkingSet.of(np.concatenate([g.part.ids for g in gradients]), threads=self._threads)
-            id_slots = np.concatenate([g.part.id_slots for g in gradients])
-            slots = id_slots[working_set.order[working_set.starts[:-1]]]
-        order = working_set.order
-        return slots, working_set.starts, grad_rows[order], None if coefs is None else coefs[order], grads
 
     # ---- what survives
 

@@ -1,0 +1,90 @@
+"""What a batch is to a table: parts that are pooled alike, rows pinned for it, gradients that wait for a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from thermocline.batch import Floats, Offsets, Slots, WorkingSet
+from thermocline.core import core
+from thermocline.tables.arrays import Keys
+from thermocline.tables.mem import MemTier, Pins
+
+if TYPE_CHECKING:
+    from thermocline.tables.hbm import HbmPins
+
+Pooling = Literal["sum", "mean", "none"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BagSpec:
+    """What one bag reads of a batch: fields that are pooled alike, and their places among the bag's outputs."""
+
+    fields: tuple[int, ...]
+    pooling: Pooling
+    places: tuple[int, ...] = dataclasses.field(compare=False)  # bags that differ in these share a part
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Part:
+    """One BagSpec's share of a prepared batch."""
+
+    ids: Keys
+    offsets: Offsets | None
+    weights: Floats | None
+    mean: bool
+    first_id: int
+    """Where its ids stand among those of the batch's other parts."""
+    id_slots: Slots | None = None
+    """Per id: where its row is pinned; none when rows were copied for evaluation."""
+
+    plan: tuple[Slots, Floats | None] | None = None
+
+    @property
+    def bags(self) -> int:
+        """Vectors it pools to."""
+        return len(self.ids) if self.offsets is None else len(self.offsets) - 1
+
+    def gradient_plan(self, tier: core.MemTier) -> tuple[Slots, Floats | None]:
+        """Per id: the row of the part's gradient that belongs to it, and what it is multiplied by."""
+        if self.plan is None:
+            order = np.arange(len(self.ids), dtype=np.uint32)
+            self.plan = tier.plan(order, order, order, self.offsets, self.weights, self.mean)[1:]
+        return self.plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A batch's rows of one table, shared by all bags on the table: pinned, or copied for evaluation.
+
+    The pipeline holds the pins until the loop moves on, every gradient until the step. A holder forgets its pins before
+    it lets go: an interrupt in between leaves them to the garbage collector, never to a second let_go.
+    """
+
+    tier: MemTier
+    parts: dict[BagSpec, Part]
+    working_set: WorkingSet
+    slots: Slots | None
+    """Per unique key: where its row is pinned."""
+    pins: Pins | None
+    """Of these slots, and perhaps of other batches in the same window."""
+    rows: Floats | None = None
+    """Per unique key: a copy of its row, for evaluation."""
+    plan: tuple[Slots, Floats | None] | None = None
+    """Of the only part, in the working set's order: `Part.gradient_plan` per occurrence."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Gradient:
+    """Of one pooled part, since backward."""
+
+    order: int
+    prepared: Any  # all of one kind: those of the CPU, or of the GPU
+    pins: Pins | HbmPins
+    part: Any
+    grad: Any
+    unchanged: Callable[[], bool]
+    """Whether grad's memory is as backward left it: autograd may give the same memory to others."""
