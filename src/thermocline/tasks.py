@@ -110,7 +110,7 @@ def skipped(batches: Any) -> str | None:
     found = getattr(batches, "skipped", None)
     if found is None or not found.count:
         return None
-    return f"{found.count:,} malformed lines were skipped; the first: {found.first[0]}"
+    return f"{found.count:,} malformed lines were skipped; the first: {found.malformed[0]}"  # counts lines of one only
 
 
 # ---- data
