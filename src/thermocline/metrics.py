@@ -292,7 +292,9 @@ def _checked(scores: Any, labels: Any) -> tuple[_Array, _Array]:
         raise ValueError("a score is NaN: the model has diverged, or its inputs hold NaN")
     if not ((classes == 0) | (classes == 1)).all():
         wrong = classes[(classes != 0) & (classes != 1)][0]
-        raise ValueError(f"a label is {wrong}: labels are 0 or 1")
+        raise ValueError(
+            f"a label is {wrong}: labels are 0 or 1; a reader makes them so by data.label_threshold, such as 3 for ratings"
+        )
     return values, classes
 
 
