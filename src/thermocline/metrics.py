@@ -293,7 +293,7 @@ def _checked(scores: Any, labels: Any) -> tuple[_Array, _Array]:
     if not ((classes == 0) | (classes == 1)).all():
         wrong = classes[(classes != 0) & (classes != 1)][0]
         raise ValueError(
-            f"a label is {wrong}: labels are 0 or 1; a reader makes them so by data.label_threshold, such as 3 for ratings"
+            f"a label is {wrong}: labels are 0 or 1; a reader makes them so by data.label_threshold (4: ratings from 4)"
         )
     return values, classes
 
