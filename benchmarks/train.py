@@ -61,10 +61,27 @@ class Sizes:
 
 
 FULL = Sizes(
-    keys=20_000_000, preset="A/400", batch=4096, warm=8, rounds=7, steps=50, saved_rows=20_000_000, every=1000, checkpoints=2
+    keys=20_000_000,
+    preset="A/400",
+    batch=4096,
+    warm=8,
+    rounds=7,
+    steps=50,
+    saved_rows=20_000_000,
+    every=1000,
+    checkpoints=2,
 )
 QUICK = dataclasses.replace(
-    FULL, keys=500_000, preset="A/16000", batch=2048, warm=2, rounds=3, steps=8, saved_rows=4_000_000, every=40, checkpoints=2
+    FULL,
+    keys=500_000,
+    preset="A/16000",
+    batch=2048,
+    warm=2,
+    rounds=3,
+    steps=8,
+    saved_rows=4_000_000,
+    every=40,
+    checkpoints=2,
 )
 
 
