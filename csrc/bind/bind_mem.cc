@@ -163,10 +163,10 @@ void read(MemTier& self, KeysArg keys, FloatsOutArg rows) {
   self.read(keys.data(), keys.size(), reinterpret_cast<uint8_t*>(rows.data()));
 }
 
-void push(MemTier& self, KeysArg keys, FloatsArg rows, bool dirty) {
+void push(MemTier& self, KeysArg keys, FloatsArg rows, bool dirty, bool unique) {
   check_rows(self, keys.size(), rows);
   nb::gil_scoped_release release;
-  self.push(keys.data(), keys.size(), reinterpret_cast<const uint8_t*>(rows.data()), dirty);
+  self.push(keys.data(), keys.size(), reinterpret_cast<const uint8_t*>(rows.data()), dirty, unique);
 }
 
 void copy_out(MemTier& self, SlotsArg slots, FloatsOutArg rows) {
@@ -345,7 +345,7 @@ void bind_mem(nb::module_& m) {
       .def("mark_dirty", &mark_dirty, "slots"_a.noconvert())
       .def("dirty_rows", &dirty_rows, "next"_a, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("read", &read, "keys"_a.noconvert(), "rows"_a.noconvert())
-      .def("push", &push, "keys"_a.noconvert(), "rows"_a.noconvert(), "dirty"_a)
+      .def("push", &push, "keys"_a.noconvert(), "rows"_a.noconvert(), "dirty"_a, "unique"_a = false)
       .def("copy_out", &copy_out, "slots"_a.noconvert(), "rows"_a.noconvert())
       .def("write", &write, "slots"_a.noconvert(), "rows"_a.noconvert())
       .def("flush", &flush, "to"_a.none())

@@ -11,6 +11,7 @@ namespace {
 
 constexpr size_t kTaskRows = 4096;
 constexpr size_t kCachedKeys = 65536;
+constexpr size_t kAhead = 16;  // rows whose memory is asked for before it is used
 
 }  // namespace
 
@@ -226,16 +227,26 @@ void MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
   for (size_t b = 0; b < n; b += s->keys_max, rows += s->keys_max * row_bytes_, keys += s->keys_max) {
     const size_t part = std::min(s->keys_max, n - b);
     by_shard(*s, keys, nullptr, part, [&](Shard& shard, const Probe* probes, size_t m) {
-      for (size_t j = 0; j < m; ++j) {
-        const uint32_t i = probes[j].index, slot = shard.find(probes[j].tag, keys[i]);
-        s->found[i] = slot == kNoSlot ? kMissing : kCopied;
-        if (slot == kNoSlot) continue;
-        if (meta()[slot].load_state() == SlotState::kLoading) {
-          shard.pin(slot);
-          s->found[i] = kLoading;
-          s->pinned[i] = slot;
-        } else {
-          std::memcpy(rows + i * row_bytes_, row(slot), row_bytes_);
+      // A few at a time: their rows are on their way while the next ones are looked for.
+      uint32_t slots[kAhead];
+      for (size_t begin = 0; begin < m; begin += kAhead) {
+        const size_t end = std::min(begin + kAhead, m);
+        for (size_t j = end; j < std::min(end + kAhead, m); ++j) shard.prefetch(probes[j].tag);
+        for (size_t j = begin; j < end; ++j) {
+          const uint32_t slot = slots[j - begin] = shard.find(probes[j].tag, keys[probes[j].index]);
+          if (slot != kNoSlot) __builtin_prefetch(row(slot));
+        }
+        for (size_t j = begin; j < end; ++j) {
+          const uint32_t i = probes[j].index, slot = slots[j - begin];
+          s->found[i] = slot == kNoSlot ? kMissing : kCopied;
+          if (slot == kNoSlot) continue;
+          if (meta()[slot].load_state() == SlotState::kLoading) {
+            shard.pin(slot);
+            s->found[i] = kLoading;
+            s->pinned[i] = slot;
+          } else {
+            std::memcpy(rows + i * row_bytes_, row(slot), row_bytes_);
+          }
         }
       }
     });
@@ -270,18 +281,27 @@ void MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
   read_hits_ += hits;
 }
 
-void MemTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty) {
+void MemTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique) {
   ScratchPool::Lease s(scratch_);
   for (size_t b = 0; b < n; b += s->keys_max) {
     const size_t part = std::min(s->keys_max, n - b);
     const uint8_t* from = rows + b * row_bytes_;
     acquire(*s, keys + b, part, s->pinned, from);
-    // In the order of the batch within a shard: of a repeated key the last row wins.
-    by_shard(*s, keys + b, nullptr, part, [&](Shard&, const Probe* probes, size_t m) {
-      for (size_t j = 0; j < m; ++j) {
-        std::memcpy(row(s->pinned[probes[j].index]), from + probes[j].index * row_bytes_, row_bytes_);
-      }
-    });
+    if (unique) {
+      for_rows(part, [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) {
+          __builtin_prefetch(row(s->pinned[std::min(i + kAhead, end - 1)]), 1);
+          std::memcpy(row(s->pinned[i]), from + i * row_bytes_, row_bytes_);
+        }
+      });
+    } else {
+      // In the order of the batch within a shard: of a repeated key the last row wins.
+      by_shard(*s, keys + b, nullptr, part, [&](Shard&, const Probe* probes, size_t m) {
+        for (size_t j = 0; j < m; ++j) {
+          std::memcpy(row(s->pinned[probes[j].index]), from + probes[j].index * row_bytes_, row_bytes_);
+        }
+      });
+    }
     release(*s, s->pinned, keys + b, part, dirty);
   }
 }

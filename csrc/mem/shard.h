@@ -68,6 +68,8 @@ class alignas(64) Shard {
   void init(SlotMeta* meta, uint32_t sentinels, uint64_t* index, uint32_t buckets, Policy policy, uint32_t fair_share);
 
   uint32_t find(uint32_t tag, uint64_t key) const;
+  // Ahead of a find.
+  void prefetch(uint32_t tag) const { __builtin_prefetch(&index_[home(tag)]); }
   // Finds and pins: slots[probe.index] is the slot or kNoSlot. Returns how many were found; `waits` is set when one
   // of them is not ready.
   size_t find_and_pin(const Probe* probes, size_t n, const uint64_t* keys, uint32_t* slots, bool* waits);

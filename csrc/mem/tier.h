@@ -69,9 +69,9 @@ class MemTier {
 
   // The rows as they are now; those of unknown keys are initial rows. Inserts nothing, visits nothing.
   void read(const uint64_t* keys, size_t n, uint8_t* rows);
-  // Replaces whole rows, wherever they are, without reading the store. Of a repeated key the last one wins.
-  // Large batches are pushed in parts: after an exception some of the rows may be in.
-  void push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty);
+  // Replaces whole rows, wherever they are, without reading the store. Of a repeated key the last one wins; `unique`:
+  // there is none, which is faster. Large batches are pushed in parts: after an exception some of the rows may be in.
+  void push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique = false);
   // Copies between pinned slots and a buffer.
   void copy_out(const uint32_t* slots, size_t n, uint8_t* rows);
   void write(const uint32_t* slots, size_t n, const uint8_t* rows);

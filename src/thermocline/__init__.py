@@ -62,6 +62,8 @@ _HOME = {
     "Constant": "tables.initial",
     "Normal": "tables.initial",
     "Uniform": "tables.initial",
+    "HbmStats": "tables.hbm",
+    "HbmTier": "tables.hbm",
     "Lookup": "tables.mem",
     "MemStats": "tables.mem",
     "MemTier": "tables.mem",
@@ -114,6 +116,7 @@ if TYPE_CHECKING:
     from thermocline.run import Run as Run
     from thermocline.schedule import Schedule as Schedule
     from thermocline.tables.bag import EmbeddingBag as EmbeddingBag
+    from thermocline.tables.hbm import HbmStats as HbmStats, HbmTier as HbmTier
     from thermocline.tables.initial import Constant as Constant, Normal as Normal, Uniform as Uniform
     from thermocline.tables.mem import Lookup as Lookup, MemStats as MemStats, MemTier as MemTier
     from thermocline.tables.optimizers import (

@@ -281,3 +281,19 @@ def test_working_set() -> None:
     for name in ("keys", "inverse", "starts", "order"):
         np.testing.assert_array_equal(getattr(one, name), getattr(four, name))
     np.testing.assert_array_equal(one.keys[one.inverse], ids)
+
+
+@pytest.mark.parametrize("unique", [False, True])
+def test_push_replaces_rows_here_and_in_the_store(unique: bool, tmp_path: Path) -> None:
+    """More rows than one task copies, some in memory, some evicted, some new; the last pushed is what is read."""
+    rng = np.random.default_rng(1)
+    keys = rng.permutation(20000).astype(np.uint64)
+    rows = rng.random((20000, 3), np.float32)
+    with tc.SsdStore.open(tmp_path / "store", row_bytes=12) as store:
+        tier = tc.MemTier(3, tc.SGD(), budget="1MB", store=store)
+        tier.push(keys[:15000], rows[::-1][:15000], unique=unique)
+        tier.push(keys[5000:], rows[5000:], unique=unique)
+        tier.push(keys[:5000], rows[:5000], unique=unique)
+        assert tier.stats().evictions > 0
+        assert np.array_equal(tier.read(keys), rows)
+        tier.check()

@@ -115,7 +115,7 @@ class Mover:
     def push(self, keys: Any, rows: Floats) -> None:
         """Changed rows into the memory tier."""
         if len(keys):
-            self.mem.push(keys, rows, dirty=True)
+            self.mem.push(keys, rows, dirty=True, unique=True)
             self.written += len(keys)
 
     # ---- anyone's side

@@ -253,13 +253,13 @@ class MemTier:
         """Replaces pinned rows, and marks them dirty. No slot may repeat."""
         self._core.write(slots, _floats(rows, (len(slots), self._floats), "rows"))
 
-    def push(self, keys: Any, rows: Any, *, dirty: bool = True) -> None:
+    def push(self, keys: Any, rows: Any, *, dirty: bool = True, unique: bool = False) -> None:
         """Replaces the rows of `keys` wherever they are; of a repeated key the last one wins.
 
-        `dirty=False` is for rows that the store below already holds.
+        `dirty=False` is for rows that the store below already holds. `unique`: no key repeats, which is faster.
         """
         wanted = as_keys(keys)
-        self._core.push(wanted, _floats(rows, (len(wanted), self._floats), "rows"), dirty)
+        self._core.push(wanted, _floats(rows, (len(wanted), self._floats), "rows"), dirty, unique)
 
     def read(self, keys: Any, *, out: Any = None) -> Floats:
         """float32[n, dim + state]: the rows as they are, for evaluation. Unknown keys give their initial row.
