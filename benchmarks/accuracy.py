@@ -178,6 +178,14 @@ def print_runs(runs: Sequence[Run]) -> None:
     console.print(grid)
 
 
+def save(args: argparse.Namespace, setup: dict[str, Any], runs: list[Run]) -> None:
+    if args.json:
+        where = environment(["thermocline", "torch", "numpy"])
+        if args.fuxictr is not None:  # its package says __version__="..."
+            where["versions"]["fuxictr"] = (args.fuxictr / "fuxictr" / "version.py").read_text().split('"')[1]
+        write_json(args.json, {"environment": where, "setup": setup, "runs": runs}, claims_of(runs))
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="of ml-100k.inter, .user and .item")
@@ -220,9 +228,8 @@ def main() -> None:
                         run = sides[side](config, seed, Path(folder), Path(work))
                     runs.append({**name, **run, "seconds": round(time.perf_counter() - start, 1)})
                     console.print(runs[-1])
-                    if args.json:
-                        versions = environment(["thermocline", "torch", "numpy", "fuxictr"])
-                        write_json(args.json, {"environment": versions, "setup": setup, "runs": runs}, claims_of(runs))
+                    save(args, setup, runs)
+    save(args, setup, runs)
     print_runs(runs)
     print_claims("accuracy on MovieLens-100k", claims_of(runs))
 
