@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,44 @@ def test_a_resumed_run_keeps_the_statistics_it_was_trained_with(tmp_path: Path) 
         file.writelines(f"0,u1,{1000 + i}\n" for i in range(300))
     done("train", config, "--resume", "--set", "train.epochs=2")
     assert Path("run/features.json").read_bytes() == before
+
+
+def test_a_run_reads_its_own_store_wherever_its_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done("train", write_config(tmp_path), "--set", "tiers.ssd=run/store")
+    before = done("eval", "run")
+    shutil.copytree("run", "copy")
+    for file in Path("copy/store").glob("*"):
+        if file.is_file():
+            file.write_bytes(bytes(file.stat().st_size))
+    assert invoke("inspect", "copy", "--check").exit_code == 1
+    assert invoke("inspect", "run", "--check").exit_code == 0
+    Path("run").rename("moved")
+    assert done("eval", "moved") == before
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert done("eval", "../moved") == before
+
+
+def test_a_store_outside_the_folder_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_config(tmp_path)
+    done("train", config, "--set", "tiers.ssd=rows", "--set", "train.steps=5")
+    assert "changed tiers.ssd" not in done("train", config, "--set", "tiers.ssd=rows", "--resume")
+    before = done("eval", "run")
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert done("eval", "../run") == before
+
+
+def test_a_run_that_ended_before_its_first_save_begins_anew(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    lines = Path("data/train.libsvm").read_text().splitlines()
+    Path("bad.libsvm").write_text("\n".join([*lines[:300], "1 x:y", *lines[300:]]))
+    assert invoke("train", config, "--set", 'data.train=["bad.libsvm"]', "--set", "data.shuffle=false").exit_code == 1
+    done("train", config)  # the same folder, without --resume
+    done("train", config, "--set", "train.run_dir=other")
+    assert state_of(tmp_path / "run") == state_of(tmp_path / "other")
+    assert invoke("train", config).exit_code == 2  # now there is a run
+
+
+def test_nothing_to_resume_is_told(tmp_path: Path) -> None:
+    assert "run has nothing saved to resume" in done("train", write_config(tmp_path), "--resume")

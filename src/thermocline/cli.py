@@ -121,8 +121,10 @@ def train(
         from thermocline.config import Config
 
         settings = Config.load(config, sets or ())
-        from thermocline.run import check_folder
+        from thermocline.run import check_folder, has_run
 
+        if resume and not has_run(settings.train.run_dir):
+            typer.echo(f"{settings.train.run_dir} has nothing saved to resume: a new run begins")
         for change in check_folder(settings, resume=resume):
             typer.echo(f"changed {change}")
         from thermocline import tasks
@@ -221,7 +223,7 @@ def synth(
     seed: Annotated[int, typer.Option(help="Of the data.")] = 0,
     debug: Debug = False,
 ) -> None:
-    """Writes synthetic ads data with planted labels, and prints the [data] section that reads it."""
+    """Writes synthetic ads data with planted labels, and prints the config section that reads it."""
     with _one_line(debug):
         from thermocline import tasks
         from thermocline.data.schema import Synth

@@ -125,6 +125,21 @@ class Config:
         train = dataclasses.replace(train, dense_optimizer=dense, dense_lr=rate)
         return dataclasses.replace(self, model=self.model.resolve(), train=train)
 
+    def located(self) -> Self:
+        """The same with a store outside the run's folder named so that it is found from anywhere."""
+        ssd = self.tiers.ssd
+        if ssd is None or Path(ssd).absolute().is_relative_to(Path(self.train.run_dir).absolute()):
+            return self
+        return dataclasses.replace(self, tiers=dataclasses.replace(self.tiers, ssd=str(Path(ssd).absolute())))
+
+    def moved(self, run_dir: str | Path) -> Self:
+        """The config of a run whose folder is now `run_dir`: a store inside the folder went with it."""
+        was, ssd = Path(self.train.run_dir).absolute(), self.tiers.ssd
+        tiers = self.tiers
+        if ssd is not None and Path(ssd).absolute().is_relative_to(was):
+            tiers = dataclasses.replace(tiers, ssd=str(Path(run_dir) / Path(ssd).absolute().relative_to(was)))
+        return dataclasses.replace(self, tiers=tiers, train=dataclasses.replace(self.train, run_dir=str(run_dir)))
+
     def to_toml(self) -> str:
         """As a file that `load` reads to the same config."""
         return settings.to_toml(self)

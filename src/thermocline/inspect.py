@@ -122,7 +122,7 @@ def _stores_of(run_dir: Path, checkpoint: Report | None) -> Iterator[tuple[str, 
         elif (run_dir / "config.toml").exists():
             from thermocline.config import Config
 
-            ssd = Config.load(run_dir / "config.toml").tiers.ssd
+            ssd = Config.load(run_dir / "config.toml").moved(run_dir).tiers.ssd
             if ssd is not None:
                 yield name, Path(ssd)
 

@@ -176,7 +176,8 @@ class Run:
             papers.write()
         listening = [papers, *callbacks]
         trainer = Trainer(self.model, self.optimizers, run_dir=run_dir, config=config.train, callbacks=listening)
-        return trainer.fit(self.loader("train"), self.loader("valid"), self.loader("test"), resume=resume)
+        again = resume or has_begun(run_dir)  # nothing was saved: it begins anew, from what the tables held
+        return trainer.fit(self.loader("train"), self.loader("valid"), self.loader("test"), resume=again)
 
     # ---- what was trained
 
@@ -195,7 +196,7 @@ class Run:
         """
         if config is None:
             config = config_of(run_dir)
-        if not has_run(run_dir):
+        if not has_run(run_dir) and not has_begun(run_dir):
             raise NotFoundError(f"{run_dir} has no checkpoints: nothing was trained there")
         train = dataclasses.replace(config.train, run_dir=os.fspath(run_dir))
         run = cls(dataclasses.replace(config, train=train), read_only=True, labelled=labelled)
@@ -275,7 +276,7 @@ class _Papers(Callback):
     def write(self) -> None:
         run_dir = Path(self._config.train.run_dir)
         published.make_folder(run_dir)
-        published.publish(run_dir / "config.toml", self._config.to_toml().encode())
+        published.publish(run_dir / "config.toml", self._config.located().to_toml().encode())
         if self._features is not None:
             published.publish(run_dir / "features.json", json.dumps(self._features.to_json()).encode())
 
@@ -284,8 +285,20 @@ class _Papers(Callback):
 
 
 def has_run(run_dir: str | os.PathLike[str]) -> bool:
-    """Whether something began to train there."""
-    return any((Path(run_dir) / "checkpoints").glob("[0-9]*.json"))
+    """Whether something was trained and saved there; a run that ended before its first save is none."""
+    return any(not _is_beginning(path) for path in (Path(run_dir) / "checkpoints").glob("[0-9]*.json"))
+
+
+def has_begun(run_dir: str | os.PathLike[str]) -> bool:
+    """Whether a run ended there before its first save."""
+    return not has_run(run_dir) and any((Path(run_dir) / "checkpoints").glob("[0-9]*.json"))
+
+
+def _is_beginning(manifest: Path) -> bool:
+    try:
+        return bool(json.loads(manifest.read_bytes())["begin"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # damaged, or replaced meanwhile: the checkpoints say so themselves
 
 
 def config_of(run_dir: str | os.PathLike[str], sets: Sequence[str] = ()) -> Config:
@@ -296,7 +309,7 @@ def config_of(run_dir: str | os.PathLike[str], sets: Sequence[str] = ()) -> Conf
         others = [p.parent.name for p in folder.glob("*/config.toml")] if folder.is_dir() else []
         hint = nearest(path.parent.name, others)
         raise ConfigError(f"{run_dir} is no run: it has no config.toml, which `thermocline train` writes{hint}")
-    return Config.load(path, sets)
+    return Config.load(path, sets).moved(path.parent)
 
 
 def check_folder(config: Config, *, resume: bool) -> list[str]:
@@ -309,4 +322,4 @@ def check_folder(config: Config, *, resume: bool) -> list[str]:
             f"{run_dir} already has a run: --resume (resume=True) goes on with it, "
             "another train.run_dir begins a new one"
         )
-    return check_resume(config_of(run_dir).resolve(), config.resolve(), run_dir)
+    return check_resume(config_of(run_dir).resolve(), config.resolve().located(), run_dir)
