@@ -12,6 +12,9 @@ made outside the timing; both have the same torch threads; figures are medians.
 
 from __future__ import annotations
 
+import thermocline as tc  # before torch, as a user is told to: OpenMP reads how to wait when torch loads it
+
+# isort: split
 import argparse
 import dataclasses
 import gc
@@ -31,7 +34,6 @@ from common import Claim, console, environment, noise, print_claims, spread, wri
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from train_sides import LR, Fm, Lap, Mlp, Ours, Plain, all_keys, same_start
 
-import thermocline as tc
 from thermocline.data.synth import SyntheticAds
 
 CLAIMS = ("ssd", "torch", "checkpoint", "every")
