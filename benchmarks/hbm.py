@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from common import Claim, console, environment, print_claims, spread, write_json
+from gpu_time import Work, time_ms
 
 from thermocline.ops.evict import EVICTED, LOST, NEW, SHORT
 from thermocline.ops.find import find
@@ -59,28 +60,10 @@ HIERARCHICAL_KV: dict[int, dict[str, tuple[float, float, float]]] = {
 }
 
 
-class Timer:
-    """Times launches with events, after the L2 cache was filled with something else."""
-
-    def __init__(self) -> None:
-        self._flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
-
-    def __call__(
-        self, work: Callable[[int], object], rounds: int, before: Callable[[], None] = lambda: None, warm: int = 2
-    ) -> list[float]:
-        """Seconds of work(0), work(1) ... after `warm` of them that do not count; `before` each, untimed."""
-        events = []
-        for n in range(warm + rounds):
-            before()
-            self._flush.fill_(n % 100)
-            torch.cuda._sleep(1_500_000)  # so that launches are queued before the clock starts
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            work(n)
-            end.record()
-            events.append((begin, end))
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) / 1000 for begin, end in events[warm:]]
+def seconds(work: Work, rounds: int, before: Callable[[], None] = lambda: None) -> list[float]:
+    """Of work(0), work(1) ... on the device."""
+    times = time_ms(work, rounds, before=before, warm=2, flush_bytes=256 * 2**20, ahead_cycles=1_500_000)
+    return [time / 1000 for time in times]
 
 
 @dataclasses.dataclass(slots=True)
@@ -129,7 +112,7 @@ class Bench:
         return plan
 
 
-def operations(bench: Bench, timer: Timer, rounds: int) -> dict[str, list[float]]:
+def operations(bench: Bench, rounds: int) -> dict[str, list[float]]:
     """Seconds per operation; those that insert come last."""
     read = [bench.keys(HITS) for _ in range(4)]
     there = [bench.keys(1.0) for _ in range(4)]
@@ -154,12 +137,12 @@ def operations(bench: Bench, timer: Timer, rounds: int) -> dict[str, list[float]
         plans.append(plan)
 
     times = {
-        "find slots": timer(lambda n: find(bench.index, read[n % 4], out=slots), rounds),
-        "find slots, all there": timer(lambda n: find(bench.index, there[n % 4], out=slots), rounds),
-        "find rows": timer(lambda n: find_rows(bench.index, bench.arena, read[n % 4], out), rounds),
-        "find rows, all there": timer(lambda n: find_rows(bench.index, bench.arena, there[n % 4], out), rounds),
-        "assign": timer(lambda n: assign(bench.index, bench.arena, read[n % 4], rows), rounds),
-        "find or insert slots, all there": timer(lambda n: bench.insert(there[n % 4], 0), rounds // 2),
+        "find slots": seconds(lambda n: find(bench.index, read[n % 4], out=slots), rounds),
+        "find slots, all there": seconds(lambda n: find(bench.index, there[n % 4], out=slots), rounds),
+        "find rows": seconds(lambda n: find_rows(bench.index, bench.arena, read[n % 4], out), rounds),
+        "find rows, all there": seconds(lambda n: find_rows(bench.index, bench.arena, there[n % 4], out), rounds),
+        "assign": seconds(lambda n: assign(bench.index, bench.arena, read[n % 4], rows), rounds),
+        "find or insert slots, all there": seconds(lambda n: bench.insert(there[n % 4], 0), rounds // 2),
     }
     new = KEYS - int(KEYS * HITS)
     state = [bench.index.words, bench.residents.keys, bench.residents.last_use]
@@ -177,7 +160,7 @@ def operations(bench: Bench, timer: Timer, rounds: int) -> dict[str, list[float]
         "insert with eviction": insert_rows,
     }
     for name, work in inserting.items():
-        times[name] = timer(lambda n, work=work: work(read[n % 4], new), rounds // 2, restore)  # type: ignore[misc]
+        times[name] = seconds(lambda n, work=work: work(read[n % 4], new), rounds // 2, restore)  # type: ignore[misc]
     for plan in plans:
         counts = plan.counts.tolist()
         assert counts[LOST.value] == counts[SHORT.value] == 0
@@ -193,7 +176,7 @@ def main() -> None:
     parser.add_argument("--dims", type=int, nargs="+", default=[8, 32, 64])
     options = parser.parse_args()
     torch.manual_seed(1)
-    timer, rounds = Timer(), 12 if options.quick else 40
+    rounds = 12 if options.quick else 40
     record: dict[str, Any] = {
         **environment(["torch", "triton"]),
         "gpu": torch.cuda.get_device_name(),
@@ -209,8 +192,8 @@ def main() -> None:
             filled = min(load, 0.75) if load == 1.0 else load
             spare = 0 if load == 1.0 else KEYS
             bench = Bench(dim, entries, filled, int(filled * entries) + spare)
-            for name, seconds in operations(bench, timer, rounds).items():
-                speed = spread([KEYS / s for s in seconds])
+            for name, times in operations(bench, rounds).items():
+                speed = spread([KEYS / time for time in times])
                 result = {"dim": dim, "entries": entries, "load": load, "operation": name, "keys_per_second": speed}
                 record["results"].append(result)
                 theirs = HIERARCHICAL_KV[dim].get(name, ())

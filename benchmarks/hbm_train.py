@@ -22,11 +22,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from common import Claim, console, environment, print_claims, spread, write_json
+from gpu_time import Work, time_ms
 
 from thermocline.ops.index import Index
 from thermocline.ops.insert import Residents, find_or_insert
@@ -41,28 +41,9 @@ from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer
 FEATURES, IDS_PER_FEATURE, DIM, ALPHA = 10, 104_857, 128, 1.05
 BATCHES = 4
 SPARE = 1 << 22
-FLUSH_BYTES = 512 * 2**20
-AHEAD_CYCLES = 2_000_000
 # {optimizer: (training stream, everything)}, milliseconds; everything is FBGEMM TBE's figure on an H100.
 TARGETS = {"SGD": (0.67, 0.96), "Adam": (0.94, 1.35)}
 PUBLISHED = {"SGD": {"FBGEMM TBE": 0.96, "dynamicemb": 1.92}, "Adam": {"FBGEMM TBE": 1.35, "dynamicemb": 2.19}}
-Work = Callable[[int], object]
-
-
-def time_ms(work: Work, rounds: int, warm: int = 3) -> list[float]:
-    """Milliseconds of work(0), work(1) ... on the device, each after the L2 cache was filled with something else."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    events = []
-    for n in range(warm + rounds):
-        flush.fill_(n % 100)
-        torch.cuda._sleep(AHEAD_CYCLES)  # the host is done launching before the first kernel begins
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work(n)
-        end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in events[warm:]]
 
 
 def host_ms(work: Work, rounds: int) -> list[float]:

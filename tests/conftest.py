@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +13,17 @@ _checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("quick", deadline=None, max_examples=100, suppress_health_check=_checks, print_blob=True)
 settings.register_profile("long", parent=settings.get_profile("quick"), max_examples=5000)
 settings.load_profile("long" if os.environ.get("THERMOCLINE_LONG") == "1" else "quick")
+
+
+@pytest.fixture
+def command_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For the command line: configs name folders relative to the current one, and set torch's threads."""
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

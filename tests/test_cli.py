@@ -14,21 +14,13 @@ import numpy as np
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
-import torch
 from cli_helpers import SMALL, STEPS, done, invoke, lines_of, start, state_of, write_config
 
 import thermocline as tc
 from thermocline import inspect
 from thermocline.config import Config
 
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Configs name folders relative to the current one."""
-    monkeypatch.chdir(tmp_path)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("command_folder")
 
 
 def test_help_and_config_errors_load_no_torch() -> None:

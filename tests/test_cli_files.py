@@ -6,11 +6,9 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from cli_helpers import SMALL, done, invoke, lines_of, state_of, write_config
 
 import thermocline as tc
@@ -18,12 +16,7 @@ import thermocline as tc
 SIZES = ["--keys", 3000, "--fields", 4, "--examples", 1600, "--valid-examples", 400, "--test-examples", 400]
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.chdir(tmp_path)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("command_folder")
 
 
 def config_of(tmp_path: Path, format: str = "libsvm", more: str = "") -> Path:

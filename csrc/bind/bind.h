@@ -11,7 +11,9 @@
 
 namespace thermocline {
 
-using KeysArg = nanobind::ndarray<const uint64_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+template <typename T>
+using Array = nanobind::ndarray<const T, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+using KeysArg = Array<uint64_t>;
 using BytesArg = nanobind::ndarray<uint8_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 using RowsInArg = nanobind::ndarray<const uint8_t, nanobind::ndim<2>, nanobind::device::cpu>;
 using RowsOutArg = nanobind::ndarray<uint8_t, nanobind::ndim<2>, nanobind::device::cpu>;

@@ -20,9 +20,6 @@ namespace thermocline {
 namespace {
 
 template <typename T>
-using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <typename T>
 auto to_numpy(std::unique_ptr<T[]> array, size_t n) {
   T* data = array.release();
   nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });

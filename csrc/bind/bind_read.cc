@@ -26,8 +26,6 @@ using namespace nb::literals;
 namespace thermocline {
 namespace {
 
-template <typename T>
-using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Mask = std::optional<Array<bool>>;
 using BucketArg = std::variant<double, std::string>;
 using ColumnArg = std::tuple<std::string, std::string, bool, double, double, BucketArg>;

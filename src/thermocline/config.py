@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from thermocline import settings
 from thermocline.data.schema import Data
-from thermocline.errors import ConfigError
+from thermocline.errors import ConfigError, require
 from thermocline.models.config import ModelConfig
 from thermocline.settings import Flag
 from thermocline.sizes import Size, parse_size
@@ -22,11 +22,6 @@ from thermocline.tables.mem import Policy
 from thermocline.train_config import TrainConfig
 
 OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
-
-
-def _require(fine: bool, name: str, value: object, rule: str) -> None:
-    if not fine:
-        raise ValueError(f"{name} is {value!r}: it must be {rule}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +47,7 @@ class Tiers:
         for name in ("hbm", "mem", "ssd_mem"):
             if getattr(self, name) is not None:
                 parse_size(getattr(self, name), f"tiers.{name}")
-        _require(self.threads is None or self.threads >= 1, "tiers.threads", self.threads, "at least 1, or none")
+        require(self.threads is None or self.threads >= 1, "tiers.threads", self.threads, "at least 1, or none")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +71,13 @@ class Train(TrainConfig):
 
     def __post_init__(self) -> None:
         TrainConfig.__post_init__(self)
-        _require(self.batch_size >= 1, "train.batch_size", self.batch_size, "at least 1")
-        _require(0 <= self.seed < 2**63, "train.seed", self.seed, "0 to 2**63 - 1")
+        require(self.batch_size >= 1, "train.batch_size", self.batch_size, "at least 1")
+        require(0 <= self.seed < 2**63, "train.seed", self.seed, "0 to 2**63 - 1")
         for name in ("lr", "dense_lr"):
             value = getattr(self, name)
             fine = value is None or 0 <= value < float("inf")
-            _require(fine, f"train.{name}", value, "a finite number, not negative")
-        _require(bool(self.run_dir), "train.run_dir", self.run_dir, "a folder's name")
+            require(fine, f"train.{name}", value, "a finite number, not negative")
+        require(bool(self.run_dir), "train.run_dir", self.run_dir, "a folder's name")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,3 +49,9 @@ class DiskFullError(IoError):
 
 class ConfigError(ThermoclineError, ValueError):
     """A config, or a flag, has a key, a type, a value or a path that is not allowed; names it and what is."""
+
+
+def require(fine: bool, name: str, value: object, rule: str) -> None:
+    """Raises ValueError unless a setting is as it must be: names it, its value and the rule."""
+    if not fine:
+        raise ValueError(f"{name} is {value!r}: it must be {rule}")

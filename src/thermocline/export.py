@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from thermocline import published
 from thermocline.batch import Floats
 from thermocline.tables.arrays import Keys
 from thermocline.tables.table import Table
@@ -42,9 +43,8 @@ def export_rows(
         file = folder / f"part-{len(shards):05}.{format}"
         shards.append({"file": file.name, "rows": write(file, table, source, shard_rows)})
     index = {"table": table.name, **table.layout, "format": format, "rows": sum(s["rows"] for s in shards)}
-    temporary = folder / "index.json.tmp"
-    temporary.write_text(json.dumps({**index, "shards": shards}, indent=1))
-    os.replace(temporary, folder / "index.json")
+    with published.appearing(folder / "index.json") as temporary:
+        temporary.write_text(json.dumps({**index, "shards": shards}, indent=1))
     return [folder / shard["file"] for shard in shards]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,17 @@ def publish(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
     reached("run.file_renamed")
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """A name to write a large file under; it gets its own once it is whole. Not synced: what can be made again."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def make_folder(path: Path) -> None:

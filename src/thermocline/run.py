@@ -24,7 +24,7 @@ from thermocline.config import Config, OptimizerName, Tiers, check_resume
 from thermocline.data.features import Features
 from thermocline.data.schema import Split
 from thermocline.data.splits import check_paths, has_split, open_data
-from thermocline.errors import ConfigError, NotFoundError
+from thermocline.errors import ConfigError, CorruptionError, NotFoundError
 from thermocline.models import build, parameter_groups, row_dim
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.progress import Result
@@ -250,10 +250,8 @@ class Run:
                 yield torch.sigmoid(self.model(batch)).cpu().numpy()
 
     def close(self) -> None:
-        """Closes the stores."""
+        """Closes the store."""
         self.table.close()
-        if self.table.checkpoint_store is not None:
-            self.table.checkpoint_store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -296,8 +294,8 @@ def has_begun(run_dir: str | os.PathLike[str]) -> bool:
 
 def _is_beginning(manifest: Path) -> bool:
     try:
-        return bool(json.loads(manifest.read_bytes())["begin"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return bool(published.decode_manifest(manifest.read_bytes(), str(manifest))["begin"])
+    except (OSError, CorruptionError):
         return False  # damaged, or replaced meanwhile: the checkpoints say so themselves
 
 

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from thermocline import published
 from thermocline.batch import Floats
 from thermocline.errors import ConfigError
 
@@ -22,13 +23,8 @@ def write_scores(path: str | os.PathLike[str], scores: Iterable[Floats]) -> int:
     target = Path(path)
     write = writer_of(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.tmp")
-    try:
-        count = write(temporary, scores)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return count
+    with published.appearing(target) as temporary:
+        return write(temporary, scores)
 
 
 def writer_of(path: str | os.PathLike[str]) -> Callable[[Path, Iterable[Floats]], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from thermocline.errors import require
 from thermocline.schedule import Schedule
 
 
@@ -63,5 +64,4 @@ class TrainConfig:
         return "plateau_factor" if self.plateau_factor < 1 else None
 
     def _require(self, name: str, fine: bool, rule: str) -> None:
-        if not fine:
-            raise ValueError(f"TrainConfig.{name} is {getattr(self, name)!r}: it must be {rule}")
+        require(fine, f"TrainConfig.{name}", getattr(self, name), rule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
-from thermocline.errors import DataError
+from thermocline.errors import DataError, require
 
 Format = Literal["libsvm", "libffm", "criteo", "csv", "parquet", "synth"]
 FORMATS: tuple[str, ...] = get_args(Format)
@@ -28,11 +28,6 @@ _ENDINGS: dict[str, Format] = {
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 
 
-def _require(fine: bool, name: str, value: object, rule: str) -> None:
-    if not fine:
-        raise ValueError(f"{name} is {value!r}: it must be {rule}")
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Numeric:
     """What becomes of numeric columns. A missing value is the mean (dense), or a key of its own."""
@@ -51,18 +46,18 @@ class Numeric:
 
     def __post_init__(self) -> None:
         name = "data.numeric_features."
-        _require(self.to in ("dense", "keys"), name + "to", self.to, '"dense" or "keys"')
-        _require(self.fit_rows >= 1, name + "fit_rows", self.fit_rows, "at least 1")
+        require(self.to in ("dense", "keys"), name + "to", self.to, '"dense" or "keys"')
+        require(self.fit_rows >= 1, name + "fit_rows", self.fit_rows, "at least 1")
         rule = 'a width above 0, "log_square" or "none"'
         if isinstance(self.bucket, str):
-            _require(self.bucket in ("log_square", "none"), name + "bucket", self.bucket, rule)
+            require(self.bucket in ("log_square", "none"), name + "bucket", self.bucket, rule)
         else:
-            _require(0 < self.bucket < float("inf"), name + "bucket", self.bucket, rule)
+            require(0 < self.bucket < float("inf"), name + "bucket", self.bucket, rule)
         if self.to == "dense":
-            _require(self.bucket == "none", name + "bucket", self.bucket, '"none" when to = "dense"; buckets are keys')
+            require(self.bucket == "none", name + "bucket", self.bucket, '"none" when to = "dense"; buckets are keys')
         elif isinstance(self.bucket, str):
             rule = f'false with bucket = "{self.bucket}", which takes the number as it stands'
-            _require(not self.log, name + "log", self.log, rule)
+            require(not self.log, name + "log", self.log, rule)
 
     @property
     def fitted(self) -> bool:
@@ -97,11 +92,11 @@ class Synth:
 
     def __post_init__(self) -> None:
         for name, least in (("keys", 1), ("fields", 1), ("dense", 0), ("zipf", 0), ("examples", 1), ("seed", 0)):
-            _require(getattr(self, name) >= least, f"data.synth.{name}", getattr(self, name), f"at least {least}")
+            require(getattr(self, name) >= least, f"data.synth.{name}", getattr(self, name), f"at least {least}")
         for name in ("valid_examples", "test_examples"):
-            _require(getattr(self, name) >= 0, f"data.synth.{name}", getattr(self, name), "at least 0")
-        _require(self.zipf < float("inf"), "data.synth.zipf", self.zipf, "finite")
-        _require(self.nonzeros is None or self.nonzeros >= 1, "data.synth.nonzeros", self.nonzeros, "at least 1")
+            require(getattr(self, name) >= 0, f"data.synth.{name}", getattr(self, name), "at least 0")
+        require(self.zipf < float("inf"), "data.synth.zipf", self.zipf, "finite")
+        require(self.nonzeros is None or self.nonzeros >= 1, "data.synth.nonzeros", self.nonzeros, "at least 1")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,25 +148,25 @@ class Data:
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         for name in ("categorical", "numeric", "ignore"):
             value = getattr(self, name)
-            _require(not isinstance(value, str), f"data.{name}", value, "a list of column names")
+            require(not isinstance(value, str), f"data.{name}", value, "a list of column names")
             object.__setattr__(self, name, None if value is None else tuple(value))
         choices = {"format": (*FORMATS, None), "fields": ("position", "one"), "on_error": ("raise", "skip")}
         for name, allowed in choices.items():
             rule = "one of " + ", ".join(str(choice) for choice in allowed if choice is not None)
-            _require(getattr(self, name) in allowed, f"data.{name}", getattr(self, name), rule)
+            require(getattr(self, name) in allowed, f"data.{name}", getattr(self, name), rule)
         one_byte = self.delimiter is None or (len(self.delimiter.encode()) == 1 and self.delimiter not in '"\r\n')
-        _require(one_byte, "data.delimiter", self.delimiter, "one ASCII character that is no quote or line break")
-        _require(self.shuffle_buffer >= 1, "data.shuffle_buffer", self.shuffle_buffer, "at least 1 example")
-        _require(self.threads is None or self.threads >= 1, "data.threads", self.threads, "at least 1, or none")
+        require(one_byte, "data.delimiter", self.delimiter, "one ASCII character that is no quote or line break")
+        require(self.shuffle_buffer >= 1, "data.shuffle_buffer", self.shuffle_buffer, "at least 1 example")
+        require(self.threads is None or self.threads >= 1, "data.threads", self.threads, "at least 1, or none")
         threshold = self.label_threshold
         fine = threshold is None or abs(threshold) < float("inf")
-        _require(fine, "data.label_threshold", threshold, "a finite number, or none")
+        require(fine, "data.label_threshold", threshold, "a finite number, or none")
         for name in ("train", "valid", "test"):
             files = getattr(self, name)
             rule = 'left out with format = "synth", whose data is generated: data.synth says how much'
-            _require(self.format != "synth" or not files, f"data.{name}", list(files), rule)
+            require(self.format != "synth" or not files, f"data.{name}", list(files), rule)
         few = self.num_fields is None or 1 <= self.num_fields <= 65536
-        _require(few, "data.num_fields", self.num_fields, "1 to 65536, or none")
+        require(few, "data.num_fields", self.num_fields, "1 to 65536, or none")
 
     def format_of(self, paths: tuple[str, ...]) -> Format:
         """The format of these files: the one given, or that of their endings."""

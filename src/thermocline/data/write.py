@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from thermocline import published
 from thermocline.batch import Batch
 from thermocline.core import core
 from thermocline.tables.arrays import as_numpy
@@ -18,20 +17,9 @@ Format = Literal["parquet", "libsvm", "libffm"]
 FORMATS = ("parquet", "libsvm", "libffm")
 
 
-@contextlib.contextmanager
-def _published(path: Path) -> Iterator[Path]:
-    """A name to write under; the file gets its own name once it is whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def write_text(path: Path, batches: Iterable[Batch], with_fields: bool) -> None:
     """One line per example: `label id:1 ...`, or `label field:id:1 ...`."""
-    with _published(path) as temporary, open(temporary, "wb") as file:
+    with published.appearing(path) as temporary, open(temporary, "wb") as file:
         for batch in batches:
             if batch.dense is not None:
                 raise ValueError(
@@ -46,7 +34,7 @@ def write_parquet(path: Path, batches: Iterable[Batch], one_hot: bool, compressi
     import pyarrow.parquet as pq
 
     writer: Any = None
-    with _published(path) as temporary:
+    with published.appearing(path) as temporary:
         try:
             for batch in batches:
                 table = _arrow_table(batch, one_hot)

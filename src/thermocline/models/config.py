@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, Self
 
+from thermocline.errors import require
+
 ModelName = Literal["lr", "fm", "dnn", "widedeep", "deepfm", "dcn", "dcnv2", "dlrm", "autoint"]
 
 BARS: dict[ModelName, dict[str, Any]] = {
@@ -82,8 +84,7 @@ class ModelConfig:
         self._require("attention_dim", self.attention_dim % self.heads == 0, f"a multiple of heads, {self.heads}")
 
     def _require(self, name: str, fine: bool, rule: str) -> None:
-        if not fine:
-            raise ValueError(f"ModelConfig.{name} is {getattr(self, name)!r}: it must be {rule}")
+        require(fine, f"ModelConfig.{name}", getattr(self, name), rule)
 
     def resolve(self) -> Self:
         """The same with every None filled in."""

@@ -6,11 +6,11 @@ import dataclasses
 import math
 from typing import ClassVar
 
+from thermocline.errors import require
+
 
 def _require(ok: bool, owner: object, field: str, rule: str) -> None:
-    if not ok:
-        name = type(owner).__name__
-        raise ValueError(f"{name}.{field} is {getattr(owner, field)!r}: it must be {rule}")
+    require(ok, f"{type(owner).__name__}.{field}", getattr(owner, field), rule)
 
 
 def _check(owner: SGD | Adagrad | RowWiseAdagrad | Adam, *not_negative: str) -> None:
