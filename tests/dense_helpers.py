@@ -13,6 +13,7 @@ from thermocline.dist.adam import FrozenAdam
 from thermocline.dist.dense import DenseParameters
 from thermocline.dist.dense_config import DenseSync
 from thermocline.dist.groups import Groups
+from thermocline.dist.mean import Mean
 
 Tensors = dict[str, torch.Tensor]
 Nodes = tuple[tuple[int, ...], ...]
@@ -104,9 +105,10 @@ def _train(groups: Groups, case: Case) -> tuple[Tensors, int, int]:
             tree = (net.state_dict(), optimizer.state_dict(), sync.state_dict())
             packed = snapshot.pack(tree, tensors, "")
             saved = snapshot.unpack(packed, snapshot.decode(snapshot.encode(tensors)))
-            net, optimizer, sync = _made(groups, dataclasses.replace(case, seed=case.seed))
+            net, optimizer, sync = _made(groups, case)
             for there, state in zip((net, optimizer, sync), saved, strict=True):
                 there.load_state_dict(state)
+            assert not sync.merge_now()
     sync.merge_now()
     return state_of(net, optimizer), sync.sent.within, sync.sent.between
 
@@ -116,6 +118,19 @@ def _made(groups: Groups, case: Case) -> tuple[Net, torch.optim.Optimizer, Dense
     optimizer = optimizer_of(case, net)
     sync = DenseParameters.make(net.parameters(), optimizer, groups, case.sync, buffers=net.buffers())
     return net, optimizer, sync
+
+
+def average(groups: Groups, length: int, exact: bool) -> torch.Tensor:
+    """The mean over all ranks of `noise`."""
+    averaged = Mean(groups, exact=exact)
+    buffer = torch.zeros(averaged.padded(length))
+    buffer[:length] = noise(groups.topology.rank, length)
+    averaged(buffer)
+    return buffer[:length]
+
+
+def noise(rank: int, length: int) -> torch.Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(rank))
 
 
 # ---- in one process

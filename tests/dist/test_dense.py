@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_helpers import Case, Net, Nodes, Played, assert_same, backward, train
+from dense_helpers import Case, Net, Nodes, Played, assert_same, average, backward, mean, noise, train
 from ranks_helpers import play
 
 from thermocline.dist.adam import FrozenAdam
@@ -56,6 +56,18 @@ def test_every_step_is_the_simulation(world: str) -> None:
     for rank, results in enumerate(play(nodes, train, cases)):
         for case, (tensors, _, _), played in zip(cases, results, expected, strict=True):
             assert_same(tensors, played[rank], (rank, case), exact=case.sync.exact)
+
+
+@pytest.mark.parametrize("nodes", [((0, 1, 2), (3, 4, 5)), ((0, 1), (2, 3), (4, 5)), ((0, 1, 2), (3, 4))], ids=str)
+def test_the_order_of_sums_is_ranks_then_nodes(nodes: Nodes) -> None:
+    """Three of a kind: fewer are the same in any order. Another tree has other bits."""
+    ranks = [noise(rank, 1001) for node in nodes for rank in node]
+    expected, other = mean(ranks, nodes), mean(ranks[::-1], nodes)
+    assert expected is not None
+    assert other is not None
+    assert not torch.equal(expected, other)
+    for got in play(nodes, average, 1001, True):
+        assert torch.equal(got, expected)
 
 
 # ---- Adam
