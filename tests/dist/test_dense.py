@@ -165,3 +165,17 @@ def test_any_optimizer_can_be_merged(alone: Groups) -> None:
             assert sync.after_step(step) == (step % 2 == 0)
         for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_what_was_not_merged_before_saving_is_merged_after_loading(alone: Groups) -> None:
+    x = torch.nn.Parameter(torch.ones(3))
+    optimizer = FrozenAdam([x])
+    made = [DenseParameters.make([x], optimizer, alone, DenseSync(every=2)) for _ in range(3)]
+    for step in range(1, 4):
+        made[0].after_backward()
+        optimizer.step()
+        assert made[0].after_step(step) == (step in (1, 2))
+    made[1].load_state_dict(made[0].state_dict())
+    assert [sync.merge_now() for sync in made] == [True, True, False]
+    made[2].load_state_dict(made[1].state_dict())
+    assert not made[2].merge_now()
