@@ -25,6 +25,7 @@ from thermocline.tables.ssd import SsdStore
 if TYPE_CHECKING:
     import torch
 
+    from thermocline.dist.ranks import Ranks
     from thermocline.tables.hbm import HbmTier
     from thermocline.tables.hbm_train import HbmPart, HbmPrepared, HbmTraining
 
@@ -99,6 +100,8 @@ class Table:
         self._summed: Any = None  # of all of them, once `gradient_norm` was asked
         self._forwards = 0
         self._after_step: list[Callable[[], None]] = []
+        self.ranks: Ranks | None = None
+        """The ranks whose tables together are this one: what `tc.prefetch` asks; none: this process alone."""
         self.hbm: HbmTier | None = None
         """The rows on the GPU, above `tier`."""
         self.gpu: HbmTraining | None = None
@@ -176,6 +179,11 @@ class Table:
         with self._specs_lock:
             wanted = {spec for specs in self._specs.values() for spec in specs}
         return sorted(wanted, key=lambda s: (s.fields, s.pooling))
+
+    @property
+    def fields_read(self) -> int:
+        """A batch needs at least so many fields."""
+        return 1 + max((field for spec in self._wanted() for field in spec.fields), default=0)
 
     # ---- a batch's life
 
