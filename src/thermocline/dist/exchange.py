@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from thermocline.batch import WorkingSet
+from thermocline.dist.config import Hops, Wire
 from thermocline.dist.groups import Lane, Over
 from thermocline.dist.owners import owner_of
 from thermocline.dist.topology import Topology
-from thermocline.dist.wire import Wire, decode, encode, flag_bytes, pack_flags, unpack_flags, width
+from thermocline.dist.wire import decode, encode, flag_bytes, pack_flags, unpack_flags, width
 from thermocline.errors import ConfigError
 from thermocline.tables.arrays import Keys
 
-Hops = Literal["two", "flat"]
 Ints = npt.NDArray[np.int64]
 
 
