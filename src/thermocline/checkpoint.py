@@ -6,7 +6,9 @@
     each table's store                          one epoch per manifest
 
 Over several ranks each has a store per table, in a folder of its own, and rank 0 writes the manifest, which names them
-all (checkpoint_stores.py). A save commits the stores, publishes the dense file, then the manifest; then it removes what no kept manifest names: old
+all (checkpoint_stores.py).
+
+A save commits the stores, publishes the dense file, then the manifest; then it removes what no kept manifest names: old
 manifests first, then epochs, then files. So a manifest always names things that exist, wherever the process dies, and
 what nobody names is removed by the next save or restore.
 """

@@ -1,8 +1,8 @@
 """The stores of a run's tables, as its checkpoints name them: which epoch of which folder; of one process or of ranks.
 
-Every rank of a job has a store per table, in a folder that says which rank of how many it is of. Another number of ranks
-reads all stores of a checkpoint and takes what is its own into new folders: the old ones stay until no manifest names
-them, so that a run cut short in between loses nothing.
+Every rank of a job has a store per table, in a folder that says which rank of how many it is of. Another number of
+ranks reads all stores of a checkpoint, and each takes what is its own into a new folder: the old ones stay until no
+manifest names them, so that a run cut short in between loses nothing.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Stores:
 
     def sweep(self, manifests: Sequence[Manifest]) -> None:
         """Releases every commit, and removes every rank's folder, that no manifest names."""
-        for name, table in self._tables.items():
+        for table in self._tables.values():
             store, mine = store_of(table), self._path(table)
             named = {source.epoch for m in manifests for source in self._sources(table, m) if source.path == mine}
             for epoch in store.epochs[:-1]:  # the newest stays until the next save

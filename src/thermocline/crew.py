@@ -1,4 +1,4 @@
-"""The trainers of all ranks, as one of them sees them: what they agree on between steps. A process alone is a crew of one.
+"""The trainers of all ranks, as one of them sees them: what they agree on between steps. One process is a crew of one.
 
 Ranks must take the same decisions at the same steps. Most follow from the config and the step; the others, a signal or
 the clock of one rank, travel with the batches ahead (`say`), so that all hear of them with the same batch.

@@ -136,8 +136,8 @@ class Run:
         if self.groups is not None:
             from thermocline.dist.sharded import ShardedTable
 
-            ways = {"hops": config.dist.hops, "wire": config.dist.wire}
-            return ShardedTable(dim, optimizer, groups=self.groups, **ways, **options)
+            hops, wire = config.dist.hops, config.dist.wire
+            return ShardedTable(dim, optimizer, groups=self.groups, hops=hops, wire=wire, **options)
         if read_only and saved_by_ranks(config.train.run_dir):
             from thermocline.dist.joined import JoinedTable
 

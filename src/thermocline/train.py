@@ -22,8 +22,8 @@ from thermocline.batch import Batch
 from thermocline.callbacks import Callback, MetricsFile, Row, TensorBoard, finite
 from thermocline.checkpoint import Checkpoint, Checkpoints
 from thermocline.crew import INTERRUPT, SAVE, STOP, Crew
-from thermocline.dist.dense_config import DenseSync
 from thermocline.display import Display
+from thermocline.dist.dense_config import DenseSync
 from thermocline.errors import ThermoclineError
 from thermocline.meter import Meter
 from thermocline.metrics import ExactMetrics
