@@ -3,6 +3,7 @@
 #include <bit>
 #include <cstring>
 
+#include "mem/copy_rows.h"
 #include "mem/tier.h"
 #include "util/error.h"
 
@@ -11,7 +12,10 @@ namespace {
 
 constexpr size_t kTaskRows = 4096;
 constexpr size_t kCachedKeys = 65536;
-constexpr size_t kAhead = 16;  // rows whose memory is asked for before it is used
+constexpr size_t kAhead = 16;       // rows whose memory is asked for before it is used
+constexpr size_t kReadKeys = 4096;  // keys of one task of read(): its rows out are few enough for the TLB
+
+enum Found : uint8_t { kMissing = 0, kCopied = 1, kLoading = 2 };  // Scratch::found, while rows are read
 
 }  // namespace
 
@@ -220,35 +224,58 @@ void MemTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, s
   if (misuse) throw Error("memory tier: unpin of a slot that is not pinned: unpin what pull gave, once");
 }
 
+// Shard by shard within a task: one task after the other finds all of its rows, and copies them while they are there.
+void MemTier::find_and_copy(Scratch& s, const uint64_t* keys, size_t begin, size_t end, uint8_t* rows) {
+  Probe probes[kReadKeys];
+  uint32_t starts[kMaxShards + 1];
+  const RowCopy row_copy(rows, row_bytes_);
+  group_one(keys + begin, end - begin, probes, starts);
+  for (uint32_t step = 0; step < plan_.shards; ++step) {
+    const uint32_t h = (step + static_cast<uint32_t>(begin / kReadKeys) * 7) % plan_.shards;  // not all at the same one
+    if (starts[h] == starts[h + 1]) continue;
+    Shard& shard = shards_[h];
+    std::lock_guard lock(shard.mutex);
+    // A few at a time: their rows are on their way while the next ones are looked for.
+    uint32_t slots[2 * kAhead];
+    const auto copy = [&](size_t first, size_t last) {
+      for (size_t j = first; j < last; ++j) {
+        const size_t i = begin + probes[j].index;
+        const uint32_t slot = shard.verified(slots[j % (2 * kAhead)], probes[j].tag, keys[i]);
+        s.found[i] = slot == kNoSlot ? kMissing : kCopied;
+        if (slot == kNoSlot) continue;
+        if (meta()[slot].load_state() == SlotState::kLoading) {
+          shard.pin(slot);
+          s.found[i] = kLoading;
+          s.pinned[i] = slot;
+        } else {
+          row_copy(rows + i * row_bytes_, row(slot));
+        }
+      }
+    };
+    const size_t end_of_shard = starts[h + 1];
+    size_t copied = starts[h];
+    for (size_t first = copied; first < end_of_shard; first += kAhead) {
+      const size_t last = std::min(first + kAhead, end_of_shard);
+      for (size_t j = last; j < std::min(last + kAhead, end_of_shard); ++j) shard.prefetch(probes[j].tag);
+      for (size_t j = first; j < last; ++j) {
+        const uint32_t slot = slots[j % (2 * kAhead)] = shard.likely(probes[j].tag);
+        if (slot != kNoSlot) __builtin_prefetch(row(slot));
+      }
+      copy(copied, first);
+      copied = first;
+    }
+    copy(copied, end_of_shard);
+  }
+  row_copy.settle();
+}
+
 void MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
-  enum : uint8_t { kMissing = 0, kCopied = 1, kLoading = 2 };
   ScratchPool::Lease s(scratch_);
   size_t hits = 0;
   for (size_t b = 0; b < n; b += s->keys_max, rows += s->keys_max * row_bytes_, keys += s->keys_max) {
     const size_t part = std::min(s->keys_max, n - b);
-    by_shard(*s, keys, nullptr, part, [&](Shard& shard, const Probe* probes, size_t m) {
-      // A few at a time: their rows are on their way while the next ones are looked for.
-      uint32_t slots[kAhead];
-      for (size_t begin = 0; begin < m; begin += kAhead) {
-        const size_t end = std::min(begin + kAhead, m);
-        for (size_t j = end; j < std::min(end + kAhead, m); ++j) shard.prefetch(probes[j].tag);
-        for (size_t j = begin; j < end; ++j) {
-          const uint32_t slot = slots[j - begin] = shard.find(probes[j].tag, keys[probes[j].index]);
-          if (slot != kNoSlot) __builtin_prefetch(row(slot));
-        }
-        for (size_t j = begin; j < end; ++j) {
-          const uint32_t i = probes[j].index, slot = slots[j - begin];
-          s->found[i] = slot == kNoSlot ? kMissing : kCopied;
-          if (slot == kNoSlot) continue;
-          if (meta()[slot].load_state() == SlotState::kLoading) {
-            shard.pin(slot);
-            s->found[i] = kLoading;
-            s->pinned[i] = slot;
-          } else {
-            std::memcpy(rows + i * row_bytes_, row(slot), row_bytes_);
-          }
-        }
-      }
+    pool_.parallel((part + kReadKeys - 1) / kReadKeys, [&](size_t t) {
+      find_and_copy(*s, keys, t * kReadKeys, std::min((t + 1) * kReadKeys, part), rows);
     });
     size_t missing = 0;
     for (size_t i = 0; i < part; ++i) {
@@ -288,11 +315,10 @@ void MemTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dir
     const uint8_t* from = rows + b * row_bytes_;
     acquire(*s, keys + b, part, s->pinned, from);
     if (unique) {
+      const RowCopy copy(slab_.as<uint8_t>(), row_bytes_);
       for_rows(part, [&](size_t begin, size_t end) {
-        for (size_t i = begin; i < end; ++i) {
-          __builtin_prefetch(row(s->pinned[std::min(i + kAhead, end - 1)]), 1);
-          std::memcpy(row(s->pinned[i]), from + i * row_bytes_, row_bytes_);
-        }
+        for (size_t i = begin; i < end; ++i) copy(row(s->pinned[i]), from + i * row_bytes_);
+        copy.settle();
       });
     } else {
       // In the order of the batch within a shard: of a repeated key the last row wins.
