@@ -88,6 +88,11 @@ class Plan:
     """int64: by NEW, EVICTED, SHORT (slots that were missing: then nothing was inserted), CLAIMED and EMPTIED
     (entries of the index taken and freed), LOST (ids the index had no room for)."""
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """What another stream than the plan's own reads to move rows."""
+        return [self.new_slots, self.victims, self.victim_keys, self.counts]
+
 
 @triton.jit(do_not_specialize=["count", "now"])
 def _claim_kernel(

@@ -194,9 +194,7 @@ class HbmTier:
         self._misses += counts[NEW.value]
         self._evictions += counts[EVICTED.value]
         pins.slots = plan.slots
-        pins.fetch = self._mover.leave(
-            plan, pins.number, counts[NEW.value], counts[EVICTED.value], self._wait_for_training
-        )
+        pins.fetch = self._mover.leave(plan, pins.number, counts[NEW.value], counts[EVICTED.value], self._trained())
 
     def load(self, pins: HbmPins) -> None:
         """Brings the rows of the window and of those planned before it; on the GPU they are there at `pins.ready`."""
@@ -247,11 +245,14 @@ class HbmTier:
         with self._books:
             return min(tuple(self._outstanding), default=self._number + 1) - 1
 
+    def _trained(self) -> list[torch.cuda.Event]:
+        """When training will be done with rows, as far as it has come."""
+        with self._books:
+            return list(self._events.values())
+
     def _wait_for_training(self) -> None:
         if self._stream is not None:
-            with self._books:
-                events = list(self._events.values())
-            for event in events:
+            for event in self._trained():
                 self._stream.wait_event(event)
 
     # ---- rows as they are
