@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -127,29 +127,33 @@ def counters(table: tc.Table) -> dict[str, Any]:
     return {**counts, "ssd_reads": table.store.stats().reads if table.store is not None else 0}
 
 
-def disk_reads_per_second(folder: Path, seconds: float = 2.0, workers: int = 64) -> float:
-    """Random pages of the store's files, past the page cache."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
-    handles = [(os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size // 4096) for path in files]
-    counts = [0] * workers
-    end = time.monotonic() + seconds
+def disk_reads_per_second(folder: Path, workers: int = 12) -> float:
+    """Random pages of the store's files, past the page cache; by processes, which do not wait for one another."""
+    probe = [sys.executable, "-c", _PROBE, str(folder)]
+    running = [subprocess.Popen([*probe, str(n)], stdout=subprocess.PIPE, text=True) for n in range(workers)]
+    return sum(float(process.communicate()[0]) for process in running)
 
-    def read(worker: int) -> None:
-        import mmap
 
-        page, draw = mmap.mmap(-1, 4096), np.random.default_rng(worker)
-        while time.monotonic() < end:
-            for place in draw.random(64):
-                handle, pages = handles[int(place * len(handles))]
-                os.preadv(handle, [page], 4096 * int(place * 7919 % 1 * pages))
-                counts[worker] += 1
+_PROBE = """
+import mmap, os, random, sys, threading, time
+from pathlib import Path
+files = [path for path in Path(sys.argv[1]).rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
+handles = [(os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size // 4096) for path in files]
+counts, begin = [0] * 16, time.time() // 1 + 2  # all begin at the same second
 
-    threads = [threading.Thread(target=read, args=(n,)) for n in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(counts) / seconds
+def read(worker):
+    page, draw = mmap.mmap(-1, 4096), random.Random(f"{sys.argv[2]}/{worker}")
+    time.sleep(max(0.0, begin - time.time()))
+    while time.time() < begin + 2:
+        handle, pages = handles[draw.randrange(len(handles))]
+        os.preadv(handle, [page], 4096 * draw.randrange(pages))
+        counts[worker] += 1
+
+threads = [threading.Thread(target=read, args=(n,)) for n in range(len(counts))]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(sum(counts) / 2)
+"""
 
 
 def main() -> None:
@@ -182,10 +186,9 @@ def main() -> None:
         plan.dim,
         optimizer,
         hbm=bytes_for(int(1.02 * len(keys)), floats),
-        mem=len(keys) * 100 + (64 << 20),
+        mem="4GB",  # holds nothing: what has not been trained has its initial row
         device="cuda",
     )
-    fill(everything, keys, to_store=False)
     rise(everything, keys)
     said("all rows in HBM")
     record["all in HBM"] = train(everything, plan, batches, options.depth, options.window)

@@ -28,6 +28,8 @@ from thermocline.ops.mark import mark
 from thermocline.ops.rows import copy_in, copy_out
 from thermocline.tables.mem import MemTier
 
+_STAGINGS = 3  # of rows on their way, in each direction
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Fetch:
@@ -63,9 +65,9 @@ class Mover:
         self._cuda = arena.device.type == "cuda"
         self._in = torch.cuda.Stream(arena.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(arena.device) if self._cuda else None  # type: ignore[no-untyped-call]
-        # Two by turns: one may still be read while the next is filled.
-        self._coming = [_Staging(arena.shape[1], self._cuda) for _ in range(2)]
-        self._leaving = [_Staging(arena.shape[1], self._cuda) for _ in range(2)]
+        # By turns: some may still be read while the next is filled.
+        self._coming = deque(_Staging(arena.shape[1], self._cuda) for _ in range(_STAGINGS))
+        self._leaving = deque(_Staging(arena.shape[1], self._cuda) for _ in range(_STAGINGS))
         self._pusher = concurrent.futures.ThreadPoolExecutor(1, "thermocline-write-back")
         self._pushing: concurrent.futures.Future[None] | None = None
         self._fetching = threading.RLock()  # who takes from the queue; held until the rows are on their way
@@ -95,7 +97,7 @@ class Mover:
 
     def _push_later(self, plan: Plan, evicted: int) -> None:
         staging = self._leaving[0]
-        self._leaving.reverse()
+        self._leaving.rotate()
         rows = staging.room(evicted)
         victims = plan.victims[:evicted]
         dirty = self._to_host(self.dirty[victims.long()])
@@ -165,7 +167,7 @@ class Mover:
 
     def _copy_in(self, fetch: Fetch) -> None:
         staging = self._coming[0]
-        self._coming.reverse()
+        self._coming.rotate()
         rows = staging.room(len(fetch.keys))
         self.mem.read(fetch.keys.numpy(), out=rows.numpy())
         copy_in(self._arena, fetch.slots, rows, fetch.count)
