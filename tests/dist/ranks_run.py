@@ -54,9 +54,12 @@ class Way:
     depth: int = 1
     pull_window: int = 1
     threads: int = 1
+    hbm: float | None = None
+    """Share of each rank's rows that HBM holds; None: no such tier."""
 
     def __str__(self) -> str:
         where = "memory" if self.memory is None else f"{self.memory:.0%}"
+        where = where if self.hbm is None else f"hbm{self.hbm:.0%}-{where}"
         return f"{self.hops}-{where}-depth{self.depth}-window{self.pull_window}-threads{self.threads}"
 
 
@@ -121,13 +124,15 @@ def tree(nodes: Nodes, of_rank: Sequence[Any]) -> Any:
 class ReferenceRanks:
     """All ranks in one process: one dict of rows per table, one network, each rank's gradients one after the other."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, device: str = "cpu") -> None:
+        """device: of the dense network, whose bits depend on it."""
         self.job = job
         self.sides = {}
         for name, dim in DIMS.items():
             plain = tc.Table(dim, OPTIMIZERS[job.optimizer], name=name, mem="1MB")
             self.sides[name] = Reference(plain, seed=5)
         self.model = Net([ReferenceBag(self.sides[name], fields, pooling) for name, fields, pooling in BAGS], WIDTH)
+        self.model.to(device)
         self.dense = torch.optim.Adam(self.model.dense.parameters(), lr=0.01)
         self.steps = 0
 
@@ -180,9 +185,9 @@ def _sums(side: Reference) -> dict[int, Any]:
 
 
 @functools.cache
-def reference(job: Job) -> dict[str, bytes]:
+def reference(job: Job, device: str = "cpu") -> dict[str, bytes]:
     torch.set_num_threads(1)
-    played = ReferenceRanks(job)
+    played = ReferenceRanks(job, device)
     played.train()
     return played.result()
 
@@ -196,6 +201,13 @@ def make_table(name: str, job: Job, way: Way, groups: Groups, folder: str, **mor
     if way.memory is not None:
         rows = int(way.memory * len(keys_of(job, name)) / job.world)
         options = {"mem": budget_for(rows, DIMS[name], chosen), "ssd": Path(folder) / name, "ssd_options": SMALL}
+    if way.hbm is not None:
+        from thermocline.ops import INTERPRETED
+        from thermocline.tables.hbm import bytes_for
+
+        floats = DIMS[name] + chosen.state_floats(DIMS[name])
+        options["hbm"] = bytes_for(int(way.hbm * len(keys_of(job, name)) / job.world), floats)
+        options["device"] = "interpreter" if INTERPRETED else "cuda"
     return ShardedTable(
         DIMS[name], chosen, name=name, seed=5, threads=way.threads, groups=groups, hops=way.hops, **options, **more
     )
@@ -209,6 +221,9 @@ def train_rank(groups: Groups, job: Job, way: Way, folder: str) -> dict[str, Any
     """One rank's side of the training; its result is the same on every rank."""
     tables = {name: make_table(name, job, way, groups, folder) for name in DIMS}
     model = make_model(tables)
+    for table in tables.values():
+        if table.hbm is not None:
+            model.to(table.hbm.device)
     parameters = list(model.dense.parameters())
     dense = torch.optim.Adam(parameters, lr=0.01)
     sync = DenseParameters.make(parameters, dense, groups, tc.DenseSync(exact=True))
@@ -232,17 +247,21 @@ def train_rank(groups: Groups, job: Job, way: Way, folder: str) -> dict[str, Any
         dense.zero_grad()
     rows = {name: bits(table.read(probe(job))) for name, table in tables.items()}
     stats = {name: table.tier.stats() for name, table in tables.items()}
+    hbm = {name: table.hbm.stats() for name, table in tables.items() if table.hbm is not None}
     for table in tables.values():
         table.tier.check()
+        if table.hbm is not None:
+            table.hbm.check()
         table.close()
     traffic = {name: table.ranks.traffic for name, table in tables.items()}
     return {
-        **rows, "dense": weights_of(model), "count": count, "empty": empty, "stats": stats, "traffic": traffic
+        **rows, "dense": weights_of(model), "count": count, "empty": empty, "stats": stats, "traffic": traffic,
+        "hbm": hbm,
     }  # fmt: skip
 
 
-def assert_reference(job: Job, results: Sequence[dict[str, Any]]) -> None:
-    expected = reference(job)
+def assert_reference(job: Job, results: Sequence[dict[str, Any]], device: str = "cpu") -> None:
+    expected = reference(job, device)
     for rank, result in enumerate(results):
         for name in (*DIMS, "dense"):
             mine, its = (np.frombuffer(x[name], np.uint32) for x in (result, expected))

@@ -72,7 +72,7 @@ def test_torchrun(tmp_path: Path, command_folder: None) -> None:
         folder.mkdir()
         (folder / "config.toml").write_text(CONFIG)
     script = Path(__file__).with_name("cli_rank.py")
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--master-port", "0"]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--standalone"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [sys.executable, *command, str(script), "train", "config.toml"],
