@@ -300,8 +300,6 @@ class Run:
     def close(self) -> None:
         """Closes the store."""
         self.table.close()
-        if self.groups is not None:
-            self.groups.close()
 
     def __enter__(self) -> Self:
         return self
@@ -310,6 +308,8 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if self.groups is not None and kind is None:  # otherwise other ranks may be gone: the process's end is enough
+            self.groups.close()
 
 
 class _Papers(Callback):

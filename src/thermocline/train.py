@@ -425,7 +425,8 @@ class Trainer:
         if interrupted:
             self.ending = f"interrupted and saved at step {progress.step}: resume=True goes on from there"
             return progress.step
-        self.ending = f"finished after {progress.step} steps, {progress.examples} examples"
+        examples = int(self._crew.total(progress.examples)[0])
+        self.ending = f"finished after {progress.step} steps, {examples} examples"
         if self.config.patience is None or progress.best_auc is None or self._checkpoints is None:
             return progress.step
         self.ending += f"; best AUC {progress.best_auc:.4f} at step {progress.best_step}, restored"

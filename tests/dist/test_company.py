@@ -120,6 +120,30 @@ def test_a_rank_fails(where: str) -> None:
     assert "RankError: rank 0 of 2" in words
 
 
+def twice(groups: Groups) -> Any:
+    """A second pipeline beside one that is open; reading beside an evaluation."""
+    tables, _ = make(groups)
+    said = []
+    first = tc.prefetch(JOB.data(groups.topology.rank), *tables.values())
+    with pytest.raises(RuntimeError) as error:
+        tc.prefetch(JOB.data(groups.topology.rank), *tables.values())
+    said.append(str(error.value))
+    first.close()
+    with tc.prefetch(JOB.data(groups.topology.rank), *tables.values(), training=False) as reading:
+        next(reading)
+        with pytest.raises(RuntimeError) as error:
+            tables["wide"].read(KEYS)
+        said.append(str(error.value))
+    tc.prefetch(JOB.data(groups.topology.rank), *tables.values()).close()
+    return said
+
+
+def test_one_pipeline_at_a_time() -> None:
+    for words, others in play(PAIR, twice):
+        assert "another pipeline over these ranks is still open" in words
+        assert "a pipeline that evaluates over these ranks is open" in others
+
+
 def stale(groups: Groups) -> Any:
     """Rows of a batch that came before the last step."""
     tables, model = make(groups)

@@ -85,6 +85,11 @@ class Route:
     keys: Keys
     hops: list[Hop]
 
+    def move(self, device: torch.device) -> None:
+        """Its lists go where the rows are."""
+        for hop in self.hops:
+            hop.order, hop.places = hop.order.to(device), hop.places.to(device)
+
     @property
     def owned(self) -> Keys:
         """The unique keys that any rank asks of this one."""
@@ -211,20 +216,19 @@ class Exchange:
                 data = lane.all_to_all(hop.over, out, hop.receive, hop.send, "exchanged rows")
                 self._count(sent, hop.ranks, hop.receive, [4 * out.shape[1] * n for n in hop.receive])
             else:
-                keys = hop.unique[hop.places.numpy()]
-                data = self._coded(lane, hop, out, keys, hop.receive, hop.send, wires, sent, step)
+                data = self._coded(lane, hop, out, hop.receive, hop.send, wires, sent, step)
             values = torch.empty_like(data)
             values[hop.order.to(values.device)] = data
         return values
 
     def _coded(
-        self, lane: Lane, hop: Hop, out: torch.Tensor, keys: Keys, send: list[int], receive: list[int],
+        self, lane: Lane, hop: Hop, out: torch.Tensor, send: list[int], receive: list[int],
         wires: list[Wire], sent: Sent, step: int,
     ) -> torch.Tensor:  # fmt: skip
         dim = out.shape[1]
         parts = [
             encode(part, wire, own, step, self._salt)
-            for part, own, wire in zip(_pieces(out, send), _cut(keys, send), wires, strict=True)
+            for part, own, wire in zip(_pieces(out, send), _cut(hop.received, send), wires, strict=True)
         ]
         sizes = [n * width(wire, dim) for n, wire in zip(receive, wires, strict=True)]
         sends = [len(part) for part in parts]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import threading
 from collections.abc import Iterator
 from typing import Any, Literal, Self
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from thermocline.dist.meeting import meet
 from thermocline.dist.relay import relayed
 from thermocline.dist.topology import Topology
 from thermocline.errors import RankError
@@ -41,6 +43,21 @@ class Lane:
     """Whether some pairs of the node have no fast link: what they send each other goes through a third."""
     carried: int = 0
     """Bytes that this rank has passed on for such pairs."""
+    user: int | None = None
+    """The thread of a pipeline that is using it; -1: one has it, and is not using it now; none: it is free."""
+
+    def claim(self) -> None:
+        """For a pipeline: two at once would mix up what they send."""
+        if self.user is not None:
+            raise RuntimeError(
+                "another pipeline over these ranks is still open: close it first, or use it in a `with` statement"
+            )
+        self.user = -1
+
+    def require_free(self) -> None:
+        """That no pipeline has it but the one whose thread this is."""
+        if self.user not in (None, threading.get_ident()):
+            raise RuntimeError("a pipeline that evaluates over these ranks is open: rows cannot be read beside it")
 
     def all_to_all(
         self, over: Over, values: torch.Tensor, send: list[int], receive: list[int], what: str
@@ -126,11 +143,15 @@ class Groups:
         wait = datetime.timedelta(seconds=timeout)
         owns = not dist.is_initialized()
         if owns:
-            alone: dict[str, Any] = {}
             if topology.world == 1:
-                alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+                store = dist.HashStore()  # type: ignore[attr-defined]
+            else:
+                found, _, _ = next(dist.rendezvous("env://", timeout=wait))
+                store = meet(found, topology.rank, topology.world, timeout)
             backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-            dist.init_process_group(backend, timeout=wait, **alone)
+            dist.init_process_group(
+                backend, timeout=wait, store=store, rank=topology.rank, world_size=topology.world
+            )
         if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.world):
             raise RankError(
                 f"torch.distributed says rank {dist.get_rank()} of {dist.get_world_size()}, the topology rank "

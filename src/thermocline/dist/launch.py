@@ -22,8 +22,14 @@ def leads() -> bool:
 
 
 def restarted() -> bool:
-    """Whether torchrun has started this job again after a rank was lost."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    """Whether torchrun has started this job again after a rank was lost, as far as a rank can tell.
+
+    With several machines only the one that lost the rank counts it, so any start of a job that may be restarted counts.
+    """
+    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 or (
+        several and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    )
 
 
 def join(dist: Dist, *, alone: bool = False) -> Groups | None:

@@ -90,6 +90,8 @@ class Ranks:
         """Brings the rows to the GPU, if that is where they are trained."""
         if self._table.hbm is not None:
             self._table.hbm.load(planned.pins)
+            for route in planned.routes:
+                route.move(self._table.hbm.device)
 
     def prepare(self, planned: Planned) -> list[Any]:
         """Ready but for the rows' values."""
@@ -179,7 +181,9 @@ class Ranks:
 
     def read(self, keys: Any, floats: int) -> torch.Tensor:
         """The first so many numbers of each key's row, from their owners; inserts nothing. All ranks call it."""
-        lane, (route,) = self.groups.read, self.exchange.plan(self.groups.read, [keys], self.traffic.read_keys)
+        lane = self.groups.read
+        lane.require_free()
+        (route,) = self.exchange.plan(lane, [keys], self.traffic.read_keys)
         owned = torch.from_numpy(np.ascontiguousarray(self._table.read_here(route.owned)[:, :floats]))
         return self.exchange.rows(lane, route, owned, self.traffic.read_rows, self._table.step_count)
 

@@ -8,6 +8,7 @@ All ranks leave at the same batch, so all owe as many, and none waits for ever.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -34,8 +35,9 @@ class Company:
         self._say = say
         groups = ranks[0].groups
         self._lane: Lane = groups.ahead if training else groups.read
+        self._lane.claim()
         self._met = 0
-        self._ended = False
+        self._ended = self._left = False
         self._fit = True
         """Whether this rank stands where the others believe it to."""
         self._last: Batch | None = None
@@ -47,9 +49,9 @@ class Company:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """All that the ranks do about one window. If it fails here, this rank can keep nobody company any more."""
-        self._fit = False
+        self._fit, self._lane.user = False, threading.get_ident()
         yield
-        self._fit = True
+        self._fit, self._lane.user = True, -1
 
     def meet(self, batches: int) -> tuple[int, int]:
         """The most batches that any rank's next window has, and what the ranks say together."""
@@ -63,12 +65,15 @@ class Company:
 
     def leave(self, windows: int) -> None:
         """The pipeline ends: the others may count on this rank for so many windows in all."""
+        if self._left:
+            return
         with contextlib.suppress(RankError):  # they are gone, too
             while self._met < windows and not self._ended and self._fit:
                 with self.together():
                     most, _ = self.meet(0)
                     for ranks in self._ranks if most else ():
                         ranks.take_part(most, training=self._training)
+        self._left, self._lane.user = True, None
 
     def empty_batch(self) -> Batch:
         """Of no examples: for a rank that has run out of data."""
