@@ -25,6 +25,7 @@ _HOME = {
     "IoError": "errors",
     "LockError": "errors",
     "NotFoundError": "errors",
+    "RankError": "errors",
     "ReadOnlyError": "errors",
     "StoreError": "errors",
     "ThermoclineError": "errors",
@@ -38,6 +39,11 @@ _HOME = {
     "Train": "config",
     "Reader": "data.reader",
     "Data": "data.schema",
+    "DenseSync": "dist.dense_config",
+    "Dist": "dist.config",
+    "Groups": "dist.groups",
+    "ShardedTable": "dist.sharded",
+    "Topology": "dist.topology",
     "Numeric": "data.schema",
     "SyntheticAds": "data.synth",
     "export_rows": "export",
@@ -85,6 +91,11 @@ if TYPE_CHECKING:
     from thermocline.data.reader import Reader as Reader
     from thermocline.data.schema import Data as Data, Numeric as Numeric
     from thermocline.data.synth import SyntheticAds as SyntheticAds
+    from thermocline.dist.config import Dist as Dist
+    from thermocline.dist.dense_config import DenseSync as DenseSync
+    from thermocline.dist.groups import Groups as Groups
+    from thermocline.dist.sharded import ShardedTable as ShardedTable
+    from thermocline.dist.topology import Topology as Topology
     from thermocline.errors import (
         BudgetError as BudgetError,
         ConfigError as ConfigError,
@@ -95,6 +106,7 @@ if TYPE_CHECKING:
         IoError as IoError,
         LockError as LockError,
         NotFoundError as NotFoundError,
+        RankError as RankError,
         ReadOnlyError as ReadOnlyError,
         StoreError as StoreError,
         ThermoclineError as ThermoclineError,

@@ -47,6 +47,10 @@ class DiskFullError(IoError):
     """The file system is full; what was committed is safe."""
 
 
+class RankError(ThermoclineError):
+    """Another rank is gone, does not answer in time, or is doing something else than this one."""
+
+
 class ConfigError(ThermoclineError, ValueError):
     """A config, or a flag, has a key, a type, a value or a path that is not allowed; names it and what is."""
 

@@ -9,10 +9,14 @@ Rows are pulled, never copied: a batch pulled early sees what earlier batches wr
 depth or window. Plans are made in batch order by one thread.
 
 With an HBM tier `pull` plans on the GPU who hits, who misses and who leaves; `load` moves the rows, through memory.
+
+Over several ranks a stage `ask` before `pull` sends keys to their owners, who pin them, window by window on every rank;
+a rank that runs out of batches goes on with empty ones until all have. Rows come when the loop asks for their batch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -25,6 +29,7 @@ import numpy as np
 
 from thermocline.batch import Batch, Slots, WorkingSet
 from thermocline.errors import BudgetError
+from thermocline.pipeline.company import Company, company_of
 from thermocline.pipeline.stages import Pipeline, StageStats
 from thermocline.tables.arrays import Keys
 from thermocline.tables.mem import MemTier, Pins
@@ -33,6 +38,7 @@ from thermocline.tables.table import Table
 if TYPE_CHECKING:
     import torch
 
+    from thermocline.dist.ranks import Planned
     from thermocline.tables.hbm import HbmPins
 
 T = TypeVar("T")
@@ -52,6 +58,12 @@ class _Window:
     """Per table with an HBM tier: the window's ids."""
     on_gpu: dict[Table, HbmPins] = dataclasses.field(default_factory=dict)
     """Per table with an HBM tier: the pins of the window's slots there."""
+    between: dict[Table, Planned] = dataclasses.field(default_factory=dict)
+    """Per table over several ranks: who asks whom."""
+    said: int = 0
+    """What the ranks said with it, together: see `prefetch`."""
+    last: bool = False
+    """Over several ranks: none of them has more; this window is empty."""
     outstanding: bool = False
 
 
@@ -62,19 +74,29 @@ class Prefetch:
     """
 
     def __init__(
-        self, loader: Iterable[Batch], tables: Sequence[Table], depth: int, pull_window: int, training: bool
+        self,
+        loader: Iterable[Batch],
+        tables: Sequence[Table],
+        depth: int,
+        pull_window: int,
+        training: bool,
+        say: Callable[[], int],
     ) -> None:
         if pull_window < 1:
             raise ValueError(f"pull_window is {pull_window}: at least 1 batch per pull")
-        stages = _Stages(tables)  # apart from this object, which can then be dropped while the stages run
+        company = company_of(tables, training, say)
+        # Apart from this object, which can then be dropped while the stages run.
+        stages = _Stages(tables, company)
+        self._training = training
+        self.said = 0
+        """What the ranks said, together, with the window that the last batch is the first of; else 0."""
         self._pipeline: Pipeline[_Window] = Pipeline(
-            _windows(loader, pull_window),
-            [("collect", stages.collect), ("pull", stages.pull), ("load", stages.load)]
-            if training
-            else [("pull", stages.read)],
+            _windows(loader, pull_window, company),
+            stages.training if training else [("pull", stages.read)],
             depth=depth,
             finish=stages.finish,
             on_stop=stages.give_up,
+            on_closed=company.leave if company is not None else lambda items: None,
         )
         self._ready: Iterator[Batch] = iter(())
 
@@ -82,10 +104,23 @@ class Prefetch:
         return self
 
     def __next__(self) -> Batch:
+        self.said = 0
         for batch in self._ready:
-            return batch
-        self._ready = iter(next(self._pipeline).batches)
-        return next(self._ready)
+            return self._delivered(batch)
+        window = next(self._pipeline)
+        if window.last:
+            self.close()
+            raise StopIteration
+        self.said = window.said
+        self._ready = iter(window.batches)
+        return self._delivered(next(self._ready))
+
+    def _delivered(self, batch: Batch) -> Batch:
+        if self._training:
+            for table, prepared in batch.prepared.items():
+                if table.ranks is not None:
+                    table.fetch(prepared)
+        return batch
 
     def close(self) -> None:
         """Stops the stages, waits for the batch each is at, and unpins what they had ready."""
@@ -105,26 +140,46 @@ class Prefetch:
 
 
 class _Stages:
-    """What happens to a window on its way. `collect`, `pull` and `load` each run on one thread, in order."""
+    """What happens to a window on its way. Each stage runs on one thread, in order."""
 
-    def __init__(self, tables: Sequence[Table]) -> None:
+    def __init__(self, tables: Sequence[Table], company: Company | None) -> None:
         self._tables = list(dict.fromkeys(tables))
+        self._company = company
         self._lock = threading.Lock()  # by itself on the caller's thread: a Condition's could stay taken on Ctrl-C
         self._changed = threading.Condition(self._lock)
         self._outstanding = 0  # windows pulled and not yet trained
         self._stopping = False
 
+    @property
+    def training(self) -> list[tuple[str, Callable[[_Window], _Window]]]:
+        asking = [] if self._company is None else [("ask", functools.partial(self.ask, self._company))]
+        return [("collect", self.collect), *asking, ("pull", self.pull), ("load", self.load)]
+
     def collect(self, window: _Window) -> _Window:
         for table in self._tables:
-            if table.gpu is not None:
+            if table.gpu is not None and table.ranks is None:
                 window.collected[table] = [table.parts(batch) for batch in window.batches]
                 window.staged[table] = table.gpu.stage(window.collected[table])
             else:
                 window.collected[table] = [table.collect(batch) for batch in window.batches]
         return window
 
+    def ask(self, company: Company, window: _Window) -> _Window:
+        """Keys to their owners. A stage of its own: it never waits for room, so no rank waits for another's room."""
+        with company.together():
+            if self._meet(window, company):
+                for table, collected in window.collected.items():
+                    assert table.ranks is not None
+                    window.between[table] = table.ranks.plan(collected)
+        return window
+
     def pull(self, window: _Window) -> _Window:
+        if window.last:
+            return window
         for table, collected in window.collected.items():
+            if table.ranks is not None:
+                self._when_there_is_room(functools.partial(table.ranks.pin, window.between[table]))
+                continue
             if table.gpu is not None:
                 staged = window.staged.pop(table)
                 window.on_gpu[table] = planned = self._when_there_is_room(functools.partial(table.gpu.pin, staged))
@@ -141,6 +196,18 @@ class _Stages:
             self._outstanding += 1
             window.outstanding = True
         return window
+
+    @staticmethod
+    def _meet(window: _Window, company: Company) -> bool:
+        """As many batches on each rank, empty ones where there are fewer. False: none has any."""
+        most, window.said = company.meet(len(window.batches))
+        window.last = most == 0
+        for _ in range(most - len(window.batches)):
+            empty = company.empty_batch()
+            window.batches.append(empty)
+            for table, collected in window.collected.items():
+                collected.append(table.collect(empty))
+        return not window.last
 
     def _pin(self, table: Table, keys: Keys) -> tuple[MemTier, Pins]:
         def pin() -> tuple[MemTier, Pins]:
@@ -164,7 +231,15 @@ class _Stages:
                         self._changed.wait()
 
     def load(self, window: _Window) -> _Window:
+        if window.last:
+            return window
         for table, collected in window.collected.items():
+            if table.ranks is not None:
+                planned = window.between[table]
+                for batch, prepared in zip(window.batches, table.ranks.prepare(planned), strict=True):
+                    batch.prepared[table] = prepared
+                table.ranks.load(planned)
+                continue
             if table.gpu is not None:
                 table.gpu.load(window.on_gpu[table])
                 continue
@@ -178,9 +253,12 @@ class _Stages:
 
     def read(self, window: _Window) -> _Window:
         """The only stage of evaluation."""
-        for batch in window.batches:
-            for table in self._tables:
-                batch.prepared[table] = table.prepare_read(batch)
+        with contextlib.nullcontext() if self._company is None else self._company.together():
+            if self._company is not None and not self._meet(window, self._company):
+                return window
+            for batch in window.batches:
+                for table in self._tables:
+                    batch.prepared[table] = table.prepare_read(batch)
         return window
 
     def finish(self, window: _Window) -> None:
@@ -189,6 +267,8 @@ class _Stages:
             batch.prepared = {}
         while window.pinned:
             window.pinned.popitem()[1][1].let_go()
+        while window.between:
+            window.between.popitem()[1].let_go()
         while window.on_gpu:
             window.on_gpu.popitem()[1].let_go()
         with self._lock:
@@ -204,27 +284,38 @@ class _Stages:
             self._changed.notify_all()
 
 
-def _windows(loader: Iterable[Batch], size: int) -> Iterator[_Window]:
+def _windows(loader: Iterable[Batch], size: int, company: Company | None) -> Iterator[_Window]:
     batches = iter(loader)
     while window := list(itertools.islice(batches, size)):
         # Copies: a loader may give the same batch again while this one is still in flight.
         copies = [copy.copy(batch) for batch in window]
         for batch in copies:
             batch.prepared = {}
+        if company is not None:
+            company.seen(copies[-1])
         yield _Window(copies)
+    while company is not None:  # other ranks may have more
+        yield _Window([])
 
 
 def prefetch(
-    loader: Iterable[Batch], *tables: Table, depth: int = 4, pull_window: int = 1, training: bool = True
+    loader: Iterable[Batch],
+    *tables: Table,
+    depth: int = 4,
+    pull_window: int = 1,
+    training: bool = True,
+    say: Callable[[], int] = lambda: 0,
 ) -> Prefetch:
     """Iterates over `loader` with the rows of `tables` pulled ahead; use it in a for loop.
 
     depth         pulls in flight, the one being trained included; 1: everything one after the other
     pull_window   batches that share one pull from SSD
     training      False: rows are only read, for evaluation
+    say           over several ranks: asked for a number when a window is pulled; the ranks' numbers, or-ed, are in
+                  `said` when the window's first batch comes: the same on every rank
 
     Raises in the loop what any stage raised. `BudgetError`: a single window does not fit the memory tier.
     """
     if not tables:
         raise ValueError("prefetch needs the tables whose rows it is to pull")
-    return Prefetch(loader, tables, depth, pull_window, training)
+    return Prefetch(loader, tables, depth, pull_window, training, say)

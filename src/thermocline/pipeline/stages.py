@@ -50,7 +50,8 @@ class Pipeline(Generic[T]):
 
     `finish(item)` is called for every item that was read, whatever became of it: when the caller asks for the next one,
     when a stage fails on it, or at the end; once more if an interrupt cut it short. `on_stop()` is called before the
-    stages' threads are waited for: a stage that waits must give up then. The pipeline closes with its `with` block, at
+    stages' threads are waited for: a stage that waits must give up then; `on_closed(n)` afterwards, once they have
+    ended: n items could have begun, however many did. The pipeline closes with its `with` block, at
     its end, when an error leaves it, and when nobody holds it any more: a `for` loop over it cleans up however it is
     left.
     """
@@ -63,10 +64,11 @@ class Pipeline(Generic[T]):
         depth: int,
         finish: Callable[[Any], None] = lambda item: None,
         on_stop: Callable[[], None] = lambda: None,
+        on_closed: Callable[[int], None] = lambda items: None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth is {depth}: at least 1, which runs the stages one after the other")
-        self._flow = _Flow(iter(source), stages, depth, finish, on_stop)
+        self._flow = _Flow(iter(source), stages, depth, finish, on_stop, on_closed)
         # The threads know the flow, never this object: so it can be dropped while they run, and stops them.
         weakref.finalize(self, _close, self._flow)
         self._flow.start()
@@ -132,12 +134,15 @@ class _Flow:
         depth: int,
         finish: Callable[[Any], None],
         on_stop: Callable[[], None],
+        on_closed: Callable[[int], None],
     ) -> None:
         self._source = source
         self._stages = [stage for _, stage in stages]
         self._depth = depth
         self._finish = finish
         self._on_stop = on_stop
+        self._on_closed = on_closed
+        self._left = 0  # items that the caller is done with
         self._current: Any = _END
         self.stats = [StageStats("read"), *(StageStats(name) for name, _ in stages), StageStats("train")]
         self._asked = time.perf_counter()
@@ -170,6 +175,7 @@ class _Flow:
             if self._current is not _END:
                 train.busy_seconds += now - self._asked
                 train.items += 1
+                self._left += 1
                 self._done()
             if not self._stopping:
                 self._current = self._serial() if self._depth == 1 else self._take()
@@ -202,6 +208,7 @@ class _Flow:
                 if item is not _END and not isinstance(item, _Failure):
                     self._finish(item)
             q.put(_END)  # for a thread that an interrupt let begin only now
+        self._on_closed(self._left + self._depth)
 
     def _done(self) -> None:
         if self._current is not _END:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline.batch import WorkingSet
+from thermocline.batch import Slots, WorkingSet
 from thermocline.ops.occurrences import find_occurrences
 from thermocline.ops.pool import pool_rows
 from thermocline.ops.rules import Step
@@ -22,7 +22,7 @@ from thermocline.ops.segments import Segments, find_segments
 from thermocline.ops.update import apply_gradients, sum_gradients, update_rows
 from thermocline.tables.hbm import HbmPins, HbmTier
 from thermocline.tables.mem import MemTier
-from thermocline.tables.parts import BagSpec, Part
+from thermocline.tables.parts import BagSpec, Part, Remote
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -62,6 +62,8 @@ class HbmPrepared:
     rows: torch.Tensor | None = None
     """Per unique key: a copy of its row, for evaluation."""
     used_on: Any = None
+    remote: Remote | None = None
+    """As in `Prepared`."""
 
     def use(self) -> None:
         """The current stream is about to use it."""
@@ -113,19 +115,25 @@ class HbmTraining:
         """Brings the rows."""
         self.tier.load(pins)
 
-    def prepare(self, collected: Sequence[Mapping[BagSpec, Part]], pins: HbmPins) -> list[HbmPrepared]:
-        """A window's batches, given their parts and the pins of all their ids, in order. Needs no rows."""
-        assert pins.slots is not None
+    def prepare(
+        self, collected: Sequence[Mapping[BagSpec, Part]], pins: HbmPins, places: Slots | None = None
+    ) -> list[HbmPrepared]:
+        """A window's batches, given their parts and the pins of all their ids, in order. Needs no rows.
+
+        places   instead of the pins' slots: per id, its place among rows that come from other ranks
+        """
         first, batches = 0, []
         with self._ahead(None):
+            slots = pins.slots if places is None else self._to_device(places.view(np.int32))
+            assert slots is not None
             if self._stream is not None:
-                pins.slots.record_stream(self._stream)
+                slots.record_stream(self._stream)
             for parts in collected:
                 begin, mine = first, {}
                 for spec, part in parts.items():
-                    mine[spec] = self._upload(part, pins.slots[first : first + len(part.ids)])
+                    mine[spec] = self._upload(part, slots[first : first + len(part.ids)])
                     first += len(part.ids)
-                batches.append(self._bind(mine, pins.slots[begin:first].clone(), pins))
+                batches.append(self._bind(mine, slots[begin:first].clone(), pins))
             ready = None if self._stream is None else self._stream.record_event()
         for batch in batches:
             batch.ready = ready
@@ -144,8 +152,17 @@ class HbmTraining:
 
     def prepare_read(self, parts: Mapping[BagSpec, Part], working_set: WorkingSet) -> HbmPrepared:
         """Copies of a batch's rows, for evaluation: inserts nothing."""
+        return self.prepare_rows(parts, working_set, *self.tier.read_to_device(working_set.keys))
+
+    def prepare_rows(
+        self,
+        parts: Mapping[BagSpec, Part],
+        working_set: WorkingSet,
+        rows: torch.Tensor,
+        ready: torch.cuda.Event | None,
+    ) -> HbmPrepared:
+        """The same, given the rows of the unique keys and when they are ready."""
         mem = self.tier.mem
-        rows, ready = self.tier.read_to_device(working_set.keys)
         mine, first = {}, 0
         with self._ahead(ready):
             inverse = self._to_device(working_set.inverse.view(np.int32))
@@ -185,6 +202,12 @@ class HbmTraining:
         pooled = pool_rows(rows[:, : self.dim], part.slots, part.offsets, part.weights, mean=part.mean)
         self.tier.used_by_training()
         return pooled
+
+    def weights(self, slots: torch.Tensor) -> torch.Tensor:
+        """float32[slots, dim]: copies of pinned rows, without their state."""
+        weights = pool_rows(self.tier.arena[:, : self.dim], slots, None, None, mean=False)
+        self.tier.used_by_training()
+        return weights
 
     def combine(self, gradients: Sequence[Any]) -> tuple[Segments, torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """The dedup of what backward has collected, and which row of the joined gradients belongs to an occurrence."""

@@ -49,12 +49,18 @@ class MemTraining:
     def pool(self, prepared: Prepared, part: Part) -> Floats:
         """float32[bags, dim]."""
         out = np.empty((part.bags, self._tier.dim), np.float32)
-        if part.id_slots is not None:
+        if prepared.rows is None:
+            assert part.id_slots is not None
             self._tier.core.pool(part.id_slots, part.offsets, part.weights, part.mean, out)
         else:
-            assert prepared.rows is not None
             index = prepared.working_set.inverse[part.first_id : part.first_id + len(part.ids)]
             self._tier.core.pool_buffer(prepared.rows, index, part.offsets, part.weights, part.mean, out)
+        return out
+
+    def weights(self, slots: Slots) -> Floats:
+        """float32[slots, dim]: copies of pinned rows, without their state."""
+        out = np.empty((len(slots), self._tier.dim), np.float32)
+        self._tier.core.pool(slots, None, None, False, out)
         return out
 
     def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:

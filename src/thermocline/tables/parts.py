@@ -56,7 +56,7 @@ class Part:
         return self.plan
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Prepared:
     """A batch's rows of one table, shared by all bags on the table: pinned, or copied for evaluation.
 
@@ -72,9 +72,22 @@ class Prepared:
     pins: Pins | None
     """Of these slots, and perhaps of other batches in the same window."""
     rows: Floats | None = None
-    """Per unique key: a copy of its row, for evaluation."""
+    """Per unique key: a copy of its row, for evaluation, or from the rank that owns it."""
     plan: tuple[Slots, Floats | None] | None = None
     """Of the only part, in the working set's order: `Part.gradient_plan` per occurrence."""
+    remote: Remote | None = None
+    """Of a table over several ranks: `slots` are then places in the working set."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Remote:
+    """What the ranks have agreed about a batch."""
+
+    route: Any  # dist.exchange.Route
+    slots: Any
+    """Of the keys that this rank owns, in the route's order: pinned here, for all ranks."""
+    step: int | None = None
+    """The table's steps when the rows came; none: they have not come yet."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -25,6 +25,7 @@ from thermocline.tables.ssd import SsdStore
 if TYPE_CHECKING:
     import torch
 
+    from thermocline.dist.ranks import Ranks
     from thermocline.tables.hbm import HbmTier
     from thermocline.tables.hbm_train import HbmPart, HbmPrepared, HbmTraining
 
@@ -99,6 +100,8 @@ class Table:
         self._summed: Any = None  # of all of them, once `gradient_norm` was asked
         self._forwards = 0
         self._after_step: list[Callable[[], None]] = []
+        self.ranks: Ranks | None = None
+        """The ranks whose tables together are this one: what `tc.prefetch` asks; none: this process alone."""
         self.hbm: HbmTier | None = None
         """The rows on the GPU, above `tier`."""
         self.gpu: HbmTraining | None = None
@@ -177,6 +180,11 @@ class Table:
             wanted = {spec for specs in self._specs.values() for spec in specs}
         return sorted(wanted, key=lambda s: (s.fields, s.pooling))
 
+    @property
+    def fields_read(self) -> int:
+        """A batch needs at least so many fields."""
+        return 1 + max((field for spec in self._wanted() for field in spec.fields), default=0)
+
     # ---- a batch's life
 
     def collect(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> tuple[dict[BagSpec, Part], WorkingSet]:
@@ -251,6 +259,11 @@ class Table:
 
     # ---- the update
 
+    def settle(self) -> None:
+        """Sums what backward has collected: from now on, autograd's memory may change."""
+        if self._gradients and self._summed is None:
+            self._summed = self._training.sums(self._in_order())
+
     def gradient_norm(self) -> float:
         """The joint norm of everything backward has collected since the last step: to clip it with other gradients.
 
@@ -258,8 +271,7 @@ class Table:
         """
         if not self._gradients:
             return 0.0
-        if self._summed is None:
-            self._summed = self._training.sums(self._in_order())
+        self.settle()
         norm: float = self._training.norm(self._summed[1])
         return norm
 

@@ -1,0 +1,1 @@
+"""Several ranks: who they are, what they send each other, tables over all of them."""

@@ -1,0 +1,164 @@
+"""Process groups, made once: all ranks, those of a node, those of equal number; a set of them per thread.
+
+Collectives of two threads must not mix on one group, so each thread that talks to other ranks has a lane: training,
+planning ahead of it, reading for evaluation. Gloo carries CPU tensors; NCCL those of GPUs, where every rank has one of
+its own. Whoever waits for a rank that is gone gets `RankError`, at once or after `timeout`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+from collections.abc import Iterator
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from thermocline.dist.relay import relayed
+from thermocline.dist.topology import Topology
+from thermocline.errors import RankError
+
+Group = Any  # torch.distributed.ProcessGroup
+Over = Literal["world", "node", "peers"]
+
+
+@dataclasses.dataclass(slots=True)
+class Lane:
+    """The groups of one thread."""
+
+    name: str
+    topology: Topology
+    timeout: float
+    world: Group
+    node: Group
+    peers: Group
+    gpu: bool
+    """Whether its groups carry GPU tensors; otherwise they go through host memory."""
+    relays: bool = False
+    """Whether some pairs of the node have no fast link: what they send each other goes through a third."""
+    carried: int = 0
+    """Bytes that this rank has passed on for such pairs."""
+
+    def all_to_all(
+        self, over: Over, values: torch.Tensor, send: list[int], receive: list[int], what: str
+    ) -> torch.Tensor:
+        """What every rank of a group has for this one, in their order: `send` and `receive` count along dim 0."""
+        device = values.device
+        if not self.gpu:
+            values = values.cpu()
+        if len(send) == 1:
+            return values.clone().to(device)
+        group = getattr(self, over)
+
+        def exchange(out: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
+            found = out.new_empty((sum(receives), *out.shape[1:]))
+            dist.all_to_all_single(found, out.contiguous(), receives, sends, group=group)
+            return found
+
+        with self.telling(what):
+            if over == "node" and self.relays:
+                sizes = torch.tensor(send)
+                pairs = [torch.empty_like(sizes) for _ in send]
+                dist.all_gather(pairs, sizes, group=group)
+                found, carried = relayed(self.topology, values, [row.tolist() for row in pairs], exchange)
+                self.carried += carried * values[:1].nbytes
+            else:
+                found = exchange(values, send, receive)
+        return found.to(device)
+
+    def all_gather(self, values: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
+        """[world, ...]: a small array of every rank, equally large everywhere."""
+        if self.topology.world == 1:
+            return values[None]
+        mine = torch.from_numpy(np.ascontiguousarray(values))
+        found = mine.new_empty((self.topology.world, *mine.shape))
+        with self.telling(what):
+            dist.all_gather(list(found.unbind()), mine, group=self.world)
+        return found.numpy()
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        """Anything that can be pickled, of every rank."""
+        if self.topology.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.topology.world
+        with self.telling(what):
+            dist.all_gather_object(found, value, group=self.world)
+        return found
+
+    def barrier(self, what: str) -> None:
+        """Returns once every rank has come here."""
+        self.all_gather(np.zeros(1, np.int64), what)
+
+    @contextlib.contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Says in plain words that a rank is gone: what torch raises names a socket."""
+        try:
+            yield
+        except RuntimeError as error:
+            t = self.topology
+            raise RankError(
+                f"rank {t.rank} of {t.world} (node {t.node}) cannot go on: while it {what}, another rank was lost, or "
+                f"did not answer within {self.timeout:g} s (dist.timeout). The first rank that ended says why; "
+                f"a restart resumes from the last checkpoint. torch: {str(error).splitlines()[0]}"
+            ) from error
+
+
+class Groups:
+    """Every group of a job, made by all ranks at once; `world`, `node` and `peers` are the training lane's."""
+
+    def __init__(self, topology: Topology, lanes: dict[str, Lane], timeout: float, owns: bool) -> None:
+        self.topology = topology
+        self.timeout = timeout
+        self.train, self.ahead, self.read = lanes["train"], lanes["ahead"], lanes["read"]
+        self.world, self.node, self.peers = self.train.world, self.train.node, self.train.peers
+        self._owns = owns
+
+    @classmethod
+    def make(cls, topology: Topology, *, timeout: float = 300.0, gpu: bool = False) -> Self:
+        """All ranks call it, once. torch.distributed is set up if it is not yet: by torchrun's environment.
+
+        timeout   seconds that any collective waits for other ranks
+        gpu       whether every rank has a GPU of its own, so that NCCL can carry rows
+        """
+        wait = datetime.timedelta(seconds=timeout)
+        owns = not dist.is_initialized()
+        if owns:
+            alone: dict[str, Any] = {}
+            if topology.world == 1:
+                alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+            backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+            dist.init_process_group(backend, timeout=wait, **alone)
+        if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.world):
+            raise RankError(
+                f"torch.distributed says rank {dist.get_rank()} of {dist.get_world_size()}, the topology rank "
+                f"{topology.rank} of {topology.world}"
+            )
+        most = max(len(node) for node in topology.nodes)
+        peers = [tuple(node[i] for node in topology.nodes if i < len(node)) for i in range(most)]
+        lanes = {}
+        for name in ("train", "ahead", "read"):
+            backend = "cpu:gloo,cuda:nccl" if gpu and name == "train" else "gloo"
+            made: dict[tuple[int, ...], Group] = {}
+            for ranks in (tuple(range(topology.world)), *topology.nodes, *peers):
+                if ranks not in made:
+                    made[ranks] = dist.new_group(list(ranks), timeout=wait, backend=backend)
+            lanes[name] = Lane(
+                name,
+                topology,
+                timeout,
+                made[tuple(range(topology.world))],
+                made[topology.nodes[topology.node]],
+                made[topology.peers],
+                gpu and name == "train",
+                name == "train" and topology.relays,
+            )
+        return cls(topology, lanes, timeout, owns)
+
+    def close(self) -> None:
+        """Ends torch.distributed, if it was set up here."""
+        if self._owns and dist.is_initialized():
+            self._owns = False
+            dist.destroy_process_group()

@@ -1,0 +1,34 @@
+"""Which rank owns a key: the low 16 bits of the key's hash, which nothing else uses (csrc/util/hash.h)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from thermocline.tables.arrays import Keys
+
+MOST_RANKS = 1 << 16
+
+
+def mix64(x: Keys) -> Keys:
+    """`mix64` of csrc/util/hash.h, of every element."""
+    shift = np.uint64(33)
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        x = (x ^ (x >> shift)) * np.uint64(factor)
+    return x ^ (x >> shift)
+
+
+def hash_keys(keys: Keys) -> Keys:
+    """`hash_key` of csrc/util/hash.h."""
+    return mix64(keys ^ np.uint64(0x9E3779B97F4A7C15))
+
+
+def owner_of(keys: Keys, world: int) -> npt.NDArray[np.int64]:
+    """Per key: the rank of `world` that has its row."""
+    bits = (hash_keys(keys) & np.uint64(0xFFFF)).astype(np.int64)
+    return bits * world >> 16
+
+
+def rank_folder(rank: int, world: int, again: int = 0) -> str:
+    """The folder of one rank's rows, inside that of the table; `again`: where the name is taken."""
+    return f"rank-{rank:05}-of-{world:05}" + f".{again}" * (again > 0)

@@ -1,0 +1,93 @@
+"""Pipelines of several ranks, side by side: window by window they agree who still has batches.
+
+Every pipeline does the same collectives in the same order, whenever its threads come to them. A rank whose loop is left
+early still owes the others those that its stages were allowed to begin: `leave` makes up for them, with empty windows.
+All ranks leave at the same batch, so all owe as many, and none waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from thermocline.batch import Batch
+from thermocline.errors import RankError
+from thermocline.tables.table import Table
+
+if TYPE_CHECKING:
+    from thermocline.dist.groups import Lane
+    from thermocline.dist.ranks import Ranks
+
+_NO_KEYS = np.empty(0, np.uint64)
+
+
+class Company:
+    """The pipelines of all ranks, as one of them sees them. `meet` runs on one thread, in window order."""
+
+    def __init__(self, tables: Sequence[Table], ranks: Sequence[Ranks], training: bool, say: Callable[[], int]) -> None:
+        self._tables = tables
+        self._ranks = ranks
+        self._training = training
+        self._say = say
+        groups = ranks[0].groups
+        self._lane: Lane = groups.ahead if training else groups.read
+        self._met = 0
+        self._ended = False
+        self._fit = True
+        """Whether this rank stands where the others believe it to."""
+        self._last: Batch | None = None
+
+    def seen(self, batch: Batch) -> None:
+        """The last batch so far: empty ones take after it."""
+        self._last = batch
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """All that the ranks do about one window. If it fails here, this rank can keep nobody company any more."""
+        self._fit = False
+        yield
+        self._fit = True
+
+    def meet(self, batches: int) -> tuple[int, int]:
+        """The most batches that any rank's next window has, and what the ranks say together."""
+        if self._ended:
+            return 0, 0
+        found = self._lane.all_gather(np.array([batches, self._say()], np.int64), "asked who has more batches")
+        self._met += 1
+        most = int(found[:, 0].max())
+        self._ended = most == 0
+        return most, int(np.bitwise_or.reduce(found[:, 1]))
+
+    def leave(self, windows: int) -> None:
+        """The pipeline ends: the others may count on this rank for so many windows in all."""
+        with contextlib.suppress(RankError):  # they are gone, too
+            while self._met < windows and not self._ended and self._fit:
+                with self.together():
+                    most, _ = self.meet(0)
+                    for ranks in self._ranks if most else ():
+                        ranks.take_part(most, training=self._training)
+
+    def empty_batch(self) -> Batch:
+        """Of no examples: for a rank that has run out of data."""
+        like = self._last
+        fields = like.fields if like is not None else max(table.fields_read for table in self._tables)
+        empty = Batch(_NO_KEYS, np.zeros(1, np.int64), fields)
+        if like is not None:
+            empty.weights = None if like.weights is None else like.weights[:0]
+            empty.dense = None if like.dense is None else like.dense[:0]
+            empty.label = None if like.label is None else like.label[:0]
+            empty.position = like.position
+        return empty
+
+
+def company_of(tables: Sequence[Table], training: bool, say: Callable[[], int]) -> Company | None:
+    """None: the tables are this process's alone."""
+    over = [table.ranks for table in dict.fromkeys(tables) if table.ranks is not None]
+    if not over:
+        return None
+    if len(over) < len(set(tables)) or any(ranks.groups is not over[0].groups for ranks in over):
+        raise ValueError("tables over several ranks need a pipeline without others, and the same groups")
+    return Company(tables, over, training, say)

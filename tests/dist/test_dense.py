@@ -1,0 +1,181 @@
+"""Gradients averaged every step: as all ranks in one process, bit for bit; Adam whose denominator can be frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from dense_helpers import Case, Net, Nodes, Played, assert_same, average, backward, mean, noise, train
+from ranks_helpers import play
+
+from thermocline.dist.adam import FrozenAdam
+from thermocline.dist.dense import DenseParameters
+from thermocline.dist.dense_config import DenseSync
+from thermocline.dist.groups import Groups
+from thermocline.dist.topology import Topology
+
+WORLDS: dict[str, Nodes] = {
+    "1": ((0,),),
+    "2": ((0, 1),),
+    "1 x 3": ((0,), (1,), (2,)),
+    "2 x 2": ((0, 1), (2, 3)),
+    "3 and 1": ((0, 1, 2), (3,)),
+}
+
+
+@pytest.fixture
+def alone() -> Iterator[Groups]:
+    groups = Groups.make(Topology.alone())
+    yield groups
+    groups.close()
+
+
+def cases_of(seed: int, *, exact: bool) -> list[Case]:
+    rng = random.Random(seed)
+    return [
+        Case(
+            rng.randrange(10**6), DenseSync(exact=exact, bucket=rng.choice((1, 100, "1MB"))),
+            norm=exact and rng.random() < 0.5, idle=rng.random() < 0.5, save_at=rng.randrange(4),
+            decay=rng.choice((0.0, 0.01)),
+        )
+        for _ in range(5 if exact else 2)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_step_is_the_simulation(world: str) -> None:
+    """Bit for bit if `exact`; torch's own reductions have an order of their own."""
+    nodes = WORLDS[world]
+    cases = [case for exact in (True, False) for case in cases_of(sum(map(ord, world)), exact=exact)]
+    expected = [Played(case, nodes).run() for case in cases]
+    for rank, results in enumerate(play(nodes, train, cases)):
+        for case, (tensors, _, _), played in zip(cases, results, expected, strict=True):
+            assert_same(tensors, played[rank], (rank, case), exact=case.sync.exact)
+
+
+@pytest.mark.parametrize("nodes", [((0, 1, 2), (3, 4, 5)), ((0, 1), (2, 3), (4, 5)), ((0, 1, 2), (3, 4))], ids=str)
+def test_the_order_of_sums_is_ranks_then_nodes(nodes: Nodes) -> None:
+    """Three of a kind: fewer are the same in any order. Another tree has other bits."""
+    ranks = [noise(rank, 1001) for node in nodes for rank in node]
+    expected, other = mean(ranks, nodes), mean(ranks[::-1], nodes)
+    assert expected is not None
+    assert other is not None
+    assert not torch.equal(expected, other)
+    for got in play(nodes, average, 1001, True):
+        assert torch.equal(got, expected)
+
+
+# ---- Adam
+
+
+@pytest.mark.parametrize("kind", ["plain", "foreach", "fused"])
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_adam_is_torchs_while_nothing_is_frozen(kind: str, decoupled: bool, maximize: bool) -> None:
+    settings: dict[str, Any] = {"foreach": kind == "foreach", "fused": kind == "fused"}
+    settings |= {"weight_decay": 0.02, "decoupled_weight_decay": decoupled, "maximize": maximize, "lr": 0.01}
+    case = Case(11, DenseSync(), idle=True)
+    nets = [Net(case), Net(case)]
+    optimizers = [torch.optim.Adam(nets[0].parameters(), **settings), FrozenAdam(nets[1].parameters(), **settings)]
+    for step, (net, optimizer) in itertools.product(range(6), zip(nets, optimizers, strict=True)):
+        net.zero_grad()
+        backward(case, net, 0, step)
+        optimizer.step()
+    for theirs, ours in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(theirs, ours)
+        assert optimizers[0].state[theirs].keys() == optimizers[1].state[ours].keys()
+        for name, value in optimizers[0].state[theirs].items():
+            assert torch.equal(value, optimizers[1].state[ours][name])
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_a_frozen_denominator_has_the_bias_correction_of_its_step(decoupled: bool) -> None:
+    """In double precision, written out: v of step 3 is divided by 1 - beta2^3 at all later steps."""
+    lr, (beta1, beta2), eps, decay = 0.01, (0.9, 0.99), 1e-3, 0.1
+    rng = torch.Generator().manual_seed(0)
+    x = torch.nn.Parameter(torch.randn(20, generator=rng, dtype=torch.float64))
+    optimizer = FrozenAdam([x], lr, (beta1, beta2), eps, decay, decoupled_weight_decay=decoupled)
+    y, m, v = x.detach().clone(), torch.zeros(20, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
+    frozen, at = None, 0
+    for t in range(1, 10):
+        x.grad = torch.randn(20, generator=rng, dtype=torch.float64)
+        g = x.grad + (0 if decoupled else decay * y)
+        y = y * (1 - lr * decay) if decoupled else y
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        v_hat = v / (1 - beta2**t) if frozen is None else frozen / (1 - beta2**at)
+        y = y - lr * (m / (1 - beta1**t)) / (v_hat.sqrt() + eps)
+        optimizer.step()
+        torch.testing.assert_close(x.detach(), y, rtol=1e-12, atol=1e-12)
+        if t in (3, 6):
+            higher = frozen is not None
+            moment = torch.rand(20, generator=rng, dtype=torch.float64)
+            optimizer.freeze(x, moment, never_fall=higher)
+            frozen, at = torch.maximum(frozen, moment) if frozen is not None else moment, t
+        torch.testing.assert_close(optimizer.state[x]["exp_avg_sq"], v, rtol=1e-12, atol=1e-12)
+
+
+def test_parameters_that_step_for_the_first_time_are_not_frozen_with_the_others() -> None:
+    early, late, alone = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+    ours, theirs = FrozenAdam([early, late]), torch.optim.Adam([alone])
+    early.grad = torch.ones(3)
+    ours.step()
+    with pytest.raises(ValueError, match="has no second moment yet"):
+        ours.freeze(late, torch.ones(3))
+    ours.freeze(early, torch.full((3,), 100.0))
+    calls: list[int] = []
+    ours.register_step_post_hook(lambda *_: calls.append(1))
+    late.grad, alone.grad = torch.full((3,), 2.0), torch.full((3,), 2.0)
+    before = early.detach().clone()
+    ours.step()
+    theirs.step()
+    assert torch.equal(late, alone)
+    assert len(calls) == 1
+    assert (before - early).abs().max() < 1e-4 < (1 - late.detach()).abs().min()
+
+
+def test_only_frozen_adam_can_be_frozen(alone: Groups) -> None:
+    x = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"needs thermocline.dist.adam.FrozenAdam, not Adam"):
+        DenseParameters.make([x], torch.optim.Adam([x]), alone, DenseSync(every=2))
+    y = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="1 of 2 parameters are in none of the optimizers"):
+        DenseParameters.make([x, y], FrozenAdam([x]), alone, DenseSync(every=2))
+
+
+def test_any_optimizer_can_be_merged(alone: Groups) -> None:
+    """In a world of 1 merging changes nothing."""
+    case = Case(2, DenseSync(every=2, merge="all"))
+    for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop):
+        nets = [Net(case), Net(case)]
+        first, second = (kind(net.parameters(), lr=0.1) for net in nets)  # type: ignore[operator]
+        sync = DenseParameters.make(nets[0].parameters(), first, alone, dataclasses.replace(case).sync)
+        for step in range(1, 6):
+            for net in nets:
+                net.zero_grad(set_to_none=False)
+                backward(case, net, 0, step)
+            nets[1].never.grad = torch.zeros(3)
+            sync.after_backward()
+            first.step()
+            second.step()
+            assert sync.after_step(step) == (step % 2 == 0)
+        for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_what_was_not_merged_before_saving_is_merged_after_loading(alone: Groups) -> None:
+    x = torch.nn.Parameter(torch.ones(3))
+    optimizer = FrozenAdam([x])
+    made = [DenseParameters.make([x], optimizer, alone, DenseSync(every=2)) for _ in range(3)]
+    for step in range(1, 4):
+        made[0].after_backward()
+        optimizer.step()
+        assert made[0].after_step(step) == (step in (1, 2))
+    made[1].load_state_dict(made[0].state_dict())
+    assert [sync.merge_now() for sync in made] == [True, True, False]
+    made[2].load_state_dict(made[1].state_dict())
+    assert not made[2].merge_now()
