@@ -23,7 +23,8 @@ def play(nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: float 
     """
     world = sum(map(len, nodes))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "thermocline.dist.dense"])
+    # The first optimizer imports torch._dynamo: more than a second, of every rank.
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "thermocline.dist.dense"])
     results: list[Any] = [None] * world
     with tempfile.TemporaryDirectory(prefix="thermocline-ranks-") as folder:
         pipes, processes = [], []

@@ -41,6 +41,9 @@ _HOME = {
     "Data": "data.schema",
     "Numeric": "data.schema",
     "SyntheticAds": "data.synth",
+    "FrozenAdam": "dist.adam",
+    "DenseParameters": "dist.dense",
+    "DenseSync": "dist.dense_config",
     "export_rows": "export",
     "ModelConfig": "models.config",
     "AUC": "metrics",
@@ -86,6 +89,9 @@ if TYPE_CHECKING:
     from thermocline.data.reader import Reader as Reader
     from thermocline.data.schema import Data as Data, Numeric as Numeric
     from thermocline.data.synth import SyntheticAds as SyntheticAds
+    from thermocline.dist.adam import FrozenAdam as FrozenAdam
+    from thermocline.dist.dense import DenseParameters as DenseParameters
+    from thermocline.dist.dense_config import DenseSync as DenseSync
     from thermocline.errors import (
         BudgetError as BudgetError,
         ConfigError as ConfigError,
