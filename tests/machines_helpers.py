@@ -55,6 +55,7 @@ class Machines:
         self._folders = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        _sweep()
         try:
             _ip("netns", "add", self.switch)
             _ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
@@ -233,6 +234,14 @@ def problem(delay: str | None = None) -> str | None:
         return f"no network namespaces: {' '.join(error.cmd)}: {said}"
 
 
+def _sweep() -> None:
+    """Removes what a process left that was killed."""
+    found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    for name in re.findall(r"^thermocline-\d+-\S+", found, re.MULTILINE):
+        if not Path("/proc", name.split("-")[1]).exists():
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
 def _ip(*args: str) -> None:
     _call("ip", *args)
 
@@ -245,7 +254,7 @@ def _call(*command: str) -> None:
 
 
 def _host() -> None:
-    """Forks a rank for every line of its input; says how they ended. Returns in the ranks."""
+    """Forks a rank for every line of its input; says how they ended. Returns in the ranks, and nowhere else."""
     ranks: dict[int, tuple[Path, str]] = {}
 
     def reap(*_: object) -> None:
@@ -270,7 +279,7 @@ def _host() -> None:
         _write(folder / f"pid-{rank}", str(pid))
         signal.signal(signal.SIGCHLD, reap)
         reap()
-    sys.exit()
+    os.killpg(0, signal.SIGKILL)  # whoever started this is gone: so are its ranks
 
 
 def _write(path: Path, text: str) -> None:

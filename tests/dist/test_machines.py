@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,11 +45,14 @@ def namespaces() -> list[str]:
     return [line for line in found.splitlines() if line.startswith(f"thermocline-{os.getpid()}-")]
 
 
-def running_still(pid: int) -> bool:
-    """Whether there is such a process, and not just its exit status that nobody has asked for."""
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    return False
+def assert_gone(*pids: int) -> None:
+    """Killed processes take a moment to go. A status that nobody has asked for is no process."""
+    end = time.monotonic() + 20
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
+                assert time.monotonic() < end, f"process {pid} runs on"
+                time.sleep(0.05)
 
 
 def test_a_slow_link_changes_no_bit(machines: Machines) -> None:
@@ -108,12 +112,36 @@ def test_nothing_is_left_behind() -> None:
     if reason := problem():
         pytest.skip(reason)
     before = set(namespaces())
-    with pytest.raises(RuntimeError, match="on purpose"), Machines(2) as machines:
+    with contextlib.suppress(InterruptedError), Machines(2) as machines:
         running = machines.start("dense_helpers:on_and_on", 100, 10**9, DenseSync())
         running.await_steps(1)
         pids = [int((running.folder / f"pid-{rank}").read_text()) for rank in range(4)]
         assert len(set(namespaces()) - before) == 3
-        raise RuntimeError("on purpose")
+        raise InterruptedError
     assert set(namespaces()) == before
     assert not running.folder.exists()
-    assert not any(running_still(pid) for pid in pids)
+    assert_gone(*pids)
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    if reason := problem():
+        pytest.skip(reason)
+    code = """
+import os, signal
+from machines_helpers import Machines
+from thermocline.dist.dense_config import DenseSync
+machines = Machines(1).__enter__()
+running = machines.start("dense_helpers:on_and_on", 100, 10**9, DenseSync(), per_node=1)
+running.await_steps(1)
+print((running.folder / "pid-0").read_text())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    root = Path(__file__).resolve().parents[2]
+    env = os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root / 'tests'}", "TMPDIR": str(tmp_path)}
+    killed = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
+    pid = int(killed.communicate(timeout=60)[0])
+    assert killed.returncode == -signal.SIGKILL
+    with Machines(1):
+        found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"thermocline-{killed.pid}-" not in found
+    assert_gone(pid)
