@@ -2,19 +2,19 @@
 
     python benchmarks/hbm_e2e.py --preset E/10000 --folder DISK --json FILE
 
-Every row is on SSD before anything is timed, and DRAM is full. The same batches (made beforehand, none twice) are
-trained by the same loop with all rows in HBM, and through the three tiers; examples/s of the second half, when hot rows
-have risen. Beside it: how many rows were asked of the store per step, its reads, and how fast this disk answers random
-reads of a page.
+Every row is on SSD before anything is timed; the keys that are asked for most are in HBM and, after them, in DRAM, as
+they are after a long training. The same batches (made beforehand, none twice) are trained by the same loop with all
+rows in HBM, and through the three tiers; examples/s of the second half. Beside it: how many rows were asked of the
+store per step, its reads, and how fast this disk answers random reads of a page.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import os
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ from common import Claim, console, environment, print_claims, write_json
 import thermocline as tc
 from thermocline.data.presets import Plan
 from thermocline.tables.hbm import bytes_for
+
+Keys = np.ndarray[Any, np.dtype[np.uint64]]
+
+_BEGUN = time.perf_counter()
 
 
 class Model(torch.nn.Module):
@@ -43,23 +47,44 @@ class Model(torch.nn.Module):
         return self.mlp(self.bag(batch).flatten(1)).squeeze(1)  # type: ignore[no-any-return]
 
 
-def fill(table: tc.Table, keys: np.ndarray[Any, Any]) -> None:
-    """A row for every key: where the table keeps them, SSD if it has one."""
+def fill(table: tc.Table, keys: Keys, *, to_store: bool) -> None:
+    """A row for every key: on SSD, or in DRAM."""
     for piece in np.array_split(keys, max(1, len(keys) // (1 << 20))):
         rows = table.tier.initial_rows(piece)
-        if table.store is not None:
+        if to_store and table.store is not None:
             table.store.put(piece, rows)
         else:
             table.tier.push(piece, rows, dirty=False)
-    if table.store is not None:
+    if to_store and table.store is not None:
         table.store.commit()
 
 
-def all_keys(ads: tc.SyntheticAds, batches: list[tc.Batch]) -> np.ndarray[Any, Any]:
-    """The keys of the batches, and as many others as the preset has: random ones, which no batch asks for."""
-    used = np.unique(np.concatenate([batch.ids for batch in batches]))
-    others = np.random.default_rng(1).integers(0, 2**64, sum(ads.keys) - len(used), dtype=np.uint64)
-    return np.concatenate([used, others])
+def keys_by_popularity(ads: tc.SyntheticAds, *shares: float) -> list[Keys]:
+    """Every key there is, cut by rank within its field at these shares; keys as csrc/data/synth.h makes them."""
+    groups: list[list[Keys]] = [[] for _ in (*shares, 1)]
+    first = 0
+    for count in ads.keys:
+        cuts = [0, *(int(share * count) for share in shares), count]
+        for group, (begin, end) in zip(groups, itertools.pairwise(cuts), strict=True):
+            group.append(np.arange(first + begin, first + end, dtype=np.uint64))
+        first += count
+    return [_mix(np.concatenate(group) ^ np.uint64(0x5CA1AB1E0DDBA11D)) for group in groups]
+
+
+def _mix(x: Keys) -> Keys:
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        x ^= x >> np.uint64(33)
+        x *= np.uint64(factor)
+    return x ^ (x >> np.uint64(33))
+
+
+def rise(table: tc.Table, keys: Keys) -> None:
+    """Rows to the GPU."""
+    assert table.hbm is not None
+    for piece in np.array_split(keys, max(1, len(keys) // (1 << 20))):
+        pins = table.hbm.pin(table.hbm.stage([piece]))
+        table.hbm.load(pins)
+        pins.let_go()
 
 
 def train(table: tc.Table, plan: Plan, batches: list[tc.Batch], depth: int, window: int) -> dict[str, Any]:
@@ -91,6 +116,10 @@ def train(table: tc.Table, plan: Plan, batches: list[tc.Batch], depth: int, wind
     }
 
 
+def said(what: str) -> None:
+    console.print(f"{time.perf_counter() - _BEGUN:.0f} s: {what}")
+
+
 def counters(table: tc.Table) -> dict[str, Any]:
     assert table.hbm is not None
     gpu, memory = table.hbm.stats(), table.tier.stats()
@@ -98,29 +127,33 @@ def counters(table: tc.Table) -> dict[str, Any]:
     return {**counts, "ssd_reads": table.store.stats().reads if table.store is not None else 0}
 
 
-def disk_reads_per_second(folder: Path, seconds: float = 2.0, workers: int = 64) -> float:
-    """Random pages of the store's files, past the page cache."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
-    handles = [(os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size // 4096) for path in files]
-    counts = [0] * workers
-    end = time.monotonic() + seconds
+def disk_reads_per_second(folder: Path, workers: int = 12) -> float:
+    """Random pages of the store's files, past the page cache; by processes, which do not wait for one another."""
+    probe = [sys.executable, "-c", _PROBE, str(folder)]
+    running = [subprocess.Popen([*probe, str(n)], stdout=subprocess.PIPE, text=True) for n in range(workers)]
+    return sum(float(process.communicate()[0]) for process in running)
 
-    def read(worker: int) -> None:
-        import mmap
 
-        page, draw = mmap.mmap(-1, 4096), np.random.default_rng(worker)
-        while time.monotonic() < end:
-            for place in draw.random(64):
-                handle, pages = handles[int(place * len(handles))]
-                os.preadv(handle, [page], 4096 * int(place * 7919 % 1 * pages))
-                counts[worker] += 1
+_PROBE = """
+import mmap, os, random, sys, threading, time
+from pathlib import Path
+files = [path for path in Path(sys.argv[1]).rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
+handles = [(os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size // 4096) for path in files]
+counts, begin = [0] * 16, time.time() // 1 + 2  # all begin at the same second
 
-    threads = [threading.Thread(target=read, args=(n,)) for n in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(counts) / seconds
+def read(worker):
+    page, draw = mmap.mmap(-1, 4096), random.Random(f"{sys.argv[2]}/{worker}")
+    time.sleep(max(0.0, begin - time.time()))
+    while time.time() < begin + 2:
+        handle, pages = handles[draw.randrange(len(handles))]
+        os.preadv(handle, [page], 4096 * draw.randrange(pages))
+        counts[worker] += 1
+
+threads = [threading.Thread(target=read, args=(n,)) for n in range(len(counts))]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(sum(counts) / 2)
+"""
 
 
 def main() -> None:
@@ -136,7 +169,10 @@ def main() -> None:
     plan = Plan.of(options.preset)
     ads = tc.SyntheticAds.preset(options.preset, batch_size=options.batch)
     batches = list(itertools.islice(iter(ads), options.steps))
-    keys = all_keys(ads, batches)
+    hot, warm, cold = keys_by_popularity(ads, 0.095, 0.48)
+    keys = np.concatenate([hot, warm, cold])
+    missing = np.isin(batches[0].ids[:10000], hot, invert=True).mean()
+    console.print(f"{missing:.1%} of a batch's ids are not among the hottest tenth of the keys")
     optimizer, floats = tc.RowWiseAdagrad(lr=0.01), plan.dim + 1
     console.print(
         f"{plan.name}/{plan.scale:g}: {len(keys):,} keys of {plan.row_bytes} bytes, {len(batches[0].ids):,} ids a batch"
@@ -150,16 +186,14 @@ def main() -> None:
         plan.dim,
         optimizer,
         hbm=bytes_for(int(1.02 * len(keys)), floats),
-        mem=len(keys) * 100 + (64 << 20),
+        mem="4GB",  # holds nothing: what has not been trained has its initial row
         device="cuda",
     )
-    fill(everything, keys)
-    bag = tc.EmbeddingBag(everything, plan.fields)
-    for batch in batches:  # brings all their rows to the GPU
-        everything.prepare(batch).pins.let_go()  # type: ignore[union-attr]
+    rise(everything, keys)
+    said("all rows in HBM")
     record["all in HBM"] = train(everything, plan, batches, options.depth, options.window)
     console.print("all in HBM", record["all in HBM"])
-    del everything, bag
+    del everything
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         table = tc.Table(
             plan.dim,
@@ -169,10 +203,11 @@ def main() -> None:
             ssd=Path(folder) / "rows",
             device="cuda",
         )
-        fill(table, keys)
-        table.tier.push(
-            keys[-len(keys) // 3 :], table.tier.initial_rows(keys[-len(keys) // 3 :]), dirty=False
-        )  # DRAM is full
+        fill(table, keys, to_store=True)
+        said("all rows on SSD")
+        fill(table, warm, to_store=False)
+        rise(table, hot)
+        said("hot rows in DRAM and HBM")
         record["tiers"] = train(table, plan, batches, options.depth, options.window)
         console.print("tiers", record["tiers"], table)
         record["disk_reads_per_second"] = disk_reads_per_second(Path(folder))

@@ -101,7 +101,7 @@ def main() -> None:
     record: dict[str, Any] = {**environment(["torch", "triton"]), "gpu": torch.cuda.get_device_name(), "keys": keys}
     table = filled(keys, FEATURES * keys // 10, options.threads)
     console.print(f"filled: {table}")
-    for depth in (1, 2, 4):
+    for depth in (1, 2, 4, 6):
         record[f"depth {depth}"] = run(table, source, depth, len(source) // 3)
         console.print(f"depth {depth}: {record[f'depth {depth}']}")
     tenth = record["depth 4"]

@@ -21,10 +21,21 @@ def play(nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: float 
 
     The function lies in a module that a new process can import. A rank that fails or takes too long fails the test.
     """
+    results = []
+    for rank, (how, value) in enumerate(outcomes(nodes, function, *args, seconds=seconds)):
+        if how != "fine":
+            raise AssertionError(f"rank {rank} {how}:\n{value}")
+        results.append(value)
+    return results
+
+
+def outcomes(nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> list[tuple[str, Any]]:
+    """The same for ranks that may fail: ("fine", what it returned), ("failed", its traceback) or ("died", None)."""
     world = sum(map(len, nodes))
     context = multiprocessing.get_context("forkserver")
     # The first optimizer imports torch._dynamo: more than a second, of every rank.
-    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "thermocline.dist.dense"])
+    loaded = ["torch", "torch._dynamo", "torch.distributed", "thermocline.dist.dense", "thermocline.train"]
+    context.set_forkserver_preload(loaded)
     results: list[Any] = [None] * world
     with tempfile.TemporaryDirectory(prefix="thermocline-ranks-") as folder:
         pipes, processes = [], []
@@ -58,11 +69,10 @@ def _receive(pipes: Sequence[Connection], results: list[Any], seconds: float) ->
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
-                fine, results[rank] = pickle.loads(pipe.recv_bytes())
+                fine, value = pickle.loads(pipe.recv_bytes())
+                results[rank] = ("fine" if fine else "failed", value)
             except EOFError:
-                raise AssertionError(f"rank {rank} died") from None
-            if not fine:
-                raise AssertionError(f"rank {rank} failed:\n{results[rank]}")
+                results[rank] = ("died", None)
 
 
 def _rank(

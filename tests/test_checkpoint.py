@@ -17,7 +17,7 @@ import torch
 from run_helpers import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differing, folder_of, trained
 
 import thermocline as tc
-from thermocline import checkpoint as checkpoint_module, published, snapshot
+from thermocline import checkpoint as checkpoint_module, checkpoint_stores, published, snapshot
 from thermocline.checkpoint import Checkpoints
 from thermocline.tables.optimizers import Adagrad
 from thermocline.tables.table import Table
@@ -191,6 +191,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[str]:
 
     monkeypatch.setattr(published, "reached", reached)
     monkeypatch.setattr(checkpoint_module, "reached", reached)
+    monkeypatch.setattr(checkpoint_stores, "reached", reached)
     return passed
 
 

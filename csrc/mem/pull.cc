@@ -3,6 +3,7 @@
 #include <bit>
 #include <cstring>
 
+#include "mem/copy_rows.h"
 #include "mem/tier.h"
 #include "util/error.h"
 
@@ -11,7 +12,10 @@ namespace {
 
 constexpr size_t kTaskRows = 4096;
 constexpr size_t kCachedKeys = 65536;
-constexpr size_t kAhead = 16;  // rows whose memory is asked for before it is used
+constexpr size_t kAhead = 16;       // rows whose memory is asked for before it is used
+constexpr size_t kTaskKeys = 4096;  // of each_found(): their rows in a buffer are few enough for the TLB
+
+enum Found : uint8_t { kMissing = 0, kCopied = 1, kLoading = 2 };  // Scratch::found, while rows are read
 
 }  // namespace
 
@@ -220,35 +224,67 @@ void MemTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, s
   if (misuse) throw Error("memory tier: unpin of a slot that is not pinned: unpin what pull gave, once");
 }
 
+// Shard by shard within a task, so that all of a batch is one parallel section. Where rows lie in the caller's buffer,
+// a task's are close together.
+template <typename Ahead, typename Each>
+void MemTier::each_found(const uint64_t* keys, size_t begin, size_t end, const Ahead& ahead, const Each& each) {
+  Probe probes[kTaskKeys];
+  uint32_t starts[kMaxShards + 1], likely[2 * kAhead];
+  group_one(keys + begin, end - begin, probes, starts);
+  for (uint32_t step = 0; step < plan_.shards; ++step) {
+    const uint32_t h = (step + static_cast<uint32_t>(begin / kTaskKeys) * 7) % plan_.shards;  // not all at the same one
+    const size_t last_of_shard = starts[h + 1];
+    if (starts[h] == last_of_shard) continue;
+    Shard& shard = shards_[h];
+    std::lock_guard lock(shard.mutex);
+    const auto finish = [&](size_t first, size_t last) {
+      for (size_t j = first; j < last; ++j) {
+        const size_t i = begin + probes[j].index;
+        each(shard, i, shard.verified(likely[j % (2 * kAhead)], probes[j].tag, keys[i]));
+      }
+    };
+    // A few at a time: their rows are on their way while the next ones are looked for.
+    size_t finished = starts[h];
+    for (size_t first = finished; first < last_of_shard; first += kAhead) {
+      const size_t last = std::min(first + kAhead, last_of_shard);
+      for (size_t j = last; j < std::min(last + kAhead, last_of_shard); ++j) shard.prefetch(probes[j].tag);
+      for (size_t j = first; j < last; ++j) {
+        const uint32_t slot = likely[j % (2 * kAhead)] = shard.likely(probes[j].tag);
+        if (slot != kNoSlot) ahead(begin + probes[j].index, slot);
+      }
+      finish(finished, first);
+      finished = first;
+    }
+    finish(finished, last_of_shard);
+  }
+}
+
+template <typename F>
+void MemTier::for_tasks(size_t n, const F& f) {
+  pool_.parallel((n + kTaskKeys - 1) / kTaskKeys,
+                 [&](size_t t) { f(t * kTaskKeys, std::min((t + 1) * kTaskKeys, n)); });
+}
+
 void MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
-  enum : uint8_t { kMissing = 0, kCopied = 1, kLoading = 2 };
   ScratchPool::Lease s(scratch_);
   size_t hits = 0;
   for (size_t b = 0; b < n; b += s->keys_max, rows += s->keys_max * row_bytes_, keys += s->keys_max) {
     const size_t part = std::min(s->keys_max, n - b);
-    by_shard(*s, keys, nullptr, part, [&](Shard& shard, const Probe* probes, size_t m) {
-      // A few at a time: their rows are on their way while the next ones are looked for.
-      uint32_t slots[kAhead];
-      for (size_t begin = 0; begin < m; begin += kAhead) {
-        const size_t end = std::min(begin + kAhead, m);
-        for (size_t j = end; j < std::min(end + kAhead, m); ++j) shard.prefetch(probes[j].tag);
-        for (size_t j = begin; j < end; ++j) {
-          const uint32_t slot = slots[j - begin] = shard.find(probes[j].tag, keys[probes[j].index]);
-          if (slot != kNoSlot) __builtin_prefetch(row(slot));
+    const RowCopy copy(rows, row_bytes_);
+    for_tasks(part, [&](size_t begin, size_t end) {
+      const auto ahead = [&](size_t, uint32_t slot) { __builtin_prefetch(row(slot)); };
+      each_found(keys, begin, end, ahead, [&](Shard& shard, size_t i, uint32_t slot) {
+        s->found[i] = slot == kNoSlot ? kMissing : kCopied;
+        if (slot == kNoSlot) return;
+        if (meta()[slot].load_state() == SlotState::kLoading) {
+          shard.pin(slot);
+          s->found[i] = kLoading;
+          s->pinned[i] = slot;
+        } else {
+          copy(rows + i * row_bytes_, row(slot));
         }
-        for (size_t j = begin; j < end; ++j) {
-          const uint32_t i = probes[j].index, slot = slots[j - begin];
-          s->found[i] = slot == kNoSlot ? kMissing : kCopied;
-          if (slot == kNoSlot) continue;
-          if (meta()[slot].load_state() == SlotState::kLoading) {
-            shard.pin(slot);
-            s->found[i] = kLoading;
-            s->pinned[i] = slot;
-          } else {
-            std::memcpy(rows + i * row_bytes_, row(slot), row_bytes_);
-          }
-        }
-      }
+      });
+      copy.settle();
     });
     size_t missing = 0;
     for (size_t i = 0; i < part; ++i) {
@@ -286,13 +322,13 @@ void MemTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dir
   for (size_t b = 0; b < n; b += s->keys_max) {
     const size_t part = std::min(s->keys_max, n - b);
     const uint8_t* from = rows + b * row_bytes_;
+    if (unique && !store_ && replace_all(keys + b, part, from, dirty)) continue;
     acquire(*s, keys + b, part, s->pinned, from);
     if (unique) {
+      const RowCopy copy(slab_.as<uint8_t>(), row_bytes_);
       for_rows(part, [&](size_t begin, size_t end) {
-        for (size_t i = begin; i < end; ++i) {
-          __builtin_prefetch(row(s->pinned[std::min(i + kAhead, end - 1)]), 1);
-          std::memcpy(row(s->pinned[i]), from + i * row_bytes_, row_bytes_);
-        }
+        for (size_t i = begin; i < end; ++i) copy(row(s->pinned[i]), from + i * row_bytes_);
+        copy.settle();
       });
     } else {
       // In the order of the batch within a shard: of a repeated key the last row wins.
@@ -304,6 +340,29 @@ void MemTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dir
     }
     release(*s, s->pinned, keys + b, part, dirty);
   }
+}
+
+// Nothing ever leaves a tier without a store: rows need no pins to be written. False if one of them is not here; then
+// others may have been written.
+bool MemTier::replace_all(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty) {
+  const RowCopy copy(slab_.as<uint8_t>(), row_bytes_);
+  std::atomic<bool> all{true};
+  for_tasks(n, [&](size_t begin, size_t end) {
+    const auto ahead = [&](size_t i, uint32_t) {
+      for (size_t at = 0; at < row_bytes_; at += 64) __builtin_prefetch(rows + i * row_bytes_ + at);
+    };
+    each_found(keys, begin, end, ahead, [&](Shard&, size_t i, uint32_t slot) {
+      if (slot == kNoSlot || meta()[slot].load_state() != SlotState::kReady) {
+        all = false;
+        return;
+      }
+      copy(row(slot), rows + i * row_bytes_);
+      if (dirty) set_dirty(slot);
+    });
+    copy.settle();
+  });
+  if (all) hits_ += n;
+  return all;
 }
 
 void MemTier::copy_out(const uint32_t* slots, size_t n, uint8_t* rows) {

@@ -29,26 +29,27 @@ uint32_t Shard::find(uint32_t tag, uint64_t key) const {
   return kNoSlot;
 }
 
+uint32_t Shard::likely(uint32_t tag) const {
+  uint32_t b = home(tag);
+  while (index_[b] != 0 && index_[b] >> 32 != tag) b = after(b);
+  const uint32_t slot = static_cast<uint32_t>(index_[b]) - 1;  // an empty bucket gives kNoSlot
+  if (slot != kNoSlot) __builtin_prefetch(&meta_[slot]);
+  return slot;
+}
+
 // Blocks in four passes, so that the cache misses of a block overlap: index, metadata, neighbours in the list, pin.
 size_t Shard::find_and_pin(const Probe* probes, size_t n, const uint64_t* keys, uint32_t* slots, bool* waits) {
   constexpr size_t kStep = 16;
   size_t hits = 0;
   uint32_t maybe[kStep];
-  for (size_t i = 0; i < std::min(kStep, n); ++i) __builtin_prefetch(&index_[home(probes[i].tag)]);
+  for (size_t i = 0; i < std::min(kStep, n); ++i) prefetch(probes[i].tag);
   for (size_t begin = 0; begin < n; begin += kStep) {
     const size_t end = std::min(begin + kStep, n);
-    for (size_t i = end; i < std::min(end + kStep, n); ++i) __builtin_prefetch(&index_[home(probes[i].tag)]);
-    for (size_t i = begin; i < end; ++i) {
-      const uint32_t tag = probes[i].tag;
-      uint32_t b = home(tag);
-      while (index_[b] != 0 && index_[b] >> 32 != tag) b = after(b);
-      maybe[i - begin] = static_cast<uint32_t>(index_[b]) - 1;  // an empty bucket gives kNoSlot
-      if (index_[b] != 0) __builtin_prefetch(&meta_[maybe[i - begin]]);
-    }
+    for (size_t i = end; i < std::min(end + kStep, n); ++i) prefetch(probes[i].tag);
+    for (size_t i = begin; i < end; ++i) maybe[i - begin] = likely(probes[i].tag);
     for (size_t i = begin; i < end; ++i) {
       uint32_t& slot = maybe[i - begin];
-      const uint64_t key = keys[probes[i].index];
-      if (slot != kNoSlot && meta_[slot].key != key) slot = find(probes[i].tag, key);  // equal tags
+      slot = verified(slot, probes[i].tag, keys[probes[i].index]);
       if (slot == kNoSlot || meta_[slot].list == kNone) continue;
       __builtin_prefetch(&meta_[meta_[slot].prev]);
       __builtin_prefetch(&meta_[meta_[slot].next]);

@@ -68,8 +68,13 @@ class alignas(64) Shard {
   void init(SlotMeta* meta, uint32_t sentinels, uint64_t* index, uint32_t buckets, Policy policy, uint32_t fair_share);
 
   uint32_t find(uint32_t tag, uint64_t key) const;
-  // Ahead of a find.
+  // Ahead of a find: first this, then the slot that is likely, told by the tag alone, or kNoSlot; its metadata is on
+  // its way then. At last, whether it is the one.
   void prefetch(uint32_t tag) const { __builtin_prefetch(&index_[home(tag)]); }
+  uint32_t likely(uint32_t tag) const;
+  uint32_t verified(uint32_t likely, uint32_t tag, uint64_t key) const {
+    return likely != kNoSlot && meta_[likely].key != key ? find(tag, key) : likely;  // equal tags
+  }
   // Finds and pins: slots[probe.index] is the slot or kNoSlot. Returns how many were found; `waits` is set when one
   // of them is not ready.
   size_t find_and_pin(const Probe* probes, size_t n, const uint64_t* keys, uint32_t* slots, bool* waits);

@@ -171,6 +171,23 @@ void MemTier::group(Scratch& s, size_t n, const KeyOf& key_of, uint32_t* tags, c
   }
 }
 
+void MemTier::group_one(const uint64_t* keys, size_t n, Probe* probes, uint32_t* starts) const {
+  const size_t mask = plan_.shards - 1;
+  uint64_t hashes[kHashed];
+  uint32_t next[kMaxShards + 1] = {};
+  const auto for_hashes = [&](const auto& f) {
+    for (size_t b = 0; b < n; b += kHashed) {
+      const size_t m = std::min(kHashed, n - b);
+      kernels().mem_hash_keys(keys + b, m, hashes);
+      for (size_t i = 0; i < m; ++i) f(b + i, hashes[i] >> 56 & mask, static_cast<uint32_t>(hashes[i]));
+    }
+  };
+  for_hashes([&](size_t, size_t shard, uint32_t) { ++next[shard + 1]; });
+  for (uint32_t h = 0; h < plan_.shards; ++h) next[h + 1] += next[h];
+  std::copy_n(next, plan_.shards + 1, starts);
+  for_hashes([&](size_t i, size_t shard, uint32_t tag) { probes[next[shard]++] = {static_cast<uint32_t>(i), tag}; });
+}
+
 void MemTier::by_shard(Scratch& s, const uint64_t* keys, const uint32_t* pick, size_t n, const ShardTask& f) {
   // The tags wait in `slots`, which nobody uses before f has run.
   if (pick) group(s, n, [keys, pick](size_t i) { return keys[pick[i]]; }, s.slots, f);

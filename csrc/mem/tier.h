@@ -99,6 +99,7 @@ class MemTier {
   void check_slots(const uint32_t* slots, size_t n) const;
 
  private:
+  static constexpr uint32_t kMaxShards = 256;
   // How a budget is divided.
   struct Plan {
     uint32_t capacity, shards, buckets;  // buckets of the index, per shard
@@ -125,6 +126,16 @@ class MemTier {
   void slots_by_shard(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, const ShardTask& f);
   template <typename KeyOf>
   void group(Scratch& s, size_t n, const KeyOf& key_of, uint32_t* tags, const ShardTask& f);
+  // The same for the keys of one task: probes by shard, those of shard h from starts[h] to starts[h + 1].
+  void group_one(const uint64_t* keys, size_t n, Probe* probes, uint32_t* starts) const;
+  // each(shard, i, slot) for the keys of one task, under the shard's lock; a key that is not here has kNoSlot.
+  // ahead(i, slot) comes some time before, when the slot is only likely.
+  template <typename Ahead, typename Each>
+  void each_found(const uint64_t* keys, size_t begin, size_t end, const Ahead& ahead, const Each& each);
+  // f(begin, end) for the tasks of n keys, in parallel.
+  template <typename F>
+  void for_tasks(size_t n, const F& f);
+  bool replace_all(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty);
   // f(begin, end) over ranges of n rows, in parallel.
   template <typename F>
   void for_rows(size_t n, const F& f);

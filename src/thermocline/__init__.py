@@ -39,11 +39,15 @@ _HOME = {
     "Train": "config",
     "Reader": "data.reader",
     "Data": "data.schema",
-    "Numeric": "data.schema",
-    "SyntheticAds": "data.synth",
     "FrozenAdam": "dist.adam",
     "DenseParameters": "dist.dense",
     "DenseSync": "dist.dense_config",
+    "Dist": "dist.config",
+    "Groups": "dist.groups",
+    "ShardedTable": "dist.sharded",
+    "Topology": "dist.topology",
+    "Numeric": "data.schema",
+    "SyntheticAds": "data.synth",
     "export_rows": "export",
     "ModelConfig": "models.config",
     "AUC": "metrics",
@@ -90,8 +94,12 @@ if TYPE_CHECKING:
     from thermocline.data.schema import Data as Data, Numeric as Numeric
     from thermocline.data.synth import SyntheticAds as SyntheticAds
     from thermocline.dist.adam import FrozenAdam as FrozenAdam
+    from thermocline.dist.config import Dist as Dist
     from thermocline.dist.dense import DenseParameters as DenseParameters
     from thermocline.dist.dense_config import DenseSync as DenseSync
+    from thermocline.dist.groups import Groups as Groups
+    from thermocline.dist.sharded import ShardedTable as ShardedTable
+    from thermocline.dist.topology import Topology as Topology
     from thermocline.errors import (
         BudgetError as BudgetError,
         ConfigError as ConfigError,

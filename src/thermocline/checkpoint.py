@@ -5,6 +5,9 @@
     run_dir/stores/<table>/                     rows of tables that have no ssd of their own
     each table's store                          one epoch per manifest
 
+Over several ranks each has a store per table, in a folder of its own, and rank 0 writes the manifest, which names them
+all (checkpoint_stores.py).
+
 A save commits the stores, publishes the dense file, then the manifest; then it removes what no kept manifest names: old
 manifests first, then epochs, then files. So a manifest always names things that exist, wherever the process dies, and
 what nobody names is removed by the next save or restore.
@@ -27,13 +30,15 @@ import numpy as np
 import torch
 
 from thermocline import __version__, published, snapshot
+from thermocline.checkpoint_stores import Stores
+from thermocline.dist.together import Together
 from thermocline.errors import CorruptionError, FormatError, NotFoundError, ThermoclineError
 from thermocline.published import Json, reached
-from thermocline.tables.mem import MemTier
-from thermocline.tables.ssd import SsdStore
 from thermocline.tables.table import Table
 
 FORMAT = 1
+RANKS_FORMAT = 2
+"""Of manifests that name the stores of several ranks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +53,8 @@ class Checkpoint:
     tag: str | None
     path: Path
     """Its manifest."""
+    world: int = 1
+    """Ranks that saved it. With another number of them `position` is none: each has other data."""
 
 
 class Checkpoints:
@@ -71,10 +78,14 @@ class Checkpoints:
         *,
         keep: int = 2,
         read_only: bool = False,
+        dense_sync: Any = None,
     ) -> None:
         """
         keep        the last so many saves stay, and beside them the last of each tag
         read_only   only `saved` and `restore`, which then change nothing: another process may be training
+        dense_sync  of several ranks: `DenseParameters`, whose state is saved, too
+
+        Over several ranks, all of them make it and call it, at the same steps; the folder is one that all see.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least one checkpoint stays")
@@ -82,21 +93,23 @@ class Checkpoints:
         if not tables or len(self.tables) != len(tables):
             names = [table.name for table in tables]
             raise ValueError(f"tables are {names}: give at least one, each with a name of its own (Table(name=...))")
+        self._together = Together.of(tables)
         self._model = model
         if isinstance(dense_optimizer, torch.optim.Optimizer):
             dense_optimizer = [dense_optimizer]
         self._optimizers = list(dense_optimizer or ())
         self._keep = keep
         self._read_only = read_only
+        self._dense_sync = dense_sync
         self._run_dir = Path(run_dir)
+        self._stores = Stores(self._run_dir, self.tables, self._together, read_only=read_only)
         self._folder = self._run_dir / "checkpoints"
         self._manifests: dict[int, dict[str, Json]] = {}
         """By number: those that stay."""
         self._ready = False
         """Whether the tables hold what the newest manifest says, plus training since."""
-        numbers = self._numbers()
+        numbers, self._run = self._together.first("looked for checkpoints", self._look)
         self._next = max(numbers, default=0) + 1
-        self._run = secrets.token_hex(8)
         self.exists = bool(numbers)
         """Whether the folder had a run in it when this object was made."""
         if not numbers and not read_only:
@@ -108,6 +121,9 @@ class Checkpoints:
         """All there are, oldest first. Raises `CorruptionError` for a damaged manifest."""
         found = ((number, self._read(number)) for number in self._numbers())
         return [self._describe(number, manifest) for number, manifest in found if not manifest["begin"]]
+
+    def _look(self) -> tuple[list[int], str]:
+        return self._numbers(), secrets.token_hex(8)
 
     def _numbers(self) -> list[int]:
         files = self._folder.glob("*.json") if self._folder.is_dir() else ()
@@ -122,47 +138,30 @@ class Checkpoints:
             manifest = published.decode_manifest(path.read_bytes(), str(path))
         except CorruptionError as error:
             raise CorruptionError(f"{error}. Move it away to go on from the checkpoint before it") from None
-        if manifest.get("format") != FORMAT:
-            raise FormatError(f"{path} has format {manifest.get('format')}; thermocline {__version__} reads {FORMAT}")
+        if manifest.get("format") not in (FORMAT, RANKS_FORMAT):
+            raise FormatError(
+                f"{path} has format {manifest.get('format')}; thermocline {__version__} reads {FORMAT}, {RANKS_FORMAT}"
+            )
         return manifest
 
     def _describe(self, number: int, manifest: dict[str, Json]) -> Checkpoint:
         step, position, extra, tag = (manifest[name] for name in ("step", "position", "extra", "tag"))
-        return Checkpoint(step, position, extra, tag, self._path(number))
+        ranks = manifest.get("ranks", [None])
+        if len(ranks) != self._together.world:
+            position = None
+        elif "ranks" in manifest:
+            position, extra = (ranks[self._together.rank][name] for name in ("position", "extra"))
+        return Checkpoint(step, position, extra, tag, self._path(number), len(ranks))
 
     # ---- save
 
     def _begin(self) -> None:
         """The first manifest: what the tables hold before the first save."""
-        for table in self.tables.values():
-            if table.store is not None:
-                self._require_unused(table, table.store)
-        published.make_folder(self._folder)
-        for table in self.tables.values():
-            if table.store is None:
-                table.checkpoint_store = self._open_store(table, create=True)
-                self._require_unused(table, table.checkpoint_store)
+        self._together.each("began a run", self._stores.require_unused)
+        self._together.first("began a run", lambda: published.make_folder(self._folder))
+        self._together.each("began a run", self._stores.create)
         self._write(step=0, position=None, extra=None, tag=None, begin=True)
         self._ready = True
-
-    def _require_unused(self, table: Table, store: SsdStore) -> None:
-        if store.epoch == 0:
-            return
-        if store.note.startswith(b'{"thermocline": "begin"') and next(store.scan(1), None) is None:
-            return  # a run that died while it began
-        raise ThermoclineError(
-            f"table {table.name!r}: the store at {store.path} already has commits, but {self._run_dir} has no "
-            f"checkpoint that names them. Resume the run they belong to, or begin with an empty folder"
-        )
-
-    def _open_store(self, table: Table, *, create: bool = False, epoch: int | None = None) -> SsdStore:
-        """Of a table without ssd. Nobody looks rows up in it, so a filter would be wasted."""
-        path = self._run_dir / "stores" / table.name
-        if create:
-            published.make_folder(path.parent)
-        elif not path.is_dir():
-            raise NotFoundError(f"{path} is missing: it has the rows of table {table.name!r}")
-        return table.open_store(path, create=create, epoch=epoch, filter_bits=0, read_only=self._read_only)
 
     def save(self, step: int, position: Any = None, extra: Any = None, *, tag: str | None = None) -> Checkpoint:
         """Everything as it is now, durable when it returns. Between steps only; a pipeline may be running ahead.
@@ -184,6 +183,10 @@ class Checkpoints:
     def _write(self, step: int, position: Json, extra: Json, tag: str | None, *, begin: bool) -> Checkpoint:
         number, self._next = self._next, self._next + 1
         reached("run.begin")
+        together = self._together
+        note = {"thermocline": "begin" if begin else "save", "run": self._run, "number": number, "step": step}
+        committed = together.all("committed", lambda: self._stores.commit(json.dumps(note)))
+        own = together.all("gathered what a checkpoint holds", lambda: self._own(position, extra, begin))
         manifest: dict[str, Json] = {
             "format": FORMAT,
             "run": self._run,
@@ -195,13 +198,30 @@ class Checkpoints:
             "torch_threads": torch.get_num_threads(),
             "position": position,
             "extra": extra,
-            "tables": {name: self._commit(table, number, step, begin) for name, table in self.tables.items()},
+            "tables": self._stores.described(committed[0]),
             "files": {},
             "dense": None,
         }
-        if not begin:  # before the first save the dense model is its maker's business
+        if self._stores.sharded:
+            manifest["format"] = RANKS_FORMAT
+            manifest["ranks"] = [
+                {"position": mine["position"], "extra": mine["extra"], "stores": stores}
+                for mine, stores in zip(own, committed, strict=True)
+            ]
+        manifest = together.first("published", lambda: self._publish(number, manifest, own))
+        self._manifests[number] = manifest
+        self._retain()
+        self._sweep()
+        reached("run.done")
+        return self._describe(number, manifest)
+
+    def _publish(self, number: int, manifest: dict[str, Json], own: list[dict[str, Any]]) -> dict[str, Json]:
+        if not manifest["begin"]:  # before the first save the dense model is its maker's business
             tensors: snapshot.Tensors = {}
-            manifest["dense"] = snapshot.pack(self._dense_state(), tensors, "dense")
+            state = self._dense_state() | own[0]["state"]
+            if len(own) > 1:
+                state["ranks"] = [mine["state"] for mine in own]
+            manifest["dense"] = snapshot.pack(state, tensors, "dense")
             data = snapshot.encode(tensors)
             path = self._path(number, ".safetensors")
             manifest["files"] = {path.name: {"bytes": len(data), "sha256": published.digest(data)}}
@@ -209,36 +229,27 @@ class Checkpoints:
             reached("run.dense_published")
         published.publish(self._path(number), published.encode_manifest(manifest))
         reached("run.published")
-        self._manifests[number] = manifest
-        self._retain()
-        self._sweep()
-        reached("run.done")
-        return self._describe(number, manifest)
+        return manifest
 
-    def _commit(self, table: Table, number: int, step: int, begin: bool) -> Json:
-        kind = "begin" if begin else "save"
-        note = json.dumps({"thermocline": kind, "run": self._run, "number": number, "step": step})
-        store = _store(table)
-        table.write_down()
-        table.tier.flush(store)
-        reached("run.flushed")
-        epoch = store.commit(note.encode())
-        reached("run.committed")
-        return {
-            "layout": table.layout,
-            "ssd": table.store is not None,
-            "epoch": epoch,
-            "note": note,
-            "step_count": table.step_count,
-            "lr": table.lr,
-        }
+    def _own(self, position: Json, extra: Json, begin: bool) -> dict[str, Any]:
+        """What each rank has for itself: its place in the data, its random numbers, perhaps its optimizers."""
+        state: dict[str, Any] = {}
+        if not begin:
+            state["random"] = snapshot.random_state()
+            if self._dense_sync is not None:
+                state["sync"] = self._dense_sync.state_dict()
+                if self._dense_sync.own_state:
+                    state["optimizers"] = self._optimizer_states()
+        return {"position": position, "extra": extra, "state": state}
 
     def _dense_state(self) -> dict[str, Any]:
         return {
             "model": None if self._model is None else dict(self._model.state_dict()),
-            "optimizers": [{"kind": type(o).__name__, "state": o.state_dict()} for o in self._optimizers],
-            "random": snapshot.random_state(),
+            "optimizers": self._optimizer_states(),
         }
+
+    def _optimizer_states(self) -> list[dict[str, Any]]:
+        return [{"kind": type(o).__name__, "state": o.state_dict()} for o in self._optimizers]
 
     def _retain(self) -> None:
         """Drops from the books what `keep` and the tags do not hold."""
@@ -251,19 +262,19 @@ class Checkpoints:
 
     def _sweep(self) -> None:
         """Removes what no manifest in the books names: of old saves, and of saves that never ended."""
+        self._together.first("removed old checkpoints", self._sweep_manifests)
+        self._together.each("removed old commits", lambda: self._stores.sweep(list(self._manifests.values())))
+        self._together.first("removed old files", self._sweep_files)
+
+    def _sweep_manifests(self) -> None:
         gone = [number for number in self._numbers() if number not in self._manifests]
         for number in gone:
             self._path(number).unlink()
             reached("run.manifest_removed")
         # Before anything they name goes; and a manifest found after a kill may not have been durable yet.
         published.sync_folder(self._folder)
-        for name, table in self.tables.items():
-            store = _store(table)
-            named = {manifest["tables"][name]["epoch"] for manifest in self._manifests.values()}
-            for epoch in store.epochs[:-1]:  # the newest stays until the next save
-                if epoch not in named:
-                    store.release(epoch)
-                    reached("run.epoch_released")
+
+    def _sweep_files(self) -> None:
         files = {name for manifest in self._manifests.values() for name in manifest["files"]}
         for path in self._folder.iterdir():
             if path.suffix == ".tmp" or (path.suffix == ".safetensors" and path.name not in files):
@@ -281,19 +292,16 @@ class Checkpoints:
         Raises before it changes anything: `CorruptionError` (damaged), `FormatError` (of another run, table or model),
         `NotFoundError` (something it names is gone).
         """
-        manifests = {number: self._read(number) for number in self._numbers()}
-        number = self._choose(manifests, which)
+        together = self._together
+        manifests, number, files = together.first("read its checkpoints", lambda: self._chosen(which))
         manifest = manifests[number]
-        dense = None if manifest["begin"] else self._load_dense(manifest)
-        self._check_tables(manifest, str(self._path(number)))
+        what = "checked the checkpoint"
+        dense = together.each(what, lambda: None if manifest["begin"] else self._unpacked(manifest, files))
+        together.each(what, lambda: self._stores.check(manifest, str(self._path(number))))
         self._ready = False  # whatever cuts this short, nothing can be saved before a restore that succeeds
-        self._restore_tables(manifest)
+        together.each("restored rows", lambda: self._stores.restore(manifest, list(manifests.values())))
         if dense is not None:
-            if self._model is not None:
-                self._model.load_state_dict(dense["model"])
-            for optimizer, saved in zip(self._optimizers, dense["optimizers"], strict=True):
-                optimizer.load_state_dict(saved["state"])
-            snapshot.set_random_state(dense["random"])
+            self._restore_dense(dense, len(manifest.get("ranks", [None])))
         torch.set_num_threads(manifest["torch_threads"])
         if manifest["versions"] != _versions():
             versions = f"saved with {manifest['versions']}, resumed with {_versions()}"
@@ -305,6 +313,25 @@ class Checkpoints:
             self._sweep()
         return None if manifest["begin"] else self._describe(number, manifest)
 
+    def _restore_dense(self, dense: dict[str, Any], world: int) -> None:
+        if self._model is not None:
+            self._model.load_state_dict(dense["model"])
+        own = dense
+        if world == self._together.world > 1:
+            own = {**dense, **dense["ranks"][self._together.rank]}
+        for optimizer, saved in zip(self._optimizers, own["optimizers"], strict=True):
+            optimizer.load_state_dict(saved["state"])
+        if self._dense_sync is not None and "sync" in own:
+            self._dense_sync.load_state_dict(own["sync"])
+        if world == self._together.world:  # of another number of ranks: these would all draw the same
+            snapshot.set_random_state(own["random"])
+
+    def _chosen(self, which: int | str | None) -> tuple[dict[int, dict[str, Json]], int, dict[str, bytes]]:
+        """All manifests, the number of the one asked for, and the files it names."""
+        manifests = {number: self._read(number) for number in self._numbers()}
+        number = self._choose(manifests, which)
+        return manifests, number, self._files(manifests[number])
+
     def _choose(self, manifests: dict[int, dict[str, Json]], which: int | str | None) -> int:
         fits = [n for n, m in manifests.items() if which is None or (not m["begin"] and which in (m["step"], m["tag"]))]
         if not fits:
@@ -314,95 +341,30 @@ class Checkpoints:
             raise NotFoundError(f"{self._folder} has no {wanted}; it has {have or 'none'}")
         return fits[-1]
 
-    def _load_dense(self, manifest: dict[str, Json]) -> dict[str, Any]:
-        tensors: snapshot.Tensors = {}
+    def _files(self, manifest: dict[str, Json]) -> dict[str, bytes]:
+        files = {}
         for name, expected in manifest["files"].items():
             path = self._folder / name
             try:
-                data = path.read_bytes()
+                files[name] = data = path.read_bytes()
             except FileNotFoundError:
                 raise NotFoundError(f"{path} is missing: the checkpoint of step {manifest['step']} needs it") from None
             if len(data) != expected["bytes"] or published.digest(data) != expected["sha256"]:
                 raise CorruptionError(f"{path} is damaged: its checksum is not the one its manifest has")
+        return files
+
+    def _unpacked(self, manifest: dict[str, Json], files: dict[str, bytes]) -> dict[str, Any]:
+        tensors: snapshot.Tensors = {}
+        for data in files.values():
             tensors.update(snapshot.decode(data))
         state: dict[str, Any] = snapshot.unpack(manifest["dense"], tensors)
         snapshot.check_dense(state, self._dense_state())
         return state
 
-    def _check_tables(self, manifest: dict[str, Json], path: str) -> None:
-        """Everything that can be wrong with the tables and their stores, before any of them changes."""
-        entries = manifest["tables"]
-        if set(entries) != set(self.tables):
-            raise FormatError(f"{path} is of tables {sorted(entries)}, these are {sorted(self.tables)}")
-        for name, table in self.tables.items():
-            entry = entries[name]
-            for key, was in entry["layout"].items():
-                now = table.layout.get(key)
-                if now != was:
-                    raise FormatError(f"{path}: table {name!r} was saved with {key} {was}, but this one has {now}")
-            if entry["ssd"] != (table.store is not None):
-                was = "with" if entry["ssd"] else "without"
-                raise FormatError(f"{path}: table {name!r} was saved {was} an ssd folder: open it {was} one")
-            if pinned := table.tier.stats().pinned:
-                raise ThermoclineError(f"table {name!r} has {pinned} rows pinned: close the pipeline before restore()")
-            if table.hbm is not None and (windows := table.hbm.stats().windows):
-                raise ThermoclineError(
-                    f"table {name!r} has {windows} windows pinned: close the pipeline before restore()"
-                )
-            if table.store is None and table.checkpoint_store is None:
-                table.checkpoint_store = self._open_store(table)
-            _check_epoch(table, entry, f"{path}: table {name!r}", beside_a_writer=self._read_only)
-
-    def _restore_tables(self, manifest: dict[str, Json]) -> None:
-        before: list[tuple[Table, MemTier]] = []
-        try:
-            for name, table in self.tables.items():
-                if table.checkpoint_store is not None:  # these first: they read all rows, and may yet meet damage
-                    table.write_down()  # if this fails, the old rows are in the old tier
-                    before.append((table, table.tier))
-                    table.checkpoint_store.close()
-                    table.checkpoint_store = self._open_store(table, epoch=manifest["tables"][name]["epoch"])
-                    table.reopen()
-                    for keys, rows in table.checkpoint_store.scan():
-                        table.tier.push(keys, rows.view(np.float32), dirty=False)
-        except BaseException:
-            for table, tier in before:
-                table.tier = tier
-            raise
-        for name, table in self.tables.items():
-            entry = manifest["tables"][name]
-            if table.store is not None:
-                table.reopen(entry["epoch"])
-            table.step_count = entry["step_count"]
-            table.lr = entry["lr"]
-
     def close(self) -> None:
         """Closes the stores of tables without ssd. Nothing can be saved any more."""
         self._ready = False
-        for table in self.tables.values():
-            if table.checkpoint_store is not None:
-                table.checkpoint_store.close()
-
-
-def _store(table: Table) -> SsdStore:
-    store = table.store or table.checkpoint_store
-    assert store is not None
-    return store
-
-
-def _check_epoch(table: Table, entry: Json, what: str, *, beside_a_writer: bool) -> None:
-    """That the table's store has the epoch, and that it is the one this checkpoint made: its note says so."""
-    store, epoch = _store(table), entry["epoch"]
-    if epoch not in store.epochs and not beside_a_writer:  # which may have committed it since the store was opened
-        have = ", ".join(map(str, store.epochs)) or "none"
-        raise NotFoundError(f"{what} needs epoch {epoch}, but {store.path} has {have}: is it another store?")
-    if store.epoch == epoch:
-        note = store.note
-    else:  # opened on a newer commit, of a save that never ended
-        with table.open_store(store.path, epoch=epoch, read_only=True) as old:
-            note = old.note
-    if note.decode(errors="replace") != entry["note"]:
-        raise FormatError(f"{what} was not saved in the store at {store.path}: its epoch {epoch} is of another run")
+        self._stores.close()
 
 
 def _versions() -> dict[str, str]:

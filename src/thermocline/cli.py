@@ -115,18 +115,22 @@ def train(
 ) -> None:
     """Trains a model as a config file says; its folder gets config.toml, metrics.jsonl, tensorboard and checkpoints.
 
-    Ctrl-C saves and ends; --resume goes on with the bits of a run never stopped.
+    Ctrl-C saves and ends; --resume goes on with the bits of a run never stopped. Several GPUs or machines:
+    torchrun --nproc-per-node G --nnodes N -m thermocline train CONFIG.toml; its restarts resume by themselves.
     """
     with _one_line(debug):
         from thermocline.config import Config
 
         settings = Config.load(config, sets or ())
+        from thermocline.dist.launch import leads, restarted
         from thermocline.run import check_folder, has_run
 
-        if resume and not has_run(settings.train.run_dir):
+        resume = resume or restarted()
+        if resume and leads() and not has_run(settings.train.run_dir):
             typer.echo(f"{settings.train.run_dir} has nothing saved to resume: a new run begins")
         for change in check_folder(settings, resume=resume):
-            typer.echo(f"changed {change}")
+            if leads():
+                typer.echo(f"changed {change}")
         from thermocline import tasks
 
         try:

@@ -1,6 +1,7 @@
-"""`tc.Config`: everything a run is, in four sections. The same dataclasses are API, file and flags.
+"""`tc.Config`: everything a run is, in five sections. The same dataclasses are API, file and flags.
 
-[data] is `tc.Data`, [model] is `tc.ModelConfig`, [tiers] and [train] are below; [train] has all of `tc.TrainConfig`.
+[data] is `tc.Data`, [model] is `tc.ModelConfig`, [tiers] and [train] are below; [train] has all of `tc.TrainConfig`;
+[dist] is `tc.Dist`, for several ranks.
 Nothing here loads torch, so that a mistake in a file is told at once.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, Literal, Self
 
 from thermocline import settings
 from thermocline.data.schema import Data
+from thermocline.dist.config import Dist
 from thermocline.errors import ConfigError, require
 from thermocline.models.config import ModelConfig
 from thermocline.settings import Flag
@@ -55,7 +57,7 @@ class Train(TrainConfig):
     """`tc.TrainConfig`, and what the loop is made of."""
 
     batch_size: int = 4096
-    """Examples per step."""
+    """Examples per step; of each rank, if there are several."""
     optimizer: OptimizerName = "adam"
     """Of rows."""
     lr: float = 1e-3
@@ -88,6 +90,7 @@ class Config:
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
     train: Train = dataclasses.field(default_factory=Train)
+    dist: Dist = dataclasses.field(default_factory=Dist)
 
     @classmethod
     def load(cls, path: str | Path, sets: Sequence[str] = ()) -> Self:
@@ -168,6 +171,7 @@ MAY_CHANGE = frozenset(
         "train.plateau_factor",
         *("train.checkpoint_every", "train.checkpoint_minutes", "train.keep", "train.depth", "train.pull_window"),
         *("train.log_every", "train.tensorboard", "train.display", "train.run_dir"),
+        *("dist.hops", "dist.topology", "dist.timeout", "dist.bind"),
         *(f"train.schedule.{name}" for name in ("kind", "warmup_steps", "decay_steps", "factor", "floor")),
     }
 )

@@ -24,7 +24,8 @@ from thermocline.config import Config, OptimizerName, Tiers, check_resume
 from thermocline.data.features import Features
 from thermocline.data.schema import Split
 from thermocline.data.splits import check_paths, has_split, open_data
-from thermocline.errors import ConfigError, CorruptionError, NotFoundError
+from thermocline.dist.launch import join, local_world
+from thermocline.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from thermocline.models import build, parameter_groups, row_dim
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.progress import Result
@@ -61,12 +62,16 @@ def dense_optimizers(config: Config, model: Any) -> list[torch.optim.Optimizer]:
     train = config.resolve().train
     kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
     kind = kinds[str(train.dense_optimizer).removeprefix("rowwise_")]
+    if config.dist.dense_sync.way == "v_frozen" and kind is torch.optim.Adam:
+        from thermocline.dist.adam import FrozenAdam
+
+        kind = FrozenAdam
     groups = parameter_groups(config.model, model)
     return [kind(groups, lr=train.dense_lr)] if groups else []
 
 
-def gpu_budget(tiers: Tiers) -> Size | None:
-    """Bytes of the GPU for rows; none: there is no GPU to use."""
+def gpu_budget(tiers: Tiers, sharing: int = 1) -> Size | None:
+    """Bytes of the GPU for rows; none: there is no GPU to use. `sharing`: ranks that use the same one."""
     import torch
 
     if tiers.device == "cpu":
@@ -75,7 +80,7 @@ def gpu_budget(tiers: Tiers) -> Size | None:
         if tiers.device == "cuda":
             raise ConfigError('tiers.device is "cuda", but torch sees no GPU: it may be "auto" or "cpu"')
         return None
-    return torch.cuda.mem_get_info()[0] // 2 if tiers.hbm is None else tiers.hbm
+    return torch.cuda.mem_get_info()[0] // (2 * sharing) if tiers.hbm is None else tiers.hbm
 
 
 class Run:
@@ -83,6 +88,8 @@ class Run:
 
     read_only   to evaluate what was trained: changes nothing, and may be used while another process trains
     labelled    False: files may lack the label
+
+    Started by torchrun, each process is one rank of the run, with its own part of the data and of the rows.
     """
 
     def __init__(self, config: Config, *, read_only: bool = False, labelled: bool = True) -> None:
@@ -96,24 +103,24 @@ class Run:
         self.step = 0
         """Of the checkpoint that `load` restored."""
         seed, tiers = config.train.seed, config.tiers
+        self.groups = None if read_only else join(config.dist, alone=saved_by_ranks(config.train.run_dir))
+        """The ranks of the run; none: it is this process's alone."""
         fields, dense = self._open_data(read_only)
         torch.manual_seed(seed)
         if tiers.ssd is not None and not read_only:
             Path(tiers.ssd).parent.mkdir(parents=True, exist_ok=True)
-        self.table = Table(
-            row_dim(config.model),
-            row_optimizer(config),
-            hbm=None if read_only else gpu_budget(tiers),
-            device="cpu" if read_only else tiers.device,
-            mem=tiers.mem,
-            ssd=tiers.ssd,
-            seed=seed,
-            initial=Normal(scale=config.model.initial),
-            policy=tiers.policy,
-            threads=tiers.threads,
-            ssd_mem=tiers.ssd_mem,
-            ssd_options={"read_only": True} if read_only else None,
-        )
+        options: dict[str, Any] = {
+            "hbm": None if read_only else gpu_budget(tiers, self._sharing_gpu()),
+            "device": "cpu" if read_only else tiers.device,
+            "mem": tiers.mem,
+            "ssd": tiers.ssd,
+            "seed": seed,
+            "initial": Normal(scale=config.model.initial),
+            "policy": tiers.policy,
+            "threads": tiers.threads,
+            "ssd_mem": tiers.ssd_mem,
+        }
+        self.table = self._table(options, read_only)
         try:
             self.model = build(config.model, self.table, fields, dense)
             if self.table.hbm is not None:
@@ -122,6 +129,32 @@ class Run:
         except BaseException:
             self.table.close()
             raise
+
+    def _table(self, options: dict[str, Any], read_only: bool) -> Table:
+        config = self.config
+        dim, optimizer = row_dim(config.model), row_optimizer(config)
+        if self.groups is not None:
+            from thermocline.dist.sharded import ShardedTable
+
+            hops, wire = config.dist.hops, config.dist.wire
+            return ShardedTable(dim, optimizer, groups=self.groups, hops=hops, wire=wire, **options)
+        if read_only and saved_by_ranks(config.train.run_dir):
+            from thermocline.dist.joined import JoinedTable
+
+            return JoinedTable(dim, optimizer, **options)
+        return Table(dim, optimizer, ssd_options={"read_only": True} if read_only else None, **options)
+
+    def _sharing_gpu(self) -> int:
+        import torch
+
+        if self.groups is None or not torch.cuda.is_available():
+            return 1
+        return -(-local_world(self.groups.topology) // torch.cuda.device_count())
+
+    @property
+    def _shard(self) -> tuple[int, int]:
+        """This rank's part of the data."""
+        return (0, 1) if self.groups is None else (self.groups.topology.rank, self.groups.topology.world)
 
     def _open_data(self, read_only: bool) -> tuple[int, int]:
         """All that will be read, so that what is wrong with it shows at once; returns fields and dense features."""
@@ -147,10 +180,20 @@ class Run:
         if split not in self._loaders:
             data, train = self.config.data, self.config.train
             options: dict[str, Any] = {"batch_size": train.batch_size, "seed": train.seed, "labelled": self._labelled}
-            self._loaders[split] = (
-                open_data(data, split, features=self.features, **options) if has_split(data, split) else None
-            )
+            self._loaders[split] = None
+            if has_split(data, split):
+                self._loaders[split] = self._open(split, {"features": self.features, **options})
         return self._loaders[split]
+
+    def _open(self, split: Split, options: dict[str, Any]) -> Any:
+        try:
+            return open_data(self.config.data, split, shard=self._shard, **options)
+        except DataError:
+            if split == "train" or self._shard == (0, 1):
+                raise
+            # Too small to be dealt out: rank 0 has it all.
+            whole = open_data(self.config.data, split, **options)
+            return whole if self._shard[0] == 0 else []
 
     # ---- training
 
@@ -172,10 +215,15 @@ class Run:
         config, run_dir = self.config, Path(self.config.train.run_dir)
         check_folder(config, resume=resume)
         papers = _Papers(config, self.features)
-        if not has_run(run_dir):  # a new run's first: no checkpoint is ever without them
-            papers.write()
-        listening = [papers, *callbacks]
-        trainer = Trainer(self.model, self.optimizers, run_dir=run_dir, config=config.train, callbacks=listening)
+        listening = list(callbacks)
+        if self._shard[0] == 0:
+            if not has_run(run_dir):  # a new run's first: no checkpoint is ever without them
+                papers.write()
+            listening = [papers, *callbacks]
+        trainer = Trainer(
+            self.model, self.optimizers, run_dir=run_dir, config=config.train, callbacks=listening,
+            dense_sync=config.dist.dense_sync,
+        )  # fmt: skip
         again = resume or has_begun(run_dir)  # nothing was saved: it begins anew, from what the tables held
         return trainer.fit(self.loader("train"), self.loader("valid"), self.loader("test"), resume=again)
 
@@ -252,6 +300,8 @@ class Run:
     def close(self) -> None:
         """Closes the store."""
         self.table.close()
+        if self.groups is not None:
+            self.groups.close()
 
     def __enter__(self) -> Self:
         return self
@@ -290,6 +340,16 @@ def has_run(run_dir: str | os.PathLike[str]) -> bool:
 def has_begun(run_dir: str | os.PathLike[str]) -> bool:
     """Whether a run ended there before its first save."""
     return not has_run(run_dir) and any((Path(run_dir) / "checkpoints").glob("[0-9]*.json"))
+
+
+def saved_by_ranks(run_dir: str | os.PathLike[str]) -> bool:
+    """Whether the newest checkpoint there has the rows of several ranks, each in a store of its own."""
+    for path in sorted((Path(run_dir) / "checkpoints").glob("[0-9]*.json"), reverse=True):
+        try:
+            return "ranks" in published.decode_manifest(path.read_bytes(), str(path))
+        except (OSError, CorruptionError):
+            continue  # the checkpoints say so themselves
+    return False
 
 
 def _is_beginning(manifest: Path) -> bool:

@@ -15,6 +15,7 @@ from thermocline.callbacks import Callback, Row
 from thermocline.config import Config
 from thermocline.data.schema import Data, Split, Synth
 from thermocline.data.splits import check_paths, open_data
+from thermocline.dist.launch import leads
 from thermocline.errors import ConfigError
 from thermocline.settings import toml_value
 from thermocline.watch import counted, watched
@@ -43,8 +44,9 @@ def train(config: Config, *, resume: bool) -> list[str]:
 
     splits: tuple[Split, ...] = ("train", "valid", "test")
     with Run(config) as run:
-        print(f"training on {run.place}", flush=True)
-        run.fit(resume=resume, callbacks=[FirstStep()])
+        if leads():
+            print(f"training on {run.place}", flush=True)
+        run.fit(resume=resume, callbacks=[FirstStep()] if leads() else [])
         return [f"{split} data: {text}" for split in splits if (text := skipped(run.loader(split)))]
 
 

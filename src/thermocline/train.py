@@ -21,7 +21,9 @@ import torch
 from thermocline.batch import Batch
 from thermocline.callbacks import Callback, MetricsFile, Row, TensorBoard, finite
 from thermocline.checkpoint import Checkpoint, Checkpoints
+from thermocline.crew import INTERRUPT, SAVE, STOP, Crew
 from thermocline.display import Display
+from thermocline.dist.dense_config import DenseSync
 from thermocline.errors import ThermoclineError
 from thermocline.meter import Meter
 from thermocline.metrics import ExactMetrics
@@ -41,6 +43,10 @@ class Trainer:
     run_dir          checkpoints, metrics.jsonl and tensorboard go there; none: nothing is saved
     dense_optimizer  of the model's parameters: one, several, or none. Tables have their own
     loss             (logits, labels) -> scalar; default: mean binary cross entropy
+    dense_sync       over several ranks: how their dense parameters are kept together
+
+    Over several ranks (tables are `tc.ShardedTable`), every rank has a trainer and gives it its own part of the data;
+    rank 0 writes and shows. The loss is the mean over ranks of the mean over a rank's batch.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class Trainer:
         config: TrainConfig | None = None,
         loss: Loss = torch.nn.functional.binary_cross_entropy_with_logits,
         callbacks: Sequence[Callback] = (),
+        dense_sync: DenseSync | None = None,
     ) -> None:
         self.model = model
         if isinstance(dense_optimizer, torch.optim.Optimizer):
@@ -60,6 +67,7 @@ class Trainer:
         self.config = config or TrainConfig()
         self.loss = loss
         self.tables = tables_of(model)
+        self._crew = Crew(self.tables, model, self.optimizers, dense_sync or DenseSync())
         self.progress = Progress()
         self.position: Any = None
         """Of the last trained batch."""
@@ -103,24 +111,26 @@ class Trainer:
         try:
             self._call("on_start")
             with caught_signals(self._checkpoints is not None) as caught:
-                while not self.finished and not caught:
-                    rest = self._rest_of_epoch(train)
-                    with prefetch(rest, *self.tables, depth=config.depth, pull_window=config.pull_window) as batches:
+                ways: dict[str, Any] = {"depth": config.depth, "pull_window": config.pull_window}
+                ways["say"] = lambda: self._crew.say(bool(caught), self._clock_says_save(), self._stop)
+                while not self.finished and not self._crew.asked(INTERRUPT, bool(caught)):
+                    with prefetch(self._rest_of_epoch(train), *self.tables, **ways) as batches:
                         self._stages = batches.stats
                         for batch in batches:
+                            self._crew.hear(batches.said)
                             loss = self.train_step(batch)
                             if loss is None:
                                 continue  # more batches make this step
                             self._after_step(loss, valid)
-                            if self.finished or caught:
+                            if self.finished or self._crew.asked(INTERRUPT, bool(caught)):
                                 break
                         else:
                             if self._losses:
                                 self._after_step(self._update(), valid)
                             self._end_epoch(valid)
-                step = self._finish(valid, interrupted=bool(caught))
+                step = self._finish(valid, interrupted=self._crew.asked(INTERRUPT, bool(caught)))
             seconds = self._meter.seconds
-            trained = self.progress.examples - already
+            trained = int(self._crew.total(self.progress.examples - already)[0])
             tested = None
             if test is not None:
                 speed = trained / seconds if trained else None
@@ -134,7 +144,8 @@ class Trainer:
         """Whether there is nothing left to train."""
         progress, config = self.progress, self.config
         out_of_steps = config.steps is not None and progress.step >= config.steps
-        return self._stop or progress.stopped or out_of_steps or progress.epoch >= config.epochs
+        stop = self._crew.asked(STOP, self._stop)
+        return stop or progress.stopped or out_of_steps or progress.epoch >= config.epochs
 
     @property
     def total_steps(self) -> int | None:
@@ -148,7 +159,20 @@ class Trainer:
         self._stop = True
 
     def train_step(self, batch: Batch) -> torch.Tensor | None:
-        """Forward and backward; with the last of `accumulate` batches one update of everything, and the step's loss."""
+        """Forward and backward; with the last of `accumulate` batches one update of everything, and the step's loss.
+
+        A batch of no examples, of a rank whose data has run out, only takes part in the update.
+        """
+        if batch.examples == 0 and self._crew.world > 1:
+            self._losses.append(torch.zeros(()))
+        else:
+            self._losses.append(self._backward(batch))
+        self.position = batch.position
+        self.progress.batch += 1
+        self.progress.examples += batch.examples
+        return self._update() if len(self._losses) == self.config.accumulate else None
+
+    def _backward(self, batch: Batch) -> torch.Tensor:
         logits = self.model(batch)
         label = torch.as_tensor(batch.label, dtype=torch.float32, device=logits.device)
         if logits.shape != label.shape:
@@ -159,15 +183,15 @@ class Trainer:
             raise FloatingPointError(f"the loss of step {self.progress.step} is {value}: nothing of it was applied")
         loss.backward()  # type: ignore[no-untyped-call]
         self._meter.add(logits.detach().cpu(), label.cpu(), value)
-        self._losses.append(loss.detach())
-        self.position = batch.position
-        self.progress.batch += 1
-        self.progress.examples += batch.examples
-        return self._update() if len(self._losses) == self.config.accumulate else None
+        return loss.detach()
 
     def _update(self) -> torch.Tensor:
         """One step of everything, by the mean of the gradients that wait for it; returns the mean of their losses."""
         self._set_rates()
+        if self._crew.sync is not None:
+            for table in self.tables:  # autograd may have given a dense gradient the memory of a row's
+                table.settle()
+            self._crew.after_backward()
         grads = [p.grad for p in self._dense_parameters() if p.grad is not None]
         scale = self._clipped(1 / len(self._losses), grads)
         for table in self.tables:  # before dense gradients change: their memory may be the same
@@ -178,7 +202,8 @@ class Trainer:
             optimizer.step()
         self._forget_gradients()
         self.progress.step += 1
-        loss = torch.stack(self._losses).mean()
+        self._crew.after_step(self.progress.step)
+        loss = torch.stack([loss.cpu() for loss in self._losses]).mean()
         self._losses = []
         return loss
 
@@ -187,7 +212,7 @@ class Trainer:
         clip = self.config.clip_norm
         if clip is None:
             return scale
-        dense = float(torch.nn.utils.get_total_norm(grads))
+        dense = self._crew.norm(float(torch.nn.utils.get_total_norm(grads)))
         norm = scale * math.hypot(dense, *(table.gradient_norm() for table in self.tables))
         if not math.isfinite(norm):
             step = self.progress.step
@@ -223,10 +248,13 @@ class Trainer:
             self._log()
         if valid is not None and config.valid_every is not None and step % config.valid_every == 0:
             self.validate(valid)
-        minutes = (time.monotonic() - self._saved_at) / 60
         due = config.checkpoint_every is not None and step % config.checkpoint_every == 0
-        if due or (config.checkpoint_minutes is not None and minutes >= config.checkpoint_minutes):
+        if due or self._crew.asked(SAVE, self._clock_says_save()):
             self.save()
+
+    def _clock_says_save(self) -> bool:
+        limit = self.config.checkpoint_minutes
+        return limit is not None and (time.monotonic() - self._saved_at) / 60 >= limit
 
     def _end_epoch(self, valid: Iterable[Batch] | None) -> None:
         if self.progress.batch == 0:
@@ -247,16 +275,19 @@ class Trainer:
     def evaluate(self, data: Iterable[Batch]) -> Row:
         """Exact AUC, logloss, normalised entropy and calibration on `data`. Changes nothing."""
         metrics = ExactMetrics()
+        self._crew.merge()
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
             with torch.no_grad(), prefetch(data, *self.tables, depth=self.config.depth, training=False) as batches:
                 for batch in batches:
-                    metrics.update(self.model(batch).cpu(), torch.as_tensor(batch.label, dtype=torch.float32).cpu())
+                    if batch.examples:
+                        label = torch.as_tensor(batch.label, dtype=torch.float32)
+                        metrics.update(self.model(batch).cpu(), label.cpu())
         finally:
             for module, training in modes.items():
                 module.training = training
-        figures = metrics.compute()
+        figures = self._crew.joined(metrics).compute()
         if not figures["examples"]:
             raise ValueError(
                 "there are no batches to evaluate on: a generator runs only once; give a list or a loader whose "
@@ -294,8 +325,9 @@ class Trainer:
         return row
 
     def _log(self) -> None:
-        rate, examples = self._rate(self.progress.step - 1), self.progress.examples
-        self._report("train", {**self._meter.row(self._stages), "rate": rate, "examples": examples})
+        row = {**self._meter.row(self._stages), "rate": self._rate(self.progress.step - 1)}
+        row["examples"], row["examples_per_s"] = self._crew.total(self.progress.examples, row["examples_per_s"])
+        self._report("train", {**row, "examples": int(row["examples"])})
 
     # ---- begin, save, end
 
@@ -318,8 +350,11 @@ class Trainer:
         if self._run_dir is not None:
             again = self._checkpoints is not None
             if self._checkpoints is None:
-                optimizers = self.optimizers
-                self._checkpoints = Checkpoints(self._run_dir, self.tables, self.model, optimizers, keep=config.keep)
+                made = Checkpoints(
+                    self._run_dir, self.tables, self.model, self.optimizers, keep=config.keep,
+                    dense_sync=self._crew.sync,
+                )  # fmt: skip
+                self._checkpoints = made
             if resume:
                 if trained and not self._checkpoints.saved():
                     raise ThermoclineError(
@@ -330,6 +365,7 @@ class Trainer:
                 raise ThermoclineError(
                     f"{self._run_dir} already has a run: resume=True goes on with it, or use another folder"
                 )
+        self._crew.begin()
         self._epoch_batches = _batches_of(train)
         self.ending = "ended by an error"
         self._callbacks = [*self._own_callbacks(), *self._given_callbacks]
@@ -337,6 +373,8 @@ class Trainer:
         self.model.train()
 
     def _own_callbacks(self) -> Iterator[Callback]:
+        if not self._crew.leads:
+            return
         if self._run_dir is not None:
             yield MetricsFile(self._run_dir / "metrics.jsonl")
             if self.config.tensorboard:
@@ -347,6 +385,8 @@ class Trainer:
     def _resume(self, saved: Checkpoint | None) -> None:
         if saved is not None:
             self.progress, self.position = Progress(**saved.extra["trainer"]), saved.position
+            if saved.world != self._crew.world:  # the ranks have other parts of the data now
+                self.progress.batch = 0
             self._saved = dataclasses.replace(self.progress)
         # Restoring has made new tiers, which count from 0.
         self._meter = Meter(self.tables, None if saved is None else saved.extra["metrics"])
@@ -366,9 +406,11 @@ class Trainer:
         if self._checkpoints is None:
             return
         start = time.monotonic()
+        self._crew.merge()
         with self._meter.away():
             extra = {"trainer": dataclasses.asdict(self.progress), "metrics": self._meter.state()}
             checkpoint = self._checkpoints.save(self.progress.step, self.position, extra, tag=tag)
+        self._crew.saved()
         self._saved, self._saved_at = dataclasses.replace(self.progress), time.monotonic()
         self.save_seconds = self._saved_at - start
         self._call("on_checkpoint", checkpoint)

@@ -31,6 +31,7 @@ from train_helpers import (
 )
 
 import thermocline as tc
+from thermocline.dist.dense import DenseParameters
 from thermocline.dist.groups import Groups
 from thermocline.dist.sharded import ShardedTable
 from thermocline.tables.reference import optimize, sum_in_blocks
@@ -145,7 +146,7 @@ class ReferenceRanks:
             self.dense.zero_grad()
             for batch in own:
                 loss_of(self.model, batch).backward()
-            dense.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters])
+            dense.append([None if p.grad is None else p.grad.clone() for p in parameters])
             sparse.append({name: _sums(side) for name, side in self.sides.items()})
         scale = 1 / self.job.world / self.job.accumulate
         for name, side in self.sides.items():
@@ -155,7 +156,8 @@ class ReferenceRanks:
                 optimize(side.table.optimizer, row, g * np.float32(scale), self.steps, side.lr)
                 side.table.rows[key] = row
         for i, parameter in enumerate(parameters):
-            parameter.grad = tree(self.job.nodes, [rank[i] for rank in dense]) * scale
+            parameter.grad = tree(self.job.nodes, [rank[i] for rank in dense]) * (1 / self.job.world)
+            parameter.grad *= 1 / self.job.accumulate
         self.dense.step()
 
     def result(self) -> dict[str, bytes]:
@@ -203,25 +205,14 @@ def make_model(tables: dict[str, Any]) -> Net:
     return Net([tc.EmbeddingBag(tables[name], fields, pooling=pooling) for name, fields, pooling in BAGS], WIDTH)
 
 
-def mean_dense(groups: Groups, parameters: Sequence[Any], nodes: Nodes, scale: float) -> None:
-    """Dense gradients by the same tree."""
-    mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = torch.cat([g.reshape(-1) for g in mine])
-    every = [torch.from_numpy(row) for row in groups.train.all_gather(flat.numpy(), "tested")]
-    total = tree(nodes, every) * scale
-    for parameter, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad = part.view_as(parameter).clone()
-
-
 def train_rank(groups: Groups, job: Job, way: Way, folder: str) -> dict[str, Any]:
     """One rank's side of the training; its result is the same on every rank."""
     tables = {name: make_table(name, job, way, groups, folder) for name in DIMS}
     model = make_model(tables)
     parameters = list(model.dense.parameters())
     dense = torch.optim.Adam(parameters, lr=0.01)
-    source = tc.prefetch(
-        job.data(groups.topology.rank), *tables.values(), depth=way.depth, pull_window=way.pull_window
-    )
+    sync = DenseParameters.make(parameters, dense, groups, tc.DenseSync(exact=True))
+    source = tc.prefetch(job.data(groups.topology.rank), *tables.values(), depth=way.depth, pull_window=way.pull_window)
     count = empty = 0
     longest = max(len(job.data(rank)) for rank in range(job.world))
     for batch in source:
@@ -233,7 +224,10 @@ def train_rank(groups: Groups, job: Job, way: Way, folder: str) -> dict[str, Any
             continue
         for table in tables.values():
             table.step(scale=1 / job.accumulate)
-        mean_dense(groups, parameters, job.nodes, 1 / job.world / job.accumulate)
+        sync.after_backward()
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad *= 1 / job.accumulate
         dense.step()
         dense.zero_grad()
     rows = {name: bits(table.read(probe(job))) for name, table in tables.items()}

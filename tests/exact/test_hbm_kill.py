@@ -33,17 +33,17 @@ live(Path({folder!r}), {optimizer!r}, {ways}, {every})
 def test_killed_and_resumed(optimizer: str, ways: Ways, tmp_path: Path) -> None:
     """Lives are processes of their own: one that has used a GPU cannot fork."""
     rng = random.Random(1)
-    tests, lives = str(Path(__file__).parent.parent), tmp_path / "lives"
+    tests, lives, saves = str(Path(__file__).parent.parent), tmp_path / "lives", tmp_path / "run" / "checkpoints"
     killed = 0
     while not (tmp_path / "result").exists():
         code = LIFE.format(tests=tests, folder=str(tmp_path), optimizer=optimizer, ways=ways.__repr__(), every=10)
-        begun = len(lives.read_text().split()) if lives.exists() else 0
+        saved = set(saves.glob("*.json"))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         life = subprocess.Popen([sys.executable, "-c", code], env=environment)
-        while life.poll() is None and (not lives.exists() or len(lives.read_text().split()) == begun):
-            time.sleep(0.01)
-        if killed < 3 and life.poll() is None:
-            time.sleep(rng.uniform(2.0, 6.0))
+        if killed < 3:  # after it has saved something (the very first file is of no save), so that the next one resumes
+            while life.poll() is None and len(set(saves.glob("*.json")) - saved) < 2:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0.0, 0.2))
             life.kill()
             killed += 1
         assert life.wait() in (0, -9)

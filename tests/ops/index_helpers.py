@@ -35,10 +35,10 @@ class Table:
         self.used = self.occupied = 0
 
     def insert(
-        self, keys: torch.Tensor, now: int, completed: int = 0, unique: bool = False
+        self, keys: torch.Tensor, now: int, completed: int = 0, unique: bool = False, count_visits: bool = False
     ) -> tuple[Plan, ReferencePlan]:
         """Inserts in both, and compares everything that can be seen of it."""
-        options = {"used": self.used, "now": now, "completed": completed}
+        options = {"used": self.used, "now": now, "completed": completed, "count_visits": count_visits}
         plan = find_or_insert(self.index, self.residents, keys, unique=unique, **options)  # type: ignore[arg-type]
         expected = find_or_insert_reference(self.expected, keys, **options)
         counts = plan.counts.tolist()

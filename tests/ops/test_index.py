@@ -6,7 +6,7 @@ import pytest
 import torch
 from ops.index_helpers import ODD_KEYS, Table, random_keys
 
-from thermocline.ops.evict import COUNTS, EVICTED, LOST, SHORT, choose_victims, choose_victims_reference
+from thermocline.ops.evict import COUNTS, EVICTED, LOST, SHORT, VISITS, choose_victims, choose_victims_reference
 from thermocline.ops.find import LANES, find
 from thermocline.ops.index import EMPTY_KEY, ENTRIES, Index
 from thermocline.ops.insert import find_or_insert
@@ -74,7 +74,8 @@ def test_an_index_without_room_says_so(device: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [1, pytest.param(20000, marks=pytest.mark.gpu)])
-def test_eviction_over_many_batches(scale: int, device: str) -> None:
+@pytest.mark.parametrize("count_visits", [False, True])
+def test_eviction_over_many_batches(count_visits: bool, scale: int, device: str) -> None:
     """Batches in flight overlap: who is pinned never leaves; the index is rebuilt when removed keys crowd it."""
     table = Table(80 * scale, 160 * scale, device)
     pool = random_keys(400 * scale, device, seed=9)
@@ -85,12 +86,37 @@ def test_eviction_over_many_batches(scale: int, device: str) -> None:
         if table.occupied + len(ids) > 0.9 * table.index.entries:
             table.rebuild()
             rebuilds += 1
-        _, expected = table.insert(ids, now=now, completed=now - 2, unique=False)
+        _, expected = table.insert(ids, now=now, completed=now - 2, count_visits=count_visits)
         assert not expected.short
         evicted += len(expected.victims)
         table.check_find(pool[:: len(pool) // 60])
     assert evicted > 200 * scale
     assert rebuilds > 0
+
+
+def test_rows_that_come_again_stay(device: str) -> None:
+    """Two of three batches bring the same keys, the third others: those leave."""
+    table = Table(100, 300, device)
+    keys = random_keys(400, device, seed=3)
+    for now in range(1, 19):
+        ids = keys[:60] if now % 3 else keys[60 + 15 * (now // 3) :][:15]
+        plan, _ = table.insert(ids, now=now, completed=now - 1, count_visits=True)
+        assert int(plan.counts[EVICTED.value]) == 0 or now % 3 == 0, "of the keys that come again none has left"
+    assert int(plan.counts[EVICTED.value]) == 15
+
+
+def test_renumber(device: str) -> None:
+    """Long runs: ages and pins are what they were before the numbers were lowered."""
+    table = Table(50, 150, device)
+    keys = random_keys(120, device, seed=4)
+    for now in (1, 2, 3):
+        table.insert(keys[20 * (now - 1) :][:20] if now < 3 else keys[:10], now=now, count_visits=True)
+    for residents in (table.residents, table.expected):
+        residents.renumber(2)
+    _, expected = table.insert(keys[60:80], now=2, completed=0, count_visits=True)
+    assert len(expected.victims) == 10
+    assert not set(expected.victims.tolist()) & set(range(10)), "those of batch 3, now 1, are pinned"
+    table.check_find(keys)
 
 
 def test_pinned_slots_never_leave(device: str) -> None:
@@ -111,10 +137,13 @@ def test_pinned_slots_never_leave(device: str) -> None:
 
 @pytest.mark.parametrize("capacity", [1, 4095, 4096, 4097, 10000, pytest.param(20_000_000, marks=pytest.mark.gpu)])
 def test_choose_victims(capacity: int, device: str) -> None:
-    """Oldest first, then by slot; ages beyond the histogram count as equal."""
+    """Oldest first, those used often later, then by slot; ages beyond the histogram count as equal."""
     draw = torch.Generator().manual_seed(capacity)
-    last_use = torch.randint(0, 3000, (capacity,), generator=draw, dtype=torch.int32).to(device)
-    for need in sorted({0, 1, capacity // 3, int((last_use <= 2500).sum()), int((last_use <= 2500).sum()) + 1}):
+    batch = torch.randint(0, 3000, (capacity,), generator=draw, dtype=torch.int32)
+    visits = torch.randint(0, 8, (capacity,), generator=draw, dtype=torch.int32)
+    last_use = ((batch << VISITS.value) | visits).to(device)
+    may = int((batch <= 2500).sum())
+    for need in sorted({0, 1, capacity // 3, may, may + 1}):
         counts = torch.zeros(COUNTS, dtype=torch.int64, device=device)
         counts[EVICTED.value] = need
         victims = torch.full((capacity + 2,), -77, dtype=torch.int32, device=device)

@@ -283,17 +283,23 @@ def test_working_set() -> None:
     np.testing.assert_array_equal(one.keys[one.inverse], ids)
 
 
+@pytest.mark.parametrize("dim", [3, 16])  # 16: whole lines, copied past the caches
 @pytest.mark.parametrize("unique", [False, True])
-def test_push_replaces_rows_here_and_in_the_store(unique: bool, tmp_path: Path) -> None:
+def test_push_replaces_rows_here_and_in_the_store(unique: bool, dim: int, tmp_path: Path) -> None:
     """More rows than one task copies, some in memory, some evicted, some new; the last pushed is what is read."""
     rng = np.random.default_rng(1)
     keys = rng.permutation(20000).astype(np.uint64)
-    rows = rng.random((20000, 3), np.float32)
-    with tc.SsdStore.open(tmp_path / "store", row_bytes=12) as store:
-        tier = tc.MemTier(3, tc.SGD(), budget="1MB", store=store)
+    rows = rng.random((20000, dim), np.float32)
+    with tc.SsdStore.open(tmp_path / "store", row_bytes=4 * dim) as store:
+        tier = tc.MemTier(dim, tc.SGD(), budget="1MB", store=store, threads=3)
         tier.push(keys[:15000], rows[::-1][:15000], unique=unique)
         tier.push(keys[5000:], rows[5000:], unique=unique)
         tier.push(keys[:5000], rows[:5000], unique=unique)
         assert tier.stats().evictions > 0
+        assert np.array_equal(tier.read(keys), rows)
+        again = rng.integers(0, 20000, 30000)  # repeated keys: the last row counts
+        last = rng.random((30000, dim), np.float32)
+        tier.push(keys[again], last)
+        rows[again] = last  # NumPy too keeps the last
         assert np.array_equal(tier.read(keys), rows)
         tier.check()

@@ -41,6 +41,7 @@ def open_data(
     features: Features | None = None,
     labelled: bool | None = True,
     tensors: bool = True,
+    shard: tuple[int, int] = (0, 1),
 ) -> Reader | SyntheticAds:
     """Batches of one split. Validation and test come in the order of their files.
 
@@ -48,16 +49,18 @@ def open_data(
     features   of the training data; none: taken from the training files
     labelled   False: labels are not read, and 0; None: read where there are some, else 0
     tensors    False: labels and dense features are NumPy arrays, and torch is not needed
+    shard      (number, count): of the ranks of a job, each has a part
     """
     if not has_split(data, split):
         what = f"data.synth.{split}_examples is 0" if data.format == "synth" else f"data.{split} names no files"
         raise ConfigError(f"there is no {split} data: {what}")
     if data.format == "synth":
-        return _generated(data, split, batch_size, tensors)
+        return _generated(data, split, batch_size, tensors, shard)
     if features is None and split != "train" and data.train:
         features = Reader(data.train, data, batch_size=batch_size).features
     mixed = data.shuffle and split == "train" if shuffle is None else shuffle
     options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "shuffle": mixed, "tensors": tensors}
+    options["shard"] = shard
     return Reader(getattr(data, split), data, features=features, labelled=labelled, **options)
 
 
@@ -66,10 +69,10 @@ def _synth_examples(data: Data, split: Split) -> int:
     return {"train": synth.examples, "valid": synth.valid_examples, "test": synth.test_examples}[split]
 
 
-def _generated(data: Data, split: Split, batch_size: int, tensors: bool) -> SyntheticAds:
+def _generated(data: Data, split: Split, batch_size: int, tensors: bool, shard: tuple[int, int]) -> SyntheticAds:
     synth = data.synth
     options: dict[str, Any] = {"zipf": synth.zipf, "dense": synth.dense, "seed": synth.seed}
-    options |= {"threads": data.threads, "tensors": tensors}
+    options |= {"threads": data.threads, "tensors": tensors, "shard": shard}
     try:
         if synth.preset is not None:
             ads = SyntheticAds.preset(synth.preset, batch_size=batch_size, **options)

@@ -56,6 +56,7 @@ class SyntheticAds:
         start: int | Mapping[str, Any] | None = None,
         threads: int | None = None,
         tensors: bool = True,
+        shard: tuple[int, int] = (0, 1),
     ) -> None:
         """
         keys         how many there are, up to 2**63, shared among the fields; or one number per field
@@ -71,7 +72,10 @@ class SyntheticAds:
         start        where the first iteration begins: a batch's `position`, or a number of examples
         threads      that make batches; default: all cores
         tensors      labels and dense features as torch tensors; False: as NumPy arrays
+        shard        (number, count): every count-th batch of the epoch, from the number-th on; together they are all
         """
+        if not 0 <= shard[0] < shard[1]:
+            raise ValueError(f"shard is {shard}: (number, count), the number below the count")
         if isinstance(keys, int):
             if not 1 <= fields <= 65536:
                 raise ValueError(f"fields is {fields}: there are 1 to 65536")
@@ -95,6 +99,7 @@ class SyntheticAds:
         self.batch_size = batch_size
         self.seed = seed
         self.tensors = tensors
+        self.shard = shard
         config = [seed, self.keys, self.zipf, ids, dense, base_rate, signal, label_noise]
         self._config = hashlib.blake2b(json.dumps(config).encode(), digest_size=8).hexdigest()
         workers = (os.cpu_count() or 1) if threads is None else threads
@@ -148,11 +153,11 @@ class SyntheticAds:
         """The next iteration begins there: a batch's `position`, or a number of examples. Those after it, at 0."""
         if isinstance(position, Mapping):
             mine = self._position(0)
-            for name in ("reader", "config", "split"):
-                if position.get(name) != mine[name]:
+            for name in ("reader", "config", "split", "shard"):
+                if position.get(name, [0, 1]) != mine.get(name, [0, 1]):
                     raise ValueError(
                         f"this position is of other data: its {name} is {position.get(name)!r}, here it is "
-                        f"{mine[name]!r} (config is a digest of seed, keys, fields and the other options)"
+                        f"{mine.get(name)!r} (config is a digest of seed, keys, fields and the other options)"
                     )
             position = position["example"]
         end = _MAX_EXAMPLES if self.examples is None else self.examples
@@ -162,7 +167,10 @@ class SyntheticAds:
         return self
 
     def _position(self, example: int) -> dict[str, Any]:
-        return {"reader": "synthetic_ads", "config": self._config, "split": self.split_name, "example": example}
+        place: dict[str, Any] = {"reader": "synthetic_ads", "config": self._config, "split": self.split_name}
+        if self.shard != (0, 1):
+            place["shard"] = list(self.shard)
+        return {**place, "example": example}
 
     # ---- batches
 
@@ -172,16 +180,18 @@ class SyntheticAds:
 
     def _batches(self, first: int) -> Iterator[Batch]:
         end = _MAX_EXAMPLES if self.examples is None else self.examples
+        number, count = self.shard
+        if first == 0:
+            first = number * self.batch_size
         while first < end:
-            examples = min(self.batch_size, end - first)
-            yield self._make(first, examples)
-            first += examples
+            yield self._make(first, min(self.batch_size, end - first))
+            first += self.batch_size * count
 
     def __len__(self) -> int:
         """Batches per epoch."""
         if self.examples is None:
             raise TypeError("endless data has no length: give `examples`")
-        return -(-self.examples // self.batch_size)
+        return len(range(self.shard[0], -(-self.examples // self.batch_size), self.shard[1]))
 
     def batch(self, number: int) -> Batch:
         """Batch `number` of the epoch, counted from 0. Costs no more than any other."""
@@ -200,7 +210,10 @@ class SyntheticAds:
 
             target = torch.from_numpy(label)
             features = None if features is None else torch.from_numpy(features)
-        return Batch(ids, offsets, self.fields, None, features, target, self._position(first + examples))
+        after = first + examples + (self.shard[1] - 1) * self.batch_size  # where this shard's next batch begins
+        if self.examples is not None:
+            after = min(after, self.examples)
+        return Batch(ids, offsets, self.fields, None, features, target, self._position(after))
 
     def true_logits(self, first: int, examples: int) -> Floats:
         """What the teacher thinks of these examples, before label noise: its AUC is what the best model can reach."""

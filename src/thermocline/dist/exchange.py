@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from thermocline.batch import WorkingSet
+from thermocline.dist.config import Hops, Wire
 from thermocline.dist.groups import Lane, Over
 from thermocline.dist.owners import owner_of
 from thermocline.dist.topology import Topology
-from thermocline.dist.wire import Wire, decode, encode, flag_bytes, pack_flags, unpack_flags, width
+from thermocline.dist.wire import decode, encode, flag_bytes, pack_flags, unpack_flags, width
 from thermocline.errors import ConfigError
 from thermocline.tables.arrays import Keys
 
-Hops = Literal["two", "flat"]
 Ints = npt.NDArray[np.int64]
 
 
@@ -226,13 +226,13 @@ class Exchange:
         dim = out.shape[1]
         parts = [
             encode(part, wire, own, step, self._salt)
-            for part, own, wire in zip(out.split(send), _cut(keys, send), wires, strict=True)
+            for part, own, wire in zip(_pieces(out, send), _cut(keys, send), wires, strict=True)
         ]
         sizes = [n * width(wire, dim) for n, wire in zip(receive, wires, strict=True)]
         sends = [len(part) for part in parts]
         data = lane.all_to_all(hop.over, torch.cat(parts), sends, sizes, "exchanged rows")
         self._count(sent, hop.ranks, send, sends)
-        return torch.cat([decode(part, wire, dim) for part, wire in zip(data.split(sizes), wires, strict=True)])
+        return torch.cat([decode(part, wire, dim) for part, wire in zip(_pieces(data, sizes), wires, strict=True)])
 
     # ---- gradients
 
@@ -254,7 +254,7 @@ class Exchange:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dim, wires = values.shape[1], self._wires(hop.ranks)
         parts: list[torch.Tensor] = []
-        lists = zip(values.split(hop.send), present.split(hop.send), _cut(hop.sent, hop.send), wires, strict=True)
+        lists = zip(_pieces(values, hop.send), _pieces(present, hop.send), _cut(hop.sent, hop.send), wires, strict=True)
         for part, flags, keys, wire in lists:
             parts += [pack_flags(flags), encode(part, wire, keys, step, self._salt + 1)]
         sends = [flag_bytes(n) + n * width(wire, dim) for n, wire in zip(hop.send, wires, strict=True)]
@@ -262,7 +262,7 @@ class Exchange:
         data = lane.all_to_all(hop.over, torch.cat(parts), sends, sizes, "exchanged gradients")
         self._count(sent, hop.ranks, hop.send, sends)
         total: _Sum | None = None
-        arrived = list(zip(data.split(sizes), hop.receive, hop.places.to(data.device).split(hop.receive), wires, strict=True))
+        arrived = list(zip(_pieces(data, sizes), hop.receive, _pieces(hop.places.to(data.device), hop.receive), wires, strict=True))
         for sources in self._by_node(hop):
             part_sum = _Sum(len(hop.unique), dim, data.device)
             for source in sources:
@@ -323,6 +323,11 @@ class _Sum:
 
 def _index(places: Any) -> torch.Tensor:
     return torch.from_numpy(places.astype(np.int64))
+
+
+def _pieces(values: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
+    pieces: Sequence[torch.Tensor] = torch.split(values, sizes)
+    return pieces
 
 
 def _cut(values: Any, sizes: Any) -> list[Any]:

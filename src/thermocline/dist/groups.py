@@ -111,7 +111,7 @@ class Groups:
         if owns:
             alone: dict[str, Any] = {}
             if topology.world == 1:
-                alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+                alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
             backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
             dist.init_process_group(backend, timeout=wait, **alone)
         if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.world):

@@ -27,3 +27,8 @@ def owner_of(keys: Keys, world: int) -> npt.NDArray[np.int64]:
     """Per key: the rank of `world` that has its row."""
     bits = (hash_keys(keys) & np.uint64(0xFFFF)).astype(np.int64)
     return bits * world >> 16
+
+
+def rank_folder(rank: int, world: int, again: int = 0) -> str:
+    """The folder of one rank's rows, inside that of the table; `again`: where the name is taken."""
+    return f"rank-{rank:05}-of-{world:05}" + f".{again}" * (again > 0)

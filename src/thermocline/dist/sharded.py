@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,16 @@ import numpy as np
 import torch
 
 from thermocline.batch import Batch, Floats
-from thermocline.dist.exchange import Exchange, Hops
+from thermocline.dist.config import Hops, Wire
+from thermocline.dist.exchange import Exchange
 from thermocline.dist.groups import Groups
+from thermocline.dist.owners import rank_folder
 from thermocline.dist.ranks import Ranks
 from thermocline.dist.topology import Topology
-from thermocline.dist.wire import Wire
 from thermocline.tables.arrays import as_keys
 from thermocline.tables.optimizers import Optimizer
 from thermocline.tables.parts import BagSpec, Prepared
 from thermocline.tables.table import Table
-
-
-def rank_folder(rank: int, world: int) -> str:
-    """The folder of one rank's rows, inside that of the table."""
-    return f"rank-{rank:05}-of-{world:05}"
 
 
 class ShardedTable(Table):
@@ -129,6 +126,10 @@ class ShardedTable(Table):
         summed: tuple[Any, Any, Any] = self._summed
         return summed
 
+    def settle(self) -> None:
+        """What backward has collected goes to its owners now: autograd's memory may change. All ranks call it."""
+        self._sums()
+
     def gradient_norm(self) -> float:
         """The joint norm of the mean over ranks of what backward has collected, on all ranks the same. All call it."""
         keys, _, sums = self._sums()
@@ -162,6 +163,23 @@ class ShardedTable(Table):
         super().discard_gradients()
         while self._open:
             self._open.pop().pins.let_go()
+
+    # ---- the store, by folder: checkpoints of another number of ranks need others
+
+    def use_folder(self, folder: str) -> None:
+        """This rank's rows are in that folder of the table's, which is opened."""
+        assert self._ssd_path is not None
+        self._ssd_path = str(Path(self._ssd_path).parent / folder)
+        self.reopen()
+
+    def clear_folder(self, folder: str) -> None:
+        """The same, with nothing in it."""
+        assert self._ssd_path is not None and self.store is not None
+        self.store.close()
+        path = Path(self._ssd_path).parent / folder
+        if path.exists():
+            shutil.rmtree(path)
+        self.use_folder(folder)
 
     # ---- rows
 

@@ -8,15 +8,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 
+from thermocline.dist.config import Wire
 from thermocline.dist.owners import mix64
 from thermocline.tables.arrays import Keys
-
-Wire = Literal["fp32", "fp16", "bf16", "int8"]
 
 _PLAIN = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -22,19 +22,22 @@ from thermocline.ops.evict import (
     CLAIMED,
     COUNTS,
     LOST,
+    NEVER,
     NEW,
+    NEWEST,
     SHORT,
+    VISITS,
     _need_kernel,
     choose_victims,
     choose_victims_reference,
     remove,
+    used_again,
 )
 from thermocline.ops.find import LANES, find_reference
 from thermocline.ops.index import ABSENT, Index, claim, slot_of
 from thermocline.ops.launch import blocks
 from thermocline.ops.segments import before
 
-_NEVER = 2**31 - 1
 _TILE = 1024  # ids whose new keys are counted together
 
 
@@ -45,19 +48,25 @@ class Residents:
     keys: torch.Tensor
     """int64[slots]."""
     last_use: torch.Tensor
-    """int32[slots]: the newest batch that needs the slot; the greatest number for slots not given out yet."""
+    """int32[slots]: the newest batch that needs the slot, and how many did (evict.py); NEVER: not given out yet."""
 
     @classmethod
     def empty(cls, slots: int, device: torch.device | str) -> Residents:
         """Nobody."""
         return cls(
             torch.zeros(slots, dtype=torch.int64, device=device),
-            torch.full((slots,), _NEVER, dtype=torch.int32, device=device),
+            torch.full((slots,), NEVER, dtype=torch.int32, device=device),
         )
 
     def clear(self) -> None:
         """Nobody again."""
-        self.last_use.fill_(_NEVER)
+        self.last_use.fill_(NEVER)
+
+    def renumber(self, shift: int) -> None:
+        """Batches are called by numbers so much lower from now on; those before the first all count as number 0."""
+        batch, visits = self.last_use >> VISITS.value, self.last_use & ((1 << VISITS.value) - 1)
+        renamed = ((batch - shift).clamp(min=0) << VISITS.value) | visits
+        self.last_use.copy_(torch.where(self.last_use == NEVER, self.last_use, renamed))
 
     @property
     def capacity(self) -> int:
@@ -88,6 +97,11 @@ class Plan:
     """int64: by NEW, EVICTED, SHORT (slots that were missing: then nothing was inserted), CLAIMED and EMPTIED
     (entries of the index taken and freed), LOST (ids the index had no room for)."""
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """What another stream than the plan's own reads to move rows."""
+        return [self.new_slots, self.victims, self.victim_keys, self.counts]
+
 
 @triton.jit(do_not_specialize=["count", "now"])
 def _claim_kernel(
@@ -106,6 +120,7 @@ def _claim_kernel(
     takings,
     counts,
     UNIQUE: tl.constexpr,
+    COUNT: tl.constexpr,
     LANES: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -121,7 +136,10 @@ def _claim_kernel(
     tl.store(slots + i, tl.where(hit, slot, -1), mask=active)
     tl.store(found + i, tl.where(hit, slot, -1), mask=active)
     tl.store(entries + i, tl.where(missing, entry, -1), mask=active)
-    tl.store(last_use + slot, tl.zeros_like(slot) + now, mask=hit)
+    use = tl.zeros_like(slot) + ((now << VISITS) | 1)
+    if COUNT:
+        use = used_again(tl.load(last_use + slot, mask=hit, other=0), now)
+    tl.store(last_use + slot, use, mask=hit)
     tile = tl.program_id(0) * LANES // TILE
     if UNIQUE:
         new = tl.sum(missing.to(tl.int32), 0)
@@ -193,7 +211,7 @@ def _settle_kernel(
         key = tl.load(keys + i, mask=first, other=0)
         tl.store(slots + i, slot, mask=first)
         tl.store(slot_keys + slot, key, mask=first)
-        tl.store(last_use + slot, tl.zeros_like(slot) + now, mask=first)
+        tl.store(last_use + slot, tl.zeros_like(slot) + ((now << VISITS) | 1), mask=first)
         tl.store(new_keys + rank, key, mask=first)
         tl.store(new_slots + rank, slot, mask=first)
     tl.store(halves + entry, tl.where(enough, slot, ABSENT), mask=first)
@@ -216,13 +234,17 @@ def find_or_insert(
     now: int,
     completed: int,
     unique: bool = False,
+    count_visits: bool = False,
 ) -> Plan:
     """Slots for all `keys`, which batch number `now` needs: until it is completed, none of them can leave.
 
     used       slots given out so far: the caller adds counts[NEW], up to the capacity
     completed  the newest batch whose slots are free to leave
     unique     no key occurs twice in `keys`: saves two kernels
+    count_visits   rows that several batches needed stay longer; otherwise only their age counts
     """
+    if now >= NEWEST:
+        raise ValueError(f"batch number {now}: numbers go up to {NEWEST - 1}")
     keys = keys.contiguous()
     device, n = keys.device, len(keys)
     programs, tiles = blocks(n, LANES), blocks(n, _TILE)
@@ -245,6 +267,7 @@ def find_or_insert(
         takings,
         counts,
         UNIQUE=unique,
+        COUNT=count_visits,
         LANES=LANES,
         TILE=_TILE,
         num_warps=1,
@@ -294,11 +317,14 @@ class ReferencePlan:
 
 
 def find_or_insert_reference(
-    residents: Residents, keys: torch.Tensor, *, used: int, now: int, completed: int
+    residents: Residents, keys: torch.Tensor, *, used: int, now: int, completed: int, count_visits: bool = False
 ) -> ReferencePlan:
     """The same on `residents` alone, which it changes."""
     slots = find_reference(residents.keys[:used], keys)
-    residents.last_use[slots[slots >= 0].long()] = now
+    once, most = (now << VISITS.value) | 1, (1 << VISITS.value) - 1
+    hit = slots[slots >= 0].unique().long()
+    visits = ((residents.last_use[hit] & most) + 1).clamp(max=most)
+    residents.last_use[hit] = (now << VISITS.value) | (visits if count_visits else torch.ones_like(visits))
     missing = keys[slots < 0].tolist()
     new_keys = torch.tensor(list(dict.fromkeys(missing)), dtype=torch.int64, device=keys.device)
     room = residents.capacity - used
@@ -306,13 +332,13 @@ def find_or_insert_reference(
     none = torch.empty(0, dtype=torch.int32, device=keys.device)
     victims = choose_victims_reference(residents.last_use, now, completed, need) if need else none
     if victims is None:
-        may = int((residents.last_use <= completed).sum())
+        may = int((residents.last_use >> VISITS.value <= completed).sum())
         return ReferencePlan(slots, slots, new_keys, none, none, none.long(), need - may)
     fresh = torch.arange(used, min(used + len(new_keys), residents.capacity), dtype=torch.int32, device=keys.device)
     new_slots = torch.cat([fresh, victims])
     victim_keys = residents.keys[victims.long()]
     residents.keys[new_slots.long()] = new_keys
-    residents.last_use[new_slots.long()] = now
+    residents.last_use[new_slots.long()] = once
     where = find_reference(new_keys, keys)
     resolved = torch.where(slots >= 0, slots, new_slots[where.clamp(min=0).long()] if len(new_slots) else slots)
     return ReferencePlan(resolved, slots, new_keys, new_slots, victims, victim_keys, 0)

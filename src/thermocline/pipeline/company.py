@@ -74,7 +74,7 @@ class Company:
         """Of no examples: for a rank that has run out of data."""
         like = self._last
         fields = like.fields if like is not None else max(table.fields_read for table in self._tables)
-        empty = Batch(_NO_KEYS, [0], fields)
+        empty = Batch(_NO_KEYS, np.zeros(1, np.int64), fields)
         if like is not None:
             empty.weights = None if like.weights is None else like.weights[:0]
             empty.dense = None if like.dense is None else like.dense[:0]

@@ -89,7 +89,7 @@ class Prefetch:
         stages = _Stages(tables, company)
         self._training = training
         self.said = 0
-        """What the ranks said with the last batch, together."""
+        """What the ranks said, together, with the window that the last batch is the first of; else 0."""
         self._pipeline: Pipeline[_Window] = Pipeline(
             _windows(loader, pull_window, company),
             stages.training if training else [("pull", stages.read)],
@@ -104,6 +104,7 @@ class Prefetch:
         return self
 
     def __next__(self) -> Batch:
+        self.said = 0
         for batch in self._ready:
             return self._delivered(batch)
         window = next(self._pipeline)
@@ -311,7 +312,7 @@ def prefetch(
     pull_window   batches that share one pull from SSD
     training      False: rows are only read, for evaluation
     say           over several ranks: asked for a number when a window is pulled; the ranks' numbers, or-ed, are in
-                  `said` once the window's batches come: the same on every rank
+                  `said` when the window's first batch comes: the same on every rank
 
     Raises in the loop what any stage raised. `BudgetError`: a single window does not fit the memory tier.
     """

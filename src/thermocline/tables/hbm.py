@@ -21,7 +21,7 @@ import torch
 
 from thermocline.batch import Floats
 from thermocline.errors import BudgetError, ThermoclineError
-from thermocline.ops.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, SHORT
+from thermocline.ops.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, NEWEST, SHORT
 from thermocline.ops.find import find
 from thermocline.ops.index import Index
 from thermocline.ops.insert import BYTES_PER_SLOT, Plan, Residents, find_or_insert
@@ -144,8 +144,9 @@ class HbmTier:
         self._lock = threading.RLock()  # planning, reading and writing down
         self._used = 0
         self._occupied = 0
-        self._books = threading.RLock()  # protects the three below
+        self._books = threading.RLock()  # protects the four below
         self._number = 0
+        self._first = 0  # what the kernels call number 0
         self._outstanding: set[int] = set()
         self._events: dict[int, torch.cuda.Event] = {}  # per training stream: its last use of rows
         self._ids = self._misses = self._evictions = self._rebuilds = 0
@@ -194,9 +195,7 @@ class HbmTier:
         self._misses += counts[NEW.value]
         self._evictions += counts[EVICTED.value]
         pins.slots = plan.slots
-        pins.fetch = self._mover.leave(
-            plan, pins.number, counts[NEW.value], counts[EVICTED.value], self._wait_for_training
-        )
+        pins.fetch = self._mover.leave(plan, pins.number, counts[NEW.value], counts[EVICTED.value], self._trained())
 
     def load(self, pins: HbmPins) -> None:
         """Brings the rows of the window and of those planned before it; on the GPU they are there at `pins.ready`."""
@@ -205,9 +204,19 @@ class HbmTier:
         self._mover.fetch(pins.fetch)
 
     def _plan(self, keys: torch.Tensor, number: int) -> tuple[Plan, list[int]]:
+        completed = self._completed()
+        if number - self._first >= NEWEST:
+            self.residents.renumber(completed - self._first)
+            self._first = completed
         for attempt in range(2):
             plan = find_or_insert(
-                self.index, self.residents, keys, used=self._used, now=number, completed=self._completed()
+                self.index,
+                self.residents,
+                keys,
+                used=self._used,
+                now=number - self._first,
+                completed=completed - self._first,
+                count_visits=True,
             )
             counts: list[int] = plan.counts.tolist()  # the one read per window; waits for this stream only
             self._occupied += counts[CLAIMED.value] - counts[EMPTIED.value]
@@ -247,11 +256,14 @@ class HbmTier:
         with self._books:
             return min(tuple(self._outstanding), default=self._number + 1) - 1
 
+    def _trained(self) -> list[torch.cuda.Event]:
+        """When training will be done with rows, as far as it has come."""
+        with self._books:
+            return list(self._events.values())
+
     def _wait_for_training(self) -> None:
         if self._stream is not None:
-            with self._books:
-                events = list(self._events.values())
-            for event in events:
+            for event in self._trained():
                 self._stream.wait_event(event)
 
     # ---- rows as they are

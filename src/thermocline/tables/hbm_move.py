@@ -1,9 +1,10 @@
 """Rows on their way between HBM and the memory tier: out behind training, in ahead of it.
 
-A plan says who leaves and who comes. Those who leave are copied into page-locked memory at once, on the planner's
-stream, and pushed down by a thread of its own. Those who come are fetched later, in the order of the plans: read below,
-after all that left in earlier plans has arrived there, and copied in on a second stream. Kernels reach page-locked
-memory over the link: nothing is staged on the GPU.
+A plan says who leaves and who comes. Those who leave are copied into page-locked memory at once, on a stream of their
+own, and pushed down by a thread of its own. Those who come are fetched later, in the order of the plans: read below,
+after all that left in earlier plans has arrived there, and copied in on a third stream. Kernels reach page-locked
+memory over the link: nothing is staged on the GPU. They do not reach the memory tier's own rows: one address
+translation per row makes that slower than a processor's copy.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from thermocline.ops.insert import Plan
 from thermocline.ops.mark import mark
 from thermocline.ops.rows import copy_in, copy_out
 from thermocline.tables.mem import MemTier
+
+_STAGINGS = 3  # of rows on their way, in each direction
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -60,10 +63,11 @@ class Mover:
         self._name = name
         self._arena = arena
         self._cuda = arena.device.type == "cuda"
-        self._stream = torch.cuda.Stream(arena.device) if self._cuda else None  # type: ignore[no-untyped-call]
-        # Two by turns: one may still be read while the next is filled.
-        self._coming = [_Staging(arena.shape[1], self._cuda) for _ in range(2)]
-        self._leaving = [_Staging(arena.shape[1], self._cuda) for _ in range(2)]
+        self._in = torch.cuda.Stream(arena.device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._out = torch.cuda.Stream(arena.device) if self._cuda else None  # type: ignore[no-untyped-call]
+        # By turns: some may still be read while the next is filled.
+        self._coming = deque(_Staging(arena.shape[1], self._cuda) for _ in range(_STAGINGS))
+        self._leaving = deque(_Staging(arena.shape[1], self._cuda) for _ in range(_STAGINGS))
         self._pusher = concurrent.futures.ThreadPoolExecutor(1, "thermocline-write-back")
         self._pushing: concurrent.futures.Future[None] | None = None
         self._fetching = threading.RLock()  # who takes from the queue; held until the rows are on their way
@@ -71,28 +75,29 @@ class Mover:
 
     # ---- the planner's side; on its stream
 
-    def leave(self, plan: Plan, number: int, new: int, evicted: int, wait_for_training: Callable[[], None]) -> Fetch:
-        """Takes the victims out of their slots, and queues the rows that come instead."""
+    def leave(self, plan: Plan, number: int, new: int, evicted: int, trained: Sequence[torch.cuda.Event]) -> Fetch:
+        """Takes the victims out of their slots once training has passed these events; queues who comes instead."""
         slots, count = plan.new_slots[:new], plan.counts[NEW.value :]
         try:
             keys = self._to_host(plan.new_keys[:new])
             planned = self._event()
             after = self._pushing
-            if evicted:
-                wait_for_training()
-                self._push_later(plan, evicted)
-            if new:
-                mark(self.dirty, slots, count, 0)
+            with self._on(self._out, [planned, *trained], plan.memory):
+                if evicted:
+                    self._push_later(plan, evicted)
+                if new:
+                    mark(self.dirty, slots, count, 0)
+                vacated = self._event()
         except BaseException as error:  # the plan is made: the victims' rows are nobody's now
             self.failed = f"{type(error).__name__}: {error}"
             raise
-        fetch = Fetch(number, keys, slots, count, planned, self._event(), after)
+        fetch = Fetch(number, keys, slots, count, planned, vacated, after)
         self._queue.append(fetch)  # without the lock: whoever fetches holds it for long
         return fetch
 
     def _push_later(self, plan: Plan, evicted: int) -> None:
         staging = self._leaving[0]
-        self._leaving.reverse()
+        self._leaving.rotate()
         rows = staging.room(evicted)
         victims = plan.victims[:evicted]
         dirty = self._to_host(self.dirty[victims.long()])
@@ -141,8 +146,9 @@ class Mover:
             while self._queue:
                 self._fetch_next()
             self._settle(self._pushing)
-            if self._stream is not None:
-                torch.cuda.current_stream(self._arena.device).wait_stream(self._stream)
+            for stream in (self._in, self._out):
+                if stream is not None:
+                    torch.cuda.current_stream(self._arena.device).wait_stream(stream)
 
     def _fetch_next(self) -> None:
         fetch = self._queue.popleft()
@@ -150,12 +156,7 @@ class Mover:
             self._settle(fetch.after)
             if fetch.planned is not None:
                 fetch.planned.synchronize()
-            with contextlib.ExitStack() as stack:
-                if self._stream is not None:
-                    stack.enter_context(torch.cuda.stream(self._stream))
-                    self._stream.wait_event(fetch.vacated)  # type: ignore[arg-type]
-                    fetch.slots.record_stream(self._stream)
-                    fetch.count.record_stream(self._stream)
+            with self._on(self._in, [fetch.vacated], [fetch.slots, fetch.count]):
                 if len(fetch.keys):
                     self._copy_in(fetch)
                 fetch.ready = self._event()
@@ -166,7 +167,7 @@ class Mover:
 
     def _copy_in(self, fetch: Fetch) -> None:
         staging = self._coming[0]
-        self._coming.reverse()
+        self._coming.rotate()
         rows = staging.room(len(fetch.keys))
         self.mem.read(fetch.keys.numpy(), out=rows.numpy())
         copy_in(self._arena, fetch.slots, rows, fetch.count)
@@ -205,6 +206,24 @@ class Mover:
     def staging(self, rows: int) -> torch.Tensor:
         """Page-locked room for rows that leave; the caller is done with it when it asks again."""
         return self._leaving[0].room(rows)
+
+    @contextlib.contextmanager
+    def _on(
+        self,
+        stream: torch.cuda.Stream | None,
+        after: Sequence[torch.cuda.Event | None],
+        memory: Sequence[torch.Tensor],
+    ) -> Iterator[None]:
+        """Work goes to a stream, after these events; the memory, made on another, is not reused before it is done."""
+        if stream is None:
+            yield
+            return
+        with torch.cuda.stream(stream):
+            for event in after:
+                stream.wait_event(event)  # type: ignore[arg-type]
+            for tensor in memory:
+                tensor.record_stream(stream)
+            yield
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._cuda:

@@ -55,6 +55,8 @@ class HbmPrepared:
     ready: torch.cuda.Event | None
     segments: Segments | None = None
     """The dedup of all parts' ids, one after the other."""
+    counted: torch.Tensor | None = None
+    """Its counts on the host, at `ready`; none: they are known."""
     plan: tuple[torch.Tensor, torch.Tensor | None] | None = None
     """Of the only part, in the segments' order: rows and factors of its gradient."""
     rows: torch.Tensor | None = None
@@ -71,6 +73,9 @@ class HbmPrepared:
         if self.used_on == stream:
             return
         stream.wait_event(self.ready)
+        if self.segments is not None and self.counted is not None:
+            self.ready.synchronize()  # long past, unless nothing runs ahead
+            self.segments, self.counted = self.segments.known(*self.counted.tolist()), None
         if self.pins is not None:
             assert self.pins.ready is not None, "rows that were not loaded"
             stream.wait_event(self.pins.ready)
@@ -135,13 +140,15 @@ class HbmTraining:
         return batches
 
     def _bind(self, parts: dict[Any, HbmPart], slots: torch.Tensor, pins: HbmPins) -> HbmPrepared:
-        segments = find_segments(slots)
-        segments = segments.known(*segments.counts.tolist())  # waits for this stream, on this thread
-        plan = None
+        segments, counted, plan = find_segments(slots), None, None
+        if self._stream is None:
+            segments = segments.known(*segments.counts.tolist())
+        else:
+            counted = torch.empty(3, dtype=torch.int32, pin_memory=True).copy_(segments.counts, non_blocking=True)
         if len(parts) == 1:
             (part,) = parts.values()
             plan = self._occurrences(part, segments.order)
-        return HbmPrepared(pins.mem, parts, pins, None, segments, plan)
+        return HbmPrepared(pins.mem, parts, pins, None, segments, counted, plan)
 
     def prepare_read(self, parts: Mapping[BagSpec, Part], working_set: WorkingSet) -> HbmPrepared:
         """Copies of a batch's rows, for evaluation: inserts nothing."""

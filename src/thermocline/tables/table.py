@@ -259,6 +259,11 @@ class Table:
 
     # ---- the update
 
+    def settle(self) -> None:
+        """Sums what backward has collected: from now on, autograd's memory may change."""
+        if self._gradients and self._summed is None:
+            self._summed = self._training.sums(self._in_order())
+
     def gradient_norm(self) -> float:
         """The joint norm of everything backward has collected since the last step: to clip it with other gradients.
 
@@ -266,8 +271,7 @@ class Table:
         """
         if not self._gradients:
             return 0.0
-        if self._summed is None:
-            self._summed = self._training.sums(self._in_order())
+        self.settle()
         norm: float = self._training.norm(self._summed[1])
         return norm
 

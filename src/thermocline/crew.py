@@ -1,0 +1,121 @@
+"""The trainers of all ranks, as one of them sees them: what they agree on between steps. One process is a crew of one.
+
+Ranks must take the same decisions at the same steps. Most follow from the config and the step; the others, a signal or
+the clock of one rank, travel with the batches ahead (`say`), so that all hear of them with the same batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from thermocline.dist.dense_config import DenseSync
+from thermocline.dist.together import Together
+from thermocline.metrics import ExactMetrics
+from thermocline.tables.table import Table
+
+if TYPE_CHECKING:
+    from thermocline.dist.dense import DenseParameters
+    from thermocline.dist.groups import Groups
+
+INTERRUPT, SAVE, STOP = 1, 2, 4
+
+
+class Crew:
+    """Made by every rank's trainer."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        dense_sync: DenseSync,
+    ) -> None:
+        self._together = Together.of(tables)
+        self.world, self.leads = self._together.world, self._together.leads
+        self.groups: Groups | None = None
+        self.sync: DenseParameters | None = None
+        """Keeps the dense parameters of all ranks together; none: there is one rank."""
+        ranks = tables[0].ranks
+        if ranks is not None and self.world > 1:
+            from thermocline.dist.dense import DenseParameters
+
+            self.groups = ranks.groups
+            self.sync = DenseParameters.make(
+                model.parameters(), optimizers, self.groups, dense_sync, buffers=model.buffers()
+            )
+        self._said = self._heard = 0
+
+    # ---- what only one of them knows
+
+    def say(self, interrupted: bool, save: bool, stop: bool) -> int:
+        """What this rank asks for; the clock's word is rank 0's. Asked for a save once, it waits for that."""
+        save = save and self.leads and not self._said & SAVE
+        self._said |= SAVE * save
+        return INTERRUPT * interrupted | SAVE * save | STOP * stop
+
+    def hear(self, said: int) -> None:
+        """What all ranks asked for with the batch at hand."""
+        self._heard |= said
+
+    def asked(self, what: int, here: bool) -> bool:
+        """Whether it is to be done now: because it is so here, or, in a crew, because all have heard of it."""
+        return here if self.world == 1 else bool(self._heard & what)
+
+    def saved(self) -> None:
+        """What was asked for is done."""
+        self._said &= ~SAVE
+        self._heard &= ~SAVE
+
+    # ---- dense parameters
+
+    def begin(self) -> None:
+        """Every rank takes rank 0's parameters."""
+        self._said = self._heard = 0
+        if self.sync is not None:
+            self.sync.begin()
+
+    def after_backward(self) -> None:
+        """Gradients of the step are there."""
+        if self.sync is not None:
+            self.sync.after_backward()
+
+    def after_step(self, step: int) -> None:
+        """So many have been taken."""
+        if self.sync is not None:
+            self.sync.after_step(step)
+
+    def merge(self) -> None:
+        """All ranks have one model: before evaluation, before a checkpoint, at the end."""
+        if self.sync is not None:
+            self.sync.merge_now()
+
+    def norm(self, dense: float) -> float:
+        """Of the dense gradients: the root of the mean square over ranks, which are their own between merges."""
+        if self.groups is None:
+            return dense
+        found = self.groups.train.all_gather(np.array([dense]), "agreed on the norm of gradients")
+        return math.hypot(*found[:, 0].tolist()) / math.sqrt(self.world)
+
+    # ---- figures
+
+    def joined(self, metrics: ExactMetrics) -> ExactMetrics:
+        """Of all ranks' examples, on all ranks the same."""
+        if self.world > 1:
+            states = self._together.all("joined metrics", metrics.state_dict)
+            metrics = type(metrics)()
+            for state in states:
+                metrics.merge(state)
+        return metrics
+
+    def total(self, *figures: float) -> list[float]:
+        """Each summed over all ranks."""
+        if self.groups is None:
+            return list(figures)
+        found = self.groups.train.all_gather(np.array(figures, np.float64), "added figures")
+        total: list[Any] = found.sum(0).tolist()
+        return total

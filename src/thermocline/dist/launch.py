@@ -1,0 +1,104 @@
+"""A rank finds its place: its nodes, its NUMA node, its GPU, its groups; as torchrun has started it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thermocline.dist.config import Dist
+from thermocline.dist.topology import Topology
+
+if TYPE_CHECKING:
+    from thermocline.dist.groups import Groups
+
+_NUMA_NODES = Path("/sys/devices/system/node")
+
+
+def leads() -> bool:
+    """Whether this process is the one of its job that prints; before anything else is known."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def restarted() -> bool:
+    """Whether torchrun has started this job again after a rank was lost."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def join(dist: Dist, *, alone: bool = False) -> Groups | None:
+    """The groups of the job that this process is a rank of. None: it is by itself.
+
+    alone   groups even so, of one rank
+    """
+    topology = Topology.of_env() if dist.topology is None else Topology.of_file(dist.topology)
+    if topology.world == 1 and not alone:
+        return None
+    import torch
+
+    from thermocline.dist.groups import Groups
+
+    if dist.bind:
+        bind_to_numa(topology)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus:
+        torch.cuda.set_device(local_rank(topology) % gpus)
+    return Groups.make(topology, timeout=dist.timeout, gpu=0 < local_world(topology) <= gpus and topology.world > 1)
+
+
+def local_rank(topology: Topology) -> int:
+    """The number of this rank on its machine, which in a topology file may play several nodes."""
+    return int(os.environ.get("LOCAL_RANK", topology.local))
+
+
+def local_world(topology: Topology) -> int:
+    """Ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", len(topology.nodes[topology.node])))
+
+
+# ---- NUMA
+
+
+def numa_nodes(folder: Path = _NUMA_NODES) -> dict[int, set[int]]:
+    """The cores of each NUMA node of this machine that has any."""
+    found = {}
+    for path in folder.glob("node[0-9]*"):
+        try:
+            cores = _cores((path / "cpulist").read_text())
+        except (OSError, ValueError):
+            continue
+        if cores:
+            found[int(path.name.removeprefix("node"))] = cores
+    return dict(sorted(found.items()))
+
+
+def _cores(text: str) -> set[int]:
+    """Of "0-3,8": 0, 1, 2, 3 and 8."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cores |= set(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def choose_numa(topology: Topology, nodes: dict[int, set[int]]) -> int | None:
+    """Which NUMA node this rank runs on: the topology file's, or the ranks of a machine are dealt out in blocks."""
+    if topology.numa is not None:
+        return topology.numa[topology.rank]
+    if len(nodes) < 2:
+        return None
+    local, world = local_rank(topology), local_world(topology)
+    return list(nodes)[local * len(nodes) // max(world, local + 1)]
+
+
+def bind_to_numa(topology: Topology, folder: Path = _NUMA_NODES) -> set[int] | None:
+    """Runs this process on the cores of its NUMA node only, as far as it may use them; returns them, or none."""
+    nodes = numa_nodes(folder)
+    chosen = choose_numa(topology, nodes)
+    if chosen is None or chosen not in nodes:
+        return None
+    cores = nodes[chosen] & os.sched_getaffinity(0)
+    if not cores:
+        return None
+    os.sched_setaffinity(0, cores)
+    return cores

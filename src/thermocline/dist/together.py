@@ -1,0 +1,71 @@
+"""What ranks do side by side, between collectives: if it fails on one, it fails on all, with that one's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from thermocline.errors import RankError
+
+if TYPE_CHECKING:
+    from thermocline.dist.groups import Lane
+    from thermocline.tables.table import Table
+
+T = TypeVar("T")
+
+
+class Together:
+    """The ranks of a job, or this process alone: then nothing is sent."""
+
+    def __init__(self, lane: Lane | None = None) -> None:
+        self._lane = lane
+        self.rank, self.world = (0, 1) if lane is None else (lane.topology.rank, lane.topology.world)
+        self.leads = self.rank == 0
+        """Whether this is the rank that writes what is written once."""
+
+    @classmethod
+    def of(cls, tables: Sequence[Table]) -> Together:
+        """Of the tables' ranks. Called from the training thread, between steps."""
+        over = {id(table.ranks.groups): table.ranks.groups for table in tables if table.ranks is not None}
+        if not over:
+            return cls()
+        if len(over) > 1 or any(table.ranks is None for table in tables):
+            raise ValueError("either all tables are over the ranks of one job, or none is")
+        return cls(next(iter(over.values())).train)
+
+    def all(self, what: str, work: Callable[[], T]) -> list[T]:
+        """What `work()` gave on every rank, by rank. Raises on every rank if it raised on any."""
+        if self._lane is None:
+            return [work()]
+        error: Exception | None = None
+        value: Any = None
+        try:
+            value = work()
+        except Exception as failure:
+            error = failure
+        found = self._lane.all_gather_object((value, None if error is None else _words(error)), what)
+        if error is not None:
+            raise error
+        for rank, (_, words) in enumerate(found):
+            if words is not None:
+                raise RankError(f"rank {rank} failed while it {what}: {words}")
+        return [value for value, _ in found]
+
+    def each(self, what: str, work: Callable[[], T]) -> T:
+        """What `work()` gives here. Raises on every rank if it raises on any."""
+        kept: list[T] = []
+        self.all(what, lambda: kept.append(work()))
+        return kept[0]
+
+    def first(self, what: str, work: Callable[[], T]) -> T:
+        """What `work()` gave on rank 0, the only one that does it."""
+        return self.all(what, lambda: work() if self.leads else None)[0]  # type: ignore[return-value]
+
+    def meet(self, what: str) -> None:
+        """Returns once every rank has come here."""
+        if self._lane is not None:
+            self._lane.barrier(what)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
