@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accuracy import FEATURES, Examples
@@ -81,23 +80,29 @@ def _dense_speed(groups: Groups, sync: tc.DenseSync, batch: int, least: int) -> 
 # ---- rows of a table, exchanged
 
 
+WARM = 5
+"""Steps before the clock runs."""
+
+
+def exchange_data(rank: int, world: int, batch: int, steps: int) -> Iterator[tc.Batch]:
+    """A rank's batches: `WARM` and `steps`."""
+    ads = tc.SyntheticAds(keys=1_000_000, fields=26, dense=13, batch_size=batch, threads=1)
+    ads.seek(rank * (steps + WARM) * batch)
+    return itertools.islice(iter(ads), steps + WARM)
+
+
 def exchange_speed(groups: Groups, hops: str, batch: int, steps: int, every: int) -> dict[str, Any]:
     """A model over a table on all ranks: rows by `hops`, dense parameters every step or merged every `every` steps."""
     t = groups.topology
-    ads = tc.SyntheticAds(keys=1_000_000, fields=26, dense=13, batch_size=batch, threads=1)
-    warm = 5
-    ads.seek(t.rank * (steps + warm) * batch)
     table = ShardedTable(16, tc.Adagrad(lr=0.05), groups=groups, hops=hops, mem="256MB", threads=1)  # type: ignore[arg-type]
     emb, model = tc.EmbeddingBag(table, 26), network()
     optimizer = tc.FrozenAdam(model.parameters())
     dense = tc.DenseParameters.make(model.parameters(), optimizer, groups, tc.DenseSync(every=every))
-    unique = 0
     figures: dict[str, Any] = {}
     begin: tuple[float, int, Any] = (0.0, 0, None)
-    batches = itertools.islice(iter(ads), steps + warm)
-    with tc.prefetch(batches, table, depth=2) as source:
+    with tc.prefetch(exchange_data(t.rank, t.world, batch, steps), table, depth=2) as source:
         for step, found in enumerate(source, 1):
-            if step == warm + 1:
+            if step == WARM + 1:
                 dist.barrier()
                 begin = time.perf_counter(), link_bytes(), dataclasses.asdict(table.ranks.traffic)
             vectors = torch.as_tensor(emb(found)).reshape(found.examples, -1)
@@ -108,8 +113,6 @@ def exchange_speed(groups: Groups, hops: str, batch: int, steps: int, every: int
             optimizer.step()
             optimizer.zero_grad()
             dense.after_step(step)
-            if step > warm:
-                unique += len(np.unique(found.ids))
         dist.barrier()
         seconds = time.perf_counter() - begin[0]
         after = dataclasses.asdict(table.ranks.traffic)
@@ -119,8 +122,7 @@ def exchange_speed(groups: Groups, hops: str, batch: int, steps: int, every: int
         figures["link"] = link_bytes() - begin[1]
     table.close()
     return {
-        "hops": hops, "every": every, "steps": steps, "examples_per_s": steps * batch * t.world / seconds,
-        "unique": unique, **figures,
+        "hops": hops, "every": every, "steps": steps, "examples_per_s": steps * batch * t.world / seconds, **figures,
     }  # fmt: skip
 
 
