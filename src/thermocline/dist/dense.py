@@ -62,11 +62,12 @@ class DenseParameters(abc.ABC):
     @torch.no_grad()
     def begin(self) -> None:
         """Every rank takes rank 0's parameters and buffers."""
-        if self._mean.world > 1:
-            flat = Flat([*self.parameters, *self.buffers], self._mean)
-            flat.fill([*self.parameters, *self.buffers])
+        tensors = [*self.parameters, *self.buffers]
+        if tensors and self._mean.world > 1:
+            flat = Flat(tensors, self._mean)
+            flat.fill(tensors)
             self._mean.broadcast(flat.buffer)
-            flat.give([*self.parameters, *self.buffers])
+            flat.give(tensors)
 
     @abc.abstractmethod
     def after_backward(self) -> None:
