@@ -17,7 +17,7 @@ FUZZ_SECONDS = 300
 FUZZ_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/data/parse*.cc)) csrc/data/columns.cc csrc/data/parse_fuzz_test.cc
 
 .PHONY: cpp-tests demo test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize fuzz bench \
-  clean setup
+  clean iproute2 setup
 
 demo: build-inplace
 	$(PYTHON) -m thermocline.demo
@@ -57,10 +57,17 @@ cpp-tests:
 test-cpp: cpp-tests
 	$(CPP_TESTS) --skip Faults
 
-test-py: build-inplace
+# For tests of several machines, which are network namespaces. Without it they are skipped, and say so.
+iproute2:
+	@command -v tc > /dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && \
+	  { timeout 120 apt-get install -qq -y iproute2 || { timeout 120 apt-get update -qq && \
+	  timeout 120 apt-get install -qq -y iproute2; }; } > /dev/null 2>&1; } || \
+	  echo "iproute2 is not here and cannot be installed: tests of several machines will be skipped"
+
+test-py: build-inplace iproute2
 	$(PYTEST) -m "not faults and not long"
 
-test-faults: build-inplace cpp-tests
+test-faults: build-inplace cpp-tests iproute2
 	$(CPP_TESTS) Faults
 	$(PYTEST) -m faults
 	$(PYTHON) tests/faults/mutants.py

@@ -39,6 +39,8 @@ _HOME = {
     "Train": "config",
     "Reader": "data.reader",
     "Data": "data.schema",
+    "FrozenAdam": "dist.adam",
+    "DenseParameters": "dist.dense",
     "DenseSync": "dist.dense_config",
     "Dist": "dist.config",
     "Groups": "dist.groups",
@@ -91,7 +93,9 @@ if TYPE_CHECKING:
     from thermocline.data.reader import Reader as Reader
     from thermocline.data.schema import Data as Data, Numeric as Numeric
     from thermocline.data.synth import SyntheticAds as SyntheticAds
+    from thermocline.dist.adam import FrozenAdam as FrozenAdam
     from thermocline.dist.config import Dist as Dist
+    from thermocline.dist.dense import DenseParameters as DenseParameters
     from thermocline.dist.dense_config import DenseSync as DenseSync
     from thermocline.dist.groups import Groups as Groups
     from thermocline.dist.sharded import ShardedTable as ShardedTable
