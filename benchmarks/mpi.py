@@ -1,4 +1,4 @@
-"""Thermocline in one process, all rows in memory, against the MPI parameter server (baselines/mpi_ps) on the same cores.
+"""Thermocline in one process, all rows in memory, against the MPI parameter server, baselines/mpi_ps, on its cores.
 
     python benchmarks/mpi.py --quick                    some minutes, small sizes
     python benchmarks/mpi.py --json FILE [--ranks 1,2,4,8,16]
@@ -48,7 +48,7 @@ QUICK = dataclasses.replace(FULL, preset="A/8000", batch=2048, steps=40, logs=4,
 
 
 def config_text(model: str, sizes: Sizes) -> str:
-    """The source's model as it is suggested to be scaled: FM has next to no dense parameters, DNN the published number."""
+    """The source's model, scaled as suggested: FM has next to no dense parameters, DNN the published number."""
     plan = Plan.of(sizes.preset)
     return f"""
 [data]

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from thermocline.batch import Floats, Slots, WorkingSet
+from thermocline.data.counts import mixed
 from thermocline.tables.arrays import Keys
 
 Counts = npt.NDArray[np.int64]
@@ -31,11 +32,7 @@ class Buffer:
 
 def owners(keys: Keys, ranks: int) -> npt.NDArray[np.uint16]:
     """The rank that has each key: by bits 15..0 of the key's hash (csrc/util/hash.h), cut into equal ranges."""
-    h = keys ^ np.uint64(0x9E3779B97F4A7C15)
-    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-        h ^= h >> np.uint64(33)
-        h *= np.uint64(factor)
-    h ^= h >> np.uint64(33)
+    h = mixed(keys)
     return ((h & np.uint64(0xFFFF)) * np.uint64(ranks) >> np.uint64(16)).astype(np.uint16)
 
 
