@@ -9,7 +9,7 @@ CPP_TESTS = $(BUILD)/cpp/thermocline_tests
 
 GENERATOR := $(if $(shell command -v ninja),-G Ninja)
 CPP_FILES = $(wildcard csrc/*/*.cc csrc/*/*.h)
-PY_FILES = $(wildcard src tests tools benchmarks examples)
+PY_FILES = $(wildcard src tests tools benchmarks baselines examples)
 comma := ,
 
 CLANG = clang++

@@ -207,6 +207,66 @@ def inspect(
         raise typer.Exit(1)
 
 
+# ---- before training
+
+
+class Exchange(StrEnum):
+    flat = "flat"
+    two_hops = "two_hops"
+
+
+@app.command()
+def plan(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]", help="What would be trained.")] = None,
+    preset: Annotated[str | None, typer.Option(help='Instead of a config: a model of the source, such as "E".')] = None,
+    sets: Sets = None,
+    hardware: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE|paper[:FILE]",
+            help="A node's figures; paper: the source's node, with the costs of a core of FILE. Default: measured now.",
+        ),
+    ] = None,
+    measure: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measures this machine into FILE: --hardware FILE reads it.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Per node; default: its GPUs, or 1 without.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Examples per rank and step, of a preset.")] = 4096,
+    window: Annotated[int, typer.Option(min=1, help="Steps that share one pull, of a preset.")] = 1,
+    every: Annotated[int, typer.Option(min=1, help="Steps between dense synchronisations.")] = 1,
+    exchange: Annotated[Exchange, typer.Option(help="Of rows between nodes.")] = Exchange.two_hops,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Trains on cores, even where there are GPUs.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Predicts a step's time, stage by stage, and the resource that bounds it, for this machine or a cluster."""
+    with _one_line(debug):
+        from thermocline import tasks
+        from thermocline.config import Config
+        from thermocline.errors import ConfigError
+
+        if (config is None) == (preset is None) and (measure is None or config is not None):
+            raise ConfigError("plan takes a CONFIG.toml or --preset, one of them; or --measure FILE alone")
+        settings = None if config is None else Config.load(config, sets or ())
+        node = tasks.hardware(hardware, measure)
+        if config is None and preset is None:
+            return
+        more = {
+            "preset": preset,
+            "batch": batch,
+            "window": window,
+            "every": every,
+            "exchange": exchange.value,
+            "cpu": cpu,
+        }
+        report = tasks.plan(settings, node, nodes=nodes, ranks=ranks, **more)
+        if as_json:
+            _dump(report)
+        else:
+            tasks.print_plan(report)
+
+
 # ---- data
 
 

@@ -106,6 +106,10 @@ class AUC(Metric):
         """The area: see `auc`."""
         return auc(_join(self._scores, np.float32), _join(self._labels, np.uint8))
 
+    def _merge(self, other: Self) -> None:
+        self._scores.extend(other._scores)
+        self._labels.extend(other._labels)
+
     def _state(self) -> dict[str, Any]:
         return {
             "scores": _encode(_join(self._scores, np.float32)),
@@ -156,6 +160,9 @@ class StreamingAUC(Metric):
         pairs = negatives.sum() * positives.sum()
         return float((negatives * positives).sum() / (2 * pairs)) if pairs else math.nan
 
+    def _merge(self, other: Self) -> None:
+        self._counts += other._counts
+
     def _state(self) -> dict[str, Any]:
         return {"bins": self.bins, "limit": self.limit, "counts": _encode(self._counts.reshape(-1))}
 
@@ -205,6 +212,12 @@ class _Sums(Metric):
     @property
     def calibration(self) -> float:
         return self._predicted / self._clicks if self._clicks else math.nan
+
+    def _merge(self, other: Self) -> None:
+        self.examples += other.examples
+        self._clicks += other._clicks
+        self._loss += other._loss
+        self._predicted += other._predicted
 
     def _state(self) -> dict[str, Any]:
         return {"examples": self.examples, "clicks": self._clicks, "loss": self._loss, "predicted": self._predicted}
@@ -262,6 +275,11 @@ class ExactMetrics:
         checked = _checked(scores, labels)
         self._auc._add(*checked)
         self._sums._add(*checked)
+
+    def merge(self, other: Self) -> None:
+        """Adds what another one of this kind has seen: another rank's."""
+        self._auc._merge(other._auc)  # type: ignore[arg-type]
+        self._sums._merge(other._sums)
 
     def compute(self) -> dict[str, float]:
         """auc, logloss, ne (normalised entropy), calibration; and the number of examples."""

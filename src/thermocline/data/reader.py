@@ -161,6 +161,11 @@ class Reader:
         """What the latest iteration has left out so far."""
         return Skipped(self._skipped, tuple(self._malformed))
 
+    @property
+    def bytes(self) -> int:
+        """Of all its files, as they are stored."""
+        return sum(source.size for source in self._sources)
+
     def estimated_batches(self) -> int:
         """About how many an epoch has: from the files' sizes and a sample of lines."""
         return max(1, math.ceil(self._blocks.total_examples / self.shard[1] / self.batch_size))
@@ -174,9 +179,8 @@ class Reader:
         )
 
     def __repr__(self) -> str:
-        size = sum(source.size for source in self._sources)
         return (
-            f"Reader({self.format}, {len(self._sources)} files with {size} bytes, {self.fields} fields, "
+            f"Reader({self.format}, {len(self._sources)} files with {self.bytes} bytes, {self.fields} fields, "
             f"{self.dense} dense, batch_size={self.batch_size}, shuffle={self.shuffle}, shard={self.shard})"
         )
 

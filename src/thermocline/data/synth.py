@@ -215,6 +215,10 @@ class SyntheticAds:
             after = min(after, self.examples)
         return Batch(ids, offsets, self.fields, None, features, target, self._position(after))
 
+    def key_of(self, field: int, rank: int) -> int:
+        """The key of a field that is the rank-th most popular there, from 0."""
+        return self._core.key_of(field, rank)
+
     def true_logits(self, first: int, examples: int) -> Floats:
         """What the teacher thinks of these examples, before label noise: its AUC is what the best model can reach."""
         return self._core.generate(_FIRST[self.split_name] + first, examples)[4]
