@@ -113,6 +113,20 @@ def skipped(batches: Any) -> str | None:
     return f"{found.count:,} malformed lines were skipped; the first: {found.malformed[0]}"  # counts lines of one only
 
 
+# ---- the sources' experiments
+
+
+def reproduce(out: Path, setup: Any, only: Sequence[str], command: str) -> bool:
+    """Runs the experiments and says what came of them; returns whether a claim that must hold does not."""
+    from thermocline.reproduce import places, runner
+
+    outcome = runner.run(out, places.choose(only), setup, command)
+    for claim in outcome.claims:
+        print(f"{'holds' if claim.holds else 'does not hold'}: {claim.text}: {claim.detail}")
+    print(f"{outcome.steps} steps done; the report is {outcome.page}")
+    return bool(setup.asserted) and not all(claim.holds for claim in outcome.claims)
+
+
 # ---- data
 
 

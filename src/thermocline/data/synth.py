@@ -23,6 +23,7 @@ from thermocline.data.schema import Hashing
 from thermocline.data.write import FORMATS, Format, write_parquet, write_text
 from thermocline.errors import ThermoclineError
 from thermocline.hashing import make as make_hasher
+from thermocline.tables.arrays import Keys
 
 Split = Literal["train", "valid", "test"]
 
@@ -136,6 +137,12 @@ class SyntheticAds:
     def fields(self) -> int:
         """Of its batches: one, if hashing puts them together."""
         return self._fields if self._hasher is None else self._hasher.settings.fields_of(self._fields)
+
+    def some_keys(self, first: int, end: int) -> Keys:
+        """Keys first .. end - 1 of all sum(self.keys), field after field, each from its most popular one on."""
+        if not 0 <= first <= end <= sum(self.keys):
+            raise IndexError(f"keys {first} to {end} of {sum(self.keys)}")
+        return self._core.keys(first, end - first)
 
     # ---- splits and positions
 
