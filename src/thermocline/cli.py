@@ -232,7 +232,11 @@ def reproduce(
         given = {"--scale": scale, "--effort": effort, "--seed": seed or None}
         words += [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
         words += [word for name in only or () for word in ("--only", name)]
-        failed = tasks.reproduce(out, setup, only or (), shlex.join(words))
+        try:
+            failed = tasks.reproduce(out, setup, only or (), shlex.join(words))
+        except KeyboardInterrupt:
+            typer.echo("thermocline: interrupted; what is done is kept, and the same command goes on", err=True)
+            raise typer.Exit(130) from None
     if failed:
         raise typer.Exit(1)
 

@@ -166,6 +166,8 @@ class Claim:
     text: str
     holds: bool
     detail: str
+    asserted: bool = True
+    """Whether the full run fails without it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

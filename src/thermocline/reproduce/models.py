@@ -89,7 +89,7 @@ def _run(setup: Setup, plan: Plan, tiers: bool, work: Work) -> Json | None:
         model = build(config, table, plan.fields)
         if table.hbm is not None:
             model.to(table.hbm.device)
-        log = _Log(table, max(2.0, min(SECONDS * setup.effort, work.left - 30)), work)
+        log = _Log(table, max(0.2, min(SECONDS * setup.effort, work.left - 30)), work)
         dense = [torch.optim.Adam(model.parameters(), lr=1e-3)]
         stages = stream(ads, table, model, dense, depth=DEPTH, after=log.after)
         record = log.record(stages)

@@ -26,7 +26,7 @@ figure{margin:0;padding:10px;background:var(--box);border-radius:8px;min-width:0
 figure svg{display:block;width:100%;height:auto;max-width:640px}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums}
 th,td{padding:3px 9px;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}
-th{vertical-align:bottom;white-space:normal;min-width:4.5rem}th:first-child,td:first-child{text-align:left}
+th{vertical-align:bottom;white-space:normal;min-width:4.5rem}th:first-child,td:first-child{text-align:left;white-space:normal;min-width:7rem}
 .paper{color:var(--soft);font-style:italic}.predicted{font-style:italic}
 figcaption,.made{font-size:.8125rem;line-height:1.45;color:var(--soft);overflow-wrap:anywhere;margin-top:.4rem}
 .claims{list-style:none;padding:0}.claims li{margin:.25rem 0;overflow-wrap:anywhere}

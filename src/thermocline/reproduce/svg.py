@@ -12,10 +12,10 @@ from html import escape
 from thermocline.reproduce.experiment import Axis, Figure, Series
 
 WIDTH, PLOT = 360, 190
-_FONT, _CHAR, _LINE = 12, 6.6, 16  # size, width of a character, height of a line
+_FONT, _CHAR, _LINE = 12, 7.2, 16  # size, width of a character, height of a line
 _TOP, _RIGHT, _BOTTOM = 26, 14, 40
 _COLOURS = 8
-_LIGHT = ("#0067a5", "#c8500a", "#00785a", "#a6418a", "#8a6d00", "#3d3d9e", "#b3263f", "#5a5a5a")
+_LIGHT = ("#0067a5", "#b34500", "#00785a", "#a6418a", "#8a6d00", "#3d3d9e", "#b3263f", "#5a5a5a")
 _DARK = ("#6db8f2", "#ff9a5c", "#4fd1a5", "#e79bd3", "#e3c34a", "#a3a3ff", "#ff8598", "#bdbdbd")
 
 STYLE = (
@@ -194,8 +194,8 @@ def _range(values: Sequence[float], axis: Axis, *, tight: bool = False) -> tuple
         if tight:
             return base**low, base ** (high if high > low else low + 1), [t for t in ticks if t <= base**high * 1.0001]
         return base**first, base**last, ticks
-    if high == low:
-        low, high = (low - 0.5, high + 0.5) if low else (0.0, 1.0)
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-6):
+        low, high = low - 0.5, high + 0.5
     rough = (high - low) / (4 if tight else 5)
     unit = 10 ** math.floor(math.log10(rough))
     step = next(unit * m for m in (1, 2, 2.5, 5, 10) if unit * m >= rough * 0.999)

@@ -17,7 +17,7 @@ from thermocline.config import Config
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.pipeline.stages import StageStats
 from thermocline.reproduce.experiment import Json, Setup, Work
-from thermocline.run import Run
+from thermocline.run import Run, config_of, has_run
 from thermocline.tables.table import Table
 from thermocline.train import Trainer
 
@@ -46,7 +46,11 @@ class _Until(Callback):
 def train(config: Config, work: Work) -> Json | None:
     """Trains and tests a config in the step's folder; none: its time is up, and the next call goes on."""
     run_dir = str(work.folder / "run")
-    settings = dataclasses.replace(config.train, run_dir=run_dir, display=False, tensorboard=False)
+    # Threads of torch are part of what was trained: those of the machine that began it.
+    threads = config_of(run_dir).train.torch_threads if has_run(run_dir) else torch_threads()
+    settings = dataclasses.replace(
+        config.train, run_dir=run_dir, torch_threads=threads, display=False, tensorboard=False
+    )
     with Run(dataclasses.replace(config, train=settings)) as run:
         result = run.fit(resume=True, callbacks=[_Until(work)])
         if result.progress.epoch < settings.epochs:
