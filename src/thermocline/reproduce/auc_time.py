@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import time
 from collections.abc import Mapping
@@ -9,9 +10,11 @@ from typing import Any
 
 from thermocline.data.synth import SyntheticAds
 from thermocline.reproduce.experiment import Claim, Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
+from thermocline.tables.optimizers import Adagrad
 
 KEYS, FIELDS, NONZEROS, DIM, HIDDEN = 2_000_000_000, 25, 50, 8, (64, 32)
 EXAMPLES, BATCH, DEPTH, POINTS = 2_000_000, 256, 3, 40
+OPTIMIZER, DENSE_LR, TEST = Adagrad(lr=0.05), 1e-3, 50_000
 SIDES = {"tiers": "through the tiers", "memory": "everything in the top tier"}
 ALIKE = 0.0005
 """Two AUC nearer than this are the same to the source."""
@@ -30,6 +33,8 @@ def steps(setup: Setup) -> list[Step]:
     for side in SIDES:
         settings = {
             "side": side, "keys": keys(setup), "examples": examples(setup), "seed": setup.seed, "device": setup.device,
+            "fields": FIELDS, "nonzeros": NONZEROS, "dim": DIM, "hidden": list(HIDDEN), "batch": BATCH, "depth": DEPTH,
+            "optimizer": dataclasses.asdict(OPTIMIZER), "dense_lr": DENSE_LR, "test": TEST, "points": POINTS,
         }  # fmt: skip
 
         def run(work: Work, side: str = side) -> Json:
@@ -45,7 +50,6 @@ def _run(setup: Setup, tiers: bool, work: Work) -> Json:
     from thermocline.metrics import ExactMetrics
     from thermocline.models import ModelConfig, build
     from thermocline.reproduce.training import stream, table as make_table
-    from thermocline.tables.optimizers import Adagrad
 
     ads = SyntheticAds(
         keys=keys(setup), fields=FIELDS, nonzeros=NONZEROS, batch_size=BATCH, examples=examples(setup), seed=setup.seed
@@ -56,7 +60,7 @@ def _run(setup: Setup, tiers: bool, work: Work) -> Json:
     folder = work.folder / "rows"
     shutil.rmtree(folder, ignore_errors=True)  # of a call that was cut short
     table = make_table(
-        DIM, Adagrad(lr=0.05), setup, hbm=max(flight, row * keys(setup) // 10) if tiers else whole,
+        DIM, OPTIMIZER, setup, hbm=max(flight, row * keys(setup) // 10) if tiers else whole,
         mem=max(flight, row * keys(setup) * 4 // 10) if tiers else whole,
         ssd=folder if tiers else None, ssd_mem=(16 << 20) + 8 * keys(setup),
     )  # fmt: skip
@@ -67,12 +71,12 @@ def _run(setup: Setup, tiers: bool, work: Work) -> Json:
         if table.hbm is not None:
             model.to(table.hbm.device)
         curve = _Curve(len(ads), work)
-        dense = [torch.optim.Adam(model.parameters(), lr=1e-3)]
+        dense = [torch.optim.Adam(model.parameters(), lr=DENSE_LR)]
         stream(ads, table, model, dense, depth=DEPTH, after=curve.after)
         model.eval()
         test = ExactMetrics()
         with torch.no_grad():
-            for batch in ads.split("test", examples=50_000):
+            for batch in ads.split("test", examples=TEST):
                 test.update(model(batch).cpu(), batch.label)
         return {"points": curve.points, "test_auc": test.compute()["auc"], "mem_hit_rate": table.tier.stats().hit_rate}
     finally:

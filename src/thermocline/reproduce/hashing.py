@@ -11,6 +11,7 @@ from thermocline.data.schema import Data, Hashing, Synth
 from thermocline.models.config import ModelConfig
 from thermocline.reproduce import paper
 from thermocline.reproduce.experiment import Claim, Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
+from thermocline.settings import flatten
 
 FIELDS, NONZEROS, ZIPF, DIM, HIDDEN, BATCH = 24, 48, 1.25, 8, (64, 32), 512
 TEST = 100_000
@@ -83,15 +84,13 @@ def steps(setup: Setup) -> list[Step]:
     for world in EXAMPLES:
         for method, name, log2_k in _rows(setup, world):
             k = None if log2_k is None else bins(setup, log2_k)
-            settings = {
-                "world": world, "method": method, "k": k, "divisor": divisor(setup),
-                "examples": examples(setup, world), "seed": setup.seed, "device": setup.device,
-            }  # fmt: skip
+            wanted = config(setup, world, method, k)
+            settings = {name: list(v) if isinstance(v, tuple) else v for name, v in flatten(wanted.resolve())}
 
-            def run(work: Work, world: str = world, method: str = method, k: int | None = k) -> Json | None:
+            def run(work: Work, wanted: Config = wanted) -> Json | None:
                 from thermocline.reproduce.training import train
 
-                return train(config(setup, world, method, k), work)
+                return train(wanted, work)
 
             seconds = 1 + examples(setup, world) / 80_000
             made.append(Step(name=f"{world}, {name}", settings=settings, seconds=seconds, run=run))

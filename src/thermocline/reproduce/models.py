@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from thermocline.data.presets import Plan
 from thermocline.data.synth import SyntheticAds
 from thermocline.reproduce import models_report
 from thermocline.reproduce.experiment import Experiment, Json, Section, Setup, Step, Work
+from thermocline.tables.arrays import Keys
+from thermocline.tables.mem import MemTier
+from thermocline.tables.optimizers import RowWiseAdagrad
+from thermocline.tables.ssd import SsdStore
 
 NAMES = ("A", "B", "C", "D", "E")
 DEPTH = 4
+OPTIMIZER, DENSE_LR = RowWiseAdagrad(lr=0.05), 1e-3
 BATCH_IDS = 1 << 18
 """Ids of a batch where memory allows it."""
-SECONDS = 60.0
+SECONDS = 80.0
 """Of training in the full run, per model."""
 POINTS = 60
 """Of a curve at most."""
 _OVERHEAD = 64  # bytes that a row takes beside itself: index, metadata
 _FILL = 1 << 20  # rows at a time
+_SPARE = 120.0  # seconds of a step that are kept for a commit
+_COMMITS = 12  # of the store in a run
 
 
 def preset(setup: Setup, name: str) -> str:
@@ -55,8 +66,9 @@ def steps(setup: Setup) -> list[Step]:
         sides = ["tiers", *(["memory"] if everything_fits(setup, plan) else [])]
         for side in sides:
             settings = {
-                "preset": preset(setup, name), "side": side, "effort": setup.effort, "seed": setup.seed,
-                "device": setup.device, "batch": batch_size(setup, plan),
+                "preset": preset(setup, name), "side": side, "seconds": SECONDS * setup.effort, "seed": setup.seed,
+                "device": setup.device, "batch": batch_size(setup, plan), "depth": DEPTH, "commits": _COMMITS,
+                "optimizer": dataclasses.asdict(OPTIMIZER), "dense_lr": DENSE_LR, "store_memory": store_memory(plan),
             }  # fmt: skip
 
             def run(work: Work, plan: Plan = plan, side: str = side) -> Json | None:
@@ -73,50 +85,64 @@ def _run(setup: Setup, plan: Plan, tiers: bool, work: Work) -> Json | None:
 
     from thermocline.models import ModelConfig, build
     from thermocline.reproduce.training import stream, table as make_table
-    from thermocline.tables.optimizers import RowWiseAdagrad
 
     ads = SyntheticAds.preset(f"{plan.name}/{plan.scale:g}", batch_size=batch_size(setup, plan), seed=setup.seed)
-    whole = round(plan.keys * (plan.row_bytes + _OVERHEAD) * 1.1) + (64 << 20)
-    table = make_table(
-        plan.dim, RowWiseAdagrad(lr=0.05), setup, hbm=plan.hbm if tiers else whole, mem=plan.mem if tiers else whole,
-        ssd=work.folder / "rows" if tiers else None, ssd_mem=store_memory(plan),
-    )  # fmt: skip
-    try:
-        if not _fill(table, ads, work):
+    folder = work.folder / "rows"
+    with contextlib.closing(make_table(plan.dim, OPTIMIZER, setup, hbm=1 << 20, mem=8 << 20)) as small:
+        if tiers and not _fill(folder, small.tier, ads, store_memory(plan), work):
             return None
+    whole = round(plan.keys * (plan.row_bytes + _OVERHEAD) * 1.1) + (64 << 20)
+    budgets: dict[str, Any] = {"hbm": whole, "mem": whole}
+    if tiers:
+        budgets = {"hbm": plan.hbm, "mem": plan.mem, "ssd": folder, "ssd_mem": store_memory(plan)}
+    with contextlib.closing(make_table(plan.dim, OPTIMIZER, setup, **budgets)) as table:
+        if not tiers:
+            for keys in _pieces(ads, 0):
+                table.tier.push(keys, table.tier.initial_rows(keys), dirty=False)
         torch.manual_seed(setup.seed)
         config = ModelConfig(name="dnn", dim=plan.dim, hidden=plan.hidden, dropout=0.0, batch_norm=False)
         model = build(config, table, plan.fields)
         if table.hbm is not None:
             model.to(table.hbm.device)
         log = _Log(table, max(0.2, min(SECONDS * setup.effort, work.left - 30)), work)
-        dense = [torch.optim.Adam(model.parameters(), lr=1e-3)]
+        dense = [torch.optim.Adam(model.parameters(), lr=DENSE_LR)]
         stages = stream(ads, table, model, dense, depth=DEPTH, after=log.after)
         record = log.record(stages)
-    finally:
-        table.close()
-    shutil.rmtree(work.folder / "rows", ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     return {**record, "plan": json.loads(json.dumps(dataclasses.asdict(plan))), "batch_examples": ads.batch_size}
 
 
-def _fill(table: Any, ads: SyntheticAds, work: Work) -> bool:
-    """A row for every key. With a store it is committed; a fill that was cut short goes on. False: time is up."""
-    total, store = sum(ads.keys), table.store
-    done = int(store.note or b"0") if store is not None else 0
-    for first in range(done, total, _FILL):
-        end = min(total, first + _FILL)
-        keys = ads.some_keys(first, end)
-        rows = table.tier.initial_rows(keys)
-        if store is None:
-            table.tier.push(keys, rows, dirty=False)
-        else:
-            store.put(keys, rows)
-            if end == total or work.left < 60:
-                store.commit(str(end).encode())
-        work.tell(0.5 * end / total)
-        if end < total and work.left < 60 and store is not None:
-            return False
-    return True
+def _pieces(ads: SyntheticAds, first: int) -> Iterator[Keys]:
+    """All keys from `first` on."""
+    total = sum(ads.keys)
+    for begin in range(first, total, _FILL):
+        yield ads.some_keys(begin, min(total, begin + _FILL))
+
+
+def _fill(folder: Path, tier: MemTier, ads: SyntheticAds, memory: int, work: Work) -> bool:
+    """A row on SSD for every key, merged. One that was cut short goes on. False: time is up."""
+    total = sum(ads.keys)
+    with SsdStore.open(folder, row_bytes=tier.row_bytes, mem_budget=memory, background_merge=False) as store:
+        done = int(store.note or b"0")
+        if done == total:
+            return True
+        for keys in _pieces(ads, done):
+            store.put(keys, tier.initial_rows(keys).view(np.uint8))
+            done += len(keys)
+            work.tell(0.5 * done / total)
+            if work.left < _SPARE and done < total:
+                break
+        if done == total:
+            store.merge()
+        _commit(store, str(done).encode())
+        return done == total
+
+
+def _commit(store: SsdStore, note: bytes) -> None:
+    """Only the newest is kept."""
+    store.commit(note)
+    for epoch in store.epochs[:-1]:
+        store.release(epoch)
 
 
 class _Log:
@@ -126,6 +152,7 @@ class _Log:
         self._table, self._seconds, self._work = table, seconds, work
         self._rows: list[dict[str, float]] = []
         self._examples: list[int] = []
+        self._commits = 0
         self._begin = time.perf_counter()
         self._start = self._counters(())
 
@@ -134,6 +161,9 @@ class _Log:
         self._rows.append(self._counters(stages))
         elapsed = time.perf_counter() - self._begin
         self._work.tell(0.5 + 0.5 * elapsed / self._seconds)
+        if self._table.store is not None and elapsed > (self._commits + 1) * self._seconds / _COMMITS:
+            _commit(self._table.store, self._table.store.note)
+            self._commits += 1
         return elapsed < self._seconds or len(self._rows) < 4
 
     def _counters(self, stages: Sequence[Any]) -> dict[str, float]:

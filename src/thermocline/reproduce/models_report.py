@@ -25,7 +25,8 @@ def section(setup: Setup, tiers: Runs, memory: Runs) -> Section:
         text=[
             f"The source's models with keys and bytes divided by {setup.scale:,.0f}, nonzeros and dense layers as they "
             "are, and the budgets of its cluster (1 TB of HBM, 4 TB of DRAM) divided alike. Every key has a row on SSD "
-            "before the first batch, and all tiers above are empty; speed is that of the second half of the run.",
+            "before the first batch, and all tiers above are empty. The store commits twelve times; speed is "
+            "that of its second half.",
             f"The index and buffers of the SSD store are beside the DRAM budget: {first['store_mem'] / MB:,.0f} MB for "
             f"model {next(iter(tiers))}. Everything in {top} is the same training with a budget that holds all rows, "
             "where this machine has it.",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from thermocline.data.synth import SyntheticAds
 from thermocline.reproduce.experiment import Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
+from thermocline.tables.optimizers import Adagrad
 
 COUNTS = (50, 100, 200, 300, 400, 500)
 FIELDS, DIM, KEYS = 25, 8, 1_000_000
 REPEAT = 9
+OPTIMIZER = Adagrad(lr=0.05)
 
 
 def batch(setup: Setup) -> int:
@@ -20,7 +23,10 @@ def batch(setup: Setup) -> int:
 def steps(setup: Setup) -> list[Step]:
     made = []
     for nonzeros in COUNTS:
-        settings = {"nonzeros": nonzeros, "batch": batch(setup), "seed": setup.seed, "device": setup.device}
+        settings = {
+            "nonzeros": nonzeros, "batch": batch(setup), "seed": setup.seed, "device": setup.device, "fields": FIELDS,
+            "dim": DIM, "keys": KEYS, "repeat": REPEAT, "optimizer": dataclasses.asdict(OPTIMIZER),
+        }  # fmt: skip
 
         def run(work: Work, nonzeros: int = nonzeros) -> Json:
             return _run(setup, nonzeros)
@@ -34,13 +40,12 @@ def _run(setup: Setup, nonzeros: int) -> Json:
 
     from thermocline.reproduce.training import seconds_of, table as make_table, torch_threads
     from thermocline.tables.bag import EmbeddingBag
-    from thermocline.tables.optimizers import Adagrad
 
     torch.set_num_threads(torch_threads())
     ads = SyntheticAds(
         keys=KEYS, fields=FIELDS, nonzeros=nonzeros, batch_size=batch(setup), examples=batch(setup), seed=setup.seed
     )
-    table = make_table(DIM, Adagrad(lr=0.05), setup, hbm=256 << 20, mem=256 << 20, ssd=None, ssd_mem=0)
+    table = make_table(DIM, OPTIMIZER, setup, hbm=256 << 20, mem=256 << 20)
     try:
         bag = EmbeddingBag(table, FIELDS)
         one = ads.batch(0)

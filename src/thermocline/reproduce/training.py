@@ -68,7 +68,9 @@ def train(config: Config, work: Work) -> Json | None:
     }
 
 
-def table(dim: int, optimizer: Any, setup: Setup, *, hbm: int, mem: int, ssd: Path | None, ssd_mem: int) -> Table:
+def table(
+    dim: int, optimizer: Any, setup: Setup, *, hbm: int, mem: int, ssd: Path | None = None, ssd_mem: int = 256 << 20
+) -> Table:
     """Rows in the tiers that this machine has: without a GPU, memory is the top one."""
     return Table(
         dim,
