@@ -52,7 +52,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     step = Step(name="one", settings={}, seconds=1, run=lambda work: {})
     section = Section(text=["Words. " * 60], parts=[TABLE, *FIGURES])
     made = Experiment(title="All kinds", steps=lambda setup: [step], section=lambda setup, results: section)
-    chosen: dict[str, Any] = {"all": made, **dict.fromkeys(places.PLACES)}
+    chosen: dict[str, Any] = {"all": made, **dict.fromkeys(places.PLACES, "absent")}
     return runner.run(tmp_path_factory.mktemp("report"), chosen, Setup(), "thermocline reproduce").page
 
 

@@ -84,13 +84,13 @@ def run(folder: Path, squares: Squares, **more: Any) -> runner.Outcome:
 
 def test_everything_is_done_once_and_reported(tmp_path: Path) -> None:
     squares = Squares()
-    outcome = run(tmp_path, squares, absent=None)
+    outcome = run(tmp_path, squares, absent="There is no such thing.")
     assert squares.calls == [0, 1, 2, 3]
     assert (outcome.steps, [claim.holds for claim in outcome.claims]) == (4, [True])
     page = outcome.page.read_text()
     assert "Squares &amp; co" in page
     assert "What is &lt; 3?" in page
-    assert "This version does not have this experiment." in page
+    assert "There is no such thing." in page
     assert "thermocline reproduce --made-up" in page
     assert machine.describe()["cpu"] in page
     assert f"build {machine.build()}" in page

@@ -23,17 +23,17 @@ PLACES = {
 """Name of the module -> what it shows."""
 
 
-def find(name: str) -> Experiment | None:
-    """The experiment of a place; none: this version does not have it."""
-    module = f"thermocline.reproduce.{name}"
-    if importlib.util.find_spec(module) is None:
-        return None
-    found: Experiment = importlib.import_module(module).EXPERIMENT
-    return found
+def find(name: str) -> Experiment | str:
+    """The experiment of a place, or why there is none."""
+    if name not in present():
+        return "This version does not have this experiment."
+    module = importlib.import_module(f"thermocline.reproduce.{name}")
+    why: str | None = module.missing() if hasattr(module, "missing") else None
+    return module.EXPERIMENT if why is None else f"Not on this machine: {why}."
 
 
-def choose(only: Sequence[str]) -> dict[str, Experiment | None]:
-    """Those named, or all; the absent ones too, as None. Naming an absent one is an error."""
+def choose(only: Sequence[str]) -> dict[str, Experiment | str]:
+    """Those named, or all; of the absent ones, why. Naming one that this version does not have is an error."""
     for name in only:
         if name not in PLACES:
             raise ConfigError(

@@ -29,7 +29,7 @@ class Outcome:
 
 def run(
     folder: str | Path,
-    chosen: Mapping[str, Experiment | None],
+    chosen: Mapping[str, Experiment | str],
     setup: Setup,
     command: str,
     *,
@@ -37,7 +37,7 @@ def run(
 ) -> Outcome:
     """Does what is still to do of the chosen experiments, and writes the report. Interrupted, it goes on next time."""
     results = Results.open(folder)
-    plans = {name: list(found.steps(setup)) for name, found in chosen.items() if found is not None}
+    plans = {name: list(found.steps(setup)) for name, found in chosen.items() if not isinstance(found, str)}
     _check(plans)
     todo = [(n, step) for n, steps in plans.items() for step in steps if results.get(n, step) is None]
     spent = [(step.seconds, r.seconds) for n, steps in plans.items() for step in steps if (r := results.get(n, step))]
@@ -75,11 +75,10 @@ def _finish(results: Results, name: str, step: Step, limit: float, tell: Any) ->
             return results.put(name, step, value, spent)
 
 
-def _chapter(name: str, found: Experiment | None, setup: Setup, steps: list[Step], results: Results) -> page.Chapter:
-    title = PLACES.get(name, name) if found is None else found.title
-    if found is None:
-        missing = "This version does not have this experiment."
-        return page.Chapter(name=name, title=title, section=None, environments=(), missing=missing)
+def _chapter(name: str, found: Experiment | str, setup: Setup, steps: list[Step], results: Results) -> page.Chapter:
+    if isinstance(found, str):
+        return page.Chapter(name=name, title=PLACES.get(name, name), section=None, environments=(), missing=found)
+    title = found.title
     got = {step.name: result for step in steps if (result := results.get(name, step)) is not None}
     environments = [result.environment for result in got.values()]
     if len(got) < len(steps):

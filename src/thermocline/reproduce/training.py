@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from thermocline.batch import Batch
-from thermocline.callbacks import Callback
+from thermocline.callbacks import Callback, Row
 from thermocline.config import Config
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.pipeline.stages import StageStats
@@ -66,6 +67,35 @@ def train(config: Config, work: Work) -> Json | None:
         "rows": rows,
         "row_bytes": row_bytes,
     }
+
+
+class _Logs(Callback):
+    """Every log of a run with the time since its first step."""
+
+    def __init__(self, work: Work, seconds: float) -> None:
+        self._work, self._seconds, self._begin = work, seconds, 0.0
+        self.rows: list[Row] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._begin = time.perf_counter()
+
+    def on_log(self, trainer: Trainer, row: Row) -> None:
+        seconds = time.perf_counter() - self._begin
+        self.rows.append({**row, "seconds": seconds})
+        self._work.tell(trainer.progress.step / (trainer.total_steps or trainer.progress.step))
+        if seconds > self._seconds or self._work.left < 20:
+            trainer.stop()
+
+
+def watch(config: Config, work: Work, seconds: float = math.inf) -> tuple[list[Row], Row]:
+    """Trains a config from the beginning, for so long at most; its logs, each with its time, and its test."""
+    train = dataclasses.replace(
+        config.train, run_dir=str(work.folder / "run"), torch_threads=torch_threads(), display=False, tensorboard=False
+    )
+    logs = _Logs(work, seconds)
+    with Run(dataclasses.replace(config, train=train)) as run:
+        result = run.fit(callbacks=[logs])
+    return logs.rows, result.test or {}
 
 
 def table(
