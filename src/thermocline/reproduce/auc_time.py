@@ -120,8 +120,8 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
         text=[
             f"{config(setup, TIERS).data.synth.examples:,} generated examples, {keys(setup):,} keys, {NONZEROS} "
             f"nonzeros each, trained once, in one order. The tiers have the source's ratios for model E: DRAM holds "
-            f"40 % of the rows' bytes{', HBM 10 %' if setup.device == 'cuda' else ''}, the rest is on SSD. AUC is that of "
-            f"all examples so far, each scored before it was trained on. {rival}"
+            f"40 % of the rows' bytes{', HBM 10 %' if setup.device == 'cuda' else ''}, the rest is on SSD. AUC is "
+            f"that of all examples so far, each scored before it was trained on. {rival}"
         ],
         parts=[
             _curves("time", "AUC over time", "seconds", runs),

@@ -31,6 +31,11 @@ def ranks() -> list[int]:
     return sorted({max(1, cores // 2), cores})
 
 
+def names(setup: Setup) -> tuple[str, ...]:
+    """Of the models; a short run has the smallest and the largest."""
+    return models.NAMES if setup.effort >= 0.5 else (models.NAMES[0], models.NAMES[-1])
+
+
 def config(setup: Setup, plan: Plan, *, tiers: bool) -> Config:
     """The same training for both; `tiers`: rows where the source's cluster had them, else all in memory."""
     whole = round(plan.keys * (plan.row_bytes + 80) * 1.1) + (64 << 20)
@@ -60,7 +65,7 @@ def config(setup: Setup, plan: Plan, *, tiers: bool) -> Config:
 def steps(setup: Setup) -> list[Step]:
     made = []
     seconds = max(1.0, SECONDS * setup.effort)
-    for name in models.NAMES:
+    for name in names(setup):
         plan = Plan.of(models.preset(setup, name))
         sides: list[int | str] = [OURS]
         if plan.keys * (plan.row_bytes + 80) * 1.1 < machine.memory_bytes() // 2:
@@ -137,7 +142,7 @@ class Cost:
 
 def section(setup: Setup, results: Mapping[str, Json]) -> Section:
     cost = Cost(gpus=int(setup.device == "cuda"), cores=max(int(result["cores"]) for result in results.values()))
-    rates = {name: _of_model(name, results) for name in models.NAMES}
+    rates = {name: _of_model(name, results) for name in names(setup)}
     theirs = paper.load()["models"]
     rows = []
     for name, sides in rates.items():
@@ -146,7 +151,7 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
         same_cost = None if faster is None else faster * cost.rival / cost.ours
         found = (sides[OURS], best, None if best is None else sides[best], faster, same_cost)
         rows.append((name, *found, theirs[name]["speedup"], theirs[name]["cost_normalised"]))
-    names = list(rates)
+    shown = list(rates)
     return Section(
         text=[
             f"The source's models divided by {setup.scale:,.0f}; both sides train the same mini-batches from no rows "
@@ -168,15 +173,15 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
             Figure(
                 name="speed", title="Examples per second", x="model", y="examples/s", form="bars", y_axis="log10",
                 series=[
-                    Series(name=OURS, x=names, y=[rates[name][OURS] for name in names]),
-                    Series(name="the MPI rival", x=names, y=[_rate(rates[name]) for name in names]),
+                    Series(name=OURS, x=shown, y=[rates[name][OURS] for name in shown]),
+                    Series(name="the MPI rival", x=shown, y=[_rate(rates[name]) for name in shown]),
                 ],
             ),
             Figure(
                 name="speed-up", title="Speed-up over the MPI parameter server", x="model", y="times", form="bars",
                 series=[
-                    Series(name="here", x=names, y=[row[4] for row in rows]),
-                    Series(name="4 GPU nodes", x=names, y=[row[6] for row in rows], kind="paper"),
+                    Series(name="here", x=shown, y=[row[4] for row in rows]),
+                    Series(name="4 GPU nodes", x=shown, y=[row[6] for row in rows], kind="paper"),
                 ],
             ),
         ],
