@@ -119,11 +119,6 @@ class AUC(Metric):
     def _load(self, state: Mapping[str, Any]) -> None:
         self._scores, self._labels = [_decode(state["scores"])], [_decode(state["labels"])]
 
-    def merge(self, other: Any) -> None:
-        """Adds the examples of another."""
-        self._scores += other._scores
-        self._labels += other._labels
-
 
 class StreamingAUC(Metric):
     """AUC in fixed memory (16 bytes per bin, 1 MB): logits are counted in equal bins over [-limit, limit].
@@ -173,10 +168,6 @@ class StreamingAUC(Metric):
             )
         self._counts = _decode(state["counts"]).reshape(2, self.bins).copy()
 
-    def merge(self, other: Any) -> None:
-        """Adds the examples of another."""
-        self._counts += other._counts
-
 
 # ---- metrics that are sums
 
@@ -225,13 +216,6 @@ class _Sums(Metric):
     def _load(self, state: Mapping[str, Any]) -> None:
         self.examples, self._clicks = state["examples"], state["clicks"]
         self._loss, self._predicted = state["loss"], state["predicted"]
-
-    def merge(self, other: Any) -> None:
-        """Adds the examples of another."""
-        self.examples += other.examples
-        self._clicks += other._clicks
-        self._loss += other._loss
-        self._predicted += other._predicted
 
 
 class LogLoss(_Sums):
@@ -306,12 +290,6 @@ class ExactMetrics:
         self._auc.load_state_dict(state["auc"])
         self._sums.load_state_dict(state["sums"])
         return self
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Adds the examples that another one of the kind has seen."""
-        other = type(self)(logits=self._auc.logits).load_state_dict(state)
-        self._auc.merge(other._auc)
-        self._sums.merge(other._sums)
 
 
 class StreamingMetrics(ExactMetrics):

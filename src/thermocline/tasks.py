@@ -197,6 +197,20 @@ def print_plan(report: Row) -> None:
     console.print(f"slowest stage: {report['slowest_stage']}; slowest resource: {report['slowest_resource']}")
 
 
+# ---- the sources' experiments
+
+
+def reproduce(out: Path, setup: Any, only: Sequence[str], command: str) -> bool:
+    """Runs the experiments and says what came of them; returns whether a claim that must hold does not."""
+    from thermocline.reproduce import places, runner
+
+    outcome = runner.run(out, places.choose(only), setup, command)
+    for claim in outcome.claims:
+        print(f"{'holds' if claim.holds else 'does not hold'}: {claim.text}: {claim.detail}")
+    print(f"{outcome.steps} steps done; the report is {outcome.page}")
+    return bool(setup.asserted) and not all(claim.holds for claim in outcome.claims if claim.asserted)
+
+
 # ---- data
 
 
