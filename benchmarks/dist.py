@@ -42,8 +42,8 @@ RATES = ("1gbit", "100mbit")
 BATCH = 256
 NODES = ((0, 1), (2, 3))
 FACTORS = (1, 2)
-"""What the rate of dense parameters is multiplied by. A rank's own gradients are noisier than their mean, up to the root
-of the number of ranks, and Adam divides by that: merged models want up to twice the rate, with four ranks."""
+"""What the rate of dense parameters is multiplied by. A rank's own gradients are noisier than their mean, by up to the
+root of their number, and Adam divides by that: merged models of four ranks want up to twice the rate."""
 MERGED = {"gradients": 1, "params": 1, "v_frozen": 2, "all": 3}
 """Tensors per parameter that a merge sends."""
 Part = dict[str, Any]
