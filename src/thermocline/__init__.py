@@ -83,9 +83,11 @@ _HOME = {
     "SsdStats": "tables.ssd",
     "SsdStore": "tables.ssd",
 }
-__all__ = ["__version__", *_HOME]
+_MODULES = ("hashing",)
+__all__ = ["__version__", *_HOME, *_MODULES]
 
 if TYPE_CHECKING:
+    from thermocline import hashing as hashing
     from thermocline.batch import Batch as Batch, WorkingSet as WorkingSet
     from thermocline.callbacks import Callback as Callback
     from thermocline.checkpoint import Checkpoint as Checkpoint, Checkpoints as Checkpoints
@@ -149,6 +151,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"thermocline.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'thermocline' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"thermocline.{_HOME[name]}"), name)

@@ -287,7 +287,10 @@ class Stores:
             with self._read_source(table, source) as store:
                 for keys, rows in store.scan():
                     mine = owner_of(keys, self._world) == self._rank
-                    table.tier.push(keys[mine], rows[mine].view(np.float32), unique=True)
+                    if table.store is not None:
+                        table.store.put(keys[mine], rows[mine])
+                    else:
+                        table.tier.push(keys[mine], rows[mine].view(np.float32), unique=True)
 
     def close(self) -> None:
         """Those of tables without ssd."""

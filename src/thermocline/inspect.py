@@ -106,7 +106,7 @@ def _run(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
     for checkpoint in report["checkpoints"] if check else ():
         report["problems"] += _files_of(Path(checkpoint["path"]), checkpoint)
     newest = report["checkpoints"][-1] if report["checkpoints"] else None
-    for name, place in _stores_of(path, newest):
+    for name, place, _ in _stores_of(path, newest):
         found = _store(place, check, mem)
         report["stores"].append({"table": name, **found})
         report["problems"] += found["problems"]
@@ -114,17 +114,24 @@ def _run(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
     return report
 
 
-def _stores_of(run_dir: Path, checkpoint: Report | None) -> Iterator[tuple[str, Path]]:
-    """The folders of the tables' rows: inside the run, or where its config says."""
+def _stores_of(run_dir: Path, checkpoint: Report | None) -> Iterator[tuple[str, Path, int]]:
+    """The folders of the tables' rows, inside the run or where its config says, and the checkpoint's epoch in each."""
     for name, table in (checkpoint or {"tables": {}})["tables"].items():
-        if not table["ssd"]:
-            yield name, run_dir / "stores" / name
-        elif (run_dir / "config.toml").exists():
+        place = run_dir / "stores" / name
+        if table["ssd"]:
+            if not (run_dir / "config.toml").exists():
+                continue
             from thermocline.config import Config
 
             ssd = Config.load(run_dir / "config.toml").moved(run_dir).tiers.ssd
-            if ssd is not None:
-                yield name, Path(ssd)
+            if ssd is None:
+                continue
+            place = Path(ssd)
+        assert checkpoint is not None
+        if checkpoint["ranks"] is None:
+            yield name, place, table["epoch"]
+        for rank in checkpoint["ranks"] or ():
+            yield name, place / rank["stores"][name]["folder"], rank["stores"][name]["epoch"]
 
 
 def _last_line(path: Path) -> Report | None:
@@ -148,7 +155,7 @@ def _last_line(path: Path) -> Report | None:
 
 def _manifest(path: Path) -> Report:
     manifest = published.decode_manifest(path.read_bytes(), str(path))
-    names = ("step", "tag", "time", "begin", "versions", "torch_threads", "position", "tables", "files")
+    names = ("step", "tag", "time", "begin", "versions", "torch_threads", "position", "tables", "files", "ranks")
     return {"kind": "checkpoint", "path": str(path), **{name: manifest.get(name) for name in names}, "problems": []}
 
 
@@ -176,8 +183,8 @@ def _checkpoint(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
         return {"kind": "checkpoint", "path": str(path), "problems": [str(error)], "stores": []}
     report["problems"] += _files_of(path, report)
     report["stores"] = []
-    for name, place in _stores_of(path.parent.parent, report):
-        found = _store(place, check, mem, epoch=report["tables"][name]["epoch"])
+    for name, place, epoch in _stores_of(path.parent.parent, report):
+        found = _store(place, check, mem, epoch=epoch)
         report["stores"].append({"table": name, **found})
         report["problems"] += found["problems"]
     return report
@@ -242,5 +249,5 @@ def _describe_checkpoint(checkpoint: Report, indent: str) -> Iterator[str]:
         layout = table["layout"]
         yield (
             f"{indent}  table {name}: dim {layout['dim']}, {layout['optimizer']['kind']}, commit {table['epoch']}, "
-            f"{table['step_count']} steps"
+            f"{table['step_count']} steps" + (f", {len(checkpoint['ranks'])} ranks" if checkpoint["ranks"] else "")
         )

@@ -119,11 +119,9 @@ class Exchange:
         t = self.topology
         owners = [owner_of(keys, t.world) for keys in batches]
         if self.hops == "flat" or len(t.nodes) == 1:
-            world = tuple(range(t.world))
-            return [
-                Route(keys, [hop])
-                for keys, hop in zip(batches, self._hop(lane, "world", world, batches, owners, sent), strict=True)
-            ]
+            over: Over = "node" if len(t.nodes) == 1 else "world"
+            found = self._hop(lane, over, tuple(range(t.world)), batches, owners, sent)
+            return [Route(keys, [hop]) for keys, hop in zip(batches, found, strict=True)]
         per_node = len(t.nodes[0])
         inside = self._hop(lane, "node", t.nodes[t.node], batches, [owner % per_node for owner in owners], sent)
         gathered = [hop.unique for hop in inside]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from thermocline.dist.relay import relayed
 from thermocline.dist.topology import Topology
 from thermocline.errors import RankError
 
@@ -36,6 +37,10 @@ class Lane:
     peers: Group
     gpu: bool
     """Whether its groups carry GPU tensors; otherwise they go through host memory."""
+    relays: bool = False
+    """Whether some pairs of the node have no fast link: what they send each other goes through a third."""
+    carried: int = 0
+    """Bytes that this rank has passed on for such pairs."""
 
     def all_to_all(
         self, over: Over, values: torch.Tensor, send: list[int], receive: list[int], what: str
@@ -44,12 +49,24 @@ class Lane:
         device = values.device
         if not self.gpu:
             values = values.cpu()
-        found = values.new_empty((sum(receive), *values.shape[1:]))
         if len(send) == 1:
-            found.copy_(values)
-        else:
-            with self.telling(what):
-                dist.all_to_all_single(found, values.contiguous(), receive, send, group=getattr(self, over))
+            return values.clone().to(device)
+        group = getattr(self, over)
+
+        def exchange(out: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
+            found = out.new_empty((sum(receives), *out.shape[1:]))
+            dist.all_to_all_single(found, out.contiguous(), receives, sends, group=group)
+            return found
+
+        with self.telling(what):
+            if over == "node" and self.relays:
+                sizes = torch.tensor(send)
+                pairs = [torch.empty_like(sizes) for _ in send]
+                dist.all_gather(pairs, sizes, group=group)
+                found, carried = relayed(self.topology, values, [row.tolist() for row in pairs], exchange)
+                self.carried += carried * values[:1].nbytes
+            else:
+                found = exchange(values, send, receive)
         return found.to(device)
 
     def all_gather(self, values: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
@@ -136,6 +153,7 @@ class Groups:
                 made[topology.nodes[topology.node]],
                 made[topology.peers],
                 gpu and name == "train",
+                name == "train" and topology.relays,
             )
         return cls(topology, lanes, timeout, owns)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from thermocline.batch import Batch, Floats
 from thermocline.dist.owners import owner_of
 from thermocline.sizes import parse_size
-from thermocline.tables.arrays import as_keys
+from thermocline.tables.arrays import Keys, as_keys
 from thermocline.tables.mem import MemTier
 from thermocline.tables.optimizers import Optimizer
 from thermocline.tables.parts import BagSpec, Prepared
@@ -61,6 +61,12 @@ class JoinedTable(Table):
             mine = owners == rank
             rows[mine] = tier.read(wanted[mine])
         return rows
+
+    def rows(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Floats]]:
+        """Every trained row once, store by store."""
+        for store in self._stores:
+            for keys, rows in store.scan(batch_rows=batch_rows):
+                yield keys, rows.view(np.float32)
 
     def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> Prepared:
         """As of `Table`."""

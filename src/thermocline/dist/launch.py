@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,13 +37,17 @@ def join(dist: Dist, *, alone: bool = False) -> Groups | None:
     import torch
 
     from thermocline.dist.groups import Groups
+    from thermocline.dist.relay import driver_links
 
     if dist.bind:
         bind_to_numa(topology)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus:
         torch.cuda.set_device(local_rank(topology) % gpus)
-    return Groups.make(topology, timeout=dist.timeout, gpu=0 < local_world(topology) <= gpus and topology.world > 1)
+    own = 0 < local_world(topology) <= gpus and topology.world > 1
+    if own and topology.links is None:
+        topology = dataclasses.replace(topology, links=driver_links(topology.nodes[topology.node]))
+    return Groups.make(topology, timeout=dist.timeout, gpu=own)
 
 
 def local_rank(topology: Topology) -> int:

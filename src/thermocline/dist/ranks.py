@@ -118,9 +118,12 @@ class Ranks:
         prepared.remote.step = table.step_count
 
     def _weights(self, prepared: Any) -> torch.Tensor:
+        slots = prepared.remote.slots
         if self._table.gpu is not None:
             prepared.use()
-        return _tensor(self._table.training.weights(prepared.remote.slots))
+            if slots.is_cuda:  # made on the planner's stream
+                slots.record_stream(torch.cuda.current_stream(slots.device))
+        return _tensor(self._table.training.weights(slots))
 
     def sums(self, batches: Sequence[Any], gradients: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Keys, slots and summed gradients of the keys that this rank owns: all ranks call it, step by step.

@@ -1,0 +1,82 @@
+"""Lives of a run over several ranks: trained by `tc.Trainer`, killed, resumed, loaded by another number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dist.ranks_run import DIMS, Job, Way, keys_of, make_model, make_table, probe
+from train_helpers import bits, weights_of
+
+import thermocline as tc
+from thermocline import published
+from thermocline.dist.groups import Groups
+
+
+class Die(tc.Callback):
+    """Kills its rank after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer: Any, loss: object) -> None:
+        if trainer.progress.step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def live(groups: Groups, job: Job, way: Way, folder: str, *, resume: bool, dies: str | int | None = None) -> Any:
+    """One life of a rank. `dies`: the step after which rank 1 does, or a named point of a save."""
+    tables = {name: make_table(name, job, way, groups, folder) for name in DIMS}
+    model = make_model(tables)
+    dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
+    callbacks: list[tc.Callback] = []
+    if dies is not None and groups.topology.rank == 1:
+        if isinstance(dies, int):
+            callbacks.append(Die(dies))
+        else:
+            point, _, count = dies.partition(":")
+            published._kill_at, published._left = point, int(count)
+    config = tc.TrainConfig(
+        depth=way.depth, pull_window=way.pull_window, checkpoint_every=10, accumulate=job.accumulate,
+        tensorboard=False, display=False, torch_threads=1, log_every=7, clip_norm=0.5,
+    )  # fmt: skip
+    trainer = tc.Trainer(
+        model, dense, run_dir=Path(folder) / "run", config=config, callbacks=callbacks,
+        dense_sync=tc.DenseSync(exact=True),
+    )  # fmt: skip
+    mine = job.data(groups.topology.rank)
+    result = trainer.fit(mine, mine[: 3 + groups.topology.rank], resume=resume)
+    rows = {name: bits(table.read(probe(job))) for name, table in tables.items()}
+    for table in tables.values():
+        table.tier.check()
+        table.close()
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in {**rows, "dense": weights_of(model)}.items()}
+    return {**digests, "steps": result.progress.step, "valid": result.progress.valid, "examples": result.examples}
+
+
+def load(groups: Groups, job: Job, way: Way, folder: str) -> Any:
+    """Opens the run as it was saved, by any number of ranks; what all of them read, and what this one holds."""
+    tables = {name: make_table(name, job, way, groups, folder) for name in DIMS}
+    model = make_model(tables)
+    dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
+    checkpoints = tc.Checkpoints(Path(folder) / "run", list(tables.values()), model, dense)
+    saved = checkpoints.restore()
+    assert saved is not None
+    rows = {name: bits(table.read(probe(job))) for name, table in tables.items()}
+    held = {name: sum(len(keys) for keys, _ in table.rows()) for name, table in tables.items()}
+    checkpoints.save(saved.step, None, saved.extra)
+    again = {name: bits(table.read(probe(job))) for name, table in tables.items()}
+    assert again == rows
+    for table in tables.values():
+        table.close()
+    checkpoints.close()
+    return {"rows": rows, "dense": weights_of(model), "held": held, "steps": [t.step_count for t in tables.values()]}
+
+
+def trained_keys(job: Job, name: str) -> np.ndarray[Any, Any]:
+    return keys_of(job, name)

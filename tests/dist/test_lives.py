@@ -1,0 +1,74 @@
+"""A run over several ranks survives: a rank that is killed, a save cut short, another number of ranks."""
+
+from __future__ import annotations
+
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dist.lives import live, load, trained_keys
+from dist.ranks_run import DIMS, FOUR, ONE, PAIR, Job, Way
+from ranks_helpers import Nodes, outcomes, play
+
+JOB = Job(PAIR, "adam", (40, 33))
+WAY = Way("two", 0.25, 4, 2)
+
+
+@functools.cache
+def never_killed(job: Job, way: Way, folder: str) -> list[Any]:
+    return play(job.nodes, functools.partial(live, resume=False), job, way, folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the run gives when nothing happens to it: on all ranks the same."""
+    results = never_killed(JOB, WAY, str(tmp_path_factory.mktemp("whole")))
+    assert results[0] == results[1]
+    assert results[0]["steps"] == 40
+    assert results[0]["examples"] == 2 * (40 + 33)
+    return results[0]
+
+
+@pytest.mark.parametrize("dies", [23, "run.committed:5", "run.flushed:7"])
+def test_a_rank_is_killed(dies: str | int, whole: Any, tmp_path: Path) -> None:
+    """The others end at once and say so; resumed, the run ends with the same bits."""
+    start = time.monotonic()
+    fallen = outcomes(PAIR, functools.partial(live, resume=False, dies=dies), JOB, WAY, str(tmp_path))
+    assert time.monotonic() - start < 50
+    assert fallen[1] == ("died", None)
+    how, words = fallen[0]
+    assert how == "failed"
+    assert "RankError: rank 0 of 2 (node 0) cannot go on" in words
+    assert "another rank was lost" in words
+    resumed = play(PAIR, functools.partial(live, resume=True), JOB, WAY, str(tmp_path))
+    for result in resumed:
+        assert {**result, "examples": 0} == {**whole, "examples": 0}
+        assert result["examples"] < whole["examples"]  # it did go on from a checkpoint
+
+
+def test_other_numbers_of_ranks(whole: Any, tmp_path: Path) -> None:
+    """Saved by 2, loaded by 4, saved by these and loaded by 1, and by 2 again: always the same rows."""
+    play(PAIR, functools.partial(live, resume=False), JOB, WAY, str(tmp_path))
+    ways: list[tuple[Nodes, int]] = [(PAIR, 2), (FOUR, 4), (ONE, 1), (PAIR, 2)]
+    found = [play(nodes, load, JOB, WAY, str(tmp_path)) for nodes, _ in ways]
+    for (_, world), results in zip(ways, found, strict=True):
+        for result in results:
+            assert {name: result[name] for name in ("rows", "dense", "steps")} == {
+                name: found[0][0][name] for name in ("rows", "dense", "steps")
+            }
+        for name in DIMS:
+            held = [result["held"][name] for result in results]
+            assert sum(held) == len(trained_keys(JOB, name))
+            assert world == 1 or max(held) < 0.8 * sum(held)
+    left = sorted(path.name for path in (tmp_path / "wide").iterdir())
+    assert left[0].startswith("rank-00000-of-00001")  # the last two checkpoints are those of one rank and of two
+    assert len(left) == 3
+
+
+def test_memory_only_tables_reshard(tmp_path: Path) -> None:
+    way = Way("flat", None, 1, 1)
+    play(PAIR, functools.partial(live, resume=False), Job(PAIR, "sgd", (12, 12)), way, str(tmp_path))
+    before, after = (play(nodes, load, Job(PAIR, "sgd", (12, 12)), way, str(tmp_path)) for nodes in (PAIR, FOUR))
+    assert all(result["rows"] == before[0]["rows"] for result in (*before, *after))
