@@ -140,6 +140,8 @@ class Task:
     steps: int
     """Per epoch and rank; of files, as many as there are."""
     lr: float
+    """Of rows."""
+    dense_lr: float
     seed: int
 
     def batches(self, groups: Groups, epoch: int) -> Iterator[tc.Batch]:
@@ -176,7 +178,7 @@ def accuracy_of(groups: Groups, task: Task, sync: tc.DenseSync) -> dict[str, Any
     initial = tc.Normal(scale=config.initial)
     table = ShardedTable(row_dim(config), rows, groups=groups, mem="128MB", seed=task.seed, initial=initial, threads=1)
     model = build(config, table, fields)
-    optimizer = tc.FrozenAdam(parameter_groups(config, model), lr=task.lr)
+    optimizer = tc.FrozenAdam(parameter_groups(config, model), lr=task.dense_lr)
     parameters = list(model.parameters())
     dense = tc.DenseParameters.make(parameters, optimizer, groups, sync, buffers=model.buffers())
     torch.manual_seed(task.seed * 1000 + groups.topology.rank)  # of dropout
