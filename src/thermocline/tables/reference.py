@@ -144,7 +144,8 @@ class ReferenceTable:
         row[: self.dim] *= self.steps.get(key, self.step)
         return row
 
-    def _store(self, key: int, row: Floats, number: int | None) -> Floats:
+    def store(self, key: int, row: Floats, number: int | None) -> Floats:
+        """What step `number` has made of a row, rounded as it rounds; none: to the nearest. Returns its units."""
         units, step = self._encode(key, row[: self.dim], self.step, number)
         self.rows[key] = np.concatenate([units, row[self.dim :]])
         if self.precision.row_scaled:
@@ -159,7 +160,7 @@ class ReferenceTable:
     def push(self, keys: Sequence[int] | npt.NDArray[Any], rows: Floats) -> None:
         """Replaces rows; rounded to the nearest, for no step writes them."""
         for key, row in zip(keys, rows, strict=True):
-            self._store(int(key), np.array(row, np.float32), None)
+            self.store(int(key), np.array(row, np.float32), None)
 
     def pool(
         self,
@@ -209,7 +210,7 @@ class ReferenceTable:
             row = self.row(key)
             g = sum_in_blocks(occurrences) * np.float32(scale)
             optimize(self.optimizer, row, g, step, self.optimizer.lr if lr is None else lr)
-            units = self._store(key, row, step)
+            units = self.store(key, row, step)
             if self.learned is not None:
                 total += step_gradient(self.precision, row[: self.dim], units, self.step, g)
         if self.learned is not None:
