@@ -116,6 +116,7 @@ class Run:
             "ssd": tiers.ssd,
             "seed": seed,
             "initial": Normal(scale=config.model.initial),
+            "precision": config.precision,
             "policy": tiers.policy,
             "threads": tiers.threads,
             "ssd_mem": tiers.ssd_mem,
