@@ -9,7 +9,7 @@ CPP_TESTS = $(BUILD)/cpp/thermocline_tests
 
 GENERATOR := $(if $(shell command -v ninja),-G Ninja)
 CPP_FILES = $(wildcard csrc/*/*.cc csrc/*/*.h)
-PY_FILES = $(wildcard src tests tools benchmarks examples)
+PY_FILES = $(wildcard src tests tools benchmarks baselines examples)
 comma := ,
 
 CLANG = clang++
@@ -17,7 +17,7 @@ FUZZ_SECONDS = 300
 FUZZ_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/data/parse*.cc)) csrc/data/columns.cc csrc/data/parse_fuzz_test.cc
 
 .PHONY: cpp-tests demo test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize fuzz bench \
-  clean setup
+  clean iproute2 setup browser
 
 demo: build-inplace
 	$(PYTHON) -m thermocline.demo
@@ -29,6 +29,12 @@ setup:
 ifeq ($(PYTHON),$(VENV_PYTHON))
 	@python3 -c 'import tomllib' 2> /dev/null || { echo "Thermocline needs Python 3.11 or newer as python3"; exit 1; }
 	@python3 tools/venv.py
+endif
+
+# For the test of the report's page; where it cannot be installed, that test is skipped.
+browser:
+ifeq ($(PYTHON),$(VENV_PYTHON))
+	@python3 tools/browser.py
 endif
 
 build-inplace: setup
@@ -57,10 +63,17 @@ cpp-tests:
 test-cpp: cpp-tests
 	$(CPP_TESTS) --skip Faults
 
-test-py: build-inplace
+# For tests of several machines, which are network namespaces. Without it they are skipped, and say so.
+iproute2:
+	@command -v tc > /dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && \
+	  { timeout 120 apt-get install -qq -y iproute2 || { timeout 120 apt-get update -qq && \
+	  timeout 120 apt-get install -qq -y iproute2; }; } > /dev/null 2>&1; } || \
+	  echo "iproute2 is not here and cannot be installed: tests of several machines will be skipped"
+
+test-py: build-inplace iproute2 browser
 	$(PYTEST) -m "not faults and not long"
 
-test-faults: build-inplace cpp-tests
+test-faults: build-inplace cpp-tests iproute2
 	$(CPP_TESTS) Faults
 	$(PYTEST) -m faults
 	$(PYTHON) tests/faults/mutants.py

@@ -201,6 +201,7 @@ def main() -> None:
             hbm=bytes_for(len(keys) // 10, floats),
             mem=int(0.4 * len(keys) * 84),
             ssd=Path(folder) / "rows",
+            ssd_mem=(64 << 20) + 4 * len(keys),
             device="cuda",
         )
         fill(table, keys, to_store=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -292,3 +293,32 @@ def _tug(groups: Groups, sync: DenseSync) -> float:
         dense.after_step(step)
     dense.merge_now()
     return float(x.detach())
+
+
+# ---- on machines
+
+
+def on_and_on(groups: Groups, numbers: int, steps: int, sync: DenseSync) -> list[str]:
+    """Steps over a model of so many parameters; what they are afterwards, hashed."""
+    from machines_helpers import stepped
+
+    parameters = [torch.nn.Parameter(torch.zeros(numbers // 2)) for _ in range(2)]
+    optimizer = FrozenAdam(parameters)
+    dense = DenseParameters.make(parameters, optimizer, groups, sync)
+    rng = torch.Generator().manual_seed(groups.topology.rank)
+    for step in range(1, steps + 1):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=rng)
+        dense.after_backward()
+        optimizer.step()
+        dense.after_step(step)
+        stepped()
+    dense.merge_now()
+    return [hashlib.sha256(parameter.detach().numpy().tobytes()).hexdigest() for parameter in parameters]
+
+
+def sent_for(groups: Groups, length: int, exact: bool) -> tuple[int, int]:
+    """Bytes this rank counts for one mean."""
+    averaged = Mean(groups, exact=exact)
+    averaged(torch.ones(averaged.padded(length)))
+    return averaged.sent.within, averaged.sent.between

@@ -33,7 +33,9 @@ def outcomes(nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: fl
     """The same for ranks that may fail: ("fine", what it returned), ("failed", its traceback) or ("died", None)."""
     world = sum(map(len, nodes))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "thermocline.dist.dense", "thermocline.train"])
+    # The first optimizer imports torch._dynamo: more than a second, of every rank.
+    loaded = ["torch", "torch._dynamo", "torch.distributed", "thermocline.dist.dense", "thermocline.train"]
+    context.set_forkserver_preload(loaded)
     results: list[Any] = [None] * world
     with tempfile.TemporaryDirectory(prefix="thermocline-ranks-") as folder:
         pipes, processes = [], []

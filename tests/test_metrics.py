@@ -159,6 +159,18 @@ def test_all_at_once() -> None:
     assert exact.compute()["examples"] == 0
 
 
+@pytest.mark.parametrize("kind", [ExactMetrics, StreamingMetrics])
+def test_merged_metrics_are_those_of_all_examples(kind: type[ExactMetrics]) -> None:
+    logits, labels = sample(1000)
+    whole, one, other = kind(), kind(), kind()
+    whole.update(logits, labels)
+    one.update(logits[:300], labels[:300])
+    other.update(logits[300:], labels[300:])
+    one.merge(other)
+    assert one.compute() == pytest.approx(whole.compute(), rel=1e-12)
+    assert one.compute()["auc"] == whole.compute()["auc"]
+
+
 def test_tensors() -> None:
     torch = pytest.importorskip("torch")
     logits, labels = sample(100)

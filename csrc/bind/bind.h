@@ -22,5 +22,6 @@ void bind_store(nanobind::module_& m);
 void bind_mem(nanobind::module_& m);
 void bind_data(nanobind::module_& m);
 void bind_read(nanobind::module_& m);
+void bind_hashing(nanobind::module_& m);
 
 }  // namespace thermocline

@@ -61,6 +61,15 @@ uint64_t key_of(const Synth& self, size_t field, uint64_t rank) {
   return self.key_of(field, rank);
 }
 
+auto keys(const Synth&, uint64_t first, size_t count) {
+  auto made = std::make_unique_for_overwrite<uint64_t[]>(count);
+  {
+    nb::gil_scoped_release release;
+    for (size_t i = 0; i < count; ++i) made[i] = Synth::key_at(first + i);
+  }
+  return to_numpy(std::move(made), count);
+}
+
 nb::bytes text(KeysArg ids, Array<int64_t> offsets, size_t fields, Array<float> labels, bool with_fields) {
   const size_t examples = labels.size();
   // Offsets are those of a Batch, which has checked them against its ids.
@@ -82,7 +91,8 @@ void bind_data(nb::module_& m) {
       .def("__init__", &init_synth, "seed"_a, "keys"_a, "exponents"_a, "min_ids"_a, "max_ids"_a, "dense"_a,
            "base_rate"_a, "signal"_a, "label_noise"_a, "threads"_a)
       .def("generate", &generate, "first"_a, "examples"_a)
-      .def("key_of", &key_of, "field"_a, "rank"_a);
+      .def("key_of", &key_of, "field"_a, "rank"_a)
+      .def("keys", &keys, "first"_a, "count"_a);
   m.def("to_text", &text, "ids"_a, "offsets"_a, "fields"_a, "labels"_a, "with_fields"_a);
 }
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "bind/to_numpy.h"
 #include "data/columns.h"
 #include "data/gather.h"
 #include "data/hash_value.h"
@@ -29,14 +30,6 @@ namespace {
 using Mask = std::optional<Array<bool>>;
 using BucketArg = std::variant<double, std::string>;
 using ColumnArg = std::tuple<std::string, std::string, bool, double, double, BucketArg>;
-
-template <typename T>
-auto to_numpy(Grown<T> array) {
-  array.reserve(1);  // a pointer to something
-  auto* owned = new Grown<T>(std::move(array));
-  nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Grown<T>*>(p); });
-  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner);
-}
 
 template <typename T>
 nb::object numpy_or_none(Grown<T> array) {

@@ -79,4 +79,5 @@ NB_MODULE(_core, m) {
   bind_mem(m);
   bind_data(m);
   bind_read(m);
+  bind_hashing(m);
 }

@@ -48,7 +48,9 @@ class Synth {
   SynthBatch generate(uint64_t first, size_t examples) const;
 
   // A bijection over all fields' ranks: no two keys are alike. Independent of the seed.
-  uint64_t key_of(size_t field, uint64_t rank) const { return mix64((first_key_[field] + rank) ^ kKeySalt); }
+  uint64_t key_of(size_t field, uint64_t rank) const { return key_at(first_key_[field] + rank); }
+  // The same by number: field after field, each from its most popular key on.
+  static uint64_t key_at(uint64_t number) { return mix64(number ^ kKeySalt); }
 
   size_t fields() const { return options_.fields.size(); }
   size_t dense() const { return options_.dense; }

@@ -144,7 +144,7 @@ void MemTier::fill(Scratch& s, size_t n, const uint8_t* given) {
     size_t count = 0;
     for (size_t j = begin; j < end; ++j) {
       if (s.found[j]) continue;
-      initial_.write(s.keys[j], reinterpret_cast<float*>(row(s.slots[j])));
+      initial_.store(s.keys[j], row(s.slots[j]));
       ++count;
     }
     initialised += count;
@@ -309,7 +309,7 @@ void MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
     for_rows(missing, [&](size_t begin, size_t end) {
       for (size_t j = begin; j < end; ++j) {
         if (s->found[j]) continue;
-        initial_.write(s->keys[j], reinterpret_cast<float*>(rows + s->picks[j] * row_bytes_));
+        initial_.store(s->keys[j], rows + s->picks[j] * row_bytes_);
       }
     });
   }

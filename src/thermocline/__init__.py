@@ -39,6 +39,8 @@ _HOME = {
     "Train": "config",
     "Reader": "data.reader",
     "Data": "data.schema",
+    "FrozenAdam": "dist.adam",
+    "DenseParameters": "dist.dense",
     "DenseSync": "dist.dense_config",
     "Dist": "dist.config",
     "Groups": "dist.groups",
@@ -77,13 +79,16 @@ _HOME = {
     "Adam": "tables.optimizers",
     "RowWiseAdagrad": "tables.optimizers",
     "SGD": "tables.optimizers",
+    "Precision": "tables.precision",
     "ReferenceTable": "tables.reference",
     "SsdStats": "tables.ssd",
     "SsdStore": "tables.ssd",
 }
-__all__ = ["__version__", *_HOME]
+_MODULES = ("hashing",)
+__all__ = ["__version__", *_HOME, *_MODULES]
 
 if TYPE_CHECKING:
+    from thermocline import hashing as hashing
     from thermocline.batch import Batch as Batch, WorkingSet as WorkingSet
     from thermocline.callbacks import Callback as Callback
     from thermocline.checkpoint import Checkpoint as Checkpoint, Checkpoints as Checkpoints
@@ -91,7 +96,9 @@ if TYPE_CHECKING:
     from thermocline.data.reader import Reader as Reader
     from thermocline.data.schema import Data as Data, Numeric as Numeric
     from thermocline.data.synth import SyntheticAds as SyntheticAds
+    from thermocline.dist.adam import FrozenAdam as FrozenAdam
     from thermocline.dist.config import Dist as Dist
+    from thermocline.dist.dense import DenseParameters as DenseParameters
     from thermocline.dist.dense_config import DenseSync as DenseSync
     from thermocline.dist.groups import Groups as Groups
     from thermocline.dist.sharded import ShardedTable as ShardedTable
@@ -137,6 +144,7 @@ if TYPE_CHECKING:
         Adam as Adam,
         RowWiseAdagrad as RowWiseAdagrad,
     )
+    from thermocline.tables.precision import Precision as Precision
     from thermocline.tables.reference import ReferenceTable as ReferenceTable
     from thermocline.tables.ssd import SsdStats as SsdStats, SsdStore as SsdStore
     from thermocline.tables.table import Table as Table
@@ -145,6 +153,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"thermocline.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'thermocline' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"thermocline.{_HOME[name]}"), name)

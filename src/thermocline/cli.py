@@ -207,6 +207,104 @@ def inspect(
         raise typer.Exit(1)
 
 
+# ---- before training
+
+
+class Exchange(StrEnum):
+    flat = "flat"
+    two_hops = "two_hops"
+
+
+@app.command()
+def plan(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]", help="What would be trained.")] = None,
+    preset: Annotated[str | None, typer.Option(help='Instead of a config: a model of the source, such as "E".')] = None,
+    sets: Sets = None,
+    hardware: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE|paper[:FILE]",
+            help="A node's figures; paper: the source's node, with the costs of a core of FILE. Default: measured now.",
+        ),
+    ] = None,
+    measure: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measures this machine into FILE: --hardware FILE reads it.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Per node; default: its GPUs, or 1 without.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Examples per rank and step, of a preset.")] = 4096,
+    window: Annotated[int, typer.Option(min=1, help="Steps that share one pull, of a preset.")] = 1,
+    every: Annotated[int, typer.Option(min=1, help="Steps between dense synchronisations.")] = 1,
+    exchange: Annotated[Exchange, typer.Option(help="Of rows between nodes.")] = Exchange.two_hops,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Trains on cores, even where there are GPUs.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Predicts a step's time, stage by stage, and the resource that bounds it, for this machine or a cluster."""
+    with _one_line(debug):
+        from thermocline import tasks
+        from thermocline.config import Config
+        from thermocline.errors import ConfigError
+
+        if (config is None) == (preset is None) and (measure is None or config is not None):
+            raise ConfigError("plan takes a CONFIG.toml or --preset, one of them; or --measure FILE alone")
+        settings = None if config is None else Config.load(config, sets or ())
+        node = tasks.hardware(hardware, measure)
+        if config is None and preset is None:
+            return
+        more = {
+            "preset": preset,
+            "batch": batch,
+            "window": window,
+            "every": every,
+            "exchange": exchange.value,
+            "cpu": cpu,
+        }
+        report = tasks.plan(settings, node, nodes=nodes, ranks=ranks, **more)
+        if as_json:
+            _dump(report)
+        else:
+            tasks.print_plan(report)
+
+
+# ---- the sources' experiments
+
+
+@app.command()
+def reproduce(
+    out: Annotated[Path, typer.Option(help="Folder of the report, and of what is kept of every step.")] = Path(
+        "reproduction"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="Under five minutes on two cores; proves no claims.")] = False,
+    scale: Annotated[str | None, typer.Option(help="Of models A to E; default 1/1000, quick 1/100000.")] = None,
+    effort: Annotated[float | None, typer.Option(help="How much is trained; default 1, quick 0.1.")] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this experiment; repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Of data and training.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    debug: Debug = False,
+) -> None:
+    """Runs the sources' experiments on this machine and writes one page with its tables and figures.
+
+    What is done is kept step by step: the same command goes on where it stopped. Exit code 1: a claim does not hold.
+    """
+    with _one_line(debug):
+        from thermocline import tasks
+        from thermocline.reproduce.experiment import Setup
+
+        setup = Setup.of(quick=quick, scale=scale, effort=effort, seed=seed, device=device)
+        words = ["thermocline", "reproduce", *(["--quick"] if quick else [])]
+        given = {"--scale": scale, "--effort": effort, "--seed": seed or None}
+        words += [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+        words += [word for name in only or () for word in ("--only", name)]
+        try:
+            failed = tasks.reproduce(out, setup, only or (), shlex.join(words))
+        except KeyboardInterrupt:
+            typer.echo("thermocline: interrupted; what is done is kept, and the same command goes on", err=True)
+            raise typer.Exit(130) from None
+    if failed:
+        raise typer.Exit(1)
+
+
 # ---- data
 
 

@@ -109,7 +109,7 @@ class Crew:
             states = self._together.all("joined metrics", metrics.state_dict)
             metrics = type(metrics)()
             for state in states:
-                metrics.merge(state)
+                metrics.merge(type(metrics)().load_state_dict(state))
         return metrics
 
     def total(self, *figures: float) -> list[float]:

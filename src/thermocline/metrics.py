@@ -106,6 +106,10 @@ class AUC(Metric):
         """The area: see `auc`."""
         return auc(_join(self._scores, np.float32), _join(self._labels, np.uint8))
 
+    def _merge(self, other: Self) -> None:
+        self._scores.extend(other._scores)
+        self._labels.extend(other._labels)
+
     def _state(self) -> dict[str, Any]:
         return {
             "scores": _encode(_join(self._scores, np.float32)),
@@ -114,11 +118,6 @@ class AUC(Metric):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._scores, self._labels = [_decode(state["scores"])], [_decode(state["labels"])]
-
-    def merge(self, other: Any) -> None:
-        """Adds the examples of another."""
-        self._scores += other._scores
-        self._labels += other._labels
 
 
 class StreamingAUC(Metric):
@@ -156,6 +155,9 @@ class StreamingAUC(Metric):
         pairs = negatives.sum() * positives.sum()
         return float((negatives * positives).sum() / (2 * pairs)) if pairs else math.nan
 
+    def _merge(self, other: Self) -> None:
+        self._counts += other._counts
+
     def _state(self) -> dict[str, Any]:
         return {"bins": self.bins, "limit": self.limit, "counts": _encode(self._counts.reshape(-1))}
 
@@ -165,10 +167,6 @@ class StreamingAUC(Metric):
                 f"the state has {state['bins']} bins up to {state['limit']}, this metric {self.bins} up to {self.limit}"
             )
         self._counts = _decode(state["counts"]).reshape(2, self.bins).copy()
-
-    def merge(self, other: Any) -> None:
-        """Adds the examples of another."""
-        self._counts += other._counts
 
 
 # ---- metrics that are sums
@@ -206,19 +204,18 @@ class _Sums(Metric):
     def calibration(self) -> float:
         return self._predicted / self._clicks if self._clicks else math.nan
 
+    def _merge(self, other: Self) -> None:
+        self.examples += other.examples
+        self._clicks += other._clicks
+        self._loss += other._loss
+        self._predicted += other._predicted
+
     def _state(self) -> dict[str, Any]:
         return {"examples": self.examples, "clicks": self._clicks, "loss": self._loss, "predicted": self._predicted}
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self.examples, self._clicks = state["examples"], state["clicks"]
         self._loss, self._predicted = state["loss"], state["predicted"]
-
-    def merge(self, other: Any) -> None:
-        """Adds the examples of another."""
-        self.examples += other.examples
-        self._clicks += other._clicks
-        self._loss += other._loss
-        self._predicted += other._predicted
 
 
 class LogLoss(_Sums):
@@ -263,6 +260,11 @@ class ExactMetrics:
         self._auc._add(*checked)
         self._sums._add(*checked)
 
+    def merge(self, other: Self) -> None:
+        """Adds what another one of this kind has seen: another rank's."""
+        self._auc._merge(other._auc)  # type: ignore[arg-type]
+        self._sums._merge(other._sums)
+
     def compute(self) -> dict[str, float]:
         """auc, logloss, ne (normalised entropy), calibration; and the number of examples."""
         sums = self._sums
@@ -288,12 +290,6 @@ class ExactMetrics:
         self._auc.load_state_dict(state["auc"])
         self._sums.load_state_dict(state["sums"])
         return self
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Adds the examples that another one of the kind has seen."""
-        other = type(self)(logits=self._auc.logits).load_state_dict(state)
-        self._auc.merge(other._auc)
-        self._sums.merge(other._sums)
 
 
 class StreamingMetrics(ExactMetrics):

@@ -116,6 +116,7 @@ class Run:
             "ssd": tiers.ssd,
             "seed": seed,
             "initial": Normal(scale=config.model.initial),
+            "precision": config.precision,
             "policy": tiers.policy,
             "threads": tiers.threads,
             "ssd_mem": tiers.ssd_mem,
@@ -164,7 +165,9 @@ class Run:
             self.features = Features.from_json(json.loads(saved.read_text()))
         if read_only and self.features is not None:
             check_paths(data, ["test"])
-            return len(self.features.fields), len(self.features.dense)
+            fields = len(self.features.fields)
+            fields = fields if data.hashing is None else data.hashing.fields_of(fields)
+            return fields, len(self.features.dense)
         if not has_split(data, "train"):
             raise ConfigError("data.train is missing: it must name at least one file")
         check_paths(data, ["train", "valid", "test"])

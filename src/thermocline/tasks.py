@@ -115,6 +115,102 @@ def skipped(batches: Any) -> str | None:
     return f"{found.count:,} malformed lines were skipped; the first: {found.malformed[0]}"  # counts lines of one only
 
 
+# ---- before training
+
+
+def hardware(path: Path | None, into: Path | None) -> Any:
+    """A node's figures: a file's, the source's, or measured now, which `into` then keeps."""
+    from thermocline import published
+    from thermocline.plan.hardware import Hardware, paper_node
+
+    kind, _, name = ("", "", "") if path is None else str(path).partition(":")
+    if kind == "paper" and name:
+        return paper_node(Hardware.load(name).cpu)
+    if path is not None and kind != "paper":
+        return Hardware.load(path)
+    from thermocline.plan.measure import PARTS, measure
+
+    with watched("measuring this machine", PARTS, "parts") as advance:
+        found = measure(None if into is None else into.absolute().parent, lambda: advance(1))
+    if into is not None:
+        published.publish(into, found.to_toml().encode())
+        print(f"measured into {into}", flush=True)
+    return found if path is None else paper_node(found.cpu)
+
+
+def plan(
+    config: Config | None,
+    node: Any,
+    *,
+    nodes: int,
+    ranks: int | None,
+    preset: Any,
+    batch: Any,
+    window: Any,
+    every: Any,
+    exchange: Any,
+    cpu: Any,
+) -> Row:
+    """What a step of the config, or of a model of the source, takes on nodes like `node`."""
+    from thermocline.plan.predict import predict
+    from thermocline.plan.workload import cluster_of, preset_config, workload_of
+
+    if config is None:
+        config = preset_config(preset, batch, window)
+    work = workload_of(config, every=every)
+    cluster = cluster_of(config, work, node, nodes=nodes, ranks=ranks, exchange=exchange, cpu=cpu)
+    return {
+        "hardware": {"name": node.name, "source": node.source},
+        "cluster": dataclasses.asdict(cluster),
+        "workload": work.figures(),
+        **predict(work, cluster, node).to_json(),
+    }
+
+
+def print_plan(report: Row) -> None:
+    """As tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    cluster, work, node = report["cluster"], report["workload"], report["hardware"]
+    kind = "GPUs" if cluster["gpu"] else "ranks on cores"
+    console.print(
+        f"{work['name']}: {work['keys']:,.0f} keys of {work['row_bytes']} bytes, {work['nonzeros']:.4g} per example, "
+        f"{work['dense_parameters']:,} dense parameters, {work['batch']:,} examples per rank and step"
+    )
+    console.print(f"{cluster['nodes']} x {cluster['ranks']} {kind}; {node['name']}: {node['source']}")
+    table = Table(title=f"a step: {report['step_seconds'] * 1e3:.3g} ms, {report['examples_per_s']:,.0f} examples/s")
+    for column in ("stage", "resource", "ms", "what"):
+        table.add_column(column, justify="right" if column == "ms" else "left")
+    for term in report["terms"]:
+        table.add_row(term["stage"], term["resource"], f"{term['seconds'] * 1e3:.3f}", term["what"])
+    console.print(table)
+    for what in ("stages", "resources"):
+        parts = sorted(report[what].items(), key=lambda item: -item[1])
+        console.print(f"{what}: " + ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in parts))
+    figures = report["figures"]
+    console.print(
+        f"unique keys: {figures['rank_unique']:,.0f} of a rank, {figures['node_unique']:,.0f} of a node, "
+        f"{figures['world_unique']:,.0f} of all; {figures['hits']:.1%} of the rows pulled are found above SSD"
+    )
+    console.print(f"slowest stage: {report['slowest_stage']}; slowest resource: {report['slowest_resource']}")
+
+
+# ---- the sources' experiments
+
+
+def reproduce(out: Path, setup: Any, only: Sequence[str], command: str) -> bool:
+    """Runs the experiments and says what came of them; returns whether a claim that must hold does not."""
+    from thermocline.reproduce import places, runner
+
+    outcome = runner.run(out, places.choose(only), setup, command)
+    for claim in outcome.claims:
+        print(f"{'holds' if claim.holds else 'does not hold'}: {claim.text}: {claim.detail}")
+    print(f"{outcome.steps} steps done; the report is {outcome.page}")
+    return bool(setup.asserted) and not all(claim.holds for claim in outcome.claims if claim.asserted)
+
+
 # ---- data
 
 
@@ -139,7 +235,7 @@ def stats(config: Config, split: Split, examples: int | None) -> Row:
         field["name"] = name
     optimizer = row_optimizer(config)
     pinned = config.train.depth * config.train.pull_window
-    sizes = figures.suggest(counts, report["batches"], row_dim(config.model), optimizer, pinned)
+    sizes = figures.suggest(counts, report["batches"], row_dim(config.model), optimizer, pinned, config.precision)
     report["model"] = {"name": config.model.name, "optimizer": config.train.optimizer, **sizes}
     return {**report, "batch_size": config.train.batch_size, "skipped": skipped(batches)}
 

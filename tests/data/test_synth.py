@@ -345,3 +345,12 @@ def test_networks_beat_logistic_regression_and_more_bins_beat_fewer() -> None:
     assert network < teacher
     for more, fewer in itertools.pairwise([network, *hashed]):
         assert fewer < more - 0.003
+
+
+def test_all_keys_by_number_are_those_of_the_fields() -> None:
+    ads = SyntheticAds(keys=(30, 50, 20), nonzeros=9)
+    expected = [ads._core.key_of(field, rank) for field, count in enumerate(ads.keys) for rank in range(count)]
+    assert ads.some_keys(0, 100).tolist() == expected
+    assert ads.some_keys(25, 40).tolist() == expected[25:40]
+    with pytest.raises(IndexError, match="keys 90 to 101 of 100"):
+        ads.some_keys(90, 101)

@@ -179,3 +179,13 @@ def test_what_was_not_merged_before_saving_is_merged_after_loading(alone: Groups
     assert [sync.merge_now() for sync in made] == [True, True, False]
     made[2].load_state_dict(made[1].state_dict())
     assert not made[2].merge_now()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_model_of_tables_alone_has_nothing_to_average(alone: Groups, every: int) -> None:
+    sync = DenseParameters.make([], [], alone, DenseSync(every=every))
+    sync.begin()
+    for step in range(1, 5):
+        sync.after_backward()
+        assert not sync.after_step(step)
+    assert not sync.merge_now()

@@ -30,6 +30,7 @@ from thermocline.data.parquet import ParquetBlocks
 from thermocline.data.schema import Data
 from thermocline.data.source import each
 from thermocline.errors import DataError
+from thermocline.hashing import make as make_hasher
 
 _DESCRIBED = 10  # malformed lines that are remembered
 
@@ -118,6 +119,7 @@ class Reader:
         self._sources = opened.sources
         self._blocks = opened.blocks
         self._threads = settings.threads or min(8, os.cpu_count() or 1)
+        self._hasher = make_hasher(settings.hashing, settings.threads)
         self._lot_blocks = max(1, round(settings.shuffle_buffer / opened.blocks.examples_per_unit)) if shuffle else 1
         sequential = int(opened.blocks.sequential.sum())
         self._deal_pieces = 0 < sequential < self.shard[1]
@@ -145,11 +147,14 @@ class Reader:
 
     @property
     def fields(self) -> int:
-        return len(self.features.fields)
+        """Of its batches: one, if data.hashing puts them together."""
+        fields = len(self.features.fields)
+        return fields if self._hasher is None else self._hasher.settings.fields_of(fields)
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        return self.features.fields
+        names = self.features.fields
+        return names if self.fields == len(names) else ("all fields",)
 
     @property
     def dense(self) -> int:
@@ -160,6 +165,11 @@ class Reader:
     def skipped(self) -> Skipped:
         """What the latest iteration has left out so far."""
         return Skipped(self._skipped, tuple(self._malformed))
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files, as they are stored."""
+        return sum(source.size for source in self._sources)
 
     def estimated_batches(self) -> int:
         """About how many an epoch has: from the files' sizes and a sample of lines."""
@@ -174,9 +184,8 @@ class Reader:
         )
 
     def __repr__(self) -> str:
-        size = sum(source.size for source in self._sources)
         return (
-            f"Reader({self.format}, {len(self._sources)} files with {size} bytes, {self.fields} fields, "
+            f"Reader({self.format}, {len(self._sources)} files with {self.bytes} bytes, {self.fields} fields, "
             f"{self.dense} dense, batch_size={self.batch_size}, shuffle={self.shuffle}, shard={self.shard})"
         )
 
@@ -273,8 +282,9 @@ class Reader:
                 lots.popleft()
         if not orders:
             return None
+        fields = len(self.features.fields)
         order = orders[0] if len(orders) == 1 else np.concatenate(orders)
-        ids, offsets, weights, dense, label = core.gather_examples(blocks, self.fields, self.dense, order)
+        ids, offsets, weights, dense, label = core.gather_examples(blocks, fields, self.dense, order)
         features: Any = dense.reshape(len(order), self.dense) if self.dense else None
         target: Any = label
         if self.tensors:
@@ -283,7 +293,8 @@ class Reader:
             target = torch.from_numpy(label)
             features = None if features is None else torch.from_numpy(features)
         where = {"epoch": epoch, "unit": place[0], "block": place[1], "example": taken}
-        return Batch(ids, offsets, self.fields, weights, features, target, {**self._identity, **where})
+        batch = Batch(ids, offsets, fields, weights, features, target, {**self._identity, **where})
+        return batch if self._hasher is None else self._hasher(batch)
 
     def _lots(self, epoch: int, start: Place) -> Generator[_Lot, None, None]:
         number, count = self.shard

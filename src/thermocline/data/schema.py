@@ -100,6 +100,31 @@ class Synth:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Hashing:
+    """Keys hashed into k bins as batches are read: see `thermocline.hashing`."""
+
+    kind: Literal["op_osrp", "count_sketch", "modulo"] = "op_osrp"
+    """One permutation and one sign random projection (2k slots); its bins with signed weights (k); key mod k (k)."""
+    k: int = 1 << 24
+    """Bins: 1 to 2**40, not necessarily a power of two."""
+    seed: int = 0
+    """Of permutation and projection; modulo has none."""
+    fields: Literal["together", "apart"] = "together"
+    """An example is hashed as one vector and becomes one bag, as in the source; or each of its fields by itself."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("kind", ("op_osrp", "count_sketch", "modulo")), ("fields", ("together", "apart"))):
+            value = getattr(self, name)
+            require(value in allowed, f"data.hashing.{name}", value, "one of " + ", ".join(allowed))
+        require(1 <= self.k <= 1 << 40, "data.hashing.k", self.k, "1 to 2**40 bins")
+        require(0 <= self.seed < 2**64, "data.hashing.seed", self.seed, "0 to 2**64 - 1")
+
+    def fields_of(self, fields: int) -> int:
+        """How many fields batches of `fields` fields come back with."""
+        return 1 if self.fields == "together" else fields
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
     """Which files hold the examples, and how to read them."""
 
@@ -141,6 +166,8 @@ class Data:
     """That read and parse; none: one per core, 8 at most."""
     synth: Synth = dataclasses.field(default_factory=Synth)
     """What format = "synth" generates."""
+    hashing: Hashing | None = None
+    """Into how few bins the keys of every split are hashed; none: keys stay as they are."""
 
     def __post_init__(self) -> None:
         for name in ("train", "valid", "test"):

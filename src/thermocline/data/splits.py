@@ -72,7 +72,7 @@ def _synth_examples(data: Data, split: Split) -> int:
 def _generated(data: Data, split: Split, batch_size: int, tensors: bool, shard: tuple[int, int]) -> SyntheticAds:
     synth = data.synth
     options: dict[str, Any] = {"zipf": synth.zipf, "dense": synth.dense, "seed": synth.seed}
-    options |= {"threads": data.threads, "tensors": tensors, "shard": shard}
+    options |= {"threads": data.threads, "tensors": tensors, "shard": shard, "hashing": data.hashing}
     try:
         if synth.preset is not None:
             ads = SyntheticAds.preset(synth.preset, batch_size=batch_size, **options)

@@ -19,8 +19,11 @@ from typing import Any, Literal, Self
 from thermocline.batch import Batch, Floats
 from thermocline.core import core
 from thermocline.data.presets import Plan
+from thermocline.data.schema import Hashing
 from thermocline.data.write import FORMATS, Format, write_parquet, write_text
 from thermocline.errors import ThermoclineError
+from thermocline.hashing import make as make_hasher
+from thermocline.tables.arrays import Keys
 
 Split = Literal["train", "valid", "test"]
 
@@ -53,6 +56,7 @@ class SyntheticAds:
         base_rate: float = 0.2,
         signal: float = 2.5,
         label_noise: float = 0.05,
+        hashing: Hashing | None = None,
         start: int | Mapping[str, Any] | None = None,
         threads: int | None = None,
         tensors: bool = True,
@@ -69,6 +73,7 @@ class SyntheticAds:
         base_rate    share of labels that are 1
         signal       deviation of the true logits: at 2.5 the teacher itself has an AUC near 0.85
         label_noise  share of labels that are drawn with the base rate instead
+        hashing      of its batches' keys, into few bins; files that it writes have the keys themselves
         start        where the first iteration begins: a batch's `position`, or a number of examples
         threads      that make batches; default: all cores
         tensors      labels and dense features as torch tensors; False: as NumPy arrays
@@ -84,11 +89,11 @@ class SyntheticAds:
         else:
             self.keys = tuple(keys)
             ids = _pair(len(self.keys) if nonzeros is None else nonzeros)
-        self.fields = len(self.keys)
+        self._fields = len(self.keys)
         self.nonzeros = ids
-        self.zipf = (float(zipf),) * self.fields if isinstance(zipf, (int, float)) else tuple(zipf)
-        if len(self.zipf) != self.fields:
-            raise ValueError(f"{len(self.zipf)} zipf exponents for {self.fields} fields: give one, or one per field")
+        self.zipf = (float(zipf),) * self._fields if isinstance(zipf, (int, float)) else tuple(zipf)
+        if len(self.zipf) != self._fields:
+            raise ValueError(f"{len(self.zipf)} zipf exponents for {self._fields} fields: give one, or one per field")
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: at least 1 example per batch")
         if dense < 0:
@@ -108,6 +113,7 @@ class SyntheticAds:
             self._core = core.Synth(seed, *popularity, *ids, dense, base_rate, signal, label_noise, workers)
         except ThermoclineError as error:
             raise ValueError(str(error)) from None
+        self._hasher = make_hasher(hashing, threads)
         self._plan: Plan | None = None
         self._next = 0
         self._set_split(split, examples)
@@ -131,6 +137,17 @@ class SyntheticAds:
         if self._plan is None:
             raise ValueError('only presets have a plan: SyntheticAds.preset("E/1000").plan')
         return self._plan
+
+    @property
+    def fields(self) -> int:
+        """Of its batches: one, if hashing puts them together."""
+        return self._fields if self._hasher is None else self._hasher.settings.fields_of(self._fields)
+
+    def some_keys(self, first: int, end: int) -> Keys:
+        """Keys first .. end - 1 of all sum(self.keys), field after field, each from its most popular one on."""
+        if not 0 <= first <= end <= sum(self.keys):
+            raise IndexError(f"keys {first} to {end} of {sum(self.keys)}")
+        return self._core.keys(first, end - first)
 
     # ---- splits and positions
 
@@ -202,6 +219,11 @@ class SyntheticAds:
         return self._make(first, min(self.batch_size, end - first))
 
     def _make(self, first: int, examples: int) -> Batch:
+        batch = self._draw(first, examples)
+        return batch if self._hasher is None else self._hasher(batch)
+
+    def _draw(self, first: int, examples: int) -> Batch:
+        """With the keys themselves."""
         ids, offsets, dense, label, _ = self._core.generate(_FIRST[self.split_name] + first, examples)
         features: Any = dense.reshape(examples, self.dense) if self.dense else None
         target: Any = label
@@ -213,7 +235,11 @@ class SyntheticAds:
         after = first + examples + (self.shard[1] - 1) * self.batch_size  # where this shard's next batch begins
         if self.examples is not None:
             after = min(after, self.examples)
-        return Batch(ids, offsets, self.fields, None, features, target, self._position(after))
+        return Batch(ids, offsets, self._fields, None, features, target, self._position(after))
+
+    def key_of(self, field: int, rank: int) -> int:
+        """The key of a field that is the rank-th most popular there, from 0."""
+        return self._core.key_of(field, rank)
 
     def true_logits(self, first: int, examples: int) -> Floats:
         """What the teacher thinks of these examples, before label noise: its AUC is what the best model can reach."""
@@ -263,14 +289,14 @@ class SyntheticAds:
 
     @property
     def _one_hot(self) -> bool:
-        return self.nonzeros == (self.fields,) * 2
+        return self.nonzeros == (self._fields,) * 2
 
     def _chunks(self, first: int, end: int, progress: Callable[[int], None]) -> Iterator[Batch]:
         """In pieces whose size depends on neither batch_size nor the files."""
         chunk = max(1, min(65536, _CHUNK_IDS // self.nonzeros[1]))
         for start in range(first, end, chunk):
             examples = min(chunk, end - start)
-            yield self._make(start, examples)
+            yield self._draw(start, examples)
             progress(examples)
 
     def __repr__(self) -> str:
@@ -279,7 +305,7 @@ class SyntheticAds:
         name = "" if self._plan is None else f"{self._plan.name}/{self._plan.scale:g}, "
         count = "endless" if self.examples is None else f"{self.examples} examples"
         return (
-            f"SyntheticAds({name}{self.split_name}, {sum(self.keys)} keys in {self.fields} fields, {ids} ids per "
+            f"SyntheticAds({name}{self.split_name}, {sum(self.keys)} keys in {self._fields} fields, {ids} ids per "
             f"example, {count}, seed={self.seed})"
         )
 

@@ -2,8 +2,9 @@
 
     sync = DenseParameters.make(model.parameters(), optimizers, groups, DenseSync(), buffers=model.buffers())
     sync.begin()                                    # rank 0's parameters to all
-    loss.backward(); sync.after_backward()
-    optimizer.step(); sync.after_step(step)         # step: how many have been taken, this one included
+    loss.backward(); table.step()                   # tables first: autograd may share memory between gradients
+    sync.after_backward(); optimizer.step()
+    sync.after_step(step)                           # step: how many have been taken, this one included
     sync.merge_now()                                # before evaluation, before a checkpoint, at the end
 
 All ranks make the same calls in the same order. The loss of a rank is the mean over its own batch.
@@ -61,11 +62,12 @@ class DenseParameters(abc.ABC):
     @torch.no_grad()
     def begin(self) -> None:
         """Every rank takes rank 0's parameters and buffers."""
-        if self._mean.world > 1:
-            flat = Flat([*self.parameters, *self.buffers], self._mean)
-            flat.fill([*self.parameters, *self.buffers])
+        tensors = [*self.parameters, *self.buffers]
+        if tensors and self._mean.world > 1:
+            flat = Flat(tensors, self._mean)
+            flat.fill(tensors)
             self._mean.broadcast(flat.buffer)
-            flat.give([*self.parameters, *self.buffers])
+            flat.give(tensors)
 
     @abc.abstractmethod
     def after_backward(self) -> None:

@@ -97,6 +97,8 @@ class MergedModels(DenseParameters):
         if not any(due):
             return False
         pieces = list(self._pieces(due))
+        if not pieces:
+            return False  # a model of tables alone
         flat = self._flat.get(due)
         if flat is None:
             flat = self._flat[due] = Flat([piece.tensor for piece in pieces], self._mean)

@@ -273,11 +273,11 @@ class HbmTier:
         wanted = as_keys(keys)
         with self._lock, self._on_stream():
             self._mover.drain()
-            rows = self.mem.read(wanted)
+            rows = self.mem.read_stored(wanted)
             here, buffer = self._read_here(wanted)
             if len(here):
                 rows[here] = buffer.cpu().numpy()
-            return rows
+            return self.mem.decode(rows)
 
     def _read_here(self, wanted: Keys) -> tuple[Any, torch.Tensor]:
         """Which of the keys are here, and their rows on the device."""
@@ -290,10 +290,10 @@ class HbmTier:
         return here.cpu().numpy(), buffer
 
     def read_to_device(self, keys: Keys) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """The same on the device, and when it is ready: for evaluation."""
+        """The same on the device, as rows are stored, and when it is ready: for evaluation."""
         with self._lock, self._on_stream():
             self._mover.drain()
-            rows = self._upload_rows(self.mem.read(keys))
+            rows = self._upload_rows(self.mem.read_stored(keys))
             here, buffer = self._read_here(keys)
             rows[torch.from_numpy(here).to(self.device)] = buffer
             return rows, None if self._stream is None else self._stream.record_event()

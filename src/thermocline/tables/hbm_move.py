@@ -120,7 +120,7 @@ class Mover:
     def push(self, keys: Any, rows: Floats) -> None:
         """Changed rows into the memory tier."""
         if len(keys):
-            self.mem.push(keys, rows, dirty=True, unique=True)
+            self.mem.push_stored(keys, rows, dirty=True, unique=True)
             self.written += len(keys)
 
     # ---- anyone's side
@@ -169,7 +169,7 @@ class Mover:
         staging = self._coming[0]
         self._coming.rotate()
         rows = staging.room(len(fetch.keys))
-        self.mem.read(fetch.keys.numpy(), out=rows.numpy())
+        self.mem.read_stored(fetch.keys.numpy(), out=rows.numpy())
         copy_in(self._arena, fetch.slots, rows, fetch.count)
         event = self._event()
         staging.busy = None if event is None else event.synchronize

@@ -1,0 +1,1 @@
+"""What Thermocline is compared with, built from the same parts: same data, models, optimizers and C++ kernels."""

@@ -1,0 +1,45 @@
+"""`mpirun -n N python -m baselines.mpi_ps config.toml`: the config of `thermocline train`, trained by N ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+
+from mpi4py import MPI
+
+from baselines.mpi_ps.job import Job
+from thermocline.config import Config
+from thermocline.errors import ConfigError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m baselines.mpi_ps", description=__doc__)
+    parser.add_argument("config", help="as of `thermocline train`; tiers.mem is per rank, tiers.ssd is not used")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="such as train.lr=0.01")
+    args = parser.parse_args()
+    comm = MPI.COMM_WORLD
+    config = Config.load(args.config, args.set)
+    job = Job(config)
+    if comm.rank == 0:
+        unused = ", tiers.ssd is not used: all rows must fit tiers.mem" if config.tiers.ssd is not None else ""
+        print(f"{comm.size} ranks with {job.threads} threads each, {config.tiers.mem} for rows{unused}", flush=True)
+    row = job.fit()
+    if row is not None:
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    # One rank's error ends all: the others wait for it in a collective.
+    try:
+        main()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        if isinstance(error, ConfigError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+            sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)

@@ -1,0 +1,73 @@
+"""A rank's share of a config: every mini-batch is cut into one piece per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from thermocline.batch import Batch
+from thermocline.config import Config
+from thermocline.data.features import Features
+from thermocline.data.reader import Reader
+from thermocline.data.schema import Split
+from thermocline.data.splits import has_split, open_data
+from thermocline.data.synth import SyntheticAds
+from thermocline.errors import ConfigError, DataError
+
+
+def check(config: Config, ranks: int) -> None:
+    """Raises `ConfigError` for what this trainer does not do and would change the result."""
+    train = config.train
+    plain = {"accumulate": 1, "clip_norm": None, "patience": None, "plateau_factor": 1.0}
+    for name, value in plain.items():
+        given = getattr(train, name)
+        if given != value:
+            raise ConfigError(f"train.{name} is {given}: the MPI baseline has none of it; leave it out")
+    if train.batch_size < ranks:
+        raise ConfigError(f"train.batch_size is {train.batch_size}: {ranks} ranks need at least one example each")
+
+
+class Pieces:
+    """A rank's piece of each mini-batch of generated ads, in order: together the pieces are the mini-batch.
+
+    An example is a function of its number, so a rank makes its own and no others.
+    """
+
+    def __init__(self, ads: SyntheticAds, rank: int, ranks: int) -> None:
+        self._ads, self._rank, self._ranks = ads, rank, ranks
+        self._size = ads.batch_size
+        self.fields, self.dense = ads.fields, ads.dense
+
+    def __iter__(self) -> Iterator[Batch]:
+        assert self._ads.examples is not None
+        for first in range(0, self._ads.examples, self._size):
+            size = min(self._size, self._ads.examples - first)
+            begin, end = (first + size * rank // self._ranks for rank in (self._rank, self._rank + 1))
+            if begin < end:
+                self._ads.batch_size = end - begin
+                yield next(iter(self._ads.seek(begin)))
+
+
+def open_share(
+    config: Config, split: Split, rank: int, ranks: int, features: Features | None
+) -> Iterable[Batch] | None:
+    """The rank's batches of a split; none: the config has no data for it. Files are dealt out by blocks.
+
+    features   of the training data; none: this is the training data
+    """
+    data, train = config.data, config.train
+    if not has_split(data, split):
+        return None
+    if data.format == "synth":
+        ads: Any = open_data(data, split, batch_size=train.batch_size)
+        return Pieces(ads, rank, ranks)
+    size = train.batch_size * (rank + 1) // ranks - train.batch_size * rank // ranks
+    shuffle = data.shuffle and split == "train"
+    options: dict[str, Any] = {"batch_size": size, "seed": train.seed, "shuffle": shuffle, "features": features}
+    try:
+        return Reader(getattr(data, split), data, shard=(rank, ranks), **options)
+    except DataError:
+        if split == "train" or ranks == 1:
+            raise
+    # Too few blocks to deal out: small data, which the first rank can score alone.
+    return Reader(getattr(data, split), data, **options) if rank == 0 else []

@@ -1,0 +1,307 @@
+"""Several ranks: examples/s and bytes against k, rows in one hop or two, accuracy of k-step merging.
+
+    python benchmarks/dist.py --quick
+    python benchmarks/dist.py --only links,hops,ads --json FILE
+    python benchmarks/dist.py --only movielens --movielens FOLDER --json FILE
+
+links and hops run on two "machines" of two ranks: network namespaces of this one, joined by a link of a given rate
+(tests/machines_helpers.py: Linux, root and iproute2). So four ranks share this machine's processors, and a link of 1
+Gbit/s is fast beside them. ads and movielens run on four ranks over loopback. FOLDER is as in benchmarks/accuracy.py.
+FILE gathers parts: each one that runs replaces its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+import numpy as np
+from accuracy import write_split
+from common import Claim, console, environment, noise, print_claims, spread, write_json
+from dist_ranks import WARM, Task, accuracy_of, exchange_data
+from machines_helpers import Machines, problem
+from ranks_helpers import play
+from rich.progress import track
+from rich.table import Table as Grid
+
+import thermocline as tc
+from thermocline.dist.owners import owner_of
+
+KS = (1, 5, 10, 20, 50, 100)
+RATES = ("1gbit", "100mbit")
+BATCH = 256
+NODES = ((0, 1), (2, 3))
+FACTORS = (1, 2)
+"""What the rate of dense parameters is multiplied by. A rank's own gradients are noisier than their mean, by up to the
+root of their number, and Adam divides by that: merged models of four ranks want up to twice the rate."""
+MERGED = {"gradients": 1, "params": 1, "v_frozen": 2, "all": 3}
+"""Tensors per parameter that a merge sends."""
+Part = dict[str, Any]
+
+
+def results(ended: Any) -> list[Any]:
+    for rank, one in enumerate(ended):
+        if one.status:
+            raise SystemExit(f"rank {rank} failed:\n{one.output}")
+    return [one.result for one in ended]
+
+
+# ---- dense parameters over a link
+
+
+def links(args: argparse.Namespace) -> Part:
+    """Every k, over both rates, interleaved; what crosses per step."""
+    ways = [tc.DenseSync(every=k) for k in KS] + [tc.DenseSync(exact=True), tc.DenseSync(every=20, merge="params")]
+    ways.append(tc.DenseSync(every=20, merge="all"))
+    runs: list[Part] = []
+    with noise() as others, Machines(2) as machines:
+        for number in track(range(args.rounds), "links", console=console):
+            for rate in RATES:
+                for node in range(2):
+                    machines.shape(node, rate)
+                call = ("dist_ranks:dense_speeds", ways, BATCH, 5 if args.quick else 20)
+                found = results(machines.run(*call, seconds=1800, timeout=600))
+                for n in range(len(ways)):
+                    link = sum(rank[n]["link_per_step"] for rank in found[::2])
+                    sent = sum(rank[n]["sent_per_step"] for rank in found)
+                    runs.append(
+                        {**found[0][n], "sent_per_step": sent, "link_per_step": link, "rate": rate, "round": number}
+                    )
+    return {"batch_per_rank": BATCH, "parameters": 698_001, **others, "runs": runs}
+
+
+def pick(runs: list[Part], figure: str, **which: Any) -> list[float]:
+    return [run[figure] for run in runs if which.items() <= run.items()]
+
+
+def links_claims(part: Part) -> list[Claim]:
+    runs, out = part["runs"], []
+    plain = {"every": 1, "exact": False}
+    for rate in RATES:
+        pairs = zip(
+            pick(runs, "examples_per_s", rate=rate, every=20, way="v_frozen"),
+            pick(runs, "examples_per_s", rate=rate, **plain), strict=True,
+        )  # fmt: skip
+        gain = statistics.median(ours / base for ours, base in pairs)
+        target = 2.0 if rate == "100mbit" else 1.0
+        out.append(Claim(f"k = 20 over k = 1, {rate}/s", gain, target, detail="examples/s, median of rounds"))
+    base = statistics.median(pick(runs, "sent_per_step", **plain))
+    for k, way in [(k, "v_frozen") for k in KS[1:]] + [(20, "params"), (20, "all")]:
+        sent = statistics.median(pick(runs, "sent_per_step", every=k, way=way))
+        detail = f"{sent / 1e3:,.0f} KB a step between nodes, both ways; all-reduce {base / 1e3:,.0f}"
+        share, target = sent / base * k, MERGED[way]
+        out.append(Claim(f"bytes of {way}, k = {k}, over all-reduce's / k", share, target, at_most=True, detail=detail))
+    return out
+
+
+def print_links(part: Part) -> None:
+    grid = Grid(title="examples/s (median, p20 to p80) and KB per step between nodes, both ways: counted, on the link")
+    for column in ("k", "way", *RATES, "counted", "on the link"):
+        grid.add_column(column)
+    runs = part["runs"]
+    for key in dict.fromkeys((run["every"], run["way"], run["exact"]) for run in runs):
+        which = dict(zip(("every", "way", "exact"), key, strict=True))
+        speeds = [spread(pick(runs, "examples_per_s", rate=rate, **which)) for rate in RATES]
+        shown = [f"{s['median']:,.0f} ({s['p20']:,.0f} to {s['p80']:,.0f})" for s in speeds]
+        sizes = [
+            f"{statistics.median(pick(runs, f'{size}_per_step', **which)) / 1e3:,.1f}" for size in ("sent", "link")
+        ]
+        grid.add_row(str(key[0]), key[1] + (", exact" if key[2] else ""), *shown, *sizes)
+    console.print(grid)
+
+
+# ---- rows over a link
+
+
+def hops(args: argparse.Namespace) -> Part:
+    """Flat against two hops, with k = 1 and k = 20."""
+    runs: list[Part] = []
+    steps = 10 if args.quick else 40
+    with noise() as others, Machines(2) as machines:
+        for number in track(range(args.rounds), "hops", console=console):
+            for rate in RATES:
+                for node in range(2):
+                    machines.shape(node, rate)
+                for way in ("flat", "two"):
+                    for every in (1, 20):
+                        call = ("dist_ranks:exchange_speed", way, BATCH, steps, every)
+                        found = results(machines.run(*call, seconds=900, timeout=300))
+                        total = {
+                            name: sum(rank[name] for rank in found) for name in found[0] if name.endswith("between")
+                        }
+                        total |= {"link": sum(rank["link"] for rank in found[::2])}
+                        runs.append({**found[0], **total, "rate": rate, "round": number})
+    return {"batch_per_rank": BATCH, **others, "needed": rows_needed(steps), "runs": runs}
+
+
+def hops_claims(part: Part) -> list[Claim]:
+    runs, out = part["runs"], []
+    for rate in RATES:
+        for every in (1, 20):
+            which = {"rate": rate, "every": every}
+            pairs = zip(*(pick(runs, "examples_per_s", hops=way, **which) for way in ("two", "flat")), strict=True)
+            gain = statistics.median(two / flat for two, flat in pairs)
+            out.append(Claim(f"two hops over flat, {rate}/s, k = {every}", gain, 1.0, detail="examples/s"))
+    for way, needed in part["needed"].items():
+        rows = statistics.median(pick(runs, "rows_items_between", hops=way))
+        detail = f"{rows:,.0f} rows; needed are {needed:,} (unique per {'node' if way == 'two' else 'rank'})"
+        name = f"rows between nodes, {way}, over those needed"
+        out.append(Claim(name, rows / needed, 1.0, at_most=True, detail=detail))
+    return out
+
+
+def rows_needed(steps: int) -> dict[str, int]:
+    """Rows that must cross between nodes: unique keys of each rank (flat), of each node (two), that the other owns."""
+    found = {"flat": 0, "two": 0}
+    for step in itertools.islice(
+        zip(*(exchange_data(rank, 4, BATCH, steps) for rank in range(4)), strict=True), WARM, None
+    ):
+        for node, ranks in enumerate(NODES):
+            keys = [np.unique(step[rank].ids) for rank in ranks]
+            for way, asked in (("flat", keys), ("two", [np.unique(np.concatenate(keys))])):
+                found[way] += sum(int((owner_of(part, 4) // 2 != node).sum()) for part in asked)
+    return found
+
+
+def print_hops(part: Part) -> None:
+    grid = Grid(title="medians: examples/s; KB per step between nodes, both ways")
+    for column in ("hops", "k", *RATES, "keys", "rows", "gradients", "all of the link"):
+        grid.add_column(column)
+    runs = part["runs"]
+    for key in dict.fromkeys((run["hops"], run["every"]) for run in runs):
+        which = dict(zip(("hops", "every"), key, strict=True))
+        speeds = [f"{statistics.median(pick(runs, 'examples_per_s', rate=rate, **which)):,.0f}" for rate in RATES]
+        names = [f"{kind}_bytes_between" for kind in ("keys", "rows", "gradients")] + ["link"]
+        sizes = [statistics.median(pick(runs, name, **which)) / runs[0]["steps"] / 1e3 for name in names]
+        grid.add_row(key[0], str(key[1]), *speeds, *(f"{size:,.1f}" for size in sizes))
+    console.print(grid)
+
+
+# ---- accuracy
+
+
+def accuracy(args: argparse.Namespace, task: Task, title: str) -> Part:
+    """Every k at every rate of dense parameters. Runs that are already there, of the same task, are not repeated."""
+    setup = {n: value for n, value in dataclasses.asdict(task).items() if n not in ("folder", "seed", "dense_lr")}
+    old = args.record.get(title, {})
+    runs: list[Part] = list(old["runs"]) if old.get("setup") == setup else []
+    part = {"ranks": 4, "setup": setup, "runs": runs}
+    todo = [
+        {"every": k, "seed": task.seed + seed, "dense_lr": task.lr * factor}
+        for seed, factor, k in itertools.product(range(args.seeds), FACTORS, map(int, args.ks.split(",")))
+    ]
+    for run in track(
+        [run for run in todo if not any(run.items() <= has.items() for has in runs)], title, console=console
+    ):
+        own = dataclasses.replace(task, seed=run["seed"], dense_lr=run["dense_lr"])
+        found = play(NODES, accuracy_of, own, tc.DenseSync(every=run["every"]), seconds=1800)
+        runs.append({**run, **found[0]})
+        console.print(runs[-1])
+        save(args, title, part)
+    return part
+
+
+def ads(args: argparse.Namespace) -> Part:
+    return accuracy(args, Task(None, 16, BATCH, 1, 200 if args.quick else 2000, 1e-3, 1e-3, 0), "ads")
+
+
+def movielens(args: argparse.Namespace) -> Part:
+    if args.movielens is None:
+        raise SystemExit("movielens needs --movielens FOLDER, as in benchmarks/accuracy.py")
+    with tempfile.TemporaryDirectory(prefix="thermocline-dist-") as folder:
+        write_split(args.movielens, Path(folder), 2021)
+        return accuracy(args, Task(folder, 8, BATCH, 2 if args.quick else 6, 0, 1e-3, 1e-3, 2021), "movielens")
+
+
+def tuned(runs: list[Part], every: int) -> list[Part]:
+    """Per seed: the run at the rate of dense parameters that validates best."""
+    own = [run for run in runs if run["every"] == every]
+    seeds = sorted({run["seed"] for run in own})
+    return [max((run for run in own if run["seed"] == seed), key=lambda run: run["valid_auc"]) for seed in seeds]
+
+
+def accuracy_claims(part: Part, name: str) -> list[Claim]:
+    mean = {k: statistics.mean(run["auc"] for run in found) for k in KS if (found := tuned(part["runs"], k))}
+    seeds = len(tuned(part["runs"], 1))
+    out = []
+    for k in (k for k in mean if 1 < k <= 50):
+        detail = f"{mean[k]:.4f}, k = 1 {mean[1]:.4f}; {seeds} seed{'s' * (seeds > 1)}, each at its better dense rate"
+        out.append(Claim(f"{name}: AUC of k = {k} behind k = 1", mean[1] - mean[k], 0.001, "", True, detail))
+    return out
+
+
+def print_accuracy(part: Part) -> None:
+    runs = part["runs"]
+    rates = sorted({run["dense_lr"] for run in runs})
+    grid = Grid(title="test AUC, mean of seeds, at each rate of dense parameters; at the one that validates best")
+    for column in ("k", *(f"{rate:g}" for rate in rates), "best"):
+        grid.add_column(column)
+    for k in (k for k in KS if tuned(runs, k)):
+        each = [pick(runs, "auc", every=k, dense_lr=rate) for rate in rates]
+        shown = [f"{statistics.mean(found):.4f}" if found else "" for found in each]
+        grid.add_row(str(k), *shown, f"{statistics.mean(run['auc'] for run in tuned(runs, k)):.4f}")
+    console.print(grid)
+
+
+PARTS: dict[str, tuple[Callable[[argparse.Namespace], Part], Callable[[Part], None], Callable[[Part], list[Claim]]]] = {
+    "links": (links, print_links, links_claims),
+    "hops": (hops, print_hops, hops_claims),
+    "ads": (ads, print_accuracy, lambda part: accuracy_claims(part, "SyntheticAds")),
+    "movielens": (movielens, print_accuracy, lambda part: accuracy_claims(part, "MovieLens-100k")),
+}
+
+
+def claims_of(record: Part) -> list[Claim]:
+    return [claim for name, (_, _, claims) in PARTS.items() if name in record for claim in claims(record[name])]
+
+
+def save(args: argparse.Namespace, name: str, part: Part) -> None:
+    args.record[name] = {"environment": environment(["torch", "numpy"]), **part}
+    if args.json:
+        write_json(args.json, args.record, claims_of(args.record))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes: a look, not figures")
+    parser.add_argument("--only", default="links,hops,ads", help="parts: links, hops, ads, movielens")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write results there; other parts of it are kept")
+    parser.add_argument("--rounds", type=int, default=5, help="of links and hops; default: 5")
+    parser.add_argument("--seeds", type=int, default=2, help="of ads and movielens; default: 2")
+    parser.add_argument("--ks", default=",".join(map(str, KS)), help="of ads and movielens; k = 1 is the comparison")
+    parser.add_argument("--movielens", metavar="FOLDER", type=Path, help="of ml-100k.inter, .user and .item")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds = args.seeds = 1
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    args.record = {}
+    if args.json and args.json.exists():
+        args.record = json.loads(args.json.read_text())
+        args.record.pop("claims")
+    for name in args.only.split(","):
+        measure, show, _ = PARTS[name]
+        if name in ("links", "hops") and (reason := problem()):
+            console.print(f"[yellow]{name} left out: {reason}[/]")
+            continue
+        part = measure(args)
+        save(args, name, part)
+        show(part)
+    print_claims("several ranks", claims_of(args.record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+// Arrays of C++ as NumPy's, without a copy.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <utility>
+
+#include "data/grown.h"
+
+namespace thermocline {
+
+template <typename T>
+auto to_numpy(Grown<T> array) {
+  namespace nb = nanobind;
+  array.reserve(1);  // a pointer to something
+  auto* owned = new Grown<T>(std::move(array));
+  nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Grown<T>*>(p); });
+  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner);
+}
+
+}  // namespace thermocline

@@ -1,0 +1,164 @@
+"""What a config or one of the source's models asks for: a `Workload`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from thermocline.batch import Batch
+from thermocline.config import Config, Train
+from thermocline.data import stats
+from thermocline.data.presets import Plan
+from thermocline.data.schema import Data, Synth
+from thermocline.data.splits import check_paths, open_data
+from thermocline.errors import ConfigError
+from thermocline.models import ModelConfig, build, row_dim
+from thermocline.models.layers import Model
+from thermocline.plan.hardware import Hardware
+from thermocline.plan.network import work_of
+from thermocline.plan.popularity import Popularity
+from thermocline.plan.predict import Cluster, Workload
+from thermocline.run import row_optimizer
+from thermocline.sizes import parse_size
+from thermocline.tables.mem import MemTier
+from thermocline.tables.optimizers import SGD, Optimizer
+from thermocline.tables.table import Table
+
+SAMPLE = 200_000
+"""Examples of files that are read to count keys."""
+_HBM_BYTES_PER_ROW = 40
+"""Index (two entries of 12.8 bytes per slot) and metadata beside a row on the GPU."""
+_SAMPLE_IDS = 1_000_000
+"""Ids of generated data that are made up to see what that costs."""
+
+
+def preset_config(name: str, batch: int, window: int) -> Config:
+    """The config of the source's model A to E, at a scale: see `tc.SyntheticAds.preset`."""
+    plan = Plan.of(name)
+    model = ModelConfig(name="dnn", dim=plan.dim, hidden=plan.hidden, dropout=0.0, batch_norm=False, embedding_l2=0.0)
+    data = Data(format="synth", synth=Synth(preset=name))
+    train = Train(batch_size=batch, pull_window=window, optimizer="rowwise_adagrad")
+    return Config(data=data, model=model, train=train)
+
+
+def workload_of(config: Config, *, every: int = 1, examples: int = SAMPLE) -> Workload:
+    """Of one rank; keys of files are counted in the first `examples`."""
+    config = config.resolve()
+    train, optimizer = config.train, row_optimizer(config)
+    dim = row_dim(config.model)
+    data = _data(config, examples)
+    fields, dense = data.pop("fields"), data.pop("dense")
+    return Workload(
+        name=config.data.synth.preset or config.model.name,
+        fields=fields,
+        dim=dim,
+        state=optimizer.state_floats(dim),
+        batch=train.batch_size,
+        window=train.pull_window,
+        every=every,
+        policy=config.tiers.policy,
+        **_network(config.model, fields, dense),
+        **data,
+    )
+
+
+def cluster_of(
+    config: Config, work: Workload, node: Hardware, *, nodes: int, ranks: int | None, exchange: Any, cpu: bool
+) -> Cluster:
+    """Nodes with the config's budgets, which are a rank's; a model of the source gets 80 % of a node's memories."""
+    gpu = None if cpu or config.tiers.device == "cpu" else node.gpu
+    count = ranks or (1 if gpu is None else gpu.count)
+    tiers, whole = config.tiers, config.data.synth.preset is not None
+    mem = 0.8 * node.cpu.memory if whole else count * parse_size(tiers.mem, "tiers.mem")
+    hbm = 0.0
+    if gpu is not None:
+        given = gpu.memory / 2 if tiers.hbm is None else parse_size(tiers.hbm, "tiers.hbm")
+        hbm = 0.8 * gpu.memory if whole else given
+    rows = _rows_in(work, row_optimizer(config), mem)
+    if not whole and tiers.ssd is None and rows * nodes < work.popularity.keys:
+        raise ConfigError(
+            f"tiers.mem of all ranks holds {nodes * rows:,.0f} rows, but there are {work.popularity.keys:,.0f} keys "
+            "and no tiers.ssd: give more of one or the other"
+        )
+    hbm_rows = hbm / (work.row_bytes + _HBM_BYTES_PER_ROW)
+    return Cluster(nodes=nodes, ranks=count, gpu=gpu is not None, mem_rows=rows, hbm_rows=hbm_rows, exchange=exchange)
+
+
+def _rows_in(work: Workload, optimizer: Optimizer, budget: float) -> float:
+    """Rows that so many bytes of memory hold, index and metadata counted."""
+    probe = 16_000_000
+    return budget / probe * MemTier(work.dim, optimizer, budget=probe, threads=1).capacity
+
+
+def _data(config: Config, examples: int) -> dict[str, Any]:
+    """Which keys come how often, and what reading costs here: some of the data is read."""
+    data, size = config.data, config.train.batch_size
+    check_paths(data, ["train"])
+    batches: Any = open_data(data, "train", batch_size=size, shuffle=False, labelled=None, tensors=False)
+    out = {"fields": batches.fields, "dense": batches.dense}
+    if data.format == "synth":
+        popularity = Popularity.zipf(batches.keys, batches.zipf, sum(batches.nonzeros) / 2)
+        wanted = max(2 * size, round(_SAMPLE_IDS / popularity.nonzeros))
+        read = _Timed(itertools.islice(batches, -(-wanted // size)))
+        for _ in read:
+            pass
+        return {**out, "popularity": popularity, "read_ns": read.nanoseconds}
+    read = _Timed(itertools.islice(batches, -(-examples // size)))
+    _, counts = stats.count(read)
+    stored = batches.bytes / max(1, batches.estimated_batches() * size)
+    popularity = Popularity.counted(counts, read.examples)
+    return {**out, "popularity": popularity, "read_ns": read.nanoseconds, "example_bytes": stored}
+
+
+class _Timed:
+    """Batches, and the processor time that reading them took."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches = iter(batches)
+        self._seconds = 0.0
+        self.examples = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            start = time.process_time()
+            batch = next(self._batches, None)
+            self._seconds += time.process_time() - start
+            if batch is None:
+                return
+            self.examples += batch.examples
+            yield batch
+
+    @property
+    def nanoseconds(self) -> float:
+        """Per example."""
+        return 1e9 * self._seconds / max(1, self.examples)
+
+
+class _Score(torch.nn.Module):
+    """A model from the rows on: all that is neither keys nor tables."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.model.score(rows)
+
+
+def _network(model: ModelConfig, fields: int, dense: int) -> dict[str, Any]:
+    dim = row_dim(model)
+    table = Table(dim, SGD(lr=0.0), mem="1MB", device="cpu")
+    built = build(model, table, fields, dense)
+    vectors = fields + (bool(dense) if model.name == "dlrm" else dense)  # DLRM makes one vector of all dense features
+    counted = work_of(_Score(built), lambda examples: torch.zeros(examples, vectors, dim))
+    return {
+        "multiply_adds": counted.multiply_adds,
+        "floats": counted.floats,
+        "step_floats": counted.step_floats,
+        "operations": counted.operations,
+        "dense_parameters": sum(parameter.numel() for parameter in built.parameters()),
+    }

@@ -1,0 +1,216 @@
+"""Models A to E, scaled, with the source's ratios of HBM, DRAM and model: speed, hit rates, SSD, disk and stages."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thermocline.data.presets import Plan
+from thermocline.data.synth import SyntheticAds
+from thermocline.reproduce import models_report
+from thermocline.reproduce.experiment import Experiment, Json, Section, Setup, Step, Work
+from thermocline.tables.arrays import Keys
+from thermocline.tables.mem import MemTier
+from thermocline.tables.optimizers import RowWiseAdagrad
+from thermocline.tables.ssd import SsdStore
+
+NAMES = ("A", "B", "C", "D", "E")
+DEPTH = 4
+OPTIMIZER, DENSE_LR = RowWiseAdagrad(lr=0.05), 1e-3
+BATCH_IDS = 1 << 18
+"""Ids of a batch where memory allows it."""
+SECONDS = 80.0
+"""Of training in the full run, per model."""
+POINTS = 60
+"""Of a curve at most."""
+_OVERHEAD = 64  # bytes that a row takes beside itself: index, metadata
+_FILL = 1 << 20  # rows at a time
+_SPARE = 120.0  # seconds of a step that are kept for a commit
+_COMMITS = 12  # of the store in a run
+
+
+def preset(setup: Setup, name: str) -> str:
+    return f"{name}/{setup.scale:g}"
+
+
+def batch_size(setup: Setup, plan: Plan) -> int:
+    """Examples: as many as the smaller of the tiers holds the working sets in flight of."""
+    top = min(plan.mem, plan.hbm) if setup.device == "cuda" else plan.mem
+    room = 0.6 * top / (plan.row_bytes + _OVERHEAD) / (DEPTH + 1)
+    ids = min(BATCH_IDS, room / 0.7)
+    return max(1, 1 << int(math.log2(max(1.0, ids / plan.nonzeros))))
+
+
+def store_memory(plan: Plan) -> int:
+    """DRAM of the store's index and buffers."""
+    return (16 << 20) + 8 * plan.keys
+
+
+def everything_fits(setup: Setup, plan: Plan) -> bool:
+    return plan.keys * (plan.row_bytes + _OVERHEAD) * 1.1 < setup.memory
+
+
+def steps(setup: Setup) -> list[Step]:
+    made = []
+    for name in NAMES:
+        plan = Plan.of(preset(setup, name))
+        sides = ["tiers", *(["memory"] if everything_fits(setup, plan) else [])]
+        for side in sides:
+            settings = {
+                "preset": preset(setup, name), "side": side, "seconds": SECONDS * setup.effort, "seed": setup.seed,
+                "device": setup.device, "batch": batch_size(setup, plan), "depth": DEPTH, "commits": _COMMITS,
+                "optimizer": dataclasses.asdict(OPTIMIZER), "dense_lr": DENSE_LR, "store_memory": store_memory(plan),
+            }  # fmt: skip
+
+            def run(work: Work, plan: Plan = plan, side: str = side) -> Json | None:
+                return _run(setup, plan, side == "tiers", work)
+
+            seconds = 2 + SECONDS * setup.effort + plan.keys / 1e6
+            made.append(Step(name=f"{name}, {side}", settings=settings, seconds=seconds, run=run))
+    return made
+
+
+def _run(setup: Setup, plan: Plan, tiers: bool, work: Work) -> Json | None:
+    """One model: every row exists, in the lowest tier, before the first batch."""
+    import torch
+
+    from thermocline.models import ModelConfig, build
+    from thermocline.reproduce.training import stream, table as make_table
+
+    ads = SyntheticAds.preset(f"{plan.name}/{plan.scale:g}", batch_size=batch_size(setup, plan), seed=setup.seed)
+    folder = work.folder / "rows"
+    with contextlib.closing(make_table(plan.dim, OPTIMIZER, setup, hbm=1 << 20, mem=8 << 20)) as small:
+        if tiers and not _fill(folder, small.tier, ads, store_memory(plan), work):
+            return None
+    whole = round(plan.keys * (plan.row_bytes + _OVERHEAD) * 1.1) + (64 << 20)
+    budgets: dict[str, Any] = {"hbm": whole, "mem": whole}
+    if tiers:
+        budgets = {"hbm": plan.hbm, "mem": plan.mem, "ssd": folder, "ssd_mem": store_memory(plan)}
+    with contextlib.closing(make_table(plan.dim, OPTIMIZER, setup, **budgets)) as table:
+        if not tiers:
+            for keys in _pieces(ads, 0):
+                table.tier.push(keys, table.tier.initial_rows(keys), dirty=False)
+        torch.manual_seed(setup.seed)
+        config = ModelConfig(name="dnn", dim=plan.dim, hidden=plan.hidden, dropout=0.0, batch_norm=False)
+        model = build(config, table, plan.fields)
+        if table.hbm is not None:
+            model.to(table.hbm.device)
+        log = _Log(table, max(0.2, min(SECONDS * setup.effort, work.left - 30)), work)
+        dense = [torch.optim.Adam(model.parameters(), lr=DENSE_LR)]
+        stages = stream(ads, table, model, dense, depth=DEPTH, after=log.after)
+        record = log.record(stages)
+    shutil.rmtree(folder, ignore_errors=True)
+    return {**record, "plan": json.loads(json.dumps(dataclasses.asdict(plan))), "batch_examples": ads.batch_size}
+
+
+def _pieces(ads: SyntheticAds, first: int) -> Iterator[Keys]:
+    """All keys from `first` on."""
+    total = sum(ads.keys)
+    for begin in range(first, total, _FILL):
+        yield ads.some_keys(begin, min(total, begin + _FILL))
+
+
+def _fill(folder: Path, tier: MemTier, ads: SyntheticAds, memory: int, work: Work) -> bool:
+    """A row on SSD for every key, merged. One that was cut short goes on. False: time is up."""
+    total = sum(ads.keys)
+    with SsdStore.open(folder, row_bytes=tier.row_bytes, mem_budget=memory, background_merge=False) as store:
+        done = int(store.note or b"0")
+        if done == total:
+            return True
+        for keys in _pieces(ads, done):
+            store.put(keys, tier.initial_rows(keys).view(np.uint8))
+            done += len(keys)
+            work.tell(0.5 * done / total)
+            if work.left < _SPARE and done < total:
+                break
+        if done == total:
+            store.merge()
+        _commit(store, str(done).encode())
+        return done == total
+
+
+def _commit(store: SsdStore, note: bytes) -> None:
+    """Only the newest is kept."""
+    store.commit(note)
+    for epoch in store.epochs[:-1]:
+        store.release(epoch)
+
+
+class _Log:
+    """Counters after every batch, then gathered into a few points."""
+
+    def __init__(self, table: Any, seconds: float, work: Work) -> None:
+        self._table, self._seconds, self._work = table, seconds, work
+        self._rows: list[dict[str, float]] = []
+        self._examples: list[int] = []
+        self._commits = 0
+        self._begin = time.perf_counter()
+        self._start = self._counters(())
+
+    def after(self, batch: Any, logits: Any, stages: Sequence[Any]) -> bool:
+        self._examples.append(batch.examples)
+        self._rows.append(self._counters(stages))
+        elapsed = time.perf_counter() - self._begin
+        self._work.tell(0.5 + 0.5 * elapsed / self._seconds)
+        if self._table.store is not None and elapsed > (self._commits + 1) * self._seconds / _COMMITS:
+            _commit(self._table.store, self._table.store.note)
+            self._commits += 1
+        return elapsed < self._seconds or len(self._rows) < 4
+
+    def _counters(self, stages: Sequence[Any]) -> dict[str, float]:
+        mem, store, hbm = self._table.tier.stats(), self._table.store, self._table.hbm
+        counts = {"seconds": time.perf_counter() - self._begin, "mem_hits": mem.hits, "mem_all": mem.hits + mem.misses}
+        counts["pull_seconds"] = next((s.busy_seconds for s in stages if s.name == "pull"), 0.0)
+        if hbm is not None:
+            top = hbm.stats()
+            counts |= {"hbm_hits": top.ids - top.misses, "hbm_all": top.ids}
+            counts |= {"mem_hits": mem.read_hits, "mem_all": mem.reads}
+        if store is not None:
+            disk = store.stats()
+            counts |= {"bytes_read": disk.bytes_read, "bytes_written": disk.bytes_written, "merges": disk.merges}
+            counts |= {"disk_bytes": disk.disk_bytes, "merged": disk.merge_bytes_read + disk.merge_bytes_written}
+        return counts
+
+    def record(self, stages: Sequence[Any]) -> dict[str, Json]:
+        """Speed of the second half, when hot rows have risen; curves over all of it."""
+        n = len(self._rows)
+        half = n // 2
+        seconds = self._rows[-1]["seconds"] - self._rows[half - 1]["seconds"]
+        cuts = sorted({round(i * n / min(POINTS, n)) for i in range(1, min(POINTS, n) + 1)})
+        points = []
+        before, first = self._start, 0
+        for cut in cuts:
+            now = self._rows[cut - 1]
+            change = {name: now[name] - before.get(name, 0) for name in now if name != "disk_bytes"}
+            points.append({"batch": cut, "batches": cut - first, **change, "disk_bytes": now.get("disk_bytes", 0)})
+            before, first = now, cut
+        store, mem = self._table.store, self._table.tier.stats()
+        return {
+            "batches": n,
+            "examples_per_s": sum(self._examples[half:]) / seconds,
+            "points": points,
+            "stage_ms": {stage.name: stage.busy_seconds / max(1, stage.items) * 1000 for stage in stages},
+            "rows": 0 if store is None else len(store),
+            "row_bytes": self._table.tier.row_bytes,
+            "mem_budget": mem.budget,
+            "hbm_budget": 0 if self._table.hbm is None else self._table.hbm.budget,
+            "store_mem": 0 if store is None else store.stats().mem_total,
+        }
+
+
+def section(setup: Setup, results: Mapping[str, Json]) -> Section:
+    tiers = {name: results[f"{name}, tiers"] for name in NAMES}
+    memory = {name: results[f"{name}, memory"] for name in NAMES if f"{name}, memory" in results}
+    return models_report.section(setup, tiers, memory)
+
+
+EXPERIMENT = Experiment(title="Models A to E: speed, tiers, disk and stages", steps=steps, section=section)

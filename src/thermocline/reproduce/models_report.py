@@ -1,0 +1,198 @@
+"""What models.py measured, as tables and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from thermocline.reproduce.experiment import Claim, Figure, Json, Section, Series, Setup, Table
+
+MB = 1e6
+STAGES = ("read", "collect", "pull", "load", "train")
+
+Runs = Mapping[str, Json]
+
+
+def section(setup: Setup, tiers: Runs, memory: Runs) -> Section:
+    """Of the runs through the tiers, and of those with everything in the top one, by model."""
+    top = "HBM" if setup.device == "cuda" else "DRAM"
+    figures = [_speed(tiers, memory, top), _stages(tiers)]
+    if setup.device == "cuda":
+        figures.append(_hits(tiers, "hbm", "HBM", "ids"))
+    figures += [_hits(tiers, "mem", "DRAM", "rows that were asked of it"), *(_ssd(n, r) for n, r in tiers.items())]
+    figures += [_pull(tiers), _disk(tiers), _disk_share(tiers)]
+    first = next(iter(tiers.values()))
+    return Section(
+        text=[
+            f"The source's models with keys and bytes divided by {setup.scale:,.0f}, nonzeros and dense layers as they "
+            "are, and the budgets of its cluster (1 TB of HBM, 4 TB of DRAM) divided alike. Every key has a row on SSD "
+            "before the first batch, and all tiers above are empty. The store commits twelve times; speed is "
+            "that of its second half.",
+            f"The index and buffers of the SSD store are beside the DRAM budget: {first['store_mem'] / MB:,.0f} MB for "
+            f"model {next(iter(tiers))}. Everything in {top} is the same training with a budget that holds all rows, "
+            "where this machine has it.",
+        ],
+        parts=[_table(setup, tiers, memory, top), *figures],
+        claims=[_disk_claim(tiers)],
+    )
+
+
+def _table(setup: Setup, tiers: Runs, memory: Runs, top: str) -> Table:
+    rows = []
+    for name, run in tiers.items():
+        plan, last = run["plan"], run["points"][len(run["points"]) // 2 :]
+        whole = memory.get(name)
+        rows.append(
+            (
+                name, plan["nonzeros"], plan["keys"], plan["dense_parameters"], plan["keys"] * run["row_bytes"] / MB,
+                run["hbm_budget"] / MB if run["hbm_budget"] else None, run["mem_budget"] / MB, run["batch_examples"],
+                run["examples_per_s"], None if whole is None else whole["examples_per_s"],
+                None if whole is None else run["examples_per_s"] / whole["examples_per_s"],
+                _rate(last, "hbm"), _rate(last, "mem"),
+                sum(point.get("bytes_read", 0) for point in last) / sum(point["batches"] for point in last) / MB,
+                _peak(run),
+            )
+        )  # fmt: skip
+    return Table(
+        name="table",
+        title=f"Models A to E divided by {setup.scale:,.0f}",
+        columns=(
+            "model", "nonzeros", "keys", "dense parameters", "MB of rows", "MB of HBM", "MB of DRAM",
+            "examples a batch", "examples/s", f"examples/s, all in {top}", "share of that", "HBM hit rate",
+            "DRAM hit rate", "SSD MB read a batch", "disk / rows",
+        ),
+        rows=rows,
+        note="Hit rates and reads are those of the second half.",
+    )  # fmt: skip
+
+
+def _rate(points: list[dict[str, float]], tier: str) -> float | None:
+    asked = sum(point.get(f"{tier}_all", 0) for point in points)
+    return sum(point[f"{tier}_hits"] for point in points) / asked if asked else None
+
+
+def _peak(run: Json) -> float:
+    """The most disk that was ever used, by the bytes of all rows with their keys."""
+    return float(max(point["disk_bytes"] for point in run["points"]) / (run["rows"] * (run["row_bytes"] + 8)))
+
+
+def _speed(tiers: Runs, memory: Runs, top: str) -> Figure:
+    return Figure(
+        name="speed",
+        title="Examples per second",
+        x="model",
+        y="examples/s",
+        form="bars",
+        series=[
+            Series(name="through the tiers", x=list(tiers), y=[run["examples_per_s"] for run in tiers.values()]),
+            Series(name=f"everything in {top}", x=list(memory), y=[run["examples_per_s"] for run in memory.values()]),
+        ],
+    )
+
+
+def _stages(tiers: Runs) -> Figure:
+    return Figure(
+        name="stages",
+        title="Where the time goes: work of each stage, per batch",
+        x="model",
+        y="ms",
+        form="stacked",
+        series=[
+            Series(name=stage, x=list(tiers), y=[run["stage_ms"].get(stage) for run in tiers.values()])
+            for stage in STAGES
+        ],
+        note="Stages work at the same time, on different batches: a batch takes as long as the slowest, not the sum.",
+    )
+
+
+def _hits(tiers: Runs, tier: str, name: str, what: str) -> Figure:
+    def rate(point: dict[str, float]) -> float | None:
+        return point[f"{tier}_hits"] / point[f"{tier}_all"] if point.get(f"{tier}_all") else None
+
+    return Figure(
+        name=f"hits-{tier}",
+        title=f"Hit rate of {name} over batches",
+        x="batches",
+        y=f"share of {what}",
+        series=[
+            Series(name=n, x=[p["batch"] for p in run["points"]], y=[rate(p) for p in run["points"]])
+            for n, run in tiers.items()
+        ],
+    )
+
+
+def _ssd(name: str, run: Json) -> Figure:
+    points = run["points"]
+    places = [point["batch"] for point in points]
+
+    def per_batch(field: str) -> list[float]:
+        return [point[field] / point["batches"] / MB for point in points]
+
+    return Figure(
+        name=f"ssd-{name.lower()}",
+        title=f"Model {name}: SSD bytes per batch",
+        x="batches",
+        y="MB",
+        series=[
+            Series(name="read for batches", x=places, y=per_batch("bytes_read")),
+            Series(name="written, merging included", x=places, y=per_batch("bytes_written")),
+            Series(name="read and written by merging", x=places, y=per_batch("merged")),
+        ],
+        marks=[point["batch"] for point in points if point["merges"]],
+        marked="a merge ended",
+    )
+
+
+def _pull(tiers: Runs) -> Figure:
+    return Figure(
+        name="pull",
+        title="Time of the pull stage per batch: DRAM look-ups and SSD reads",
+        x="batches",
+        y="ms",
+        series=[
+            Series(
+                name=name,
+                x=[p["batch"] for p in run["points"]],
+                y=[p["pull_seconds"] / p["batches"] * 1000 for p in run["points"]],
+            )
+            for name, run in tiers.items()
+        ],
+    )
+
+
+def _disk(tiers: Runs) -> Figure:
+    return Figure(
+        name="disk",
+        title="Disk used, by the bytes of all rows",
+        x="batches",
+        y="disk / rows",
+        series=[
+            Series(
+                name=name,
+                x=[p["batch"] for p in run["points"]],
+                y=[p["disk_bytes"] / (run["rows"] * (run["row_bytes"] + 8)) for p in run["points"]],
+            )
+            for name, run in tiers.items()
+        ],
+        levels={"the bound": 2.0},
+    )
+
+
+def _disk_share(tiers: Runs) -> Figure:
+    return Figure(
+        name="disk-peak",
+        title="The most disk ever used, by the bytes of all rows",
+        x="model",
+        y="disk / rows",
+        form="bars",
+        series=[Series(name="peak", x=list(tiers), y=[_peak(run) for run in tiers.values()])],
+        levels={"the bound": 2.0},
+    )
+
+
+def _disk_claim(tiers: Runs) -> Claim:
+    peaks = {name: _peak(run) for name, run in tiers.items()}
+    return Claim(
+        text="disk stays under twice the rows",
+        holds=max(peaks.values()) < 2,
+        detail=", ".join(f"{name} {peak:.2f}" for name, peak in peaks.items()),
+    )

@@ -1,0 +1,54 @@
+"""The MPI rival on this machine's cores: a config trained by `baselines/mpi_ps`, which a source tree has."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import thermocline
+from thermocline import published
+from thermocline.config import Config
+from thermocline.errors import ThermoclineError
+
+
+def missing() -> str | None:
+    """Why it cannot run here; none: it can."""
+    launch = _launch()
+    if launch is None:
+        return "baselines/mpi_ps is not here: only a source tree has it"
+    why: str | None = launch.missing()
+    return why
+
+
+def _launch() -> Any:
+    """How the rival is started; none: it is not here."""
+    root = str(Path(thermocline.__file__).parents[2])
+    if importlib.util.find_spec("baselines") is None and root not in sys.path:
+        sys.path.append(root)  # a source tree whose package is on the path, but not the tree itself
+    if importlib.util.find_spec("baselines") is None:
+        return None
+    return importlib.import_module("baselines.mpi_ps.launch")
+
+
+def train(config: Config, ranks: int, folder: Path, limit: float) -> list[dict[str, Any]]:
+    """The events of its metrics.jsonl: as a `thermocline train` of the same config writes them, with "seconds"."""
+    launch = _launch()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "rival.toml"
+    published.publish(path, config.to_toml().encode())
+    arguments = ["-m", "baselines.mpi_ps", str(path), "--set", f"train.run_dir={folder / 'rival'}"]
+    command = launch.command(ranks, arguments)
+    try:
+        done = subprocess.run(command, env=launch.environment(), capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise ThermoclineError(
+            f"{ranks} ranks of the MPI rival did not end within {limit:.0f} s: a smaller --effort trains less"
+        ) from None
+    if done.returncode:
+        raise ThermoclineError(f"{ranks} ranks of the MPI rival failed: {done.stderr.strip()[-1000:]}")
+    return [json.loads(line) for line in (folder / "rival" / "metrics.jsonl").read_text().splitlines()]

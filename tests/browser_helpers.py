@@ -1,0 +1,169 @@
+"""A real Chromium without a window, driven by its debugging protocol over two pipes. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ABSENT = "no Chromium here: `make test` installs Debian's where it may (apt-get, as root)"
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+SECONDS = 60.0
+READABLE = 11.0  # pixels of the smallest text
+
+
+def find() -> str | None:
+    """The browser of this machine."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Browser:
+    """One tab. Events of the page (errors, messages of its console) gather in `events`."""
+
+    def __init__(self, read: int, write: int) -> None:
+        self._read, self._write = read, write
+        self._numbers = itertools.count(1)
+        self._buffer = b""
+        self._session: str | None = None
+        self.events: list[dict[str, Any]] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Asks, and waits for the answer."""
+        number = next(self._numbers)
+        message: dict[str, Any] = {"id": number, "method": method, "params": arguments}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        return self._wait(lambda answer: answer.get("id") == number)
+
+    def open(self, page: Path, *, width: int, dark: bool) -> None:
+        """Shows a file in a window of this width."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.events.clear()
+        self.call("Page.navigate", url=page.absolute().as_uri())
+        if not any(event["method"] == "Page.loadEventFired" for event in self.events):
+            self._wait(lambda answer: answer.get("method") == "Page.loadEventFired")
+
+    def value(self, script: str) -> Any:
+        """What an expression in the page gives, as JSON."""
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def _wait(self, wanted: Any) -> dict[str, Any]:
+        end = time.monotonic() + SECONDS
+        while True:
+            while b"\0" in self._buffer:
+                text, self._buffer = self._buffer.split(b"\0", 1)
+                message = json.loads(text)
+                if "method" in message:
+                    self.events.append(message)
+                if wanted(message):
+                    assert "error" not in message, message
+                    return dict(message.get("result", message))
+            assert select.select([self._read], [], [], max(0.0, end - time.monotonic()))[0], "the browser is silent"
+            piece = os.read(self._read, 1 << 20)
+            assert piece, "the browser ended"
+            self._buffer += piece
+
+
+@contextlib.contextmanager
+def started(program: str, profile: Path) -> Iterator[Browser]:
+    """Runs the browser for as long as the block lasts."""
+    (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
+    options = ["--headless=new", "--remote-debugging-pipe", f"--user-data-dir={profile}", "--no-first-run"]
+    options += ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
+
+    def descriptors() -> None:
+        """The protocol wants 3 and 4; by way of others, for these may be each other's."""
+        spare = [os.dup(theirs_in), os.dup(theirs_out)]
+        os.dup2(spare[0], 3)
+        os.dup2(spare[1], 4)
+
+    silent: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    process = subprocess.Popen([program, *options], pass_fds=(3, 4), preexec_fn=descriptors, **silent)
+    os.close(theirs_in)
+    os.close(theirs_out)
+    try:
+        yield Browser(ours_in, ours_out)
+    finally:
+        os.close(ours_out)  # the browser ends with its pipe
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        os.close(ours_in)
+
+
+# ---- what is asked of a page
+
+
+def troubles(tab: Browser) -> list[str]:
+    """Errors of scripts, messages of the console, and anything that was asked of a network."""
+    found = []
+    for event in tab.events:
+        method, what = event["method"], event["params"]
+        if method == "Runtime.exceptionThrown" or method == "Runtime.consoleAPICalled":
+            found.append(str(what))
+        elif method == "Log.entryAdded" and what["entry"]["level"] in ("error", "warning"):
+            found.append(what["entry"]["text"])
+        elif method == "Network.requestWillBeSent" and not what["request"]["url"].startswith("file:"):
+            found.append(what["request"]["url"])
+    return found
+
+
+# Every text with its size in pixels, as drawn; what leaves the window or its figure; texts that overlap.
+MEASURE = """(() => {
+  const texts = [], outside = [], overlaps = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node; (node = walker.nextNode());) {
+    const element = node.parentElement;
+    if (!node.data.trim() || element.closest("title")) continue;
+    const svg = element.closest("svg");
+    const scale = svg ? svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : 1;
+    texts.push([parseFloat(getComputedStyle(element).fontSize) * scale, node.data.trim().slice(0, 40)]);
+    const box = element.getBoundingClientRect();
+    if (!element.closest(".scroll") && (box.left < 0 || box.right > innerWidth + 0.5)) outside.push(node.data.trim());
+  }
+  for (const svg of document.querySelectorAll("svg")) {
+    const frame = svg.getBoundingClientRect();
+    const boxes = [...svg.querySelectorAll("text")].map(t => [t.textContent, t.getBoundingClientRect()]);
+    for (const [name, b] of boxes)
+      if (b.left < frame.left - 1 || b.right > frame.right + 1 || b.bottom > frame.bottom + 1) outside.push(name);
+    for (let i = 0; i < boxes.length; i++)
+      for (let j = 0; j < i; j++) {
+        const [a, b] = [boxes[i][1], boxes[j][1]];
+        const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+        const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+        if (across > 2 && down > 4) overlaps.push([boxes[i][0], boxes[j][0]]);
+      }
+  }
+  return {texts, outside, overlaps, wide: document.documentElement.scrollWidth, window: innerWidth};
+})()"""
+
+
+def check_readable(tab: Browser, width: int) -> None:
+    """No error; nothing too small, outside its place or over something else."""
+    assert troubles(tab) == []
+    measured = tab.value(MEASURE)
+    assert measured["window"] == width
+    assert measured["wide"] <= width  # nothing to scroll sideways but tables within themselves
+    assert measured["outside"] == []
+    assert measured["overlaps"] == []
+    assert len(measured["texts"]) > 150
+    assert [(size, text) for size, text in measured["texts"] if size < READABLE] == []

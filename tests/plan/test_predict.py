@@ -1,0 +1,119 @@
+"""Predictions against sums by hand, and how they move with the cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from plan_helpers import CPU, DISK, LINKS, NODE
+
+from thermocline.plan.hardware import Hardware, paper_node
+from thermocline.plan.popularity import Popularity
+from thermocline.plan.predict import Cluster, Prediction, Workload, predict
+
+# 2 keys in every example, and 8 of 8000 others: unique keys of n examples are 2 + 8000 * (1 - 0.999^n).
+POPULARITY = Popularity(np.array([2.0, 8000.0]), np.array([1.0, 0.001]))
+WORK = Workload(
+    name="hand",
+    popularity=POPULARITY,
+    fields=10,
+    dim=8,
+    state=8,
+    multiply_adds=1e4,
+    floats=1000.0,
+    step_floats=100.0,
+    operations=10,
+    dense_parameters=10_000,
+    batch=100,
+    read_ns=300.0,
+)
+
+
+def unique(examples: float) -> float:
+    return 2 + 8000 * (1 - 0.999**examples)
+
+
+def seconds(prediction: Prediction, what: str) -> float:
+    (found,) = [term.seconds for term in prediction.terms if what in term.what]
+    return found
+
+
+def test_all_in_memory_is_the_sum_of_its_parts_over_the_cores() -> None:
+    prediction = predict(WORK, Cluster(), NODE)
+    rows = unique(100)
+    by_hand = 100 * 300 + 1000 * (10 + 5) + rows * 50 + 1000 * (2 + 8 * 0.5) * 2 + rows * (4 + 8)
+    by_hand += 100 * 1e4 * 0.02 + (100 * 1000 + 100) * 0.5 + 10_000 * 2 + 100 * 50 + 1e3 * (1000 + 10 * 10)
+    assert prediction.processor_seconds == pytest.approx(by_hand * 1e-9)
+    assert prediction.seconds == pytest.approx(by_hand * 1e-9 / 4)
+    assert prediction.slowest_resource == "cores"
+    assert prediction.slowest_stage == "train"
+    assert prediction.to_json()["examples_per_s"] == pytest.approx(100 / prediction.seconds)
+
+
+def test_missing_rows_cost_pages_and_writes() -> None:
+    prediction = predict(WORK, Cluster(mem_rows=4001), NODE)
+    missing = prediction.figures["from_disk"]
+    assert missing == pytest.approx(unique(100) * (1 - POPULARITY.hit_rate(4001, 100)))
+    pages = 8002 * 72 / 4096
+    wanted = pages * (1 - math.exp(-missing / pages))
+    density = wanted / pages
+    expected = sum(density * (1 - density) ** gap * (gap + 1) for gap in range(5)) + 4 * (1 - density) ** 5
+    assert seconds(prediction, "pages") == pytest.approx(wanted * expected * 1e-6)
+    assert seconds(prediction, "evicted rows") == pytest.approx(missing * 72 * 5 / 0.5e9)
+    assert seconds(prediction, "looked up") == pytest.approx(missing * 5e-6 / 4)
+    # A slow disk bounds the step, and is named.
+    slow = dataclasses.replace(NODE, disk=dataclasses.replace(DISK, read_us=4000.0, page_us=1000.0))
+    assert predict(WORK, Cluster(mem_rows=4001), slow).slowest_resource == "disk"
+
+
+def test_two_hops_carry_each_key_of_a_node_once() -> None:
+    cluster = Cluster(nodes=2, ranks=4)
+    two, flat = (predict(WORK, dataclasses.replace(cluster, exchange=e), NODE) for e in ("two_hops", "flat"))  # type: ignore[arg-type]
+    per_key = 8 + 8 * WORK.dim
+    fixed = 3e-6 * LINKS.network_us
+    assert seconds(two, "between nodes") == pytest.approx(unique(400) / 2 * per_key / 1e9 + fixed)
+    assert seconds(flat, "between nodes") == pytest.approx(4 * unique(100) / 2 * per_key / 1e9 + fixed)
+    assert seconds(two, "within the node") > seconds(flat, "within the node")
+    assert not [term for term in predict(WORK, Cluster(), NODE).terms if "link" in term.resource]
+
+
+def test_dense_gradients_are_sent_every_so_many_steps() -> None:
+    def sent(every: int) -> float:
+        work = dataclasses.replace(WORK, every=every)
+        terms = predict(work, Cluster(nodes=4), NODE).terms
+        return sum(term.seconds for term in terms if "dense gradients" in term.what)
+
+    assert sent(1) == pytest.approx(8 * 10_000 * 0.75 / 1e9 + 2e-6 * LINKS.network_us)
+    assert sent(20) == pytest.approx(sent(1) / 20)
+
+
+def test_a_window_pulls_popular_rows_once() -> None:
+    one, many = (predict(dataclasses.replace(WORK, window=w), Cluster(mem_rows=4001), NODE) for w in (1, 10))
+    assert many.figures["pulled"] == pytest.approx(unique(1000) / 10)
+    assert many.figures["pulled"] < one.figures["pulled"]
+
+
+def test_gpus() -> None:
+    cluster = Cluster(ranks=2, gpu=True, hbm_rows=2000.0)
+    prediction = predict(WORK, cluster, NODE)
+    assert 0 < prediction.figures["hbm_hits"] < 1
+    moved = unique(200) * (1 - prediction.figures["hbm_hits"]) / 2 * WORK.row_bytes
+    assert seconds(prediction, "rows up;") == pytest.approx(moved / 10e9)
+    assert seconds(prediction, "matrix") == pytest.approx(2 * 100 * 1e4 / 10e12)
+    with pytest.raises(ValueError, match="round has none"):
+        predict(WORK, cluster, dataclasses.replace(NODE, gpu=None))
+
+
+def test_hardware_is_a_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "node.toml"
+    for node in (NODE, dataclasses.replace(NODE, gpu=None), paper_node(CPU)):
+        path.write_text(node.to_toml())
+        assert Hardware.load(path) == node
+    path.write_text(NODE.to_toml().replace("read_us = 4.0", "read_us = 0.0"))
+    with pytest.raises(ValueError, match=r"disk.read_us is 0\.0: it must be above 0.*--measure"):
+        Hardware.load(path)
+    path.write_text("name = 3")
+    with pytest.raises(ValueError, match="name is 3: it must be text"):
+        Hardware.load(path)

@@ -1,0 +1,130 @@
+"""Workloads of configs and presets; the command line; measuring, made small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from plan_helpers import NODE
+from typer.testing import CliRunner
+
+import thermocline as tc
+from thermocline.cli import app
+from thermocline.plan import measure as measuring
+from thermocline.plan.hardware import Hardware
+from thermocline.plan.network import work_of
+from thermocline.plan.workload import cluster_of, preset_config, workload_of
+
+CONFIG = """
+[data]
+format = "synth"
+[data.synth]
+keys = 20_000
+fields = 4
+dense = 3
+[model]
+name = "{model}"
+dim = 6
+hidden = [10]
+batch_norm = false
+[tiers]
+mem = "{mem}"
+[train]
+batch_size = 200
+optimizer = "adagrad"
+"""
+
+
+def config_of(model: str = "dnn", mem: str = "64MB", sets: tuple[str, ...] = ()) -> tc.Config:
+    return tc.Config.parse(CONFIG.format(model=model, mem=mem), sets)
+
+
+def test_the_work_of_a_network_is_counted() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 1))
+    work = work_of(net, lambda examples: torch.zeros(examples, 5))
+    assert work.multiply_adds == 3 * (5 * 7 + 7)  # forward, and backward to inputs and weights
+    assert work.floats == 2 * 7  # ReLU, there and back
+    assert work.operations >= 8
+
+
+@pytest.mark.parametrize("model", ["lr", "fm", "dnn", "widedeep", "deepfm", "dcn", "dcnv2", "dlrm", "autoint"])
+def test_every_model_has_a_workload(model: str) -> None:
+    work = workload_of(config_of(model))
+    assert work.dense_parameters > 0
+    assert work.floats > 0
+    assert (work.multiply_adds > 0) == (model not in ("lr", "fm"))
+    assert work.popularity.nonzeros == pytest.approx(4, rel=1e-3)
+    assert work.read_ns > 0
+
+
+def test_files_are_counted(tmp_path: Path) -> None:
+    ads = tc.SyntheticAds(keys=1000, fields=4, batch_size=100, examples=3000, tensors=False)
+    ads.write(tmp_path / "ads.parquet")
+    text = f"[data]\ntrain = [{json.dumps(str(tmp_path / 'ads.parquet'))}]\n[model]\nname = 'lr'\n"
+    work = workload_of(tc.Config.parse(text, ["train.batch_size=100"]))
+    assert work.popularity.nonzeros == pytest.approx(4)
+    assert work.popularity.keys == len(np.unique(np.concatenate([batch.ids for batch in ads])))
+    assert work.example_bytes == pytest.approx((tmp_path / "ads.parquet").stat().st_size / 3000, rel=0.05)
+
+
+def test_budgets_are_those_of_the_config() -> None:
+    config = config_of(mem="1MB")
+    work = workload_of(config)
+    with pytest.raises(tc.ConfigError, match=r"tiers\.mem of all ranks holds .* rows, but there are 20,000 keys"):
+        cluster_of(config, work, NODE, nodes=1, ranks=1, exchange="flat", cpu=True)
+    config = config_of(mem="1MB", sets=("tiers.ssd=rows",))
+    one = cluster_of(config, work, NODE, nodes=1, ranks=1, exchange="flat", cpu=True)
+    assert one.mem_rows == pytest.approx(tc.MemTier(6, tc.Adagrad(lr=0.1), budget="1MB").capacity, rel=0.2)
+    four = cluster_of(config, work, NODE, nodes=1, ranks=4, exchange="flat", cpu=True)
+    assert four.mem_rows == pytest.approx(4 * one.mem_rows)
+    gpus = cluster_of(config, work, NODE, nodes=1, ranks=None, exchange="flat", cpu=False)
+    assert (gpus.ranks, gpus.gpu) == (2, True)
+    assert gpus.hbm_rows > 0
+
+
+def test_a_preset_has_the_published_size() -> None:
+    work = workload_of(preset_config("E/100000", 64, 3))
+    assert work.dense_parameters == pytest.approx(7e6, rel=0.01)
+    assert work.popularity.keys == pytest.approx(2e6)
+    assert work.popularity.nonzeros == pytest.approx(500, rel=1e-3)
+    assert (work.batch, work.window) == (64, 3)
+
+
+def test_command(tmp_path: Path) -> None:
+    node, config = tmp_path / "node.toml", tmp_path / "ads.toml"
+    node.write_text(NODE.to_toml())
+    config.write_text(CONFIG.format(model="dnn", mem="64MB"))
+    run = CliRunner().invoke
+    done = run(app, ["plan", str(config), "--hardware", str(node), "--cpu", "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["slowest_resource"] == "cores"
+    assert report["step_seconds"] == pytest.approx(sum(term["seconds"] for term in report["terms"]))
+    cluster = ["plan", "--preset", "B/100000", "--hardware", f"paper:{node}", "--nodes", "4", "--every", "20"]
+    done = run(app, cluster)
+    assert done.exit_code == 0, done.output
+    for words in ("4 x 8 GPUs", "dense gradients, every 20", "slowest resource", "assumed"):
+        assert words in " ".join(done.stdout.split()), words
+    for wrong in (["plan"], ["plan", str(config), "--preset", "E"], ["plan", str(config), "--hardware", str(config)]):
+        done = run(app, wrong)
+        assert done.exit_code == 2, done.output
+
+
+@pytest.mark.timeout(120)
+def test_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of every part, of a sensible size; how good they are is benchmarks/plan.py's to say."""
+    small = {"_KEYS": 20_000, "_BATCH": 256, "_BATCHES": 3, "_ROUNDS": 1, "_DISK_KEYS": 100_000, "_DISK_CYCLES": 20}
+    for name, value in small.items():
+        monkeypatch.setattr(measuring, name, value)
+    done = CliRunner().invoke(app, ["plan", "--measure", str(tmp_path / "node.toml")])
+    assert done.exit_code == 0, done.output
+    node = Hardware.load(tmp_path / "node.toml")
+    assert "measured" in node.source
+    assert 1 < node.cpu.dedup_id_ns < 1000
+    assert 0.001 < node.cpu.multiply_add_ns < 1
+    assert 0.1 < node.disk.read_us < 10_000
+    assert 0.001 < node.links.node_gbs < 100
+    assert (node.gpu is not None) == torch.cuda.is_available()

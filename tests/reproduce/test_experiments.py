@@ -1,0 +1,222 @@
+"""`thermocline reproduce`, very small: every experiment runs, and its figures are those of its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import browser_helpers as browser
+import numpy as np
+import pytest
+from cli_helpers import invoke
+
+import thermocline as tc
+from thermocline.reproduce import hashing, models, mpi, paper, places, quantization
+from thermocline.reproduce.experiment import Setup
+
+TINY = ("--quick", "--effort", "0.001", "--scale", "1/1000000", "--device", "cpu")
+
+
+@contextlib.contextmanager
+def without_rival() -> Iterator[None]:
+    """MPI's ranks take seconds to start: test_rival.py has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mpi, "missing", lambda: "this test is small")
+        yield
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+
+    threads = torch.get_num_threads()
+    folder = tmp_path_factory.mktemp("report")
+    with without_rival():
+        result = invoke("reproduce", *TINY, "--out", str(folder))
+    torch.set_num_threads(threads)
+    assert result.exit_code == 0, result.output
+    assert "the report is" in result.output
+    return folder
+
+
+def results(report: Path, experiment: str) -> dict[str, Any]:
+    records = [json.loads(path.read_text()) for path in (report / "steps" / experiment).glob("*.json")]
+    return {record["step"]: record["result"] for record in records}
+
+
+def rows(report: Path, name: str) -> list[dict[str, str]]:
+    with (report / "tables" / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_experiment_is_on_the_page_and_none_is_done_again(report: Path) -> None:
+    page = (report / "index.html").read_text()
+    for name in places.PLACES:
+        assert f'<section id="{name}">' in page
+    assert page.count("This version does not have this experiment.") == len(places.PLACES) - len(places.present())
+    assert page.count("Not on this machine: this test is small.") == 1
+    assert "steps are done" not in page
+    assert not (report / "work").exists()
+    with without_rival():
+        result = invoke("reproduce", *TINY, "--out", str(report))
+    assert "0 steps done" in result.output
+    assert (report / "index.html").read_text() == page
+
+
+def test_the_page_needs_nothing_else(report: Path) -> None:
+    page = (report / "index.html").read_text()
+    for word in ("src=", "<script", "@import", "url(", "http://", "https://"):
+        assert word not in page.replace('xmlns="http://www.w3.org/2000/svg"', "")
+
+
+@pytest.mark.skipif(browser.find() is None, reason=browser.ABSENT)
+def test_the_page_is_readable_in_a_browser(report: Path, tmp_path: Path) -> None:
+    program = browser.find()
+    assert program is not None
+    with browser.started(program, tmp_path) as tab:
+        for width in (400, 1400):
+            tab.open(report / "index.html", width=width, dark=False)
+            browser.check_readable(tab, width)
+        ids = tab.value("[...document.querySelectorAll('figure')].map(f => f.id)")
+    assert sorted(ids) == sorted(path.stem for path in (report / "tables").glob("*.csv"))
+
+
+def test_rows_of_few_bits_are_what_was_trained(report: Path) -> None:
+    got = results(report, "quantization")
+    table = {row["rows"]: row for row in rows(report, "quantization-table")}
+    cases = quantization.cases(Setup(effort=0.001, scale=1e6))
+    assert list(table) == [case.name for case in cases]
+    for case in cases:
+        row, result = table[case.name], got[case.name]
+        assert float(row["test AUC"]) == result["auc"]
+        assert int(row["bytes a row"]) == case.precision.row_bytes(case.dim, tc.RowWiseAdagrad()) == result["row_bytes"]
+        assert int(row["bytes of rows"]) == result["rows"] * result["row_bytes"]
+    assert table["int8, dim 32"]["bytes a row"] == table["fp32"]["bytes a row"]
+    assert len({result["auc"] for result in got.values()}) > len(got) // 2  # they were trained, each in its own way
+
+
+def test_the_claims_about_few_bits_can_fail() -> None:
+    setup = Setup(effort=1.0)
+    cases = quantization.cases(setup)
+    same = {case.name: {"auc": 0.75} for case in cases}
+    held = {claim.text: claim.holds for claim in quantization._claims(setup, same)}
+    assert [text for text, holds in held.items() if holds] == [text for text in held if "lossless" in text]
+    better = {case.name: {"auc": 0.7 + 0.01 * case.precision.stochastic} for case in cases}
+    better["int8, learned from a wide range"] = {"auc": 0.72}
+    assert all(claim.holds for claim in quantization._claims(setup, better))
+    better["int2, nearest, range of the row"] = {"auc": 0.72}
+    assert sum(not claim.holds for claim in quantization._claims(setup, better)) == 1
+
+
+def test_the_hashing_tables_are_what_was_trained(report: Path) -> None:
+    got = results(report, "hashing")
+    setup = Setup(effort=0.001, scale=1e6)
+    for world in ("image", "web"):
+        table = rows(report, f"hashing-table-{world}")
+        assert [row["model"] for row in table][:2] == ["LR", "DNN"]
+        for row in table:
+            name = row["model"].removeprefix("hash+DNN, ")
+            result = got[f"{world}, {name}"]
+            assert float(row["test AUC"]) == result["auc"]
+            assert int(row["rows trained"]) == result["rows"]
+            assert int(row["bytes of rows"]) == result["rows"] * result["row_bytes"]
+    # Rows really trained: all slots of all examples, counted without any training.
+    for method, name, log2_k in hashing._rows(setup, "image"):
+        k = None if log2_k is None else hashing.bins(setup, log2_k)
+        data = hashing.config(setup, "image", method, k).data
+        synth = data.synth
+        ads = tc.SyntheticAds(
+            keys=synth.keys, fields=synth.fields, nonzeros=synth.nonzeros, zipf=synth.zipf, examples=synth.examples,
+            hashing=data.hashing, seed=synth.seed,
+        )  # fmt: skip
+        slots = np.unique(np.concatenate([batch.ids for batch in ads]))
+        assert got[f"image, {name}"]["rows"] == len(slots)
+
+
+def test_the_papers_figures_stand_in_columns_of_their_own(report: Path) -> None:
+    published = paper.load()["hashing"]
+    for world in ("image", "web"):
+        table = {row["model"]: row for row in rows(report, f"hashing-table-{world}")}
+        assert float(table["LR"]["AUC (the paper)"]) == published[world]["lr"]["auc"]
+        for theirs in published[world]["hash"]:
+            row = table.get(f"hash+DNN, OP+OSRP, k = 2^{theirs['log2_k']}")
+            if row is not None:
+                assert float(row["AUC (the paper)"]) == theirs["auc"]
+                assert int(row["nonzero weights (the paper)"]) == theirs["weights"]
+        assert table[next(m for m in table if "modulo" in m)]["AUC (the paper)"] == ""
+
+
+def test_the_models_table_and_curves_are_what_was_measured(report: Path) -> None:
+    got = results(report, "models")
+    table = {row["model"]: row for row in rows(report, "models-table")}
+    assert list(table) == list(models.NAMES)
+    for name, row in table.items():
+        tiers, memory = got[f"{name}, tiers"], got[f"{name}, memory"]
+        assert float(row["examples/s"]) == tiers["examples_per_s"]
+        assert float(row["examples/s, all in DRAM"]) == memory["examples_per_s"]
+        assert tiers["rows"] == tiers["plan"]["keys"] == int(row["keys"])  # every key has its row on disk
+        points = tiers["points"]
+        assert sum(point["batches"] for point in points) == tiers["batches"] == points[-1]["batch"]
+        assert all(0 <= point["mem_hits"] <= point["mem_all"] for point in points)
+        assert points[0]["bytes_read"] > 0  # memory was empty
+        assert all(point["disk_bytes"] >= tiers["rows"] * tiers["row_bytes"] for point in points)
+    read = {
+        series["name"]: series for series in json.loads((report / "tables/models-ssd-e.json").read_text())["series"]
+    }
+    point = got["E, tiers"]["points"][0]
+    assert read["read for batches"]["y"][0] == pytest.approx(point["bytes_read"] / point["batches"] / 1e6)
+
+
+def test_the_tiers_change_no_bit_of_auc(report: Path) -> None:
+    tiers, memory = results(report, "auc_time").values()
+    assert [point["auc"] for point in tiers["points"]] == [point["auc"] for point in memory["points"]]
+    assert tiers["test_auc"] == memory["test_auc"]
+    assert {float(row["difference of AUC"]) for row in rows(report, "auc_time-difference")} == {0.0}
+
+
+def test_claims_are_told_but_a_quick_run_proves_none(report: Path) -> None:
+    result = invoke("reproduce", *TINY, "--out", str(report), "--only", "hashing")
+    assert result.exit_code == 0
+    assert "the network beats logistic regression" in result.output
+
+
+def test_falling_curves() -> None:
+    assert hashing.falls([0.75, 0.74, 0.74, 0.73])
+    assert not hashing.falls([0.75, 0.74, 0.745, 0.73])
+    assert not hashing.falls([0.75, 0.7499, 0.75])
+    assert not hashing.falls([0.7, 0.7005, 0.7])
+
+
+def test_a_training_that_is_cut_anywhere_ends_with_the_same_bits(tmp_path: Path) -> None:
+    from thermocline.reproduce.experiment import Work
+    from thermocline.reproduce.training import train
+
+    config = hashing.config(Setup(effort=0.004, scale=1e6), "image", "op_osrp", 40)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder in (whole, cut):
+        folder.mkdir()
+    expected = train(config, Work(whole))
+    assert expected is not None
+    calls = 0
+    found = None
+    while found is None:
+        found = train(config, Work(cut, limit=0.0))  # ends after eight steps each time
+        calls += 1
+    assert calls > 1
+    assert {**found, "examples_per_s": 0} == {**expected, "examples_per_s": 0}
+
+
+def test_errors_are_one_line() -> None:
+    for words, text in (
+        (("--only", "modles"), "did you mean"),
+        (("--scale", "7"), "--scale is"),
+        (("--effort", "0"), "--effort"),
+    ):
+        result = invoke("reproduce", *words)
+        assert result.exit_code == 2
+        assert text in result.output
+        assert len(result.output.strip().splitlines()) == 1

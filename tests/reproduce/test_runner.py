@@ -1,0 +1,203 @@
+"""A reproduction of made-up experiments: what is done is kept, what is cut short goes on, what is missing is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import thermocline as tc
+from thermocline.reproduce import machine, places, runner
+from thermocline.reproduce.experiment import (
+    Claim,
+    Experiment,
+    Figure,
+    Json,
+    Section,
+    Series,
+    Setup,
+    Step,
+    Table,
+    Work,
+    parse_scale,
+)
+
+SETUP = Setup(scale=10.0)
+
+
+class Squares:
+    """Steps that count their calls; `fail` of them is cut short once, `long` takes three calls."""
+
+    def __init__(self, count: int = 4, fail: int | None = None, long: int | None = None, factor: int = 1) -> None:
+        self.count, self.fail, self.long, self.factor = count, fail, long, factor
+        self.calls: list[int] = []
+        self.experiment = Experiment(title="Squares & co", steps=self.steps, section=self.section)
+
+    def steps(self, setup: Setup) -> list[Step]:
+        return [
+            Step(name=f"Square of {n}!", settings={"n": n, "factor": self.factor}, seconds=1.0, run=self.run_of(n))
+            for n in range(self.count)
+        ]
+
+    def run_of(self, n: int) -> Any:
+        def run(work: Work) -> Json | None:
+            self.calls.append(n)
+            assert work.folder.is_dir()
+            assert work.left > 0
+            work.tell(0.5)
+            if n == self.fail:
+                self.fail = None
+                raise KeyboardInterrupt
+            if n == self.long:
+                path = work.folder / "so far"
+                path.write_text(path.read_text() + "x" if path.exists() else "x")
+                if len(path.read_text()) < 3:
+                    return None
+            return {"square": n * n * self.factor}
+
+        return run
+
+    def section(self, setup: Setup, results: Mapping[str, Json]) -> Section:
+        squares = [results[f"Square of {n}!"]["square"] for n in range(self.count)]
+        line = Series(name="n < n²", x=list(range(self.count)), y=squares)
+        return Section(
+            text=["What is < 3?"],
+            parts=[
+                Table(
+                    name="table", title="Squares", columns=("n", "square", "guess", "theirs"),
+                    rows=[(f"<{n}>", square, 0.5, 7) for n, square in enumerate(squares)],
+                    paper=("theirs",), predicted=("guess",),
+                ),
+                Figure(name="plot", title="A plot", x="n", y="n²", series=[line]),
+            ],
+            claims=[Claim(text="they rise", holds=squares == sorted(squares), detail="0 < 1")],
+        )  # fmt: skip
+
+
+def run(folder: Path, squares: Squares, **more: Any) -> runner.Outcome:
+    return runner.run(folder, {"squares": squares.experiment, **more}, SETUP, "thermocline reproduce --made-up")
+
+
+def test_everything_is_done_once_and_reported(tmp_path: Path) -> None:
+    squares = Squares()
+    outcome = run(tmp_path, squares, absent="There is no such thing.")
+    assert squares.calls == [0, 1, 2, 3]
+    assert (outcome.steps, [claim.holds for claim in outcome.claims]) == (4, [True])
+    page = outcome.page.read_text()
+    assert "Squares &amp; co" in page
+    assert "What is &lt; 3?" in page
+    assert "There is no such thing." in page
+    assert "thermocline reproduce --made-up" in page
+    assert machine.describe()["cpu"] in page
+    assert f"build {machine.build()}" in page
+    assert '<th scope="col" class="paper">theirs (the paper)</th>' in page
+    assert '<th scope="col" class="predicted">guess (predicted)</th>' in page
+    assert (tmp_path / "tables/squares-table.csv").read_text().splitlines() == [
+        "n,square,guess (predicted),theirs (the paper)", "<0>,0,0.5,7", "<1>,1,0.5,7", "<2>,4,0.5,7", "<3>,9,0.5,7",
+    ]  # fmt: skip
+    record = json.loads((tmp_path / "tables/squares-table.json").read_text())
+    assert record["kinds"] == {"n": "measured", "square": "measured", "guess": "predicted", "theirs": "paper"}
+    assert record["about"]["command"] == "thermocline reproduce --made-up"
+    assert record["about"]["made_by"][0]["cores"] == machine.describe()["cores"]
+    assert (tmp_path / "tables/squares-plot.csv").read_text().splitlines()[1:3] == [
+        "n < n²,measured,0,0",
+        "n < n²,measured,1,1",
+    ]
+    assert (tmp_path / "figures/squares-plot.svg").exists()
+    assert not (tmp_path / "work").exists()
+
+    again = Squares()
+    assert run(tmp_path, again).steps == 0
+    assert again.calls == []
+
+
+def test_a_run_that_was_cut_short_goes_on_here_or_elsewhere(tmp_path: Path) -> None:
+    squares = Squares(fail=2)
+    here, there = tmp_path / "here", tmp_path / "there"
+    with pytest.raises(KeyboardInterrupt):
+        run(here, squares)
+    assert squares.calls == [0, 1, 2]
+    assert "2 of 4 steps are done" in (here / "index.html").read_text()
+    shutil.copytree(here, there)
+    for folder in (here, there):
+        rest = Squares()
+        assert run(folder, rest).steps == 2
+        assert rest.calls == [2, 3]
+        assert "steps are done" not in (folder / "index.html").read_text()
+
+
+def test_a_step_that_takes_several_calls_keeps_its_folder(tmp_path: Path) -> None:
+    squares = Squares(long=1)
+    run(tmp_path, squares)
+    assert squares.calls == [0, 1, 1, 1, 2, 3]
+    (record,) = [json.loads(p.read_text()) for p in (tmp_path / "steps/squares").glob("square-of-1-*.json")]
+    assert record["seconds"] > 0
+    assert record["result"] == {"square": 1}
+
+
+def test_other_settings_are_another_step(tmp_path: Path) -> None:
+    run(tmp_path, Squares())
+    other = Squares(factor=2)
+    assert run(tmp_path, other).steps == 4
+    assert len(list((tmp_path / "steps/squares").iterdir())) == 8
+
+
+def test_a_damaged_result_is_told(tmp_path: Path) -> None:
+    run(tmp_path, Squares())
+    path = next((tmp_path / "steps/squares").glob("square-of-2-*.json"))
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(tc.CorruptionError, match=r"square-of-2-\w+\.json is damaged .* remove it"):
+        run(tmp_path, Squares())
+
+
+def test_a_result_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    step = Step(name="one", settings={}, seconds=1, run=lambda work: {"pair": (1, 2)})
+    made = Experiment(title="", steps=lambda setup: [step], section=Squares().section)
+    with pytest.raises(TypeError, match="the result of squares, one"):
+        runner.run(tmp_path, {"squares": made}, SETUP, "")
+
+
+def test_several_machines_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Squares(fail=2))
+    real = machine.describe()
+    monkeypatch.setattr(machine, "describe", lambda: {**real, "cpu": "Another processor"})
+    page = run(tmp_path, Squares()).page.read_text()
+    assert "several machines or builds" in page
+    assert "Another processor" in page
+    assert real["cpu"] in page
+
+
+# ---- names and sizes
+
+
+def test_names_of_experiments() -> None:
+    assert {"hashing", "models", "auc_time", "nonzeros"} <= set(places.present())
+    assert set(places.present()) <= set(places.PLACES)
+    assert list(places.choose(["models", "hashing"])) == ["hashing", "models"]  # in the page's order
+    with pytest.raises(tc.ConfigError, match=r'there is no experiment "hasing".*did you mean "hashing"'):
+        places.choose(["hasing"])
+    for name in set(places.PLACES) - set(places.present()):
+        with pytest.raises(tc.ConfigError, match=f"'{name}' is not in this version"):
+            places.choose([name])
+
+
+def test_scales() -> None:
+    assert parse_scale("1/1000") == 1000
+    assert parse_scale(" 1 / 2.5e3") == 2500
+    for text in ("1000", "1/0.5", "2/1000", "1/x", "1/1e999", ""):
+        with pytest.raises(tc.ConfigError, match="--scale is"):
+            parse_scale(text)
+    options: dict[str, Any] = {"scale": None, "effort": None, "seed": 3, "device": "cpu"}
+    full, quick = Setup.of(quick=False, **options), Setup.of(quick=True, **options)
+    assert (full.scale, full.effort, full.asserted, full.seed) == (1000, 1, True, 3)
+    assert (quick.scale, quick.effort, quick.asserted) == (100_000, 0.1, False)
+    assert not Setup.of(quick=False, **{**options, "effort": 0.5}).asserted
+    with pytest.raises(tc.ConfigError, match="--effort is 2"):
+        Setup.of(quick=True, **{**options, "effort": 2.0})
+    with pytest.raises(tc.ConfigError, match='--device is "tpu"'):
+        Setup.of(quick=True, **{**options, "device": "tpu"})
