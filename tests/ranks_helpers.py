@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,7 @@ def outcomes(nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: fl
     """The same for ranks that may fail: ("fine", what it returned), ("failed", its traceback) or ("died", None)."""
     world = sum(map(len, nodes))
     context = multiprocessing.get_context("forkserver")
-    # The first optimizer imports torch._dynamo: more than a second, of every rank.
-    loaded = ["torch", "torch._dynamo", "torch.distributed", "thermocline.dist.dense", "thermocline.train"]
-    context.set_forkserver_preload(loaded)
+    _start_server(context)
     results: list[Any] = [None] * world
     with tempfile.TemporaryDirectory(prefix="thermocline-ranks-") as folder:
         pipes, processes = [], []
@@ -57,6 +56,23 @@ def outcomes(nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: fl
                     process.kill()
                     process.join()
     return results
+
+
+def _start_server(context: Any) -> None:
+    """Once: the process that all ranks are forked from. It has loaded what takes long, and has not touched a GPU."""
+    import torch
+
+    # The first optimizer imports torch._dynamo: more than a second, of every rank.
+    loaded = ["torch", "torch._dynamo", "torch.distributed", "thermocline.dist.dense", "thermocline.train"]
+    context.set_forkserver_preload(loaded)
+    before = os.environ.get("TRITON_INTERPRET")
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # torch._dynamo imports Triton, which decides there
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            os.environ.pop("TRITON_INTERPRET", None)
 
 
 def _receive(pipes: Sequence[Connection], results: list[Any], seconds: float) -> None:

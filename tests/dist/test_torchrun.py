@@ -76,7 +76,7 @@ def test_torchrun(tmp_path: Path, command_folder: None) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [sys.executable, *command, str(script), "train", "config.toml"],
-        cwd=killed, env=env, capture_output=True, text=True, timeout=240, check=False,
+        cwd=killed, env=env, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "thermocline: rank 0 of 2 (node 0) cannot go on" in done.stderr

@@ -146,7 +146,7 @@ class Groups:
             if topology.world == 1:
                 store = dist.HashStore()  # type: ignore[attr-defined]
             else:
-                found, _, _ = next(dist.rendezvous("env://", timeout=wait))
+                found, _, _ = next(dist.rendezvous("env://", timeout=wait))  # type: ignore[attr-defined]
                 store = meet(found, topology.rank, topology.world, timeout)
             backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
             dist.init_process_group(

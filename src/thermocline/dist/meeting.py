@@ -21,7 +21,7 @@ _PAUSE = 0.01
 def meet(store: Any, rank: int, world: int, timeout: float) -> Any:
     """The store, as this life's ranks share it. All of them call it; whoever is not there in time is named."""
     token = _lead(store, world, timeout) if rank == 0 else _follow(store, rank, timeout)
-    return dist.PrefixStore(f"thermocline/{token}", store)
+    return dist.PrefixStore(f"thermocline/{token}", store)  # type: ignore[attr-defined]
 
 
 def _lead(store: Any, world: int, timeout: float) -> str:
