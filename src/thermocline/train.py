@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -128,9 +129,12 @@ class Trainer:
                             if self._losses:
                                 self._after_step(self._update(), valid)
                             self._end_epoch(valid)
-                step = self._finish(valid, interrupted=self._crew.asked(INTERRUPT, bool(caught)))
+                interrupted = self._crew.asked(INTERRUPT, bool(caught))
+                step = self._finish(valid, interrupted=interrupted)
+                trained = int(self._crew.total(self.progress.examples - already)[0])
+                if interrupted and not caught:  # another rank was: all end alike
+                    caught.append(signal.SIGTERM)
             seconds = self._meter.seconds
-            trained = int(self._crew.total(self.progress.examples - already)[0])
             tested = None
             if test is not None:
                 speed = trained / seconds if trained else None

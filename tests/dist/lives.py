@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,42 @@ from thermocline import published
 from thermocline.dist.groups import Groups
 
 
-class Die(tc.Callback):
-    """Kills its rank after a step."""
+class Send(tc.Callback):
+    """A signal to its own rank after a step; notes where the run ends."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, number: int) -> None:
+        self.step, self.number = step, number
 
     def on_step(self, trainer: Any, loss: object) -> None:
         if trainer.progress.step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.number)
+
+    def on_end(self, trainer: Any) -> None:
+        self.ended = trainer.progress.step, trainer.ending
 
 
-def live(groups: Groups, job: Job, way: Way, folder: str, *, resume: bool, dies: str | int | None = None) -> Any:
+def interrupted(groups: Groups, job: Job, way: Way, folder: str, step: int) -> Any:
+    """SIGTERM to rank 1 only."""
+    send = Send(step if groups.topology.rank == 1 else -1, signal.SIGTERM)
+    try:
+        live(groups, job, way, folder, resume=False, listening=[send], only_fit=True)
+    except SystemExit as exit:
+        return *send.ended, exit.code
+    return *send.ended, 0
+
+
+def live(
+    groups: Groups, job: Job, way: Way, folder: str, *, resume: bool, dies: str | int | None = None,
+    listening: Sequence[tc.Callback] = (), only_fit: bool = False,
+) -> Any:  # fmt: skip
     """One life of a rank. `dies`: the step after which rank 1 does, or a named point of a save."""
     tables = {name: make_table(name, job, way, groups, folder) for name in DIMS}
     model = make_model(tables)
     dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
-    callbacks: list[tc.Callback] = []
+    callbacks = list(listening)
     if dies is not None and groups.topology.rank == 1:
         if isinstance(dies, int):
-            callbacks.append(Die(dies))
+            callbacks.append(Send(dies, signal.SIGKILL))
         else:
             point, _, count = dies.partition(":")
             published._kill_at, published._left = point, int(count)
@@ -51,6 +68,8 @@ def live(groups: Groups, job: Job, way: Way, folder: str, *, resume: bool, dies:
     )  # fmt: skip
     mine = job.data(groups.topology.rank)
     result = trainer.fit(mine, mine[: 3 + groups.topology.rank], resume=resume)
+    if only_fit:
+        return result
     rows = {name: bits(table.read(probe(job))) for name, table in tables.items()}
     for table in tables.values():
         table.tier.check()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dist.lives import live, load, trained_keys
+from dist.lives import interrupted, live, load, trained_keys
 from dist.ranks_run import DIMS, FOUR, ONE, PAIR, Job, Way
 from ranks_helpers import Nodes, outcomes, play
 
@@ -46,6 +47,17 @@ def test_a_rank_is_killed(dies: str | int, whole: Any, tmp_path: Path) -> None:
     for result in resumed:
         assert {**result, "examples": 0} == {**whole, "examples": 0}
         assert result["examples"] < whole["examples"]  # it did go on from a checkpoint
+
+
+def test_one_rank_is_told_to_end(whole: Any, tmp_path: Path) -> None:
+    """SIGTERM to one rank: all finish the same step, save and end; resumed, the run ends with the same bits."""
+    (step, ending, code), (other, _, killed) = play(PAIR, interrupted, JOB, WAY, str(tmp_path), 11)
+    assert step == other
+    assert 11 < step < 40
+    assert "interrupted and saved" in ending
+    assert code == killed == 128 + signal.SIGTERM
+    for result in play(PAIR, functools.partial(live, resume=True), JOB, WAY, str(tmp_path)):
+        assert {**result, "examples": 0} == {**whole, "examples": 0}
 
 
 def test_other_numbers_of_ranks(whole: Any, tmp_path: Path) -> None:
