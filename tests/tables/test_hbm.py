@@ -120,7 +120,7 @@ def test_evaluation_reads_and_inserts_nothing() -> None:
 
 
 def test_sources_of_rows(tmp_path: Any) -> None:
-    """Each row of each batch counts once, where it was: new, on SSD after reopening, then in HBM; evaluation does not."""
+    """Each row of a batch counts once, where it was: new, on SSD after reopening, then in HBM; evaluation does not."""
     batches = make_batches(6)
     unique = sum(len(np.unique(batch.ids)) for batch in batches)
     with_ssd = hbm_table(400, ssd=tmp_path / "rows")
