@@ -169,10 +169,11 @@ std::pair<size_t, uint32_t> dirty_rows(const MemTier& self, uint32_t next, Array
   return {n, next};
 }
 
-void read(MemTier& self, KeysArg keys, FloatsOutArg rows) {
+std::pair<size_t, size_t> read(MemTier& self, KeysArg keys, FloatsOutArg rows) {
   check_stored(self, keys.size(), rows);
   nb::gil_scoped_release release;
-  self.read(keys.data(), keys.size(), reinterpret_cast<uint8_t*>(rows.data()));
+  const auto sources = self.read(keys.data(), keys.size(), reinterpret_cast<uint8_t*>(rows.data()));
+  return {sources.here, sources.store};
 }
 
 void push(MemTier& self, KeysArg keys, FloatsArg rows, bool dirty, bool unique) {

@@ -15,11 +15,11 @@
 //                number of the step that wrote the row; 0: the initial row
 //
 // The gradient of a table's step: of the loss that rounding adds, to second order with g^2 for the curvature, by the
-// straight-through estimator. It is the sum over all weights x that a step has made of g^2 * (c - q) * e: g the weight's
-// summed gradient times the step's scale, q = x / D, c its code; e, what c * D changes by with D, is c - q inside the
-// codes' range (finer steps, less noise) and c outside (a wider range, less clamping). To first order rounding by chance
-// adds nothing: its mean is x. The sum is one of integers, the same in any order: each term clamped to [-1, 1], NaN as
-// 0, times 2^44, cut to an integer.
+// straight-through estimator. It is the sum over all weights x that a step has made of g^2 * (c - q) * e: g the
+// weight's summed gradient times the step's scale, q = x / D, c its code; e, what c * D changes by with D, is c - q
+// inside the codes' range (finer steps, less noise) and c outside (a wider range, less clamping). To first order
+// rounding by chance adds nothing: its mean is x. The sum is one of integers, the same in any order: each term clamped
+// to [-1, 1], NaN as 0, times 2^44, cut to an integer.
 #pragma once
 
 #include <cstddef>

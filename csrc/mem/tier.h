@@ -67,8 +67,11 @@ class MemTier {
   // Says that pinned rows were changed, before they are unpinned: a flush() in between writes them.
   void mark_dirty(const uint32_t* slots, size_t n);
 
+  struct Sources {
+    size_t here = 0, store = 0;  // the others are initial rows
+  };
   // The rows as they are now; those of unknown keys are initial rows. Inserts nothing, visits nothing.
-  void read(const uint64_t* keys, size_t n, uint8_t* rows);
+  Sources read(const uint64_t* keys, size_t n, uint8_t* rows);
   // Replaces whole rows, wherever they are, without reading the store. Of a repeated key the last one wins; `unique`:
   // there is none, which is faster. Large batches are pushed in parts: after an exception some of the rows may be in.
   void push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique = false);

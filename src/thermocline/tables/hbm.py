@@ -47,8 +47,13 @@ class HbmStats:
     """Planned and not yet let go."""
     ids: int
     """Looked up, repetitions included."""
+    rows: int
+    """Of the batches that were trained, each of a batch's once."""
     misses: int
-    """Keys that were not here."""
+    """Keys that were not here; those that have come were `from_mem`, `from_ssd` or `initialised`."""
+    from_mem: int
+    from_ssd: int
+    initialised: int
     evictions: int
     written_down: int
     """Changed rows pushed into the memory tier."""
@@ -149,6 +154,8 @@ class HbmTier:
         self._first = 0  # what the kernels call number 0
         self._outstanding: set[int] = set()
         self._events: dict[int, torch.cuda.Event] = {}  # per training stream: its last use of rows
+        self.rows = 0
+        """`HbmStats.rows`; counted by who trains."""
         self._ids = self._misses = self._evictions = self._rebuilds = 0
         if self._cuda:
             torch.cuda.synchronize(device)  # once: everything above was filled on the caller's stream
@@ -355,7 +362,11 @@ class HbmTier:
             resident=self._used,
             windows=windows,
             ids=self._ids,
+            rows=self.rows,
             misses=self._misses,
+            from_mem=self._mover.from_mem,
+            from_ssd=self._mover.from_ssd,
+            initialised=self._mover.initialised,
             evictions=self._evictions,
             written_down=self._mover.written,
             rebuilds=self._rebuilds,

@@ -67,6 +67,8 @@ class HbmPrepared:
     stored: bool = False
     """Whether they are as rows are stored, not float32."""
     used_on: Any = None
+    served: bool = False
+    """Whether its rows were counted."""
     remote: Remote | None = None
     """As in `Prepared`."""
 
@@ -209,6 +211,9 @@ class HbmTraining:
     def pool(self, prepared: HbmPrepared, part: HbmPart) -> torch.Tensor:
         """float32[bags, dim]."""
         prepared.use()
+        if prepared.segments is not None and not prepared.served:
+            prepared.served = True
+            self.tier.rows += prepared.segments.sizes[0]
         rows = self.tier.arena if prepared.rows is None else prepared.rows
         codec = self._codec if prepared.rows is None or prepared.stored else None
         weights = rows[:, : self.dim] if codec is None else codec.weights(rows)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from thermocline.batch import Slots, WorkingSet
 from thermocline.core import core
 from thermocline.sizes import format_size, parse_size
-from thermocline.tables.arrays import Floats, Offsets, Pooling, as_keys, bags_of, floats_of, out_of
+from thermocline.tables.arrays import Floats, Keys, Offsets, Pooling, as_keys, bags_of, floats_of, out_of
 from thermocline.tables.initial import Initial, Uniform
 from thermocline.tables.learned import UNIT, LearnedStep
 from thermocline.tables.optimizers import Optimizer, initial_state
@@ -326,8 +326,12 @@ class MemTier:
         """The same as they are stored."""
         wanted = as_keys(keys)
         stored = out_of(out, (len(wanted), self._words))
-        self._core.read(wanted, stored)
+        self.read_into(wanted, stored)
         return stored
+
+    def read_into(self, keys: Keys, stored: Floats) -> tuple[int, int]:
+        """The same; how many of the rows were here, and how many in the store: the others are new."""
+        return self._core.read(keys, stored)
 
     def decode(self, stored: Floats, *, out: Floats | None = None) -> Floats:
         """float32[n, dim + state] of rows as they are stored: themselves, if they are fp32."""

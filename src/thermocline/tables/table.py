@@ -386,6 +386,15 @@ class Table:
         self.gpu.note_step()
         return self.hbm.read(keys)
 
+    def sources(self) -> dict[str, int]:
+        """Rows of training batches so far, by where they were: in HBM if there is one, in memory, on SSD, or new."""
+        if self.hbm is not None:
+            gpu = self.hbm.stats()
+            came = {"mem": gpu.from_mem, "ssd": gpu.from_ssd, "new": gpu.initialised}
+            return {"hbm": gpu.rows - sum(came.values()), **came}
+        stats = self.tier.stats()
+        return {"mem": stats.hits, "ssd": stats.from_store, "new": stats.initialised}
+
     def close(self) -> None:
         """Closes the store, or the one that its checkpoints are in. What was not committed is gone."""
         self.discard_gradients()
