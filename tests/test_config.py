@@ -59,7 +59,7 @@ def test_train_has_every_field_of_train_config() -> None:
 
 WRONG = [
     # sections and keys
-    ("[trian]", 'there is no section "trian" (did you mean "train"?): it has data, model, tiers, train'),
+    ("[trian]", 'there is no section "trian" (did you mean "train"?): it has data, model, precision, tiers, train'),
     ("epochs = 3", 'there is no section "epochs"'),
     ("[train]\nepoch = 3", '[train] has no key "epoch" (did you mean "epochs"?): it has epochs, steps, schedule'),
     ('[tiers]\nhbm = "much"', "tiers.hbm is 'much': write a number of bytes"),

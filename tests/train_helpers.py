@@ -17,6 +17,7 @@ import torch
 import thermocline as tc
 from thermocline.tables.mem import Pooling
 from thermocline.tables.optimizers import Optimizer
+from thermocline.tables.precision import FP32
 from thermocline.tables.reference import sum_in_blocks
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -67,15 +68,15 @@ def all_keys(batches: Sequence[tc.Batch]) -> np.ndarray[Any, Any]:
 
 
 @functools.cache
-def budget_for(rows: int, dim: int, optimizer: Optimizer) -> int:
+def budget_for(rows: int, dim: int, optimizer: Optimizer, precision: tc.Precision = FP32) -> int:
     """The smallest `mem` that holds `rows` rows."""
     low, high = 0, 1 << 14
-    while tc.MemTier(dim, optimizer, budget=high).capacity < rows:
+    while tc.MemTier(dim, optimizer, budget=high, precision=precision).capacity < rows:
         low, high = high, 2 * high
     while high - low > 256:
         middle = (low + high) // 2
         try:
-            enough = tc.MemTier(dim, optimizer, budget=middle).capacity >= rows
+            enough = tc.MemTier(dim, optimizer, budget=middle, precision=precision).capacity >= rows
         except tc.BudgetError:
             enough = False
         low, high = (low, middle) if enough else (middle, high)
@@ -87,7 +88,9 @@ class Reference:
 
     def __init__(self, like: tc.Table, *, seed: int = 0, initial: Any = None) -> None:
         number = int.from_bytes(hashlib.blake2b(like.name.encode(), digest_size=8).digest(), "little")
-        self.table = tc.ReferenceTable(like.dim, like.optimizer, seed=seed, table=number, initial=initial)
+        self.table = tc.ReferenceTable(
+            like.dim, like.optimizer, seed=seed, table=number, initial=initial, precision=like.precision
+        )
         self.lr = like.optimizer.lr
         self.steps = 0
         self.tape: list[tuple[ReferenceBag, tc.Batch, torch.Tensor]] = []

@@ -66,9 +66,9 @@ auto dedup(Dedup& self, KeysArg ids) {
 
 void init_tier(MemTier* self, uint32_t dim, int optimizer, size_t budget, int policy, int threads, int shards,
                uint64_t seed, uint64_t table, int initial_kind, float initial_scale, float initial_state,
-               RowStore* store) {
+               const Precision& precision, RowStore* store) {
   TierOptions o;
-  o.layout = {dim, static_cast<Optimizer>(optimizer)};
+  o.layout = {dim, static_cast<Optimizer>(optimizer), precision};
   o.initial = {static_cast<InitialKind>(initial_kind), initial_scale, initial_state, seed, table};
   o.budget = budget;
   o.policy = static_cast<Policy>(policy);
@@ -79,11 +79,23 @@ void init_tier(MemTier* self, uint32_t dim, int optimizer, size_t budget, int po
 }
 
 template <typename RowsArg>
-void check_rows(const MemTier& self, size_t count, const RowsArg& rows) {
-  if (rows.shape(0) != count || rows.shape(1) != self.layout().floats()) {
+void check_shape(const RowsArg& rows, size_t count, size_t words) {
+  if (rows.shape(0) != count || rows.shape(1) != words) {
     throw Error("rows are " + std::to_string(rows.shape(0)) + " x " + std::to_string(rows.shape(1)) +
-                " floats: needed are " + std::to_string(count) + " x " + std::to_string(self.layout().floats()));
+                " floats: needed are " + std::to_string(count) + " x " + std::to_string(words));
   }
+}
+
+// Rows as they are stored: words of four bytes, whatever they mean.
+template <typename RowsArg>
+void check_stored(const MemTier& self, size_t count, const RowsArg& rows) {
+  check_shape(rows, count, self.layout().bytes() / sizeof(float));
+}
+
+// Rows as training sees them: fp32 weights and state.
+template <typename RowsArg>
+void check_rows(const MemTier& self, size_t count, const RowsArg& rows) {
+  check_shape(rows, count, self.layout().floats());
 }
 
 void pull(MemTier& self, KeysArg keys, Array<uint32_t> slots) {
@@ -151,33 +163,34 @@ void mark_dirty(MemTier& self, SlotsArg slots) {
 
 // (rows given, slot to go on from)
 std::pair<size_t, uint32_t> dirty_rows(const MemTier& self, uint32_t next, Array<uint64_t> keys, FloatsOutArg rows) {
-  check_rows(self, keys.size(), rows);
+  check_stored(self, keys.size(), rows);
   nb::gil_scoped_release release;
   size_t n = self.dirty_rows(&next, keys.size(), keys.data(), reinterpret_cast<uint8_t*>(rows.data()));
   return {n, next};
 }
 
-void read(MemTier& self, KeysArg keys, FloatsOutArg rows) {
-  check_rows(self, keys.size(), rows);
+std::pair<size_t, size_t> read(MemTier& self, KeysArg keys, FloatsOutArg rows) {
+  check_stored(self, keys.size(), rows);
   nb::gil_scoped_release release;
-  self.read(keys.data(), keys.size(), reinterpret_cast<uint8_t*>(rows.data()));
+  const auto sources = self.read(keys.data(), keys.size(), reinterpret_cast<uint8_t*>(rows.data()));
+  return {sources.here, sources.store};
 }
 
 void push(MemTier& self, KeysArg keys, FloatsArg rows, bool dirty, bool unique) {
-  check_rows(self, keys.size(), rows);
+  check_stored(self, keys.size(), rows);
   nb::gil_scoped_release release;
   self.push(keys.data(), keys.size(), reinterpret_cast<const uint8_t*>(rows.data()), dirty, unique);
 }
 
 void copy_out(MemTier& self, SlotsArg slots, FloatsOutArg rows) {
-  check_rows(self, slots.size(), rows);
+  check_stored(self, slots.size(), rows);
   nb::gil_scoped_release release;
   self.check_slots(slots.data(), slots.size());
   self.copy_out(slots.data(), slots.size(), reinterpret_cast<uint8_t*>(rows.data()));
 }
 
 void write(MemTier& self, SlotsArg slots, FloatsArg rows) {
-  check_rows(self, slots.size(), rows);
+  check_stored(self, slots.size(), rows);
   nb::gil_scoped_release release;
   self.check_slots(slots.data(), slots.size());
   self.write(slots.data(), slots.size(), reinterpret_cast<const uint8_t*>(rows.data()));
@@ -225,8 +238,8 @@ void pool_buffer(MemTier& self, FloatsArg rows, SlotsArg index, MaybeOffsets off
   check_rows(self, rows.shape(0), rows);
   // The kernels take rows they may write; pooling only reads.
   auto* base = reinterpret_cast<uint8_t*>(const_cast<float*>(rows.data()));
-  pool_from(self.pool(), {base, self.layout().bytes(), self.layout().dim}, rows.shape(0), index, offsets, weights, mean,
-            out);
+  pool_from(self.pool(), {base, self.layout().floats() * sizeof(float), self.layout().dim}, rows.shape(0), index,
+            offsets, weights, mean, out);
 }
 
 auto plan(MemTier& self, SlotsArg slots, SlotsArg inverse, SlotsArg order, MaybeOffsets offsets, MaybeFloats weights,
@@ -262,13 +275,13 @@ SegmentArgs segments_of(const MemTier& self, size_t keys, const SlotsArg& starts
   return {starts.data(), keys, grad_rows.data(), coefs ? coefs->data() : nullptr, grads.data()};
 }
 
-void update(MemTier& self, SlotsArg slots, SlotsArg starts, SlotsArg grad_rows, MaybeFloats coefs, FloatsArg grads,
-            const Step& step) {
+int64_t update(MemTier& self, SlotsArg slots, SlotsArg starts, SlotsArg grad_rows, MaybeFloats coefs, FloatsArg grads,
+               const Step& step) {
   require(step.optimizer == self.layout().optimizer, "step: of another optimizer than the tier's");
   nb::gil_scoped_release release;
   self.check_slots(slots.data(), slots.size());
-  update_rows(self.pool(), self.rows(), slots.data(), segments_of(self, slots.size(), starts, grad_rows, coefs, grads),
-              step);
+  return update_rows(self.pool(), self.rows(), slots.data(),
+                     segments_of(self, slots.size(), starts, grad_rows, coefs, grads), step);
 }
 
 void sum(MemTier& self, SlotsArg starts, SlotsArg grad_rows, MaybeFloats coefs, FloatsArg grads, FloatsOutArg sums) {
@@ -278,18 +291,35 @@ void sum(MemTier& self, SlotsArg starts, SlotsArg grad_rows, MaybeFloats coefs, 
                 sums.data());
 }
 
-void apply(MemTier& self, SlotsArg slots, FloatsArg sums, const Step& step) {
+int64_t apply(MemTier& self, SlotsArg slots, FloatsArg sums, const Step& step) {
   require(step.optimizer == self.layout().optimizer, "step: of another optimizer than the tier's");
   require(sums.shape(0) == slots.size() && sums.shape(1) == self.layout().dim, "sums: one row of dim per slot");
   nb::gil_scoped_release release;
   self.check_slots(slots.data(), slots.size());
-  apply_gradients(self.pool(), self.rows(), slots.data(), slots.size(), sums.data(), step);
+  return apply_gradients(self.pool(), self.rows(), slots.data(), slots.size(), sums.data(), step);
 }
 
 void initial_rows(const MemTier& self, KeysArg keys, FloatsOutArg rows) {
-  check_rows(self, keys.size(), rows);
+  check_stored(self, keys.size(), rows);
   nb::gil_scoped_release release;
-  for (size_t i = 0; i < keys.size(); ++i) self.initial().write(keys.data()[i], rows.data() + i * rows.shape(1));
+  auto* out = reinterpret_cast<uint8_t*>(rows.data());
+  for (size_t i = 0; i < keys.size(); ++i) self.initial().store(keys.data()[i], out + i * self.layout().bytes());
+}
+
+void decode(MemTier& self, FloatsArg stored, FloatsOutArg rows) {
+  check_stored(self, rows.shape(0), stored);
+  check_rows(self, stored.shape(0), rows);
+  require(!self.codec().plain(), "decode: fp32 rows are stored as they are");
+  nb::gil_scoped_release release;
+  decode_rows(self.pool(), self.codec(), reinterpret_cast<const uint8_t*>(stored.data()), rows.shape(0), rows.data());
+}
+
+void encode(MemTier& self, FloatsArg rows, FloatsOutArg stored) {
+  check_rows(self, stored.shape(0), rows);
+  check_stored(self, rows.shape(0), stored);
+  require(!self.codec().plain(), "encode: fp32 rows are stored as they are");
+  nb::gil_scoped_release release;
+  encode_rows(self.pool(), self.codec(), rows.data(), rows.shape(0), reinterpret_cast<uint8_t*>(stored.data()));
 }
 
 nb::dict stats(const MemTier& self) {
@@ -325,6 +355,12 @@ nb::dict stats(const MemTier& self) {
   return d;
 }
 
+Precision precision_of(int kind, int bits, bool stochastic, bool row_scaled, float step, bool learned) {
+  const bool whole = static_cast<WeightKind>(kind) == WeightKind::kInt;
+  require(whole ? (bits >= 2 && bits <= 8) || bits == 16 : bits == (kind == 0 ? 32 : 16), "precision: no such bits");
+  return {static_cast<WeightKind>(kind), static_cast<uint8_t>(bits), stochastic, row_scaled, step, learned};
+}
+
 Step step_of(int optimizer, double lr, double eps, double weight_decay, double beta1, double beta2, uint64_t t,
              double scale) {
   return make_step({static_cast<Optimizer>(optimizer), lr, eps, weight_decay, beta1, beta2}, t, scale);
@@ -337,9 +373,12 @@ void bind_mem(nb::module_& m) {
   nb::class_<Step>(m, "Step");
   m.def("make_step", &step_of, "optimizer"_a, "lr"_a, "eps"_a, "weight_decay"_a, "beta1"_a, "beta2"_a, "t"_a,
         "scale"_a);
+  nb::class_<Precision>(m, "Precision");
+  m.def("make_precision", &precision_of, "kind"_a, "bits"_a, "stochastic"_a, "row_scaled"_a, "step"_a, "learned"_a);
   nb::class_<MemTier>(m, "MemTier")
       .def("__init__", &init_tier, "dim"_a, "optimizer"_a, "budget"_a, "policy"_a, "threads"_a, "shards"_a, "seed"_a,
-           "table"_a, "initial_kind"_a, "initial_scale"_a, "initial_state"_a, "store"_a.none(), nb::keep_alive<1, 13>())
+           "table"_a, "initial_kind"_a, "initial_scale"_a, "initial_state"_a, "precision"_a, "store"_a.none(),
+           nb::keep_alive<1, 14>())
       .def("pull", &pull, "keys"_a.noconvert(), "slots"_a.noconvert())
       .def("unpin", &unpin, "slots"_a.noconvert(), "dirty"_a, "keys"_a.noconvert().none())
       .def("mark_dirty", &mark_dirty, "slots"_a.noconvert())
@@ -353,6 +392,9 @@ void bind_mem(nb::module_& m) {
       .def("check", &check, "idle"_a)
       .def("stats", &stats)
       .def("initial_rows", &initial_rows, "keys"_a.noconvert(), "rows"_a.noconvert())
+      .def("decode", &decode, "stored"_a.noconvert(), "rows"_a.noconvert())
+      .def("encode", &encode, "rows"_a.noconvert(), "stored"_a.noconvert())
+      .def("set_step", &MemTier::set_step, "step"_a)
       .def("plan", &plan, "slots"_a.noconvert(), "inverse"_a.noconvert(), "order"_a.noconvert(),
            "offsets"_a.noconvert().none(), "weights"_a.noconvert().none(), "mean"_a)
       .def("pool", &pool_tier, "slots"_a.noconvert(), "offsets"_a.noconvert().none(), "weights"_a.noconvert().none(),

@@ -1,22 +1,20 @@
 // The row of a key that was never trained: a function of (seed, table, key), the same on every device.
 //
 // All arithmetic is on integers until one last fp32 multiplication, and that integer is exact in fp32: a GPU gives the
-// same bits. With mix64 of util/hash.h and G = 0x9e3779b97f4a7c15, modulo 2^64:
-//   t = mix64((mix64(seed + G) ^ table) + G)      once per table
-//   s = mix64((t ^ key) + G)                      once per row
-//   bits(c) = mix64(s + (c + 1) * G)              a counter c, no state
-//   uniform, element i: u = bits(i) >> 40;                  w = fp32(2 u - (2^24 - 1)) * fp32(scale * 2^-24)
-//   normal,  element i: n = sum of the twelve 16-bit words of bits(3 i), bits(3 i + 1), bits(3 i + 2);
+// same bits. With t, s and bits(s, c) of random.h:
+//   uniform, element i: u = bits(s, i) >> 40;                  w = fp32(2 u - (2^24 - 1)) * fp32(scale * 2^-24)
+//   normal,  element i: n = sum of the twelve 16-bit words of bits(s, 3 i), bits(s, 3 i + 1), bits(s, 3 i + 2);
 //                                                           w = fp32(n - 12 * 65535 / 2) * fp32(scale * 2^-16)
 //   constant:                                               w = scale
 // Uniform lies inside (-scale, scale); normal has deviation `scale` (a sum of twelve uniforms reaches 6 deviations).
-// Optimizer state begins as one constant. These functions never change: rows not yet stored depend on them.
+// Optimizer state begins as one constant. Rows of codes (codec.h) are these rows, encoded as by step 0. These functions
+// never change: rows not yet stored depend on them.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#include "mem/row_layout.h"
+#include "mem/codec.h"
 
 namespace thermocline {
 
@@ -34,12 +32,14 @@ struct Initial {
 class InitialRows {
  public:
   InitialRows(const Initial& initial, const RowLayout& layout);
+  // As fp32, before it is encoded.
   void write(uint64_t key, float* row) const;
+  // As it is stored.
+  void store(uint64_t key, uint8_t* row) const;
 
  private:
   Initial initial_;
-  RowLayout layout_;
-  uint64_t table_mix_;
+  Codec codec_;  // with the step a table began with: what rows begin with does not depend on when
   float factor_;
 };
 

@@ -2,8 +2,11 @@
 #include "mem/kernels.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
+#include <numeric>
 #include <string_view>
 #include <vector>
 
@@ -13,6 +16,8 @@ namespace {
 // A key of more occurrences is summed by several threads: a multiple of kBlock, so that blocks are the same.
 constexpr uint32_t kHot = 64 * kBlock;
 constexpr size_t kTaskIds = 16384;
+// Rows of codes decoded at a time: as fp32 rows they stay in the cache until they are used.
+constexpr size_t kDecoded = 128;
 
 const Kernels& choose() {
 #if defined(THERMOCLINE_X86_KERNELS)
@@ -76,6 +81,112 @@ void sum_hot(ThreadPool& pool, uint32_t dim, const SegmentArgs& s, const F& done
   }
 }
 
+// fp32 copies of a few rows of codes, of one thread.
+class Decoded {
+ public:
+  explicit Decoded(const Rows& rows)
+      : rows_(rows), stride_(rows.codec->layout.floats()), codes_(rows.dim), places_(kDecoded) {
+    std::iota(places_.begin(), places_.end(), 0);
+  }
+
+  // The first `n` of `all` slots; with their state, or weights alone.
+  void read(const uint32_t* slots, size_t n, size_t all, bool state) {
+    if (floats_.size() < n * stride_) floats_.resize(n * stride_);
+    for (auto next = static_cast<uint32_t>(places_.size()); next < n; ++next) places_.push_back(next);
+    kernels().decode(*rows_.codec, rows_, slots, n, all, state, floats_.data(), stride_);
+  }
+  // One step on those read, given their gradients, and back to their slots; but for those that `skip`.
+  template <typename F>
+  void apply(const uint32_t* slots, size_t n, const float* sums, const Step& step, float* scratch, const F& skip) {
+    kernels().apply(rows(), places_.data(), sums, step, 0, n, scratch);
+    for (size_t i = 0, run; i < n; i = run + 1) {
+      for (run = i; run < n && !skip(run);) ++run;
+      if (run > i) write(slots, i, run, sums, step);
+    }
+  }
+
+  int64_t step_gradient() const { return step_gradient_; }
+  Rows rows() { return {reinterpret_cast<uint8_t*>(floats_.data()), stride_ * sizeof(float), rows_.dim}; }
+  const uint32_t* places() const { return places_.data(); }  // 0, 1, 2, ..
+
+ private:
+  void write(const uint32_t* slots, size_t begin, size_t end, const float* sums, const Step& step) {
+    const Precision& precision = rows_.codec->layout.precision;
+    streams_.resize(end - begin);
+    for (size_t i = begin; precision.stochastic && i < end; ++i) {
+      uint64_t key;
+      std::memcpy(&key, rows_.keys + slots[i] * rows_.key_stride, sizeof(key));
+      streams_[i - begin] = rows_.codec->stream(key, step.number);
+    }
+    StepGradient gradient{sums + begin * rows_.dim, step.scale, 0};
+    kernels().encode(*rows_.codec, rows_, slots + begin, end - begin, precision.stochastic ? streams_.data() : nullptr,
+                     floats_.data() + begin * stride_, stride_, codes_.data(), precision.learned ? &gradient : nullptr);
+    step_gradient_ += gradient.total;
+  }
+
+  const Rows& rows_;
+  const size_t stride_;
+  int64_t step_gradient_ = 0;
+  std::vector<float> floats_;
+  std::vector<int32_t> codes_;
+  std::vector<uint32_t> places_;
+  std::vector<uint64_t> streams_;
+};
+
+void pool_decoded(const PoolArgs& a, size_t begin, size_t end, float* scratch) {
+  Decoded decoded(a.rows);
+  std::vector<int64_t> offsets;
+  const auto first_id = [&](size_t bag) { return a.offsets ? static_cast<size_t>(a.offsets[bag]) : bag; };
+  for (size_t b = begin, next; b < end; b = next) {
+    const size_t lo = first_id(b);
+    next = b + 1;  // a bag is never cut, however large
+    while (next < end && first_id(next + 1) - lo <= kDecoded) ++next;
+    const size_t ids = first_id(next) - lo;
+    decoded.read(a.slots + lo, ids, a.ids - lo, false);
+    PoolArgs part = a;
+    if (a.offsets) {
+      offsets.resize(next - b + 1);
+      for (size_t i = b; i <= next; ++i) offsets[i - b] = a.offsets[i] - static_cast<int64_t>(lo);
+      part.offsets = offsets.data();
+    }
+    part.rows = decoded.rows();
+    part.slots = decoded.places();
+    part.ids = ids;
+    part.bags = next - b;
+    part.weights = a.weights ? a.weights + lo : nullptr;
+    part.out = a.out + b * a.rows.dim;
+    kernels().pool(part, 0, part.bags, scratch);
+  }
+}
+
+// Both return the gradient of the table's step.
+int64_t update_decoded(const Rows& rows, const uint32_t* slots, const SegmentArgs& s, const Step& step, size_t begin,
+                       size_t end, float* scratch) {
+  Decoded decoded(rows);
+  std::vector<float> sums(std::min(kDecoded, end - begin) * rows.dim);
+  for (size_t b = begin; b < end; b += kDecoded) {
+    const size_t n = std::min(kDecoded, end - b);
+    decoded.read(slots + b, n, end - b, true);
+    const SegmentArgs part{s.starts + b, s.keys - b, s.grad_rows, s.coefs, s.grads};
+    kernels().sum(rows.dim, part, 0, n, kHot, sums.data(), scratch);
+    // Hot keys were updated before.
+    decoded.apply(slots + b, n, sums.data(), step, scratch,
+                  [&](size_t i) { return part.starts[i + 1] - part.starts[i] > kHot; });
+  }
+  return decoded.step_gradient();
+}
+
+int64_t apply_decoded(const Rows& rows, const uint32_t* slots, const float* sums, const Step& step, size_t begin,
+                      size_t end, float* scratch) {
+  Decoded decoded(rows);
+  for (size_t b = begin; b < end; b += kDecoded) {
+    const size_t n = std::min(kDecoded, end - b);
+    decoded.read(slots + b, n, end - b, true);
+    decoded.apply(slots + b, n, sums + b * rows.dim, step, scratch, [](size_t) { return false; });
+  }
+  return decoded.step_gradient();
+}
+
 }  // namespace
 
 const Kernels& kernels() {
@@ -90,6 +201,7 @@ Step make_step(const Hyper& h, uint64_t t, double scale) {
   s.eps = static_cast<float>(h.eps);
   s.weight_decay = static_cast<float>(h.weight_decay);
   s.scale = static_cast<float>(scale);
+  s.number = t;
   if (h.optimizer == Optimizer::kAdam) {
     s.one_minus_beta1 = static_cast<float>(1.0 - h.beta1);
     s.beta2 = static_cast<float>(h.beta2);
@@ -103,21 +215,25 @@ Step make_step(const Hyper& h, uint64_t t, double scale) {
 void pool_rows(ThreadPool& pool, const PoolArgs& a) {
   const auto task = [&](size_t begin, size_t end) {
     std::vector<float> scratch(2 * a.rows.dim);
-    kernels().pool(a, begin, end, scratch.data());
+    (a.rows.codec ? pool_decoded : kernels().pool)(a, begin, end, scratch.data());
   };
   if (a.offsets) for_ranges(pool, a.offsets, a.bags, task);
   else for_equal_ranges(pool, a.bags, task);
 }
 
-void update_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, const SegmentArgs& s, const Step& step) {
+int64_t update_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, const SegmentArgs& s, const Step& step) {
+  std::atomic<int64_t> gradient{0};
   sum_hot(pool, rows.dim, s, [&](size_t u, const float* sum) {
     std::vector<float> scratch(2 * rows.dim);
-    kernels().apply(rows, slots + u, sum, step, 0, 1, scratch.data());
+    if (rows.codec) gradient += apply_decoded(rows, slots + u, sum, step, 0, 1, scratch.data());
+    else kernels().apply(rows, slots + u, sum, step, 0, 1, scratch.data());
   });
   for_ranges(pool, s.starts, s.keys, [&](size_t begin, size_t end) {
     std::vector<float> scratch(2 * rows.dim);
-    kernels().update(rows, slots, s, step, begin, end, kHot, scratch.data());
+    if (rows.codec) gradient += update_decoded(rows, slots, s, step, begin, end, scratch.data());
+    else kernels().update(rows, slots, s, step, begin, end, kHot, scratch.data());
   });
+  return gradient;
 }
 
 void sum_gradients(ThreadPool& pool, uint32_t dim, const SegmentArgs& s, float* sums) {
@@ -128,12 +244,56 @@ void sum_gradients(ThreadPool& pool, uint32_t dim, const SegmentArgs& s, float* 
   });
 }
 
-void apply_gradients(ThreadPool& pool, const Rows& rows, const uint32_t* slots, size_t keys, const float* sums,
-                     const Step& step) {
+int64_t apply_gradients(ThreadPool& pool, const Rows& rows, const uint32_t* slots, size_t keys, const float* sums,
+                        const Step& step) {
+  std::atomic<int64_t> gradient{0};
   for_equal_ranges(pool, keys, [&](size_t begin, size_t end) {
     std::vector<float> scratch(2 * rows.dim);
-    kernels().apply(rows, slots, sums, step, begin, end, scratch.data());
+    if (rows.codec) gradient += apply_decoded(rows, slots, sums, step, begin, end, scratch.data());
+    else kernels().apply(rows, slots, sums, step, begin, end, scratch.data());
   });
+  return gradient;
+}
+
+namespace {
+
+// f(rows from `begin` on, their slots 0, 1, .., how many), of n rows that lie one after the other.
+template <typename F>
+void for_stored(ThreadPool& pool, const Codec& codec, const uint8_t* stored, size_t n, const F& f) {
+  for_equal_ranges(pool, n, [&](size_t begin, size_t end) {
+    std::vector<uint32_t> places(end - begin);
+    std::iota(places.begin(), places.end(), 0);
+    const size_t bytes = codec.layout.bytes();
+    f(Rows{const_cast<uint8_t*>(stored) + begin * bytes, bytes, codec.layout.dim}, places, begin);
+  });
+}
+
+}  // namespace
+
+void decode_rows(ThreadPool& pool, const Codec& codec, const uint8_t* stored, size_t n, float* floats) {
+  const size_t stride = codec.layout.floats();
+  for_stored(pool, codec, stored, n, [&](const Rows& rows, const std::vector<uint32_t>& places, size_t begin) {
+    kernels().decode(codec, rows, places.data(), places.size(), places.size(), true, floats + begin * stride, stride);
+  });
+}
+
+void encode_rows(ThreadPool& pool, const Codec& codec, const float* floats, size_t n, uint8_t* stored) {
+  const size_t stride = codec.layout.floats();
+  for_stored(pool, codec, stored, n, [&](const Rows& rows, const std::vector<uint32_t>& places, size_t begin) {
+    std::vector<int32_t> codes(codec.layout.dim);
+    kernels().encode(codec, rows, places.data(), places.size(), nullptr, floats + begin * stride, stride, codes.data(),
+                     nullptr);
+  });
+}
+
+void encode_initial(const Codec& codec, uint64_t key, const float* floats, uint8_t* stored) {
+  thread_local std::vector<int32_t> codes;
+  codes.resize(codec.layout.dim);
+  const uint32_t slot = 0;
+  const uint64_t stream = codec.stream(key, 0);
+  kernels().encode(codec, {stored, codec.layout.bytes(), codec.layout.dim}, &slot, 1,
+                   codec.layout.precision.stochastic ? &stream : nullptr, floats, codec.layout.floats(), codes.data(),
+                   nullptr);
 }
 
 }  // namespace thermocline

@@ -16,11 +16,14 @@
 //                              step_size = lr / (1 - beta1^t), sqrt_bias2 = sqrt(1 - beta2^t), t the global step
 //           mean(x): lane j of 16 adds x[j], x[j + 16], ... in that order, missing elements counting as zero; then
 //           lanes j and j + 8 are added, j and j + 4, j and j + 2, j and j + 1; the sum is divided by dim.
+// Rows of codes (codec.h) are decoded first, a few at a time, into fp32 rows that stay in the cache; what was updated
+// is encoded again: the arithmetic in between is the same.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "mem/codec.h"
 #include "mem/row_layout.h"
 #include "util/thread_pool.h"
 
@@ -33,6 +36,10 @@ struct Rows {
   uint8_t* base;
   size_t stride;
   uint32_t dim;
+  // Of rows of codes: how to read them, and the key of slot s at keys + s * key_stride. Null: fp32.
+  const Codec* codec = nullptr;
+  const uint8_t* keys = nullptr;
+  size_t key_stride = 0;
 };
 
 struct PoolArgs {
@@ -50,6 +57,7 @@ struct Step {
   Optimizer optimizer;
   float lr, eps, weight_decay, scale;
   float one_minus_beta1, beta2, one_minus_beta2, step_size, sqrt_bias2;  // Adam
+  uint64_t number;                                                       // t: rounding depends on it
 };
 
 struct Hyper {
@@ -70,13 +78,19 @@ struct SegmentArgs {
 };
 
 void pool_rows(ThreadPool& pool, const PoolArgs& args);
-// Fused: sums and applies, key by key. A key must not repeat among the slots.
-void update_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, const SegmentArgs& segments,
-                 const Step& step);
+// Fused: sums and applies, key by key. A key must not repeat among the slots. Returns the gradient of the table's step
+// (codec.h) if that is learned.
+int64_t update_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, const SegmentArgs& segments,
+                    const Step& step);
 // The two halves, for what must see all sums first (clipping by norm): sums[keys * dim].
 void sum_gradients(ThreadPool& pool, uint32_t dim, const SegmentArgs& segments, float* sums);
-void apply_gradients(ThreadPool& pool, const Rows& rows, const uint32_t* slots, size_t keys, const float* sums,
-                     const Step& step);
+int64_t apply_gradients(ThreadPool& pool, const Rows& rows, const uint32_t* slots, size_t keys, const float* sums,
+                        const Step& step);
+// Rows of codes as fp32 rows of dim + state, one after the other, and back: to the nearest code, for there is no step.
+void decode_rows(ThreadPool& pool, const Codec& codec, const uint8_t* stored, size_t n, float* floats);
+void encode_rows(ThreadPool& pool, const Codec& codec, const float* floats, size_t n, uint8_t* stored);
+// The stored form of one row that no step has written yet.
+void encode_initial(const Codec& codec, uint64_t key, const float* floats, uint8_t* stored);
 
 // One implementation per instruction set (kernels_impl.h): single-threaded, on ranges.
 struct Kernels {
@@ -95,6 +109,12 @@ struct Kernels {
   void (*blocks)(uint32_t dim, const SegmentArgs&, size_t begin, size_t end, float* sums, float* scratch);
   void (*apply)(const Rows&, const uint32_t* slots, const float* sums, const Step&, size_t key_begin, size_t key_end,
                 float* scratch);
+  // Rows slots[0..n) of codes to fp32 rows `stride` floats apart, with their state or without; `all` slots are known.
+  void (*decode)(const Codec&, const Rows&, const uint32_t* slots, size_t n, size_t all, bool state, float* floats,
+                 size_t stride);
+  // And back. streams: per row, Codec::stream; null: to the nearest. codes: dim of scratch. gradient: null or wanted.
+  void (*encode)(const Codec&, const Rows&, const uint32_t* slots, size_t n, const uint64_t* streams,
+                 const float* floats, size_t stride, int32_t* codes, StepGradient* gradient);
 };
 
 extern const Kernels kKernelsBase;

@@ -11,8 +11,11 @@
 namespace thermocline {
 
 #include "mem/kernels_impl.h"
+// After it.
+#include "mem/codec_impl.h"
 
-const Kernels kKernelsAvx2 = {"avx2", hash_keys, mem_hash_keys, any_pool, any_update, any_sum, any_blocks, any_apply};
+const Kernels kKernelsAvx2 = {"avx2",  hash_keys,  mem_hash_keys, any_pool, any_update,
+                              any_sum, any_blocks, any_apply,     decode,   encode};
 
 }  // namespace thermocline
 #endif

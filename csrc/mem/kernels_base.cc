@@ -9,7 +9,10 @@
 namespace thermocline {
 
 #include "mem/kernels_impl.h"
+// After it.
+#include "mem/codec_impl.h"
 
-const Kernels kKernelsBase = {"base", hash_keys, mem_hash_keys, any_pool, any_update, any_sum, any_blocks, any_apply};
+const Kernels kKernelsBase = {"base",  hash_keys,  mem_hash_keys, any_pool, any_update,
+                              any_sum, any_blocks, any_apply,     decode,   encode};
 
 }  // namespace thermocline

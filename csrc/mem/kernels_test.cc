@@ -8,21 +8,11 @@
 #include <vector>
 
 #include "mem/initial.h"
+#include "testing/all_kernels.h"
 #include "testing/test.h"
 
 namespace thermocline {
 namespace {
-
-std::vector<const Kernels*> all_kernels() {
-  std::vector<const Kernels*> all{&kKernelsBase};
-#if defined(THERMOCLINE_X86_KERNELS)
-  if (__builtin_cpu_supports("avx2")) all.push_back(&kKernelsAvx2);
-  if (__builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
-    all.push_back(&kKernelsAvx512);
-  }
-#endif
-  return all;
-}
 
 std::vector<float> random_floats(size_t n, uint64_t seed) {
   std::mt19937_64 random(seed);

@@ -144,7 +144,7 @@ void MemTier::fill(Scratch& s, size_t n, const uint8_t* given) {
     size_t count = 0;
     for (size_t j = begin; j < end; ++j) {
       if (s.found[j]) continue;
-      initial_.write(s.keys[j], reinterpret_cast<float*>(row(s.slots[j])));
+      initial_.store(s.keys[j], row(s.slots[j]));
       ++count;
     }
     initialised += count;
@@ -265,9 +265,9 @@ void MemTier::for_tasks(size_t n, const F& f) {
                  [&](size_t t) { f(t * kTaskKeys, std::min((t + 1) * kTaskKeys, n)); });
 }
 
-void MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
+MemTier::Sources MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
   ScratchPool::Lease s(scratch_);
-  size_t hits = 0;
+  Sources sources;
   for (size_t b = 0; b < n; b += s->keys_max, rows += s->keys_max * row_bytes_, keys += s->keys_max) {
     const size_t part = std::min(s->keys_max, n - b);
     const RowCopy copy(rows, row_bytes_);
@@ -303,18 +303,20 @@ void MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
       s->keys[missing] = keys[i];
       s->picks[missing++] = static_cast<uint32_t>(i);
     }
-    hits += part - missing;
+    sources.here += part - missing;
     std::memset(s->found, 0, missing);
     if (store_ && missing) store_->get(s->keys, missing, s->found, RowsOut{rows, row_bytes_, s->picks});
+    sources.store += static_cast<size_t>(std::count(s->found, s->found + missing, 1));
     for_rows(missing, [&](size_t begin, size_t end) {
       for (size_t j = begin; j < end; ++j) {
         if (s->found[j]) continue;
-        initial_.write(s->keys[j], reinterpret_cast<float*>(rows + s->picks[j] * row_bytes_));
+        initial_.store(s->keys[j], rows + s->picks[j] * row_bytes_);
       }
     });
   }
   reads_ += n;
-  read_hits_ += hits;
+  read_hits_ += sources.here;
+  return sources;
 }
 
 void MemTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique) {

@@ -17,14 +17,16 @@ constexpr size_t kScratches = 2;
 constexpr size_t kHashed = 256;
 constexpr size_t kInlineKeys = 2048;  // fewer are not worth waking threads
 
+static_assert(offsetof(SlotMeta, key) == 0);  // rows() says so
+
 }  // namespace
 
 RowStore* MemTier::check_row_bytes(RowStore* store) const {
   if (store && store->row_bytes() != row_bytes_) {
     throw Error("the store has rows of " + std::to_string(store->row_bytes()) + " bytes, but dim " +
-                std::to_string(options_.layout.dim) + " with this optimizer makes rows of " +
+                std::to_string(options_.layout.dim) + " with this optimizer and precision makes rows of " +
                 std::to_string(row_bytes_) + ": open the store with row_bytes=" + std::to_string(row_bytes_) +
-                ", or use the dim and optimizer it was made with");
+                ", or use the dim, optimizer and precision it was made with");
   }
   return store;
 }
@@ -69,6 +71,7 @@ MemTier::MemTier(const TierOptions& options, RowStore* store)
       row_bytes_(options.layout.bytes()),
       store_(check_row_bytes(store)),
       initial_(options.initial, options.layout),
+      codec_{options.layout, table_mix(options.initial.seed, options.initial.table)},
       plan_(make_plan(row_bytes_, options)),
       slab_(plan_.rows),
       meta_((size_t{plan_.capacity} + size_t{plan_.shards} * Shard::kLists) * sizeof(SlotMeta)),

@@ -67,8 +67,11 @@ class MemTier {
   // Says that pinned rows were changed, before they are unpinned: a flush() in between writes them.
   void mark_dirty(const uint32_t* slots, size_t n);
 
+  struct Sources {
+    size_t here = 0, store = 0;  // the others are initial rows
+  };
   // The rows as they are now; those of unknown keys are initial rows. Inserts nothing, visits nothing.
-  void read(const uint64_t* keys, size_t n, uint8_t* rows);
+  Sources read(const uint64_t* keys, size_t n, uint8_t* rows);
   // Replaces whole rows, wherever they are, without reading the store. Of a repeated key the last one wins; `unique`:
   // there is none, which is faster. Large batches are pushed in parts: after an exception some of the rows may be in.
   void push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique = false);
@@ -93,7 +96,14 @@ class MemTier {
   const RowLayout& layout() const { return options_.layout; }
   const InitialRows& initial() const { return initial_; }
   uint32_t capacity() const { return plan_.capacity; }
-  Rows rows() const { return {slab_.as<uint8_t>(), row_bytes_, options_.layout.dim}; }
+  Rows rows() const {
+    return {slab_.as<uint8_t>(), row_bytes_,      options_.layout.dim, codec_.plain() ? nullptr : &codec_,
+            meta_.as<uint8_t>(), sizeof(SlotMeta)};
+  }
+  const Codec& codec() const { return codec_; }
+  // Of a table that learns its step: what codes mean from now on. No other call that looks into rows may be in
+  // progress.
+  void set_step(float step) { codec_.layout.precision.step = step; }
   ThreadPool& pool() { return pool_; }
   // Throws Error if a slot is not below the capacity.
   void check_slots(const uint32_t* slots, size_t n) const;
@@ -176,6 +186,7 @@ class MemTier {
   const size_t row_bytes_;
   RowStore* const store_;
   const InitialRows initial_;
+  Codec codec_;  // only its step changes
   const Plan plan_;
   HugeBuffer slab_, meta_, index_;
   HugeBuffer dirty_;  // one bit per slot: set by any thread, so atomic words

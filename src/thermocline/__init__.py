@@ -79,6 +79,7 @@ _HOME = {
     "Adam": "tables.optimizers",
     "RowWiseAdagrad": "tables.optimizers",
     "SGD": "tables.optimizers",
+    "Precision": "tables.precision",
     "ReferenceTable": "tables.reference",
     "SsdStats": "tables.ssd",
     "SsdStore": "tables.ssd",
@@ -143,6 +144,7 @@ if TYPE_CHECKING:
         Adam as Adam,
         RowWiseAdagrad as RowWiseAdagrad,
     )
+    from thermocline.tables.precision import Precision as Precision
     from thermocline.tables.reference import ReferenceTable as ReferenceTable
     from thermocline.tables.ssd import SsdStats as SsdStats, SsdStore as SsdStore
     from thermocline.tables.table import Table as Table

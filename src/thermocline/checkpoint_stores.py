@@ -22,6 +22,7 @@ from thermocline.dist.together import Together
 from thermocline.errors import FormatError, NotFoundError, ThermoclineError
 from thermocline.published import Json, reached
 from thermocline.tables.mem import MemTier
+from thermocline.tables.precision import FP32
 from thermocline.tables.ssd import SsdStore
 from thermocline.tables.table import Table
 
@@ -112,10 +113,11 @@ class Stores:
         table.write_down()
         table.tier.flush(store)
         reached("run.flushed")
-        epoch = store.commit(note.encode())
+        noted = table.commit_note(note.encode())
+        epoch = store.commit(noted)
         reached("run.committed")
         place = {"folder": self._folders[table.name]} if table.ranks is not None else {}
-        return {**place, "epoch": epoch, "note": note}
+        return {**place, "epoch": epoch, "note": noted.decode()}
 
     def described(self, committed: dict[str, Json]) -> dict[str, Json]:
         """The tables themselves, for a manifest; `committed` is what rank 0 did."""
@@ -175,7 +177,8 @@ class Stores:
                 ranks = len(manifest["ranks"])
                 raise FormatError(f"{path} was saved by {ranks} ranks: open it with tables over ranks (ShardedTable)")
             entry = entries[name]
-            for key, was in entry["layout"].items():
+            saved = {"precision": FP32.layout, **entry["layout"]}  # older saves do not say: theirs is fp32
+            for key, was in saved.items():
                 now = table.layout.get(key)
                 if now != was:
                     raise FormatError(f"{path}: table {name!r} was saved with {key} {was}, but this one has {now}")
@@ -254,8 +257,9 @@ class Stores:
                     table.checkpoint_store.close()
                     table.checkpoint_store = self._open(table, epoch=epochs[name])
                     table.reopen()
+                    table.recall(table.checkpoint_store)
                     for keys, rows in table.checkpoint_store.scan():
-                        table.tier.push(keys, rows.view(np.float32), dirty=False)
+                        table.tier.push_stored(keys, rows.view(np.float32), dirty=False)
         except BaseException:
             for table, tier in before:
                 table.tier = tier
@@ -290,7 +294,7 @@ class Stores:
                     if table.store is not None:
                         table.store.put(keys[mine], rows[mine])
                     else:
-                        table.tier.push(keys[mine], rows[mine].view(np.float32), unique=True)
+                        table.tier.push_stored(keys[mine], rows[mine].view(np.float32), unique=True)
 
     def close(self) -> None:
         """Those of tables without ssd."""

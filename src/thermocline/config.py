@@ -1,7 +1,7 @@
-"""`tc.Config`: everything a run is, in five sections. The same dataclasses are API, file and flags.
+"""`tc.Config`: everything a run is, in six sections. The same dataclasses are API, file and flags.
 
-[data] is `tc.Data`, [model] is `tc.ModelConfig`, [tiers] and [train] are below; [train] has all of `tc.TrainConfig`;
-[dist] is `tc.Dist`, for several ranks.
+[data] is `tc.Data`, [model] is `tc.ModelConfig`, [precision] of its rows is `tc.Precision`, [tiers] and [train] are
+below; [train] has all of `tc.TrainConfig`; [dist] is `tc.Dist`, for several ranks.
 Nothing here loads torch, so that a mistake in a file is told at once.
 """
 
@@ -21,6 +21,7 @@ from thermocline.models.config import ModelConfig
 from thermocline.settings import Flag
 from thermocline.sizes import Size, parse_size
 from thermocline.tables.mem import Policy
+from thermocline.tables.precision import Precision
 from thermocline.train_config import TrainConfig
 
 OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
@@ -88,6 +89,7 @@ class Config:
 
     data: Data = dataclasses.field(default_factory=Data)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    precision: Precision = dataclasses.field(default_factory=Precision)
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
     train: Train = dataclasses.field(default_factory=Train)
     dist: Dist = dataclasses.field(default_factory=Dist)

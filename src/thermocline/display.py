@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from thermocline.checkpoint import Checkpoint
     from thermocline.train import Trainer
 
-_TIERS = {"mem": "memory", "ssd": "SSD", "new": "new"}
+_TIERS = {"hbm": "HBM", "mem": "memory", "ssd": "SSD", "new": "new"}
 
 
 class Display(Callback):

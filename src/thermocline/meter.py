@@ -13,8 +13,6 @@ from thermocline.metrics import StreamingMetrics
 from thermocline.pipeline.stages import StageStats
 from thermocline.tables.table import Table
 
-_COUNTERS = ("hits", "from_store", "initialised")
-
 
 class Meter:
     """Fed by every step, read by every log. Examples are scored before they are trained on, so its AUC is honest."""
@@ -45,7 +43,7 @@ class Meter:
         self._examples = 0
         self._loss = 0.0
         self._steps = 0
-        self._rows = {table.name: self._counters(table) for table in self._tables}
+        self._rows = {table.name: table.sources() for table in self._tables}
         self._stages: dict[str, StageStats] = {}
 
     @property
@@ -85,16 +83,13 @@ class Meter:
         }
         return row
 
-    @staticmethod
-    def _counters(table: Table) -> tuple[int, ...]:
-        stats = table.tier.stats()
-        return tuple(getattr(stats, name) for name in _COUNTERS)
-
     def _sources(self, table: Table) -> dict[str, float | None]:
-        """Shares of pulled rows that were in memory, came from SSD, and were new."""
-        counts = [now - then for now, then in zip(self._counters(table), self._rows[table.name], strict=True)]
-        shares = [count / sum(counts) if any(counts) else None for count in counts]  # none: nothing was pulled
-        return dict(zip(("mem", "ssd", "new"), shares, strict=True))
+        """Shares of the rows by where they were (`Table.sources`); none: there were no rows."""
+        before = self._rows[table.name]
+        # With a GPU rows are pulled before they count as trained: at the beginning more come than were used.
+        counts = {tier: max(0, now - before[tier]) for tier, now in table.sources().items()}
+        total = sum(counts.values())
+        return {tier: count / total if total else None for tier, count in counts.items()}
 
     def _shares(self, stage: StageStats, wall: float) -> dict[str, float]:
         """Shares of the time; `fill`: items ready for the next stage, on average."""

@@ -116,6 +116,7 @@ class Run:
             "ssd": tiers.ssd,
             "seed": seed,
             "initial": Normal(scale=config.model.initial),
+            "precision": config.precision,
             "policy": tiers.policy,
             "threads": tiers.threads,
             "ssd_mem": tiers.ssd_mem,
@@ -205,7 +206,8 @@ class Run:
         import torch
 
         if self.table.hbm is None:
-            return f"the CPU, {torch.get_num_threads()} threads of torch"
+            unused = "" if self.config.tiers.hbm is None else "; tiers.hbm has no effect without a GPU"
+            return f"the CPU, {torch.get_num_threads()} threads of torch{unused}"
         device = self.table.hbm.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "an interpreted GPU"
         return f"{name}, {format_size(self.table.hbm.budget)} of it for rows"

@@ -235,7 +235,7 @@ def stats(config: Config, split: Split, examples: int | None) -> Row:
         field["name"] = name
     optimizer = row_optimizer(config)
     pinned = config.train.depth * config.train.pull_window
-    sizes = figures.suggest(counts, report["batches"], row_dim(config.model), optimizer, pinned)
+    sizes = figures.suggest(counts, report["batches"], row_dim(config.model), optimizer, pinned, config.precision)
     report["model"] = {"name": config.model.name, "optimizer": config.train.optimizer, **sizes}
     return {**report, "batch_size": config.train.batch_size, "skipped": skipped(batches)}
 

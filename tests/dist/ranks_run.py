@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from exact.run import BAGS, DIMS, WIDTH
+from exact.run import BAGS, DIMS, WIDTH, recipe
 from ranks_helpers import Nodes
 from ssd_helpers import SMALL
 from train_helpers import (
-    OPTIMIZERS,
     Net,
     Reference,
     ReferenceBag,
@@ -66,6 +65,7 @@ class Job:
 
     nodes: Nodes
     optimizer: str = "adagrad"
+    """A recipe, as `exact.run` reads them."""
     batches: tuple[int, ...] = ()
     """Of each rank; empty: as many on each."""
     accumulate: int = 1
@@ -125,7 +125,8 @@ class ReferenceRanks:
         self.job = job
         self.sides = {}
         for name, dim in DIMS.items():
-            plain = tc.Table(dim, OPTIMIZERS[job.optimizer], name=name, mem="1MB")
+            optimizer, precision = recipe(job.optimizer)
+            plain = tc.Table(dim, optimizer, name=name, mem="1MB", precision=precision)
             self.sides[name] = Reference(plain, seed=5)
         self.model = Net([ReferenceBag(self.sides[name], fields, pooling) for name, fields, pooling in BAGS], WIDTH)
         self.dense = torch.optim.Adam(self.model.dense.parameters(), lr=0.01)
@@ -152,9 +153,9 @@ class ReferenceRanks:
         for name, side in self.sides.items():
             for key in sorted({key for rank in sparse for key in rank[name]}):
                 g = tree(self.job.nodes, [rank[name].get(key) for rank in sparse])
-                row = side.table.row(key).copy()
+                row = side.table.row(key)
                 optimize(side.table.optimizer, row, g * np.float32(scale), self.steps, side.lr)
-                side.table.rows[key] = row
+                side.table.store(key, row, self.steps)
         for i, parameter in enumerate(parameters):
             parameter.grad = tree(self.job.nodes, [rank[i] for rank in dense]) * (1 / self.job.world)
             parameter.grad *= 1 / self.job.accumulate
@@ -191,11 +192,12 @@ def reference(job: Job) -> dict[str, bytes]:
 
 
 def make_table(name: str, job: Job, way: Way, groups: Groups, folder: str, **more: Any) -> ShardedTable:
-    chosen = OPTIMIZERS[job.optimizer]
+    chosen, precision = recipe(job.optimizer)
     options: dict[str, Any] = {"mem": "16MB"}
     if way.memory is not None:
         rows = int(way.memory * len(keys_of(job, name)) / job.world)
-        options = {"mem": budget_for(rows, DIMS[name], chosen), "ssd": Path(folder) / name, "ssd_options": SMALL}
+        options = {"mem": budget_for(rows, DIMS[name], chosen, precision), "ssd": Path(folder) / name, "ssd_options": SMALL}
+    options["precision"] = precision
     return ShardedTable(
         DIMS[name], chosen, name=name, seed=5, threads=way.threads, groups=groups, hops=way.hops, **options, **more
     )

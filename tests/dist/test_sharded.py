@@ -19,6 +19,7 @@ QUICK = [
     (Job(FOUR, "adam"), Way("two", 0.05, 4, 4)),
     (Job(FOUR, "adam"), Way("flat", None, 1, 1)),
     (Job(FOUR, "adagrad", UNEVEN), Way("two", 0.1, 4, 1)),
+    (Job(APART, "rowwise/int8"), Way("two", 0.2, 4, 1)),
     (Job(PAIR, "adam", (BATCHES, 71), accumulate=3), Way("two", 0.2, 4, 1)),
 ]
 WAYS = [Way(*way) for way in itertools.product(("two", "flat"), (None, 0.1), (1, 4), (1, 4))]

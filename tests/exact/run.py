@@ -30,6 +30,7 @@ from train_helpers import (
 
 import thermocline as tc
 from thermocline.tables.mem import MemStats, Policy
+from thermocline.tables.optimizers import Optimizer
 
 if TYPE_CHECKING:
     from thermocline.tables.hbm import HbmStats
@@ -42,6 +43,19 @@ BAGS: list[tuple[str, Any, Any]] = [
 ]
 WIDTH = sum(DIMS[name] * len(fields) for name, fields, _ in BAGS)
 FRESH = [11, 2**63, 2**64 - 1]
+PRECISIONS = {
+    "fp32": tc.Precision(),
+    "bf16": tc.Precision(kind="bf16"),
+    "int8": tc.Precision(kind="int8"),
+    "learned": tc.Precision(kind="int6", range=0.1, learn=0.01),
+    "int4": tc.Precision(kind="int4", rounding="nearest", range=0.02),
+}
+
+
+def recipe(text: str) -> tuple[Optimizer, tc.Precision]:
+    """What a training is: "adam", or "adam/int8" on rows of that precision."""
+    optimizer, _, kind = text.partition("/")
+    return OPTIMIZERS[optimizer], PRECISIONS[kind or "fp32"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,19 +109,20 @@ def probe(count: int = 320) -> np.ndarray[Any, Any]:
 
 
 def make_table(name: str, optimizer: str, ways: Ways, folder: Path, count: int = 320) -> tc.Table:
-    chosen = OPTIMIZERS[optimizer]
+    chosen, precision = recipe(optimizer)
     options: dict[str, Any] = {"mem": "16MB"}
     if ways.memory is not None:
         rows = int(ways.memory * len(keys_of(name, count)))
-        options = {"mem": budget_for(rows, DIMS[name], chosen), "ssd": folder / name, "ssd_options": SMALL}
+        options = {"mem": budget_for(rows, DIMS[name], chosen, precision), "ssd": folder / name, "ssd_options": SMALL}
     if ways.hbm is not None:
         from thermocline.ops import INTERPRETED
         from thermocline.tables.hbm import bytes_for
 
-        floats = DIMS[name] + chosen.state_floats(DIMS[name])
-        options["hbm"] = bytes_for(int(ways.hbm * len(keys_of(name, count))), floats)
+        words = precision.row_bytes(DIMS[name], chosen) // 4
+        options["hbm"] = bytes_for(int(ways.hbm * len(keys_of(name, count))), words)
         options["device"] = "interpreter" if INTERPRETED else "cuda"
-    return tc.Table(DIMS[name], chosen, name=name, seed=5, policy=ways.policy, threads=ways.threads, **options)
+    options |= {"name": name, "seed": 5, "policy": ways.policy, "threads": ways.threads}
+    return tc.Table(DIMS[name], chosen, precision=precision, **options)
 
 
 def make_model(tables: dict[str, tc.Table]) -> Net:

@@ -46,6 +46,15 @@ QUICK = {
     ],
 }
 
+# Rows below fp32: rounding must not know where a row is, nor when it came.
+CODED = [
+    ("rowwise/int8", Ways(None, 1, 1, 1)),
+    ("rowwise/int8", Ways(0.05, 4, 8, 2)),
+    ("adagrad/learned", Ways(0.05, 4, 8, 2)),
+    ("sgd/int4", Ways(0.05, 2, 8, 1, "lfu")),
+    ("adam/bf16", Ways(0.05, 8, 1, 2, "lru")),
+]
+
 
 def check(optimizer: str, ways: Ways, folder: Path) -> None:
     result = train(optimizer, ways, folder)
@@ -68,6 +77,11 @@ def test_same_bits(optimizer: str, ways: Ways, tmp_path: Path) -> None:
     check(optimizer, ways, tmp_path)
 
 
+@pytest.mark.parametrize(("recipe", "ways"), CODED, ids=str)
+def test_same_bits_below_fp32(recipe: str, ways: Ways, tmp_path: Path) -> None:
+    check(recipe, ways, tmp_path)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("ways", ALL, ids=str)
@@ -80,6 +94,12 @@ def test_the_reference_is_a_training(optimizer: str) -> None:
     """Every optimizer trains, and each ends somewhere else."""
     assert trained_something(optimizer)
     assert len({reference(name).dense for name in OPTIMIZERS}) == len(OPTIMIZERS)
+
+
+def test_the_references_below_fp32_are_trainings() -> None:
+    recipes = list(dict(CODED))
+    assert all(trained_something(recipe) for recipe in recipes)
+    assert len({reference(recipe).dense for recipe in recipes}) == len(recipes)
 
 
 def test_the_choices_are_covered() -> None:

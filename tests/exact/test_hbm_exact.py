@@ -41,6 +41,21 @@ def test_same_bits(optimizer: str, ways: tuple[float, float | None, int, int], t
     check(optimizer, Ways(memory, depth, window, hbm=hbm), tmp_path, SMALL, 0.1)
 
 
+CODED = [("rowwise/int8", (0.4, None, 2, 1)), ("adagrad/learned", (0.25, 0.5, 4, 1))]
+
+
+@pytest.mark.parametrize(("recipe", "ways"), CODED, ids=str)
+def test_same_bits_below_fp32(recipe: str, ways: tuple[float, float | None, int, int], tmp_path: Path) -> None:
+    hbm, memory, depth, window = ways
+    check(recipe, Ways(memory, depth, window, hbm=hbm), tmp_path, SMALL, 0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["rowwise/int8", "adagrad/learned", "sgd/int4", "adam/bf16"])
+def test_same_bits_below_fp32_every_recipe(recipe: str, tmp_path: Path) -> None:
+    check(recipe, Ways(0.05, 4, 8, 2, hbm=0.05), tmp_path, 320, 0.3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("optimizer", "ways"), [*zip(itertools.cycle(OPTIMIZERS), EVERY, strict=False)], ids=str)
 def test_same_bits_every_way(optimizer: str, ways: tuple[float, float | None, int, int], tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from ops_helpers import (
 )
 
 from thermocline.ops import INTERPRETED
+from thermocline.ops.codec import Codec
 from thermocline.ops.occurrences import find_occurrences, find_occurrences_reference
 from thermocline.ops.rules import Step
 from thermocline.ops.segments import find_segments
 from thermocline.ops.update import (
-    Rounding,
     apply_gradients,
     sum_gradients,
     sum_gradients_reference,
@@ -30,6 +30,7 @@ from thermocline.ops.update import (
     update_rows_reference,
 )
 from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from thermocline.tables.precision import Precision
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 OPTIMIZERS: list[Optimizer] = [SGD(lr=0.1), Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.01)]
@@ -178,9 +179,10 @@ def test_random(ids: list[int], kind: int, dim: int, weighted: bool) -> None:
     check(slots, dim, OPTIMIZERS[kind], random, offsets=offsets, weighted=weighted, mean=mean, known=dim % 2 == 0)
 
 
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
-def test_half_precision_rows(optimizer: Optimizer, dtype: torch.dtype, device: str) -> None:
+def test_half_precision_rows(optimizer: Optimizer, dtype: torch.dtype, rounding: str, device: str) -> None:
     """Weights in half precision, state in fp32, in one row of bytes."""
     random = np.random.default_rng(13)
     slots = slots_of_sizes([1, 2, 64, 65, 130], random, device)
@@ -190,7 +192,8 @@ def test_half_precision_rows(optimizer: Optimizer, dtype: torch.dtype, device: s
     twin = arena.clone()
     keys = torch.from_numpy(random.integers(-(2**63), 2**63, 20)).to(device)
     segments = exact_segments(slots)
-    rounding = Rounding(keys, -123456789)
+    kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    codec = Codec.of(Precision(kind=kind, rounding=rounding), dim, keys, -123456789)  # type: ignore[arg-type]
 
     def parts(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         whole = rows.view(torch.float32)[:, dim // 2 : dim // 2 + state]
@@ -199,8 +202,8 @@ def test_half_precision_rows(optimizer: Optimizer, dtype: torch.dtype, device: s
     for number in (1, 2, 3):
         grads = floats((len(slots), dim), random, device)
         step = Step.of(optimizer, number)
-        update_rows(*parts(arena), segments, grads, None, None, step, rounding)
-        update_rows_reference(*parts(twin), segments, grads, None, None, step, rounding)
+        update_rows(*parts(arena), segments, grads, None, None, step, codec)
+        update_rows_reference(*parts(twin), segments, grads, None, None, step, codec)
         same_bits(arena, twin)
 
 
@@ -212,7 +215,7 @@ def test_refuses_what_does_not_fit(device: str) -> None:
         update_rows(rows, None, segments, grads, None, None, step)
     with pytest.raises(ValueError, match=r"needed is contiguous float32\[.., 4\]"):
         update_rows(rows, None, segments, torch.ones(2, 5, device=device), None, None, Step.of(SGD(), 1))
-    with pytest.raises(ValueError, match="give the keys"):
+    with pytest.raises(ValueError, match="give the codec"):
         update_rows(rows.half(), None, segments, grads, None, None, Step.of(SGD(), 1))
     with pytest.raises(ValueError, match="steps count from 1"):
         Step.of(SGD(), 0)

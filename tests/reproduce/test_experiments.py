@@ -15,7 +15,7 @@ import pytest
 from cli_helpers import invoke
 
 import thermocline as tc
-from thermocline.reproduce import hashing, models, mpi, paper, places
+from thermocline.reproduce import hashing, models, mpi, paper, places, quantization
 from thermocline.reproduce.experiment import Setup
 
 TINY = ("--quick", "--effort", "0.001", "--scale", "1/1000000", "--device", "cpu")
@@ -83,6 +83,33 @@ def test_the_page_is_readable_in_a_browser(report: Path, tmp_path: Path) -> None
             browser.check_readable(tab, width)
         ids = tab.value("[...document.querySelectorAll('figure')].map(f => f.id)")
     assert sorted(ids) == sorted(path.stem for path in (report / "tables").glob("*.csv"))
+
+
+def test_rows_of_few_bits_are_what_was_trained(report: Path) -> None:
+    got = results(report, "quantization")
+    table = {row["rows"]: row for row in rows(report, "quantization-table")}
+    cases = quantization.cases(Setup(effort=0.001, scale=1e6))
+    assert list(table) == [case.name for case in cases]
+    for case in cases:
+        row, result = table[case.name], got[case.name]
+        assert float(row["test AUC"]) == result["auc"]
+        assert int(row["bytes a row"]) == case.precision.row_bytes(case.dim, tc.RowWiseAdagrad()) == result["row_bytes"]
+        assert int(row["bytes of rows"]) == result["rows"] * result["row_bytes"]
+    assert table["int8, dim 32"]["bytes a row"] == table["fp32"]["bytes a row"]
+    assert len({result["auc"] for result in got.values()}) > len(got) // 2  # they were trained, each in its own way
+
+
+def test_the_claims_about_few_bits_can_fail() -> None:
+    setup = Setup(effort=1.0)
+    cases = quantization.cases(setup)
+    same = {case.name: {"auc": 0.75} for case in cases}
+    held = {claim.text: claim.holds for claim in quantization._claims(setup, same)}
+    assert [text for text, holds in held.items() if holds] == [text for text in held if "lossless" in text]
+    better = {case.name: {"auc": 0.7 + 0.01 * case.precision.stochastic} for case in cases}
+    better["int8, learned from a wide range"] = {"auc": 0.72}
+    assert all(claim.holds for claim in quantization._claims(setup, better))
+    better["int2, nearest, range of the row"] = {"auc": 0.72}
+    assert sum(not claim.holds for claim in quantization._claims(setup, better)) == 1
 
 
 def test_the_hashing_tables_are_what_was_trained(report: Path) -> None:

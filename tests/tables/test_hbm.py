@@ -119,6 +119,26 @@ def test_evaluation_reads_and_inserts_nothing() -> None:
     assert (before.resident, before.ids, before.misses) == (after.resident, after.ids, after.misses)
 
 
+def test_sources_of_rows(tmp_path: Any) -> None:
+    """Each row of a batch counts once, where it was: new, on SSD after reopening, then in HBM; evaluation does not."""
+    batches = make_batches(6)
+    unique = sum(len(np.unique(batch.ids)) for batch in batches)
+    with_ssd = hbm_table(400, ssd=tmp_path / "rows")
+    bag = tc.EmbeddingBag(with_ssd, batches[0].fields)
+    for expected in ("new", "ssd"):
+        before = with_ssd.sources()
+        for batch in tc.prefetch(batches, with_ssd, depth=2):
+            bag(batch).sum().backward()
+            with_ssd.step()
+        bag.eval()(batches[0])
+        bag.train()
+        found = {tier: count - before[tier] for tier, count in with_ssd.sources().items()}
+        once = len(all_keys(batches))
+        assert found == {"hbm": unique - once, "mem": 0, "ssd": 0, "new": 0, expected: once}
+        with_ssd.commit()
+        with_ssd.reopen()
+
+
 def test_pins_end_however_a_loop_is_left() -> None:
     batches = make_batches(8, keys=200)
     table = hbm_table(300)

@@ -21,6 +21,13 @@ from thermocline.tables.mem import Policy, Pooling
 from thermocline.tables.optimizers import Optimizer
 
 OPTIMIZERS: list[Optimizer] = [tc.SGD(lr=0.1), tc.Adagrad(lr=0.1), tc.RowWiseAdagrad(lr=0.1), tc.Adam(lr=0.01)]
+PRECISIONS = [
+    tc.Precision(),
+    tc.Precision(),  # half of the lives
+    tc.Precision(kind="int8"),
+    tc.Precision(kind="int3", range=1.0),
+    tc.Precision(kind="bf16", rounding="nearest"),
+]
 keys_near = st.one_of(st.integers(0, 300), st.sampled_from([2**63 - 1, 2**63, 2**64 - 1]))
 batches = st.tuples(st.integers(0, 2000), st.integers(0, 200), st.integers(0, 2**32))
 
@@ -45,6 +52,7 @@ class TierMachine(RuleBasedStateMachine):
         shards=st.sampled_from([None, 1, 2, 16]),
         rows=st.sampled_from([300, 700, 3000]),
         with_store=st.booleans(),
+        precision=st.sampled_from(PRECISIONS),
     )
     def create(
         self,
@@ -55,15 +63,18 @@ class TierMachine(RuleBasedStateMachine):
         shards: int | None,
         rows: int,
         with_store: bool,
+        precision: tc.Precision,
     ) -> None:
         self.options: dict[str, Any] = {"policy": policy, "threads": threads, "shards": shards, "seed": 3, "table": 4}
-        self.table = tc.ReferenceTable(dim, optimizer, seed=3, table=4)
-        self.row_bytes = 4 * len(self.table.initial_row(0))
+        self.options["precision"] = precision
+        self.table = tc.ReferenceTable(dim, optimizer, seed=3, table=4, precision=precision)
+        self.floats = len(self.table.initial_row(0))
+        self.row_bytes = precision.row_bytes(dim, optimizer)
         if with_store:
             self.options["budget"] = 40000 + rows * (self.row_bytes + 60)
             self.store = tc.SsdStore.open(self.folder / "s", row_bytes=self.row_bytes, **SMALL)
             self.store.commit()
-            self.committed: tuple[dict[int, Any], int] = ({}, 0)
+            self.committed: tuple[dict[int, Any], dict[int, Any], int] = ({}, {}, 0)
         else:
             self.options["budget"] = "8MB"
         self.begin()
@@ -110,7 +121,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(keys=st.lists(keys_near, max_size=30), seed=st.integers(0, 2**32))
     def push(self, keys: list[int], seed: int) -> None:
-        rows = np.random.default_rng(seed).normal(size=(len(keys), self.row_bytes // 4)).astype(np.float32) ** 2
+        rows = np.random.default_rng(seed).normal(size=(len(keys), self.floats)).astype(np.float32) ** 2
         self.tier.push(np.array(keys, np.uint64), rows)
         self.table.push(keys, rows)
         self.seen.update(keys)
@@ -144,7 +155,8 @@ class TierMachine(RuleBasedStateMachine):
         self.tier.flush()
         assert self.tier.stats().dirty == 0
         self.store.commit()
-        self.committed = ({key: row.copy() for key, row in self.table.rows.items()}, self.step)
+        rows = {key: row.copy() for key, row in self.table.rows.items()}
+        self.committed = (rows, dict(self.table.steps), self.step)
 
     @precondition(lambda self: self.store)
     @rule()
@@ -152,7 +164,8 @@ class TierMachine(RuleBasedStateMachine):
         assert self.store is not None
         self.store.close()
         self.store = tc.SsdStore.open(self.folder / "s", **SMALL)
-        rows, self.step = self.committed
+        rows, steps, self.step = self.committed
+        self.table.steps = dict(steps)
         self.table.rows = {key: row.copy() for key, row in rows.items()}
         self.held.clear()
         self.begin()

@@ -15,6 +15,7 @@ from thermocline.sizes import format_size
 from thermocline.tables.arrays import as_numpy
 from thermocline.tables.mem import MemTier
 from thermocline.tables.optimizers import Optimizer
+from thermocline.tables.precision import FP32, Precision
 
 Report = dict[str, Any]
 _TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
@@ -73,14 +74,21 @@ def count(batches: Iterable[Batch], advance: Callable[[int], None] = lambda more
     return report, found
 
 
-def suggest(counted: Counted, batches: int, dim: int, optimizer: Optimizer, pinned_batches: int) -> Report:
+def suggest(
+    counted: Counted,
+    batches: int,
+    dim: int,
+    optimizer: Optimizer,
+    pinned_batches: int,
+    precision: Precision = FP32,
+) -> Report:
     """Bytes of a model's rows, and the memory it takes to find a share of them there.
 
     The hit rate is that of rows which exist already, when the least recently used leave first (Che's approximation):
     a careful estimate, for often used rows stay longer under the default policy.
     """
-    per_row = _mem_bytes_per_row(dim, optimizer)
-    row_bytes = 4 * (dim + optimizer.state_floats(dim))
+    per_row = _mem_bytes_per_row(dim, optimizer, precision)
+    row_bytes = precision.row_bytes(dim, optimizer)
     rates = -np.expm1(-counted.counts / batches)  # chance that a batch has the key
     again = counted.weights * np.maximum(0.0, batches * rates - 1)  # the first time it is new
     unique = float((counted.weights * rates).sum())
@@ -115,10 +123,10 @@ def suggest(counted: Counted, batches: int, dim: int, optimizer: Optimizer, pinn
     }
 
 
-def _mem_bytes_per_row(dim: int, optimizer: Optimizer) -> float:
+def _mem_bytes_per_row(dim: int, optimizer: Optimizer, precision: Precision) -> float:
     """Index, metadata and buffers counted, as the tier itself divides a budget."""
     budget = 16_000_000
-    return budget / MemTier(dim, optimizer, budget=budget, threads=1).capacity
+    return budget / MemTier(dim, optimizer, budget=budget, threads=1, precision=precision).capacity
 
 
 def memory_of_machine() -> int:

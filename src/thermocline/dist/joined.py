@@ -48,7 +48,7 @@ class JoinedTable(Table):
                 )
             else:
                 for keys, rows in store.scan():
-                    self.tier.push(keys, rows.view(np.float32), dirty=False)
+                    self.tier.push_stored(keys, rows.view(np.float32), dirty=False)
 
     def read(self, keys: Any) -> Floats:
         """float32[n, dim + state]: from the rank that owns each key."""
@@ -56,7 +56,7 @@ class JoinedTable(Table):
         if not self._tiers:
             return super().read(wanted)
         owners = owner_of(wanted, len(self._tiers))
-        rows = np.empty((len(wanted), self.tier.row_bytes // 4), np.float32)
+        rows = np.empty((len(wanted), self.tier.floats), np.float32)
         for rank, tier in enumerate(self._tiers):
             mine = owners == rank
             rows[mine] = tier.read(wanted[mine])
@@ -66,7 +66,7 @@ class JoinedTable(Table):
         """Every trained row once, store by store."""
         for store in self._stores:
             for keys, rows in store.scan(batch_rows=batch_rows):
-                yield keys, rows.view(np.float32)
+                yield keys, self.tier.decode(rows.view(np.float32))
 
     def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> Prepared:
         """As of `Table`."""

@@ -59,6 +59,11 @@ class ShardedTable(Table):
             ssd = Path(ssd) / rank_folder(t.rank, t.world)
             ssd.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(dim, optimizer, ssd=ssd, threads=threads, **options)
+        if self.precision.learn:
+            raise ValueError(
+                f"precision.learn is {self.precision.learn}: it must be 0 for a table over ranks, each would learn a "
+                "step of its own"
+            )
         salt: int = self._tier_options["table"] & (2**63 - 1)
         self.ranks: Ranks = Ranks(self, groups, Exchange(t, hops=hops, wire=wire, salt=salt, threads=threads))
 
@@ -101,7 +106,7 @@ class ShardedTable(Table):
 
     def full_rows(self, weights: torch.Tensor) -> Floats:
         """Weights as whole rows, which is how they are pooled; the state, which nobody reads, is left as it is."""
-        rows = np.empty((len(weights), self.tier.row_bytes // 4), np.float32)
+        rows = np.empty((len(weights), self.tier.floats), np.float32)
         rows[:, : self.dim] = weights.numpy()
         return rows
 
@@ -185,7 +190,7 @@ class ShardedTable(Table):
 
     def read(self, keys: Any) -> Floats:
         """float32[n, dim + state], from the rows' owners. All ranks call it, each with its own keys."""
-        return self.ranks.read(as_keys(keys), self.tier.row_bytes // 4).numpy()
+        return self.ranks.read(as_keys(keys), self.tier.floats).numpy()
 
     def read_here(self, keys: Any) -> Floats:
         """The same of keys that this rank owns; of others it gives initial rows."""

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from thermocline.ops.codec import Codec, decode_reference, load_weights, number_of
 from thermocline.ops.launch import EXACT, blocks, row_block, tile_rows
 from thermocline.ops.sums import sum_rows
 
@@ -15,14 +16,15 @@ GATHER_ELEMENTS, POOL_ELEMENTS = 512, 256
 
 @triton.jit(do_not_specialize=["ids"])
 def _gather_kernel(
-    weights, slots, factors, out, ids,
-    DIM: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, ITEMS: tl.constexpr, COLS: tl.constexpr,
+    weights, slots, factors, out, ids, step,
+    DIM: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, CODEC: tl.constexpr,
+    ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
     cols = tl.arange(0, COLS)
     slot = tl.load(slots + place, mask=place < ids, other=0).to(tl.int64)
     inside = (place[:, None] < ids) & (cols[None, :] < DIM)
-    x = tl.load(weights + slot[:, None] * STRIDE + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = load_weights(weights, slot, cols, inside, step, 0.0, STRIDE, CODEC)
     if WEIGHTED:
         x = x * tl.load(factors + place, mask=place < ids, other=0.0)[:, None]
     # Written once, read by others: it should not push rows out of the cache.
@@ -31,15 +33,15 @@ def _gather_kernel(
 
 @triton.jit(do_not_specialize=["bags"])
 def _pool_kernel(
-    weights, slots, factors, offsets, out, bags,
-    DIM: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr,
+    weights, slots, factors, offsets, out, bags, step,
+    DIM: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, CODEC: tl.constexpr, MEAN: tl.constexpr,
     ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     bag = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
     cols = tl.arange(0, COLS)
     begin = tl.load(offsets + bag, mask=bag < bags, other=0)
     end = tl.load(offsets + bag + 1, mask=bag < bags, other=0)
-    total = sum_rows(begin, end, slots, factors, weights, cols, DIM, STRIDE, WEIGHTED, True)
+    total = sum_rows(begin, end, slots, factors, weights, cols, step, DIM, STRIDE, WEIGHTED, True, CODEC)
     size = (end - begin)[:, None]
     if MEAN:
         by = tl.maximum(size, 1).to(tl.float32)
@@ -56,19 +58,19 @@ def pool_rows(
     *,
     mean: bool = False,
     out: torch.Tensor | None = None,
+    codec: Codec | None = None,
 ) -> torch.Tensor:
     """float32[bags, dim].
 
-    weights   [slots, dim], each row contiguous, rows any stride apart; float32, float16 or bfloat16
+    weights   float32[slots, dim], or as `codec.weights` gives them; each row contiguous, rows any stride apart
     slots     int32[ids]: the row of each id
     offsets   int64[bags + 1], from 0 to ids; none: one vector per id
     factors   float32[ids]: what each row is multiplied by, or none
     """
-    if weights.dim() != 2 or weights.stride(1) != 1:
-        raise ValueError(f"weights have shape {list(weights.shape)} and strides {weights.stride()}: rows in one piece")
+    number = number_of(weights, codec)
     if offsets is None and mean:
         raise ValueError("a mean needs offsets: without them every id is a bag of its own")
-    dim = weights.shape[1]
+    dim = weights.shape[1] if codec is None else codec.dim
     bags = len(slots) if offsets is None else len(offsets) - 1
     if out is None:
         out = torch.empty(bags, dim, dtype=torch.float32, device=weights.device)
@@ -76,17 +78,19 @@ def pool_rows(
         raise ValueError(f"out is {out.dtype}{list(out.shape)}: needed is contiguous float32[{bags}, {dim}]")
     if bags == 0:
         return out
-    common = {"DIM": dim, "STRIDE": weights.stride(0), "WEIGHTED": factors is not None, "COLS": row_block(dim)}
+    common = {"DIM": dim, "STRIDE": weights.stride(0), "WEIGHTED": factors is not None, "CODEC": number}
+    common["COLS"] = row_block(dim)
+    step = weights if codec is None else codec.step
     factors = weights if factors is None else factors
     if offsets is None:
         items = tile_rows(dim, GATHER_ELEMENTS)
         _gather_kernel[(blocks(bags, items),)](
-            weights, slots, factors, out, bags, **common, ITEMS=items, num_warps=1, **EXACT,
+            weights, slots, factors, out, bags, step, **common, ITEMS=items, num_warps=1, **EXACT,
         )  # fmt: skip
     else:
         items = tile_rows(dim, POOL_ELEMENTS)
         _pool_kernel[(blocks(bags, items),)](
-            weights, slots, factors, offsets, out, bags,
+            weights, slots, factors, offsets, out, bags, step,
             **common, MEAN=mean, ITEMS=items, num_warps=1, **EXACT,
         )  # fmt: skip
     return out
@@ -99,17 +103,19 @@ def pool_rows_reference(
     factors: torch.Tensor | None = None,
     *,
     mean: bool = False,
+    codec: Codec | None = None,
 ) -> torch.Tensor:
     """The same in plain torch: the n-th row of every bag at a time."""
 
     def rows(places: torch.Tensor) -> torch.Tensor:
-        x = weights[slots[places].long()].to(torch.float32)
+        x = decode_reference(weights[slots[places].long()], codec)
         return x if factors is None else x * factors[places][:, None]
 
     if offsets is None:
         return rows(torch.arange(len(slots), device=slots.device))
     sizes = offsets.diff()
-    out = torch.zeros(len(sizes), weights.shape[1], dtype=torch.float32, device=weights.device)
+    dim = weights.shape[1] if codec is None else codec.dim
+    out = torch.zeros(len(sizes), dim, dtype=torch.float32, device=weights.device)
     for nth in range(int(sizes.max()) if len(sizes) else 0):
         here = (sizes > nth).nonzero()[:, 0]
         x = rows(offsets[here] + nth)

@@ -54,10 +54,24 @@ def round_to_fp16(x, bits24):
 
 
 @triton.jit
-def round_row(x, table_mix, keys, step, cols, BF16: tl.constexpr):
-    """Rows of float32 as half-precision numbers."""
-    bits24 = chance(table_mix, keys, step, cols)
+def round_row(x, bits24, BF16: tl.constexpr):
+    """Rows of float32 as half-precision numbers; `bits24` as from `chance`."""
     return round_to_bf16(x, bits24) if BF16 else round_to_fp16(x, bits24)
+
+
+@triton.jit
+def _nearest_bf16(x):
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    special = bits | tl.where((bits & 0x7FFFFF) != 0, 0x400000, 0)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    return (tl.where(finite, rounded, special) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def nearest_half(x, BF16: tl.constexpr):
+    """The same to the nearest, ties to even."""
+    return _nearest_bf16(x) if BF16 else x.to(tl.float16)
 
 
 @triton.jit(do_not_specialize=["count", "table_mix", "step"])
@@ -71,7 +85,7 @@ def _round_kernel(
     inside = (item[:, None] < count) & (cols[None, :] < DIM)
     place = item[:, None] * DIM + cols[None, :]
     x = tl.load(values + place, mask=inside, other=0.0)
-    tl.store(out + place, round_row(x, table_mix, key, step, cols, BF16), mask=inside)
+    tl.store(out + place, round_row(x, chance(table_mix, key, step, cols), BF16), mask=inside)
 
 
 def round_rows(values: torch.Tensor, keys: torch.Tensor, table_mix: int, step: int, dtype: torch.dtype) -> torch.Tensor:
@@ -94,13 +108,18 @@ def check_half(dtype: torch.dtype) -> None:
         raise ValueError(f"dtype is {dtype}: rows are rounded by chance to torch.float16 or torch.bfloat16")
 
 
+def chance_reference(table_mix: int, keys: torch.Tensor, step: int, dim: int) -> torch.Tensor:
+    """As `chance`."""
+    mix = mix64_reference((row_mix_reference(table_mix, keys) ^ step) + (_GOLDEN - 2**64))
+    cols = torch.arange(dim, device=keys.device)
+    return ((counter_bits_reference(mix[:, None], cols[None, :]) >> 40) & 0xFFFFFF).to(torch.int32)
+
+
 def round_rows_reference(
     values: torch.Tensor, keys: torch.Tensor, table_mix: int, step: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """The same in plain torch."""
-    mix = mix64_reference((row_mix_reference(table_mix, keys) ^ step) + (_GOLDEN - 2**64))
-    cols = torch.arange(values.shape[1], device=values.device)
-    bits24 = ((counter_bits_reference(mix[:, None], cols[None, :]) >> 40) & 0xFFFFFF).to(torch.int32)
+    bits24 = chance_reference(table_mix, keys, step, values.shape[1])
     bits = values.contiguous().view(torch.int32)
     size = bits & 0x7FFFFFFF
     if dtype == torch.bfloat16:

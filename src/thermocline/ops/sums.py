@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from thermocline.ops.codec import load_weights
+
 
 @triton.jit
 def minus_zeros(ROWS: tl.constexpr, COLS: tl.constexpr):
@@ -20,14 +22,15 @@ def _row_at(rows, place, end):
 
 @triton.jit
 def _term(
-    matrix, factors, row, place, end, cols, DIM: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr
+    matrix, factors, row, place, end, cols, step,
+    DIM: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, CODEC: tl.constexpr,
 ):  # fmt: skip
     """That row times its factor; minus zeros past the end of the item."""
     inside = place[:, None] < end[:, None]
     if cols.shape[0] != DIM:
         inside = inside & (cols[None, :] < DIM)
     nothing = minus_zeros(row.shape[0], cols.shape[0])
-    x = tl.load(matrix + row[:, None] * STRIDE + cols[None, :], mask=inside, other=nothing).to(tl.float32)
+    x = load_weights(matrix, row, cols, inside, step, nothing, STRIDE, CODEC)
     if WEIGHTED:
         x = x * tl.load(factors + place, mask=place < end, other=1.0)[:, None]
     return x
@@ -35,13 +38,14 @@ def _term(
 
 @triton.jit
 def sum_rows(
-    begin, end, rows, factors, matrix, cols,
-    DIM: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, LISTED: tl.constexpr,
+    begin, end, rows, factors, matrix, cols, step,
+    DIM: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, LISTED: tl.constexpr, CODEC: tl.constexpr,
 ):  # fmt: skip
     """float32[items, cols]: of each item, the rows at places begin to end of a list, added left to right.
 
     rows      the list: numbers of rows; if not LISTED, places are rows themselves
     factors   per place, if WEIGHTED
+    step      of a matrix of codes: CODEC as in ops/codec.py, 0 if it holds numbers
     An empty item gives minus zeros. Several rows of each item are asked for before the first is added: four, or, if
     they are not LISTED, thirty-two: such lists are long, and their length is all the time it takes.
     """
@@ -55,10 +59,10 @@ def sum_rows(
             r1 = _row_at(rows, p1, end)
             r2 = _row_at(rows, p2, end)
             r3 = _row_at(rows, p3, end)
-            x0 = _term(matrix, factors, r0, p0, end, cols, DIM, STRIDE, WEIGHTED)
-            x1 = _term(matrix, factors, r1, p1, end, cols, DIM, STRIDE, WEIGHTED)
-            x2 = _term(matrix, factors, r2, p2, end, cols, DIM, STRIDE, WEIGHTED)
-            x3 = _term(matrix, factors, r3, p3, end, cols, DIM, STRIDE, WEIGHTED)
+            x0 = _term(matrix, factors, r0, p0, end, cols, step, DIM, STRIDE, WEIGHTED, CODEC)
+            x1 = _term(matrix, factors, r1, p1, end, cols, step, DIM, STRIDE, WEIGHTED, CODEC)
+            x2 = _term(matrix, factors, r2, p2, end, cols, step, DIM, STRIDE, WEIGHTED, CODEC)
+            x3 = _term(matrix, factors, r3, p3, end, cols, step, DIM, STRIDE, WEIGHTED, CODEC)
             total = total + x0
             total = total + x1
             total = total + x2
@@ -67,5 +71,6 @@ def sum_rows(
         for done in range(0, longest, 32):
             for nth in tl.static_range(32):
                 place = begin + (done + nth)
-                total = total + _term(matrix, factors, place.to(tl.int64), place, end, cols, DIM, STRIDE, WEIGHTED)
+                row = place.to(tl.int64)
+                total = total + _term(matrix, factors, row, place, end, cols, step, DIM, STRIDE, WEIGHTED, CODEC)
     return total

@@ -8,14 +8,20 @@ updates their rows. No atomics: a row is written by one program.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import triton
 import triton.language as tl
 
+from thermocline.ops.codec import (
+    Codec,
+    decode_reference,
+    encode_reference,
+    load_weights,
+    number_of,
+    step_gradient_reference,
+    store_weights,
+)
 from thermocline.ops.launch import EXACT, blocks, row_block, tile_rows
-from thermocline.ops.rounding import check_half, round_row, round_rows_reference
 from thermocline.ops.rules import (
     NONE,
     ROW_WISE_ADAGRAD,
@@ -34,21 +40,11 @@ _LAUNCH = {"num_warps": 1, **EXACT}
 _BLOCK = tl.constexpr(BLOCK)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Rounding:
-    """What stochastic rounding of half-precision weights depends on, beside step and element."""
-
-    keys: torch.Tensor
-    """int64 per slot: the key whose row is there."""
-    table_mix: int
-    """`random.table_mix(seed, table)`."""
-
-
 @triton.jit
 def _finish(
     weights, state, slot, live, w, first, second, total, cols, out, item,
-    constants, keys, table_mix, step,
-    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
+    constants, unit, into, keys, table_mix, step,
+    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, CODEC: tl.constexpr, DIM: tl.constexpr,
     W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Applies the sums to the rows, or only stores them (OPTIMIZER below 0)."""
@@ -58,16 +54,14 @@ def _finish(
     else:
         w, first, second = new_row(w, first, second, total, cols, constants, OPTIMIZER, DECAY, DIM)
         store_state(state, slot, live, cols, first, second, OPTIMIZER, DIM, S_STRIDE)
-        if HALF > 0:
-            key = tl.load(keys + slot, mask=live, other=0)
-            w = round_row(w, table_mix, key, step, cols, HALF == 2)
-        tl.store(weights + slot[:, None] * W_STRIDE + cols[None, :], w, mask=inside)
+        gradient = total * constants[3]
+        store_weights(weights, slot, cols, live, w, gradient, unit, into, keys, table_mix, step, DIM, W_STRIDE, CODEC)
 
 
 @triton.jit
 def _load(
-    weights, state, slot, live, cols,
-    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr,
+    weights, state, slot, live, cols, unit,
+    OPTIMIZER: tl.constexpr, CODEC: tl.constexpr, DIM: tl.constexpr, W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Weights and state of rows, asked for before the gradients are summed."""
     w = tl.zeros([slot.shape[0], cols.shape[0]], tl.float32)
@@ -75,7 +69,7 @@ def _load(
     second = slot
     if OPTIMIZER >= 0:
         inside = live[:, None] & (cols[None, :] < DIM)
-        w = tl.load(weights + slot[:, None] * W_STRIDE + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        w = load_weights(weights, slot, cols, inside, unit, 0.0, W_STRIDE, CODEC)
         first, second = load_state(state, slot, live, cols, OPTIMIZER, DIM, S_STRIDE)
     return w, first, second
 
@@ -84,8 +78,8 @@ def _load(
 def _update_kernel(
     weights, state, out, partial, starts, slots, block_starts, block_ends, counts, rows, coefs, grads,
     segments, hot_blocks, block_programs,
-    constants, keys, table_mix, step,
-    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, HALF: tl.constexpr, WEIGHTED: tl.constexpr, DIM: tl.constexpr,
+    constants, unit, into, keys, table_mix, step,
+    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, CODEC: tl.constexpr, WEIGHTED: tl.constexpr, DIM: tl.constexpr,
     W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -97,7 +91,7 @@ def _update_kernel(
         live = item < tl.minimum(hot_blocks, tl.load(counts + 2))
         begin = tl.where(live, begin, 0)  # what was read past the lists' ends is no place
         end = tl.where(live, end, 0)
-        total = sum_rows(begin, end, rows, coefs, grads, cols, DIM, DIM, WEIGHTED, True)
+        total = sum_rows(begin, end, rows, coefs, grads, cols, unit, DIM, DIM, WEIGHTED, True, 0)
         place = partial + item.to(tl.int64)[:, None] * DIM + cols[None, :]
         tl.store(place, total, mask=live[:, None] & (cols[None, :] < DIM))
     else:
@@ -108,19 +102,19 @@ def _update_kernel(
         live = (item < tl.minimum(segments, tl.load(counts))) & (end - begin <= _BLOCK)
         begin = tl.where(live, begin, 0)
         end = tl.where(live, end, 0)
-        w, first, second = _load(weights, state, slot, live, cols, OPTIMIZER, DIM, W_STRIDE, S_STRIDE)
-        total = sum_rows(begin, end, rows, coefs, grads, cols, DIM, DIM, WEIGHTED, True)
+        w, first, second = _load(weights, state, slot, live, cols, unit, OPTIMIZER, CODEC, DIM, W_STRIDE, S_STRIDE)
+        total = sum_rows(begin, end, rows, coefs, grads, cols, unit, DIM, DIM, WEIGHTED, True, 0)
         _finish(
             weights, state, slot, live, w, first, second, total, cols, out, item,
-            constants, keys, table_mix, step, OPTIMIZER, DECAY, HALF, DIM, W_STRIDE, S_STRIDE,
+            constants, unit, into, keys, table_mix, step, OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["hot_segments", "table_mix", "step"])
 def _hot_kernel(
     weights, state, out, partial, hot, hot_blocks, slots, counts, hot_segments,
-    constants, keys, table_mix, step,
-    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
+    constants, unit, into, keys, table_mix, step,
+    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, CODEC: tl.constexpr, DIM: tl.constexpr,
     W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     nth = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
@@ -130,31 +124,31 @@ def _hot_kernel(
     begin = tl.load(hot_blocks + nth, mask=live, other=0)
     end = tl.load(hot_blocks + nth + 1, mask=live, other=0)
     slot = tl.load(slots + item, mask=live, other=0).to(tl.int64)
-    w, first, second = _load(weights, state, slot, live, cols, OPTIMIZER, DIM, W_STRIDE, S_STRIDE)
-    total = sum_rows(begin, end, partial, partial, partial, cols, DIM, DIM, False, False)
+    w, first, second = _load(weights, state, slot, live, cols, unit, OPTIMIZER, CODEC, DIM, W_STRIDE, S_STRIDE)
+    total = sum_rows(begin, end, partial, partial, partial, cols, unit, DIM, DIM, False, False, 0)
     _finish(
         weights, state, slot, live, w, first, second, total, cols, out, item,
-        constants, keys, table_mix, step, OPTIMIZER, DECAY, HALF, DIM, W_STRIDE, S_STRIDE,
+        constants, unit, into, keys, table_mix, step, OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "table_mix", "step"])
 def _apply_kernel(
     weights, state, sums, slots, count,
-    constants, keys, table_mix, step,
-    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
+    constants, unit, into, keys, table_mix, step,
+    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, CODEC: tl.constexpr, DIM: tl.constexpr,
     W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     cols = tl.arange(0, COLS)
     live = item < count
     slot = tl.load(slots + item, mask=live, other=0).to(tl.int64)
-    w, first, second = _load(weights, state, slot, live, cols, OPTIMIZER, DIM, W_STRIDE, S_STRIDE)
+    w, first, second = _load(weights, state, slot, live, cols, unit, OPTIMIZER, CODEC, DIM, W_STRIDE, S_STRIDE)
     place = sums + item.to(tl.int64)[:, None] * DIM + cols[None, :]
     total = tl.load(place, mask=live[:, None] & (cols[None, :] < DIM), other=0.0)
     _finish(
         weights, state, slot, live, w, first, second, total, cols, sums, item,
-        constants, keys, table_mix, step, OPTIMIZER, DECAY, HALF, DIM, W_STRIDE, S_STRIDE,
+        constants, unit, into, keys, table_mix, step, OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE,
     )  # fmt: skip
 
 
@@ -169,19 +163,19 @@ def update_rows(
     grad_rows: torch.Tensor | None,
     coefs: torch.Tensor | None,
     step: Step,
-    rounding: Rounding | None = None,
+    codec: Codec | None = None,
 ) -> None:
     """Applies one step to the rows of `segments`, in place.
 
-    weights    [slots, dim], each row contiguous, rows any stride apart: float32; float16 or bfloat16 with `rounding`
+    weights    float32[slots, dim], or as `codec.weights` gives them; each row contiguous, rows any stride apart
     state      float32[slots, state of the optimizer], likewise; none for SGD
     grads      float32[.., dim], contiguous
     grad_rows  int32, in the order of `segments.order`: the row of `grads` that belongs to an occurrence; none: the
                occurrence's own position
     coefs      float32, in the same order: what it is multiplied by; none: 1
     """
-    _check_rows(weights, state, step, rounding)
-    _launch(weights, state, None, segments, grads, grad_rows, coefs, step, rounding)
+    _check_rows(weights, state, step, codec)
+    _launch(weights, state, None, segments, grads, grad_rows, coefs, step, codec)
 
 
 def sum_gradients(
@@ -202,17 +196,17 @@ def apply_gradients(
     slots: torch.Tensor,
     sums: torch.Tensor,
     step: Step,
-    rounding: Rounding | None = None,
+    codec: Codec | None = None,
 ) -> None:
     """The second half: row slots[i] takes the gradient sums[i]. No slot may repeat."""
-    _check_rows(weights, state, step, rounding)
+    _check_rows(weights, state, step, codec)
     count, dim = sums.shape
     if count == 0:
         return
     items = _items(dim, step)
     _apply_kernel[(blocks(count, items),)](
-        weights, weights if state is None else state, sums, slots, count, *_common(weights, step, rounding),
-        **_layout(weights, state, step, dim), ITEMS=items, COLS=row_block(dim), **_LAUNCH,
+        weights, weights if state is None else state, sums, slots, count, *_common(weights, step, codec),
+        **_layout(weights, state, step, codec), ITEMS=items, COLS=row_block(dim), **_LAUNCH,
     )  # fmt: skip
 
 
@@ -225,9 +219,9 @@ def _launch(
     grad_rows: torch.Tensor | None,
     coefs: torch.Tensor | None,
     step: Step,
-    rounding: Rounding | None,
+    codec: Codec | None,
 ) -> None:
-    dim = weights.shape[1]
+    dim = weights.shape[1] if codec is None else codec.dim
     if grads.dtype != torch.float32 or not grads.is_contiguous() or grads.dim() != 2 or grads.shape[1] != dim:
         raise ValueError(f"grads are {grads.dtype}{list(grads.shape)}: needed is contiguous float32[.., {dim}]")
     count, hot, hot_blocks = segments.sizes
@@ -236,8 +230,8 @@ def _launch(
     items = _items(dim, step)
     sums = weights if out is None else out  # not used if none
     partial = torch.empty(hot_blocks, dim, dtype=torch.float32, device=grads.device)
-    common = _common(weights, step, rounding)
-    layout = _layout(weights, state, step, dim)
+    common = _common(weights, step, codec)
+    layout = _layout(weights, state, step, codec)
     states = weights if state is None else state
     block_programs = -(-hot_blocks // items)
     _update_kernel[(block_programs + blocks(count, items),)](
@@ -248,8 +242,9 @@ def _launch(
     )  # fmt: skip
     if hot:
         # Few rows, long sums, and nothing but their length counts: one column per thread, so that many are in flight.
-        # The mean over a row needs all of it in one program.
-        cols = row_block(dim) if step.optimizer == ROW_WISE_ADAGRAD else min(32, row_block(dim))
+        # What is taken over a row, a mean or its own step, needs all of it in one program.
+        whole = step.optimizer == ROW_WISE_ADAGRAD or (codec is not None and codec.row_scaled)
+        cols = row_block(dim) if whole else min(32, row_block(dim))
         items = tile_rows(cols, 32)
         _hot_kernel[(blocks(hot, items), blocks(dim, cols))](
             weights, states, sums, partial, segments.hot, segments.hot_blocks, segments.slots, segments.counts, hot,
@@ -262,34 +257,28 @@ def _items(dim: int, step: Step) -> int:
     return tile_rows(dim, 256 if dim >= 64 and state_floats(step.optimizer, dim) <= 1 else 128)
 
 
-def _common(weights: torch.Tensor, step: Step, rounding: Rounding | None) -> tuple[object, ...]:
-    if rounding is None:
-        return step.constants, weights, 0, step.number
-    return step.constants, rounding.keys, rounding.table_mix, step.number
+def _common(weights: torch.Tensor, step: Step, codec: Codec | None) -> tuple[object, ...]:
+    if codec is None:
+        return step.constants, weights, weights, weights, 0, step.number
+    into = codec.keys if codec.gradient is None else codec.gradient  # not used if none
+    return step.constants, codec.step, into, codec.keys, codec.table_mix, step.number
 
 
-def _layout(weights: torch.Tensor, state: torch.Tensor | None, step: Step, dim: int) -> dict[str, object]:
+def _layout(weights: torch.Tensor, state: torch.Tensor | None, step: Step, codec: Codec | None) -> dict[str, object]:
     return {
         "OPTIMIZER": step.optimizer,
         "DECAY": step.weight_decay != 0,
-        "HALF": {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[weights.dtype],
-        "DIM": dim,
+        "CODEC": 0 if codec is None else codec.number,
+        "DIM": weights.shape[1] if codec is None else codec.dim,
         "W_STRIDE": weights.stride(0),
         "S_STRIDE": 0 if state is None else state.stride(0),
     }
 
 
-def _check_rows(weights: torch.Tensor, state: torch.Tensor | None, step: Step, rounding: Rounding | None) -> None:
-    if weights.dim() != 2 or weights.stride(1) != 1:
-        raise ValueError(f"weights have shape {list(weights.shape)} and strides {weights.stride()}: rows in one piece")
-    if weights.dtype == torch.float32:
-        if rounding is not None:
-            raise ValueError("weights are float32: they need no rounding")
-    else:
-        check_half(weights.dtype)
-        if rounding is None:
-            raise ValueError(f"weights are {weights.dtype}: give the keys and the table that rounding depends on")
-    need = state_floats(step.optimizer, weights.shape[1])
+def _check_rows(weights: torch.Tensor, state: torch.Tensor | None, step: Step, codec: Codec | None) -> None:
+    if number_of(weights, codec) == 0 and weights.dtype != torch.float32:
+        raise ValueError(f"weights are {weights.dtype}: give the codec that rounding them depends on")
+    need = state_floats(step.optimizer, weights.shape[1] if codec is None else codec.dim)
     have = 0 if state is None else state.shape[1]
     if have != need or (state is not None and (state.dtype != torch.float32 or state.stride(1) != 1)):
         raise ValueError(f"state has {have} floats per row: this optimizer has {need}, float32, in one piece")
@@ -332,14 +321,16 @@ def apply_gradients_reference(
     slots: torch.Tensor,
     sums: torch.Tensor,
     step: Step,
-    rounding: Rounding | None = None,
+    codec: Codec | None = None,
 ) -> None:
     """`apply_gradients` in plain torch."""
     here = slots.long()
-    w, s = new_rows_reference(weights[here].float(), None if state is None else state[here], sums, step)
-    if rounding is not None:
-        w = round_rows_reference(w, rounding.keys[here], rounding.table_mix, step.number, weights.dtype)
-    weights[here] = w
+    before = decode_reference(weights[here], codec)
+    w, s = new_rows_reference(before, None if state is None else state[here], sums, step)
+    stored = w if codec is None else encode_reference(w, codec.keys[here], step.number, codec)
+    weights[here] = stored
+    if codec is not None and codec.gradient is not None:
+        codec.gradient.add_(step_gradient_reference(w, stored, sums * step.scale, codec))
     if state is not None and s is not None:
         state[here] = s
 
@@ -352,8 +343,8 @@ def update_rows_reference(
     grad_rows: torch.Tensor | None,
     coefs: torch.Tensor | None,
     step: Step,
-    rounding: Rounding | None = None,
+    codec: Codec | None = None,
 ) -> None:
     """`update_rows` in plain torch."""
     sums = sum_gradients_reference(segments, grads, grad_rows, coefs)
-    apply_gradients_reference(weights, state, segments.slots[: len(sums)], sums, step, rounding)
+    apply_gradients_reference(weights, state, segments.slots[: len(sums)], sums, step, codec)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 Keys = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Offsets = npt.NDArray[np.int64]
+Pooling = Literal["sum", "mean", "none"]
 
 
 def as_numpy(value: Any, what: str) -> npt.NDArray[Any]:
@@ -61,3 +64,43 @@ def as_rows(rows: Any, count: int, row_bytes: int, what: str = "rows", writable:
     if count == 0:
         return np.empty((0, row_bytes), dtype=np.uint8)
     return array.view(np.uint8)
+
+
+def floats_of(value: Any, shape: tuple[int, ...], what: str) -> Floats:
+    """The same memory as a contiguous float32 array of that shape; copies only what is not contiguous."""
+    array = as_numpy(value, what)
+    if array.dtype != np.float32:
+        raise TypeError(f"{what} has dtype {array.dtype}: it must be float32")
+    if array.shape != shape:
+        raise ValueError(f"{what} has shape {array.shape}: needed is {shape}")
+    return np.ascontiguousarray(array)
+
+
+def out_of(out: Any, shape: tuple[int, ...]) -> Floats:
+    """Where a result goes: `out` itself, checked, or new memory."""
+    if out is None:
+        return np.empty(shape, np.float32)
+    array = floats_of(out, shape, "out")
+    if not array.flags.writeable or (not np.shares_memory(array, as_numpy(out, "out")) and array.size):
+        raise ValueError("out must be a contiguous array that can be written")
+    return array
+
+
+def bags_of(
+    ids: int, offsets: Any, pooling: Pooling | None, weights: Any
+) -> tuple[Offsets | None, Floats | None, bool]:
+    """Offsets, weights and whether to divide, as the core takes them."""
+    kind = pooling or ("none" if offsets is None else "sum")
+    if kind not in ("sum", "mean", "none"):
+        raise ValueError(f"pooling is {kind!r}: it is one of sum, mean, none")
+    if (kind == "none") != (offsets is None):
+        raise ValueError(f"pooling {kind!r} {'takes no' if kind == 'none' else 'needs'} offsets")
+    factors = None if weights is None else floats_of(weights, (ids,), "weights")
+    if offsets is None:
+        return None, factors, False
+    cuts = np.ascontiguousarray(offsets if isinstance(offsets, (list, tuple)) else as_numpy(offsets, "offsets"))
+    if cuts.ndim != 1 or len(cuts) < 1 or cuts.dtype.kind not in "iu":
+        raise ValueError(
+            f"offsets have shape {cuts.shape} of {cuts.dtype}: needed are bags + 1 integers from 0 to {ids}"
+        )
+    return cuts.astype(np.int64, copy=False), factors, kind == "mean"

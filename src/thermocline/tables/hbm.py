@@ -47,8 +47,13 @@ class HbmStats:
     """Planned and not yet let go."""
     ids: int
     """Looked up, repetitions included."""
+    rows: int
+    """Of the batches that were trained, each of a batch's once."""
     misses: int
-    """Keys that were not here."""
+    """Keys that were not here; those that have come were `from_mem`, `from_ssd` or `initialised`."""
+    from_mem: int
+    from_ssd: int
+    initialised: int
     evictions: int
     written_down: int
     """Changed rows pushed into the memory tier."""
@@ -149,6 +154,8 @@ class HbmTier:
         self._first = 0  # what the kernels call number 0
         self._outstanding: set[int] = set()
         self._events: dict[int, torch.cuda.Event] = {}  # per training stream: its last use of rows
+        self.rows = 0
+        """`HbmStats.rows`; counted by who trains."""
         self._ids = self._misses = self._evictions = self._rebuilds = 0
         if self._cuda:
             torch.cuda.synchronize(device)  # once: everything above was filled on the caller's stream
@@ -273,11 +280,11 @@ class HbmTier:
         wanted = as_keys(keys)
         with self._lock, self._on_stream():
             self._mover.drain()
-            rows = self.mem.read(wanted)
+            rows = self.mem.read_stored(wanted)
             here, buffer = self._read_here(wanted)
             if len(here):
                 rows[here] = buffer.cpu().numpy()
-            return rows
+            return self.mem.decode(rows)
 
     def _read_here(self, wanted: Keys) -> tuple[Any, torch.Tensor]:
         """Which of the keys are here, and their rows on the device."""
@@ -290,10 +297,10 @@ class HbmTier:
         return here.cpu().numpy(), buffer
 
     def read_to_device(self, keys: Keys) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """The same on the device, and when it is ready: for evaluation."""
+        """The same on the device, as rows are stored, and when it is ready: for evaluation."""
         with self._lock, self._on_stream():
             self._mover.drain()
-            rows = self._upload_rows(self.mem.read(keys))
+            rows = self._upload_rows(self.mem.read_stored(keys))
             here, buffer = self._read_here(keys)
             rows[torch.from_numpy(here).to(self.device)] = buffer
             return rows, None if self._stream is None else self._stream.record_event()
@@ -355,7 +362,11 @@ class HbmTier:
             resident=self._used,
             windows=windows,
             ids=self._ids,
+            rows=self.rows,
             misses=self._misses,
+            from_mem=self._mover.from_mem,
+            from_ssd=self._mover.from_ssd,
+            initialised=self._mover.initialised,
             evictions=self._evictions,
             written_down=self._mover.written,
             rebuilds=self._rebuilds,

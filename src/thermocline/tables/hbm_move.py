@@ -58,6 +58,8 @@ class Mover:
         """Why rows were lost: nothing here can be trusted any more."""
         self.written = 0
         """Changed rows that were pushed down."""
+        self.from_mem = self.from_ssd = self.initialised = 0
+        """Rows that came, by where they were."""
         self.dirty = torch.zeros(len(arena), dtype=torch.uint8, device=arena.device)
         """Per slot: whether its row was changed since it came, or was written down."""
         self._name = name
@@ -120,7 +122,7 @@ class Mover:
     def push(self, keys: Any, rows: Floats) -> None:
         """Changed rows into the memory tier."""
         if len(keys):
-            self.mem.push(keys, rows, dirty=True, unique=True)
+            self.mem.push_stored(keys, rows, dirty=True, unique=True)
             self.written += len(keys)
 
     # ---- anyone's side
@@ -169,7 +171,10 @@ class Mover:
         staging = self._coming[0]
         self._coming.rotate()
         rows = staging.room(len(fetch.keys))
-        self.mem.read(fetch.keys.numpy(), out=rows.numpy())
+        here, stored = self.mem.read_into(as_words(fetch.keys), rows.numpy())
+        self.from_mem += here
+        self.from_ssd += stored
+        self.initialised += len(rows) - here - stored
         copy_in(self._arena, fetch.slots, rows, fetch.count)
         event = self._event()
         staging.busy = None if event is None else event.synchronize

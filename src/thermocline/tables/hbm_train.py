@@ -15,12 +15,15 @@ import numpy as np
 import torch
 
 from thermocline.batch import Slots, WorkingSet
+from thermocline.ops.codec import Codec
 from thermocline.ops.occurrences import find_occurrences
 from thermocline.ops.pool import pool_rows
+from thermocline.ops.random import table_mix
 from thermocline.ops.rules import Step
 from thermocline.ops.segments import Segments, find_segments
 from thermocline.ops.update import apply_gradients, sum_gradients, update_rows
 from thermocline.tables.hbm import HbmPins, HbmTier
+from thermocline.tables.learned import UNIT, LearnedStep
 from thermocline.tables.mem import MemTier
 from thermocline.tables.parts import BagSpec, Part, Remote
 
@@ -61,7 +64,11 @@ class HbmPrepared:
     """Of the only part, in the segments' order: rows and factors of its gradient."""
     rows: torch.Tensor | None = None
     """Per unique key: a copy of its row, for evaluation."""
+    stored: bool = False
+    """Whether they are as rows are stored, not float32."""
     used_on: Any = None
+    served: bool = False
+    """Whether its rows were counted."""
     remote: Remote | None = None
     """As in `Prepared`."""
 
@@ -98,6 +105,10 @@ class HbmTraining:
         self.tier = tier
         self.dim = dim
         self._optimizer = optimizer
+        mem = tier.mem
+        self._codec = Codec.of(mem.precision, dim, tier.residents.keys, table_mix(mem.seed, mem.table))
+        self._learned: LearnedStep | None = None
+        self.recall_step()
         cuda = tier.device.type == "cuda"
         self._stream = torch.cuda.Stream(tier.device) if cuda else None  # type: ignore[no-untyped-call]
 
@@ -152,7 +163,9 @@ class HbmTraining:
 
     def prepare_read(self, parts: Mapping[BagSpec, Part], working_set: WorkingSet) -> HbmPrepared:
         """Copies of a batch's rows, for evaluation: inserts nothing."""
-        return self.prepare_rows(parts, working_set, *self.tier.read_to_device(working_set.keys))
+        prepared = self.prepare_rows(parts, working_set, *self.tier.read_to_device(working_set.keys))
+        prepared.stored = True
+        return prepared
 
     def prepare_rows(
         self,
@@ -198,14 +211,19 @@ class HbmTraining:
     def pool(self, prepared: HbmPrepared, part: HbmPart) -> torch.Tensor:
         """float32[bags, dim]."""
         prepared.use()
+        if prepared.segments is not None and not prepared.served:
+            prepared.served = True
+            self.tier.rows += prepared.segments.sizes[0]
         rows = self.tier.arena if prepared.rows is None else prepared.rows
-        pooled = pool_rows(rows[:, : self.dim], part.slots, part.offsets, part.weights, mean=part.mean)
+        codec = self._codec if prepared.rows is None or prepared.stored else None
+        weights = rows[:, : self.dim] if codec is None else codec.weights(rows)
+        pooled = pool_rows(weights, part.slots, part.offsets, part.weights, mean=part.mean, codec=codec)
         self.tier.used_by_training()
         return pooled
 
     def weights(self, slots: torch.Tensor) -> torch.Tensor:
         """float32[slots, dim]: copies of pinned rows, without their state."""
-        weights = pool_rows(self.tier.arena[:, : self.dim], slots, None, None, mean=False)
+        weights = pool_rows(self._codec.weights(self.tier.arena), slots, codec=self._codec)
         self.tier.used_by_training()
         return weights
 
@@ -239,9 +257,11 @@ class HbmTraining:
         """One step: sums and optimizer in one pass."""
         segments, grad_rows, coefs, grads = self.combine(gradients)
         step = Step.of(self._optimizer, number, lr=lr, scale=scale)
-        weights, state = self._rows()
         self.tier.mark_dirty(segments.slots[: segments.sizes[0]], segments.counts)
-        update_rows(weights, state, segments, grads, grad_rows, coefs, step)
+        arena = self.tier.arena
+        weights, state = self._codec.weights(arena), self._codec.state(arena)
+        update_rows(weights, state, segments, grads, grad_rows, coefs, step, self._codec)
+        self._learn(number)
         self.tier.used_by_training()
 
     def sums(self, gradients: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,11 +277,31 @@ class HbmTraining:
 
     def apply(self, slots: torch.Tensor, sums: torch.Tensor, number: int, lr: float, scale: float) -> None:
         """The second half of a step whose sums were asked for."""
-        weights, state = self._rows()
         self.tier.mark_dirty(slots, torch.full((1,), len(slots), device=slots.device))
-        apply_gradients(weights, state, slots, sums, Step.of(self._optimizer, number, lr=lr, scale=scale))
+        arena, step = self.tier.arena, Step.of(self._optimizer, number, lr=lr, scale=scale)
+        apply_gradients(self._codec.weights(arena), self._codec.state(arena), slots, sums, step, self._codec)
+        self._learn(number)
         self.tier.used_by_training()
 
-    def _rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        arena = self.tier.arena
-        return arena[:, : self.dim], arena[:, self.dim :] if arena.shape[1] > self.dim else None
+    # ---- a step that is learned: on the device, so that nobody waits for it
+
+    def _learn(self, number: int) -> None:
+        if self._learned is not None and self._codec.gradient is not None:
+            gradient = self._codec.gradient.double() * UNIT
+            self._learned = self._learned.after(gradient, number, self.tier.mem.precision.learn)
+            self._codec.step.copy_(self._learned.step)
+            self._codec.gradient.zero_()
+
+    def recall_step(self) -> None:
+        """Goes on with the one that the memory tier has."""
+        learned = self.tier.mem.learned
+        if learned is not None:
+            values = (torch.tensor([value], dtype=torch.float64) for value in dataclasses.astuple(learned))
+            self._learned = LearnedStep(*(value.to(self.tier.device) for value in values))
+            self._codec.step.copy_(self._learned.step)
+
+    def note_step(self) -> None:
+        """Tells the memory tier; waits for the device."""
+        if self._learned is not None:
+            values = torch.cat([self._learned.step, self._learned.mean, self._learned.size])
+            self.tier.mem.recall(LearnedStep(*values.tolist()))

@@ -18,15 +18,15 @@ import numpy.typing as npt
 from thermocline.batch import Slots, WorkingSet
 from thermocline.core import core
 from thermocline.sizes import format_size, parse_size
-from thermocline.tables.arrays import as_keys, as_numpy
+from thermocline.tables.arrays import Floats, Keys, Offsets, Pooling, as_keys, bags_of, floats_of, out_of
 from thermocline.tables.initial import Initial, Uniform
+from thermocline.tables.learned import UNIT, LearnedStep
 from thermocline.tables.optimizers import Optimizer, initial_state
+from thermocline.tables.precision import FP32, Precision
 from thermocline.tables.ssd import SsdStore
 
 Step = core.Step
 Pins = core.Pins
-Floats = npt.NDArray[np.float32]
-Pooling = Literal["sum", "mean", "none"]
 Policy = Literal["lru_lfu", "lru", "lfu"]
 
 _POLICIES = {"lru_lfu": 0, "lru": 1, "lfu": 2}
@@ -83,7 +83,7 @@ class Lookup:
     """Per unique key: where its row is pinned."""
     id_slots: Slots
     """Per id."""
-    offsets: npt.NDArray[np.int64] | None
+    offsets: Offsets | None
     weights: Floats | None
     mean: bool
     grad_rows: Slots
@@ -98,7 +98,10 @@ class Lookup:
 
 
 class MemTier:
-    """Rows of one table in memory: `dim` float32 weights, then the optimizer's state.
+    """Rows of one table in memory: `dim` weights, then the optimizer's state.
+
+    Rows are given and taken as float32[n, dim + state]. With a `precision` below fp32 they are stored as codes, and the
+    methods that end in `_stored` move them as they are: float32[n, row_bytes / 4], words of any meaning.
 
     A row that was pulled stays where it is until it is unpinned as often as it was pulled; unpinned rows leave by
     `policy` when room is needed, changed ones into the `store`. Without a store nothing leaves, and a full tier
@@ -108,7 +111,21 @@ class MemTier:
     rows are being changed (`update`, `apply_gradients`, `write`) no other call may touch the same rows, nor `flush`.
     """
 
-    __slots__ = ("_core", "_dim", "_floats", "_optimizer", "_policy", "_store", "_threads")
+    __slots__ = (
+        "_coded",
+        "_core",
+        "_dim",
+        "_floats",
+        "_optimizer",
+        "_policy",
+        "_store",
+        "_threads",
+        "_words",
+        "learned",
+        "precision",
+        "seed",
+        "table",
+    )
 
     def __init__(
         self,
@@ -122,15 +139,17 @@ class MemTier:
         seed: int = 0,
         table: int = 0,
         initial: Initial | None = None,
+        precision: Precision = FP32,
         shards: int | None = None,
     ) -> None:
         """A tier with no rows yet.
 
         budget    bytes for rows, index, metadata and buffers together
-        store     where rows come from and go to; its row_bytes must be 4 * (dim + state of the optimizer)
+        store     where rows come from and go to; its row_bytes must be `precision.row_bytes(dim, optimizer)`
         policy    "lru_lfu": recently visited rows stay, then often visited ones; "lru" or "lfu": only one of the two
         threads   of one call; default: all cores. No result depends on it
         seed, table, initial   what rows begin with: a function of these and the key. Default: Uniform(scale=0.01)
+        precision   how weights are stored
         shards    parts of the index, a power of two up to 256; default: from the capacity
         """
         if dim < 1:
@@ -144,6 +163,13 @@ class MemTier:
         start = Uniform() if initial is None else initial
         self._dim = dim
         self._floats = dim + optimizer.state_floats(dim)
+        self._words = precision.row_bytes(dim, optimizer) // 4
+        self._coded = precision.kind != "fp32"
+        self.precision = precision
+        """As given."""
+        self.seed, self.table = _word(seed, "seed"), _word(table, "table")
+        self.learned = LearnedStep(precision.step) if precision.learn else None
+        """Where a step that is learned stands."""
         self._optimizer = optimizer
         self._policy = policy
         self._store = store
@@ -155,11 +181,19 @@ class MemTier:
             policy=_POLICIES[policy],
             threads=self._threads,
             shards=shards or 0,
-            seed=_word(seed, "seed"),
-            table=_word(table, "table"),
+            seed=self.seed,
+            table=self.table,
             initial_kind=start.code,
             initial_scale=start.scale,
             initial_state=initial_state(optimizer),
+            precision=core.make_precision(
+                precision.code,
+                precision.bits,
+                precision.stochastic,
+                precision.row_scaled,
+                precision.step,
+                precision.learn > 0,
+            ),
             store=None if store is None else store._core,
         )
 
@@ -179,7 +213,7 @@ class MemTier:
         them every id is its own bag ("none"). `weights`: one float32 per id. Release the result when done.
         """
         working_set = ids if isinstance(ids, WorkingSet) else WorkingSet.of(ids, threads=self._threads)
-        cuts, factors, mean = _bags(len(working_set.inverse), offsets, pooling, weights)
+        cuts, factors, mean = bags_of(len(working_set.inverse), offsets, pooling, weights)
         slots = self.pull(working_set.keys)
         try:
             planned = self._core.plan(slots, working_set.inverse, working_set.order, cuts, factors, mean)
@@ -191,7 +225,7 @@ class MemTier:
 
     def pool(self, lookup: Lookup, *, out: Any = None) -> Floats:
         """float32[bags, dim]: each bag's rows added left to right, mean over their number; empty bags are zero."""
-        result = _out(out, (lookup.bags, self._dim))
+        result = out_of(out, (lookup.bags, self._dim))
         self._core.pool(lookup.id_slots, lookup.offsets, lookup.weights, lookup.mean, result)
         return result
 
@@ -201,14 +235,15 @@ class MemTier:
         `step` counts the table's steps from 1 (Adam's bias correction); `lr` replaces the optimizer's for this step;
         `scale` multiplies every summed gradient. Release with `dirty=True` afterwards.
         """
-        grads = _floats(grad, (lookup.bags, self._dim), "grad")
+        grads = floats_of(grad, (lookup.bags, self._dim), "grad")
         starts = lookup.working_set.starts
-        self._core.update(lookup.slots, starts, lookup.grad_rows, lookup.coefs, grads, self.step(step, lr, scale))
+        applied = self.step(step, lr, scale)
+        self.learn(self._core.update(lookup.slots, starts, lookup.grad_rows, lookup.coefs, grads, applied), step)
 
     def sum_gradients(self, lookup: Lookup, grad: Any, *, out: Any = None) -> Floats:
         """float32[keys, dim]: the gradient of every unique key; the first half of `update`, for clipping by norm."""
-        sums = _out(out, (len(lookup.slots), self._dim))
-        grads = _floats(grad, (lookup.bags, self._dim), "grad")
+        sums = out_of(out, (len(lookup.slots), self._dim))
+        grads = floats_of(grad, (lookup.bags, self._dim), "grad")
         self._core.sum_gradients(lookup.working_set.starts, lookup.grad_rows, lookup.coefs, grads, sums)
         return sums
 
@@ -216,8 +251,18 @@ class MemTier:
         self, slots: Slots, sums: Any, *, step: int = 1, lr: float | None = None, scale: float = 1.0
     ) -> None:
         """The second half of `update`: one gradient per pinned slot. No slot may repeat."""
-        gradients = _floats(sums, (len(slots), self._dim), "sums")
-        self._core.apply_gradients(slots, gradients, self.step(step, lr, scale))
+        gradients = floats_of(sums, (len(slots), self._dim), "sums")
+        self.learn(self._core.apply_gradients(slots, gradients, self.step(step, lr, scale)), step)
+
+    def learn(self, gradient: int, step: int) -> None:
+        """After step number `step`: what it gave as the gradient of a step that is learned, else nothing happens."""
+        if self.learned is not None:
+            self.recall(self.learned.after(gradient * UNIT, step, self.precision.learn))
+
+    def recall(self, learned: LearnedStep) -> None:
+        """What codes mean from now on. While no other call looks into rows."""
+        self.learned = learned
+        self._core.set_step(learned.step)
 
     def release(self, lookup: Lookup, *, dirty: bool = True) -> None:
         """Unpins the rows of a lookup; `dirty` says that they were updated."""
@@ -245,13 +290,13 @@ class MemTier:
 
     def rows(self, slots: Slots) -> Floats:
         """A copy of pinned rows, float32[n, dim + state]."""
-        rows = np.empty((len(slots), self._floats), np.float32)
-        self._core.copy_out(slots, rows)
-        return rows
+        stored = np.empty((len(slots), self._words), np.float32)
+        self._core.copy_out(slots, stored)
+        return self.decode(stored)
 
     def write(self, slots: Slots, rows: Any) -> None:
         """Replaces pinned rows, and marks them dirty. No slot may repeat."""
-        self._core.write(slots, _floats(rows, (len(slots), self._floats), "rows"))
+        self._core.write(slots, self.encode(floats_of(rows, (len(slots), self._floats), "rows")))
 
     def push(self, keys: Any, rows: Any, *, dirty: bool = True, unique: bool = False) -> None:
         """Replaces the rows of `keys` wherever they are; of a repeated key the last one wins.
@@ -259,22 +304,55 @@ class MemTier:
         `dirty=False` is for rows that the store below already holds. `unique`: no key repeats, which is faster.
         """
         wanted = as_keys(keys)
-        self._core.push(wanted, _floats(rows, (len(wanted), self._floats), "rows"), dirty, unique)
+        stored = self.encode(floats_of(rows, (len(wanted), self._floats), "rows"))
+        self._core.push(wanted, stored, dirty, unique)
+
+    def push_stored(self, keys: Any, stored: Any, *, dirty: bool = True, unique: bool = False) -> None:
+        """The same with rows as they are stored."""
+        wanted = as_keys(keys)
+        self._core.push(wanted, floats_of(stored, (len(wanted), self._words), "stored"), dirty, unique)
 
     def read(self, keys: Any, *, out: Any = None) -> Floats:
         """float32[n, dim + state]: the rows as they are, for evaluation. Unknown keys give their initial row.
 
         Changes nothing: no key is inserted, no row is visited.
         """
+        if not self._coded:
+            return self.read_stored(keys, out=out)
+        stored = self.read_stored(keys)
+        return self.decode(stored, out=out_of(out, (len(stored), self._floats)))
+
+    def read_stored(self, keys: Any, *, out: Any = None) -> Floats:
+        """The same as they are stored."""
         wanted = as_keys(keys)
-        rows = _out(out, (len(wanted), self._floats))
-        self._core.read(wanted, rows)
+        stored = out_of(out, (len(wanted), self._words))
+        self.read_into(wanted, stored)
+        return stored
+
+    def read_into(self, keys: Keys, stored: Floats) -> tuple[int, int]:
+        """The same; how many of the rows were here, and how many in the store: the others are new."""
+        return self._core.read(keys, stored)
+
+    def decode(self, stored: Floats, *, out: Floats | None = None) -> Floats:
+        """float32[n, dim + state] of rows as they are stored: themselves, if they are fp32."""
+        if not self._coded:
+            return stored
+        rows = np.empty((len(stored), self._floats), np.float32) if out is None else out
+        self._core.decode(stored, rows)
         return rows
+
+    def encode(self, rows: Floats) -> Floats:
+        """The stored form of rows, each weight rounded to the nearest: themselves, if they are fp32."""
+        if not self._coded:
+            return rows
+        stored = np.empty((len(rows), self._words), np.float32)
+        self._core.encode(rows, stored)
+        return stored
 
     def evaluate(self, ids: Any, offsets: Any = None, *, pooling: Pooling | None = None, weights: Any = None) -> Floats:
         """What `pool` would return for these ids, read-only."""
         working_set = ids if isinstance(ids, WorkingSet) else WorkingSet.of(ids, threads=self._threads)
-        cuts, factors, mean = _bags(len(working_set.inverse), offsets, pooling, weights)
+        cuts, factors, mean = bags_of(len(working_set.inverse), offsets, pooling, weights)
         rows = self.read(working_set.keys)
         bags = len(working_set.inverse) if cuts is None else len(cuts) - 1
         result = np.empty((bags, self._dim), np.float32)
@@ -284,9 +362,9 @@ class MemTier:
     def initial_rows(self, keys: Any) -> Floats:
         """The rows these keys begin with."""
         wanted = as_keys(keys)
-        rows = np.empty((len(wanted), self._floats), np.float32)
-        self._core.initial_rows(wanted, rows)
-        return rows
+        stored = np.empty((len(wanted), self._words), np.float32)
+        self._core.initial_rows(wanted, stored)
+        return self.decode(stored)
 
     # ---- the store below
 
@@ -302,11 +380,11 @@ class MemTier:
         place = 0
         while True:
             keys = np.empty(batch_rows, np.uint64)
-            rows = np.empty((batch_rows, self._floats), np.float32)
-            count, place = self._core.dirty_rows(place, keys, rows)
+            stored = np.empty((batch_rows, self._words), np.float32)
+            count, place = self._core.dirty_rows(place, keys, stored)
             if count == 0:
                 return
-            yield keys[:count], rows[:count]
+            yield keys[:count], self.decode(stored[:count])
 
     def make_room(self, rows: int) -> None:
         """Evicts until `rows` slots are free or nothing more can leave. A pull does it by itself, but then waits."""
@@ -328,6 +406,11 @@ class MemTier:
         return self._dim
 
     @property
+    def floats(self) -> int:
+        """Of a row as training sees it: weights and state."""
+        return self._floats
+
+    @property
     def optimizer(self) -> Optimizer:
         """As given."""
         return self._optimizer
@@ -344,7 +427,7 @@ class MemTier:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row, weights and state: the store's row_bytes."""
+        """Bytes of a stored row, weights and state: the store's row_bytes."""
         return self._core.row_bytes
 
     def __repr__(self) -> str:
@@ -377,42 +460,3 @@ def _word(value: int, what: str) -> int:
     if not 0 <= value < 2**64:
         raise ValueError(f"{what} is {value}: it must be from 0 to 2**64 - 1")
     return value
-
-
-def _floats(value: Any, shape: tuple[int, ...], what: str) -> Floats:
-    """The same memory as a contiguous float32 array of that shape; copies only what is not contiguous."""
-    array = as_numpy(value, what)
-    if array.dtype != np.float32:
-        raise TypeError(f"{what} has dtype {array.dtype}: it must be float32")
-    if array.shape != shape:
-        raise ValueError(f"{what} has shape {array.shape}: needed is {shape}")
-    return np.ascontiguousarray(array)
-
-
-def _out(out: Any, shape: tuple[int, ...]) -> Floats:
-    if out is None:
-        return np.empty(shape, np.float32)
-    array = _floats(out, shape, "out")
-    if not array.flags.writeable or (not np.shares_memory(array, as_numpy(out, "out")) and array.size):
-        raise ValueError("out must be a contiguous array that can be written")
-    return array
-
-
-def _bags(
-    ids: int, offsets: Any, pooling: Pooling | None, weights: Any
-) -> tuple[npt.NDArray[np.int64] | None, Floats | None, bool]:
-    """Offsets, weights and whether to divide, as the core takes them."""
-    kind = pooling or ("none" if offsets is None else "sum")
-    if kind not in ("sum", "mean", "none"):
-        raise ValueError(f"pooling is {kind!r}: it is one of sum, mean, none")
-    if (kind == "none") != (offsets is None):
-        raise ValueError(f"pooling {kind!r} {'takes no' if kind == 'none' else 'needs'} offsets")
-    factors = None if weights is None else _floats(weights, (ids,), "weights")
-    if offsets is None:
-        return None, factors, False
-    cuts = np.ascontiguousarray(offsets if isinstance(offsets, (list, tuple)) else as_numpy(offsets, "offsets"))
-    if cuts.ndim != 1 or len(cuts) < 1 or cuts.dtype.kind not in "iu":
-        raise ValueError(
-            f"offsets have shape {cuts.shape} of {cuts.dtype}: needed are bags + 1 integers from 0 to {ids}"
-        )
-    return cuts.astype(np.int64, copy=False), factors, kind == "mean"

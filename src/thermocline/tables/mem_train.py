@@ -67,7 +67,8 @@ class MemTraining:
         """One step: sums and optimizer in one pass."""
         slots, starts, rows, coefs, grads = self._combine(gradients)
         self._tier.core.mark_dirty(slots)  # first: whatever happens next, a row that changed is known to have
-        self._tier.core.update(slots, starts, rows, coefs, grads, self._tier.step(step, lr, scale))
+        gradient = self._tier.core.update(slots, starts, rows, coefs, grads, self._tier.step(step, lr, scale))
+        self._tier.learn(gradient, step)
 
     def sums(self, gradients: Sequence[Gradient]) -> tuple[Slots, Floats]:
         """Slots and summed gradients of the unique keys."""

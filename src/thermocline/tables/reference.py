@@ -14,7 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from thermocline.tables.initial import Constant, Initial, Uniform
+from thermocline.tables.learned import UNIT, LearnedStep
 from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, initial_state
+from thermocline.tables.precision import FP32, Precision
+from thermocline.tables.reference_codec import chances, counter_bits, encode, row_mix, step_gradient, table_mix
 
 Floats = npt.NDArray[np.float32]
 Pooling = Literal["sum", "mean", "none"]
@@ -22,36 +25,20 @@ Pooling = Literal["sum", "mean", "none"]
 BLOCK = 64
 """Gradients of one key are added in blocks of this many occurrences."""
 
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-def mix64(x: int) -> int:
-    """The mixer of csrc/util/hash.h."""
-    x ^= x >> 33
-    x = x * 0xFF51AFD7ED558CCD & _MASK
-    x ^= x >> 33
-    x = x * 0xC4CEB9FE1A85EC53 & _MASK
-    return x ^ x >> 33
-
 
 def initial_weights(initial: Initial, seed: int, table: int, key: int, dim: int) -> Floats:
     """The weights of a key that was never trained."""
     scale = np.float32(initial.scale)
     if isinstance(initial, Constant):
         return np.full(dim, scale, np.float32)
-    table_mix = mix64((mix64(seed + _GOLDEN & _MASK) ^ table) + _GOLDEN & _MASK)
-    row_mix = mix64((table_mix ^ key) + _GOLDEN & _MASK)
-
-    def bits(counter: int) -> int:
-        return mix64(row_mix + (counter + 1) * _GOLDEN & _MASK)
+    mix = row_mix(table_mix(seed, table), key)
 
     weights = np.empty(dim, np.float32)
     for i in range(dim):
         if isinstance(initial, Uniform):
-            weights[i] = np.float32(2 * (bits(i) >> 40) - (2**24 - 1)) * (scale * np.float32(2.0**-24))
+            weights[i] = np.float32(2 * (counter_bits(mix, i) >> 40) - (2**24 - 1)) * (scale * np.float32(2.0**-24))
         else:
-            words = [bits(3 * i + j) >> shift & 0xFFFF for j in range(3) for shift in (0, 16, 32, 48)]
+            words = [counter_bits(mix, 3 * i + j) >> shift & 0xFFFF for j in range(3) for shift in (0, 16, 32, 48)]
             weights[i] = np.float32(sum(words) - 6 * 65535) * (scale * np.float32(2.0**-16))
     return weights
 
@@ -110,24 +97,60 @@ class ReferenceTable:
     """Rows by key, in one dict. `ids`, `offsets` and `weights` describe bags as everywhere: CSR, weights optional."""
 
     def __init__(
-        self, dim: int, optimizer: Optimizer, *, seed: int = 0, table: int = 0, initial: Initial | None = None
+        self,
+        dim: int,
+        optimizer: Optimizer,
+        *,
+        seed: int = 0,
+        table: int = 0,
+        initial: Initial | None = None,
+        precision: Precision = FP32,
     ) -> None:
         self.dim = dim
         self.optimizer = optimizer
         self.seed = seed
         self.table = table
         self.initial = Uniform() if initial is None else initial
+        self.precision = precision
         self.rows: dict[int, Floats] = {}
+        """Units of weights (reference_codec.py), which are the weights themselves if they are fp32; then state."""
+        self.steps: dict[int, np.float32] = {}
+        """What the units are multiplied by, where every row has its own."""
+        self.step = np.float32(precision.step if precision.integer else 1)
+        """What they are multiplied by elsewhere."""
+        self.learned = LearnedStep(precision.step) if precision.learn else None
 
     def initial_row(self, key: int) -> Floats:
         """The row of a key that was never trained."""
         weights = initial_weights(self.initial, self.seed, self.table, key, self.dim)
-        state = np.full(self.optimizer.state_floats(self.dim), initial_state(self.optimizer), np.float32)
-        return np.concatenate([weights, state])
+        units, step = self._encode(key, weights, np.float32(self.precision.step), 0)
+        return np.concatenate([units * (step if self.precision.row_scaled else self.step), self._initial_state()])
+
+    def _initial_state(self) -> Floats:
+        return np.full(self.optimizer.state_floats(self.dim), initial_state(self.optimizer), np.float32)
+
+    def _encode(self, key: int, weights: Floats, step: np.float32, number: int | None) -> tuple[Floats, np.float32]:
+        """Rounded as step number `number` does; none: to the nearest."""
+        chance = None
+        if number is not None and self.precision.stochastic:
+            chance = chances(self.seed, self.table, key, number, self.dim)
+        return encode(self.precision, weights, step, chance)
 
     def row(self, key: int) -> Floats:
         """The row as it is; reading does not insert."""
-        return self.rows[key] if key in self.rows else self.initial_row(key)
+        if key not in self.rows:
+            return self.initial_row(key)
+        row = self.rows[key].copy()
+        row[: self.dim] *= self.steps.get(key, self.step)
+        return row
+
+    def store(self, key: int, row: Floats, number: int | None) -> Floats:
+        """What step `number` has made of a row, rounded as it rounds; none: to the nearest. Returns its units."""
+        units, step = self._encode(key, row[: self.dim], self.step, number)
+        self.rows[key] = np.concatenate([units, row[self.dim :]])
+        if self.precision.row_scaled:
+            self.steps[key] = step
+        return units
 
     def read(self, keys: Sequence[int] | npt.NDArray[Any]) -> Floats:
         """The rows of `keys`."""
@@ -135,9 +158,9 @@ class ReferenceTable:
         return np.stack(rows) if rows else np.empty((0, len(self.initial_row(0))), np.float32)
 
     def push(self, keys: Sequence[int] | npt.NDArray[Any], rows: Floats) -> None:
-        """Replaces rows."""
+        """Replaces rows; rounded to the nearest, for no step writes them."""
         for key, row in zip(keys, rows, strict=True):
-            self.rows[int(key)] = np.array(row, np.float32)
+            self.store(int(key), np.array(row, np.float32), None)
 
     def pool(
         self,
@@ -182,11 +205,17 @@ class ReferenceTable:
                         coefficient = coefficient / np.float32(len(places))
                     g = g * coefficient
                 gradients.setdefault(int(ids[p]), []).append(g)
+        total = 0
         for key, occurrences in gradients.items():
-            row = self.row(key).copy()
+            row = self.row(key)
             g = sum_in_blocks(occurrences) * np.float32(scale)
             optimize(self.optimizer, row, g, step, self.optimizer.lr if lr is None else lr)
-            self.rows[key] = row
+            units = self.store(key, row, step)
+            if self.learned is not None:
+                total += step_gradient(self.precision, row[: self.dim], units, self.step, g)
+        if self.learned is not None:
+            self.learned = self.learned.after(total * UNIT, step, self.precision.learn)
+            self.step = np.float32(self.learned.step)
 
 
 def _bags(ids: int, offsets: Sequence[int] | npt.NDArray[Any] | None, pooling: Pooling) -> list[range]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 import numpy as np
 
 from thermocline.batch import Batch, Floats, Slots, WorkingSet
+from thermocline.errors import FormatError
 from thermocline.sizes import format_size, parse_size
 from thermocline.tables.arrays import Keys
 from thermocline.tables.initial import Initial, Uniform
@@ -20,6 +21,7 @@ from thermocline.tables.mem import MemTier, Pins, Policy
 from thermocline.tables.mem_train import MemTraining
 from thermocline.tables.optimizers import Optimizer
 from thermocline.tables.parts import BagSpec, Gradient, Part, Prepared
+from thermocline.tables.precision import Kind, Precision, note_with, noted
 from thermocline.tables.ssd import SsdStore
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 class Table:
-    """Rows by 64-bit key: `dim` float32 weights and the optimizer's state, in HBM (`hbm`), DRAM (`mem`), SSD (`ssd`).
+    """Rows by 64-bit key: `dim` weights and the optimizer's state, in HBM (`hbm`), DRAM (`mem`), SSD (`ssd`).
 
     No vocabulary is declared: a key exists once it has been trained. Training is bit for bit the same whatever the
     budgets. Without `ssd` all rows must fit `mem`.
@@ -50,6 +52,7 @@ class Table:
         name: str = "table",
         seed: int = 0,
         initial: Initial | None = None,
+        precision: Precision | Kind = "fp32",
         policy: Policy = "lru_lfu",
         threads: int | None = None,
         ssd_mem: str | SupportsIndex = "256MB",
@@ -64,6 +67,7 @@ class Table:
         mem      bytes of DRAM for rows, their index and metadata
         ssd      folder of the store that holds the rows which do not fit; made if it is not there
         name     tells tables apart: initial rows are a function of (seed, name, key); checkpoints are by name
+        precision   how weights are stored, everywhere: "fp32", "fp16", "bf16", "int8" .. "int2", or a `tc.Precision`
         ssd_mem, ssd_filter_bits   DRAM of the store itself (its index), and how much of it spares reads of new keys
         ssd_options   any others of `SsdStore.open`
         device   where training runs: "cuda", "cpu", or "auto": with `hbm`, on the GPU if there is one
@@ -72,6 +76,7 @@ class Table:
             raise ValueError(f"name is {name!r}: letters, digits, '-', '_' and '.' make a table's name")
         self.dim = dim
         self.optimizer = optimizer
+        self.precision = Precision.of(precision)
         self.name = name
         self.lr = optimizer.lr
         """Learning rate of the next steps."""
@@ -86,9 +91,10 @@ class Table:
             "seed": seed,
             "table": int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"),
             "initial": initial,
+            "precision": self.precision,
         }
         self._store_options: dict[str, Any] = {
-            "row_bytes": 4 * (dim + optimizer.state_floats(dim)),
+            "row_bytes": self.precision.row_bytes(dim, optimizer),
             "mem_budget": ssd_mem,
             "filter_bits": ssd_filter_bits,
             **(ssd_options or {}),
@@ -123,6 +129,8 @@ class Table:
         if self._ssd_path is not None:
             self.store = self.open_store(self._ssd_path, create=epoch is None, epoch=epoch)
         self.tier = MemTier(self.dim, self.optimizer, budget=self._mem_budget, store=self.store, **self._tier_options)
+        if self.store is not None:
+            self.recall(self.store)
 
     @property
     def tier(self) -> MemTier:
@@ -136,7 +144,9 @@ class Table:
             self._training = MemTraining(tier, self._threads)
             return
         if self.hbm is not None:
+            assert self.gpu is not None
             self.hbm.reset(tier)
+            self.gpu.recall_step()
             return
         from thermocline.tables.hbm import HbmTier
         from thermocline.tables.hbm_train import HbmTraining
@@ -147,7 +157,14 @@ class Table:
 
     def open_store(self, path: str | os.PathLike[str], **options: Any) -> SsdStore:
         """A store for rows of this table, opened with the table's own settings and `options` of `SsdStore.open`."""
-        return SsdStore.open(path, **{**self._store_options, **options})
+        store = SsdStore.open(path, **{**self._store_options, **options})
+        if store.epoch and (was := noted(store.note)[0]) != self.precision.layout:
+            store.close()
+            raise FormatError(
+                f"{store.path} has rows of precision {was}, but table {self.name!r} has {self.precision.layout}: open "
+                "it with the precision it was made with"
+            )
+        return store
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -160,6 +177,7 @@ class Table:
             "optimizer": {"kind": type(self.optimizer).__name__, **optimizer},
             "seed": self._tier_options["seed"],
             "initial": {"kind": type(initial).__name__, **dataclasses.asdict(initial)},
+            "precision": self.precision.layout,
         }
 
     @property
@@ -330,12 +348,25 @@ class Table:
             raise ValueError(f"table {self.name!r} has no ssd to commit to")
         self.write_down()
         self.tier.flush()
-        return self.store.commit(note)
+        return self.store.commit(self.commit_note(note))
+
+    def commit_note(self, note: bytes) -> bytes:
+        """What a commit of this table's rows notes: below fp32, one line more says how to read them."""
+        return note_with(note, self.precision, self.tier.learned)
+
+    def recall(self, store: SsdStore) -> None:
+        """Of a table that learns its step: goes on with the one that the store's commit has."""
+        learned = noted(store.note)[1] if store.epoch else None
+        if learned is not None:
+            self.tier.recall(learned)
+            if self.gpu is not None:
+                self.gpu.recall_step()
 
     def write_down(self) -> None:
         """Copies every row that changed in HBM into memory: `tier` then has all there is. Between steps only."""
-        if self.hbm is not None:
+        if self.hbm is not None and self.gpu is not None:
             self.hbm.write_down()
+            self.gpu.note_step()
 
     def rows(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Floats]]:
         """Every trained row once, keys and float32[n, dim + state], in bounded memory. Between steps only."""
@@ -346,11 +377,23 @@ class Table:
             return
         self.tier.flush(store)
         for keys, rows in store.scan(batch_rows=batch_rows):
-            yield keys, rows.view(np.float32)
+            yield keys, self.tier.decode(rows.view(np.float32))
 
     def read(self, keys: Any) -> Floats:
         """float32[n, dim + state]: rows as they are; keys never trained give their initial row."""
-        return self.tier.read(keys) if self.hbm is None else self.hbm.read(keys)
+        if self.hbm is None or self.gpu is None:
+            return self.tier.read(keys)
+        self.gpu.note_step()
+        return self.hbm.read(keys)
+
+    def sources(self) -> dict[str, int]:
+        """Rows of training batches so far, by where they were: in HBM if there is one, in memory, on SSD, or new."""
+        if self.hbm is not None:
+            gpu = self.hbm.stats()
+            came = {"mem": gpu.from_mem, "ssd": gpu.from_ssd, "new": gpu.initialised}
+            return {"hbm": gpu.rows - sum(came.values()), **came}
+        stats = self.tier.stats()
+        return {"mem": stats.hits, "ssd": stats.from_store, "new": stats.initialised}
 
     def close(self) -> None:
         """Closes the store, or the one that its checkpoints are in. What was not committed is gone."""
@@ -363,7 +406,8 @@ class Table:
         place = "memory only" if self._ssd_path is None else f"ssd={self._ssd_path!r}"
         gpu = "" if self.hbm is None else f"hbm={format_size(self.hbm.budget)} on {self.hbm.device}, "
         size = format_size(self._mem_budget)
-        return f"Table({self.name!r}, dim={self.dim}, {self.optimizer}, {gpu}mem={size}, {place})"
+        kind = "" if self.precision.kind == "fp32" else f"{self.precision.kind}, "
+        return f"Table({self.name!r}, dim={self.dim}, {kind}{self.optimizer}, {gpu}mem={size}, {place})"
 
 
 def _training_device(device: str, hbm: int | None) -> torch.device | None:

@@ -1,0 +1,140 @@
+"""Pipelines of several ranks: left early, uneven, with evaluation in between, failing; none waits for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dist.ranks_run import PAIR, Job, Way, make_model, make_table
+from exact.run import DIMS
+from ranks_helpers import outcomes, play
+from train_helpers import bits, loss_of
+
+import thermocline as tc
+from thermocline.dist.groups import Groups
+
+JOB = Job(PAIR, "sgd", (30, 30))
+KEYS = np.arange(8, dtype=np.uint64)
+
+
+def make(groups: Groups) -> tuple[dict[str, Any], Any]:
+    tables = {name: make_table(name, JOB, Way(), groups, "") for name in DIMS}
+    return tables, make_model(tables)
+
+
+def step(model: Any, tables: dict[str, Any], batch: tc.Batch) -> None:
+    if batch.examples:
+        loss_of(model, batch).backward()
+    for table in tables.values():
+        table.step()
+
+
+def left_early(groups: Groups, depth: int, window: int) -> Any:
+    """Loops left at any batch, by break and by forgetting the iterator; then others."""
+    tables, model = make(groups)
+    data = JOB.data(groups.topology.rank)
+    for turn, leave in enumerate([1, 5, 2, 30, 7]):
+        source = tc.prefetch(data[turn:], *tables.values(), depth=depth, pull_window=window)
+        for n, batch in enumerate(source, start=1):
+            step(model, tables, batch)
+            if n == leave:
+                break
+        if turn % 2:
+            source.close()
+        del source
+    for table in tables.values():
+        table.tier.check()
+    return [bits(table.read(KEYS)) for table in tables.values()]
+
+
+@pytest.mark.parametrize(("depth", "window"), [(1, 1), (4, 1), (3, 4)])
+def test_loops_left_early(depth: int, window: int) -> None:
+    results = play(PAIR, left_early, depth, window)
+    assert results[0] == results[1]
+
+
+def evaluating(groups: Groups) -> Any:
+    """Evaluation, over other numbers of batches on each rank, while the training pipeline is ahead; and what ranks say."""
+    rank = groups.topology.rank
+    tables, model = make(groups)
+    heard, seen = [], 0
+    source = tc.prefetch(JOB.data(rank), *tables.values(), depth=4, say=lambda: 1 << rank if seen == 7 else 0)
+    for n, batch in enumerate(source, start=1):
+        seen = n
+        step(model, tables, batch)
+        heard.append(source.said)
+        if n in (10, 20):
+            model.eval()
+            with torch.no_grad(), tc.prefetch(
+                JOB.data(rank)[: 2 + 5 * rank], *tables.values(), depth=1 + n // 10, training=False
+            ) as batches:  # fmt: skip
+                scores = [model(b) for b in batches if b.examples]
+            assert len(scores) == 2 + 5 * rank
+            model.train()
+    before = [bits(table.read(KEYS)) for table in tables.values()]
+    direct = JOB.data(rank)[3]  # without a pipeline
+    step(model, tables, direct)
+    assert [bits(table.read(KEYS)) for table in tables.values()] != before
+    norms = []
+    for batch in JOB.data(rank)[4:6]:
+        loss_of(model, batch).backward()
+    norms = [table.gradient_norm() for table in tables.values()]
+    for table in tables.values():
+        table.step()
+    return heard, norms
+
+
+def test_evaluation_in_between() -> None:
+    (heard, norms), (also, same) = play(PAIR, evaluating)
+    assert heard == also
+    assert set(heard) == {0, 3}  # both ranks' words arrive with the same batch
+    assert norms == same
+    assert min(norms) > 0
+
+
+def failing(groups: Groups, where: str) -> Any:
+    """Rank 1 fails; rank 0 must hear of it."""
+    tables, model = make(groups)
+    data: Any = JOB.data(groups.topology.rank)
+    if groups.topology.rank == 1 and where == "reader":
+        data = _broken(data)
+    for n, batch in enumerate(tc.prefetch(data, *tables.values(), depth=4), start=1):
+        if groups.topology.rank == 1 and where == "loop" and n == 9:
+            raise ArithmeticError("of its own")
+        step(model, tables, batch)
+    return n
+
+
+def _broken(data: Any) -> Any:
+    yield from data[:11]
+    raise ArithmeticError("of its own")
+
+
+@pytest.mark.parametrize("where", ["loop", "reader"])
+def test_a_rank_fails(where: str) -> None:
+    (zero, words), (one, cause) = outcomes(PAIR, failing, where)
+    assert (zero, one) == ("failed", "failed")
+    assert "ArithmeticError: of its own" in cause
+    assert "RankError: rank 0 of 2" in words
+
+
+def stale(groups: Groups) -> Any:
+    """Rows of a batch that came before the last step."""
+    tables, model = make(groups)
+    source = tc.prefetch(JOB.data(groups.topology.rank), *tables.values(), depth=2)
+    first = next(source)
+    loss_of(model, first).backward()
+    for table in tables.values():
+        table.step()
+    try:
+        model(first)
+    except RuntimeError as error:
+        source.close()
+        return str(error)
+
+
+def test_rows_of_before_the_last_step() -> None:
+    for words in play(PAIR, stale):
+        assert "the rows of this batch are those before the last step" in words
