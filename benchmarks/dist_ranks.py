@@ -102,9 +102,6 @@ def exchange_speed(groups: Groups, hops: str, batch: int, steps: int, every: int
     begin: tuple[float, int, Any] = (0.0, 0, None)
     with tc.prefetch(exchange_data(t.rank, t.world, batch, steps), table, depth=2) as source:
         for step, found in enumerate(source, 1):
-            if step == WARM + 1:
-                dist.barrier()
-                begin = time.perf_counter(), link_bytes(), dataclasses.asdict(table.ranks.traffic)
             vectors = torch.as_tensor(emb(found)).reshape(found.examples, -1)
             logits = model(torch.cat([vectors, torch.as_tensor(found.dense)], 1)).squeeze(1)
             torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.as_tensor(found.label)).backward()
@@ -113,6 +110,9 @@ def exchange_speed(groups: Groups, hops: str, batch: int, steps: int, every: int
             optimizer.step()
             optimizer.zero_grad()
             dense.after_step(step)
+            if step == WARM:  # before the next batch asks for rows
+                dist.barrier()
+                begin = time.perf_counter(), link_bytes(), dataclasses.asdict(table.ranks.traffic)
         dist.barrier()
         seconds = time.perf_counter() - begin[0]
         after = dataclasses.asdict(table.ranks.traffic)

@@ -25,10 +25,20 @@ NUMBERS = 100_000
 
 @pytest.fixture(scope="module")
 def joined() -> Iterator[Machines]:
+    """Two machines for all tests. When they go, nothing of them stays, whatever still runs."""
     if reason := problem():
         pytest.skip(reason)
+    before = namespaces()
     with Machines(2) as machines:
         yield machines
+        machines.mend(1)
+        running = machines.start("dense_helpers:on_and_on", 100, 10**9, DenseSync())
+        running.await_steps(1)
+        pids = [int((running.folder / f"pid-{rank}").read_text()) for rank in range(4)]
+        assert len(namespaces()) == len(before) + 3
+    assert namespaces() == before
+    assert not running.folder.exists()
+    assert_gone(*pids)
 
 
 @pytest.fixture
@@ -96,33 +106,19 @@ def test_a_slow_node_only_slows(machines: Machines) -> None:
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.faults), 3])
 def test_a_node_cut_off_ends_every_rank_with_a_clear_error(machines: Machines, every: int) -> None:
-    timeout = 4.0
-    running = machines.start("dense_helpers:on_and_on", NUMBERS, 10_000, DenseSync(every=every), timeout=timeout)
+    """Each waits 4 s for the others; a busy machine may need more to end."""
+    running = machines.start("dense_helpers:on_and_on", NUMBERS, 10_000, DenseSync(every=every), timeout=4)
     running.await_steps(3)
     machines.cut(1)
     at = time.monotonic() - running.since
-    for rank, ended in enumerate(machines.wait(running, at + 60)):
+    for rank, ended in enumerate(machines.wait(running, at + 90)):
         assert ended.status == 1
         assert "RankError" in ended.output, ended.output
         assert f"rank {rank} of 4 (node {rank // 2}) cannot go on" in ended.output
-        assert ended.seconds - at < 3 * timeout + 5
+        assert ended.seconds - at < 60
 
 
-def test_nothing_is_left_behind() -> None:
-    if reason := problem():
-        pytest.skip(reason)
-    before = set(namespaces())
-    with contextlib.suppress(InterruptedError), Machines(2) as machines:
-        running = machines.start("dense_helpers:on_and_on", 100, 10**9, DenseSync())
-        running.await_steps(1)
-        pids = [int((running.folder / f"pid-{rank}").read_text()) for rank in range(4)]
-        assert len(set(namespaces()) - before) == 3
-        raise InterruptedError
-    assert set(namespaces()) == before
-    assert not running.folder.exists()
-    assert_gone(*pids)
-
-
+@pytest.mark.faults
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     if reason := problem():
         pytest.skip(reason)
