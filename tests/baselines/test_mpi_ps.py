@@ -280,6 +280,8 @@ def test_what_it_does_not_do_is_refused(tmp_path: Path) -> None:
     for key, value in {"clip_norm": 1.0, "accumulate": 2, "patience": 3, "plateau_factor": 0.5}.items():
         with pytest.raises(tc.ConfigError, match=f"train.{key} is {value}: the MPI baseline"):
             check(config_of(tmp_path, "wrong", SYNTH, **{f"train__{key}": value}), 1)
+    with pytest.raises(tc.ConfigError, match=r"precision\.kind is int8: the MPI baseline"):
+        check(config_of(tmp_path, "coded", SYNTH, precision__kind="int8"), 1)
     with pytest.raises(tc.ConfigError, match=r"train\.batch_size is 300: 301 ranks need at least one example each"):
         check(config_of(tmp_path, "many", SYNTH), 301)
 
@@ -294,21 +296,3 @@ def test_pieces_make_up_the_mini_batches(tmp_path: Path, ranks: int) -> None:
         assert max(p.examples for p in pieces) - min(p.examples for p in pieces) <= 1
         assert (np.concatenate([piece.ids for piece in pieces]) == batch.ids).all()
         assert (torch.cat([piece.label for piece in pieces]) == batch.label).all()
-
-
-def test_owners_are_bits_of_the_hash_that_nothing_else_uses() -> None:
-    from baselines.mpi_ps.route import owners
-
-    def slow(key: int, ranks: int) -> int:
-        h = key ^ 0x9E3779B97F4A7C15
-        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-            h = ((h ^ h >> 33) * factor) % 2**64
-        return ((h ^ h >> 33) % 2**16) * ranks >> 16
-
-    keys = np.random.default_rng(1).integers(0, 2**64, 30_000, dtype=np.uint64)
-    for ranks in (1, 2, 7, 64):
-        found = owners(keys, ranks)
-        assert found[:200].tolist() == [slow(key, ranks) for key in keys[:200].tolist()]
-        share = np.bincount(found, minlength=ranks) * ranks / len(keys)
-        assert share.min() > 0.75
-        assert share.max() < 1.25
