@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from thermocline.batch import Floats, Slots, WorkingSet
-from thermocline.data.counts import mixed
+from thermocline.dist.owners import owner_of
 from thermocline.tables.arrays import Keys
 
 Counts = npt.NDArray[np.int64]
@@ -28,12 +28,6 @@ class Buffer:
         if len(self._array) < size:
             self._array = np.empty(size + size // 4, self._array.dtype)
         return self._array[:size].reshape(shape)
-
-
-def owners(keys: Keys, ranks: int) -> npt.NDArray[np.uint16]:
-    """The rank that has each key: by bits 15..0 of the key's hash (csrc/util/hash.h), cut into equal ranges."""
-    h = mixed(keys)
-    return ((h & np.uint64(0xFFFF)) * np.uint64(ranks) >> np.uint64(16)).astype(np.uint16)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +59,7 @@ class Router:
         ranks = self._comm.size
         order, sent = np.arange(len(keys)), np.array([len(keys)])
         if ranks > 1:
-            owner = owners(keys, ranks)
+            owner = owner_of(keys, ranks).astype(np.uint16)
             order = np.argsort(owner, kind="stable")  # of 16 bits: a radix sort
             sent = np.bincount(owner, minlength=ranks)
         places = np.empty(len(keys), np.uint32)

@@ -23,6 +23,8 @@ def check(config: Config, ranks: int) -> None:
         given = getattr(train, name)
         if given != value:
             raise ConfigError(f"train.{name} is {given}: the MPI baseline has none of it; leave it out")
+    if config.precision.kind != "fp32":
+        raise ConfigError(f"precision.kind is {config.precision.kind}: the MPI baseline has rows of fp32 only")
     if train.batch_size < ranks:
         raise ConfigError(f"train.batch_size is {train.batch_size}: {ranks} ranks need at least one example each")
 

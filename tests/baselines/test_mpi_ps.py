@@ -85,7 +85,7 @@ def config_of(folder: Path, name: str, text: str, **sets: Any) -> tc.Config:
     return config.resolve()
 
 
-def run_ranks(ranks: int, *configs: Path, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+def run_ranks(ranks: int, *configs: Path, seconds: float = 800) -> subprocess.CompletedProcess[str]:
     command = launch.command(ranks, [str(Path(__file__).with_name("ranks.py")), *map(str, configs)])
     where = {"cwd": configs[0].parent, "env": launch.environment()}
     return subprocess.run(command, **where, capture_output=True, text=True, timeout=seconds)  # type: ignore[call-overload]
@@ -195,7 +195,7 @@ def write_parquet(folder: Path) -> None:
         pq.write_table(pa.table(columns), folder / f"{name}.parquet", row_group_size=500)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 def test_one_rank_gives_the_bits_of_thermocline(tmp_path: Path) -> None:
     names = {"adam": {"train__optimizer": "adam"}, "drop": {"train__optimizer": "adagrad", "model__dropout": 0.2}}
     configs = {name: config_of(tmp_path, name, SYNTH, **sets) for name, sets in names.items()}
@@ -213,7 +213,7 @@ def test_one_rank_gives_the_bits_of_thermocline(tmp_path: Path) -> None:
             assert test["logloss"] == pytest.approx(result.test["logloss"], rel=1e-12)  # scores are added in batches
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_several_ranks_equal_a_simulation_in_one_process(
     tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
@@ -240,13 +240,13 @@ def test_several_ranks_equal_a_simulation_in_one_process(
             np.testing.assert_allclose(dense, weights, atol=1e-4)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 def test_auc_is_that_of_thermocline(tmp_path: Path) -> None:
     sets = {"data__synth__examples": 30_000, "train__epochs": 1, "train__optimizer": "adagrad"}
     sets |= {"model__batch_norm": False}  # a rank's statistics would be those of its own examples
     config = config_of(tmp_path, "auc", SYNTH, **sets)
     command = launch.command(2, ["-m", "baselines.mpi_ps", "auc.toml", "--set", "train.lr=0.05"])
-    done = subprocess.run(command, cwd=tmp_path, env=launch.environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=launch.environment(), capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     lines = (Path(config.train.run_dir) / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
@@ -267,10 +267,10 @@ def test_auc_is_that_of_thermocline(tmp_path: Path) -> None:
             assert theirs["auc"] == pytest.approx(mine["auc"], abs=1e-3)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 def test_an_error_of_any_rank_ends_all_with_its_message(tmp_path: Path) -> None:
     config_of(tmp_path, "small", SYNTH, tiers__mem="100KB", data__synth__keys=50_000)
-    done = run_ranks(2, tmp_path / "small.toml", seconds=120)
+    done = run_ranks(2, tmp_path / "small.toml")
     assert done.returncode != 0
     assert "BudgetError" in done.stderr
 
@@ -280,6 +280,8 @@ def test_what_it_does_not_do_is_refused(tmp_path: Path) -> None:
     for key, value in {"clip_norm": 1.0, "accumulate": 2, "patience": 3, "plateau_factor": 0.5}.items():
         with pytest.raises(tc.ConfigError, match=f"train.{key} is {value}: the MPI baseline"):
             check(config_of(tmp_path, "wrong", SYNTH, **{f"train__{key}": value}), 1)
+    with pytest.raises(tc.ConfigError, match=r"precision\.kind is int8: the MPI baseline"):
+        check(config_of(tmp_path, "coded", SYNTH, precision__kind="int8"), 1)
     with pytest.raises(tc.ConfigError, match=r"train\.batch_size is 300: 301 ranks need at least one example each"):
         check(config_of(tmp_path, "many", SYNTH), 301)
 
@@ -294,21 +296,3 @@ def test_pieces_make_up_the_mini_batches(tmp_path: Path, ranks: int) -> None:
         assert max(p.examples for p in pieces) - min(p.examples for p in pieces) <= 1
         assert (np.concatenate([piece.ids for piece in pieces]) == batch.ids).all()
         assert (torch.cat([piece.label for piece in pieces]) == batch.label).all()
-
-
-def test_owners_are_bits_of_the_hash_that_nothing_else_uses() -> None:
-    from baselines.mpi_ps.route import owners
-
-    def slow(key: int, ranks: int) -> int:
-        h = key ^ 0x9E3779B97F4A7C15
-        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-            h = ((h ^ h >> 33) * factor) % 2**64
-        return ((h ^ h >> 33) % 2**16) * ranks >> 16
-
-    keys = np.random.default_rng(1).integers(0, 2**64, 30_000, dtype=np.uint64)
-    for ranks in (1, 2, 7, 64):
-        found = owners(keys, ranks)
-        assert found[:200].tolist() == [slow(key, ranks) for key in keys[:200].tolist()]
-        share = np.bincount(found, minlength=ranks) * ranks / len(keys)
-        assert share.min() > 0.75
-        assert share.max() < 1.25

@@ -15,8 +15,8 @@ _BLOCK = 1 << 21
 """Occurrences gathered before they are counted."""
 
 
-def mixed(keys: Keys) -> Keys:
-    """hash_key of csrc/util/hash.h: raw keys may be anything, samples and owners must not depend on what they are."""
+def _mixed(keys: Keys) -> Keys:
+    """murmur3's finalizer: raw keys may be anything, samples must not depend on what they are."""
     h = keys ^ np.uint64(0x9E3779B97F4A7C15)
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         h ^= h >> np.uint64(33)
@@ -68,7 +68,7 @@ class KeyCounts:
     def _counted(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Which of them are counted: the heavy ones, and those whose hash falls into the sample."""
         place = np.minimum(np.searchsorted(self._heavy, keys), len(self._heavy) - 1)
-        sampled: npt.NDArray[np.bool_] = mixed(keys) < np.uint64(int(self.rate * 2**64))
+        sampled: npt.NDArray[np.bool_] = _mixed(keys) < np.uint64(int(self.rate * 2**64))
         sampled |= self._heavy[place] == keys
         return sampled
 

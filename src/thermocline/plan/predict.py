@@ -29,8 +29,8 @@ class Workload:
     fields: int
     dim: int
     """Weights per row."""
-    state: int
-    """Floats of optimizer state per row."""
+    row_bytes: int
+    """Of a row as it is stored, weights and optimizer state."""
     multiply_adds: float
     """Of the dense network's matrix products, per example, forward and backward."""
     floats: float
@@ -56,14 +56,10 @@ class Workload:
         for name in ("batch", "window", "every"):
             require(getattr(self, name) >= 1, f"Workload.{name}", getattr(self, name), "at least 1")
 
-    @property
-    def row_bytes(self) -> int:
-        return 4 * (self.dim + self.state)
-
     def figures(self) -> dict[str, Any]:
         """As JSON."""
         own = (field.name for field in dataclasses.fields(self) if field.name != "popularity")
-        keys = {"keys": self.popularity.keys, "nonzeros": self.popularity.nonzeros, "row_bytes": self.row_bytes}
+        keys = {"keys": self.popularity.keys, "nonzeros": self.popularity.nonzeros}
         return {**{name: getattr(self, name) for name in own}, **keys}
 
 

@@ -25,7 +25,7 @@ from thermocline.plan.predict import Cluster, Workload
 from thermocline.run import row_optimizer
 from thermocline.sizes import parse_size
 from thermocline.tables.mem import MemTier
-from thermocline.tables.optimizers import SGD, Optimizer
+from thermocline.tables.optimizers import SGD
 from thermocline.tables.table import Table
 
 SAMPLE = 200_000
@@ -56,7 +56,7 @@ def workload_of(config: Config, *, every: int = 1, examples: int = SAMPLE) -> Wo
         name=config.data.synth.preset or config.model.name,
         fields=fields,
         dim=dim,
-        state=optimizer.state_floats(dim),
+        row_bytes=config.precision.row_bytes(dim, optimizer),
         batch=train.batch_size,
         window=train.pull_window,
         every=every,
@@ -78,7 +78,7 @@ def cluster_of(
     if gpu is not None:
         given = gpu.memory / 2 if tiers.hbm is None else parse_size(tiers.hbm, "tiers.hbm")
         hbm = 0.8 * gpu.memory if whole else given
-    rows = _rows_in(work, row_optimizer(config), mem)
+    rows = _rows_in(config, work.dim, mem)
     if not whole and tiers.ssd is None and rows * nodes < work.popularity.keys:
         raise ConfigError(
             f"tiers.mem of all ranks holds {nodes * rows:,.0f} rows, but there are {work.popularity.keys:,.0f} keys "
@@ -88,10 +88,11 @@ def cluster_of(
     return Cluster(nodes=nodes, ranks=count, gpu=gpu is not None, mem_rows=rows, hbm_rows=hbm_rows, exchange=exchange)
 
 
-def _rows_in(work: Workload, optimizer: Optimizer, budget: float) -> float:
+def _rows_in(config: Config, dim: int, budget: float) -> float:
     """Rows that so many bytes of memory hold, index and metadata counted."""
     probe = 16_000_000
-    return budget / probe * MemTier(work.dim, optimizer, budget=probe, threads=1).capacity
+    tier = MemTier(dim, row_optimizer(config), budget=probe, threads=1, precision=config.precision)
+    return budget / probe * tier.capacity
 
 
 def _data(config: Config, examples: int) -> dict[str, Any]:
