@@ -1,4 +1,4 @@
-"""The MPI rival in a reproduction: the talk's cost rule, and where there is MPI, the same AUC from its ranks."""
+"""Experiments of several processes: the cost rule, the MPI rival, k-step Adam, what is measured or predicted."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from thermocline.reproduce import auc_time, mpi, paper, places, rival
-from thermocline.reproduce.experiment import Setup, Work
+from thermocline.reproduce import auc_time, k_step, mpi, paper, places, rival, scalability
+from thermocline.reproduce.experiment import Figure, Setup, Table, Work
 
 WHY = mpi.missing()
 
@@ -51,3 +51,38 @@ def test_ranks_end_with_the_auc_of_one_process(tmp_path: Path) -> None:
     assert abs(ours["test_auc"] - theirs["test_auc"]) < auc_time.ALIKE
     assert [p["examples"] for p in ours["points"]] == [p["examples"] for p in theirs["points"]]
     assert all(a["seconds"] < b["seconds"] for a, b in zip(theirs["points"], theirs["points"][1:], strict=False))
+
+
+def test_ranks_merge_every_k_steps_and_are_tested(tmp_path: Path) -> None:
+    setup = Setup(effort=0.001)
+    step = k_step.steps(setup)[-1]
+    result = step.run(Work(tmp_path))
+    assert result is not None
+    assert 0.4 < result["auc"] < 0.8
+    assert result["examples_per_s"] > 0
+    assert f"every = {k_step.chosen(setup)[-1]}" in (tmp_path / "ranks.toml").read_text()
+    results = {f"k = {k}": {**result, "auc": 0.7 - k / 10_000} for k in k_step.chosen(setup)}
+    section = k_step.section(setup, results)
+    (table,) = [part for part in section.parts if isinstance(part, Table)]
+    assert [row[0] for row in table.rows] == list(k_step.chosen(setup))
+    assert section.claims[0].holds
+
+
+def test_what_is_measured_and_what_is_predicted_stay_apart() -> None:
+    told = {
+        "cores": 4,
+        "here": [{"ranks": n, "examples_per_s": 900.0 * n} for n in (1, 2, 4)],
+        "beyond": [{"ranks": 4 * n, "nodes": n, "examples_per_s": 3000.0 * n} for n in (2, 4)],
+    }
+    results = {"predictions": told, **{f"{n} ranks": {"examples_per_s": 1000.0 * n**0.9} for n in (1, 2, 4)}}
+    section = scalability.section(Setup(), results)
+    for figure in section.parts:
+        if isinstance(figure, Figure):
+            kinds = {series.kind: series for series in figure.series}
+            assert list(kinds["measured"].x) == [1, 2, 4]
+            assert list(kinds["predicted"].x) == [1, 2, 4, 8, 16]
+        else:
+            assert [row[2] for row in figure.rows][3:] == [None, None]  # beyond this machine nothing is measured
+            assert set(figure.predicted) == {"examples/s foreseen", "speed-up foreseen"}
+    assert scalability.measured(6) == [1, 2, 4, 6]
+    assert scalability.measured(1) == [1]
