@@ -107,7 +107,7 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
         text=[
             f"Every rank has one thread and {BATCH:,} examples of each step ({KEYS:,} keys, {FIELDS} fields); rows "
             f"belong to ranks by their hash. Measured: on this machine's {told['cores']} cores, over loopback. "
-            "Predicted: by `thermocline plan`, from the costs of one core and of the links as measured here, for the same "
+            "Predicted: by `thermocline plan`, from the costs of one core and of the links, measured here, for the same "
             "ranks and for more machines like this one, whose network is this loopback."
         ],
         parts=[
