@@ -19,14 +19,14 @@ from thermocline.reproduce import hashing, models, mpi, paper, places, quantizat
 from thermocline.reproduce.experiment import Setup
 
 TINY = ("--quick", "--effort", "0.001", "--scale", "1/1000000", "--device", "cpu")
-HERE = ("hashing", "models", "auc_time", "nonzeros")
+HERE = ("hashing", "quantization", "models", "auc_time", "nonzeros")
 """Experiments of one process. Ranks take seconds to start: test_ranks.py has those, very few."""
 ONLY = [word for name in HERE for word in ("--only", name)]
 
 
 @contextlib.contextmanager
 def without_rival() -> Iterator[None]:
-    """MPI's ranks take seconds to start: test_rival.py has them."""
+    """MPI's ranks take seconds to start: test_ranks.py has them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mpi, "missing", lambda: "this test is small")
         yield

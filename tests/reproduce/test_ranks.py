@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+import thermocline as tc
 from thermocline.reproduce import auc_time, k_step, mpi, paper, places, rival, scalability
 from thermocline.reproduce.experiment import Figure, Setup, Table, Work
+from thermocline.reproduce.processes import events_of
 
 WHY = mpi.missing()
 
@@ -66,6 +71,21 @@ def test_ranks_merge_every_k_steps_and_are_tested(tmp_path: Path) -> None:
     (table,) = [part for part in section.parts if isinstance(part, Table)]
     assert [row[0] for row in table.rows] == list(k_step.chosen(setup))
     assert section.claims[0].holds
+
+
+def test_a_launcher_that_takes_too_long_ends_with_its_processes(tmp_path: Path) -> None:
+    """It is told which one; nothing of it lives on."""
+    mark = tmp_path / "alive"
+    child = f"import time, pathlib\nfor _ in range(600): pathlib.Path({str(mark)!r}).touch(); time.sleep(0.05)"
+    launcher = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
+    with pytest.raises(tc.ThermoclineError, match="this test did not end within 3 s"):
+        events_of("this test", launcher, os.environ, tmp_path, 3.0)
+    time.sleep(0.5)
+    mark.unlink(missing_ok=True)
+    time.sleep(0.5)
+    assert not mark.exists()
+    with pytest.raises(tc.ThermoclineError, match="this test failed: oh no"):
+        events_of("this test", [sys.executable, "-c", "import sys; sys.exit('oh no')"], os.environ, tmp_path, 60.0)
 
 
 def test_what_is_measured_and_what_is_predicted_stay_apart() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import thermocline
 from thermocline import published
 from thermocline.config import Config
-from thermocline.errors import ThermoclineError
+from thermocline.reproduce.processes import events_of
 
 
 def train(config: Config, ranks: int, folder: Path, limit: float) -> list[dict[str, Any]]:
@@ -25,14 +23,4 @@ def train(config: Config, ranks: int, folder: Path, limit: float) -> list[dict[s
     root = str(Path(thermocline.__file__).parents[1])
     search = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            [sys.executable, *launcher, *job], env=environment, capture_output=True, text=True, timeout=limit
-        )
-    except subprocess.TimeoutExpired:
-        raise ThermoclineError(
-            f"{ranks} ranks did not end within {limit:.0f} s: a smaller --effort trains less"
-        ) from None
-    if done.returncode:
-        raise ThermoclineError(f"{ranks} ranks failed: {done.stderr.strip()[-1000:]}")
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return events_of(f"{ranks} ranks", [sys.executable, *launcher, *job], environment, folder / "run", limit)

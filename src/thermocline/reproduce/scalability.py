@@ -62,7 +62,8 @@ def steps(setup: Setup) -> list[Step]:
 
         seconds = 8 + wanted.train.log_every * LOGS * BATCH / 25_000
         made.append(Step(name=f"{ranks} ranks", settings={**settings, "ranks": ranks}, seconds=seconds, run=run))
-    settings = {"cores": cores(), "nodes": list(NODES), "batch": BATCH, "seed": setup.seed}
+    alone = {name: list(v) if isinstance(v, tuple) else v for name, v in flatten(config(setup, 1).resolve())}
+    settings = {**alone, "cores": cores(), "nodes": list(NODES)}
     made.append(Step(name="predictions", settings=settings, seconds=40, run=lambda work: _predict(setup, work)))
     return made
 
@@ -107,7 +108,7 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
         text=[
             f"Every rank has one thread and {BATCH:,} examples of each step ({KEYS:,} keys, {FIELDS} fields); rows "
             f"belong to ranks by their hash. Measured: on this machine's {told['cores']} cores, over loopback. "
-            "Predicted: by `thermocline plan`, from the costs of one core and of the links, measured here, for the same "
+            "Predicted: by `thermocline plan`, from the costs of one core and of links, measured here, for the same "
             "ranks and for more machines like this one, whose network is this loopback."
         ],
         parts=[
