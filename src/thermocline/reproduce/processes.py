@@ -41,6 +41,6 @@ def events_of(
 def _end(launcher: subprocess.Popen[str]) -> None:
     launcher.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        launcher.communicate(timeout=_GRACE)
+        launcher.wait(timeout=_GRACE)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(launcher.pid, signal.SIGKILL)
