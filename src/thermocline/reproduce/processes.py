@@ -34,7 +34,9 @@ def events_of(
             _end(launcher)
             raise
     if launcher.returncode:
-        raise ThermoclineError(f"{what} failed: {told.strip()[-1000:]}")
+        # Launchers have much to say after the line that tells why.
+        cause = [line for line in told.splitlines() if line.startswith(("thermocline: ", "error: "))][:1]
+        raise ThermoclineError(f"{what} failed: {cause[0] if cause else told.strip()[-1000:]}")
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
