@@ -33,8 +33,9 @@ def divisor(setup: Setup) -> float:
 
 
 def examples(setup: Setup, world: str) -> int:
-    """To train on. Fewer than a third of the full run's show nothing, whatever the effort allows."""
-    return min(EXAMPLES[world], setup.count(3 * EXAMPLES[world], 4 * BATCH))
+    """To train on. Too few show nothing: of the smaller data set, three times what the effort is."""
+    full = EXAMPLES[world] if setup.effort >= 0.5 else EXAMPLES["image"]
+    return min(full, setup.count(3 * full, 4 * BATCH))
 
 
 def _rows(setup: Setup, world: str) -> list[tuple[str, str, int | None]]:

@@ -28,7 +28,7 @@ DEPTH = 4
 OPTIMIZER, DENSE_LR = RowWiseAdagrad(lr=0.05), 1e-3
 BATCH_IDS = 1 << 18
 """Ids of a batch where memory allows it."""
-SECONDS = 80.0
+SECONDS = 60.0
 """Of training in the full run, per model."""
 POINTS = 60
 """Of a curve at most."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import thermocline
 from thermocline import published
 from thermocline.config import Config
-from thermocline.errors import ThermoclineError
+from thermocline.reproduce.processes import events_of
 
 
 def missing() -> str | None:
@@ -42,13 +40,5 @@ def train(config: Config, ranks: int, folder: Path, limit: float) -> list[dict[s
     path = folder / "rival.toml"
     published.publish(path, config.to_toml().encode())
     arguments = ["-m", "baselines.mpi_ps", str(path), "--set", f"train.run_dir={folder / 'rival'}"]
-    command = launch.command(ranks, arguments)
-    try:
-        done = subprocess.run(command, env=launch.environment(), capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        raise ThermoclineError(
-            f"{ranks} ranks of the MPI rival did not end within {limit:.0f} s: a smaller --effort trains less"
-        ) from None
-    if done.returncode:
-        raise ThermoclineError(f"{ranks} ranks of the MPI rival failed: {done.stderr.strip()[-1000:]}")
-    return [json.loads(line) for line in (folder / "rival" / "metrics.jsonl").read_text().splitlines()]
+    command, what = launch.command(ranks, arguments), f"the MPI rival with {ranks} ranks"
+    return events_of(what, command, launch.environment(), folder / "rival", limit)

@@ -32,8 +32,8 @@ def ranks() -> list[int]:
 
 
 def names(setup: Setup) -> tuple[str, ...]:
-    """Of the models; a short run has the smallest and the largest."""
-    return models.NAMES if setup.effort >= 0.5 else (models.NAMES[0], models.NAMES[-1])
+    """Of the models; a short run has the smallest."""
+    return models.NAMES if setup.effort >= 0.5 else models.NAMES[:1]
 
 
 def config(setup: Setup, plan: Plan, *, tiers: bool) -> Config:

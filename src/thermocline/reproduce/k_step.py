@@ -1,0 +1,114 @@
+"""k-step Adam: several ranks merge their dense parameters every k steps; AUC and speed against k."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+
+from thermocline.config import Config, Tiers, Train
+from thermocline.data.schema import Data, Synth
+from thermocline.dist.config import Dist
+from thermocline.dist.dense_config import DenseSync
+from thermocline.models.config import ModelConfig
+from thermocline.reproduce import ranks as several
+from thermocline.reproduce.experiment import Claim, Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
+from thermocline.settings import flatten
+
+KS = (1, 5, 10, 20, 50, 100)
+KEYS, FIELDS, DIM, HIDDEN, BATCH = 200_000, 26, 8, (256, 128), 128
+EXAMPLES, TEST = 1_000_000, 100_000
+ALIKE = 0.002
+"""Of the claim, which is shown, not asserted: what merging every k steps may cost."""
+
+
+def ranks() -> int:
+    """Two at least, four at most, one per core."""
+    return min(4, max(2, len(os.sched_getaffinity(0))))
+
+
+def chosen(setup: Setup) -> tuple[int, ...]:
+    return KS if setup.effort >= 0.5 else (1, 20)
+
+
+def config(setup: Setup, k: int) -> Config:
+    """One training; ranks share its examples."""
+    count = setup.count(EXAMPLES, 8 * BATCH * ranks())
+    synth = Synth(
+        keys=KEYS, fields=FIELDS, seed=setup.seed, examples=count, valid_examples=0, test_examples=min(TEST, count)
+    )
+    steps = -(-count // (BATCH * ranks()))
+    return Config(
+        data=Data(format="synth", synth=synth, threads=1),
+        model=ModelConfig(
+            name="dnn", dim=DIM, hidden=HIDDEN, dropout=0.0, embedding_l2=0.0, initial=0.01, batch_norm=False
+        ),
+        tiers=Tiers(device="cpu", mem=KEYS * 200 + (64 << 20), threads=1),
+        train=Train(
+            batch_size=BATCH, optimizer="adagrad", lr=0.05, dense_optimizer="adam", dense_lr=1e-3, seed=setup.seed,
+            torch_threads=1, log_every=max(1, steps // 10), checkpoint_minutes=None, display=False, tensorboard=False,
+        ),
+        dist=Dist(dense_sync=DenseSync(every=k)),
+    )  # fmt: skip
+
+
+def steps(setup: Setup) -> list[Step]:
+    made = []
+    for k in chosen(setup):
+        wanted = config(setup, k)
+        settings = {name: list(v) if isinstance(v, tuple) else v for name, v in flatten(wanted.resolve())}
+
+        def run(work: Work, wanted: Config = wanted) -> Json:
+            shutil.rmtree(work.folder / "run", ignore_errors=True)
+            events = several.train(wanted, ranks(), work.folder, work.left)
+            logs = [event for event in events if event["event"] == "train"][1:]
+            speed = len(logs) / sum(1 / event["examples_per_s"] for event in logs)
+            return {"auc": events[-1]["auc"], "examples_per_s": speed, "ranks": ranks()}
+
+        seconds = 10 + wanted.data.synth.examples / 40_000
+        made.append(Step(name=f"k = {k}", settings={**settings, "ranks": ranks()}, seconds=seconds, run=run))
+    return made
+
+
+# ---- what it shows
+
+
+def section(setup: Setup, results: Mapping[str, Json]) -> Section:
+    ks = chosen(setup)
+    auc, speed = ([results[f"k = {k}"][field] for k in ks] for field in ("auc", "examples_per_s"))
+    sent = [8 * dense_parameters() * (1 if k == 1 else 2) / k for k in ks]
+    rows = [(k, a, a - auc[0], s, size) for k, a, s, size in zip(ks, auc, speed, sent, strict=True)]
+    worst = max(auc[0] - a for a in auc)
+    return Section(
+        text=[
+            f"{results[f'k = {ks[0]}']['ranks']} ranks of this machine, one thread each, over loopback: "
+            f"{config(setup, 1).data.synth.examples:,} generated examples, {KEYS:,} keys, {dense_parameters():,} dense "
+            "parameters. k = 1 averages gradients every step; otherwise every rank steps by itself and the models are "
+            "merged every k steps, with the merged second moments as everybody's denominator until the next merge. "
+            "Rows are exchanged every step in all cases. Between machines the link decides; loopback is fast."
+        ],
+        parts=[
+            Figure(name="auc", title="AUC against k", x="k", y="test AUC", x_axis="log2",
+                   series=[Series(name="merged every k steps", x=ks, y=auc)]),
+            Figure(name="speed", title="Speed against k", x="k", y="examples/s", x_axis="log2",
+                   series=[Series(name="merged every k steps", x=ks, y=speed)]),
+            Table(name="table", title="k-step Adam", rows=rows, predicted=("bytes a rank sends per step",),
+                  columns=("k", "test AUC", "against k = 1", "examples/s", "bytes a rank sends per step"),
+                  note="Bytes of dense parameters, by an all-reduce that sends each about twice."),
+        ],
+        claims=[
+            Claim(
+                text=f"merging every k steps costs at most {ALIKE} of AUC", holds=worst <= ALIKE, asserted=False,
+                detail=", ".join(f"k = {k}: {a:.4f}" for k, a in zip(ks, auc, strict=True)),
+            )
+        ],
+    )  # fmt: skip
+
+
+def dense_parameters() -> int:
+    from thermocline.data.presets import mlp_parameters
+
+    return mlp_parameters(FIELDS * DIM, HIDDEN)
+
+
+EXPERIMENT = Experiment(title="k-step Adam: AUC and time against k", steps=steps, section=section)

@@ -1,0 +1,142 @@
+"""Scalability over ranks: measured on this machine's cores, predicted by `thermocline plan` there and beyond."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from thermocline.config import Config, Tiers, Train
+from thermocline.data.schema import Data, Synth
+from thermocline.models.config import ModelConfig
+from thermocline.reproduce import ranks as several
+from thermocline.reproduce.experiment import Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
+from thermocline.settings import flatten
+
+KEYS, FIELDS, DIM, HIDDEN, BATCH, STEPS, LOGS = 1_000_000, 26, 8, (256, 128), 1024, 600, 6
+NODES = (2, 4, 8, 16)
+"""Machines like this one, of predictions."""
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def measured(count: int) -> list[int]:
+    """Ranks: 1, 2, 4, ... and one per core."""
+    return sorted({*(1 << n for n in range(count.bit_length())), count})
+
+
+def config(setup: Setup, ranks: int) -> Config:
+    """Each rank has one core and its own examples of every step."""
+    steps = setup.count(STEPS, 2 * LOGS) // LOGS * LOGS
+    synth = Synth(
+        keys=KEYS, fields=FIELDS, seed=setup.seed, examples=BATCH * ranks * steps, valid_examples=0, test_examples=0
+    )
+    return Config(
+        data=Data(format="synth", synth=synth, threads=1),
+        model=ModelConfig(
+            name="dnn", dim=DIM, hidden=HIDDEN, dropout=0.0, embedding_l2=0.0, initial=0.01, batch_norm=False
+        ),
+        tiers=Tiers(device="cpu", mem=KEYS * 200 + (64 << 20), threads=1),
+        train=Train(
+            batch_size=BATCH, optimizer="adagrad", lr=0.05, dense_optimizer="adam", dense_lr=1e-3, seed=setup.seed,
+            torch_threads=1, log_every=steps // LOGS, checkpoint_minutes=None, display=False, tensorboard=False,
+        ),
+    )  # fmt: skip
+
+
+def steps(setup: Setup) -> list[Step]:
+    made = []
+    for ranks in measured(cores()):
+        wanted = config(setup, ranks)
+        settings = {name: list(v) if isinstance(v, tuple) else v for name, v in flatten(wanted.resolve())}
+
+        def run(work: Work, ranks: int = ranks, wanted: Config = wanted) -> Json:
+            shutil.rmtree(work.folder / "run", ignore_errors=True)
+            events = several.train(wanted, ranks, work.folder, work.left)
+            logs = [event for event in events if event["event"] == "train"][1:]
+            return {"examples_per_s": len(logs) / sum(1 / event["examples_per_s"] for event in logs)}
+
+        seconds = 8 + wanted.train.log_every * LOGS * BATCH / 25_000
+        made.append(Step(name=f"{ranks} ranks", settings={**settings, "ranks": ranks}, seconds=seconds, run=run))
+    alone = {name: list(v) if isinstance(v, tuple) else v for name, v in flatten(config(setup, 1).resolve())}
+    settings = {**alone, "cores": cores(), "nodes": list(NODES)}
+    made.append(Step(name="predictions", settings=settings, seconds=40, run=lambda work: _predict(setup, work)))
+    return made
+
+
+def _predict(setup: Setup, work: Work) -> Json:
+    """Of ranks on this machine, each of which brings its core; and of several machines with a rank per core."""
+    from thermocline.plan.measure import measure
+    from thermocline.plan.predict import predict
+    from thermocline.plan.workload import cluster_of, workload_of
+
+    node = measure(work.folder)
+    wanted = config(setup, 1)
+    load = workload_of(wanted)
+
+    def rate(nodes: int, ranks: int) -> float:
+        part = dataclasses.replace(node, cpu=dataclasses.replace(node.cpu, cores=ranks))
+        cluster = cluster_of(wanted, load, part, nodes=nodes, ranks=ranks, exchange="two_hops", cpu=True)
+        found: Any = predict(load, cluster, part).to_json()
+        return float(found["examples_per_s"])
+
+    here = [{"ranks": ranks, "examples_per_s": rate(1, ranks)} for ranks in measured(cores())]
+    beyond = [{"ranks": nodes * cores(), "nodes": nodes, "examples_per_s": rate(nodes, cores())} for nodes in NODES]
+    return {"cores": cores(), "here": here, "beyond": beyond}
+
+
+# ---- what it shows
+
+
+def section(setup: Setup, results: Mapping[str, Json]) -> Section:
+    told = results["predictions"]
+    counts = [point["ranks"] for point in told["here"] if f"{point['ranks']} ranks" in results]
+    rates = [results[f"{count} ranks"]["examples_per_s"] for count in counts]
+    here = {point["ranks"]: point["examples_per_s"] for point in told["here"]}
+    beyond = [(point["ranks"], point["examples_per_s"], point["nodes"]) for point in told["beyond"]]
+    foreseen = [*here.items(), *((ranks, rate) for ranks, rate, _ in beyond)]
+    rows: list[tuple[Any, ...]] = [
+        (count, 1, rate, rate / rates[0], here[count], here[count] / here[counts[0]])
+        for count, rate in zip(counts, rates, strict=True)
+    ]
+    rows += [(ranks, nodes, None, None, rate, rate / here[counts[0]]) for ranks, rate, nodes in beyond]
+    return Section(
+        text=[
+            f"Every rank has one thread and {BATCH:,} examples of each step ({KEYS:,} keys, {FIELDS} fields); rows "
+            f"belong to ranks by their hash. Measured: on this machine's {told['cores']} cores, over loopback. "
+            "Predicted: by `thermocline plan`, from the costs of one core and of links, measured here, for the same "
+            "ranks and for more machines like this one, whose network is this loopback."
+        ],
+        parts=[
+            Figure(
+                name="speed", title="Examples per second against ranks", x="ranks", y="examples/s", x_axis="log2",
+                y_axis="log10",
+                series=[
+                    Series(name="this machine", x=counts, y=rates),
+                    Series(name="plan", x=[x for x, _ in foreseen], y=[y for _, y in foreseen], kind="predicted"),
+                ],
+            ),
+            Figure(
+                name="speed-up", title="Speed-up over one rank", x="ranks", y="times", x_axis="log2", y_axis="log2",
+                series=[
+                    Series(name="this machine", x=counts, y=[rate / rates[0] for rate in rates]),
+                    Series(
+                        name="plan", x=[x for x, _ in foreseen], y=[y / here[counts[0]] for _, y in foreseen],
+                        kind="predicted",
+                    ),
+                ],
+            ),
+            Table(
+                name="table", title="Scalability", rows=rows,
+                columns=("ranks", "machines", "examples/s", "speed-up", "examples/s foreseen", "speed-up foreseen"),
+                predicted=("examples/s foreseen", "speed-up foreseen"),
+            ),
+        ],
+    )  # fmt: skip
+
+
+EXPERIMENT = Experiment(title="Scalability over ranks, measured and predicted", steps=steps, section=section)
