@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -125,10 +126,14 @@ class Trainer:
                             if self.finished or self._crew.asked(INTERRUPT, bool(caught)):
                                 break
                         else:
+                            self._crew.hear(batches.said)
                             if self._losses:
                                 self._after_step(self._update(), valid)
                             self._end_epoch(valid)
-                step = self._finish(valid, interrupted=self._crew.asked(INTERRUPT, bool(caught)))
+                interrupted = self._crew.asked(INTERRUPT, bool(caught))
+                step = self._finish(valid, interrupted=interrupted)
+                if interrupted and not caught:
+                    caught.append(signal.SIGINT)  # another rank's: all end alike, and none waits for those that ended
             seconds = self._meter.seconds
             trained = int(self._crew.total(self.progress.examples - already)[0])
             tested = None
@@ -383,13 +388,17 @@ class Trainer:
             yield Display()
 
     def _resume(self, saved: Checkpoint | None) -> None:
+        metrics = None
         if saved is not None:
             self.progress, self.position = Progress(**saved.extra["trainer"]), saved.position
-            if saved.world != self._crew.world:  # the ranks have other parts of the data now
-                self.progress.batch = 0
+            metrics = saved.extra["metrics"]
+            if saved.world != self._crew.world:  # the ranks have other parts of the data now: the epoch begins anew
+                self.progress.batch, metrics = 0, None
+                trained = sum(extra["trainer"]["examples"] for extra in saved.extras)
+                self.progress.examples = trained if self._crew.leads else 0
             self._saved = dataclasses.replace(self.progress)
         # Restoring has made new tiers, which count from 0.
-        self._meter = Meter(self.tables, None if saved is None else saved.extra["metrics"])
+        self._meter = Meter(self.tables, metrics)
 
     def _rest_of_epoch(self, train: Any) -> Iterable[Batch]:
         progress = self.progress
@@ -425,7 +434,8 @@ class Trainer:
         if interrupted:
             self.ending = f"interrupted and saved at step {progress.step}: resume=True goes on from there"
             return progress.step
-        self.ending = f"finished after {progress.step} steps, {progress.examples} examples"
+        examples = int(self._crew.total(progress.examples)[0])
+        self.ending = f"finished after {progress.step} steps, {examples} examples"
         if self.config.patience is None or progress.best_auc is None or self._checkpoints is None:
             return progress.step
         self.ending += f"; best AUC {progress.best_auc:.4f} at step {progress.best_step}, restored"
