@@ -55,6 +55,8 @@ class Checkpoint:
     """Its manifest."""
     world: int = 1
     """Ranks that saved it. With another number of them `position` is none: each has other data."""
+    extras: tuple[Any, ...] = ()
+    """`extra` of every rank that saved it."""
 
 
 class Checkpoints:
@@ -151,7 +153,8 @@ class Checkpoints:
             position = None
         elif "ranks" in manifest:
             position, extra = (ranks[self._together.rank][name] for name in ("position", "extra"))
-        return Checkpoint(step, position, extra, tag, self._path(number), len(ranks))
+        extras = tuple(rank["extra"] for rank in ranks) if "ranks" in manifest else (extra,)
+        return Checkpoint(step, position, extra, tag, self._path(number), len(ranks), extras)
 
     # ---- save
 

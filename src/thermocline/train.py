@@ -126,6 +126,7 @@ class Trainer:
                             if self.finished or self._crew.asked(INTERRUPT, bool(caught)):
                                 break
                         else:
+                            self._crew.hear(batches.said)
                             if self._losses:
                                 self._after_step(self._update(), valid)
                             self._end_epoch(valid)
@@ -387,13 +388,17 @@ class Trainer:
             yield Display()
 
     def _resume(self, saved: Checkpoint | None) -> None:
+        metrics = None
         if saved is not None:
             self.progress, self.position = Progress(**saved.extra["trainer"]), saved.position
-            if saved.world != self._crew.world:  # the ranks have other parts of the data now
-                self.progress.batch = 0
+            metrics = saved.extra["metrics"]
+            if saved.world != self._crew.world:  # the ranks have other parts of the data now: the epoch begins anew
+                self.progress.batch, metrics = 0, None
+                trained = sum(extra["trainer"]["examples"] for extra in saved.extras)
+                self.progress.examples = trained if self._crew.leads else 0
             self._saved = dataclasses.replace(self.progress)
         # Restoring has made new tiers, which count from 0.
-        self._meter = Meter(self.tables, None if saved is None else saved.extra["metrics"])
+        self._meter = Meter(self.tables, metrics)
 
     def _rest_of_epoch(self, train: Any) -> Iterable[Batch]:
         progress = self.progress

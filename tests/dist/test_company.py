@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,25 @@ def test_evaluation_in_between() -> None:
     assert set(heard) == {0, 3}  # both ranks' words arrive with the same batch
     assert norms == same
     assert min(norms) > 0
+
+
+def evaluation_left_early(groups: Groups) -> Any:
+    """One rank closes at once; the other's stage has begun more windows by then, of several batches and tables."""
+    rank = groups.topology.rank
+    tables, model = make(groups)
+    model.eval()
+    for _ in range(5):
+        with torch.no_grad(), tc.prefetch(
+            JOB.data(rank), *tables.values(), depth=6, pull_window=4, training=False
+        ) as batches:  # fmt: skip
+            model(next(batches))
+            time.sleep(0.1 * (rank == 0))
+    return [bits(table.read(KEYS)) for table in tables.values()]
+
+
+def test_evaluation_left_early() -> None:
+    results = play(PAIR, evaluation_left_early, seconds=20)
+    assert results[0] == results[1]
 
 
 def failing(groups: Groups, where: str) -> Any:

@@ -1,10 +1,10 @@
 """Batches of a table over several ranks: keys travel ahead, rows when the batch is trained, gradients in its step.
 
-    plan     the keys of a window's batches go to their owners            (thread "pull", in window order, everywhere)
-    pin      the owner pins what any rank asks of it
-    prepare  places and gradient plans per bag, as for a table of one rank
-    fetch    row values, after the owner has applied the preceding step   (the caller's thread, from here on)
-    sums     gradients back; each owner has the sum over all ranks of its keys
+plan     the keys of a window's batches go to their owners            (thread "pull", in window order, everywhere)
+pin      the owner pins what any rank asks of it
+prepare  places and gradient plans per bag, as for a table of one rank
+fetch    row values, after the owner has applied the preceding step   (the caller's thread, from here on)
+sums     gradients back; each owner has the sum over all ranks of its keys
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Ranks:
         keys = [working_set.keys for _, working_set in collected]
         return Planned(collected, self.exchange.plan(lane or self.groups.ahead, keys, self.traffic.keys))
 
-    def take_part(self, batches: int, *, training: bool) -> None:
-        """In the exchanges of a window's batches of the others, asking for nothing."""
-        if training:
-            self.exchange.plan(self.groups.ahead, [_NO_KEYS] * batches, self.traffic.keys)
-        else:
-            for _ in range(batches):
-                self.read(_NO_KEYS, self._table.dim)
+    def plan_nothing(self, batches: int) -> None:
+        """Takes part in a window's plan, asking for nothing."""
+        self.exchange.plan(self.groups.ahead, [_NO_KEYS] * batches, self.traffic.keys)
+
+    def read_nothing(self) -> None:
+        """Takes part in what others read of one batch, for evaluation."""
+        self.read(_NO_KEYS, self._table.dim)
 
     def pin(self, planned: Planned) -> None:
         """What any rank asks of this one. Raises `BudgetError` when it cannot all be in memory at once."""

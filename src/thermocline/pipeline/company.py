@@ -8,6 +8,7 @@ All ranks leave at the same batch, so all owe as many, and none waits for ever.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -71,9 +72,17 @@ class Company:
             while self._met < windows and not self._ended and self._fit:
                 with self.together():
                     most, _ = self.meet(0)
-                    for ranks in self._ranks if most else ():
-                        ranks.take_part(most, training=self._training)
+                    self._take_part(most)
         self._left, self._lane.user = True, None
+
+    def _take_part(self, batches: int) -> None:
+        """In what the others do about a window, asking for nothing: in the order in which the stages do it."""
+        if self._training:
+            for ranks in self._ranks if batches else ():
+                ranks.plan_nothing(batches)
+        else:
+            for _, ranks in itertools.product(range(batches), self._ranks):
+                ranks.read_nothing()
 
     def empty_batch(self) -> Batch:
         """Of no examples: for a rank that has run out of data."""

@@ -89,7 +89,8 @@ class Prefetch:
         stages = _Stages(tables, company)
         self._training = training
         self.said = 0
-        """What the ranks said, together, with the window that the last batch is the first of; else 0."""
+        """What the ranks said, together, with the window that the last batch is the first of; else 0. At the end: what
+        they said with their last word that there are no more."""
         self._pipeline: Pipeline[_Window] = Pipeline(
             _windows(loader, pull_window, company),
             stages.training if training else [("pull", stages.read)],
@@ -108,10 +109,10 @@ class Prefetch:
         for batch in self._ready:
             return self._delivered(batch)
         window = next(self._pipeline)
+        self.said = window.said
         if window.last:
             self.close()
             raise StopIteration
-        self.said = window.said
         self._ready = iter(window.batches)
         return self._delivered(next(self._ready))
 
