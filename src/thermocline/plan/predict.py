@@ -1,4 +1,4 @@
-"""A step's time, stage by stage, and the resource that bounds it. docs/plan.md has the formulas in words."""
+"""A step's time, stage by stage, and the resource that bounds it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from thermocline.errors import require
 from thermocline.plan.hardware import Hardware
 from thermocline.plan.popularity import Popularity
 from thermocline.tables.mem import Policy
+from thermocline.tables.precision import FP32, Precision
 
 KEY_BYTES = 8
 FLOATS_MOVED = 2.5
@@ -51,6 +52,8 @@ class Workload:
     read_ns: float = 0.0
     """Processor time to read one example, or to make it up."""
     policy: Policy = "lru_lfu"
+    precision: Precision = FP32
+    """How weights are stored."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "window", "every"):
@@ -58,13 +61,14 @@ class Workload:
 
     @property
     def row_bytes(self) -> int:
-        return 4 * (self.dim + self.state)
+        """As rows are stored."""
+        return 4 * (self.precision.weight_words(self.dim) + self.state)
 
     def figures(self) -> dict[str, Any]:
         """As JSON."""
         own = (field.name for field in dataclasses.fields(self) if field.name != "popularity")
         keys = {"keys": self.popularity.keys, "nonzeros": self.popularity.nonzeros, "row_bytes": self.row_bytes}
-        return {**{name: getattr(self, name) for name in own}, **keys}
+        return {**{name: getattr(self, name) for name in own}, **keys, "precision": self.precision.layout}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +293,8 @@ def _train_gpu(work: Workload, counts: _Counts, hardware: Hardware) -> list[Term
     gpu = hardware.gpu
     assert gpu is not None
     ids, unique = work.batch * work.popularity.nonzeros, counts.rank_unique
-    random = ids * (64 + 4 * work.dim) + ids * 4 * work.dim + unique * 2 * work.row_bytes
+    pooled = work.row_bytes - 4 * work.state
+    random = ids * (64 + pooled) + ids * 4 * work.dim + unique * 2 * work.row_bytes
     streamed = ids * KEY_BYTES * SORT_PASSES
     streamed += 4 * FLOATS_MOVED * (work.batch * work.floats + work.step_floats)
     streamed += 4 * OPTIMIZER_FLOATS * work.dense_parameters
