@@ -19,7 +19,7 @@
 // weight's summed gradient times the step's scale, q = x / D, c its code; e, what c * D changes by with D, is c - q
 // inside the codes' range (finer steps, less noise) and c outside (a wider range, less clamping). To first order
 // rounding by chance adds nothing: its mean is x. The sum is one of integers, the same in any order: each term clamped
-// to [-1, 1], NaN as 0, times 2^44, cut to an integer.
+// to 2^-8 either way, NaN as 0, times 2^44, cut to an integer: 2^27 weights of a step cannot overflow it.
 #pragma once
 
 #include <cstddef>

@@ -204,7 +204,7 @@ TC_INLINE int64_t step_gradient(const float* x, uint32_t dim, float step, float 
     const float error = code - q;
     float term = (g * g) * (error * (q < least || q > most ? code : error));
     term = term == term ? term : 0;
-    term = term < -1.0f ? -1.0f : term > 1.0f ? 1.0f : term;
+    term = term < -0x1p-8f ? -0x1p-8f : term > 0x1p-8f ? 0x1p-8f : term;
     total += static_cast<int64_t>(term * 0x1p44f);
   }
   return total;

@@ -60,6 +60,24 @@ def test_every_model_has_a_workload(model: str) -> None:
     assert work.read_ns > 0
 
 
+def test_rows_below_fp32_are_smaller() -> None:
+    configs = [config_of(sets=(f"precision.kind={kind}",)) for kind in ("fp32", "int4")]
+    whole, few = (workload_of(config) for config in configs)
+    assert (whole.row_bytes, few.row_bytes) == (4 * 12, 4 * (1 + 1 + 6))  # one word of codes, one for the row's step
+    rows = [
+        cluster_of(config, work, NODE, nodes=1, ranks=1, exchange="flat", cpu=True).mem_rows
+        for config, work in zip(configs, (whole, few), strict=True)
+    ]
+    assert 1.1 * rows[0] < rows[1]
+    json.dumps(few.figures())
+
+
+def test_hashed_keys_are_those_of_the_model() -> None:
+    work = workload_of(config_of(sets=("data.hashing.k=50", "data.hashing.fields=apart")))
+    assert 90 < work.popularity.keys <= 100  # two slots per bin
+    assert work.example_bytes == 0
+
+
 def test_files_are_counted(tmp_path: Path) -> None:
     ads = tc.SyntheticAds(keys=1000, fields=4, batch_size=100, examples=3000, tensors=False)
     ads.write(tmp_path / "ads.parquet")

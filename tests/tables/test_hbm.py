@@ -23,7 +23,9 @@ from train_helpers import (
 
 import thermocline as tc
 from thermocline.ops import INTERPRETED
+from thermocline.tables import hbm_train
 from thermocline.tables.hbm import HbmTier, bytes_for, row_capacity
+from thermocline.tables.hbm_move import Mover
 
 DEVICE: Any = "interpreter" if INTERPRETED else "cuda"
 FRESH = [5, 2**63, 2**64 - 1]
@@ -237,3 +239,40 @@ def test_rows_that_cannot_go_down_are_not_lost_silently() -> None:
         table.read([1])
     table.reopen()
     assert bag(batches[0]).shape == (8, 3, 4)
+
+
+def test_rounding_is_by_the_key_whose_row_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is behind: a step runs when somebody waits for it, at the latest when its slots are to be overwritten."""
+    launched: list[Any] = []
+
+    def wait(*_: Any) -> None:
+        while launched:
+            launched.pop(0)()
+
+    def late(module: Any, name: str) -> None:
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, **k: launched.append(lambda: real(*a, **k)))
+
+    def after(module: Any, name: str) -> None:
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, **k: (wait(), real(*a, **k))[1])
+
+    late(hbm_train, "update_rows")
+    after(hbm_train, "pool_rows")  # on the same stream
+    after(HbmTier, "_wait_for_training")
+    after(Mover, "_on")  # where rows leave
+    options: dict[str, Any] = {"precision": tc.Precision(kind="int4"), "mem": "4MB"}
+    tables = [
+        tc.Table(4, tc.SGD(lr=0.1), hbm=bytes_for(8, 2), device=DEVICE, **options),
+        tc.Table(4, tc.SGD(lr=0.1), **options),
+    ]
+    for table in tables:
+        bag = tc.EmbeddingBag(table, 1)
+        for n in range(6):
+            ids = np.arange(8, dtype=np.uint64) + np.uint64(8 * (n % 3))
+            bag(tc.Batch(ids, np.arange(9), 1)).exp().sum().backward()
+            table.step()
+        wait()
+    keys = np.arange(24, dtype=np.uint64)
+    assert np.array_equal(tables[0].read(keys), tables[1].read(keys))
+    assert the_tier(tables[0]).stats().evictions == 40

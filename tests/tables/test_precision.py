@@ -330,6 +330,18 @@ def test_a_learned_step_finds_the_range() -> None:
     assert ends[4.0][1] < 0.5  # clamped it would be 3
 
 
+def test_a_learned_step_of_large_gradients() -> None:
+    """The loss may be a sum over a large batch: however large the gradients are, a step too wide becomes finer."""
+    tier = make_tier(128, Precision(kind="int8", range=4.0, learn=0.01), tc.SGD(lr=1e-3), budget="8MB")
+    keys = np.arange(10_000, dtype=np.uint64)
+    for step in range(1, 4):
+        lookup = tier.lookup(keys)
+        tier.update(lookup, np.random.default_rng(step).normal(0, 10, (len(keys), 128)).astype(np.float32), step=step)
+        tier.release(lookup)
+    assert tier.learned is not None
+    assert tier.learned.step == pytest.approx(tier.precision.step * 0.99**3, rel=1e-3)
+
+
 def test_a_config_chooses_it() -> None:
     config = tc.Config.parse('[precision]\nkind = "int4"\nrounding = "nearest"\nrange = 0.5')
     assert config.precision == tc.Precision(kind="int4", rounding="nearest", range=0.5)

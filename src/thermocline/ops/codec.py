@@ -171,7 +171,7 @@ def _add_step_gradient(x, scale, codes, gradient, inside, into, BITS: tl.constex
     error = code - q
     term = (gradient * gradient) * (error * tl.where((q < least) | (q > most), code, error))
     term = tl.where(inside & (term == term), term, 0.0)
-    term = tl.minimum(tl.maximum(term, -1.0), 1.0) * 17592186044416.0
+    term = tl.minimum(tl.maximum(term, -0.00390625), 0.00390625) * 17592186044416.0
     tl.atomic_add(into, tl.sum(tl.sum(term.to(tl.int64), axis=1), axis=0))
 
 
@@ -232,7 +232,7 @@ def step_gradient_reference(x: torch.Tensor, words: torch.Tensor, gradient: torc
     code = torch.where(q > most, float(most), torch.where(q < -most - 1, float(-most - 1), code))
     error = code - q
     term = (gradient * gradient) * (error * torch.where((q > most) | (q < -most - 1), code, error))
-    return int((term.nan_to_num(nan=0.0).clamp(-1.0, 1.0) * 2.0**44).long().sum())
+    return int((term.nan_to_num(nan=0.0).clamp(-(2.0**-8), 2.0**-8) * 2.0**44).long().sum())
 
 
 def encode_reference(x: torch.Tensor, keys: torch.Tensor, number: int, codec: Codec | None) -> torch.Tensor:

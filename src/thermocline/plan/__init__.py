@@ -1,1 +1,1 @@
-"""`thermocline plan`: what a training costs on a machine or cluster, from figures measured or given: docs/plan.md."""
+"""`thermocline plan`: what a training costs on a machine or cluster, from figures measured or given."""

@@ -101,7 +101,8 @@ def _data(config: Config, examples: int) -> dict[str, Any]:
     check_paths(data, ["train"])
     batches: Any = open_data(data, "train", batch_size=size, shuffle=False, labelled=None, tensors=False)
     out = {"fields": batches.fields, "dense": batches.dense}
-    if data.format == "synth":
+    made_up = data.format == "synth"
+    if made_up and data.hashing is None:
         popularity = Popularity.zipf(batches.keys, batches.zipf, sum(batches.nonzeros) / 2)
         wanted = max(2 * size, round(_SAMPLE_IDS / popularity.nonzeros))
         read = _Timed(itertools.islice(batches, -(-wanted // size)))
@@ -110,7 +111,7 @@ def _data(config: Config, examples: int) -> dict[str, Any]:
         return {**out, "popularity": popularity, "read_ns": read.nanoseconds}
     read = _Timed(itertools.islice(batches, -(-examples // size)))
     _, counts = stats.count(read)
-    stored = batches.bytes / max(1, batches.estimated_batches() * size)
+    stored = 0.0 if made_up else batches.bytes / max(1, batches.estimated_batches() * size)
     popularity = Popularity.counted(counts, read.examples)
     return {**out, "popularity": popularity, "read_ns": read.nanoseconds, "example_bytes": stored}
 

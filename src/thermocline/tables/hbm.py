@@ -215,6 +215,9 @@ class HbmTier:
         if number - self._first >= NEWEST:
             self.residents.renumber(completed - self._first)
             self._first = completed
+        if self.mem.precision.stochastic and self._used + len(keys) > self.capacity:
+            # A plan that may evict renames slots; rounding asks whose row is there, in steps that may not have run yet.
+            self._wait_for_training()
         for attempt in range(2):
             plan = find_or_insert(
                 self.index,

@@ -74,7 +74,7 @@ def step_gradient(precision: Precision, x: Floats, units: Floats, step: np.float
         code = unit if inside else np.float32(most if q > 0 else -most - 1)
         term = (g * g) * ((code - q) * (code - q if inside else code))
         if not np.isnan(term):
-            total += int(np.float32(min(max(term, -1.0), 1.0)) * np.float32(2.0**44))
+            total += int(np.float32(min(max(term, -(2.0**-8)), 2.0**-8)) * np.float32(2.0**44))
     return total
 
 
