@@ -131,7 +131,7 @@ def test_command(tmp_path: Path) -> None:
         assert done.exit_code == 2, done.output
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures of every part, of a sensible size; how good they are is benchmarks/plan.py's to say."""
     small = {"_KEYS": 20_000, "_BATCH": 256, "_BATCHES": 3, "_ROUNDS": 1, "_DISK_KEYS": 100_000, "_DISK_CYCLES": 20}
