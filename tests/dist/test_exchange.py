@@ -15,7 +15,7 @@ from thermocline.dist.exchange import Exchange, Sent
 from thermocline.dist.groups import Groups
 from thermocline.dist.owners import hash_keys, owner_of
 from thermocline.tables.arrays import Keys
-from thermocline.tables.reference import mix64
+from thermocline.tables.reference_codec import mix64
 
 NODES: list[Nodes] = [((0, 1), (2, 3)), ((0, 1, 2),), ((0,), (1,), (2,))]
 DIM = 5
