@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from thermocline.dist.sharded import ShardedTable
 
 Manifest = dict[str, Json]
-_RANK_FOLDER = re.compile(r"rank-(\d{5})-of-(\d{5})(?:\.\d+)?")
+_RANK_FOLDER = re.compile(r"rank-(\d{5})-of-(\d{5})(?:\.\d+)?(\.gone)?")
+_IDENTITY = "STORE"
+_STORE_FILE = re.compile(r"LOCK|MANIFEST-\d+|(?:log|base)-\d+\.tc|.*\.tmp")
 
 
 class _Source(NamedTuple):
@@ -86,6 +88,11 @@ class Stores:
         for table in self._tables.values():
             if table.store is not None:
                 self._require_unused(table, table.store)
+            if table.ranks is not None and (root := self._root(table) / _IDENTITY).exists():
+                raise ThermoclineError(
+                    f"table {table.name!r}: {root.parent} is the store of one process, but {self._run_dir} has no "
+                    f"checkpoint that names it. Resume the run it belongs to, or begin with an empty folder"
+                )
 
     def create(self) -> None:
         """Stores for tables that have none."""
@@ -143,15 +150,21 @@ class Stores:
                     store.release(epoch)
                     reached("run.epoch_released")
             if table.ranks is not None:
+                root = self._root(table)
                 keep = {source.path for m in manifests for source in self._sources(table, m)} | {mine}
-                self._remove_folders(self._root(table), keep)
+                self._remove_folders(root, keep)
+                if self._rank == 0 and root not in keep:
+                    _remove_store(root)
 
     def _remove_folders(self, root: Path, keep: set[Path]) -> None:
         """Each rank those of its own number, and of ranks that are no more."""
         for path in root.iterdir():
             found = _RANK_FOLDER.fullmatch(path.name)
             if found and int(found[1]) % self._world == self._rank and path not in keep:
-                shutil.rmtree(path)
+                if not found[3]:
+                    published.remove_folder(path)
+                elif path.exists():  # a removal that was cut short
+                    shutil.rmtree(path)
 
     # ---- restore
 
@@ -284,7 +297,7 @@ class Stores:
             if table.checkpoint_store is not None:
                 table.checkpoint_store.close()
             if path.exists():
-                shutil.rmtree(path)  # of an attempt that ended before its first save
+                published.remove_folder(path)  # of an attempt that ended before its first save
             table.checkpoint_store = self._open(table, create=True)
             table.reopen()
         for source in sources:
@@ -308,6 +321,16 @@ def store_of(table: Table) -> SsdStore:
     store = table.store or table.checkpoint_store
     assert store is not None
     return store
+
+
+def _remove_store(root: Path) -> None:
+    """Of the one process that trained the table before ranks did: its files lie beside their folders."""
+    identity = root / _IDENTITY
+    if identity.exists():
+        for path in root.iterdir():
+            if _STORE_FILE.fullmatch(path.name):
+                path.unlink()
+        identity.unlink()  # last: cut short, the next sweep goes on
 
 
 def _check_note(store: SsdStore, source: _Source, what: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,17 @@ def sync_folder(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def remove_folder(path: Path) -> None:
+    """With all that is in it, at once: cut short, what is left has another name, `path.gone`."""
+    gone = path.with_name(path.name + ".gone")
+    if gone.exists():
+        shutil.rmtree(gone)
+    path.rename(gone)
+    sync_folder(path.parent)
+    reached("run.folder_gone")
+    shutil.rmtree(gone)
 
 
 def encode_manifest(manifest: dict[str, Json]) -> bytes:

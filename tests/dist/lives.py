@@ -44,20 +44,19 @@ def interrupted(groups: Groups, job: Job, way: Way, folder: str, step: int) -> A
 
 
 def live(
-    groups: Groups, job: Job, way: Way, folder: str, *, resume: bool, dies: str | int | None = None,
+    groups: Groups | None, job: Job, way: Way, folder: str, *, resume: bool, dies: str | int | None = None,
     listening: Sequence[tc.Callback] = (), only_fit: bool = False,
 ) -> Any:  # fmt: skip
-    """One life of a rank. `dies`: the step after which rank 1 does, or a named point of a save."""
+    """One life of a rank; without groups, of one process. `dies`: after which step rank 1 does, or at a named point."""
+    rank = 0 if groups is None else groups.topology.rank
     tables = {name: make_table(name, job, way, groups, folder) for name in DIMS}
     model = make_model(tables)
     dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
     callbacks = list(listening)
-    if dies is not None and groups.topology.rank == 1:
-        if isinstance(dies, int):
-            callbacks.append(Send(dies, signal.SIGKILL))
-        else:
-            point, _, count = dies.partition(":")
-            published._kill_at, published._left = point, int(count)
+    if isinstance(dies, int) and rank == 1:
+        callbacks.append(Send(dies, signal.SIGKILL))
+    elif isinstance(dies, str) and rank == 1:
+        die_at(dies)
     config = tc.TrainConfig(
         depth=way.depth, pull_window=way.pull_window, checkpoint_every=10, accumulate=job.accumulate,
         tensorboard=False, display=False, torch_threads=1, log_every=7, clip_norm=0.5,
@@ -66,8 +65,8 @@ def live(
         model, dense, run_dir=Path(folder) / "run", config=config, callbacks=callbacks,
         dense_sync=tc.DenseSync(exact=True),
     )  # fmt: skip
-    mine = job.data(groups.topology.rank)
-    result = trainer.fit(mine, mine[: 3 + groups.topology.rank], resume=resume)
+    mine = job.data(rank)
+    result = trainer.fit(mine, mine[: 3 + rank], resume=resume)
     if only_fit:
         return result
     rows = {name: bits(table.read(probe(job))) for name, table in tables.items()}
@@ -78,8 +77,16 @@ def live(
     return {**digests, "steps": result.progress.step, "valid": result.progress.valid, "examples": result.examples}
 
 
-def load(groups: Groups, job: Job, way: Way, folder: str) -> Any:
+def die_at(point: str) -> None:
+    """`name:n`: this process is killed when it comes to a named point for the n-th time."""
+    name, _, count = point.partition(":")
+    published._kill_at, published._left = name, int(count)
+
+
+def load(groups: Groups, job: Job, way: Way, folder: str, *, dies: str = "") -> Any:
     """Opens the run as it was saved, by any number of ranks; what all of them read, and what this one holds."""
+    if dies and groups.topology.rank == 0:
+        die_at(dies)
     tables = {name: make_table(name, job, way, groups, folder) for name in DIMS}
     model = make_model(tables)
     dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)

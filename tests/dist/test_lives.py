@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 import signal
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ from dist.ranks_run import DIMS, FOUR, ONE, PAIR, Job, Way
 from ranks_helpers import Nodes, outcomes, play
 
 JOB = Job(PAIR, "adam", (40, 33))
+SMALL_JOB = Job(PAIR, "sgd", (12, 12))
 WAY = Way("two", 0.25, 4, 2)
 
 
@@ -77,6 +80,35 @@ def test_other_numbers_of_ranks(whole: Any, tmp_path: Path) -> None:
     left = sorted(path.name for path in (tmp_path / "wide").iterdir())
     assert left[0].startswith("rank-00000-of-00001")  # the last two checkpoints are those of one rank and of two
     assert len(left) == 3
+
+
+def test_a_removal_cut_short(tmp_path: Path) -> None:
+    """Of the folders of two ranks, by one of the three that took over: two can still begin where those ended."""
+    way, three = Way("two", 0.25, 1, 1), ((0, 1, 2),)
+    play(PAIR, functools.partial(live, resume=False), SMALL_JOB, way, str(tmp_path))
+    before = play(PAIR, load, SMALL_JOB, way, str(tmp_path))[0]["rows"]
+    play(three, load, SMALL_JOB, way, str(tmp_path))
+    killed = functools.partial(load, dies="run.folder_gone:1")
+    assert ("died", None) in outcomes(three, killed, SMALL_JOB, way, str(tmp_path))
+    assert any(path.name.endswith(".gone") for path in tmp_path.glob("*/*"))
+    after = play(PAIR, load, SMALL_JOB, way, str(tmp_path))
+    assert [result["rows"] for result in after] == [before, before]
+    assert not any(path.name.endswith(".gone") for path in tmp_path.glob("*/*"))
+
+
+def test_ranks_take_over_from_one_process(tmp_path: Path) -> None:
+    """Its rows are theirs; its stores go with its last checkpoint, and until then stay."""
+    job = dataclasses.replace(SMALL_JOB, nodes=ONE)
+    way = Way("two", 0.25, 1, 1)
+    alone = live(None, job, way, str(tmp_path), resume=False)
+    files = {path.name for path in (tmp_path / "wide").iterdir()}
+    first, second = (play(PAIR, load, job, way, str(tmp_path))[0] for _ in range(2))
+    assert hashlib.sha256(first["rows"]["wide"]).hexdigest() == alone["wide"]
+    assert second["rows"] == first["rows"]
+    left = {path.name for path in (tmp_path / "wide").iterdir()}
+    assert "STORE" in files
+    assert not left & files
+    assert left == {"rank-00000-of-00002", "rank-00001-of-00002"}
 
 
 def test_memory_only_tables_reshard(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from thermocline import published
 from thermocline.batch import Batch, Floats
 from thermocline.dist.config import Hops, Wire
 from thermocline.dist.exchange import Exchange
@@ -179,11 +179,12 @@ class ShardedTable(Table):
 
     def clear_folder(self, folder: str) -> None:
         """The same, with nothing in it."""
-        assert self._ssd_path is not None and self.store is not None
+        assert self._ssd_path is not None
+        assert self.store is not None
         self.store.close()
         path = Path(self._ssd_path).parent / folder
         if path.exists():
-            shutil.rmtree(path)
+            published.remove_folder(path)
         self.use_folder(folder)
 
     # ---- rows
