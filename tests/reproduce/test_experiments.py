@@ -15,7 +15,7 @@ import pytest
 from cli_helpers import invoke
 
 import thermocline as tc
-from thermocline.reproduce import hashing, models, mpi, paper, places, quantization
+from thermocline.reproduce import auc_time, hashing, models, mpi, paper, places, quantization
 from thermocline.reproduce.experiment import Setup
 
 TINY = ("--quick", "--effort", "0.001", "--scale", "1/1000000", "--device", "cpu")
@@ -179,6 +179,15 @@ def test_the_tiers_change_no_bit_of_auc(report: Path) -> None:
     assert [point["auc"] for point in tiers["points"]] == [point["auc"] for point in memory["points"]]
     assert tiers["test_auc"] == memory["test_auc"]
     assert {float(row["difference of AUC"]) for row in rows(report, "auc_time-difference")} == {0.0}
+
+
+def test_a_curve_that_is_not_finished_is_none(tmp_path: Path) -> None:
+    """Trained half as long, one side's AUC would be compared with the other's at the end."""
+    from thermocline.reproduce.experiment import Work
+
+    step = next(step for step in auc_time.steps(Setup(effort=0.001, scale=1e6)) if step.name == auc_time.MEMORY)
+    with pytest.raises(tc.ThermoclineError, match="1 of 8 steps took .* a smaller --effort"):
+        step.run(Work(tmp_path, limit=0.0))
 
 
 def test_claims_are_told_but_a_quick_run_proves_none(report: Path) -> None:
