@@ -102,6 +102,17 @@ def test_rows_of_few_bits_are_what_was_trained(report: Path) -> None:
     assert len({result["auc"] for result in got.values()}) > len(got) // 2  # they were trained, each in its own way
 
 
+def test_a_step_is_known_by_all_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept results of other constants are not taken for these."""
+
+    def settings() -> list[str]:
+        return [json.dumps(dict(step.settings)) for step in quantization.steps(Setup(effort=0.001, scale=1e6))]
+
+    before = settings()
+    monkeypatch.setattr(quantization, "BATCH", 2 * quantization.BATCH)
+    assert not set(before) & set(settings())
+
+
 def test_the_claims_about_few_bits_can_fail() -> None:
     setup = Setup(effort=1.0)
     cases = quantization.cases(setup)
@@ -186,7 +197,7 @@ def test_a_curve_that_is_not_finished_is_none(tmp_path: Path) -> None:
     from thermocline.reproduce.experiment import Work
 
     step = next(step for step in auc_time.steps(Setup(effort=0.001, scale=1e6)) if step.name == auc_time.MEMORY)
-    with pytest.raises(tc.ThermoclineError, match="1 of 8 steps took .* a smaller --effort"):
+    with pytest.raises(tc.ThermoclineError, match=r"1 of 8 steps took .* a smaller --effort"):
         step.run(Work(tmp_path, limit=0.0))
 
 
