@@ -15,7 +15,7 @@ import pytest
 from cli_helpers import invoke
 
 import thermocline as tc
-from thermocline.reproduce import hashing, models, mpi, paper, places, quantization
+from thermocline.reproduce import auc_time, hashing, models, mpi, paper, places, quantization
 from thermocline.reproduce.experiment import Setup
 
 TINY = ("--quick", "--effort", "0.001", "--scale", "1/1000000", "--device", "cpu")
@@ -102,6 +102,17 @@ def test_rows_of_few_bits_are_what_was_trained(report: Path) -> None:
     assert len({result["auc"] for result in got.values()}) > len(got) // 2  # they were trained, each in its own way
 
 
+def test_a_step_is_known_by_all_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept results of other constants are not taken for these."""
+
+    def settings() -> list[str]:
+        return [json.dumps(dict(step.settings)) for step in quantization.steps(Setup(effort=0.001, scale=1e6))]
+
+    before = settings()
+    monkeypatch.setattr(quantization, "BATCH", 2 * quantization.BATCH)
+    assert not set(before) & set(settings())
+
+
 def test_the_claims_about_few_bits_can_fail() -> None:
     setup = Setup(effort=1.0)
     cases = quantization.cases(setup)
@@ -179,6 +190,15 @@ def test_the_tiers_change_no_bit_of_auc(report: Path) -> None:
     assert [point["auc"] for point in tiers["points"]] == [point["auc"] for point in memory["points"]]
     assert tiers["test_auc"] == memory["test_auc"]
     assert {float(row["difference of AUC"]) for row in rows(report, "auc_time-difference")} == {0.0}
+
+
+def test_a_curve_that_is_not_finished_is_none(tmp_path: Path) -> None:
+    """Trained half as long, one side's AUC would be compared with the other's at the end."""
+    from thermocline.reproduce.experiment import Work
+
+    step = next(step for step in auc_time.steps(Setup(effort=0.001, scale=1e6)) if step.name == auc_time.MEMORY)
+    with pytest.raises(tc.ThermoclineError, match=r"1 of 8 steps took .* a smaller --effort"):
+        step.run(Work(tmp_path, limit=0.0))
 
 
 def test_claims_are_told_but_a_quick_run_proves_none(report: Path) -> None:

@@ -11,8 +11,19 @@ from thermocline.config import Config, Tiers, Train
 from thermocline.data.schema import Data, Synth
 from thermocline.models.config import ModelConfig
 from thermocline.reproduce import mpi
-from thermocline.reproduce.experiment import Claim, Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
-from thermocline.settings import flatten
+from thermocline.reproduce.experiment import (
+    Claim,
+    Experiment,
+    Figure,
+    Json,
+    Section,
+    Series,
+    Setup,
+    Step,
+    Table,
+    Work,
+    settings_of,
+)
 
 KEYS, FIELDS, NONZEROS, DIM, HIDDEN = 2_000_000_000, 25, 50, 8, (64, 32)
 EXAMPLES, TEST, BATCH, DEPTH, POINTS = 2_000_000, 100_000, 256, 3, 40
@@ -68,13 +79,12 @@ def steps(setup: Setup) -> list[Step]:
     made = []
     for side in sides():
         wanted = config(setup, side)
-        settings = {name: list(v) if isinstance(v, tuple) else v for name, v in flatten(wanted.resolve())}
 
         def run(work: Work, side: str = side, wanted: Config = wanted) -> Json:
             return _rival(wanted, work) if side == RIVAL else _ours(wanted, work)
 
         seconds = 2 + wanted.data.synth.examples / 40_000
-        made.append(Step(name=side, settings={"side": side, **settings}, seconds=seconds, run=run))
+        made.append(Step(name=side, settings={"side": side, **settings_of(wanted)}, seconds=seconds, run=run))
     return made
 
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from thermocline.config import Config
 from thermocline.errors import ConfigError
+from thermocline.settings import flatten
 
 Json = Any
 Cell = str | float | int | None
@@ -109,6 +111,11 @@ class Step:
     """About how long it takes on two cores; only the display of the time left believes it."""
     run: Callable[[Work], Json | None]
     """The result, as JSON; none: not done yet, call again. It then goes on from what it left in its folder."""
+
+
+def settings_of(config: Config) -> dict[str, Json]:
+    """Of a step that trains a config."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in flatten(config.resolve())}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,19 @@ from thermocline.config import Config, Tiers, Train
 from thermocline.data.schema import Data, Hashing, Synth
 from thermocline.models.config import ModelConfig
 from thermocline.reproduce import paper
-from thermocline.reproduce.experiment import Claim, Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
-from thermocline.settings import flatten
+from thermocline.reproduce.experiment import (
+    Claim,
+    Experiment,
+    Figure,
+    Json,
+    Section,
+    Series,
+    Setup,
+    Step,
+    Table,
+    Work,
+    settings_of,
+)
 
 FIELDS, NONZEROS, ZIPF, DIM, HIDDEN, BATCH = 24, 48, 1.25, 8, (64, 32), 512
 TEST = 100_000
@@ -86,7 +97,6 @@ def steps(setup: Setup) -> list[Step]:
         for method, name, log2_k in _rows(setup, world):
             k = None if log2_k is None else bins(setup, log2_k)
             wanted = config(setup, world, method, k)
-            settings = {name: list(v) if isinstance(v, tuple) else v for name, v in flatten(wanted.resolve())}
 
             def run(work: Work, wanted: Config = wanted) -> Json | None:
                 from thermocline.reproduce.training import train
@@ -94,7 +104,7 @@ def steps(setup: Setup) -> list[Step]:
                 return train(wanted, work)
 
             seconds = 1 + examples(setup, world) / 80_000
-            made.append(Step(name=f"{world}, {name}", settings=settings, seconds=seconds, run=run))
+            made.append(Step(name=f"{world}, {name}", settings=settings_of(wanted), seconds=seconds, run=run))
     return made
 
 

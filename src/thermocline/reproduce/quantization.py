@@ -9,7 +9,19 @@ from collections.abc import Mapping
 from thermocline.config import Config, Tiers, Train
 from thermocline.data.schema import Data, Synth
 from thermocline.models.config import ModelConfig
-from thermocline.reproduce.experiment import Claim, Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
+from thermocline.reproduce.experiment import (
+    Claim,
+    Experiment,
+    Figure,
+    Json,
+    Section,
+    Series,
+    Setup,
+    Step,
+    Table,
+    Work,
+    settings_of,
+)
 from thermocline.tables.precision import Kind, Precision, Rounding
 
 KEYS, FIELDS, ZIPF, DIM, HIDDEN, BATCH = 200_000, 16, 1.05, 8, (64, 32), 1024
@@ -105,17 +117,15 @@ def config(setup: Setup, case: Case) -> Config:
 def steps(setup: Setup) -> list[Step]:
     made = []
     for case in cases(setup):
-        settings = {
-            **dataclasses.asdict(case.precision), "dim": case.dim, "examples": examples(setup),
-            "keys": setup.count(KEYS, 100 * FIELDS), "seed": setup.seed, "device": setup.device,
-        }  # fmt: skip
+        wanted = config(setup, case)
 
-        def run(work: Work, case: Case = case) -> Json | None:
+        def run(work: Work, wanted: Config = wanted) -> Json | None:
             from thermocline.reproduce.training import train
 
-            return train(config(setup, case), work)
+            return train(wanted, work)
 
-        made.append(Step(name=case.name, settings=settings, seconds=2 + examples(setup) / 80_000, run=run))
+        seconds = 2 + examples(setup) / 80_000
+        made.append(Step(name=case.name, settings=settings_of(wanted), seconds=seconds, run=run))
     return made
 
 

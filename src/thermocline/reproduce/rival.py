@@ -12,8 +12,18 @@ from thermocline.data.presets import Plan
 from thermocline.data.schema import Data, Synth
 from thermocline.models.config import ModelConfig
 from thermocline.reproduce import machine, models, mpi, paper
-from thermocline.reproduce.experiment import Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
-from thermocline.settings import flatten
+from thermocline.reproduce.experiment import (
+    Experiment,
+    Figure,
+    Json,
+    Section,
+    Series,
+    Setup,
+    Step,
+    Table,
+    Work,
+    settings_of,
+)
 
 SECONDS, LOGS, TRIAL = 60.0, 6, 12
 """Of each side in the full run; logs of a run, the first of which is not counted; steps of the trial before it."""
@@ -72,13 +82,12 @@ def steps(setup: Setup) -> list[Step]:
             sides += ranks() if setup.effort >= 0.5 else ranks()[-1:]
         for side in sides:
             wanted = config(setup, plan, tiers=side == OURS)
-            settings = {key: list(v) if isinstance(v, tuple) else v for key, v in flatten(wanted.resolve())}
 
             def run(work: Work, side: int | str = side, wanted: Config = wanted) -> Json:
                 return _run(wanted, side, seconds, work)
 
             label = OURS if side == OURS else f"{side} ranks"
-            settings |= {"side": side, "seconds": seconds, "logs": LOGS}
+            settings = {**settings_of(wanted), "side": side, "seconds": seconds, "logs": LOGS}
             made.append(Step(name=f"{name}, {label}", settings=settings, seconds=2 * seconds + 6, run=run))
     return made
 

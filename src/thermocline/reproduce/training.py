@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ import torch
 from thermocline.batch import Batch
 from thermocline.callbacks import Callback, Row
 from thermocline.config import Config
+from thermocline.errors import ThermoclineError
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.pipeline.stages import StageStats
 from thermocline.reproduce.experiment import Json, Setup, Work
@@ -70,10 +70,10 @@ def train(config: Config, work: Work) -> Json | None:
 
 
 class _Logs(Callback):
-    """Every log of a run with the time since its first step."""
+    """Every log of a run with the time since its first step. A run that takes too long is an error."""
 
-    def __init__(self, work: Work, seconds: float) -> None:
-        self._work, self._seconds, self._begin = work, seconds, 0.0
+    def __init__(self, work: Work) -> None:
+        self._work, self._begin = work, 0.0
         self.rows: list[Row] = []
 
     def on_start(self, trainer: Trainer) -> None:
@@ -83,16 +83,19 @@ class _Logs(Callback):
         seconds = time.perf_counter() - self._begin
         self.rows.append({**row, "seconds": seconds})
         self._work.tell(trainer.progress.step / (trainer.total_steps or trainer.progress.step))
-        if seconds > self._seconds or self._work.left < 20:
-            trainer.stop()
+        if self._work.left < 0:
+            raise ThermoclineError(
+                f"{trainer.progress.step} of {trainer.total_steps} steps took {seconds:.0f} s, all that a step of a "
+                "reproduction has: a smaller --effort trains less"
+            )
 
 
-def watch(config: Config, work: Work, seconds: float = math.inf) -> tuple[list[Row], Row]:
-    """Trains a config from the beginning, for so long at most; its logs, each with its time, and its test."""
+def watch(config: Config, work: Work) -> tuple[list[Row], Row]:
+    """Trains a config from the beginning to its end; its logs, each with its time, and its test."""
     train = dataclasses.replace(
         config.train, run_dir=str(work.folder / "run"), torch_threads=torch_threads(), display=False, tensorboard=False
     )
-    logs = _Logs(work, seconds)
+    logs = _Logs(work)
     with Run(dataclasses.replace(config, train=train)) as run:
         result = run.fit(callbacks=[logs])
     return logs.rows, result.test or {}
