@@ -76,6 +76,10 @@ def check(
         with pytest.raises(DataError, match=f"all {len(malformed)} lines are malformed; the first: {where[0]}"):
             list(reader)
         return
+    if not expected:
+        with pytest.raises(DataError, match="there are only empty lines"):
+            list(reader)
+        return
     found = examples_of(reader)
     if close:
         assert [row[:2] for row in found] == [row[:2] for row in expected]
