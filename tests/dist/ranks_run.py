@@ -1,6 +1,6 @@
 """One training over several ranks, told every way, and `ReferenceRanks`, which plays all ranks in one process.
 
-Two tables, three bags, Zipf-like keys that the ranks share, a small network with Adam. Gradients of one key: each rank's
+Two tables, three bags, a few keys that most ranks share, a small network with Adam. Gradients of one key: each rank's
 own sum, then the ranks of a node in order, then the nodes in order, then one multiplication by 1 / ranks.
 """
 
