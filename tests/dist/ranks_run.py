@@ -1,7 +1,7 @@
 """One training over several ranks, told every way, and `ReferenceRanks`, which plays all ranks in one process.
 
-Two tables, three bags, Zipf-like keys that the ranks share, a small network with Adam. Gradients of one key: each
-rank's own sum, then the ranks of a node in order, then the nodes in order, then one multiplication by 1 / ranks.
+Two tables, three bags, a few keys that most ranks share, a small network with Adam. Gradients of one key: each rank's
+own sum, then the ranks of a node in order, then the nodes in order, then one multiplication by 1 / ranks.
 """
 
 from __future__ import annotations
@@ -196,8 +196,7 @@ def reference(job: Job, device: str = "cpu") -> dict[str, bytes]:
 # ---- the ranks
 
 
-def make_table(name: str, job: Job, way: Way, groups: Groups | None, folder: str, **more: Any) -> Any:
-    """Over ranks; without groups, of this process alone."""
+def make_table(name: str, job: Job, way: Way, groups: Groups, folder: str, **more: Any) -> ShardedTable:
     chosen, precision = recipe(job.optimizer)
     options: dict[str, Any] = {"mem": "16MB"}
     if way.memory is not None:
@@ -212,10 +211,9 @@ def make_table(name: str, job: Job, way: Way, groups: Groups | None, folder: str
         options["hbm"] = bytes_for(int(way.hbm * len(keys_of(job, name)) / job.world), words)
         options["device"] = "interpreter" if INTERPRETED else "cuda"
     options["precision"] = precision
-    options |= {"name": name, "seed": 5, "threads": way.threads, **more}
-    if groups is None:
-        return tc.Table(DIMS[name], chosen, **options)
-    return ShardedTable(DIMS[name], chosen, groups=groups, hops=way.hops, **options)
+    return ShardedTable(
+        DIMS[name], chosen, name=name, seed=5, threads=way.threads, groups=groups, hops=way.hops, **options, **more
+    )
 
 
 def make_model(tables: dict[str, Any]) -> Net:

@@ -57,7 +57,7 @@ def test_loops_left_early(depth: int, window: int) -> None:
 
 
 def evaluating(groups: Groups) -> Any:
-    """Evaluation, over other numbers of batches on each rank, while the training pipeline is ahead; and what ranks say."""
+    """Evaluation, of more batches on one rank, while the training pipeline is ahead; and what ranks say."""
     rank = groups.topology.rank
     tables, model = make(groups)
     heard, seen = [], 0

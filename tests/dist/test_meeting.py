@@ -48,5 +48,5 @@ def test_a_rank_that_is_not_there() -> None:
     one_life(store, 3, 0)
     with pytest.raises(tc.RankError, match=r"ranks \[1, 2\] of 3 have not joined within 0.2 s"):
         meet(store, 0, 3, 0.2)
-    with pytest.raises(tc.RankError, match="rank 0 has not answered rank 1 within 0.2 s"):
+    with pytest.raises(tc.RankError, match=r"rank 0 has not answered rank 1 within 0\.2 s"):
         meet(store, 1, 3, 0.2)

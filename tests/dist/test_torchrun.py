@@ -61,7 +61,8 @@ def rows_of(folder: Path) -> tuple[dict[int, bytes], list[bytes], Any]:
     """What a process by itself finds: rows, dense weights, and their AUC."""
     os.chdir(folder)
     with tc.Run.load("run") as run:
-        rows = {int(key): row.tobytes() for keys, found in run.table.rows() for key, row in zip(keys, found, strict=True)}
+        pairs = ((key, row) for keys, found in run.table.rows() for key, row in zip(keys, found, strict=True))
+        rows = {int(key): row.tobytes() for key, row in pairs}
         keys = np.array(sorted(rows), np.uint64)
         assert run.table.read(keys).tobytes() == b"".join(rows[int(key)] for key in keys)
         return rows, [p.detach().numpy().tobytes() for p in run.model.parameters()], run.evaluate(run.loader("test"))
