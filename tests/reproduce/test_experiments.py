@@ -109,7 +109,7 @@ def test_a_step_is_known_by_all_it_depends_on(monkeypatch: pytest.MonkeyPatch) -
         return [json.dumps(dict(step.settings)) for step in quantization.steps(Setup(effort=0.001, scale=1e6))]
 
     before = settings()
-    monkeypatch.setattr(quantization, "BATCH", 2 * quantization.BATCH)
+    monkeypatch.setattr(quantization, "HIDDEN", (8,))
     assert not set(before) & set(settings())
 
 
