@@ -127,6 +127,8 @@ class Run:
             if self.table.hbm is not None:
                 self.model.to(self.table.hbm.device)
             self.optimizers = dense_optimizers(config, self.model)
+            if self._shard[0]:
+                torch.manual_seed(seed + self._shard[0])  # the same model, but every rank drops out others
         except BaseException:
             self.table.close()
             raise

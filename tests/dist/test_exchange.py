@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from thermocline.dist.config import Wire
 from thermocline.dist.exchange import Exchange, Sent
 from thermocline.dist.groups import Groups
 from thermocline.dist.owners import hash_keys, owner_of
+from thermocline.dist.wire import decode, encode
 from thermocline.tables.arrays import Keys
 from thermocline.tables.reference_codec import mix64
 
@@ -120,6 +122,17 @@ def test_fewer_bits_between_nodes(wire: Wire) -> None:
             assert len(keys) == 0 or not bool(far.any()) or not torch.equal(rows[far], true[far])
         width = {"fp16": 2 * DIM, "bf16": 2 * DIM, "int8": DIM + 4}[wire]
         assert traffic.rows.bytes_between == traffic.rows.items_between * width
+
+
+def test_chance_is_right_on_average() -> None:
+    """Over many steps, without a word of numpy's about overflow; another step, another chance."""
+    keys, values = np.arange(4, dtype=np.uint64), torch.tensor([[1.0, -0.3, 0.123]]).repeat(4, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.stack([decode(encode(values, "int8", keys, step, 2**63 - 1), "int8", 3) for step in range(2000)])
+    assert len(found[:, 0].unique(dim=0)) > 1
+    assert len(found[5].unique(dim=0)) > 1
+    torch.testing.assert_close(found.mean((0, 1)), values[0], rtol=0, atol=4e-4)
 
 
 def test_owners_are_the_cores() -> None:

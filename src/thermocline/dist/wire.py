@@ -1,9 +1,9 @@
 """How rows and gradients travel: as they are, or in fewer bits between nodes. One fixed number of bytes per row.
 
-    fp32   4 bytes per element, exact
-    fp16, bf16   2 bytes per element, rounded to the nearest
-    int8   1 byte per element and 4 per row: x = q * scale, rounded up or down by chance, right on average. The chance
-           is a function of (salt, key, step, element): the same run gives the same bits again
+fp32   4 bytes per element, exact
+fp16, bf16   2 bytes per element, rounded to the nearest
+int8   1 byte per element and 4 per row: x = q * scale, rounded up or down by chance, right on average. The chance
+       is a function of (salt, key, step, element): the same run gives the same bits again
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from thermocline.dist.owners import mix64
 from thermocline.tables.arrays import Keys
 
 _PLAIN = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
 def width(wire: Wire, dim: int) -> int:
@@ -51,8 +51,8 @@ def decode(data: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
 
 def _chance(keys: Keys, dim: int, step: int, salt: int) -> torch.Tensor:
     """float32[n, dim] in [0, 1), 24 bits each."""
-    row = mix64(mix64(keys ^ np.uint64(salt)) + np.uint64(step) * _GOLDEN)
-    counters = np.arange(1, dim + 1, dtype=np.uint64) * _GOLDEN
+    row = mix64(mix64(keys ^ np.uint64(salt)) + np.uint64(step * _GOLDEN & (1 << 64) - 1))
+    counters = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     bits = mix64(row[:, None] + counters) >> np.uint64(40)
     return torch.from_numpy(bits.astype(np.float32) * np.float32(2.0**-24))
 
