@@ -196,7 +196,8 @@ def reference(job: Job, device: str = "cpu") -> dict[str, bytes]:
 # ---- the ranks
 
 
-def make_table(name: str, job: Job, way: Way, groups: Groups, folder: str, **more: Any) -> ShardedTable:
+def make_table(name: str, job: Job, way: Way, groups: Groups | None, folder: str, **more: Any) -> Any:
+    """Over ranks; without groups, of this process alone."""
     chosen, precision = recipe(job.optimizer)
     options: dict[str, Any] = {"mem": "16MB"}
     if way.memory is not None:
@@ -211,9 +212,10 @@ def make_table(name: str, job: Job, way: Way, groups: Groups, folder: str, **mor
         options["hbm"] = bytes_for(int(way.hbm * len(keys_of(job, name)) / job.world), words)
         options["device"] = "interpreter" if INTERPRETED else "cuda"
     options["precision"] = precision
-    return ShardedTable(
-        DIMS[name], chosen, name=name, seed=5, threads=way.threads, groups=groups, hops=way.hops, **options, **more
-    )
+    options |= {"name": name, "seed": 5, "threads": way.threads, **more}
+    if groups is None:
+        return tc.Table(DIMS[name], chosen, **options)
+    return ShardedTable(DIMS[name], chosen, groups=groups, hops=way.hops, **options)
 
 
 def make_model(tables: dict[str, Any]) -> Net:
