@@ -17,7 +17,7 @@ import pytest
 from cli_helpers import SMALL, STEPS, done, invoke, lines_of, start, state_of, write_config
 
 import thermocline as tc
-from thermocline import inspect
+from thermocline import inspect, published
 from thermocline.config import Config
 
 pytestmark = pytest.mark.usefixtures("command_folder")
@@ -84,6 +84,18 @@ def test_an_existing_run_is_not_trained_over(tmp_path: Path) -> None:
     assert 'changed train.steps from 2 to "none"' in out
     assert "resumed at step 2" in out
     assert f"finished after {STEPS} steps" in out
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    """The second is told at once, before it has changed anything; without SSD no store's lock would stop it."""
+    config = write_config(tmp_path)
+    with published.held(tmp_path / "run"):
+        result = invoke("train", config, "--set", "model.dim=4")
+        assert result.exit_code == 2
+        assert result.stderr.startswith("thermocline: another process is training in run: ")
+        assert result.stderr.count("\n") == 1
+        assert not (tmp_path / "run" / "config.toml").exists()
+    done("train", config, "--set", "train.steps=2")
 
 
 def test_nor_is_it_from_python(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from thermocline.errors import CorruptionError
+from thermocline.errors import ConfigError, CorruptionError
 
 Json = Any
 
@@ -52,6 +53,24 @@ def make_folder(path: Path) -> None:
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
         sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Makes the folder, and keeps others out who ask alike; the system lets go when the process ends, any way."""
+    make_folder(folder)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"another process is training in {folder}: wait for it, or give train.run_dir another folder"
+                ) from None
+        yield
+    finally:
+        os.close(fd)
 
 
 def sync_folder(path: Path) -> None:

@@ -215,7 +215,13 @@ class Run:
         return f"{name}, {format_size(self.table.hbm.budget)} of it for rows"
 
     def fit(self, *, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
-        """Trains, saves and tests as the config says; see `tc.Trainer.fit`."""
+        """Trains, saves and tests as the config says; see `tc.Trainer.fit`. One process at a time in a folder."""
+        if self._shard[0]:
+            return self._fit(resume, callbacks)
+        with published.held(Path(self.config.train.run_dir)):
+            return self._fit(resume, callbacks)
+
+    def _fit(self, resume: bool, callbacks: Sequence[Callback]) -> Result:
         from thermocline.train import Trainer
 
         config, run_dir = self.config, Path(self.config.train.run_dir)
