@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from ranks_helpers import play
 
 from thermocline import snapshot
 from thermocline.dist.adam import FrozenAdam
@@ -274,6 +275,14 @@ def assert_same(got: Tensors, expected: Tensors, where: object, *, exact: bool =
 
 
 # ---- second moments of ranks that differ
+
+
+def assert_simulated(nodes: Nodes, cases: list[Case]) -> None:
+    """Every rank ends as the simulation of all of them in one process says."""
+    expected = [Played(case, nodes).run() for case in cases]
+    for rank, results in enumerate(play(nodes, train, cases)):
+        for case, (tensors, _, _), played in zip(cases, results, expected, strict=True):
+            assert_same(tensors, played[rank], (rank, case), exact=case.sync.exact)
 
 
 def tug(groups: Groups, ways: list[DenseSync]) -> list[float]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_helpers import Case, Net, Nodes, Played, assert_same, average, backward, mean, noise, train
+from dense_helpers import Case, Net, Nodes, assert_simulated, average, backward, mean, noise
 from ranks_helpers import play
 
 from thermocline.dist.adam import FrozenAdam
@@ -50,12 +50,9 @@ def cases_of(seed: int, *, exact: bool) -> list[Case]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_step_is_the_simulation(world: str) -> None:
     """Bit for bit if `exact`; torch's own reductions have an order of their own."""
-    nodes = WORLDS[world]
-    cases = [case for exact in (True, False) for case in cases_of(sum(map(ord, world)), exact=exact)]
-    expected = [Played(case, nodes).run() for case in cases]
-    for rank, results in enumerate(play(nodes, train, cases)):
-        for case, (tensors, _, _), played in zip(cases, results, expected, strict=True):
-            assert_same(tensors, played[rank], (rank, case), exact=case.sync.exact)
+    assert_simulated(
+        WORLDS[world], [case for exact in (True, False) for case in cases_of(sum(map(ord, world)), exact=exact)]
+    )
 
 
 @pytest.mark.parametrize("nodes", [((0, 1, 2), (3, 4, 5)), ((0, 1), (2, 3), (4, 5)), ((0, 1, 2), (3, 4))], ids=str)

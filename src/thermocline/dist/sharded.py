@@ -145,23 +145,13 @@ class ShardedTable(Table):
         norms = self.ranks.groups.train.all_gather(np.array([mine]), "summed gradients")
         return math.hypot(*norms[:, 0].tolist()) / world
 
-    def step(self, *, lr: float | None = None, scale: float = 1.0, max_norm: float | None = None) -> float | None:
-        """As `Table.step`, by the mean over ranks of their gradients. All ranks call it, with the same arguments."""
-        step, rate = self.step_count + 1, self.lr if lr is None else lr
-        norm = None
-        try:
-            if max_norm is not None:
-                norm = abs(scale) * self.gradient_norm()
-                scale *= max_norm / norm if norm > max_norm else 1.0
-            _, slots, sums = self._sums()
-            if len(slots):
-                if self.gpu is None:
-                    slots, sums = slots.numpy().view(np.uint32), sums.numpy()
-                self._training.apply(slots, sums, step, rate, scale / self.topology.world)
-            self.step_count = step
-        finally:
-            self.discard_gradients()
-        return norm
+    def _apply(self, step: int, lr: float, scale: float) -> None:
+        """By the mean over ranks of their gradients: all ranks call `step`, with the same arguments."""
+        _, slots, sums = self._sums()
+        if len(slots):
+            if self.gpu is None:
+                slots, sums = slots.numpy().view(np.uint32), sums.numpy()
+            self._training.apply(slots, sums, step, lr, scale / self.topology.world)
 
     def discard_gradients(self) -> None:
         """Throws away what backward has collected; all ranks call it, or none."""

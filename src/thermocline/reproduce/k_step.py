@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Mapping
 
-from thermocline.config import Config, Tiers, Train
-from thermocline.data.schema import Data, Synth
+from thermocline.config import Config
+from thermocline.data.schema import Synth
 from thermocline.dist.config import Dist
 from thermocline.dist.dense_config import DenseSync
-from thermocline.models.config import ModelConfig
 from thermocline.reproduce import ranks as several
 from thermocline.reproduce.experiment import Claim, Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
 from thermocline.settings import flatten
@@ -38,18 +38,8 @@ def config(setup: Setup, k: int) -> Config:
         keys=KEYS, fields=FIELDS, seed=setup.seed, examples=count, valid_examples=0, test_examples=min(TEST, count)
     )
     steps = -(-count // (BATCH * ranks()))
-    return Config(
-        data=Data(format="synth", synth=synth, threads=1),
-        model=ModelConfig(
-            name="dnn", dim=DIM, hidden=HIDDEN, dropout=0.0, embedding_l2=0.0, initial=0.01, batch_norm=False
-        ),
-        tiers=Tiers(device="cpu", mem=KEYS * 200 + (64 << 20), threads=1),
-        train=Train(
-            batch_size=BATCH, optimizer="adagrad", lr=0.05, dense_optimizer="adam", dense_lr=1e-3, seed=setup.seed,
-            torch_threads=1, log_every=max(1, steps // 10), checkpoint_minutes=None, display=False, tensorboard=False,
-        ),
-        dist=Dist(dense_sync=DenseSync(every=k)),
-    )  # fmt: skip
+    alone = several.one_core_each(synth, dim=DIM, hidden=HIDDEN, batch=BATCH, log_every=max(1, steps // 10))
+    return dataclasses.replace(alone, dist=Dist(dense_sync=DenseSync(every=k)))
 
 
 def steps(setup: Setup) -> list[Step]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from thermocline.reproduce.experiment import Claim, Figure, Json, Section, Series, Setup, Table
 
@@ -113,11 +113,16 @@ def _hits(tiers: Runs, tier: str, name: str, what: str) -> Figure:
         title=f"Hit rate of {name} over batches",
         x="batches",
         y=f"share of {what}",
-        series=[
-            Series(name=n, x=[p["batch"] for p in run["points"]], y=[rate(p) for p in run["points"]])
-            for n, run in tiers.items()
-        ],
+        series=_over_batches(tiers, lambda run, point: rate(point)),
     )
+
+
+def _over_batches(tiers: Runs, value: Callable[[Json, Json], float | None]) -> list[Series]:
+    """One line per model: `value` of the run and each of its points."""
+    return [
+        Series(name=name, x=[p["batch"] for p in run["points"]], y=[value(run, p) for p in run["points"]])
+        for name, run in tiers.items()
+    ]
 
 
 def _ssd(name: str, run: Json) -> Figure:
@@ -148,14 +153,7 @@ def _pull(tiers: Runs) -> Figure:
         title="Time of the pull stage per batch: DRAM look-ups and SSD reads",
         x="batches",
         y="ms",
-        series=[
-            Series(
-                name=name,
-                x=[p["batch"] for p in run["points"]],
-                y=[p["pull_seconds"] / p["batches"] * 1000 for p in run["points"]],
-            )
-            for name, run in tiers.items()
-        ],
+        series=_over_batches(tiers, lambda run, point: point["pull_seconds"] / point["batches"] * 1000),
     )
 
 
@@ -165,14 +163,7 @@ def _disk(tiers: Runs) -> Figure:
         title="Disk used, by the bytes of all rows",
         x="batches",
         y="disk / rows",
-        series=[
-            Series(
-                name=name,
-                x=[p["batch"] for p in run["points"]],
-                y=[p["disk_bytes"] / (run["rows"] * (run["row_bytes"] + 8)) for p in run["points"]],
-            )
-            for name, run in tiers.items()
-        ],
+        series=_over_batches(tiers, lambda run, point: point["disk_bytes"] / (run["rows"] * (run["row_bytes"] + 8))),
         levels={"the bound": 2.0},
     )
 

@@ -9,8 +9,25 @@ from typing import Any
 
 import thermocline
 from thermocline import published
-from thermocline.config import Config
+from thermocline.config import Config, Tiers, Train
+from thermocline.data.schema import Data, Synth
+from thermocline.models.config import ModelConfig
 from thermocline.reproduce.processes import events_of
+
+
+def one_core_each(synth: Synth, *, dim: int, hidden: tuple[int, ...], batch: int, log_every: int) -> Config:
+    """A DNN on generated data, its seed the data's; every rank has one thread, and all rows in memory."""
+    return Config(
+        data=Data(format="synth", synth=synth, threads=1),
+        model=ModelConfig(
+            name="dnn", dim=dim, hidden=hidden, dropout=0.0, embedding_l2=0.0, initial=0.01, batch_norm=False
+        ),
+        tiers=Tiers(device="cpu", mem=synth.keys * 200 + (64 << 20), threads=1),
+        train=Train(
+            batch_size=batch, optimizer="adagrad", lr=0.05, dense_optimizer="adam", dense_lr=1e-3, seed=synth.seed,
+            torch_threads=1, log_every=log_every, checkpoint_minutes=None, display=False, tensorboard=False,
+        ),
+    )  # fmt: skip
 
 
 def train(config: Config, ranks: int, folder: Path, limit: float) -> list[dict[str, Any]]:

@@ -8,9 +8,8 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from thermocline.config import Config, Tiers, Train
-from thermocline.data.schema import Data, Synth
-from thermocline.models.config import ModelConfig
+from thermocline.config import Config
+from thermocline.data.schema import Synth
 from thermocline.reproduce import ranks as several
 from thermocline.reproduce.experiment import Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
 from thermocline.settings import flatten
@@ -35,17 +34,7 @@ def config(setup: Setup, ranks: int) -> Config:
     synth = Synth(
         keys=KEYS, fields=FIELDS, seed=setup.seed, examples=BATCH * ranks * steps, valid_examples=0, test_examples=0
     )
-    return Config(
-        data=Data(format="synth", synth=synth, threads=1),
-        model=ModelConfig(
-            name="dnn", dim=DIM, hidden=HIDDEN, dropout=0.0, embedding_l2=0.0, initial=0.01, batch_norm=False
-        ),
-        tiers=Tiers(device="cpu", mem=KEYS * 200 + (64 << 20), threads=1),
-        train=Train(
-            batch_size=BATCH, optimizer="adagrad", lr=0.05, dense_optimizer="adam", dense_lr=1e-3, seed=setup.seed,
-            torch_threads=1, log_every=steps // LOGS, checkpoint_minutes=None, display=False, tensorboard=False,
-        ),
-    )  # fmt: skip
+    return several.one_core_each(synth, dim=DIM, hidden=HIDDEN, batch=BATCH, log_every=steps // LOGS)
 
 
 def steps(setup: Setup) -> list[Step]:

@@ -307,14 +307,17 @@ class Table:
             if max_norm is not None:
                 norm = abs(scale) * self.gradient_norm()
                 scale *= max_norm / norm if norm > max_norm else 1.0
-            if self._summed is not None:
-                self._training.apply(*self._summed, step, rate, scale)
-            elif self._gradients:
-                self._training.update(self._in_order(), step, rate, scale)
+            self._apply(step, rate, scale)
             self.step_count = step
         finally:
             self.discard_gradients()
         return norm
+
+    def _apply(self, step: int, lr: float, scale: float) -> None:
+        if self._summed is not None:
+            self._training.apply(*self._summed, step, lr, scale)
+        elif self._gradients:
+            self._training.update(self._in_order(), step, lr, scale)
 
     def on_step(self, callback: Callable[[], None]) -> None:
         """Called once, after the next step."""
