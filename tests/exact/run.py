@@ -52,10 +52,11 @@ PRECISIONS = {
 }
 
 
-def recipe(text: str) -> tuple[Optimizer, tc.Precision]:
-    """What a training is: "adam", or "adam/int8" on rows of that precision."""
+def recipe(text: str) -> tuple[Optimizer, tc.Precision, int]:
+    """What a training is: "adam", "adam/int8" on rows of that precision, "adam@2" with other data and first values."""
+    text, _, seed = text.partition("@")
     optimizer, _, kind = text.partition("/")
-    return OPTIMIZERS[optimizer], PRECISIONS[kind or "fp32"]
+    return OPTIMIZERS[optimizer], PRECISIONS[kind or "fp32"], int(seed or 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,19 +79,21 @@ class Ways:
 
 
 @functools.cache
-def batches(count: int = 320) -> list[tc.Batch]:
+def batches(count: int = 320, seed: int = 0) -> list[tc.Batch]:
     """320 batches of some 20 keys per table: windows of eight fit 5 % of the rows, more than one may have to wait.
 
     Fewer of them are smaller, too: for the GPU's kernels, interpreted.
     """
     examples = 4 if count == 320 else 2
-    return make_batches(count, examples=examples, fields=8, keys=20000, max_ids=2, skew=1.3, weighted=True, seed=7)
+    return make_batches(
+        count, examples=examples, fields=8, keys=20000, max_ids=2, skew=1.3, weighted=True, seed=7 + seed
+    )
 
 
 @functools.cache
-def keys_of(name: str, count: int = 320) -> np.ndarray[Any, Any]:
+def keys_of(name: str, count: int = 320, seed: int = 0) -> np.ndarray[Any, Any]:
     fields = sorted({field for table, chosen, _ in BAGS if table == name for field in chosen})
-    return np.unique(np.concatenate([batch.select(fields)[0] for batch in batches(count)]))
+    return np.unique(np.concatenate([batch.select(fields)[0] for batch in batches(count, seed)]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,49 +107,53 @@ class Result:
     hbm: dict[str, HbmStats] = dataclasses.field(compare=False, default_factory=dict)
 
 
-def probe(count: int = 320) -> np.ndarray[Any, Any]:
-    return np.concatenate([all_keys(batches(count)), np.array(FRESH, np.uint64)])
+def probe(count: int = 320, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.concatenate([all_keys(batches(count, seed)), np.array(FRESH, np.uint64)])
 
 
 def make_table(name: str, optimizer: str, ways: Ways, folder: Path, count: int = 320) -> tc.Table:
-    chosen, precision = recipe(optimizer)
+    chosen, precision, seed = recipe(optimizer)
     options: dict[str, Any] = {"mem": "16MB"}
     if ways.memory is not None:
-        rows = int(ways.memory * len(keys_of(name, count)))
+        rows = int(ways.memory * len(keys_of(name, count, seed)))
         options = {"mem": budget_for(rows, DIMS[name], chosen, precision), "ssd": folder / name, "ssd_options": SMALL}
     if ways.hbm is not None:
         from thermocline.ops import INTERPRETED
         from thermocline.tables.hbm import bytes_for
 
         words = precision.row_bytes(DIMS[name], chosen) // 4
-        options["hbm"] = bytes_for(int(ways.hbm * len(keys_of(name, count))), words)
+        options["hbm"] = bytes_for(int(ways.hbm * len(keys_of(name, count, seed))), words)
         options["device"] = "interpreter" if INTERPRETED else "cuda"
-    options |= {"name": name, "seed": 5, "policy": ways.policy, "threads": ways.threads}
+    options |= {"name": name, "seed": 5 + seed, "policy": ways.policy, "threads": ways.threads}
     return tc.Table(DIMS[name], chosen, precision=precision, **options)
 
 
-def make_model(tables: dict[str, tc.Table]) -> Net:
-    return Net([tc.EmbeddingBag(tables[name], fields, pooling=pooling) for name, fields, pooling in BAGS], WIDTH)
+def make_model(tables: dict[str, tc.Table], seed: int = 0) -> Net:
+    bags = [tc.EmbeddingBag(tables[name], fields, pooling=pooling) for name, fields, pooling in BAGS]
+    return Net(bags, WIDTH, seed=seed)
 
 
 @functools.cache
 def reference(optimizer: str, count: int = 320, device: str = "cpu") -> Result:
     """The bits everything else is compared with. `device`: of the dense network, whose bits depend on it."""
     one_torch_thread()
+    seed = recipe(optimizer)[2]
     sides = {name: Reference(make_table(name, optimizer, Ways(), Path())) for name in DIMS}
     for side in sides.values():
-        side.table.seed = 5
-    model = Net([ReferenceBag(sides[name], fields, pooling) for name, fields, pooling in BAGS], WIDTH).to(device)
-    train_on(model, list(sides.values()), batches(count))
-    return Result({name: bits(side.table.read(probe(count))) for name, side in sides.items()}, weights_of(model))
+        side.table.seed = 5 + seed
+    bags = [ReferenceBag(sides[name], fields, pooling) for name, fields, pooling in BAGS]
+    model = Net(bags, WIDTH, seed=seed).to(device)
+    train_on(model, list(sides.values()), batches(count, seed))
+    return Result({name: bits(side.table.read(probe(count, seed))) for name, side in sides.items()}, weights_of(model))
 
 
 def train(optimizer: str, ways: Ways, folder: Path, count: int = 320, device: str = "cpu") -> Result:
     """The same training by Thermocline, any of the ways."""
     one_torch_thread()
+    seed = recipe(optimizer)[2]
     tables = {name: make_table(name, optimizer, ways, folder, count) for name in DIMS}
-    model = make_model(tables).to(device)
-    source = tc.prefetch(batches(count), *tables.values(), depth=ways.depth, pull_window=ways.pull_window)
+    model = make_model(tables, seed).to(device)
+    source = tc.prefetch(batches(count, seed), *tables.values(), depth=ways.depth, pull_window=ways.pull_window)
     train_on(model, list(tables.values()), source)
     for table in tables.values():
         table.tier.check()
@@ -154,7 +161,7 @@ def train(optimizer: str, ways: Ways, folder: Path, count: int = 320, device: st
             table.hbm.check()
     stores = [table.store for table in tables.values() if table.store is not None]
     result = Result(
-        {name: bits(table.read(probe(count))) for name, table in tables.items()},
+        {name: bits(table.read(probe(count, seed))) for name, table in tables.items()},
         weights_of(model),
         {name: table.tier.stats() for name, table in tables.items()},
         sum(store.stats().merges for store in stores),
@@ -167,9 +174,10 @@ def train(optimizer: str, ways: Ways, folder: Path, count: int = 320, device: st
 
 def assert_same_bits(result: Result, optimizer: str, count: int = 320, device: str = "cpu") -> None:
     expected = reference(optimizer, count, device)
+    probed = len(probe(count, recipe(optimizer)[2]))
     for name, rows in expected.rows.items():
-        mine = np.frombuffer(result.rows[name], np.uint32).reshape(len(probe(count)), -1)
-        its = np.frombuffer(rows, np.uint32).reshape(len(probe(count)), -1)
+        mine = np.frombuffer(result.rows[name], np.uint32).reshape(probed, -1)
+        its = np.frombuffer(rows, np.uint32).reshape(probed, -1)
         wrong = (mine != its).any(1)
         assert not wrong.any(), f"table {name}: {wrong.sum()} of {len(wrong)} rows differ from the reference"
     assert result.dense == expected.dense, "dense weights differ from the reference run"
