@@ -13,7 +13,12 @@ namespace {
 constexpr size_t kTaskRows = 4096;
 constexpr size_t kCachedKeys = 65536;
 constexpr size_t kAhead = 16;       // rows whose memory is asked for before it is used
+constexpr size_t kReadAhead = 512;  // bytes of a row that is read
 constexpr size_t kTaskKeys = 4096;  // of each_found(): their rows in a buffer are few enough for the TLB
+
+void prefetch_row(const uint8_t* row, size_t bytes) {
+  for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+}
 
 enum Found : uint8_t { kMissing = 0, kCopied = 1, kLoading = 2 };  // Scratch::found, while rows are read
 
@@ -236,6 +241,10 @@ void MemTier::each_found(const uint64_t* keys, size_t begin, size_t end, const A
     const size_t last_of_shard = starts[h + 1];
     if (starts[h] == last_of_shard) continue;
     Shard& shard = shards_[h];
+    const uint32_t g = h + 1 == plan_.shards ? 0 : h + 1;
+    for (size_t j = starts[g]; j < std::min<size_t>(starts[g] + kAhead, starts[g + 1]); ++j) {
+      shards_[g].prefetch(probes[j].tag);
+    }
     std::lock_guard lock(shard.mutex);
     const auto finish = [&](size_t first, size_t last) {
       for (size_t j = first; j < last; ++j) {
@@ -271,8 +280,10 @@ MemTier::Sources MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
   for (size_t b = 0; b < n; b += s->keys_max, rows += s->keys_max * row_bytes_, keys += s->keys_max) {
     const size_t part = std::min(s->keys_max, n - b);
     const RowCopy copy(rows, row_bytes_);
+    std::atomic<size_t> all_copied{0};
     for_tasks(part, [&](size_t begin, size_t end) {
-      const auto ahead = [&](size_t, uint32_t slot) { __builtin_prefetch(row(slot)); };
+      size_t copied = 0;
+      const auto ahead = [&](size_t, uint32_t slot) { prefetch_row(row(slot), std::min(row_bytes_, kReadAhead)); };
       each_found(keys, begin, end, ahead, [&](Shard& shard, size_t i, uint32_t slot) {
         s->found[i] = slot == kNoSlot ? kMissing : kCopied;
         if (slot == kNoSlot) return;
@@ -282,10 +293,16 @@ MemTier::Sources MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
           s->pinned[i] = slot;
         } else {
           copy(rows + i * row_bytes_, row(slot));
+          ++copied;
         }
       });
       copy.settle();
+      all_copied += copied;
     });
+    if (all_copied == part) {
+      sources.here += part;
+      continue;
+    }
     size_t missing = 0;
     for (size_t i = 0; i < part; ++i) {
       if (s->found[i] == kLoading) {
@@ -350,18 +367,23 @@ bool MemTier::replace_all(const uint64_t* keys, size_t n, const uint8_t* rows, b
   const RowCopy copy(slab_.as<uint8_t>(), row_bytes_);
   std::atomic<bool> all{true};
   for_tasks(n, [&](size_t begin, size_t end) {
-    const auto ahead = [&](size_t i, uint32_t) {
-      for (size_t at = 0; at < row_bytes_; at += 64) __builtin_prefetch(rows + i * row_bytes_ + at);
-    };
+    uint32_t changed[kTaskKeys];
+    size_t count = 0;
+    const auto ahead = [&](size_t i, uint32_t) { prefetch_row(rows + i * row_bytes_, row_bytes_); };
     each_found(keys, begin, end, ahead, [&](Shard&, size_t i, uint32_t slot) {
       if (slot == kNoSlot || meta()[slot].load_state() != SlotState::kReady) {
         all = false;
         return;
       }
       copy(row(slot), rows + i * row_bytes_);
-      if (dirty) set_dirty(slot);
+      changed[count++] = slot;
     });
     copy.settle();
+    // Not while rows are copied: a locked instruction waits until every row before it has reached memory.
+    for (size_t j = 0; dirty && j < count; ++j) {
+      __builtin_prefetch(&dirty_words()[changed[std::min(j + kAhead, count - 1)] / 64], 1);
+      set_dirty(changed[j]);
+    }
   });
   if (all) hits_ += n;
   return all;

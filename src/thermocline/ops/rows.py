@@ -34,8 +34,7 @@ def move(arena, slot, other, i, active, floats, OUT: tl.constexpr, PIECE: tl.con
 @triton.jit
 def _by_slot_kernel(arena, slots, limit, other, floats, OUT: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr):
     count = tl.load(limit)
-    first = tl.program_id(0).to(tl.int64) * LANES
-    if first < count:
+    for first in range(tl.program_id(0).to(tl.int64) * LANES, count, tl.num_programs(0) * LANES):
         i = first + tl.arange(0, LANES)
         active = i < count
         slot = tl.load(slots + i, mask=active, other=-1)
@@ -67,6 +66,7 @@ def _by_key_kernel(
 
 
 _LANES = 32  # keys of a program
+_LINK_PROGRAMS = 64  # that copy over the link: enough to fill it, few enough to leave room for others' kernels
 _WIDE = 64  # rows from here on are copied by a kernel of their own: one that also searches holds too many registers
 
 
@@ -75,7 +75,8 @@ def _shape(floats: int) -> dict[str, int]:
 
 
 def _by_slot(arena: torch.Tensor, slots: torch.Tensor, other: torch.Tensor, count: torch.Tensor, out: bool) -> None:
-    grid = (blocks(len(slots), _LANES),)
+    programs = blocks(len(slots), _LANES)
+    grid = (min(programs, _LINK_PROGRAMS) if other.is_cpu else programs,)
     _by_slot_kernel[grid](arena, slots, count, other, arena.shape[1], OUT=out, **_shape(arena.shape[1]))
 
 

@@ -66,6 +66,7 @@ class Table:
         hbm      bytes of GPU memory for hot rows, their index and metadata; bags then give vectors on the GPU
         mem      bytes of DRAM for rows, their index and metadata
         ssd      folder of the store that holds the rows which do not fit; made if it is not there
+        threads  of one call of the memory tier; default: all cores, less two beside a GPU. No result depends on it
         name     tells tables apart: initial rows are a function of (seed, name, key); checkpoints are by name
         precision   how weights are stored, everywhere: "fp32", "fp16", "bf16", "int8" .. "int2", or a `tc.Precision`
         ssd_mem, ssd_filter_bits   DRAM of the store itself (its index), and how much of it spares reads of new keys
@@ -114,6 +115,8 @@ class Table:
         """Batches on it: what `tc.prefetch` asks."""
         self._training: Any  # MemTraining, or the same as gpu: their arguments go together
         self._device = _training_device(device, self._hbm_budget)
+        if threads is None and self._device is not None:
+            self._tier_options["threads"] = _threads_beside_gpu(os.cpu_count() or 1)
         self._tier: MemTier
         self.store: SsdStore | None = None
         self.checkpoint_store: SsdStore | None = None
@@ -411,6 +414,11 @@ class Table:
         size = format_size(self._mem_budget)
         kind = "" if self.precision.kind == "fp32" else f"{self.precision.kind}, "
         return f"Table({self.name!r}, dim={self.dim}, {kind}{self.optimizer}, {gpu}mem={size}, {place})"
+
+
+def _threads_beside_gpu(cores: int) -> int:
+    """Planning and launching kernels have threads of their own, which the GPU waits for: two cores are left to them."""
+    return cores - 2 if cores >= 8 else cores
 
 
 def _training_device(device: str, hbm: int | None) -> torch.device | None:
