@@ -129,7 +129,7 @@ class ReferenceRanks:
         self.job = job
         self.sides = {}
         for name, dim in DIMS.items():
-            optimizer, precision = recipe(job.optimizer)
+            optimizer, precision, _ = recipe(job.optimizer)
             plain = tc.Table(dim, optimizer, name=name, mem="1MB", precision=precision)
             self.sides[name] = Reference(plain, seed=5)
         self.model = Net([ReferenceBag(self.sides[name], fields, pooling) for name, fields, pooling in BAGS], WIDTH)
@@ -198,7 +198,7 @@ def reference(job: Job, device: str = "cpu") -> dict[str, bytes]:
 
 def make_table(name: str, job: Job, way: Way, groups: Groups | None, folder: str, **more: Any) -> Any:
     """Over ranks; without groups, of this process alone."""
-    chosen, precision = recipe(job.optimizer)
+    chosen, precision, _ = recipe(job.optimizer)
     options: dict[str, Any] = {"mem": "16MB"}
     if way.memory is not None:
         rows = int(way.memory * len(keys_of(job, name)) / job.world)

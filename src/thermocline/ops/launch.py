@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 import triton
 from triton.backends.nvidia.compiler import CUDAOptions
 
@@ -29,3 +30,8 @@ def tile_rows(dim: int, elements: int) -> int:
 def blocks(count: int, size: int) -> int:
     """How many tiles of `size` hold `count`; never none, an empty grid cannot be launched."""
     return max(1, -(-count // size))
+
+
+def stream_ahead(device: torch.device) -> torch.cuda.Stream | None:
+    """Of work that training will wait for: its kernels are small, and go before those of training. None on a CPU."""
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None

@@ -36,10 +36,8 @@ from thermocline.tables.mem import MemTier, Pins
 from thermocline.tables.table import Table
 
 if TYPE_CHECKING:
-    import torch
-
     from thermocline.dist.ranks import Planned
-    from thermocline.tables.hbm import HbmPins
+    from thermocline.tables.hbm import HbmPins, StagedIds
 
 T = TypeVar("T")
 
@@ -54,7 +52,7 @@ class _Window:
     pinned: dict[Table, tuple[MemTier, Pins, Slots | None]] = dataclasses.field(default_factory=dict)
     """Per table: the pins of the window's unique keys and whose they are; and the places of each batch's keys among
     them, joined; none: of a single batch, in order."""
-    staged: dict[Table, torch.Tensor] = dataclasses.field(default_factory=dict)
+    staged: dict[Table, StagedIds] = dataclasses.field(default_factory=dict)
     """Per table with an HBM tier: the window's ids."""
     on_gpu: dict[Table, HbmPins] = dataclasses.field(default_factory=dict)
     """Per table with an HBM tier: the pins of the window's slots there."""

@@ -25,6 +25,7 @@ from thermocline.ops.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, NEWEST, 
 from thermocline.ops.find import find
 from thermocline.ops.index import Index
 from thermocline.ops.insert import BYTES_PER_SLOT, Plan, Residents, find_or_insert
+from thermocline.ops.launch import stream_ahead
 from thermocline.ops.mark import mark
 from thermocline.ops.rebuild import entries_reference, rebuild
 from thermocline.ops.rows import copy_out
@@ -62,6 +63,14 @@ class HbmStats:
     bytes_total: int
     """Rows, index and metadata: never above the budget."""
     budget: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagedIds:
+    """The ids of a window, for `HbmTier.pin`: int64 bit patterns on the device, once the event has passed."""
+
+    keys: torch.Tensor
+    there: torch.cuda.Event | None
 
 
 class HbmPins:
@@ -144,7 +153,8 @@ class HbmTier:
         self.arena = torch.empty(capacity, floats, dtype=torch.float32, device=device)
         self.index = Index.empty(2 * capacity, device)
         self.residents = Residents.empty(capacity, device)
-        self._stream = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._stream = stream_ahead(device)
+        self._staging = stream_ahead(device)
         self._mover = Mover(mem, self.arena, name)
         self._lock = threading.RLock()  # planning, reading and writing down
         self._used = 0
@@ -167,13 +177,16 @@ class HbmTier:
 
     # ---- a window's life
 
-    def stage(self, ids: Sequence[Keys]) -> torch.Tensor:
-        """All ids of a window in one list, page-locked, for `pin`. May be called by any thread, ahead."""
-        staged = torch.empty(sum(map(len, ids)), dtype=torch.int64, pin_memory=self._cuda)
-        np.concatenate([np.empty(0, np.uint64), *ids], out=staged.numpy().view(np.uint64))
-        return staged
+    def stage(self, ids: Sequence[Keys]) -> StagedIds:
+        """All ids of a window in one list, on their way to the GPU. May be called by any thread, ahead."""
+        listed = torch.empty(sum(map(len, ids)), dtype=torch.int64, pin_memory=self._cuda)
+        np.concatenate([np.empty(0, np.uint64), *ids], out=listed.numpy().view(np.uint64))
+        if self._staging is None:
+            return StagedIds(listed, None)
+        with torch.cuda.stream(self._staging):
+            return StagedIds(listed.to(self.device, non_blocking=True), self._staging.record_event())
 
-    def pin(self, ids: torch.Tensor) -> HbmPins:
+    def pin(self, ids: StagedIds) -> HbmPins:
         """Slots for all ids of a window, as from `stage`, in order. `load` brings their rows.
 
         Raises `BudgetError`, and has changed nothing, when the rows do not fit beside those of other windows.
@@ -192,8 +205,11 @@ class HbmTier:
                 raise
             return pins
 
-    def _fill(self, pins: HbmPins, ids: torch.Tensor) -> None:
-        keys = ids.to(self.device, non_blocking=True)
+    def _fill(self, pins: HbmPins, ids: StagedIds) -> None:
+        keys = ids.keys
+        if self._stream is not None and ids.there is not None:
+            self._stream.wait_event(ids.there)
+            keys.record_stream(self._stream)
         if self._occupied > 0.8 * self.index.entries:
             self._rebuild()
         plan, counts = self._plan(keys, pins.number)

@@ -24,6 +24,7 @@ from thermocline.batch import Floats
 from thermocline.errors import ThermoclineError
 from thermocline.ops.evict import EVICTED, NEW
 from thermocline.ops.insert import Plan
+from thermocline.ops.launch import stream_ahead
 from thermocline.ops.mark import mark
 from thermocline.ops.rows import copy_in, copy_out
 from thermocline.tables.mem import MemTier
@@ -65,8 +66,8 @@ class Mover:
         self._name = name
         self._arena = arena
         self._cuda = arena.device.type == "cuda"
-        self._in = torch.cuda.Stream(arena.device) if self._cuda else None  # type: ignore[no-untyped-call]
-        self._out = torch.cuda.Stream(arena.device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._in = stream_ahead(arena.device)
+        self._out = stream_ahead(arena.device)
         # By turns: some may still be read while the next is filled.
         self._coming = deque(_Staging(arena.shape[1], self._cuda) for _ in range(_STAGINGS))
         self._leaving = deque(_Staging(arena.shape[1], self._cuda) for _ in range(_STAGINGS))

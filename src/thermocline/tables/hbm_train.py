@@ -16,13 +16,14 @@ import torch
 
 from thermocline.batch import Slots, WorkingSet
 from thermocline.ops.codec import Codec
+from thermocline.ops.launch import stream_ahead
 from thermocline.ops.occurrences import find_occurrences
 from thermocline.ops.pool import pool_rows
 from thermocline.ops.random import table_mix
 from thermocline.ops.rules import Step
 from thermocline.ops.segments import Segments, find_segments
 from thermocline.ops.update import apply_gradients, sum_gradients, update_rows
-from thermocline.tables.hbm import HbmPins, HbmTier
+from thermocline.tables.hbm import HbmPins, HbmTier, StagedIds
 from thermocline.tables.learned import UNIT, LearnedStep
 from thermocline.tables.mem import MemTier
 from thermocline.tables.parts import BagSpec, Part, Remote
@@ -109,16 +110,15 @@ class HbmTraining:
         self._codec = Codec.of(mem.precision, dim, tier.residents.keys, table_mix(mem.seed, mem.table))
         self._learned: LearnedStep | None = None
         self.recall_step()
-        cuda = tier.device.type == "cuda"
-        self._stream = torch.cuda.Stream(tier.device) if cuda else None  # type: ignore[no-untyped-call]
+        self._stream = stream_ahead(tier.device)
 
     # ---- ahead of training
 
-    def stage(self, collected: Sequence[Mapping[BagSpec, Part]]) -> torch.Tensor:
-        """The ids of a window's batches, given their parts, where the GPU can fetch them. Touches no rows."""
+    def stage(self, collected: Sequence[Mapping[BagSpec, Part]]) -> StagedIds:
+        """The ids of a window's batches, given their parts, on their way to the GPU. Touches no rows."""
         return self.tier.stage([part.ids for parts in collected for part in parts.values()])
 
-    def pin(self, ids: torch.Tensor) -> HbmPins:
+    def pin(self, ids: StagedIds) -> HbmPins:
         """The slots of staged ids."""
         return self.tier.pin(ids)
 
