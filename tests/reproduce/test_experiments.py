@@ -15,6 +15,7 @@ import pytest
 from cli_helpers import invoke
 
 import thermocline as tc
+from thermocline.ops import INTERPRETED
 from thermocline.reproduce import auc_time, hashing, models, mpi, paper, places, quantization
 from thermocline.reproduce.experiment import Setup
 
@@ -247,7 +248,6 @@ def test_errors_are_one_line() -> None:
 
 def test_a_gpus_part_of_the_models_runs_interpreted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through HBM, DRAM and SSD, and with the rows in HBM, as on a GPU: only the kernels' device differs."""
-    from thermocline.ops import INTERPRETED
     from thermocline.reproduce import training
     from thermocline.reproduce.experiment import Work
 
