@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from common import Claim, console, environment, print_claims, write_json
 
 import thermocline as tc
 from thermocline.data.presets import Plan
+from thermocline.reproduce.disk import reads_per_second
+from thermocline.tables.arrays import Keys
+from thermocline.tables.bulk import fill_store, fill_top, pieces
 from thermocline.tables.hbm import bytes_for
-
-Keys = np.ndarray[Any, np.dtype[np.uint64]]
 
 _BEGUN = time.perf_counter()
 
@@ -47,44 +47,14 @@ class Model(torch.nn.Module):
         return self.mlp(self.bag(batch).flatten(1)).squeeze(1)  # type: ignore[no-any-return]
 
 
-def fill(table: tc.Table, keys: Keys, *, to_store: bool) -> None:
-    """A row for every key: on SSD, or in DRAM."""
-    for piece in np.array_split(keys, max(1, len(keys) // (1 << 20))):
-        rows = table.tier.initial_rows(piece)
-        if to_store and table.store is not None:
-            table.store.put(piece, rows)
-        else:
-            table.tier.push(piece, rows, dirty=False)
-    if to_store and table.store is not None:
-        table.store.commit()
-
-
-def keys_by_popularity(ads: tc.SyntheticAds, *shares: float) -> list[Keys]:
-    """Every key there is, cut by rank within its field at these shares; keys as csrc/data/synth.h makes them."""
-    groups: list[list[Keys]] = [[] for _ in (*shares, 1)]
+def by_popularity(ads: tc.SyntheticAds, begin: float, end: float) -> Iterator[Keys]:
+    """The keys between two shares of every field's keys, from the most popular one on, some at a time."""
     first = 0
     for count in ads.keys:
-        cuts = [0, *(int(share * count) for share in shares), count]
-        for group, (begin, end) in zip(groups, itertools.pairwise(cuts), strict=True):
-            group.append(np.arange(first + begin, first + end, dtype=np.uint64))
+        last = first + int(end * count)
+        for piece in range(first + int(begin * count), last, 1 << 20):
+            yield ads.some_keys(piece, min(last, piece + (1 << 20)))
         first += count
-    return [_mix(np.concatenate(group) ^ np.uint64(0x5CA1AB1E0DDBA11D)) for group in groups]
-
-
-def _mix(x: Keys) -> Keys:
-    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-        x ^= x >> np.uint64(33)
-        x *= np.uint64(factor)
-    return x ^ (x >> np.uint64(33))
-
-
-def rise(table: tc.Table, keys: Keys) -> None:
-    """Rows to the GPU."""
-    assert table.hbm is not None
-    for piece in np.array_split(keys, max(1, len(keys) // (1 << 20))):
-        pins = table.hbm.pin(table.hbm.stage([piece]))
-        table.hbm.load(pins)
-        pins.let_go()
 
 
 def train(table: tc.Table, plan: Plan, batches: list[tc.Batch], depth: int, window: int) -> dict[str, Any]:
@@ -127,35 +97,6 @@ def counters(table: tc.Table) -> dict[str, Any]:
     return {**counts, "ssd_reads": table.store.stats().reads if table.store is not None else 0}
 
 
-def disk_reads_per_second(folder: Path, workers: int = 12) -> float:
-    """Random pages of the store's files, past the page cache; by processes, which do not wait for one another."""
-    probe = [sys.executable, "-c", _PROBE, str(folder)]
-    running = [subprocess.Popen([*probe, str(n)], stdout=subprocess.PIPE, text=True) for n in range(workers)]
-    return sum(float(process.communicate()[0]) for process in running)
-
-
-_PROBE = """
-import mmap, os, random, sys, threading, time
-from pathlib import Path
-files = [path for path in Path(sys.argv[1]).rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
-handles = [(os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size // 4096) for path in files]
-counts, begin = [0] * 16, time.time() // 1 + 2  # all begin at the same second
-
-def read(worker):
-    page, draw = mmap.mmap(-1, 4096), random.Random(f"{sys.argv[2]}/{worker}")
-    time.sleep(max(0.0, begin - time.time()))
-    while time.time() < begin + 2:
-        handle, pages = handles[draw.randrange(len(handles))]
-        os.preadv(handle, [page], 4096 * draw.randrange(pages))
-        counts[worker] += 1
-
-threads = [threading.Thread(target=read, args=(n,)) for n in range(len(counts))]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-print(sum(counts) / 2)
-"""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", default="E/10000")
@@ -169,13 +110,12 @@ def main() -> None:
     plan = Plan.of(options.preset)
     ads = tc.SyntheticAds.preset(options.preset, batch_size=options.batch)
     batches = list(itertools.islice(iter(ads), options.steps))
-    hot, warm, cold = keys_by_popularity(ads, 0.095, 0.48)
-    keys = np.concatenate([hot, warm, cold])
-    missing = np.isin(batches[0].ids[:10000], hot, invert=True).mean()
+    hot, warm = (0.0, 0.095), (0.095, 0.48)
+    missing = np.isin(batches[0].ids[:10000], np.concatenate(list(by_popularity(ads, *hot))), invert=True).mean()
     console.print(f"{missing:.1%} of a batch's ids are not among the hottest tenth of the keys")
-    optimizer, floats = tc.RowWiseAdagrad(lr=0.01), plan.dim + 1
+    optimizer, floats, keys = tc.RowWiseAdagrad(lr=0.01), plan.dim + 1, sum(ads.keys)
     console.print(
-        f"{plan.name}/{plan.scale:g}: {len(keys):,} keys of {plan.row_bytes} bytes, {len(batches[0].ids):,} ids a batch"
+        f"{plan.name}/{plan.scale:g}: {keys:,} keys of {plan.row_bytes} bytes, {len(batches[0].ids):,} ids a batch"
     )
     record: dict[str, Any] = {
         **environment(["torch", "triton"]),
@@ -185,11 +125,11 @@ def main() -> None:
     everything = tc.Table(
         plan.dim,
         optimizer,
-        hbm=bytes_for(int(1.02 * len(keys)), floats),
+        hbm=bytes_for(int(1.02 * keys), floats),
         mem="4GB",  # holds nothing: what has not been trained has its initial row
         device="cuda",
     )
-    rise(everything, keys)
+    fill_top(everything, pieces(ads, 1 << 20))
     said("all rows in HBM")
     record["all in HBM"] = train(everything, plan, batches, options.depth, options.window)
     console.print("all in HBM", record["all in HBM"])
@@ -198,20 +138,23 @@ def main() -> None:
         table = tc.Table(
             plan.dim,
             optimizer,
-            hbm=bytes_for(len(keys) // 10, floats),
-            mem=int(0.4 * len(keys) * 84),
+            hbm=bytes_for(keys // 10, floats),
+            mem=int(0.4 * keys * 84),
             ssd=Path(folder) / "rows",
-            ssd_mem=(64 << 20) + 4 * len(keys),
+            ssd_mem=(64 << 20) + 4 * keys,
             device="cuda",
         )
-        fill(table, keys, to_store=True)
+        assert table.store is not None
+        fill_store(table.store, ads, table.tier.initial_rows)
+        table.store.commit()
         said("all rows on SSD")
-        fill(table, warm, to_store=False)
-        rise(table, hot)
+        for some in by_popularity(ads, *warm):
+            table.tier.push(some, table.tier.initial_rows(some), dirty=False)
+        fill_top(table, by_popularity(ads, *hot))
         said("hot rows in DRAM and HBM")
         record["tiers"] = train(table, plan, batches, options.depth, options.window)
         console.print("tiers", record["tiers"], table)
-        record["disk_reads_per_second"] = disk_reads_per_second(Path(folder))
+        record["disk_reads_per_second"] = reads_per_second(Path(folder))
         table.close()
     tiers, whole = record["tiers"], record["all in HBM"]["examples_per_second"]
     reads = tiers["per_step"]["ssd_reads"]

@@ -18,10 +18,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m baselines.mpi_ps", description=__doc__)
     parser.add_argument("config", help="as of `thermocline train`; tiers.mem is per rank, tiers.ssd is not used")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="such as train.lr=0.01")
+    parser.add_argument("--seconds", type=float, help="train for about as long, if the config does not end before")
     args = parser.parse_args()
     comm = MPI.COMM_WORLD
     config = Config.load(args.config, args.set)
-    job = Job(config)
+    job = Job(config, seconds=args.seconds)
     if comm.rank == 0:
         unused = ", tiers.ssd is not used: all rows must fit tiers.mem" if config.tiers.ssd is not None else ""
         print(f"{comm.size} ranks with {job.threads} threads each, {config.tiers.mem} for rows{unused}", flush=True)

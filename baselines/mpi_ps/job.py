@@ -37,9 +37,12 @@ PHASES = ("wait", "pull", "compute", "push", "dense")
 
 
 class Job:
-    """Trains a config's model. Row budgets are per rank; threads are the cores over the ranks that share them."""
+    """Trains a config's model. Row budgets are per rank; threads are the cores over the ranks that share them.
 
-    def __init__(self, config: Config, comm: MPI.Intracomm = MPI.COMM_WORLD) -> None:
+    seconds   of training, after which no rank begins another mini-batch; none: all that the config says
+    """
+
+    def __init__(self, config: Config, comm: MPI.Intracomm = MPI.COMM_WORLD, *, seconds: float | None = None) -> None:
         self.config = config = config.resolve()
         check(config, comm.size)
         self.comm, self.rank, self.ranks = comm.Dup(), comm.rank, comm.size
@@ -76,6 +79,7 @@ class Job:
         if self.rank:
             torch.manual_seed(seed + self.rank)  # every rank drops out others; the first, those of a single process
         self.step = self.epoch = self.examples = 0
+        self._limit = seconds
         self.seconds = 0.0
         """Of training: evaluation is not counted."""
         self.phases = dict.fromkeys(PHASES, 0.0)
@@ -106,7 +110,8 @@ class Job:
         every, before = self.config.train.valid_every, self.step
         self.comm.Barrier()
         since = time.perf_counter()
-        with self._planned(self.train_data, self._ahead, training=True, steps=steps) as pipeline:
+        data = itertools.takewhile(lambda batch: not self._over(), self.train_data)
+        with self._planned(data, self._ahead, training=True, steps=steps) as pipeline:
             for work in self._until_all_end(pipeline):
                 self._phase("wait", since)
                 self.train_step(work)
@@ -122,6 +127,10 @@ class Job:
             self.epoch += 1
             if every is None:
                 self._validate()
+
+    def _over(self) -> bool:
+        """Each rank by its own clock: the last mini-batches lack the examples of those that end first."""
+        return self._limit is not None and self.seconds >= self._limit and self.step >= 2 * self.config.train.log_every
 
     def train_step(self, work: Planned) -> None:
         """One mini-batch of all ranks: pull, forward and backward, push."""

@@ -64,6 +64,12 @@ void put(SsdStore& self, KeysArg keys, RowsInArg rows) {
   unlocked([&, k = keys.data(), n = keys.size()] { self.put(k, n, in); });
 }
 
+void load(SsdStore& self, KeysArg keys, RowsInArg rows) {
+  check_rows(self, keys.size(), rows);
+  RowsIn in{rows.data(), static_cast<size_t>(rows.stride(0))};
+  unlocked([&, k = keys.data(), n = keys.size()] { self.load(k, n, in); });
+}
+
 void erase(SsdStore& self, KeysArg keys) {
   unlocked([&, k = keys.data(), n = keys.size()] { self.erase(k, n); });
 }
@@ -148,6 +154,7 @@ void bind_store(nb::module_& m) {
       .def_static("open", &open_store, "path"_a, "options"_a, "io_engine"_a, "io_workers"_a, "io_depth"_a)
       .def("get", &get, "keys"_a.noconvert(), "found"_a.noconvert(), "rows"_a.noconvert())
       .def("put", &put, "keys"_a.noconvert(), "rows"_a.noconvert())
+      .def("load", &load, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("erase", &erase, "keys"_a.noconvert())
       .def("commit",
            [](SsdStore& self, const nb::bytes& note) {

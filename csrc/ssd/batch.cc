@@ -1,6 +1,7 @@
 // Lookups, puts and scans: whole batches through the index, the log and the files.
 #include <algorithm>
 #include <array>
+#include <atomic>
 
 #include "ssd/impl.h"
 
@@ -107,6 +108,10 @@ void SsdStore::Impl::put(const uint64_t* keys, size_t n, const RowsIn* rows) {
     for (size_t i = 0; i < n; ++i) buffer_.set(keys[i], rows ? rows->at(i) : nullptr);
     return;
   }
+  append(keys, n, rows);
+}
+
+void SsdStore::Impl::append(const uint64_t* keys, size_t n, const RowsIn* rows) {
   merger_->admit();
   flush_buffer();  // its rows are older than this batch
   const size_t most = log_.max_rows();
@@ -187,6 +192,67 @@ void SsdStore::Impl::flush_buffer() {
   }
   ctx.fs->reached("flush.indexed");
   merger_->flushed(bytes);
+}
+
+void SsdStore::Impl::load(const uint64_t* keys, size_t n, RowsIn rows) {
+  auto life = alive();
+  if (n == 0) return;
+  if (n > UINT32_MAX) throw Error(ctx.path + ": more than 2^32 keys in one call");
+  std::vector<Item> items(n);
+  for (size_t i = 0; i < n; ++i) items[i] = {hash_key(keys[i]), static_cast<uint32_t>(i)};
+  auto less = [](const Item& a, const Item& b) { return a.hash < b.hash; };
+  if (!std::is_sorted(items.begin(), items.end(), less)) sort_items(items);
+  keep_last(items);
+  std::lock_guard write(write_mutex_);
+  require_writable();
+  bytes_put_ += n * ctx.g.entry_bytes();
+  flush_buffer();  // its rows are older than these
+  Index::Merge job;
+  {
+    std::unique_lock lock(index_mutex_);
+    if (!index_.begin_load(items.front().hash, items.back().hash, &job)) job.partition = nullptr;
+  }
+  if (!job.partition) return append(keys, n, &rows);
+  merger_->admit();
+  // Only writers bring rows to a partition without any, and we are the writer: it stays as it is.
+  std::vector<Partition> pieces = collecting([&] { return write_bases(items, keys, rows); });
+  pieces.front().lo = job.partition->lo;
+  if (pieces.back().hi < job.partition->hi) {
+    pieces.emplace_back();
+    pieces.back().lo = items.back().hash + 1;
+    pieces.back().hi = job.partition->hi;
+  }
+  ctx.fs->reached("load.written");
+  std::unique_lock lock(index_mutex_);
+  index_.finish_merge(job, std::move(pieces));
+}
+
+// Files of the usual size, side by side; each is a partition that begins at its first row and ends before the next.
+std::vector<Partition> SsdStore::Impl::write_bases(const std::vector<Item>& items, const uint64_t* keys, RowsIn rows) {
+  const uint64_t target = std::max<uint64_t>(options_.partition_bytes, base_bytes() / 512) * 3 / 4 + 1;
+  const uint64_t count = (items.size() * ctx.g.entry_bytes() + target - 1) / target;
+  std::vector<Partition> pieces(count);
+  auto first = [&](uint64_t piece) { return items.size() * piece / count; };
+  // Each writer has a chunk of its own: together they take no more than the write buffer may.
+  const size_t chunk = size_t{ctx.sizes.append_pages} * ctx.g.page_bytes;
+  const size_t writers = std::clamp<size_t>(ctx.sizes.write_buffer / chunk, 1, count);
+  std::atomic<uint64_t> next{0};
+  pool_.parallel(writers, [&](size_t) {
+    for (uint64_t piece; (piece = next.fetch_add(1)) < count;) {
+      const uint64_t begin = first(piece), end = first(piece + 1);
+      BaseWriter writer(ctx, catalog_.create(FileKind::kBase), end - begin, options_.filter_bits);
+      constexpr uint64_t kAhead = 8;  // rows may lie scattered in the caller's memory
+      for (uint64_t i = begin; i < end; ++i) {
+        if (i + kAhead < end) __builtin_prefetch(rows.at(items[i + kAhead].index));
+        writer.add(keys[items[i].index], rows.at(items[i].index));
+      }
+      pieces[piece].base = writer.finish();
+      pieces[piece].lo = items[begin].hash;
+      pieces[piece].hi = end < items.size() ? items[end].hash - 1 : items.back().hash;
+      ctx.fs->reached("load.piece");
+    }
+  });
+  return pieces;
 }
 
 // ---- scanning and books
@@ -307,6 +373,7 @@ class PartitionScan : public SsdStore::Scan {
 size_t SsdStore::row_bytes() const { return impl_->ctx.g.row_bytes; }
 void SsdStore::get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows) { impl_->get(keys, n, found, rows); }
 void SsdStore::put(const uint64_t* keys, size_t n, RowsIn rows) { impl_->put(keys, n, &rows); }
+void SsdStore::load(const uint64_t* keys, size_t n, RowsIn rows) { impl_->load(keys, n, rows); }
 void SsdStore::erase(const uint64_t* keys, size_t n) { impl_->put(keys, n, nullptr); }
 uint64_t SsdStore::commit(const std::string& note) { return impl_->commit(note); }
 uint64_t SsdStore::epoch() const { return impl_->epoch(); }

@@ -33,6 +33,7 @@ class SsdStore::Impl {
 
   void get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows);
   void put(const uint64_t* keys, size_t n, const RowsIn* rows);  // rows null: deletions
+  void load(const uint64_t* keys, size_t n, RowsIn rows);
   uint64_t commit(const std::string& note);
   void release(uint64_t epoch);
   std::vector<ssd::PartitionView> views();
@@ -60,6 +61,8 @@ class SsdStore::Impl {
   void flush_buffer();  // returns with the rows in the index, or throws with all of them still in the buffer
   template <class Fn>
   auto collecting(Fn&& fn);
+  void append(const uint64_t* keys, size_t n, const RowsIn* rows);  // to the log, past the buffer
+  std::vector<ssd::Partition> write_bases(const std::vector<ssd::Item>& items, const uint64_t* keys, RowsIn rows);
   void write_batch(std::vector<ssd::Item>& items, const uint64_t* keys, const RowsIn* rows);
   void sync_files(const std::vector<std::shared_ptr<ssd::DataFile>>& files);
   [[noreturn]] void fail(const std::string& what);

@@ -167,6 +167,14 @@ bool Index::begin_merge(Merge* merge) {
   return true;
 }
 
+bool Index::begin_load(uint64_t first, uint64_t last, Merge* merge) {
+  Partition& p = *partitions_[partition_of(first)];
+  if (p.base || p.pending > 0 || last > p.hi) return false;
+  merge->partition = &p;
+  merge->seq = last_seq_;
+  return true;
+}
+
 void Index::finish_merge(const Merge& merge, std::vector<Partition> pieces) {
   size_t at = partition_of(merge.partition->lo);
   if (partitions_[at].get() != merge.partition) throw Error("the merged partition is gone");

@@ -77,6 +77,8 @@ class Index {
     uint64_t rows = 0;  // at most, in the result
   };
   bool begin_merge(Merge* merge);
+  // Loading: the partition of these hashes, if it has no row and holds them all; finish_merge() replaces it too.
+  bool begin_load(uint64_t first, uint64_t last, Merge* merge);
   void finish_merge(const Merge& merge, std::vector<Partition> pieces);
 
   uint64_t pending() const { return pending_; }  // rows

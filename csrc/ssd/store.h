@@ -58,6 +58,9 @@ class SsdStore : public RowStore {
   void get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows) override;
   void put(const uint64_t* keys, size_t n, RowsIn rows) override;
   void erase(const uint64_t* keys, size_t n);
+  // As put(), for bulk: where the store has no row between the least and the greatest hash of these keys, they become
+  // base files at once, with no log and no merging after. Pieces of ascending hash ranges fill a store that way.
+  void load(const uint64_t* keys, size_t n, RowsIn rows);
 
   // Everything put so far becomes durable, together with the note. Returns the new epoch.
   uint64_t commit(const std::string& note);

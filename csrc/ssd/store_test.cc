@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
@@ -86,7 +87,8 @@ void random_life(uint64_t seed, bool background, int steps) {
         store->erase(keys.data(), n);
         for (auto k : keys) now.erase(k);
       } else {
-        store->put(keys.data(), n, {rows.data(), kRow});
+        if (n % 3 == 0) store->load(keys.data(), n, {rows.data(), kRow});
+        else store->put(keys.data(), n, {rows.data(), kRow});
         for (size_t i = 0; i < n; ++i) std::memcpy(now[keys[i]].data(), &rows[i * kRow], kRow);
       }
     } else if (what < 80) {
@@ -142,6 +144,57 @@ TEST(Store, random_life_inline_merging) {
 
 TEST(Store, random_life_background_merging) {
   for (uint64_t seed = 1; seed <= 8; ++seed) random_life(100 + seed, true, 300);
+}
+
+// Pieces of ascending hash ranges, of sizes from one row to many files, then a life as any store's.
+TEST(Store, loading_in_hash_order_writes_bases_and_no_log) {
+  for (uint64_t seed = 0; seed < 6; ++seed) {
+    std::mt19937_64 rng(seed);
+    auto fs = std::make_shared<MemFs>();
+    fs->make_dir("/s");
+    StoreOptions o = small_options();
+    o.background_merge = seed % 2 == 0;
+    o.filter_bits = seed % 3 == 0 ? 8 : 0;
+    constexpr uint64_t kKeys = 20000;
+    std::vector<uint64_t> keys;
+    for (uint64_t k = 0; k < kKeys; ++k)
+      if (rng() % 4) keys.push_back(k);
+    std::sort(keys.begin(), keys.end(), [](uint64_t a, uint64_t b) { return hash_key(a) < hash_key(b); });
+    Oracle now;
+    auto store = SsdStore::open(fs, "/s/store", o);
+    for (size_t first = 0; first < keys.size();) {
+      size_t n = std::min<size_t>(keys.size() - first, rng() % 3 ? 1 + rng() % 9000 : 1 + rng() % 3);
+      std::vector<uint64_t> piece(keys.begin() + static_cast<ptrdiff_t>(first),
+                                  keys.begin() + static_cast<ptrdiff_t>(first + n));
+      if (rng() % 2) std::shuffle(piece.begin(), piece.end(), rng);
+      if (rng() % 2) piece.push_back(piece[rng() % n]);  // the last of equal keys wins
+      std::vector<uint8_t> rows(piece.size() * kRow);
+      for (auto& b : rows) b = static_cast<uint8_t>(rng());
+      store->load(piece.data(), piece.size(), {rows.data(), kRow});
+      for (size_t i = 0; i < piece.size(); ++i) std::memcpy(now[piece[i]].data(), &rows[i * kRow], kRow);
+      first += n;
+      if (rng() % 3 == 0) store->check();
+    }
+    StoreStats s = store->stats();
+    CHECK_EQ(s.rows_in_base, now.size());
+    CHECK_EQ(s.rows_in_log, 0u);
+    CHECK_EQ(s.merges, 0u);
+    CHECK(s.partitions > 5);
+    CHECK(s.disk_bytes < 12 * now.size() * (kRow + 8) / 10 + 5 * 4096 * s.partitions);  // header, fences, filter
+    CHECK(s.mem_total < o.mem_budget);
+    store->commit("loaded");
+    store.reset();
+    store = SsdStore::open(fs, "/s/store", o);
+    expect_equal(*store, now, kKeys);
+    // Among rows that are there, loading is putting.
+    std::vector<uint8_t> rows(keys.size() * kRow, static_cast<uint8_t>(seed));
+    store->load(keys.data(), keys.size() / 2, {rows.data(), kRow});
+    for (size_t i = 0; i < keys.size() / 2; ++i) now[keys[i]].fill(static_cast<uint8_t>(seed));
+    expect_equal(*store, now, kKeys);
+    store->check();
+    store->merge_all();
+    expect_equal(*store, now, kKeys);
+  }
 }
 
 TEST(Store, filter_spares_reads_and_never_hides_a_row) {

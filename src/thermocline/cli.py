@@ -275,17 +275,26 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="Folder of the report, and of what is kept of every step.")] = Path(
         "reproduction"
     ),
-    quick: Annotated[bool, typer.Option("--quick", help="Under five minutes on two cores; proves no claims.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Under five minutes on two cores; proves no claim, and no speed."),
+    ] = False,
     scale: Annotated[str | None, typer.Option(help="Of models A to E; default 1/1000, quick 1/100000.")] = None,
     effort: Annotated[float | None, typer.Option(help="How much is trained; default 1, quick 0.1.")] = None,
-    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this experiment; repeatable.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME,...", help="Only these experiments; repeatable.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of data and training.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda: all on this one; auto: its GPU, and what other machines have completed.")
+    ] = "auto",
     debug: Debug = False,
 ) -> None:
     """Runs the sources' experiments on this machine and writes one page with its tables and figures.
 
-    What is done is kept step by step: the same command goes on where it stopped. Exit code 1: a claim does not hold.
+    What is done is kept step by step: the same command goes on where it stopped, also on another machine, where --out
+    is a copy. Exit codes: 0, also where --quick or --effort below 1 shows a claim that does not hold; 1: one does not
+    hold in the full run, or the run failed; 2: wrong options; 130: interrupted.
     """
     with _one_line(debug):
         from thermocline import tasks
@@ -295,9 +304,10 @@ def reproduce(
         words = ["thermocline", "reproduce", *(["--quick"] if quick else [])]
         given = {"--scale": scale, "--effort": effort, "--seed": seed or None}
         words += [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
-        words += [word for name in only or () for word in ("--only", name)]
+        names = [name for given in only or () for name in given.split(",")]
+        words += ["--only", ",".join(names)] if names else []
         try:
-            failed = tasks.reproduce(out, setup, only or (), shlex.join(words))
+            failed = tasks.reproduce(out, setup, names, shlex.join(words), here=device != "auto")
         except KeyboardInterrupt:
             typer.echo("thermocline: interrupted; what is done is kept, and the same command goes on", err=True)
             raise typer.Exit(130) from None

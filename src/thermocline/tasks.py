@@ -200,11 +200,11 @@ def print_plan(report: Row) -> None:
 # ---- the sources' experiments
 
 
-def reproduce(out: Path, setup: Any, only: Sequence[str], command: str) -> bool:
+def reproduce(out: Path, setup: Any, only: Sequence[str], command: str, *, here: bool) -> bool:
     """Runs the experiments and says what came of them; returns whether a claim that must hold does not."""
     from thermocline.reproduce import places, runner
 
-    outcome = runner.run(out, places.choose(only), setup, command)
+    outcome = runner.run(out, places.choose(only), setup, command, here=here)
     for claim in outcome.claims:
         print(f"{'holds' if claim.holds else 'does not hold'}: {claim.text}: {claim.detail}")
     print(f"{outcome.steps} steps done; the report is {outcome.page}")

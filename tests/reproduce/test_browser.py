@@ -115,7 +115,7 @@ def test_figures_as_files_are_readable_too(tab: browser.Browser, report: Path) -
 
 def test_the_test_sees_what_is_wrong(tab: browser.Browser, report: Path, tmp_path: Path) -> None:
     """A page with a script that fails, small text and a wide box."""
-    chapter = page.Chapter(name="x", title="X", section=None, environments=(), missing="nothing")
+    chapter = page.Chapter(name="x", title="X", section=None, setup=Setup(), missing="nothing")
     html = page.render([chapter], dataclasses.replace(Setup(), seed=1), "c")
     bad = (
         '<script>throw new Error("oops")</script><p style="font-size:6px">tiny</p><div style="width:2000px">wide</div>'

@@ -15,6 +15,7 @@ import pytest
 from cli_helpers import invoke
 
 import thermocline as tc
+from thermocline.ops import INTERPRETED
 from thermocline.reproduce import auc_time, hashing, models, mpi, paper, places, quantization
 from thermocline.reproduce.experiment import Setup
 
@@ -47,7 +48,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results(report: Path, experiment: str) -> dict[str, Any]:
-    records = [json.loads(path.read_text()) for path in (report / "steps" / experiment).glob("*.json")]
+    records = [json.loads(path.read_text()) for path in (report / "steps" / experiment).glob("*-*.json")]
     return {record["step"]: record["result"] for record in records}
 
 
@@ -197,7 +198,7 @@ def test_a_curve_that_is_not_finished_is_none(tmp_path: Path) -> None:
     from thermocline.reproduce.experiment import Work
 
     step = next(step for step in auc_time.steps(Setup(effort=0.001, scale=1e6)) if step.name == auc_time.MEMORY)
-    with pytest.raises(tc.ThermoclineError, match=r"1 of 8 steps took .* a smaller --effort"):
+    with pytest.raises(tc.ThermoclineError, match=r"1 of 4 steps took .* a smaller --effort"):
         step.run(Work(tmp_path, limit=0.0))
 
 
@@ -243,3 +244,27 @@ def test_errors_are_one_line() -> None:
         assert result.exit_code == 2
         assert text in result.output
         assert len(result.output.strip().splitlines()) == 1
+
+
+def test_a_gpus_part_of_the_models_runs_interpreted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through HBM, DRAM and SSD, and with the rows in HBM, as on a GPU: only the kernels' device differs."""
+    from thermocline.reproduce import training
+    from thermocline.reproduce.experiment import Work
+
+    if not INTERPRETED:
+        pytest.skip("kernels are not interpreted here: TRITON_INTERPRET=1")
+
+    def table(dim: int, optimizer: Any, setup: Setup, **budgets: Any) -> tc.Table:
+        return tc.Table(dim, optimizer, seed=setup.seed, device="interpreter", **budgets)
+
+    monkeypatch.setattr(training, "table", table)
+    setup = Setup(device="cuda", effort=0.001, scale=2e7)
+    steps = {step.name: step for step in models.steps(setup)}
+    tiers = steps["C, tiers"].run(Work(tmp_path))
+    assert tiers is not None
+    assert tiers["rows"] == tiers["plan"]["keys"]
+    assert sum(point["reads"] for point in tiers["points"]) > 0
+    assert 0 < sum(point["hbm_hits"] for point in tiers["points"]) < sum(point["hbm_all"] for point in tiers["points"])
+    memory = steps["C, memory"].run(Work(tmp_path))
+    assert memory is not None
+    assert all(point["hbm_hits"] == point["hbm_all"] for point in memory["points"])

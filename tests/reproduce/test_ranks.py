@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import thermocline as tc
-from thermocline.reproduce import auc_time, k_step, mpi, paper, places, rival, scalability
+from thermocline.data.presets import Plan
+from thermocline.reproduce import auc_time, k_step, models, mpi, paper, places, rival, scalability
 from thermocline.reproduce.experiment import Figure, Setup, Table, Work
 from thermocline.reproduce.processes import events_of
 
@@ -38,7 +41,7 @@ def test_the_arithmetic_is_printed() -> None:
 def test_without_mpi_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "_launch", lambda: None)
     assert places.find("rival") == "Not on this machine: baselines/mpi_ps is not here: only a source tree has it."
-    assert auc_time.RIVAL not in auc_time.sides()
+    assert auc_time.RIVAL not in auc_time.sides(Setup())
 
 
 @pytest.mark.skipif(WHY is not None, reason=str(WHY))
@@ -56,6 +59,62 @@ def test_ranks_end_with_the_auc_of_one_process(tmp_path: Path) -> None:
     assert abs(ours["test_auc"] - theirs["test_auc"]) < auc_time.ALIKE
     assert [p["examples"] for p in ours["points"]] == [p["examples"] for p in theirs["points"]]
     assert all(a["seconds"] < b["seconds"] for a, b in zip(theirs["points"], theirs["points"][1:], strict=False))
+
+
+@pytest.mark.skipif(WHY is not None, reason=str(WHY))
+def test_the_rival_trains_for_as_long_as_it_is_told(tmp_path: Path) -> None:
+    setup = Setup(effort=0.001, scale=1e6, cores=2)
+    (step,) = [step for step in rival.steps(setup) if step.home is None]
+    assert step.name == "A, 2 ranks"
+    begin = time.monotonic()
+    result = step.run(Work(tmp_path, limit=60.0))
+    assert result is not None
+    assert result["examples_per_s"] > 0
+    assert result["steps"] >= 2 * rival.EVERY
+    assert step.settings["seconds"] < time.monotonic() - begin  # it did not end at once; a hang would be an error
+
+
+def of_a_gpu(name: str, rate: float, *, reads: float = 1000.0) -> dict[str, Any]:
+    """A made-up result of models.py: two points, the second of which counts."""
+    plan = Plan.of(f"{name}/1000")
+    point = {"batches": 2, "disk_bytes": 100, "mem_hits": 1, "mem_all": 2, "hbm_hits": 1, "hbm_all": 2, "merges": 0,
+             "bytes_read": 5, "bytes_written": 5, "merged": 0, "pull_seconds": 0.1}  # fmt: skip
+    return {
+        "plan": dataclasses.asdict(plan), "row_bytes": plan.row_bytes, "rows": plan.keys, "batch_examples": 512,
+        "examples_per_s": rate, "hbm_budget": plan.hbm, "mem_budget": plan.mem, "store_mem": 1, "stage_ms": {},
+        "points": [{**point, "batch": 2, "reads": 9e9}, {**point, "batch": 4, "reads": 2 * reads}],
+    }  # fmt: skip
+
+
+def test_a_gpu_is_measured_against_hbm_and_the_disk() -> None:
+    """Of models larger than HBM only; the disk allows 512 examples x 100,000 reads/s / 1,000 reads a batch."""
+    setup = Setup(device="cuda", cores=16)
+    results: dict[str, Any] = {"disk": {"reads_per_s": 100_000.0}}
+    for name, rate in {"A": 1.0, "B": 1.0, "C": 41_000.0, "D": 40_000.0, "E": 8_500.0}.items():
+        results[f"{name}, tiers"] = of_a_gpu(name, rate)
+        results[f"{name}, memory"] = {"examples_per_s": 10_000.0 if name == "E" else 200_000.0}
+    found = models.section(setup, results)
+    bounds = {claim.text.split(",")[0]: claim for claim in found.claims if "larger than HBM" in claim.text}
+    assert {name: claim.holds for name, claim in bounds.items()} == {"model C": True, "model D": False, "model E": True}
+    assert "512 examples x 100,000 reads/s / 1,000 reads a batch = 51,200; share 0.78" in bounds["model D"].detail
+    (table,) = [part for part in found.parts if isinstance(part, Table) and part.name == "bounds"]
+    assert [row[-1] for row in table.rows] == pytest.approx([1 / 51_200, 1 / 51_200, 41 / 51.2, 40 / 51.2, 0.85])
+    del results["disk"]
+    assert not [claim for claim in models.section(Setup(device="cpu"), results).claims if "HBM" in claim.text]
+
+
+def test_a_gpu_is_measured_against_the_rival_where_the_model_fits() -> None:
+    setup = Setup(device="cuda", cores=16)
+    results: dict[str, Any] = {}
+    for name in models.NAMES:
+        results[f"{name}, tiers"] = of_a_gpu(name, 9_000.0 if name == "A" else 11_000.0)
+        results |= {f"{name}, {n} ranks": {"examples_per_s": rate} for n, rate in ((8, 1000.0), (16, 900.0))}
+    found = rival.section(setup, results)
+    assert {claim.text.split(",")[0]: claim.holds for claim in found.claims} == {"model A": False, "model B": True}
+    assert found.claims[0].detail == "9,000 and 1,000 (8 ranks): 9.0 times"
+    (table,) = [part for part in found.parts if isinstance(part, Table)]
+    assert table.rows[0][1:6] == (9000.0, "8 ranks", 1000.0, 9.0, pytest.approx(9 * (16 / 48) / 1.25))
+    assert not rival.section(Setup(device="cpu", cores=16), results).claims
 
 
 def test_ranks_merge_every_k_steps_and_are_tested(tmp_path: Path) -> None:

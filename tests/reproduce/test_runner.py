@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
@@ -143,7 +144,7 @@ def test_other_settings_are_another_step(tmp_path: Path) -> None:
     run(tmp_path, Squares())
     other = Squares(factor=2)
     assert run(tmp_path, other).steps == 4
-    assert len(list((tmp_path / "steps/squares").iterdir())) == 8
+    assert len(list((tmp_path / "steps/squares").glob("square-of-*.json"))) == 8
 
 
 def test_a_damaged_result_is_told(tmp_path: Path) -> None:
@@ -167,9 +168,74 @@ def test_several_machines_are_all_named(tmp_path: Path, monkeypatch: pytest.Monk
     real = machine.describe()
     monkeypatch.setattr(machine, "describe", lambda: {**real, "cpu": "Another processor"})
     page = run(tmp_path, Squares()).page.read_text()
-    assert "several machines or builds" in page
-    assert "Another processor" in page
-    assert real["cpu"] in page
+    assert "several machines, builds or commands" in page
+    command = "<code>thermocline reproduce --made-up</code>"
+    assert f"Square of 2!; Square of 3!: {command}: Another processor" in page
+    assert f"Square of 0!; Square of 1!: {command}: {real['cpu']}" in page
+    made_by = json.loads((tmp_path / "tables/squares-plot.json").read_text())["about"]["made_by"]
+    assert [(by["cpu"], by["steps"]) for by in made_by] == [
+        (real["cpu"], ["Square of 0!", "Square of 1!"]),
+        ("Another processor", ["Square of 2!", "Square of 3!"]),
+    ]
+
+
+class Speeds(Squares):
+    """What depends on the machine: the setup's device and cores."""
+
+    def steps(self, setup: Setup) -> list[Step]:
+        made = {"device": setup.device, "cores": setup.cores}
+        return [dataclasses.replace(s, settings={**s.settings, **made}) for s in super().steps(setup)]
+
+    def section(self, setup: Setup, results: Mapping[str, Json]) -> Section:
+        return dataclasses.replace(super().section(setup, results), text=[f"On {setup.device}, {setup.cores} cores."])
+
+
+def test_what_a_gpu_has_completed_is_not_done_again_without_one(tmp_path: Path) -> None:
+    there, here = dataclasses.replace(SETUP, device="cuda", cores=16), dataclasses.replace(SETUP, cores=2)
+
+    def go(setup: Setup, command: str, **options: Any) -> tuple[int, str]:
+        chosen = {"speeds": Speeds().experiment, "squares": Squares().experiment}
+        only = {"speeds": chosen["speeds"]} if setup.device == "cuda" else chosen
+        outcome = runner.run(tmp_path, only, setup, command, **options)
+        return outcome.steps, outcome.page.read_text()
+
+    assert go(there, "there")[0] == 4
+    steps, page = go(here, "here")
+    assert steps == 4  # the squares
+    assert "On cuda, 16 cores." in page
+    assert "<code>there</code>" in page
+    assert "<code>here</code>" in page
+    assert go(dataclasses.replace(here, seed=1), "another seed")[0] == 4  # not those of seed 0
+    steps, page = go(here, "again", here=True)
+    assert steps == 0  # the line before has done them: made-up steps know no seed
+    assert "On cpu, 2 cores." in page
+
+
+def test_a_gpus_run_that_was_cut_short_is_begun_here(tmp_path: Path) -> None:
+    there, here = dataclasses.replace(SETUP, device="cuda", cores=16), dataclasses.replace(SETUP, cores=2)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(tmp_path, {"speeds": Speeds(fail=2).experiment}, there, "")
+    outcome = runner.run(tmp_path, {"speeds": Speeds().experiment}, here, "")
+    assert outcome.steps == 4
+    assert "On cpu, 2 cores." in outcome.page.read_text()
+    assert runner.run(tmp_path, {"speeds": Speeds().experiment}, there, "").steps == 2
+
+
+def test_a_step_of_two_experiments_is_done_once(tmp_path: Path) -> None:
+    first = Squares()
+    second = Squares()
+    shared = [dataclasses.replace(step, home="squares") for step in first.steps(SETUP)]
+    using = Experiment(title="Uses them", steps=lambda setup: shared, section=second.section)
+    outcome = runner.run(tmp_path, {"squares": first.experiment, "using": using}, SETUP, "")
+    assert first.calls == [0, 1, 2, 3]
+    assert outcome.page.read_text().count('class="plot"') == 2
+    assert runner.run(tmp_path / "alone", {"using": using}, SETUP, "").steps == 4
+
+
+def test_claims_that_fail_say_so_in_words(tmp_path: Path) -> None:
+    page = run(tmp_path, Squares(factor=-1)).page.read_text()
+    assert "<strong>Does not hold</strong>: they rise" in page
+    assert "<strong>Holds</strong>" not in page
 
 
 # ---- names and sizes

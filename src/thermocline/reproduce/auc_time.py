@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Mapping
 
@@ -26,7 +25,7 @@ from thermocline.reproduce.experiment import (
 )
 
 KEYS, FIELDS, NONZEROS, DIM, HIDDEN = 2_000_000_000, 25, 50, 8, (64, 32)
-EXAMPLES, TEST, BATCH, DEPTH, POINTS = 2_000_000, 100_000, 256, 3, 40
+EXAMPLES, TEST, BATCH, DEPTH, POINTS = 1_000_000, 100_000, 256, 3, 40
 TIERS, MEMORY, RIVAL = "through the tiers", "everything in the top tier", "the MPI rival"
 ALIKE = 0.0005
 """Two AUC nearer than this are the same to the source."""
@@ -71,20 +70,21 @@ def config(setup: Setup, side: str) -> Config:
     )  # fmt: skip
 
 
-def sides() -> list[str]:
-    return [TIERS, MEMORY, *([] if mpi.missing() else [RIVAL])]
+def sides(setup: Setup) -> list[str]:
+    return [TIERS, MEMORY, *([RIVAL] if setup.rival else [])]
 
 
 def steps(setup: Setup) -> list[Step]:
     made = []
-    for side in sides():
+    for side in sides(setup):
         wanted = config(setup, side)
 
         def run(work: Work, side: str = side, wanted: Config = wanted) -> Json:
-            return _rival(wanted, work) if side == RIVAL else _ours(wanted, work)
+            return _rival(wanted, setup.cores, work) if side == RIVAL else _ours(wanted, work)
 
         seconds = 2 + wanted.data.synth.examples / 40_000
-        made.append(Step(name=side, settings={"side": side, **settings_of(wanted)}, seconds=seconds, run=run))
+        settings = {"side": side, "ranks": setup.cores if side == RIVAL else 1, **settings_of(wanted)}
+        made.append(Step(name=side, settings=settings, seconds=seconds, run=run))
     return made
 
 
@@ -99,8 +99,8 @@ def _ours(wanted: Config, work: Work) -> Json:
     return {"points": [_point(row) for row in rows], "test_auc": test["auc"], "ranks": 1}
 
 
-def _rival(wanted: Config, work: Work) -> Json:
-    ranks = len(os.sched_getaffinity(0))
+def _rival(wanted: Config, ranks: int, work: Work) -> Json:
+    """One rank per core."""
     each = dataclasses.replace(wanted, tiers=dataclasses.replace(wanted.tiers, hbm=None))
     events = mpi.train(each, ranks, work.folder, work.left)
     points = [_point(event) for event in events if event["event"] == "train"]
@@ -115,15 +115,14 @@ def _point(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def section(setup: Setup, results: Mapping[str, Json]) -> Section:
-    runs = {side: results[side] for side in sides()}
+    runs = {side: results[side] for side in sides(setup)}
     tiers = runs[TIERS]
     others = {side: run for side, run in runs.items() if side != TIERS}
     apart = {
         side: [(a["examples"], a["auc"] - b["auc"]) for a, b in zip(tiers["points"], run["points"], strict=False)]
         for side, run in others.items()
     }
-    absent = mpi.missing()
-    rival = f"The MPI rival did not run: {absent}." if absent else (
+    rival = f"The MPI rival did not run: {mpi.missing()}." if RIVAL not in runs else (
         f"The MPI rival (baselines/mpi_ps) has {runs[RIVAL]['ranks']} ranks, one per core, with all rows in memory."
     )  # fmt: skip
     return Section(

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from thermocline.config import Config
 from thermocline.errors import ConfigError
+from thermocline.reproduce import machine, mpi
 from thermocline.settings import flatten
 
 Json = Any
@@ -52,12 +53,16 @@ class Setup:
     """Whether a claim that does not hold is an error: it is one of the full run."""
     memory: int = 8 << 30
     """Bytes of the top tier that an experiment may fill."""
+    cores: int = dataclasses.field(default_factory=machine.cores)
+    """Of the machine; steps that measure speed depend on it."""
+    dram: int = dataclasses.field(default_factory=machine.memory_bytes)
+    """Bytes of the machine's memory."""
+    rival: bool = dataclasses.field(default_factory=lambda: mpi.missing() is None)
+    """Whether the MPI rival can run there."""
 
     @classmethod
     def of(cls, *, quick: bool, scale: str | None, effort: float | None, seed: int, device: str) -> Self:
-        """As the command line has it: what is None is the full run's, or the quick one's."""
-        from thermocline.reproduce import machine
-
+        """As the command line has it, on this machine: what is None is the full run's, or the quick one's."""
         if device not in ("auto", "cpu", "cuda"):
             raise ConfigError(f'--device is "{device}": it is auto, cpu or cuda')
         gpu = machine.gpu_bytes()
@@ -75,6 +80,14 @@ class Setup:
             asserted=not quick and share == 1,
             memory=min(machine.memory_bytes() // 2, gpu * 6 // 10 if on_gpu else 1 << 62),
         )
+
+    def asks_as(self, other: Setup) -> bool:
+        """Whether both ask for the same, on whatever machines."""
+        return (self.scale, self.effort, self.seed) == (other.scale, other.effort, other.seed)
+
+    def seconds(self, cpu: float, gpu: float) -> float:
+        """Of training in the full run: a GPU trains more in less."""
+        return self.effort * (gpu if self.device == "cuda" else cpu)
 
     def count(self, full: int, least: int = 1) -> int:
         """What is `full` in the full run."""
@@ -111,6 +124,8 @@ class Step:
     """About how long it takes on two cores; only the display of the time left believes it."""
     run: Callable[[Work], Json | None]
     """The result, as JSON; none: not done yet, call again. It then goes on from what it left in its folder."""
+    home: str | None = None
+    """The experiment that it is a step of, if another one than that which uses it: it is done once for both."""
 
 
 def settings_of(config: Config) -> dict[str, Json]:

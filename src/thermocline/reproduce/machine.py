@@ -25,7 +25,7 @@ def describe() -> dict[str, Any]:
 def _constant() -> dict[str, Any]:
     return {
         "cpu": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "memory_gb": round(memory_bytes() / 1e9, 1),
         "gpu": _gpu(),
         "kernel": platform.release(),
@@ -34,6 +34,11 @@ def _constant() -> dict[str, Any]:
         "build": build(),
         "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
     }
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def memory_bytes() -> int:

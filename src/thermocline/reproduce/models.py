@@ -8,17 +8,15 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from thermocline.data.presets import Plan
 from thermocline.data.synth import SyntheticAds
-from thermocline.reproduce import models_report
+from thermocline.reproduce import disk, models_report
 from thermocline.reproduce.experiment import Experiment, Json, Section, Setup, Step, Work
-from thermocline.tables.arrays import Keys
+from thermocline.tables import bulk
 from thermocline.tables.mem import MemTier
 from thermocline.tables.optimizers import RowWiseAdagrad
 from thermocline.tables.ssd import SsdStore
@@ -28,14 +26,18 @@ DEPTH = 4
 OPTIMIZER, DENSE_LR = RowWiseAdagrad(lr=0.05), 1e-3
 BATCH_IDS = 1 << 18
 """Ids of a batch where memory allows it."""
-SECONDS = 60.0
-"""Of training in the full run, per model."""
+SECONDS = {"tiers": (45.0, 12.0), "memory": (20.0, 4.0)}
+"""Of training in the full run, per model, on a CPU and on a GPU: rows that are all in one tier need no warming up."""
 POINTS = 60
 """Of a curve at most."""
 _OVERHEAD = 64  # bytes that a row takes beside itself: index, metadata
-_FILL = 1 << 20  # rows at a time
+_PROBED = 4 << 30  # bytes of the file whose random reads are the disk's rate
+_FILLS = 4e6  # rows a second that fill_store makes, about
 _SPARE = 120.0  # seconds of a step that are kept for a commit
-_COMMITS = 12  # of the store in a run
+WARM = 8
+"""Batches on a GPU before the time counts: its kernels are compiled by then."""
+COMMIT_SECONDS = 6.0
+"""The store commits as often, and once at least."""
 
 
 def preset(setup: Setup, name: str) -> str:
@@ -59,27 +61,46 @@ def everything_fits(setup: Setup, plan: Plan) -> bool:
     return plan.keys * (plan.row_bytes + _OVERHEAD) * 1.1 < setup.memory
 
 
+def seconds(setup: Setup, side: str) -> float:
+    """Of training."""
+    return setup.seconds(*SECONDS[side])
+
+
 def steps(setup: Setup) -> list[Step]:
-    made = []
+    """On a GPU also the disk's rate, which bounds what lies below it."""
+    made = [_disk(setup)] if setup.device == "cuda" else []
     for name in NAMES:
         plan = Plan.of(preset(setup, name))
         sides = ["tiers", *(["memory"] if everything_fits(setup, plan) else [])]
         for side in sides:
             settings = {
-                "preset": preset(setup, name), "side": side, "seconds": SECONDS * setup.effort, "seed": setup.seed,
-                "device": setup.device, "batch": batch_size(setup, plan), "depth": DEPTH, "commits": _COMMITS,
-                "optimizer": dataclasses.asdict(OPTIMIZER), "dense_lr": DENSE_LR, "store_memory": store_memory(plan),
+                "preset": preset(setup, name), "side": side, "seconds": seconds(setup, side), "seed": setup.seed,
+                "device": setup.device, "batch": batch_size(setup, plan), "depth": DEPTH,
+                "commit_seconds": COMMIT_SECONDS, "optimizer": dataclasses.asdict(OPTIMIZER), "dense_lr": DENSE_LR,
+                "store_memory": store_memory(plan),
             }  # fmt: skip
 
             def run(work: Work, plan: Plan = plan, side: str = side) -> Json | None:
-                return _run(setup, plan, side == "tiers", work)
+                return _run(setup, plan, side, work)
 
-            seconds = 2 + SECONDS * setup.effort + plan.keys / 1e6
-            made.append(Step(name=f"{name}, {side}", settings=settings, seconds=seconds, run=run))
+            expected = 2 + seconds(setup, side) + plan.keys / _FILLS
+            made.append(Step(name=f"{name}, {side}", settings=settings, seconds=expected, run=run))
     return made
 
 
-def _run(setup: Setup, plan: Plan, tiers: bool, work: Work) -> Json | None:
+def _disk(setup: Setup) -> Step:
+    """Random reads a second of this disk."""
+
+    def run(work: Work) -> Json:
+        disk.write_file(work.folder / "file", size)
+        return {"reads_per_s": disk.reads_per_second(work.folder)}
+
+    size = setup.count(_PROBED, 8 << 20)
+    settings = {"bytes": size, "seconds": disk.SECONDS, "threads": disk.THREADS, "cores": setup.cores}
+    return Step(name="disk", settings=settings, seconds=10, run=run)
+
+
+def _run(setup: Setup, plan: Plan, side: str, work: Work) -> Json | None:
     """One model: every row exists, in the lowest tier, before the first batch."""
     import torch
 
@@ -87,24 +108,22 @@ def _run(setup: Setup, plan: Plan, tiers: bool, work: Work) -> Json | None:
     from thermocline.reproduce.training import stream, table as make_table
 
     ads = SyntheticAds.preset(f"{plan.name}/{plan.scale:g}", batch_size=batch_size(setup, plan), seed=setup.seed)
-    folder = work.folder / "rows"
+    folder, tiers = work.folder / "rows", side == "tiers"
     with contextlib.closing(make_table(plan.dim, OPTIMIZER, setup, hbm=1 << 20, mem=8 << 20)) as small:
         if tiers and not _fill(folder, small.tier, ads, store_memory(plan), work):
             return None
-    whole = round(plan.keys * (plan.row_bytes + _OVERHEAD) * 1.1) + (64 << 20)
-    budgets: dict[str, Any] = {"hbm": whole, "mem": whole}
+    budgets = _whole(setup, plan)
     if tiers:
         budgets = {"hbm": plan.hbm, "mem": plan.mem, "ssd": folder, "ssd_mem": store_memory(plan)}
     with contextlib.closing(make_table(plan.dim, OPTIMIZER, setup, **budgets)) as table:
         if not tiers:
-            for keys in _pieces(ads, 0):
-                table.tier.push(keys, table.tier.initial_rows(keys), dirty=False)
+            bulk.fill_top(table, bulk.pieces(ads, 1 << 20))
         torch.manual_seed(setup.seed)
         config = ModelConfig(name="dnn", dim=plan.dim, hidden=plan.hidden, dropout=0.0, batch_norm=False)
         model = build(config, table, plan.fields)
         if table.hbm is not None:
             model.to(table.hbm.device)
-        log = _Log(table, max(0.2, min(SECONDS * setup.effort, work.left - 30)), work)
+        log = _Log(table, max(0.2, min(seconds(setup, side), work.left - 30)), work)
         dense = [torch.optim.Adam(model.parameters(), lr=DENSE_LR)]
         stages = stream(ads, table, model, dense, depth=DEPTH, after=log.after)
         record = log.record(stages)
@@ -112,28 +131,29 @@ def _run(setup: Setup, plan: Plan, tiers: bool, work: Work) -> Json | None:
     return {**record, "plan": json.loads(json.dumps(dataclasses.asdict(plan))), "batch_examples": ads.batch_size}
 
 
-def _pieces(ads: SyntheticAds, first: int) -> Iterator[Keys]:
-    """All keys from `first` on."""
-    total = sum(ads.keys)
-    for begin in range(first, total, _FILL):
-        yield ads.some_keys(begin, min(total, begin + _FILL))
+def _whole(setup: Setup, plan: Plan) -> dict[str, Any]:
+    """Budgets that hold all rows in the top tier; what of DRAM is then below HBM holds nothing."""
+    dram = round(plan.keys * (plan.row_bytes + _OVERHEAD) * 1.1) + (64 << 20)
+    if setup.device != "cuda":
+        return {"hbm": 0, "mem": dram}
+    from thermocline.tables.hbm import bytes_for
+
+    return {"hbm": bytes_for(round(1.02 * plan.keys), plan.dim + 1) + (64 << 20), "mem": 4 << 30}
 
 
 def _fill(folder: Path, tier: MemTier, ads: SyntheticAds, memory: int, work: Work) -> bool:
-    """A row on SSD for every key, merged. One that was cut short goes on. False: time is up."""
+    """A row on SSD for every key. One that was cut short goes on. False: time is up."""
     total = sum(ads.keys)
-    with SsdStore.open(folder, row_bytes=tier.row_bytes, mem_budget=memory, background_merge=False) as store:
+    with SsdStore.open(folder, row_bytes=tier.row_bytes, mem_budget=memory) as store:
         done = int(store.note or b"0")
         if done == total:
             return True
-        for keys in _pieces(ads, done):
-            store.put(keys, tier.initial_rows(keys).view(np.uint8))
-            done += len(keys)
+
+        def after(done: int) -> bool:
             work.tell(0.5 * done / total)
-            if work.left < _SPARE and done < total:
-                break
-        if done == total:
-            store.merge()
+            return work.left > _SPARE
+
+        done = bulk.fill_store(store, ads, tier.initial_rows, done=done, after=after)
         _commit(store, str(done).encode())
         return done == total
 
@@ -153,15 +173,21 @@ class _Log:
         self._rows: list[dict[str, float]] = []
         self._examples: list[int] = []
         self._commits = 0
+        self._stored = 0 if table.store is None else len(table.store)  # now, when there is no log to read through
+        self._warm = WARM if table.hbm is not None and table.hbm.device.type == "cuda" else 0
+        self._warmed = 0.0  # seconds until then
         self._begin = time.perf_counter()
         self._start = self._counters(())
 
     def after(self, batch: Any, logits: Any, stages: Sequence[Any]) -> bool:
         self._examples.append(batch.examples)
         self._rows.append(self._counters(stages))
-        elapsed = time.perf_counter() - self._begin
+        if len(self._rows) <= self._warm:
+            self._warmed = time.perf_counter() - self._begin
+            return True
+        elapsed = time.perf_counter() - self._begin - self._warmed
         self._work.tell(0.5 + 0.5 * elapsed / self._seconds)
-        if self._table.store is not None and elapsed > (self._commits + 1) * self._seconds / _COMMITS:
+        if self._table.store is not None and elapsed > (self._commits + 1) * min(COMMIT_SECONDS, self._seconds / 2):
             _commit(self._table.store, self._table.store.note)
             self._commits += 1
         return elapsed < self._seconds or len(self._rows) < 4
@@ -175,9 +201,10 @@ class _Log:
             counts |= {"hbm_hits": top.ids - top.misses, "hbm_all": top.ids}
             counts |= {"mem_hits": mem.read_hits, "mem_all": mem.reads}
         if store is not None:
-            disk = store.stats()
-            counts |= {"bytes_read": disk.bytes_read, "bytes_written": disk.bytes_written, "merges": disk.merges}
-            counts |= {"disk_bytes": disk.disk_bytes, "merged": disk.merge_bytes_read + disk.merge_bytes_written}
+            below = store.stats()
+            counts |= {"bytes_read": below.bytes_read, "bytes_written": below.bytes_written, "merges": below.merges}
+            counts |= {"disk_bytes": below.disk_bytes, "merged": below.merge_bytes_read + below.merge_bytes_written}
+            counts["reads"] = below.reads
         return counts
 
     def record(self, stages: Sequence[Any]) -> dict[str, Json]:
@@ -199,7 +226,7 @@ class _Log:
             "examples_per_s": sum(self._examples[half:]) / seconds,
             "points": points,
             "stage_ms": {stage.name: stage.busy_seconds / max(1, stage.items) * 1000 for stage in stages},
-            "rows": 0 if store is None else len(store),
+            "rows": self._stored,
             "row_bytes": self._table.tier.row_bytes,
             "mem_budget": mem.budget,
             "hbm_budget": 0 if self._table.hbm is None else self._table.hbm.budget,
@@ -210,7 +237,8 @@ class _Log:
 def section(setup: Setup, results: Mapping[str, Json]) -> Section:
     tiers = {name: results[f"{name}, tiers"] for name in NAMES}
     memory = {name: results[f"{name}, memory"] for name in NAMES if f"{name}, memory" in results}
-    return models_report.section(setup, tiers, memory)
+    reads = results["disk"]["reads_per_s"] if "disk" in results else None
+    return models_report.section(setup, tiers, memory, reads, COMMIT_SECONDS)
 
 
 EXPERIMENT = Experiment(title="Models A to E: speed, tiers, disk and stages", steps=steps, section=section)

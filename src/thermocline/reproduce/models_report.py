@@ -9,11 +9,23 @@ from thermocline.reproduce.experiment import Claim, Figure, Json, Section, Serie
 MB = 1e6
 STAGES = ("read", "collect", "pull", "load", "train")
 
+BOUND = 0.8
+"""What is asked of the tiers, as a share of the slower of HBM and disk."""
+
 Runs = Mapping[str, Json]
 
 
-def section(setup: Setup, tiers: Runs, memory: Runs) -> Section:
-    """Of the runs through the tiers, and of those with everything in the top one, by model."""
+def fits_hbm(run: Json) -> bool:
+    """Whether all rows fit the model's share of the source's HBM."""
+    return bool(run["plan"]["keys"] * run["row_bytes"] <= run["plan"]["hbm"])
+
+
+def section(setup: Setup, tiers: Runs, memory: Runs, reads: float | None, every: float) -> Section:
+    """Of the runs through the tiers, and of those with everything in the top one, by model.
+
+    reads   that this disk answers in a second; none: not measured
+    every   so many seconds the store commits
+    """
     top = "HBM" if setup.device == "cuda" else "DRAM"
     figures = [_speed(tiers, memory, top), _stages(tiers)]
     if setup.device == "cuda":
@@ -25,21 +37,90 @@ def section(setup: Setup, tiers: Runs, memory: Runs) -> Section:
         text=[
             f"The source's models with keys and bytes divided by {setup.scale:,.0f}, nonzeros and dense layers as they "
             "are, and the budgets of its cluster (1 TB of HBM, 4 TB of DRAM) divided alike. Every key has a row on SSD "
-            "before the first batch, and all tiers above are empty. The store commits twelve times; speed is "
-            "that of its second half.",
+            f"before the first batch, and all tiers above are empty. The store commits every {every:g} seconds, or "
+            "once; speed is that of the second half.",
             f"The index and buffers of the SSD store are beside the DRAM budget: {first['store_mem'] / MB:,.0f} MB for "
             f"model {next(iter(tiers))}. Everything in {top} is the same training with a budget that holds all rows, "
             "where this machine has it.",
         ],
-        parts=[_table(setup, tiers, memory, top), *figures],
-        claims=[_disk_claim(tiers)],
+        parts=[_table(setup, tiers, memory, top), *_bounds(tiers, memory, reads), *figures],
+        claims=[_disk_claim(tiers), *_bound_claims(tiers, memory, reads)],
     )
+
+
+def _second_half(run: Json) -> list[Json]:
+    return run["points"][len(run["points"]) // 2 :]  # type: ignore[no-any-return]
+
+
+def _reads(run: Json) -> float:
+    """Of the SSD per batch, in the second half."""
+    last = _second_half(run)
+    return float(sum(point["reads"] for point in last) / sum(point["batches"] for point in last))
+
+
+def _allowed(run: Json, reads: float) -> float | None:
+    """Examples/s that the disk allows; none: nothing is read."""
+    return run["batch_examples"] * reads / _reads(run) if _reads(run) else None
+
+
+def _bounds(tiers: Runs, memory: Runs, reads: float | None) -> list[Table]:
+    """What HBM and the disk allow, where the disk's rate is known."""
+    if reads is None:
+        return []
+    rows = []
+    for name, run in tiers.items():
+        whole, by_disk, here = memory.get(name), _allowed(run, reads), run["examples_per_s"]
+        bounds = [rate for rate in (whole and whole["examples_per_s"], by_disk) if rate]
+        rows.append(
+            (
+                name, "yes" if fits_hbm(run) else "no", here, whole and whole["examples_per_s"], _reads(run), by_disk,
+                here / min(bounds) if bounds else None,
+            )
+        )  # fmt: skip
+    return [
+        Table(
+            name="bounds",
+            title="Against what HBM and the disk allow",
+            columns=(
+                "model", "fits HBM", "examples/s", "examples/s, all in HBM", "SSD reads a batch",
+                "examples/s that the disk allows", "share of the smaller",
+            ),
+            rows=rows,
+            predicted=("examples/s that the disk allows", "share of the smaller"),
+            note=f"This disk answers {reads:,.0f} random reads of 4 KB a second, measured past the page cache with "
+            "nothing else going on. Examples/s that it allows: examples a batch x that / SSD reads a batch. A read of "
+            "the store may be of several neighbouring pages.",
+        )
+    ]  # fmt: skip
+
+
+def _bound_claims(tiers: Runs, memory: Runs, reads: float | None) -> list[Claim]:
+    if reads is None:
+        return []
+    claims = []
+    for name, run in tiers.items():
+        if fits_hbm(run) or name not in memory:
+            continue
+        here, whole, by_disk = run["examples_per_s"], memory[name]["examples_per_s"], _allowed(run, reads)
+        bound = whole if by_disk is None else min(whole, by_disk)
+        words = "nothing was read from SSD" if by_disk is None else (
+            f"the disk allows {run['batch_examples']:,} examples x {reads:,.0f} reads/s / {_reads(run):,.0f} reads a "
+            f"batch = {by_disk:,.0f}"
+        )  # fmt: skip
+        claims.append(
+            Claim(
+                text=f"model {name}, larger than HBM, is trained at {BOUND} or more of what HBM and the disk allow",
+                holds=here >= BOUND * bound,
+                detail=f"{here:,.0f} examples/s; everything in HBM {whole:,.0f}; {words}; share {here / bound:.2f}",
+            )
+        )
+    return claims
 
 
 def _table(setup: Setup, tiers: Runs, memory: Runs, top: str) -> Table:
     rows = []
     for name, run in tiers.items():
-        plan, last = run["plan"], run["points"][len(run["points"]) // 2 :]
+        plan, last = run["plan"], _second_half(run)
         whole = memory.get(name)
         rows.append(
             (

@@ -33,12 +33,19 @@ def _launch() -> Any:
     return importlib.import_module("baselines.mpi_ps.launch")
 
 
-def train(config: Config, ranks: int, folder: Path, limit: float) -> list[dict[str, Any]]:
-    """The events of its metrics.jsonl: as a `thermocline train` of the same config writes them, with "seconds"."""
+def train(
+    config: Config, ranks: int, folder: Path, limit: float, *, seconds: float | None = None
+) -> list[dict[str, Any]]:
+    """The events of its metrics.jsonl: as a `thermocline train` of the same config writes them, with "seconds".
+
+    limit     of the whole, after which it is an error
+    seconds   of training, if it is not to go on to the config's end
+    """
     launch = _launch()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rival.toml"
     published.publish(path, config.to_toml().encode())
     arguments = ["-m", "baselines.mpi_ps", str(path), "--set", f"train.run_dir={folder / 'rival'}"]
+    arguments += ["--seconds", str(seconds)] if seconds is not None else []
     command, what = launch.command(ranks, arguments), f"the MPI rival with {ranks} ranks"
     return events_of(what, command, launch.environment(), folder / "rival", limit)

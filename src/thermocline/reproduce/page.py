@@ -41,8 +41,10 @@ class Chapter:
     name: str
     title: str
     section: Section | None
-    environments: Sequence[dict[str, Any]]
-    """Of its steps."""
+    setup: Setup
+    """Of its steps: that of the machine which made them."""
+    environments: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """Of its steps, by name."""
     missing: str = ""
 
 
@@ -51,7 +53,8 @@ def write(folder: Path, chapters: Sequence[Chapter], setup: Setup, command: str)
     for name in ("tables", "figures"):
         published.make_folder(folder / name)
     for chapter in chapters:
-        about = {"command": command, "setup": dataclasses.asdict(setup), "made_by": _distinct(chapter.environments)}
+        made_by = _distinct(chapter.environments)
+        about = {"command": command, "setup": dataclasses.asdict(chapter.setup), "made_by": made_by}
         for part in chapter.section.parts if chapter.section else ():
             stem = f"{chapter.name}-{part.name}"
             published.publish(folder / "tables" / f"{stem}.json", tables.as_json(part, about))
@@ -68,7 +71,7 @@ def write(folder: Path, chapters: Sequence[Chapter], setup: Setup, command: str)
 def render(chapters: Sequence[Chapter], setup: Setup, command: str) -> str:
     """The page's HTML."""
     links = "".join(f'<li><a href="#{c.name}">{escape(c.title)}</a></li>' for c in chapters)
-    body = "".join(_chapter(chapter, setup, command) for chapter in chapters)
+    body = "".join(_chapter(chapter) for chapter in chapters)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -81,19 +84,22 @@ def render(chapters: Sequence[Chapter], setup: Setup, command: str) -> str:
 
 
 def _sizes(setup: Setup) -> str:
-    check = "" if setup.asserted else " Too short to prove the claims: they are shown, not asserted."
+    check = "" if setup.asserted else (
+        " Too short to prove the claims: they are shown, not asserted. Its speeds are of seconds, beside start-up and "
+        "cold tiers: not to be compared with a full run's, nor with anyone's."
+    )  # fmt: skip
     return (
         f"Models are the source's divided by {setup.scale:,.0f}; {setup.effort:g} of the full training; "
-        f"seed {setup.seed}; on {'a GPU' if setup.device == 'cuda' else 'the CPU'}.{check}"
+        f"seed {setup.seed}. Which machine made a figure stands below it.{check}"
     )
 
 
-def _chapter(chapter: Chapter, setup: Setup, command: str) -> str:
+def _chapter(chapter: Chapter) -> str:
     head = f'<section id="{chapter.name}"><h2>{escape(chapter.title)}</h2>'
     if chapter.section is None:
         return f'{head}<p class="missing">{escape(chapter.missing)}</p></section>'
     text = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in chapter.section.text)
-    made = _made(chapter, setup, command)
+    made = _made(chapter)
     parts = "".join(_part(chapter.name, part, made) for part in chapter.section.parts)
     return f'{head}{text}{_claims(chapter.section.claims)}<div class="parts">{parts}</div></section>'
 
@@ -101,8 +107,13 @@ def _chapter(chapter: Chapter, setup: Setup, command: str) -> str:
 def _claims(claims: Sequence[Claim]) -> str:
     if not claims:
         return ""
-    lines = (f'<li class="{"holds" if c.holds else "fails"}">{escape(c.text)}: {escape(c.detail)}</li>' for c in claims)
-    return f'<ul class="claims">{"".join(lines)}</ul>'
+    return f'<ul class="claims">{"".join(map(_claim, claims))}</ul>'
+
+
+def _claim(claim: Claim) -> str:
+    """Whether it holds is a word: colours and signs do not reach everyone."""
+    kind, word = ("holds", "Holds") if claim.holds else ("fails", "Does not hold")
+    return f'<li class="{kind}"><strong>{word}</strong>: {escape(claim.text)}: {escape(claim.detail)}</li>'
 
 
 def _part(chapter: str, part: Table | Figure, made: str) -> str:
@@ -153,15 +164,21 @@ def _kinds(part: Table | Figure) -> str:
     return "Shown: " + ", ".join({"paper": "the paper's own"}.get(name, name) for name in found) + "."
 
 
-def _made(chapter: Chapter, setup: Setup, command: str) -> str:
-    machines = " · ".join(escape(machine.words(environment)) for environment in _distinct(chapter.environments))
-    several = "Steps were made by several machines or builds: " if len(_distinct(chapter.environments)) > 1 else ""
-    return f"<code>{escape(command)}</code>; scale 1/{setup.scale:g}, seed {setup.seed}. {several}{machines}"
+def _made(chapter: Chapter) -> str:
+    """Commands and machines; of several, which made which steps."""
+    several = _distinct(chapter.environments)
+    size = f"Scale 1/{chapter.setup.scale:g}, {chapter.setup.effort:g} of the full training, seed {chapter.setup.seed}."
+    lines = [f"<code>{escape(e['command'])}</code>: {escape(machine.words(e))}" for e in several]
+    if len(several) > 1:
+        lines = [f"{escape('; '.join(e['steps']))}: {line}" for e, line in zip(several, lines, strict=True)]
+        size += " Its steps were made by several machines, builds or commands:"
+    return f"{size} {' · '.join(lines)}"
 
 
-def _distinct(environments: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One per machine and build: that of its last step."""
-    last: dict[str, dict[str, Any]] = {}
-    for environment in sorted(environments, key=lambda e: str(e["date"])):
-        last[str({name: value for name, value in environment.items() if name != "date"})] = dict(environment)
-    return list(last.values())
+def _distinct(environments: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One per machine, build and command, with its steps and the date of the last of them."""
+    found: dict[str, dict[str, Any]] = {}
+    for step, environment in sorted(environments.items(), key=lambda item: str(item[1]["date"])):
+        key = str({name: value for name, value in environment.items() if name != "date"})
+        found[key] = {**environment, "steps": [*found.get(key, {}).get("steps", []), step]}
+    return list(found.values())

@@ -25,11 +25,19 @@ PLACES = {
 
 def find(name: str) -> Experiment | str:
     """The experiment of a place, or why there is none."""
-    if name not in present():
+    experiment = load(name)
+    if experiment is None:
         return "This version does not have this experiment."
-    module = importlib.import_module(f"thermocline.reproduce.{name}")
-    why: str | None = module.missing() if hasattr(module, "missing") else None
-    return module.EXPERIMENT if why is None else f"Not on this machine: {why}."
+    why: str | None = getattr(importlib.import_module(f"thermocline.reproduce.{name}"), "missing", lambda: None)()
+    return experiment if why is None else f"Not on this machine: {why}."
+
+
+def load(name: str) -> Experiment | None:
+    """The experiment of a place, whether or not it can run on this machine; none: there is none."""
+    if name not in present():
+        return None
+    experiment: Experiment = importlib.import_module(f"thermocline.reproduce.{name}").EXPERIMENT
+    return experiment
 
 
 def choose(only: Sequence[str]) -> dict[str, Experiment | str]:

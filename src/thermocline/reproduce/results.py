@@ -1,6 +1,8 @@
 """What each step gave, kept as one JSON file per step: whole or not there, and found again by what it depends on.
 
-The files know no machine's folders: copied elsewhere, a reproduction goes on there. Each says where it was made.
+The files know no machine's folders: copied elsewhere, a reproduction goes on there. Each says where and by which
+command it was made. Beside the steps of an experiment that is complete, setup.json says for which setup: one that
+needed another machine is not begun again here.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import thermocline
 from thermocline import published
 from thermocline.errors import CorruptionError
 from thermocline.reproduce import machine
-from thermocline.reproduce.experiment import Json, Step
+from thermocline.reproduce.experiment import Json, Setup, Step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,14 +35,15 @@ class Result:
 class Results:
     """The steps of one reproduction's folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, command: str) -> None:
         self._steps = folder / "steps"
         self._work = folder / "work"
+        self._command = command
 
     @classmethod
-    def open(cls, folder: str | Path) -> Self:
-        """Makes the folder if it is not there."""
-        made = cls(Path(folder))
+    def open(cls, folder: str | Path, command: str = "") -> Self:
+        """Makes the folder if it is not there. What is put is made by `command`."""
+        made = cls(Path(folder), command)
         published.make_folder(made._steps)
         return made
 
@@ -58,7 +61,7 @@ class Results:
     def put(self, experiment: str, step: Step, value: Json, seconds: float) -> Result:
         """Keeps a result; the step's own folder is no longer needed."""
         published.require_json(value, f"the result of {experiment}, {step.name}")
-        environment = machine.describe()
+        environment = {**machine.describe(), "command": self._command}
         record = {
             "experiment": experiment,
             "step": step.name,
@@ -72,6 +75,22 @@ class Results:
         published.publish(path, json.dumps(record, indent=1).encode() + b"\n")
         self.forget_work(experiment, step)
         return Result(value, environment, seconds)
+
+    def complete(self, experiment: str, setup: Setup) -> None:
+        """All steps of this setup are done."""
+        path = self._steps / experiment / "setup.json"
+        published.make_folder(path.parent)
+        published.publish(path, json.dumps(dataclasses.asdict(setup), indent=1).encode() + b"\n")
+
+    def completed(self, experiment: str) -> Setup | None:
+        """The setup that was last complete, on whatever machine."""
+        path = self._steps / experiment / "setup.json"
+        try:
+            return Setup(**json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise CorruptionError(f"{path} is damaged ({error}): remove it") from None
 
     def work(self, experiment: str, step: Step) -> Path:
         """The folder of a step that is not done."""

@@ -11,9 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from thermocline.reproduce import page
+from thermocline.reproduce import page, places
 from thermocline.reproduce.experiment import STEP_SECONDS, Claim, Experiment, Setup, Step, Work
-from thermocline.reproduce.places import PLACES
 from thermocline.reproduce.results import Result, Results
 
 
@@ -34,32 +33,80 @@ def run(
     command: str,
     *,
     limit: float = STEP_SECONDS,
+    here: bool = False,
 ) -> Outcome:
-    """Does what is still to do of the chosen experiments, and writes the report. Interrupted, it goes on next time."""
-    results = Results.open(folder)
-    plans = {name: list(found.steps(setup)) for name, found in chosen.items() if not isinstance(found, str)}
-    _check(plans)
-    todo = [(n, step) for n, steps in plans.items() for step in steps if results.get(n, step) is None]
-    spent = [(step.seconds, r.seconds) for n, steps in plans.items() for step in steps if (r := results.get(n, step))]
+    """Does what is still to do of the chosen experiments, and writes the report. Interrupted, it goes on next time.
+
+    here   also what is complete for another machine (a GPU's, a larger one's) is done again on this one
+    """
+    results = Results.open(folder, command)
+    plans = {name: _plan(name, found, setup, results, here) for name, found in chosen.items()}
+    todo: dict[tuple[str, str], Step] = {}
+    spent = []
+    for plan in plans.values():
+        for step in plan.steps:
+            found = results.get(plan.home(step), step)
+            if found is None:
+                todo[plan.home(step), step.name] = step
+            else:
+                spent.append((step.seconds, found.seconds))
     done = 0
     try:
-        with _Watch(todo, spent) as watch:
-            for name, step in todo:
+        with _Watch([(name, step) for (name, _), step in todo.items()], spent) as watch:
+            for (name, _), step in todo.items():
                 with watch.step(name, step) as tell:
                     result = _finish(results, name, step, limit, tell)
                 watch.done(name, step, result.seconds)
                 done += 1
     finally:
-        chapters = [_chapter(name, found, setup, plans.get(name, []), results) for name, found in chosen.items()]
+        chapters = [_chapter(plan, results) for plan in plans.values()]
         written = page.write(Path(folder), chapters, setup, command)
     claims = [claim for chapter in chapters if chapter.section for claim in chapter.section.claims]
     return Outcome(written, done, claims)
 
 
-def _check(plans: Mapping[str, Sequence[Step]]) -> None:
-    for name, steps in plans.items():
-        names = [step.name for step in steps]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    """What an experiment is made of: its steps, and the setup that they belong to."""
+
+    name: str
+    experiment: Experiment | None
+    missing: str
+    setup: Setup
+    steps: Sequence[Step] = ()
+
+    def home(self, step: Step) -> str:
+        return step.home or self.name
+
+    def results(self, results: Results) -> dict[str, Result]:
+        """Of those that are done, by name."""
+        found = {step.name: results.get(self.home(step), step) for step in self.steps}
+        return {name: result for name, result in found.items() if result is not None}
+
+
+def _plan(name: str, found: Experiment | str, setup: Setup, results: Results, here: bool) -> _Plan:
+    """For this machine; or, complete, for the machine where it was made, unless that lacked this one's GPU."""
+    made = results.completed(name)
+    if isinstance(found, str):
+        other = places.load(name)
+        plan = _Plan(name, None, found, setup)
+    else:
+        other = found
+        plan = _Plan(name, found, "", setup, list(found.steps(setup)))
+        names = [step.name for step in plan.steps]
         assert len(set(names)) == len(names), f"{name}: two steps have one name"
+        if len(plan.results(results)) == len(plan.steps):
+            return plan
+    if (
+        made is None
+        or other is None
+        or here
+        or not made.asks_as(setup)
+        or (made.device, setup.device) == ("cpu", "cuda")
+    ):
+        return plan
+    elsewhere = _Plan(name, other, "", made, list(other.steps(made)))
+    return elsewhere if len(elsewhere.results(results)) == len(elsewhere.steps) else plan
 
 
 def _finish(results: Results, name: str, step: Step, limit: float, tell: Any) -> Result:
@@ -75,17 +122,19 @@ def _finish(results: Results, name: str, step: Step, limit: float, tell: Any) ->
             return results.put(name, step, value, spent)
 
 
-def _chapter(name: str, found: Experiment | str, setup: Setup, steps: list[Step], results: Results) -> page.Chapter:
-    if isinstance(found, str):
-        return page.Chapter(name=name, title=PLACES.get(name, name), section=None, environments=(), missing=found)
-    title = found.title
-    got = {step.name: result for step in steps if (result := results.get(name, step)) is not None}
-    environments = [result.environment for result in got.values()]
-    if len(got) < len(steps):
-        missing = f"{len(got)} of {len(steps)} steps are done: the same command goes on."
-        return page.Chapter(name=name, title=title, section=None, environments=environments, missing=missing)
-    section = found.section(setup, {step: result.value for step, result in got.items()})
-    return page.Chapter(name=name, title=title, section=section, environments=environments)
+def _chapter(plan: _Plan, results: Results) -> page.Chapter:
+    name, found = plan.name, plan.experiment
+    if found is None:
+        title = places.PLACES.get(name, name)
+        return page.Chapter(name=name, title=title, section=None, setup=plan.setup, missing=plan.missing)
+    got = plan.results(results)
+    if len(got) < len(plan.steps):
+        missing = f"{len(got)} of {len(plan.steps)} steps are done: the same command goes on."
+        return page.Chapter(name=name, title=found.title, section=None, setup=plan.setup, missing=missing)
+    results.complete(name, plan.setup)
+    section = found.section(plan.setup, {step: result.value for step, result in got.items()})
+    made = {step: result.environment for step, result in got.items()}
+    return page.Chapter(name=name, title=found.title, section=section, setup=plan.setup, environments=made)
 
 
 class _Watch:

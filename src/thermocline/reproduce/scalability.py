@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Mapping
 from typing import Any
@@ -17,10 +16,6 @@ from thermocline.settings import flatten
 KEYS, FIELDS, DIM, HIDDEN, BATCH, STEPS, LOGS = 1_000_000, 26, 8, (256, 128), 1024, 600, 6
 NODES = (2, 4, 8, 16)
 """Machines like this one, of predictions."""
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def measured(count: int) -> list[int]:
@@ -39,7 +34,7 @@ def config(setup: Setup, ranks: int) -> Config:
 
 def steps(setup: Setup) -> list[Step]:
     made = []
-    for ranks in measured(cores()):
+    for ranks in measured(setup.cores):
         wanted = config(setup, ranks)
         settings = {name: list(v) if isinstance(v, tuple) else v for name, v in flatten(wanted.resolve())}
 
@@ -52,7 +47,7 @@ def steps(setup: Setup) -> list[Step]:
         seconds = 8 + wanted.train.log_every * LOGS * BATCH / 25_000
         made.append(Step(name=f"{ranks} ranks", settings={**settings, "ranks": ranks}, seconds=seconds, run=run))
     alone = {name: list(v) if isinstance(v, tuple) else v for name, v in flatten(config(setup, 1).resolve())}
-    settings = {**alone, "cores": cores(), "nodes": list(NODES)}
+    settings = {**alone, "cores": setup.cores, "nodes": list(NODES)}
     made.append(Step(name="predictions", settings=settings, seconds=40, run=lambda work: _predict(setup, work)))
     return made
 
@@ -73,9 +68,11 @@ def _predict(setup: Setup, work: Work) -> Json:
         found: Any = predict(load, cluster, part).to_json()
         return float(found["examples_per_s"])
 
-    here = [{"ranks": ranks, "examples_per_s": rate(1, ranks)} for ranks in measured(cores())]
-    beyond = [{"ranks": nodes * cores(), "nodes": nodes, "examples_per_s": rate(nodes, cores())} for nodes in NODES]
-    return {"cores": cores(), "here": here, "beyond": beyond}
+    here = [{"ranks": ranks, "examples_per_s": rate(1, ranks)} for ranks in measured(setup.cores)]
+    beyond = [
+        {"ranks": nodes * setup.cores, "nodes": nodes, "examples_per_s": rate(nodes, setup.cores)} for nodes in NODES
+    ]
+    return {"cores": setup.cores, "here": here, "beyond": beyond}
 
 
 # ---- what it shows

@@ -177,6 +177,15 @@ class SsdStore:
         keys = as_keys(keys)
         self._core.put(keys, as_rows(rows, len(keys), self._row_bytes))
 
+    def load(self, keys: Any, rows: Any) -> None:
+        """As `put`, for bulk: many rows where the store has none become its files at once, without log and merging.
+
+        That is so where no row of the store lies between these keys in the order of their hashes: `tables.bulk` cuts
+        all keys into such pieces. Other rows are put.
+        """
+        keys = as_keys(keys)
+        self._core.load(keys, as_rows(rows, len(keys), self._row_bytes))
+
     def delete(self, keys: Any) -> None:
         """Removes keys; those that are not there are ignored. Seen at once, durable after `commit`."""
         self._core.erase(as_keys(keys))

@@ -1,0 +1,79 @@
+"""A row for every key of a world, at once: as if each had been put, and without a log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import thermocline as tc
+from thermocline.tables import bulk
+from thermocline.tables.ssd import SsdStore
+
+ADS = tc.SyntheticAds(keys=50_000, fields=7, batch_size=8, seed=3)
+
+
+def tier() -> tc.MemTier:
+    return tc.MemTier(4, tc.RowWiseAdagrad(lr=0.1), budget="4MB", seed=5)
+
+
+@pytest.mark.parametrize("piece", [bulk.PIECE, 7_000, 1_000])
+def test_every_key_has_its_row_in_the_files(tmp_path: Path, piece: int) -> None:
+    rows, total = tier(), sum(ADS.keys)
+    told = []
+    with SsdStore.open(tmp_path / "rows", row_bytes=rows.row_bytes) as store:
+        done = bulk.fill_store(store, ADS, rows.initial_rows, piece=piece, after=lambda n: told.append(n) or True)  # type: ignore[func-returns-value]
+        assert done == told[-1] == total == len(store)
+        assert told == sorted(set(told))
+        stats = store.stats()
+        assert (stats.rows_in_base, stats.rows_in_log, stats.merges) == (total, 0, 0)
+        assert stats.bytes_written < 1.3 * stats.bytes_put + 8192 * stats.partitions
+        store.commit()
+        store.check()
+    with SsdStore.open(tmp_path / "rows") as store:
+        keys = ADS.some_keys(0, total)
+        found, values = store.get(keys)
+        assert found.all()
+        assert np.array_equal(values.view(np.float32).reshape(total, -1), rows.initial_rows(keys))
+
+
+def test_a_filling_that_is_cut_short_goes_on(tmp_path: Path) -> None:
+    rows, total, done, calls = tier(), sum(ADS.keys), 0, 0
+    while done < total:
+        calls += 1
+        with SsdStore.open(tmp_path / "rows", row_bytes=rows.row_bytes) as store:
+            end = done + 9_000
+            done = bulk.fill_store(
+                store,
+                ADS,
+                rows.initial_rows,
+                done=done,
+                piece=4_000,
+                after=lambda n, end=end: n < end,  # type: ignore[misc]
+            )
+            store.commit()
+            assert len(store) == done
+    assert 4 < calls < 8
+    with SsdStore.open(tmp_path / "rows") as store:
+        assert store.stats().rows_in_log == 0
+        assert store.get(ADS.some_keys(0, total))[0].all()
+
+
+def test_an_error_of_rows_is_told(tmp_path: Path) -> None:
+    def fails(keys: bulk.Keys) -> bulk.Floats:
+        raise ValueError("no rows today")
+
+    with SsdStore.open(tmp_path / "rows", row_bytes=8) as store, pytest.raises(ValueError, match="no rows today"):
+        bulk.fill_store(store, ADS, fails, piece=1_000)
+
+
+def test_the_top_tier_is_filled_clean() -> None:
+    table = tc.Table(4, tc.SGD(lr=0.1), mem="16MB", device="cpu")
+    bulk.fill_top(table, bulk.pieces(ADS, 9_000))
+    keys = ADS.some_keys(0, sum(ADS.keys))
+    assert len(np.unique(keys)) == len(keys)
+    assert table.tier.stats().resident == len(keys)
+    assert not list(table.tier.dirty_rows())
+    assert np.array_equal(table.tier.read(keys), table.tier.initial_rows(keys))
+    table.close()
