@@ -6,7 +6,8 @@ The machine is measured first (`thermocline plan --measure`). Then trainings are
 sizes, batches, optimizers, ranks, memory. Each is predicted before it runs, with warm caches and all rows there, by
 `tc.Trainer`, in processes of its own. Two figures of each are compared: processor seconds per step, which other load
 disturbs little, and wall seconds per step, which mean something on a quiet machine only: how busy others kept it is
-printed beside. A seed whose errors someone has looked at to change the model is no test any more: take another.
+printed beside. So is the machine's own speed before and after each training, as two probes see it, over that when it was
+measured: a virtual machine's varies, which no model can know. A seed whose errors someone has looked at to change the model is no test any more: take another.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,14 @@ from plan_training import Training
 
 from thermocline.plan.hardware import Hardware
 from thermocline.plan.measure import measure
+from thermocline.plan.network import reference_seconds
 from thermocline.plan.predict import Cluster, Prediction, predict
 from thermocline.plan.workload import workload_of
 
 WITHIN = 0.2
 KINDS = ("memory", "memory + SSD", "2 ranks", "memory", "2 ranks, memory + SSD", "memory")
 """In turns."""
-SECONDS = 2.5
+SECONDS = 2.0
 """Of the part that is measured, as predicted."""
 
 
@@ -73,7 +76,7 @@ def drawn(rng: random.Random, kind: str) -> Training:
 
 def long_enough(training: Training, predicted: Prediction) -> Training:
     """With steps for some seconds; and with SSD, until memory has been filled several times over, and merging runs."""
-    steps = round(min(600, max(30, SECONDS / predicted.seconds)))
+    steps = round(min(600, max(12, SECONDS / predicted.seconds)))
     warm = 20
     if training.share < 1:
         filled = training.keys * training.share / max(1.0, predicted.figures["from_disk"])
@@ -100,18 +103,38 @@ def run(training: Training, folder: Path) -> dict[str, Any]:
     return found
 
 
-def compare(training: Training, hardware: Hardware, folder: Path) -> dict[str, Any]:
+class Probes:
+    """Processor time of a network and of deduplicating ids, over what it was at first."""
+
+    def __init__(self) -> None:
+        self._ids = [tc.SyntheticAds(keys=400_000, fields=26, batch_size=4096, seed=n).batch(0).ids for n in range(8)]
+        self._first = self._now()
+
+    def _now(self) -> np.ndarray[Any, Any]:
+        start = time.process_time()
+        for ids in self._ids:
+            tc.WorkingSet.of(ids)
+        return np.array([reference_seconds(3), time.process_time() - start])
+
+    def __call__(self) -> dict[str, float]:
+        network, dedup = (self._now() / self._first).tolist()
+        return {"network": network, "dedup": dedup}
+
+
+def compare(training: Training, hardware: Hardware, folder: Path, probes: Probes) -> dict[str, Any]:
     work = workload_of(training.config())
     rows = float("inf") if training.share == 1 else training.keys * training.share
     predicted = predict(work, Cluster(mem_rows=rows, ranks=training.ranks), hardware)
     training = long_enough(training, predicted)
+    before = probes()
     with tempfile.TemporaryDirectory(dir=folder) as name, noise() as others:
         measured = run(training, Path(name))
+    slower = {"before": before, "after": probes()}
     if training.share < 1:  # a budget in bytes holds so many rows
         predicted = predict(work, Cluster(mem_rows=measured["mem_rows"], ranks=training.ranks), hardware)
     return {
         "training": dataclasses.asdict(training),
-        "measured": {**measured, **others},
+        "measured": {**measured, **others, "slower": slower},
         "predicted": predicted.to_json(),
         "processor_ratio": predicted.processor_seconds / measured["processor_seconds"],
         "wall_ratio": predicted.seconds / measured["step_seconds"],
@@ -134,6 +157,8 @@ def claims_of(results: dict[str, Any]) -> list[Claim]:
             detail = f"predicted {predicted[key] * 1e3:.2f}, measured {measured[key] * 1e3:.2f} ms a step"
             if what == "wall":
                 detail += f"; others had {measured['others_cpu']:.0%} of the cores"
+                seen = [f"{part[probe]:.2f}" for part in measured["slower"].values() for probe in part]
+                detail += f"; probes took {', '.join(seen)} times as long as at first"
                 if result["training"]["share"] < 1:
                     detail += f"; hits {predicted['figures']['hits']:.3f} and {measured['hits']:.3f}"
             out.append(Claim(f"{name}: {what} time off by", off, WITHIN, unit="", at_most=True, detail=detail))
@@ -159,21 +184,21 @@ def main() -> None:
             hardware = Hardware.load(args.hardware)
         else:
             hardware = measure(name, lambda: console.print("measured a part of the machine"))
-        results, rng = {}, random.Random(args.seed)
+        probes, results, rng = Probes(), {}, random.Random(args.seed)
         for number in range(args.cases):
             training = drawn(rng, KINDS[number % len(KINDS)])
             if args.only and number + 1 not in args.only:
                 continue
             words = title(number, training)
             console.print(words)
-            results[words] = found = compare(training, hardware, Path(name))
+            results[words] = found = compare(training, hardware, Path(name), probes)
+            console.print(f"  {found['measured']['slower']}")
             console.print(f"  processor {found['processor_ratio']:.2f}, wall {found['wall_ratio']:.2f} of the measured")
-    claims = claims_of(results)
-    print_claims("predicted against measured", claims)
-    if args.json:
-        record = {"environment": environment(("torch", "numpy")), "seed": args.seed, "hardware": hardware.to_toml()}
-        record |= {"results": results, "torch_threads": torch.get_num_threads()}
-        write_json(args.json, record, claims)
+            if args.json:
+                record = {"environment": environment(("torch", "numpy")), "seed": args.seed}
+                record |= {"hardware": hardware.to_toml(), "results": results, "torch_threads": torch.get_num_threads()}
+                write_json(args.json, record, claims_of(results))
+    print_claims("predicted against measured", claims_of(results))
 
 
 if __name__ == "__main__":
