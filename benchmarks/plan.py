@@ -6,8 +6,9 @@ The machine is measured first (`thermocline plan --measure`). Then trainings are
 sizes, batches, optimizers, ranks, memory. Each is predicted before it runs, with warm caches and all rows there, by
 `tc.Trainer`, in processes of its own. Two figures of each are compared: processor seconds per step, which other load
 disturbs little, and wall seconds per step, which mean something on a quiet machine only: how busy others kept it is
-printed beside. So is the machine's own speed before and after each training, as two probes see it, over that when it was
-measured: a virtual machine's varies, which no model can know. A seed whose errors someone has looked at to change the model is no test any more: take another.
+printed beside. So is the machine's own speed before and after each training, as two probes see it, over that when it
+was measured: a virtual machine's varies, which no model can know. A seed whose errors someone has looked at to change
+the model is no test any more: take another.
 """
 
 from __future__ import annotations

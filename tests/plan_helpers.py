@@ -20,6 +20,7 @@ CPU = Cpu(
     parameter_ns=2.0,
     example_ns=50.0,
     step_us=1000.0,
+    ahead_us=400.0,
     ask_key_ns=20.0,
     ask_us=100.0,
     exchange_key_ns=30.0,

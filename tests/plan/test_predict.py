@@ -28,6 +28,7 @@ WORK = Workload(
     dense_parameters=10_000,
     network=3.0,
     network_shared=0.75,
+    network_alone=2.0,
     batch=100,
     read_ns=300.0,
 )
@@ -45,7 +46,7 @@ def seconds(prediction: Prediction, what: str) -> float:
 def test_all_in_memory_is_the_sum_of_its_parts_over_the_cores() -> None:
     prediction = predict(WORK, Cluster(), NODE)
     rows = unique(100)
-    ahead = 100 * 300 + 1000 * (10 + 5) + rows * 50
+    ahead = 100 * 300 + 1000 * (10 + 5) + rows * 50 + 1e3 * 400
     shared = 1000 * (2 + 8 * 0.5) * 2 + rows * (4 + 16 * 1)
     shared += 0.75 * 3 * 0.1e6 + 10_000 * 2
     alone = 0.25 * 3 * 0.1e6 + 100 * 50 + 1e3 * 1000  # one thread's
@@ -55,6 +56,13 @@ def test_all_in_memory_is_the_sum_of_its_parts_over_the_cores() -> None:
     assert prediction.slowest_resource == "cores"
     assert prediction.slowest_stage == "train"
     assert prediction.to_json()["examples_per_s"] == pytest.approx(100 / prediction.seconds)
+
+
+def test_ranks_run_the_network_by_one_thread_each() -> None:
+    found = predict(WORK, Cluster(ranks=4), NODE)
+    (network,) = [term for term in found.terms if "the network" in term.what]
+    assert network.processor == pytest.approx(4 * 2.0 * 0.1e-3)
+    assert network.seconds == pytest.approx(2.0 * 0.1e-3)
 
 
 def test_missing_rows_cost_pages_and_writes() -> None:

@@ -43,7 +43,9 @@ class Cpu:
     example_ns: float
     """One example's share of a step beside all this: loss, metrics, labels."""
     step_us: float
-    """A step's fixed cost: Python, autograd, queues."""
+    """A step's fixed cost: Python, autograd, metrics ..."""
+    ahead_us: float
+    """... and that of the threads ahead of it: Python, queues."""
     ask_key_ns: float
     """Over several ranks: one unique key of a rank told to its owner, both sides' work."""
     ask_us: float

@@ -93,9 +93,12 @@ def _rows() -> dict[str, float]:
 
 
 def _row_costs(dim: int) -> dict[str, float]:
-    """Processor seconds per id or row of a training's kernels, in a training's order, on batches never seen before."""
+    """Processor seconds per id or row of a training's kernels, in a training's order, on batches never seen before.
+
+    By one thread: where several wait for each other, processor time is not all work.
+    """
     ads = SyntheticAds(keys=_KEYS, fields=_FIELDS, batch_size=_BATCH, tensors=False)
-    tier = MemTier(dim, Adagrad(lr=0.01), budget=_KEYS * (8 * dim + 90) + (4 << 20))
+    tier = MemTier(dim, Adagrad(lr=0.01), budget=_KEYS * (8 * dim + 90) + (4 << 20), threads=1)
     for piece in np.array_split(_all_keys(ads), 16):
         tier.push(piece, tier.initial_rows(piece))
     grad = np.full((_BATCH * _FIELDS, dim), 1e-3, np.float32)
@@ -103,7 +106,7 @@ def _row_costs(dim: int) -> dict[str, float]:
     for number in range(_BATCHES):
         batch = ads.batch(number)
         laps.start()
-        working_set = WorkingSet.of(batch.ids)
+        working_set = WorkingSet.of(batch.ids, threads=1)
         laps.add("dedup_id", len(batch.ids))
         pins = tier.pin(working_set.keys)
         slots = pins.slots()
@@ -168,35 +171,37 @@ def _steps(rows: dict[str, float], network: float) -> dict[str, float]:
     """What a training with next to no rows and layers costs beside them, by two sizes of batches."""
     settings = ModelConfig(name="lr")
 
-    def step_seconds(size: int) -> float:
+    def step_seconds(size: int) -> tuple[float, float]:
         steps = 60
         ads = SyntheticAds(keys=1000, fields=1, batch_size=size)
-        table = Table(1, Adagrad(lr=0.01), mem="4MB")
+        table = Table(1, Adagrad(lr=0.01), mem="4MB", threads=1)
         model = build(settings, table, 1)
         dense = torch.optim.Adam(model.parameters())
         clock = _StepClock((steps // 2, steps + steps // 2))
         config = TrainConfig(display=False, log_every=10**6, steps=2 * steps)
         Trainer(model, dense, config=config, callbacks=[clock]).fit(ads)
-        used = (clock.times[1] - clock.times[0]) / steps
-        known = sum(rows[name] for name in ("dedup_id_ns", "plan_id_ns", "pool_id_ns", "sum_id_ns")) * 1e-9
+        used, trained = ((after - before) / steps for before, after in zip(*clock.times, strict=True))
+        known = (rows["pool_id_ns"] + rows["sum_id_ns"]) * 1e-9
         layers = network_of(settings, 1, 0, size)["network"] * network
-        return used - size * known - _processor(ads.batch, calls=steps) - layers
+        ahead = used - trained - size * (rows["dedup_id_ns"] + rows["plan_id_ns"]) * 1e-9
+        return trained - size * known - layers, ahead - _processor(ads.batch, calls=steps)
 
     sizes = (512, 16384)
-    small, large = (float(np.median([step_seconds(size) for _ in range(3)])) for size in sizes)
-    each = max(large - small, 1e-9) / (sizes[1] - sizes[0])
-    return {"example_ns": each * 1e9, "step_us": max(small - sizes[0] * each, 1e-6) * 1e6}
+    small, large = (np.median([step_seconds(size) for _ in range(3)], axis=0) for size in sizes)
+    each = max(float(large[0] - small[0]), 1e-9) / (sizes[1] - sizes[0])
+    fixed = max(float(small[0]) - sizes[0] * each, 1e-6)
+    return {"example_ns": each * 1e9, "step_us": fixed * 1e6, "ahead_us": max(float(small[1]), 1e-6) * 1e6}
 
 
 class _StepClock(Callback):
-    """Processor time at some steps."""
+    """Processor time at some steps: of all threads, and of the one that trains."""
 
     def __init__(self, at: tuple[int, int]) -> None:
-        self._at, self.times = at, list[float]()
+        self._at, self.times = at, list[tuple[float, float]]()
 
     def on_step(self, trainer: Any, loss: object) -> None:
         if trainer.progress.step in self._at:
-            self.times.append(time.process_time())
+            self.times.append((time.process_time(), time.thread_time()))
 
 
 # ---- disk

@@ -50,6 +50,8 @@ class Workload:
     """Forward and backward of a step on cores, as timed somewhere: times `network.reference_seconds` there."""
     network_shared: float
     """The part of that which all cores share; the rest is one thread's."""
+    network_alone: float
+    """The same by one thread, as each of several ranks runs it: no thread waits for another."""
     batch: int
     """Examples per rank and step."""
     window: int = 1
@@ -177,7 +179,7 @@ def predict(work: Workload, cluster: Cluster, hardware: Hardware) -> Prediction:
     if cluster.gpu and hardware.gpu is None:
         raise ValueError(f"the cluster is to train on GPUs, but {hardware.name} has none")
     counts = _Counts(work, cluster)
-    terms = [*_read(work, counts, hardware), *_pull(work, cluster, counts, hardware)]
+    terms = [*_read(work, cluster.ranks, counts, hardware), *_pull(work, cluster, counts, hardware)]
     terms += _exchange(work, cluster, counts, hardware)
     terms += _train_gpu(work, counts, hardware) if cluster.gpu else _train_cpu(work, cluster, counts, hardware)
     terms += _dense_sync(work, cluster, hardware)
@@ -225,8 +227,12 @@ def _elsewhere(stage: str, resource: str, seconds: float, what: str) -> Term:
     return Term(stage, resource, seconds, what, 0.0, seconds)
 
 
-def _read(work: Workload, counts: _Counts, hardware: Hardware) -> list[Term]:
-    terms = [_on_cores("read", counts.examples * work.read_ns, hardware, "examples read and parsed, or made up")]
+def _read(work: Workload, ranks: int, counts: _Counts, hardware: Hardware) -> list[Term]:
+    ahead = 1e3 * hardware.cpu.ahead_us * ranks
+    terms = [
+        _on_cores("read", counts.examples * work.read_ns, hardware, "examples read and parsed, or made up"),
+        _on_cores("load", ahead, hardware, "threads ahead of training", ranks, 0.0),
+    ]
     if work.example_bytes:
         seconds = counts.examples * work.example_bytes / hardware.links.data_gbs * 1e-9
         terms.append(_elsewhere("read", "data link", seconds, "bytes of examples"))
@@ -311,7 +317,7 @@ def _train_cpu(work: Workload, cluster: Cluster, counts: _Counts, hardware: Hard
     grads = counts.ids * (cpu.sum_id_ns + dim * cpu.sum_float_ns)
     updated = counts.world_unique / cluster.nodes  # each by its owner, once
     rows = updated * (cpu.apply_row_ns + work.row_floats * cpu.apply_float_ns)
-    network = ranks * work.network * cpu.network_ms * 1e6
+    network = ranks * (work.network if ranks == 1 else work.network_alone) * cpu.network_ms * 1e6
     share = OPTIMIZER_FLOATS[work.dense_optimizer] / OPTIMIZER_FLOATS["adam"]
     stepped = work.dense_parameters * ranks * cpu.parameter_ns * share
     rest = counts.examples * cpu.example_ns + 1e3 * ranks * cpu.step_us

@@ -191,10 +191,18 @@ def network_of(model: ModelConfig, fields: int, dense: int, batch: int) -> dict[
     vectors = fields + (bool(dense) if model.name == "dlrm" else dense)  # DLRM makes one vector of all dense features
     counted = work_of(_Score(built), lambda examples: torch.zeros(examples, vectors, dim))
     timed = max(1, min(batch, round(_TIMED / max(1.0, counted.multiply_adds))))
-    found = both_ways(_Score(built), torch.randn(timed, vectors, dim))
+    rows, usual = torch.randn(timed, vectors, dim), timed / batch * reference_seconds()
+    found = both_ways(_Score(built), rows)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = both_ways(_Score(built), rows)
+    finally:
+        torch.set_num_threads(threads)
     return {
-        "network": found.seconds * batch / timed / reference_seconds(),
+        "network": found.seconds / usual,
         "network_shared": found.shared,
+        "network_alone": alone.seconds / usual,
         "multiply_adds": counted.multiply_adds,
         "floats": counted.floats,
         "step_floats": counted.step_floats,
