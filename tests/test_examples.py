@@ -93,7 +93,7 @@ def torchrun(ranks: int, program: str, steps: int) -> str:
     return ended.stdout
 
 
-def test_own_loop_over_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_loop_over_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks; stopped between two checkpoints and run again; then one rank, with what the two have saved."""
     torchrun(2, "own_loop_ranks.py", 70)
     out = torchrun(2, "own_loop_ranks.py", 120)
@@ -103,9 +103,6 @@ def test_own_loop_over_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert "on 10,000 examples" in out
     auc = float(out.partition("test AUC ")[2].split()[0])
     assert auc > 0.6
-    shutil.rmtree(folder / "runs" / "own_loop_ranks")
-    whole = torchrun(2, "own_loop_ranks.py", 120)
-    assert whole.splitlines()[-1] == out.splitlines()[-1]  # as if it had never been stopped
     run(Path("own_loop_ranks.py"))  # one rank, from the two's step 100: 60 steps of an epoch that begins anew
     assert "done at step 160: test AUC 0." in capsys.readouterr().out
     assert not torch.distributed.is_initialized()
