@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,12 @@ _checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("quick", deadline=None, max_examples=100, suppress_health_check=_checks, print_blob=True)
 settings.register_profile("long", parent=settings.get_profile("quick"), max_examples=5000)
 settings.load_profile("long" if os.environ.get("THERMOCLINE_LONG") == "1" else "quick")
+
+
+def pytest_configure() -> None:
+    """A background job of a shell inherits Ctrl-C ignored: tests that press it would press nothing."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -16,14 +16,23 @@ CPU = Cpu(
     sum_float_ns=0.5,
     apply_row_ns=4.0,
     apply_float_ns=1.0,
-    multiply_add_ns=0.02,
-    written_float_ns=0.5,
+    network_ms=0.1,
     parameter_ns=2.0,
-    operation_us=10.0,
     example_ns=50.0,
     step_us=1000.0,
+    ahead_us=400.0,
+    ask_key_ns=20.0,
+    ask_us=100.0,
+    exchange_key_ns=30.0,
+    exchange_float_ns=4.0,
+    exchange_us=200.0,
+    average_float_ns=3.0,
+    average_us=50.0,
 )
-DISK = Disk(read_us=4.0, page_us=1.0, page_bytes=4096, write_gbs=0.5, write_amplification=5.0, miss_row_ns=5000.0)
+DISK = Disk(
+    read_us=4.0, page_us=1.0, page_bytes=4096, write_gbs=0.5, write_amplification=5.0, miss_row_ns=5000.0,
+    miss_page_ns=1000.0,
+)  # fmt: skip
 LINKS = Links(node_gbs=10.0, node_us=10.0, network_gbs=1.0, network_us=50.0, data_gbs=1.0)
 GPU = Gpu(count=2, memory=10**10, hbm_gbs=1000.0, random_gbs=500.0, tflops=10.0, step_us=1000.0, host_gbs=10.0)
 NODE = Hardware(name="round", source="made up", cpu=CPU, disk=DISK, links=LINKS, gpu=GPU)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import done
+
+import thermocline as tc
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FORMATS = ["synth", "libsvm", "libffm", "criteo", "csv", "parquet"]
@@ -52,7 +56,7 @@ def test_there_is_a_config_and_a_program_per_format() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.toml")} == set(FORMATS)
     assert {path.stem for path in EXAMPLES.glob("train_*.py")} == {f"train_{format}" for format in FORMATS}
     text = (EXAMPLES / "README.md").read_text()
-    assert all(f"({path.name})" in text for path in [*EXAMPLES.glob("*.toml"), *EXAMPLES.glob("train_*.py")])
+    assert all(f"({path.name})" in text for path in [*EXAMPLES.glob("*.toml"), *EXAMPLES.glob("*.py")])
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -78,3 +82,27 @@ def test_program(format: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_program_that_is_run_again_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     run(Path("train_synth.py"))
     assert "done at step" in capsys.readouterr().out
+
+
+def torchrun(ranks: int, program: str, steps: int) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), program]
+    env = {"STEPS": str(steps), "PYTHONPATH": str(Path(tc.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    env |= {"GLOO_SOCKET_IFNAME": "lo"}
+    ended = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_own_loop_over_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks; stopped between two checkpoints and run again; then one rank, with what the two have saved."""
+    torchrun(2, "own_loop_ranks.py", 70)
+    out = torchrun(2, "own_loop_ranks.py", 120)
+    assert "step 100: saved by 2 ranks" in out
+    assert "step 50:" not in out
+    assert "done at step 120: test AUC 0." in out
+    assert "on 10,000 examples" in out
+    auc = float(out.partition("test AUC ")[2].split()[0])
+    assert auc > 0.6
+    run(Path("own_loop_ranks.py"))  # one rank, from the two's step 100: 60 steps of an epoch that begins anew
+    assert "done at step 160: test AUC 0." in capsys.readouterr().out
+    assert not torch.distributed.is_initialized()

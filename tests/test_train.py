@@ -232,6 +232,25 @@ def test_a_run_killed_between_the_batches_of_a_step_resumes_to_the_same_bits(tmp
     world.close()
 
 
+def test_ctrl_c_that_the_process_ignores_stays_ignored(tmp_path: Path) -> None:
+    """As nohup and background jobs of a shell start a process."""
+
+    class Press(Callback):
+        def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+            if trainer.progress.step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    world = World(None)
+    try:
+        result = trainer_of(world, tmp_path, [Press()]).fit(TRAIN)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.progress.epoch == 1
+    world.close()
+
+
 def test_ctrl_c_between_the_batches_of_a_step_waits_for_its_end(tmp_path: Path) -> None:
     world = World(None)
     forward, calls = world.model.forward, 0

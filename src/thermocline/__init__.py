@@ -44,6 +44,7 @@ _HOME = {
     "DenseSync": "dist.dense_config",
     "Dist": "dist.config",
     "Groups": "dist.groups",
+    "join_ranks": "dist.launch",
     "ShardedTable": "dist.sharded",
     "Topology": "dist.topology",
     "Numeric": "data.schema",
@@ -101,6 +102,7 @@ if TYPE_CHECKING:
     from thermocline.dist.dense import DenseParameters as DenseParameters
     from thermocline.dist.dense_config import DenseSync as DenseSync
     from thermocline.dist.groups import Groups as Groups
+    from thermocline.dist.launch import join_ranks as join_ranks
     from thermocline.dist.sharded import ShardedTable as ShardedTable
     from thermocline.dist.topology import Topology as Topology
     from thermocline.errors import (

@@ -78,18 +78,26 @@ def _one_line(debug: bool) -> Iterator[None]:
     except (ThermoclineError, ValueError, OSError, FloatingPointError) as error:
         if debug:
             raise
-        typer.echo(f"thermocline: {' '.join(str(error).split())}", err=True)
+        _say(" ".join(str(error).split()))
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     except ModuleNotFoundError as error:
         if debug or error.name not in ("torch", "tensorboard"):
             raise
-        typer.echo(f"thermocline: {error}: `pip install thermocline[torch]` brings it", err=True)
+        _say(f"{error}: `pip install thermocline[torch]` brings it")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         if debug:
             raise
-        typer.echo("thermocline: interrupted", err=True)
+        _say("interrupted")
         raise typer.Exit(130) from None
+
+
+def _say(words: str) -> None:
+    """On stderr; what all ranks of a machine have to say, once."""
+    from thermocline.dist.launch import first_to_say
+
+    if first_to_say(words):
+        typer.echo(f"thermocline: {words}", err=True)
 
 
 def _tell_skipped(report: Any) -> None:
@@ -122,7 +130,7 @@ def train(
         from thermocline.config import Config
 
         settings = Config.load(config, sets or ())
-        from thermocline.dist.launch import leads, restarted
+        from thermocline.dist.launch import alone, leads, restarted
         from thermocline.run import check_folder, has_run
 
         resume = resume or restarted()
@@ -137,7 +145,7 @@ def train(
             notes = tasks.train(settings, resume=resume)
         except KeyboardInterrupt:
             words = ["thermocline", "train", str(config), *(w for s in sets or () for w in ("--set", s)), "--resume"]
-            typer.echo(f"thermocline: interrupted; to go on: {shlex.join(words)}", err=True)
+            _say(f"interrupted; to go on: {shlex.join(words)}" if alone() else "interrupted; to go on: add --resume")
             raise typer.Exit(130) from None
         for note in notes:
             typer.echo(note, err=True)
@@ -210,11 +218,6 @@ def inspect(
 # ---- before training
 
 
-class Exchange(StrEnum):
-    flat = "flat"
-    two_hops = "two_hops"
-
-
 @app.command()
 def plan(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]", help="What would be trained.")] = None,
@@ -232,35 +235,31 @@ def plan(
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     ranks: Annotated[int | None, typer.Option(min=1, help="Per node; default: its GPUs, or 1 without.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Examples per rank and step, of a preset.")] = 4096,
-    window: Annotated[int, typer.Option(min=1, help="Steps that share one pull, of a preset.")] = 1,
-    every: Annotated[int, typer.Option(min=1, help="Steps between dense synchronisations.")] = 1,
-    exchange: Annotated[Exchange, typer.Option(help="Of rows between nodes.")] = Exchange.two_hops,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Trains on cores, even where there are GPUs.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Predicts a step's time, stage by stage, and the resource that bounds it, for this machine or a cluster."""
+    """Predicts a step's time, stage by stage, and the resource that bounds it, for this machine or a cluster.
+
+    All else is as the config says, [dist] too; --set changes it, for a preset as well: --set train.pull_window=30,
+    --set dist.hops=flat, --set dist.dense_sync.every=20, --set tiers.device=cpu.
+    """
     with _one_line(debug):
-        from thermocline import tasks
         from thermocline.config import Config
         from thermocline.errors import ConfigError
 
         if (config is None) == (preset is None) and (measure is None or config is not None):
             raise ConfigError("plan takes a CONFIG.toml or --preset, one of them; or --measure FILE alone")
         settings = None if config is None else Config.load(config, sets or ())
-        node = tasks.hardware(hardware, measure)
-        if config is None and preset is None:
+        from thermocline import tasks
+
+        if preset is not None:
+            from thermocline.plan.workload import preset_config
+
+            settings = preset_config(preset, sets or ())
+        if settings is None:
+            tasks.hardware(hardware, measure)
             return
-        more = {
-            "preset": preset,
-            "batch": batch,
-            "window": window,
-            "every": every,
-            "exchange": exchange.value,
-            "cpu": cpu,
-        }
-        report = tasks.plan(settings, node, nodes=nodes, ranks=ranks, **more)
+        report = tasks.plan(settings, hardware, measure, nodes=nodes, ranks=ranks)
         if as_json:
             _dump(report)
         else:

@@ -105,12 +105,7 @@ class Crew:
 
     def joined(self, metrics: ExactMetrics) -> ExactMetrics:
         """Of all ranks' examples, on all ranks the same."""
-        if self.world > 1:
-            states = self._together.all("joined metrics", metrics.state_dict)
-            metrics = type(metrics)()
-            for state in states:
-                metrics.merge(type(metrics)().load_state_dict(state))
-        return metrics
+        return metrics if self.groups is None else metrics.joined(self.groups)
 
     def total(self, *figures: float) -> list[float]:
         """Each summed over all ranks."""

@@ -12,12 +12,15 @@ import base64
 import math
 import zlib
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from thermocline.tables.arrays import as_numpy
+
+if TYPE_CHECKING:
+    from thermocline.dist.groups import Groups
 
 _Array = npt.NDArray[Any]
 
@@ -264,6 +267,13 @@ class ExactMetrics:
         """Adds what another one of this kind has seen: another rank's."""
         self._auc._merge(other._auc)  # type: ignore[arg-type]
         self._sums._merge(other._sums)
+
+    def joined(self, groups: Groups) -> Self:
+        """What all ranks have seen, on all of them the same. All ranks call it."""
+        whole = type(self)(logits=self._sums.logits)
+        for state in groups.train.all_gather_object(self.state_dict(), "joined metrics"):
+            whole.merge(type(self)(logits=self._sums.logits).load_state_dict(state))
+        return whole
 
     def compute(self) -> dict[str, float]:
         """auc, logloss, ne (normalised entropy), calibration; and the number of examples."""

@@ -9,6 +9,7 @@ run_dir/checkpoints ...   see checkpoint.py
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -24,7 +25,8 @@ from thermocline.config import Config, OptimizerName, Tiers, check_resume
 from thermocline.data.features import Features
 from thermocline.data.schema import Split
 from thermocline.data.splits import check_paths, has_split, open_data
-from thermocline.dist.launch import join, local_world
+from thermocline.dist.launch import join_ranks, local_world, topology_of
+from thermocline.dist.together import Together
 from thermocline.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from thermocline.models import build, parameter_groups, row_dim
 from thermocline.pipeline.prefetch import prefetch
@@ -37,6 +39,8 @@ from thermocline.tables.table import Table
 
 if TYPE_CHECKING:
     import torch
+
+    from thermocline.dist.groups import Groups
 
 _ROW_OPTIMIZERS: dict[OptimizerName, Any] = {
     "sgd": SGD,
@@ -102,11 +106,25 @@ class Run:
         """Of the training data; none: it is generated."""
         self.step = 0
         """Of the checkpoint that `load` restored."""
-        seed, tiers = config.train.seed, config.tiers
-        self.groups = None if read_only else join(config.dist, alone=saved_by_ranks(config.train.run_dir))
+        self.groups: Groups | None = None
         """The ranks of the run; none: it is this process's alone."""
-        fields, dense = self._open_data(read_only)
-        torch.manual_seed(seed)
+        with contextlib.ExitStack() as undo:
+            if not read_only and (topology_of(config.dist).world > 1 or saved_by_ranks(config.train.run_dir)):
+                self.groups = undo.enter_context(join_ranks(config.dist))
+            fields, dense = self._open_data(read_only)
+            torch.manual_seed(config.train.seed)
+            self.table = self._table(read_only)
+            undo.callback(self.table.close)
+            self.model = build(config.model, self.table, fields, dense)
+            if self.table.hbm is not None:
+                self.model.to(self.table.hbm.device)
+            self.optimizers = dense_optimizers(config, self.model)
+            if self._shard[0]:
+                torch.manual_seed(config.train.seed + self._shard[0])  # the same model, but every rank drops out others
+            undo.pop_all()
+
+    def _table(self, read_only: bool) -> Table:
+        config, tiers = self.config, self.config.tiers
         if tiers.ssd is not None and not read_only:
             Path(tiers.ssd).parent.mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = {
@@ -114,27 +132,13 @@ class Run:
             "device": "cpu" if read_only else tiers.device,
             "mem": tiers.mem,
             "ssd": tiers.ssd,
-            "seed": seed,
+            "seed": config.train.seed,
             "initial": Normal(scale=config.model.initial),
             "precision": config.precision,
             "policy": tiers.policy,
             "threads": tiers.threads,
             "ssd_mem": tiers.ssd_mem,
         }
-        self.table = self._table(options, read_only)
-        try:
-            self.model = build(config.model, self.table, fields, dense)
-            if self.table.hbm is not None:
-                self.model.to(self.table.hbm.device)
-            self.optimizers = dense_optimizers(config, self.model)
-            if self._shard[0]:
-                torch.manual_seed(seed + self._shard[0])  # the same model, but every rank drops out others
-        except BaseException:
-            self.table.close()
-            raise
-
-    def _table(self, options: dict[str, Any], read_only: bool) -> Table:
-        config = self.config
         dim, optimizer = row_dim(config.model), row_optimizer(config)
         if self.groups is not None:
             from thermocline.dist.sharded import ShardedTable
@@ -216,9 +220,9 @@ class Run:
 
     def fit(self, *, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
         """Trains, saves and tests as the config says; see `tc.Trainer.fit`. One process at a time in a folder."""
-        if self._shard[0]:
-            return self._fit(resume, callbacks)
-        with published.held(Path(self.config.train.run_dir)):
+        together, run_dir = Together.of([self.table]), Path(self.config.train.run_dir)
+        with contextlib.ExitStack() as held:
+            together.first("took the run's folder", lambda: held.enter_context(published.held(run_dir)))
             return self._fit(resume, callbacks)
 
     def _fit(self, resume: bool, callbacks: Sequence[Callback]) -> Result:
@@ -309,9 +313,13 @@ class Run:
             for batch in ready:
                 yield torch.sigmoid(self.model(batch)).cpu().numpy()
 
-    def close(self) -> None:
-        """Closes the store."""
-        self.table.close()
+    def close(self, *, failed: bool = False) -> None:
+        """Closes the store, and leaves the ranks; `failed`: without waiting for them."""
+        try:
+            self.table.close()
+        finally:
+            if self.groups is not None:
+                self.groups.close(failed=failed)
 
     def __enter__(self) -> Self:
         return self
@@ -319,9 +327,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-        if self.groups is not None and kind is None:  # otherwise other ranks may be gone: the process's end is enough
-            self.groups.close()
+        self.close(failed=kind is not None)
 
 
 class _Papers(Callback):

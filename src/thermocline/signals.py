@@ -11,7 +11,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def caught_signals(active: bool) -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM only fill the list; when the block ends, they end the program. A second one does at once."""
+    """Ctrl-C and SIGTERM only fill the list; when the block ends, they end the program. A second one does at once.
+
+    One that the process ignores (a background job, nohup) stays ignored; so does one that is not Python's to handle.
+    """
     caught: list[int] = []
     if not active or threading.current_thread() is not threading.main_thread():
         yield caught
@@ -22,7 +25,8 @@ def caught_signals(active: bool) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         caught.append(number)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    ours = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, handle) for number in ours}
     try:
         yield caught
     finally:

@@ -138,27 +138,16 @@ def hardware(path: Path | None, into: Path | None) -> Any:
     return found if path is None else paper_node(found.cpu)
 
 
-def plan(
-    config: Config | None,
-    node: Any,
-    *,
-    nodes: int,
-    ranks: int | None,
-    preset: Any,
-    batch: Any,
-    window: Any,
-    every: Any,
-    exchange: Any,
-    cpu: Any,
-) -> Row:
-    """What a step of the config, or of a model of the source, takes on nodes like `node`."""
+def plan(config: Config, path: Path | None, into: Path | None, *, nodes: int, ranks: int | None) -> Row:
+    """What a step of the config takes on nodes of `hardware(path, into)`: what is wrong shows before any measuring."""
     from thermocline.plan.predict import predict
-    from thermocline.plan.workload import cluster_of, preset_config, workload_of
+    from thermocline.plan.workload import cluster_of, workload_of
 
-    if config is None:
-        config = preset_config(preset, batch, window)
-    work = workload_of(config, every=every)
-    cluster = cluster_of(config, work, node, nodes=nodes, ranks=ranks, exchange=exchange, cpu=cpu)
+    measured = path is None or str(path) == "paper"
+    node = None if measured else hardware(path, into)
+    work = workload_of(config)
+    node = hardware(path, into) if node is None else node
+    cluster = cluster_of(config, work, node, nodes=nodes, ranks=ranks)
     return {
         "hardware": {"name": node.name, "source": node.source},
         "cluster": dataclasses.asdict(cluster),

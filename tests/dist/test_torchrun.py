@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from ranks_helpers import play
+import torch.distributed as dist
+from ranks_helpers import outcomes, play
 
 import thermocline as tc
+from thermocline import published, run as running
 from thermocline.dist.groups import Groups
+from thermocline.dist.launch import first_to_say
+from thermocline.dist.topology import Topology
 
 CONFIG = """
 [data]
@@ -95,3 +100,91 @@ def test_torchrun(tmp_path: Path, command_folder: None) -> None:
     assert first == again
     assert len(first[0]) > 500
     assert first[2]["auc"] == test["auc"]  # over all ranks' parts, and over the whole in one process
+
+
+# ---- what goes wrong
+
+
+def test_what_all_ranks_have_to_say_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(CONFIG.replace("keys = 3000", "kyes = 3000"))
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--standalone", "-m", "thermocline"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(tc.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, *command, "train", "config.toml"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    words = 'config.toml: [data.synth] has no key "kyes" (did you mean "keys"?)'
+    assert done.stderr.count(words) == 1, done.stderr
+    assert "exitcode  : 2" in done.stderr  # of the rank that torchrun names
+
+
+def test_words_of_one_rank_alone_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert all(first_to_say("no launcher") for _ in range(2))
+    said = []
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
+        said.append([first_to_say("of all"), first_to_say(f"of rank {rank}")])
+    assert said == [[True, True], [False, True]]
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "0" / "error.json"))
+    assert first_to_say("no folder")
+
+
+@pytest.fixture
+def joining(monkeypatch: pytest.MonkeyPatch, command_folder: None) -> None:
+    """Runs join torch.distributed, as a world of one."""
+    monkeypatch.setattr(running, "saved_by_ranks", lambda run_dir: True)
+
+
+FAILING = ["data.synth.keys=2", "tiers.mem=1KB", "tiers.ssd=config.toml/store", "train.patience=1", ""]
+
+
+@pytest.mark.parametrize("override", FAILING)
+def test_a_run_leaves_no_process_group_behind(override: str, joining: None, tmp_path: Path) -> None:
+    """Whether it fails over its data, its table or its model, while it trains, or not at all."""
+    Path("config.toml").write_text(CONFIG)
+    sets = [override] if override else []
+    sets += ["train.display=false", "train.steps=2", "data.synth.valid_examples=1"]
+    config = tc.Config.load("config.toml", sets)
+    try:
+        with tc.Run(config) as run:
+            assert dist.is_initialized()
+            run.fit()
+        assert not override
+    except (ValueError, OSError, tc.ThermoclineError):
+        assert override
+    assert not dist.is_initialized()
+
+
+def test_nor_does_one_that_is_closed_by_hand(joining: None) -> None:
+    run = tc.Run(tc.Config.parse(CONFIG))
+    assert dist.is_initialized()
+    run.close()
+    assert not dist.is_initialized()
+
+
+def test_nor_do_groups_that_could_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def new_group(*args: Any, **options: Any) -> None:
+        raise RuntimeError("no more groups")
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(RuntimeError, match="no more groups"):
+        Groups.make(Topology.alone())
+    assert not dist.is_initialized()
+
+
+def run_ranks_failing(groups: Groups, folder: str) -> Any:
+    try:
+        return run_rank(groups, folder)
+    except tc.ThermoclineError as error:
+        return type(error).__name__, str(error)
+
+
+def test_all_ranks_hear_that_another_process_trains_in_the_folder(tmp_path: Path) -> None:
+    with published.held(tmp_path / "run"):
+        found = [value for _, value in outcomes(((0, 1),), run_ranks_failing, str(tmp_path), seconds=60)]
+    assert found[0][0] == "ConfigError"
+    assert found[1][0] == "RankError"
+    assert "rank 0 failed while it took the run's folder: ConfigError: another process is training in run" in found[1][1]

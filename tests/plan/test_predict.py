@@ -11,7 +11,7 @@ from plan_helpers import CPU, DISK, LINKS, NODE
 
 from thermocline.plan.hardware import Hardware, paper_node
 from thermocline.plan.popularity import Popularity
-from thermocline.plan.predict import Cluster, Prediction, Workload, predict
+from thermocline.plan.predict import KEPT_BUSY, Cluster, Prediction, Workload, predict
 
 # 2 keys in every example, and 8 of 8000 others: unique keys of n examples are 2 + 8000 * (1 - 0.999^n).
 POPULARITY = Popularity(np.array([2.0, 8000.0]), np.array([1.0, 0.001]))
@@ -21,11 +21,14 @@ WORK = Workload(
     fields=10,
     dim=8,
     row_bytes=64,
+    row_floats=16,
     multiply_adds=1e4,
     floats=1000.0,
     step_floats=100.0,
-    operations=10,
     dense_parameters=10_000,
+    network=3.0,
+    network_shared=0.75,
+    network_alone=2.0,
     batch=100,
     read_ns=300.0,
 )
@@ -43,13 +46,23 @@ def seconds(prediction: Prediction, what: str) -> float:
 def test_all_in_memory_is_the_sum_of_its_parts_over_the_cores() -> None:
     prediction = predict(WORK, Cluster(), NODE)
     rows = unique(100)
-    by_hand = 100 * 300 + 1000 * (10 + 5) + rows * 50 + 1000 * (2 + 8 * 0.5) * 2 + rows * (4 + 8)
-    by_hand += 100 * 1e4 * 0.02 + (100 * 1000 + 100) * 0.5 + 10_000 * 2 + 100 * 50 + 1e3 * (1000 + 10 * 10)
-    assert prediction.processor_seconds == pytest.approx(by_hand * 1e-9)
-    assert prediction.seconds == pytest.approx(by_hand * 1e-9 / 4)
+    ahead = 100 * 300 + 1000 * (10 + 5) + rows * 50 + 1e3 * 400
+    shared = 1000 * (2 + 8 * 0.5) * 2 + rows * (4 + 16 * 1)
+    shared += 0.75 * 3 * 0.1e6 + 10_000 * 2
+    alone = 0.25 * 3 * 0.1e6 + 100 * 50 + 1e3 * 1000  # one thread's
+    assert prediction.processor_seconds == pytest.approx((ahead + shared + alone) * 1e-9)
+    assert prediction.by("resource")["cores"] == pytest.approx((ahead + shared + alone) / 4 / KEPT_BUSY * 1e-9)
+    assert prediction.seconds == pytest.approx((shared / 4 + alone) * 1e-9)
     assert prediction.slowest_resource == "cores"
     assert prediction.slowest_stage == "train"
     assert prediction.to_json()["examples_per_s"] == pytest.approx(100 / prediction.seconds)
+
+
+def test_ranks_run_the_network_by_one_thread_each() -> None:
+    found = predict(WORK, Cluster(ranks=4), NODE)
+    (network,) = [term for term in found.terms if "the network" in term.what]
+    assert network.processor == pytest.approx(4 * 2.0 * 0.1e-3)
+    assert network.seconds == pytest.approx(2.0 * 0.1e-3)
 
 
 def test_missing_rows_cost_pages_and_writes() -> None:
@@ -62,7 +75,8 @@ def test_missing_rows_cost_pages_and_writes() -> None:
     expected = sum(density * (1 - density) ** gap * (gap + 1) for gap in range(5)) + 4 * (1 - density) ** 5
     assert seconds(prediction, "pages") == pytest.approx(wanted * expected * 1e-6)
     assert seconds(prediction, "evicted rows") == pytest.approx(missing * 72 * 5 / 0.5e9)
-    assert seconds(prediction, "looked up") == pytest.approx(missing * 5e-6 / 4)
+    touched = wanted + missing * 72 * 5 / 4096
+    assert seconds(prediction, "looked up") == pytest.approx(missing * 5e-6 + touched * 1e-6)  # one thread's
     # A slow disk bounds the step, and is named.
     slow = dataclasses.replace(NODE, disk=dataclasses.replace(DISK, read_us=4000.0, page_us=1000.0))
     assert predict(WORK, Cluster(mem_rows=4001), slow).slowest_resource == "disk"
@@ -70,23 +84,32 @@ def test_missing_rows_cost_pages_and_writes() -> None:
 
 def test_two_hops_carry_each_key_of_a_node_once() -> None:
     cluster = Cluster(nodes=2, ranks=4)
-    two, flat = (predict(WORK, dataclasses.replace(cluster, exchange=e), NODE) for e in ("two_hops", "flat"))  # type: ignore[arg-type]
-    per_key = 8 + 8 * WORK.dim
-    fixed = 3e-6 * LINKS.network_us
-    assert seconds(two, "between nodes") == pytest.approx(unique(400) / 2 * per_key / 1e9 + fixed)
-    assert seconds(flat, "between nodes") == pytest.approx(4 * unique(100) / 2 * per_key / 1e9 + fixed)
-    assert seconds(two, "within the node") > seconds(flat, "within the node")
+    two, flat = (predict(dataclasses.replace(WORK, hops=hops), cluster, NODE) for hops in ("two", "flat"))  # type: ignore[arg-type]
+    per_key = 8 * WORK.dim + 1 / 8
+    fixed = 2e-6 * LINKS.network_us
+    assert seconds(two, "gradients between nodes") == pytest.approx(unique(400) / 2 * per_key / 1e9 + fixed)
+    assert seconds(flat, "gradients between nodes") == pytest.approx(4 * unique(100) / 2 * per_key / 1e9 + fixed)
+    assert seconds(two, "keys between nodes") == pytest.approx(unique(400) / 2 * 8 / 1e9 + 3e-6 * LINKS.network_us)
+    assert seconds(two, "gradients within the node") > seconds(flat, "gradients within the node")
+    # Cores handle every key of a rank; with two hops, those of a node once more.
+    handled = 4 * unique(100), 4 * unique(100) + unique(400)
+    for prediction, keys in zip((flat, two), handled, strict=True):
+        cost = keys * (30 + 8 * 4) + 4 * 200e3
+        assert seconds(prediction, "packed, sent, summed") == pytest.approx(cost * 1e-9 / 4)
+    half = predict(dataclasses.replace(WORK, wire="bf16"), cluster, NODE)
+    saved = seconds(two, "gradients between nodes") - seconds(half, "gradients between nodes")
+    assert saved == pytest.approx(unique(400) / 2 * 4 * WORK.dim / 1e9)
     assert not [term for term in predict(WORK, Cluster(), NODE).terms if "link" in term.resource]
 
 
-def test_dense_gradients_are_sent_every_so_many_steps() -> None:
-    def sent(every: int) -> float:
-        work = dataclasses.replace(WORK, every=every)
-        terms = predict(work, Cluster(nodes=4), NODE).terms
-        return sum(term.seconds for term in terms if "dense gradients" in term.what)
+def test_dense_parameters_are_sent_as_often_as_they_are_averaged() -> None:
+    def sent(synced: float, syncs: float) -> float:
+        work = dataclasses.replace(WORK, sync="all", synced=synced, syncs=syncs)
+        return seconds(predict(work, Cluster(nodes=4), NODE), "dense models merged (all)")
 
-    assert sent(1) == pytest.approx(8 * 10_000 * 0.75 / 1e9 + 2e-6 * LINKS.network_us)
-    assert sent(20) == pytest.approx(sent(1) / 20)
+    assert sent(1, 1) == pytest.approx(8 * 10_000 * 0.75 / 1e9 + 2e-6 * LINKS.network_us)
+    assert sent(0.1, 0.05) == pytest.approx(8 * 1000 * 0.75 / 1e9 + 2e-6 * LINKS.network_us / 20)
+    assert seconds(predict(WORK, Cluster(nodes=4), NODE), "dense gradients, every step") == pytest.approx(sent(1, 1))
 
 
 def test_a_window_pulls_popular_rows_once() -> None:

@@ -1,6 +1,6 @@
 """Dense parameters of several ranks: what a training loop calls, and the mean of gradients every step.
 
-    sync = DenseParameters.make(model.parameters(), optimizers, groups, DenseSync(), buffers=model.buffers())
+    sync = DenseParameters.make(model.parameters(), optimizers, groups, buffers=model.buffers())
     sync.begin()                                    # rank 0's parameters to all
     loss.backward(); table.step()                   # tables first: autograd may share memory between gradients
     sync.after_backward(); optimizer.step()
@@ -30,11 +30,12 @@ class DenseParameters(abc.ABC):
     @staticmethod
     def make(
         parameters: Iterable[torch.Tensor], optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        groups: Groups, settings: DenseSync, *, buffers: Iterable[torch.Tensor] = (),
+        groups: Groups, settings: DenseSync | None = None, *, buffers: Iterable[torch.Tensor] = (),
     ) -> DenseParameters:  # fmt: skip
         """`buffers`: of the model; those of floating point (running means) are averaged whenever models are merged."""
         from thermocline.dist.kstep import MergedModels  # it builds on this module
 
+        settings = settings or DenseSync()
         parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
         buffers = [buffer for buffer in dict.fromkeys(buffers) if buffer.is_floating_point()]
         if settings.way == "gradients":

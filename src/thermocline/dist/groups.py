@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import threading
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -140,8 +141,17 @@ class Groups:
         timeout   seconds that any collective waits for other ranks
         gpu       whether every rank has a GPU of its own, so that NCCL can carry rows
         """
-        wait = datetime.timedelta(seconds=timeout)
         owns = not dist.is_initialized()
+        try:
+            return cls._make(topology, timeout, gpu, owns)
+        except BaseException:
+            if owns and dist.is_initialized():
+                dist.destroy_process_group()
+            raise
+
+    @classmethod
+    def _make(cls, topology: Topology, timeout: float, gpu: bool, owns: bool) -> Self:
+        wait = datetime.timedelta(seconds=timeout)
         if owns:
             if topology.world == 1:
                 store = dist.HashStore()  # type: ignore[attr-defined]
@@ -178,8 +188,19 @@ class Groups:
             )
         return cls(topology, lanes, timeout, owns)
 
-    def close(self) -> None:
-        """Ends torch.distributed, if it was set up here."""
+    def close(self, *, failed: bool = False) -> None:
+        """Ends torch.distributed, if it was set up here. `failed`: without waiting for what others may never send."""
         if self._owns and dist.is_initialized():
             self._owns = False
-            dist.destroy_process_group()
+            if failed and self.train.gpu:
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(failed=kind is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,11 @@ def leads() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def alone() -> bool:
+    """Whether no launcher says that there are other ranks."""
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
 def restarted() -> bool:
     """Whether torchrun has started this job again after a rank was lost, as far as a rank can tell.
 
@@ -32,14 +38,39 @@ def restarted() -> bool:
     )
 
 
-def join(dist: Dist, *, alone: bool = False) -> Groups | None:
-    """The groups of the job that this process is a rank of. None: it is by itself.
+def first_to_say(words: str) -> bool:
+    """Whether no other rank of this machine has said it yet: errors that all ranks have are told once.
 
-    alone   groups even so, of one rank
+    Ranks that torchrun started leave a mark in its folder of the job. Where it keeps none, everybody speaks.
     """
-    topology = Topology.of_env() if dist.topology is None else Topology.of_file(dist.topology)
-    if topology.world == 1 and not alone:
-        return None
+    place = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not place:
+        return True
+    mark = Path(place).parent.parent / f"thermocline-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def topology_of(dist: Dist) -> Topology:
+    """As torchrun or the file of the config says."""
+    return Topology.of_env() if dist.topology is None else Topology.of_file(dist.topology)
+
+
+def join_ranks(dist: Dist | None = None) -> Groups:
+    """The groups of the job that this process is a rank of: what torchrun has started; of one rank without it.
+
+        with tc.join_ranks() as groups:
+            table = tc.ShardedTable(16, tc.Adagrad(lr=0.1), groups=groups)
+
+    The process gets its NUMA node and its GPU.
+    """
+    dist = Dist() if dist is None else dist
+    topology = topology_of(dist)
     import torch
 
     from thermocline.dist.groups import Groups

@@ -35,19 +35,31 @@ class Cpu:
     apply_row_ns: float
     """One row's optimizer step ..."""
     apply_float_ns: float
-    """... and each float of its weights."""
-    multiply_add_ns: float
-    """One multiply-add of torch's matrix products, forward or backward."""
-    written_float_ns: float
-    """One float written by the network's other operations."""
+    """... and each of its floats, weights and state."""
+    network_ms: float
+    """Forward and backward of `network.reference_seconds`, by which networks' times on other machines are told."""
     parameter_ns: float
     """One dense parameter's step of torch's Adam."""
-    operation_us: float
-    """One operation of torch, forward or backward, however little it does."""
     example_ns: float
     """One example's share of a step beside all this: loss, metrics, labels."""
     step_us: float
-    """A step's fixed cost: Python, autograd, queues."""
+    """A step's fixed cost: Python, autograd, metrics ..."""
+    ahead_us: float
+    """... and that of the threads ahead of it: Python, queues."""
+    ask_key_ns: float
+    """Over several ranks: one unique key of a rank told to its owner, both sides' work."""
+    ask_us: float
+    """A step's fixed cost of that, of each rank."""
+    exchange_key_ns: float
+    """Over several ranks: one unique key's row fetched from its owner, its gradient brought there and added ..."""
+    exchange_float_ns: float
+    """... and each of its weights."""
+    exchange_us: float
+    """A step's fixed cost of that, of each rank."""
+    average_float_ns: float
+    """Over several ranks: one dense number of a rank packed, averaged with the others' and put back."""
+    average_us: float
+    """The fixed cost of averaging, of each rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +76,9 @@ class Disk:
     write_amplification: float
     """Bytes written per byte of rows that leave memory, merging included."""
     miss_row_ns: float
-    """Processor time of a row that memory lacks, looked up and verified, and of one that leaves, appended, merged."""
+    """Processor time of a row that memory lacks, looked up, and of one that leaves, appended and merged ..."""
+    miss_page_ns: float
+    """... and of each page read or written for them, verified or checksummed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +164,8 @@ def paper_node(cpu: Cpu) -> Hardware:
             page_bytes=4096,
             write_gbs=8.0,
             write_amplification=6.5,
-            miss_row_ns=5000.0,
+            miss_row_ns=1500.0,
+            miss_page_ns=3000.0,
         ),
         links=Links(node_gbs=120.0, node_us=20.0, network_gbs=10.0, network_us=10.0, data_gbs=1.0),
         gpu=Gpu(

@@ -1,11 +1,17 @@
-"""What a dense network does per example and per step: counted while it runs once on two small batches."""
+"""What a dense network does per example and per step: counted while it runs on two small batches; and its time here.
+
+What an operation costs depends on its shape (a narrow layer, a wide one, dropout's random numbers), so the network
+itself is run; `reference_seconds` says how fast the machine is on which that was done.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,8 +30,6 @@ class Work:
     """Written by all other operations, per example."""
     step_floats: float
     """Written by them per step, whatever its size: gradients of parameters."""
-    operations: int
-    """Of torch, per step."""
 
 
 def work_of(network: torch.nn.Module, inputs: Callable[[int], torch.Tensor]) -> Work:
@@ -33,16 +37,49 @@ def work_of(network: torch.nn.Module, inputs: Callable[[int], torch.Tensor]) -> 
     small, large = (_count(network, inputs(size)) for size in _SIZES)
     apart = _SIZES[1] - _SIZES[0]
     each = (large[1] - small[1]) / apart
-    return Work((large[0] - small[0]) / apart, each, max(0.0, small[1] - _SIZES[0] * each), large[2])
+    return Work((large[0] - small[0]) / apart, each, max(0.0, small[1] - _SIZES[0] * each))
 
 
-def _count(network: torch.nn.Module, inputs: torch.Tensor) -> tuple[float, float, int]:
+def _count(network: torch.nn.Module, inputs: torch.Tensor) -> tuple[float, float]:
     flops, written = FlopCounterMode(display=False), _Written()
     network.zero_grad()
     inputs.requires_grad_()
     with flops, written:
         network(inputs).sum().backward()
-    return flops.get_total_flops() / 2, written.floats, written.operations
+    return flops.get_total_flops() / 2, written.floats
+
+
+class Timed(NamedTuple):
+    """A network's time, both ways."""
+
+    seconds: float
+    """Of processors."""
+    shared: float
+    """The part of it that torch's threads share, as the calling thread's own time tells."""
+
+
+def both_ways(network: torch.nn.Module, inputs: torch.Tensor, rounds: int = 5) -> Timed:
+    """Forward and backward, all gradients wanted: the median of some."""
+    taken, own = [], []
+    for _ in range(rounds + 1):
+        network.zero_grad()
+        inputs = inputs.detach().requires_grad_()
+        start, mine = time.process_time(), time.thread_time()
+        network(inputs).sum().backward()
+        own.append(time.thread_time() - mine)
+        taken.append(time.process_time() - start)
+    seconds, alone = float(np.median(taken[1:])), float(np.median(own[1:]))
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return Timed(seconds, 1.0)  # nothing can be told of more
+    # What one thread does alone, and its share of what all do, is its own time.
+    return Timed(seconds, min(1.0, max(0.0, (1 - alone / seconds) / (1 - 1 / threads))))
+
+
+def reference_seconds(rounds: int = 5) -> float:
+    """Processor time of a network of common shape, both ways: three hidden layers of 400, 4,096 examples."""
+    hidden = [torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.ReLU()) for _ in range(3)]
+    return both_ways(torch.nn.Sequential(*hidden, torch.nn.Linear(400, 1)), torch.randn(4096, 400), rounds).seconds
 
 
 class _Written(TorchDispatchMode):
@@ -51,11 +88,9 @@ class _Written(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.floats = 0.0
-        self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.operations += not func.is_view
         if func.overloadpacket.__name__.rstrip("_") not in _PRODUCTS and not func.is_view:
             tensors = out if isinstance(out, (tuple, list)) else (out,)
             self.floats += sum(t.numel() for t in tensors if isinstance(t, torch.Tensor))

@@ -60,7 +60,8 @@ class Popularity:
         """Share of the unique keys of `examples` (one pull) that a cache of `rows` rows has, once it is warm.
 
         LRU by Che's approximation: a row stays for one characteristic number of pulls. LFU has the most popular keys.
-        The default policy is an LRU of half the rows, and an LFU of those that left it.
+        The default policy is an LRU of half the rows, and an LFU of those that left it; but a row's count begins anew
+        whenever it comes back, so what it keeps is taken as half way between that and an LRU of all rows.
         """
         if rows >= self.keys:
             return 1.0
@@ -71,7 +72,8 @@ class Popularity:
             held = self._recent(pulled, rows)
         else:
             recent = self._recent(pulled, rows / 2)
-            held = recent + (1 - recent) * self._most_popular(self.weights * (1 - recent), rows / 2)
+            often = recent + (1 - recent) * self._most_popular(self.weights * (1 - recent), rows / 2)
+            held = (often + self._recent(pulled, rows)) / 2
         asked = self.weights * pulled
         return float((asked * held).sum() / asked.sum())
 

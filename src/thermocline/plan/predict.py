@@ -6,18 +6,24 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+from thermocline.dist.config import Hops, Wire
+from thermocline.dist.dense_config import Way
+from thermocline.dist.wire import width
 from thermocline.errors import require
 from thermocline.plan.hardware import Hardware
 from thermocline.plan.popularity import Popularity
 from thermocline.tables.mem import Policy
 
+DenseOptimizer = Literal["sgd", "adagrad", "adam"]
 KEY_BYTES = 8
+KEPT_BUSY = 0.87
+"""Of the cores' time, when they are what bounds a step: overlapping stages do not fill them. Fitted to trainings."""
 FLOATS_MOVED = 2.5
 """On a GPU: floats read or written for each that an operation writes."""
 SORT_PASSES = 16
 """On a GPU: times an id is read or written to bring a batch's ids in the order of their slots."""
-OPTIMIZER_FLOATS = 7
-"""On a GPU: floats read or written per dense parameter and step (Adam): gradient, and twice weight and moments."""
+OPTIMIZER_FLOATS = {"sgd": 3, "adagrad": 5, "adam": 7}
+"""Floats read or written per dense parameter and step: gradient, and twice weight and moments."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,21 +37,36 @@ class Workload:
     """Weights per row."""
     row_bytes: int
     """Of a row as it is stored, weights and optimizer state."""
+    row_floats: int
+    """Of a row as it is trained, weights and optimizer state."""
     multiply_adds: float
     """Of the dense network's matrix products, per example, forward and backward."""
     floats: float
     """Written by its other operations, per example, forward and backward."""
     step_floats: float
     """Written by them per step."""
-    operations: int
-    """Of torch, per step."""
     dense_parameters: int
+    network: float
+    """Forward and backward of a step on cores, as timed somewhere: times `network.reference_seconds` there."""
+    network_shared: float
+    """The part of that which all cores share; the rest is one thread's."""
+    network_alone: float
+    """The same by one thread, as each of several ranks runs it: no thread waits for another."""
     batch: int
     """Examples per rank and step."""
     window: int = 1
     """Steps that share one pull from memory and SSD."""
-    every: int = 1
-    """Steps between dense synchronisations."""
+    dense_optimizer: DenseOptimizer = "adam"
+    sync: Way = "gradients"
+    """What ranks average of their dense parameters: gradients, or what a merge of models does."""
+    synced: float = 1.0
+    """How many numbers per dense parameter are averaged per step: 1 of gradients, 2/k of merges "v_frozen"."""
+    syncs: float = 1.0
+    """How often per step anything is averaged."""
+    hops: Hops = "two"
+    """Of keys, rows and gradients between nodes."""
+    wire: Wire = "fp32"
+    """Of rows and gradients between nodes."""
     example_bytes: float = 0.0
     """Of the training data as it is stored; 0: it is made up."""
     read_ns: float = 0.0
@@ -53,7 +74,7 @@ class Workload:
     policy: Policy = "lru_lfu"
 
     def __post_init__(self) -> None:
-        for name in ("batch", "window", "every"):
+        for name in ("batch", "window"):
             require(getattr(self, name) >= 1, f"Workload.{name}", getattr(self, name), "at least 1")
 
     def figures(self) -> dict[str, Any]:
@@ -75,7 +96,6 @@ class Cluster:
     """Rows that a node holds in memory."""
     hbm_rows: float = 0.0
     """Rows that a GPU holds."""
-    exchange: Literal["flat", "two_hops"] = "two_hops"
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks"):
@@ -94,10 +114,12 @@ class Term:
     resource: str
     """cores, disk, host link, node link, network, data link, GPU: what is busy meanwhile."""
     seconds: float
-    """Of that resource, if nothing else used it."""
+    """It takes, if nothing else uses the node."""
     what: str
     processor: float = 0.0
     """Processor seconds of the node; 0: none."""
+    busy: float = 0.0
+    """Seconds of the resource; of cores, those of all of them together, which are never all kept busy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +137,7 @@ class Prediction:
         sums: dict[str, float] = {}
         for term in self.terms:
             name = getattr(term, what)
-            sums[name] = sums.get(name, 0.0) + term.seconds
+            sums[name] = sums.get(name, 0.0) + (term.seconds if what == "stage" else term.busy)
         return sums
 
     @property
@@ -157,7 +179,7 @@ def predict(work: Workload, cluster: Cluster, hardware: Hardware) -> Prediction:
     if cluster.gpu and hardware.gpu is None:
         raise ValueError(f"the cluster is to train on GPUs, but {hardware.name} has none")
     counts = _Counts(work, cluster)
-    terms = [*_read(work, counts, hardware), *_pull(work, cluster, counts, hardware)]
+    terms = [*_read(work, cluster.ranks, counts, hardware), *_pull(work, cluster, counts, hardware)]
     terms += _exchange(work, cluster, counts, hardware)
     terms += _train_gpu(work, counts, hardware) if cluster.gpu else _train_cpu(work, cluster, counts, hardware)
     terms += _dense_sync(work, cluster, hardware)
@@ -191,17 +213,29 @@ class _Counts:
         return {name: getattr(self, name) for name in names}
 
 
-def _on_cores(stage: str, nanoseconds: float, hardware: Hardware, what: str) -> Term:
-    """Work that all cores of the node share."""
-    processor = nanoseconds * 1e-9
-    return Term(stage, "cores", processor / hardware.cpu.cores, what, processor)
+def _on_cores(
+    stage: str, nanoseconds: float, hardware: Hardware, what: str, ranks: int = 1, shared: float = 1.0
+) -> Term:
+    """Work of which all cores of the node share a part; the rest is done by one thread of each rank."""
+    processor, cores = nanoseconds * 1e-9, hardware.cpu.cores
+    seconds = processor * (shared / cores + (1 - shared) / min(ranks, cores))
+    return Term(stage, "cores", seconds, what, processor, processor / cores / KEPT_BUSY)
 
 
-def _read(work: Workload, counts: _Counts, hardware: Hardware) -> list[Term]:
-    terms = [_on_cores("read", counts.examples * work.read_ns, hardware, "examples read and parsed, or made up")]
+def _elsewhere(stage: str, resource: str, seconds: float, what: str) -> Term:
+    """Work of something else than cores."""
+    return Term(stage, resource, seconds, what, 0.0, seconds)
+
+
+def _read(work: Workload, ranks: int, counts: _Counts, hardware: Hardware) -> list[Term]:
+    ahead = 1e3 * hardware.cpu.ahead_us * ranks
+    terms = [
+        _on_cores("read", counts.examples * work.read_ns, hardware, "examples read and parsed, or made up"),
+        _on_cores("load", ahead, hardware, "threads ahead of training", ranks, 0.0),
+    ]
     if work.example_bytes:
         seconds = counts.examples * work.example_bytes / hardware.links.data_gbs * 1e-9
-        terms.append(Term("read", "data link", seconds, "bytes of examples"))
+        terms.append(_elsewhere("read", "data link", seconds, "bytes of examples"))
     return terms
 
 
@@ -216,19 +250,28 @@ def _pull(work: Workload, cluster: Cluster, counts: _Counts, hardware: Hardware)
         terms.append(_on_cores("pull MEM", 2 * moved, hardware, "rows up to HBM and down again"))
         assert hardware.gpu is not None
         size = counts.from_memory / cluster.ranks * work.row_bytes
-        terms.append(Term("load", "host link", size / hardware.gpu.host_gbs * 1e-9, "rows up; down is the other way"))
+        terms.append(
+            _elsewhere("load", "host link", size / hardware.gpu.host_gbs * 1e-9, "rows up; down is the other way")
+        )
     if counts.from_disk:
-        seconds = _read_seconds(work, cluster, counts.from_disk * work.window, hardware) / work.window
-        terms.append(Term("pull SSD", "disk", seconds, "pages with missing rows"))
+        rows = counts.from_disk * work.window
+        wanted, seconds = _pages(work, cluster, rows, hardware)
+        terms.append(_elsewhere("pull SSD", "disk", seconds / work.window, "pages with missing rows"))
         size = counts.from_disk * (work.row_bytes + KEY_BYTES) * disk.write_amplification
-        terms.append(Term("write back", "disk", size / disk.write_gbs * 1e-9, "evicted rows, and merging"))
+        # By the thread that pulls: rows leave as others come.
+        terms.append(_elsewhere("pull SSD", "disk", size / disk.write_gbs * 1e-9, "evicted rows, and merging"))
         cost = counts.from_disk * disk.miss_row_ns
-        terms.append(_on_cores("pull SSD", cost, hardware, "rows looked up, verified; others evicted, merged"))
+        cost += (wanted / work.window + size / disk.page_bytes) * disk.miss_page_ns
+        what = "rows looked up, verified; others evicted, merged"
+        terms.append(_on_cores("pull SSD", cost, hardware, what, cluster.ranks, 0.0))
     return terms
 
 
-def _read_seconds(work: Workload, cluster: Cluster, rows: float, hardware: Hardware) -> float:
-    """One get: pages in the order of the hash, gaps bridged where that is cheaper than another request."""
+def _pages(work: Workload, cluster: Cluster, rows: float, hardware: Hardware) -> tuple[float, float]:
+    """One get, of a node: pages with rows, and the seconds of reading them.
+
+    They come in the order of the hash; gaps are bridged where that is cheaper than another request.
+    """
     disk = hardware.disk
     pages = work.popularity.keys / cluster.nodes * (work.row_bytes + KEY_BYTES) / disk.page_bytes
     wanted = -pages * math.expm1(-rows / pages)
@@ -236,47 +279,54 @@ def _read_seconds(work: Workload, cluster: Cluster, rows: float, hardware: Hardw
     most = int(min(disk.read_us / disk.page_us, 15.0))  # pages that the store reads rather than ask again
     again = (1 - density) ** (most + 1)  # the next wanted page is further away
     bridged = sum(density * (1 - density) ** gap * (gap + 1) for gap in range(most + 1))
-    return wanted * (again * disk.read_us + bridged * disk.page_us) * 1e-6
+    return wanted, wanted * (again * disk.read_us + bridged * disk.page_us) * 1e-6
 
 
 def _exchange(work: Workload, cluster: Cluster, counts: _Counts, hardware: Hardware) -> list[Term]:
-    """Keys and rows to the worker, gradients to the owner: per rank within the node, per node between nodes."""
-    links, bytes_per_key = hardware.links, KEY_BYTES + 8 * work.dim
-    rank, node = cluster.ranks, cluster.nodes
+    """Keys to their owners ahead of time; then rows to the worker, gradients to the owner.
+
+    Per rank within the node, per node between nodes.
+    """
+    links, cpu, ranks, nodes = hardware.links, hardware.cpu, cluster.ranks, cluster.nodes
+    if cluster.world == 1:
+        return []
+    two = work.hops == "two" and nodes > 1
+    handled = counts.rank_unique * ranks + (counts.node_unique if two else 0.0)
+    near = counts.rank_unique * (ranks - 1) / (ranks if two or nodes == 1 else cluster.world)
+    far = (counts.node_unique if two else counts.rank_unique * ranks) * (nodes - 1) / nodes
     terms = []
-    if node > 1:
-        if cluster.exchange == "two_hops":
-            crossing, near = counts.node_unique, counts.rank_unique * (rank - 1) / rank
-        else:
-            crossing, near = counts.rank_unique * rank, counts.rank_unique * (rank - 1) / cluster.world
-        size = crossing * (node - 1) / node * bytes_per_key
-        seconds = size / links.network_gbs * 1e-9 + 3e-6 * links.network_us
-        terms.append(Term("train", "network", seconds, f"rows and gradients between nodes, {cluster.exchange}"))
-    else:
-        near = counts.rank_unique * (rank - 1) / rank
-    if rank > 1:
-        seconds = near * bytes_per_key / links.node_gbs * 1e-9 + 3e-6 * links.node_us
-        terms.append(Term("train", "node link", seconds, "rows and gradients within the node"))
+    if not cluster.gpu:
+        keys = handled * cpu.ask_key_ns + 1e3 * cpu.ask_us * ranks
+        rows = handled * (cpu.exchange_key_ns + work.dim * cpu.exchange_float_ns) + 1e3 * cpu.exchange_us * ranks
+        terms.append(_on_cores("ask", keys, hardware, "keys told to their owners", ranks, 0.0))
+        terms.append(_on_cores("train", rows, hardware, "rows and gradients packed, sent, summed", ranks, 0.0))
+    for name, keys, row, rate, delay, what in (
+        ("node link", near, 4 * work.dim, links.node_gbs, links.node_us, "within the node"),
+        ("network", far, width(work.wire, work.dim), links.network_gbs, links.network_us, "between nodes"),
+    ):
+        if keys:
+            terms.append(_elsewhere("ask", name, keys * KEY_BYTES / rate * 1e-9 + 3e-6 * delay, f"keys {what}"))
+            seconds = keys * (2 * row + 1 / 8) / rate * 1e-9 + 2e-6 * delay
+            terms.append(_elsewhere("train", name, seconds, f"rows and gradients {what}, hops: {work.hops}"))
     return terms
 
 
 def _train_cpu(work: Workload, cluster: Cluster, counts: _Counts, hardware: Hardware) -> list[Term]:
-    cpu, dim = hardware.cpu, work.dim
+    cpu, dim, ranks = hardware.cpu, work.dim, cluster.ranks
     pool = counts.ids * (cpu.pool_id_ns + dim * cpu.pool_float_ns)
     grads = counts.ids * (cpu.sum_id_ns + dim * cpu.sum_float_ns)
-    rows = counts.rank_unique * cluster.ranks * (cpu.apply_row_ns + dim * cpu.apply_float_ns)
-    products = counts.examples * work.multiply_adds * cpu.multiply_add_ns
-    touched = (counts.examples * work.floats + cluster.ranks * work.step_floats) * cpu.written_float_ns
-    stepped = work.dense_parameters * cluster.ranks * cpu.parameter_ns
-    fixed = cpu.step_us + work.operations * cpu.operation_us
-    rest = counts.examples * cpu.example_ns + 1e3 * fixed * cluster.ranks
+    updated = counts.world_unique / cluster.nodes  # each by its owner, once
+    rows = updated * (cpu.apply_row_ns + work.row_floats * cpu.apply_float_ns)
+    network = ranks * (work.network if ranks == 1 else work.network_alone) * cpu.network_ms * 1e6
+    share = OPTIMIZER_FLOATS[work.dense_optimizer] / OPTIMIZER_FLOATS["adam"]
+    stepped = work.dense_parameters * ranks * cpu.parameter_ns * share
+    rest = counts.examples * cpu.example_ns + 1e3 * ranks * cpu.step_us
     return [
         _on_cores("train", pool, hardware, "rows gathered and pooled"),
-        _on_cores("train", products, hardware, "matrix products, forward and backward"),
-        _on_cores("train", touched, hardware, "all else of the network"),
+        _on_cores("train", network, hardware, "the network, forward and backward", ranks, work.network_shared),
         _on_cores("train", grads + rows, hardware, "gradients summed, rows updated"),
         _on_cores("train", stepped, hardware, "dense optimizer"),
-        _on_cores("train", rest, hardware, "loss, metrics, Python"),
+        _on_cores("train", rest, hardware, "loss, metrics, Python", ranks, 0.0),
     ]
 
 
@@ -288,24 +338,29 @@ def _train_gpu(work: Workload, counts: _Counts, hardware: Hardware) -> list[Term
     random = ids * (64 + 4 * work.dim) + ids * 4 * work.dim + unique * 2 * work.row_bytes
     streamed = ids * KEY_BYTES * SORT_PASSES
     streamed += 4 * FLOATS_MOVED * (work.batch * work.floats + work.step_floats)
-    streamed += 4 * OPTIMIZER_FLOATS * work.dense_parameters
+    streamed += 4 * OPTIMIZER_FLOATS[work.dense_optimizer] * work.dense_parameters
     products = 2 * work.batch * work.multiply_adds
     return [
-        Term("train", "GPU", random / gpu.random_gbs * 1e-9, "keys found, rows pooled, gradients, updates"),
-        Term("train", "GPU", streamed / gpu.hbm_gbs * 1e-9, "ids sorted, activations, dense optimizer"),
-        Term("train", "GPU", products / gpu.tflops * 1e-12, "matrix products, forward and backward"),
-        Term("train", "GPU", gpu.step_us * 1e-6, "launches and Python"),
+        _elsewhere("train", "GPU", random / gpu.random_gbs * 1e-9, "keys found, rows pooled, gradients, updates"),
+        _elsewhere("train", "GPU", streamed / gpu.hbm_gbs * 1e-9, "ids sorted, activations, dense optimizer"),
+        _elsewhere("train", "GPU", products / gpu.tflops * 1e-12, "matrix products, forward and backward"),
+        _elsewhere("train", "GPU", gpu.step_us * 1e-6, "launches and Python"),
     ]
 
 
 def _dense_sync(work: Workload, cluster: Cluster, hardware: Hardware) -> list[Term]:
-    """All-reduce within the node, then between nodes: each sends and receives the parameters about twice."""
-    links, size, terms = hardware.links, 8 * work.dense_parameters, []
+    """All-reduce within the node, then between nodes: each sends and receives what is averaged about twice."""
+    cpu, links, floats, terms = hardware.cpu, hardware.links, work.synced * work.dense_parameters, []
+    what = "dense gradients" if work.sync == "gradients" else f"dense models merged ({work.sync})"
+    what += ", every step" if work.syncs == 1 else f", {work.synced:.3g} numbers per parameter and step"
     for name, parts, rate, delay in (
         ("node link", cluster.ranks, links.node_gbs, links.node_us),
         ("network", cluster.nodes, links.network_gbs, links.network_us),
     ):
         if parts > 1:
-            seconds = size * (parts - 1) / parts / rate * 1e-9 + 2e-6 * delay
-            terms.append(Term("train", name, seconds / work.every, f"dense gradients, every {work.every}"))
+            seconds = 8 * floats * (parts - 1) / parts / rate * 1e-9 + 2e-6 * delay * work.syncs
+            terms.append(_elsewhere("train", name, seconds, what))
+    if cluster.world > 1 and not cluster.gpu:
+        cost = (floats * cpu.average_float_ns + 1e3 * work.syncs * cpu.average_us) * cluster.ranks
+        terms.append(_on_cores("train", cost, hardware, "dense parameters packed and averaged", cluster.ranks, 0.0))
     return terms

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from thermocline.data import stats
 from thermocline.data.presets import Plan
 from thermocline.data.schema import Data, Synth
 from thermocline.data.splits import check_paths, open_data
+from thermocline.dist.dense_config import DenseSync
 from thermocline.errors import ConfigError
 from thermocline.models import ModelConfig, build, row_dim
 from thermocline.models.layers import Model
 from thermocline.plan.hardware import Hardware
-from thermocline.plan.network import work_of
+from thermocline.plan.network import both_ways, reference_seconds, work_of
 from thermocline.plan.popularity import Popularity
-from thermocline.plan.predict import Cluster, Workload
+from thermocline.plan.predict import Cluster, DenseOptimizer, Workload
 from thermocline.run import row_optimizer
 from thermocline.sizes import parse_size
 from thermocline.tables.mem import MemTier
@@ -32,45 +34,75 @@ SAMPLE = 200_000
 """Examples of files that are read to count keys."""
 _HBM_BYTES_PER_ROW = 40
 """Index (two entries of 12.8 bytes per slot) and metadata beside a row on the GPU."""
+_TIMED = 2e10
+"""Multiply-adds that a network is timed with, at most: a second's work of a core."""
 _SAMPLE_IDS = 1_000_000
 """Ids of generated data that are made up to see what that costs."""
 
 
-def preset_config(name: str, batch: int, window: int) -> Config:
-    """The config of the source's model A to E, at a scale: see `tc.SyntheticAds.preset`."""
-    plan = Plan.of(name)
+def preset_config(name: str, sets: Sequence[str] = ()) -> Config:
+    """The config of the source's model A to E, at a scale (see `tc.SyntheticAds.preset`), changed by overrides."""
+    try:
+        plan = Plan.of(name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     model = ModelConfig(name="dnn", dim=plan.dim, hidden=plan.hidden, dropout=0.0, batch_norm=False, embedding_l2=0.0)
     data = Data(format="synth", synth=Synth(preset=name))
-    train = Train(batch_size=batch, pull_window=window, optimizer="rowwise_adagrad")
-    return Config(data=data, model=model, train=train)
+    made = Config(data=data, model=model, train=Train(optimizer="rowwise_adagrad", dense_optimizer="adam"))
+    return Config.parse(made.to_toml(), sets, name=f"preset {name}")
 
 
-def workload_of(config: Config, *, every: int = 1, examples: int = SAMPLE) -> Workload:
+def workload_of(config: Config, *, examples: int = SAMPLE) -> Workload:
     """Of one rank; keys of files are counted in the first `examples`."""
     config = config.resolve()
     train, optimizer = config.train, row_optimizer(config)
     dim = row_dim(config.model)
     data = _data(config, examples)
     fields, dense = data.pop("fields"), data.pop("dense")
+    kind: Any = str(train.dense_optimizer).removeprefix("rowwise_")
+    synced, syncs = averaged(config.dist.dense_sync, kind)
     return Workload(
         name=config.data.synth.preset or config.model.name,
         fields=fields,
         dim=dim,
         row_bytes=config.precision.row_bytes(dim, optimizer),
+        row_floats=dim + optimizer.state_floats(dim),
         batch=train.batch_size,
         window=train.pull_window,
-        every=every,
         policy=config.tiers.policy,
-        **_network(config.model, fields, dense),
+        dense_optimizer=kind,
+        sync=config.dist.dense_sync.way,
+        synced=synced,
+        syncs=syncs,
+        hops=config.dist.hops,
+        wire=config.dist.wire,
+        **network_of(config.model, fields, dense, train.batch_size),
         **data,
     )
 
 
-def cluster_of(
-    config: Config, work: Workload, node: Hardware, *, nodes: int, ranks: int | None, exchange: Any, cpu: bool
-) -> Cluster:
+def averaged(sync: DenseSync, optimizer: DenseOptimizer) -> tuple[float, float]:
+    """Per step, once a run is under way: numbers averaged per dense parameter, and how often any are."""
+    if sync.way == "gradients":
+        return 1.0, 1.0
+    if sync.way == "v_frozen" and optimizer != "adam":
+        raise ConfigError(
+            f'dist.dense_sync.merge "v_frozen" needs train.dense_optimizer "adam", not "{optimizer}"; "all" and '
+            '"params" take any'
+        )
+    x, m, v = sync.periods()
+    periods = [x, m if optimizer == "adam" else None, v if optimizer != "sgd" else None]
+    due = [period for period in periods if period is not None]
+    # Merges that fall on one step are one message: inclusion and exclusion over the periods.
+    groups = (group for size in range(1, len(due) + 1) for group in itertools.combinations(due, size))
+    return sum(1 / period for period in due), sum((-1) ** (len(group) + 1) / math.lcm(*group) for group in groups)
+
+
+def cluster_of(config: Config, work: Workload, node: Hardware, *, nodes: int, ranks: int | None) -> Cluster:
     """Nodes with the config's budgets, which are a rank's; a model of the source gets 80 % of a node's memories."""
-    gpu = None if cpu or config.tiers.device == "cpu" else node.gpu
+    gpu = None if config.tiers.device == "cpu" else node.gpu
+    if gpu is None and config.tiers.device == "cuda":
+        raise ConfigError(f'tiers.device is "cuda", but {node.name} has no GPU: it may be "auto" or "cpu"')
     count = ranks or (1 if gpu is None else gpu.count)
     tiers, whole = config.tiers, config.data.synth.preset is not None
     mem = 0.8 * node.cpu.memory if whole else count * parse_size(tiers.mem, "tiers.mem")
@@ -85,7 +117,7 @@ def cluster_of(
             "and no tiers.ssd: give more of one or the other"
         )
     hbm_rows = hbm / (work.row_bytes + _HBM_BYTES_PER_ROW)
-    return Cluster(nodes=nodes, ranks=count, gpu=gpu is not None, mem_rows=rows, hbm_rows=hbm_rows, exchange=exchange)
+    return Cluster(nodes=nodes, ranks=count, gpu=gpu is not None, mem_rows=rows, hbm_rows=hbm_rows)
 
 
 def _rows_in(config: Config, dim: int, budget: float) -> float:
@@ -151,16 +183,28 @@ class _Score(torch.nn.Module):
         return self.model.score(rows)
 
 
-def _network(model: ModelConfig, fields: int, dense: int) -> dict[str, Any]:
+def network_of(model: ModelConfig, fields: int, dense: int, batch: int) -> dict[str, Any]:
+    """What of a `Workload` is its model's network."""
     dim = row_dim(model)
     table = Table(dim, SGD(lr=0.0), mem="1MB", device="cpu")
     built = build(model, table, fields, dense)
     vectors = fields + (bool(dense) if model.name == "dlrm" else dense)  # DLRM makes one vector of all dense features
     counted = work_of(_Score(built), lambda examples: torch.zeros(examples, vectors, dim))
+    timed = max(1, min(batch, round(_TIMED / max(1.0, counted.multiply_adds))))
+    rows, usual = torch.randn(timed, vectors, dim), timed / batch * reference_seconds()
+    found = both_ways(_Score(built), rows)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = both_ways(_Score(built), rows)
+    finally:
+        torch.set_num_threads(threads)
     return {
+        "network": found.seconds / usual,
+        "network_shared": found.shared,
+        "network_alone": alone.seconds / usual,
         "multiply_adds": counted.multiply_adds,
         "floats": counted.floats,
         "step_floats": counted.step_floats,
-        "operations": counted.operations,
         "dense_parameters": sum(parameter.numel() for parameter in built.parameters()),
     }

@@ -64,7 +64,7 @@ def _predict(setup: Setup, work: Work) -> Json:
 
     def rate(nodes: int, ranks: int) -> float:
         part = dataclasses.replace(node, cpu=dataclasses.replace(node.cpu, cores=ranks))
-        cluster = cluster_of(wanted, load, part, nodes=nodes, ranks=ranks, exchange="two_hops", cpu=True)
+        cluster = cluster_of(wanted, load, part, nodes=nodes, ranks=ranks)
         found: Any = predict(load, cluster, part).to_json()
         return float(found["examples_per_s"])
 

@@ -1,0 +1,201 @@
+"""One training of benchmarks/plan.py, in processes of its own: `python benchmarks/plan_training.py SPEC.json FOLDER`.
+
+Alone or as ranks that torchrun has started. All rows are there before it begins; then warm steps, and those that are
+measured. Rank 0 prints one line of JSON: processor seconds of all ranks together, wall seconds, hits.
+"""
+
+from __future__ import annotations
+
+import thermocline as tc  # before torch: see benchmarks/train.py
+
+# isort: split
+import dataclasses
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from train_sides import all_keys, pieces
+
+from thermocline.callbacks import Callback
+from thermocline.dist.launch import join_ranks
+from thermocline.dist.owners import owner_of
+from thermocline.models import build, row_dim
+from thermocline.run import dense_optimizers, row_optimizer
+
+COMMON = """
+[data]
+format = "synth"
+[data.synth]
+keys = {keys}
+fields = {fields}
+nonzeros = {nonzeros}
+zipf = {zipf}
+[model]
+name = "{model}"
+dim = {dim}
+hidden = {hidden}
+dropout = {dropout}
+batch_norm = {batch_norm}
+embedding_l2 = 0.0
+[tiers]
+device = "cpu"
+[train]
+batch_size = {batch}
+pull_window = {window}
+optimizer = "{optimizer}"
+lr = 0.01
+dense_optimizer = "{dense_optimizer}"
+[dist.dense_sync]
+every = {every}
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """One workload."""
+
+    keys: int
+    fields: int
+    nonzeros: int
+    zipf: float = 1.05
+    model: str
+    dim: int
+    hidden: tuple[int, ...]
+    dropout: float = 0.0
+    batch_norm: bool = False
+    batch: int
+    window: int = 1
+    optimizer: str
+    dense_optimizer: str = "adam"
+    ranks: int = 1
+    every: int = 1
+    """Of dense_sync."""
+    share: float = 1.0
+    """Of the rows that are in memory; 1: all, without SSD."""
+    warm: int
+    steps: int
+
+    def config(self) -> tc.Config:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values |= {"hidden": list(self.hidden), "batch_norm": str(self.batch_norm).lower()}
+        return tc.Config.parse(COMMON.format(**values)).resolve()
+
+    def memory(self) -> int:
+        """Bytes for the share of its rows, of all ranks together."""
+        config = self.config()
+        dim = row_dim(config.model)
+        row_bytes = 4 * (dim + row_optimizer(config).state_floats(dim))
+        return round(self.keys * self.share * (row_bytes + 60) * 1.05) + (8 << 20) * self.ranks
+
+
+class Clock(Callback):
+    """Time and processor time of the steps after the warm ones."""
+
+    def __init__(self, training: Training, table: tc.Table) -> None:
+        self._training, self._table = training, table
+        self._step = 0
+        self._start = self._end = np.zeros(6)
+        self._threads: list[dict[str, float]] = []
+
+    def on_step(self, trainer: Any, loss: object) -> None:
+        self._step += 1
+        warm, steps = self._training.warm, self._training.steps
+        if self._step not in (warm, warm + steps):
+            return
+        stats, store = self._table.tier.stats(), self._table.store
+        put, written = (0, 0) if store is None else (store.stats().bytes_put, store.stats().bytes_written)
+        self._threads.append(thread_seconds())
+        now = np.array([time.perf_counter(), time.process_time(), stats.hits, stats.misses, put, written])
+        if self._step == warm:
+            self._start = now
+        else:
+            self._end = now
+
+    def result(self, everyone: Any) -> dict[str, float]:
+        """Summed over ranks, but for the wall clock."""
+        spent = everyone(self._end - self._start)
+        steps = self._training.steps
+        _, processor, hits, misses, put, written = spent.sum(0).tolist()
+        return {
+            "step_seconds": float(spent[:, 0].max()) / steps,
+            "processor_seconds": processor / steps,
+            "hits": hits / max(1.0, hits + misses),
+            "from_disk": misses / steps,
+            "write_amplification": written / put if put else 0.0,
+        }
+
+    def threads(self) -> dict[str, float]:
+        """Processor seconds per step of this rank's own threads, by their name."""
+        before, after = self._threads
+        return {name: (used - before.get(name, 0.0)) / self._training.steps for name, used in after.items()}
+
+
+def thread_seconds() -> dict[str, float]:
+    """Processor time of each thread that Python knows; those of kernels together, as "kernels"."""
+    names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+    sums: dict[str, float] = {}
+    for task in Path("/proc/self/task").iterdir():
+        name = names.get(task.name, "kernels")
+        sums[name] = sums.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) * 1e-9
+    return sums
+
+
+def main(training: Training, folder: Path) -> None:
+    config = training.config()
+    groups = join_ranks(config.dist) if training.ranks > 1 else None
+    rank, world = (0, 1) if groups is None else (groups.topology.rank, groups.topology.world)
+    ads = tc.SyntheticAds(
+        keys=training.keys, fields=training.fields, nonzeros=training.nonzeros, zipf=training.zipf,
+        batch_size=training.batch, shard=(rank, world),
+    )  # fmt: skip
+    dim, optimizer = row_dim(config.model), row_optimizer(config)
+    ssd = None if training.share == 1 else folder / "rows"
+    options: dict[str, Any] = {"mem": training.memory() // world, "ssd": ssd, "device": "cpu"}
+    options |= {"ssd_mem": max(32 << 20, 8 * training.keys), "ssd_options": {"min_log_bytes": 1 << 20}}
+    if groups is None:
+        table = tc.Table(dim, optimizer, **options)
+    else:
+        table = tc.ShardedTable(dim, optimizer, groups=groups, **options)
+    fill(table, all_keys(ads), rank, world)
+    model = build(config.model, table, ads.fields)
+    clock = Clock(training, table)
+    steps = training.warm + training.steps
+    settings = tc.TrainConfig(display=False, log_every=10**6, pull_window=training.window, steps=steps)
+    trainer = tc.Trainer(
+        model, dense_optimizers(config, model), config=settings, callbacks=[clock], dense_sync=config.dist.dense_sync
+    )
+    trainer.fit(ads)
+    everyone = (lambda found: found[None]) if groups is None else lambda found: groups.train.all_gather(found, "ended")
+    found: dict[str, Any] = {
+        **clock.result(everyone),
+        "mem_rows": float(table.tier.capacity) * world,
+        "threads": clock.threads(),
+    }
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    table.close()
+    if groups is not None:
+        groups.close()
+
+
+def fill(table: tc.Table, keys: Any, rank: int, world: int) -> None:
+    """Every key has a row, in memory or on SSD, before training begins."""
+    if world > 1:
+        keys = keys[owner_of(keys, world) == rank]
+    for piece in pieces(keys):
+        rows = table.tier.initial_rows(piece)
+        if table.store is None:
+            table.tier.push(piece, rows)
+        else:
+            table.store.put(piece, rows.view(np.uint8).reshape(len(piece), -1))
+    if table.store is not None:
+        table.store.merge()
+
+
+if __name__ == "__main__":
+    found = json.loads(Path(sys.argv[1]).read_text())
+    main(Training(**{**found, "hidden": tuple(found["hidden"])}), Path(sys.argv[2]))

@@ -1,0 +1,125 @@
+"""Two ranks of this machine, over Gloo: what links carry, and what exchanging rows and averaging costs cores.
+
+`measure_pair` starts them as processes of their own (`python -m thermocline.plan.pair`), one torch thread each, as
+torchrun does. They run the code that training runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import thermocline
+from thermocline.batch import WorkingSet
+from thermocline.data.synth import SyntheticAds
+from thermocline.dist.dense import DenseParameters
+from thermocline.dist.dense_config import DenseSync
+from thermocline.dist.exchange import Exchange, Sent
+from thermocline.dist.groups import Groups
+from thermocline.dist.topology import Topology
+
+DIMS = (8, 64)
+BATCH, FEW = 4096, 16
+"""Examples of a step that shows costs per key, and of one that shows what is left without keys."""
+FLOATS, MESSAGE = 1_000_000, 2_000_000
+TIMES = 9
+
+
+def measure_pair(limit: float = 120.0) -> dict[str, float]:
+    """`us` and `gbs` of an all-to-all, and the figures of `hardware.Cpu` about ranks."""
+    root = str(Path(thermocline.__file__).parents[1])
+    search = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    local = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, "-m", "thermocline.plan.pair", str(Path(name) / "meet")]
+        pair = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True, env=local) for n in range(2)]
+        try:
+            out = [rank.communicate(timeout=limit)[0] for rank in pair]
+        finally:
+            for rank in pair:
+                rank.kill()
+    both = [json.loads(text) for text in out]
+    return {figure: sum(found[figure] for found in both) / 2 for figure in both[0]}
+
+
+def main(meeting: str, rank: int) -> None:
+    """One of the two."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    groups = Groups.make(Topology(2, rank, ((0, 1),)), timeout=60.0)
+    small, large = (_step(groups, dim, BATCH) for dim in DIMS)
+    few = _step(groups, DIMS[0], FEW)
+    each = max(large["exchange"] - small["exchange"], 1e-12) / (DIMS[1] - DIMS[0]) / large["keys"]
+    keys = (small["keys"] - few["keys"]) / 1e9
+    found = {
+        "ask_key_ns": (small["ask"] - few["ask"]) / keys,
+        "ask_us": few["ask"] * 1e6,
+        "exchange_key_ns": (small["exchange"] - few["exchange"]) / keys - DIMS[0] * each * 1e9,
+        "exchange_float_ns": each * 1e9,
+        "exchange_us": few["exchange"] * 1e6,
+    }
+    none, many = (_average(groups, count) for count in (FEW, FLOATS))
+    found |= {"average_us": none * 1e6, "average_float_ns": (many - none) / FLOATS * 1e9}
+    found |= {"us": _wall(1, 50) * 1e6, "gbs": 4 * MESSAGE / _wall(MESSAGE, TIMES) / 1e9}
+    print(json.dumps({name: max(value, 1e-3) for name, value in found.items()}))
+    dist.destroy_process_group()
+
+
+def _step(groups: Groups, dim: int, examples: int) -> dict[str, float]:
+    """Processor seconds of a step's exchanges, by this rank, and its unique keys."""
+    exchange = Exchange(groups.topology, threads=1)
+    lane, rank = groups.train, groups.topology.rank
+    ads = SyntheticAds(keys=400_000, fields=26, batch_size=examples, tensors=False)
+    asked, moved, keys = [], [], []
+    for number in range(TIMES):
+        mine = WorkingSet.of(ads.batch(2 * number + rank).ids, threads=1).keys
+        start = time.process_time()
+        (route,) = exchange.plan(lane, [mine], Sent())
+        asked.append(time.process_time() - start)
+        owned = torch.ones(len(route.owned), dim)
+        present = torch.ones(len(mine), dtype=torch.bool)
+        start = time.process_time()
+        rows = exchange.rows(lane, route, owned, Sent())
+        exchange.gradients(lane, route, rows, present, Sent())
+        moved.append(time.process_time() - start)
+        keys.append(len(mine))
+    return {"ask": float(np.median(asked)), "exchange": float(np.median(moved)), "keys": float(np.mean(keys))}
+
+
+def _average(groups: Groups, count: int) -> float:
+    """Processor seconds of averaging so many gradients."""
+    parameter = torch.nn.Parameter(torch.zeros(count))
+    parameter.grad = torch.ones(count)
+    sync = DenseParameters.make([parameter], [], groups, DenseSync())
+    return _median(sync.after_backward, time.process_time)
+
+
+def _wall(floats: int, times: int) -> float:
+    """Seconds of an all-to-all of so many floats from each to each."""
+    out, into = torch.ones(2 * floats), torch.empty(2 * floats)
+    return _median(lambda: dist.all_to_all_single(into, out), time.perf_counter, times)
+
+
+def _median(work: Callable[[], Any], clock: Callable[[], float], times: int = TIMES) -> float:
+    taken = []
+    for _ in range(times):
+        dist.barrier()
+        start = clock()
+        work()
+        taken.append(clock() - start)
+    return float(np.median(taken))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
