@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -213,11 +214,29 @@ def test_slots_are_below_their_number() -> None:
             assert k > 2000 or len(np.unique(made)) == hasher.slots  # all of them are used
 
 
-@pytest.mark.parametrize("wrong", [{"k": 0}, {"k": 2**40 + 1}, {"k": 8, "seed": -1}, {"k": 8, "fields": "both"}])
-def test_wrong_settings_name_themselves(wrong: dict[str, Any]) -> None:
-    name = next(name for name in wrong if wrong[name] != 8)
-    with pytest.raises(ValueError, match=rf"data\.hashing\.{name} is .*: it must be"):
-        OpOsrp(**wrong)
+@pytest.mark.parametrize(
+    ("wrong", "allowed"),
+    [
+        ({"k": 0}, r"a whole number, 1 to 2\*\*40"),
+        ({"k": 2**40 + 1}, r"a whole number, 1 to 2\*\*40"),
+        ({"k": 1.5}, r"a whole number, 1 to 2\*\*40"),
+        ({"k": "10"}, r"a whole number, 1 to 2\*\*40"),
+        ({"seed": -1}, r"a whole number, 0 to 2\*\*64 - 1"),
+        ({"seed": 0.5}, r"a whole number, 0 to 2\*\*64 - 1"),
+        ({"fields": "both"}, "one of together, apart"),
+        ({"threads": 0}, "a whole number, at least 1, or none: all cores"),
+        ({"threads": 1.5}, "a whole number, at least 1, or none: all cores"),
+    ],
+)
+def test_wrong_settings_name_themselves(wrong: dict[str, Any], allowed: str) -> None:
+    [(name, value)] = wrong.items()
+    for kind in KINDS:
+        with pytest.raises(ValueError, match=rf"^{kind.__name__}: {name} is {value!r}: it must be {allowed}$"):
+            kind(**{"k": 8, **wrong})
+    if name != "threads":
+        with pytest.raises(ValueError, match=rf"^data\.hashing\.{name} is {value!r}: it must be {allowed}$"):
+            Hashing(**wrong)
+    assert repr(OpOsrp(np.int64(8), np.uint64(3))) == repr(OpOsrp(8, 3))  # type: ignore[arg-type]
 
 
 def test_wrong_arrays_are_told() -> None:
@@ -225,9 +244,49 @@ def test_wrong_arrays_are_told() -> None:
         OpOsrp(8).hash([1, 2], [0, 2], [1.0, np.nan])
     with pytest.raises(ValueError, match="offsets must begin with 0"):
         OpOsrp(8).hash([1, 2], [0, 3])
+    for wrong, error in ((-1, OverflowError), (2**64, OverflowError), (1.5, TypeError), ("a", TypeError)):
+        with pytest.raises(
+            error, match=rf"keys have {wrong!r} at place 1: they must be whole numbers from 0 to 2\*\*64"
+        ):
+            OpOsrp(8).hash([7, wrong], [0, 2])
+    with pytest.raises(TypeError, match="keys have dtype int32: they must be uint64, or int64"):
+        OpOsrp(8).hash(np.array([1, 2], np.int32), [0, 2])
+    with pytest.raises(TypeError, match=r"CountSketch was called with a list: it takes a tc.Batch; arrays go to hash"):
+        CountSketch(8)([1, 2])  # type: ignore[arg-type]
 
 
 # ---- data and configs
+
+
+def test_the_readmes_examples(tmp_path: Path) -> None:
+    """Its sections train with its config, its program runs."""
+    blocks = re.findall(r"```(toml|python)\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL)
+    program = next(text for kind, text in blocks if kind == "python" and "tc.hashing" in text)
+    made: dict[str, Any] = {}
+    exec(program, made)
+    assert made["ids"].tolist() == made["hashed"].ids.tolist()
+    assert made["ids"][3] in made["ids"][:3]
+    assert made["table"].precision.bits == 8
+    made["table"].close()
+
+    config = next(text for kind, text in blocks if kind == "toml" and text.startswith("# ads.toml"))
+    more = next(text for kind, text in blocks if kind == "toml" and "[data.hashing]" in text)
+    lines = ["click,price,age,site,ad", *(f"{i % 2},{i},{i % 50},{i % 7},{i % 11}" for i in range(400))]
+    for name in ("day_1.csv", "last.csv"):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    text = config.replace("day_*.csv.gz", str(tmp_path / "day_*.csv")).replace("last.csv", str(tmp_path / "last.csv"))
+    sets = [
+        f"train.run_dir={tmp_path / 'run'}",
+        f"tiers.ssd={tmp_path / 'store'}",
+        "tiers.mem=64MB",
+        "model.hidden=[8]",
+    ]
+    for wanted in (more, more.replace("# range", "range").replace("# learn", "learn")):
+        parsed = tc.Config.parse(f"{text}\n{wanted}", [*sets, "train.display=false", "train.tensorboard=false"])
+        assert (parsed.precision.kind, parsed.data.hashing.k) == ("int8", 1 << 24)  # type: ignore[union-attr]
+    assert parsed.precision.learn == 0.01
+    with tc.Run(parsed) as run:
+        assert run.fit().progress.examples == 400
 
 
 def test_synthetic_ads_and_files_are_hashed_alike(tmp_path: Path) -> None:
@@ -299,5 +358,5 @@ def test_a_config_trains_and_is_read_again_hashed(tmp_path: Path, monkeypatch: p
 def test_a_wrong_section_is_told() -> None:
     with pytest.raises(tc.ConfigError, match=r"data\.hashing\.kind is .*op_osrp"):
         tc.Config.parse('[data.hashing]\nkind = "op-osrp"')
-    with pytest.raises(tc.ConfigError, match=r"data\.hashing\.k is 0: it must be 1 to 2\*\*40"):
+    with pytest.raises(tc.ConfigError, match=r"data\.hashing\.k is 0: it must be a whole number, 1 to 2\*\*40"):
         tc.Config.parse("[data.hashing]\nk = 0")

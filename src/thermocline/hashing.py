@@ -24,6 +24,7 @@ import numpy as np
 from thermocline.batch import Batch, Floats, Offsets
 from thermocline.core import core
 from thermocline.data.schema import Hashing
+from thermocline.errors import require
 from thermocline.tables.arrays import Keys
 
 Bags = tuple[Keys, Offsets, Floats | None]
@@ -42,7 +43,15 @@ class Hasher:
         fields    "together": an example is one vector and becomes one bag; "apart": each of its fields is
         threads   none: all cores, where a batch is large enough
         """
-        self.settings = Hashing(kind=self.kind, k=k, seed=seed, fields=fields)
+        name = type(self).__name__
+        # numpy's whole numbers are as good.
+        k, seed = (int(value) if isinstance(value, np.integer) else value for value in (k, seed))
+        try:
+            self.settings = Hashing(kind=self.kind, k=k, seed=seed, fields=fields)
+        except ValueError as error:
+            raise ValueError(str(error).replace("data.hashing.", f"{name}: ", 1)) from None
+        fine = threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1)
+        require(fine, f"{name}: threads", threads, "a whole number, at least 1, or none: all cores")
         self.k = k
         self.seed = seed
         self._threads = (os.cpu_count() or 1) if threads is None else threads
@@ -61,6 +70,11 @@ class Hasher:
 
     def __call__(self, batch: Batch) -> Batch:
         """The same batch over bins; dense features, label and position ride along."""
+        if not isinstance(batch, Batch):
+            raise TypeError(
+                f"{type(self).__name__} was called with a {type(batch).__name__}: it takes a tc.Batch; arrays go to "
+                "hash(ids, offsets, weights)"
+            )
         fields = self.settings.fields_of(batch.fields)
         if fields != batch.fields:
             batch = dataclasses.replace(batch, offsets=batch.offsets[:: batch.fields], fields=fields)

@@ -36,7 +36,9 @@ def make_tier(dim: int, precision: Precision, optimizer: Any = None, **options: 
 
 
 def test_settings_and_bytes() -> None:
-    assert tc.Precision.of("int4") == tc.Precision(kind="int4")
+    assert tc.Precision.of("int4") == tc.Precision("int4") == tc.Precision(kind="int4")
+    with pytest.raises(TypeError, match="positional"):
+        tc.Precision("int4", "nearest")  # type: ignore[misc]
     assert tc.Precision(kind="int8", range=127.5).step == 1.0
     assert [tc.Precision(kind=kind).bits for kind in ("fp32", "bf16", "int3", "int16")] == [32, 16, 3, 16]
     rowwise, adam = tc.RowWiseAdagrad(), tc.Adam()
@@ -63,9 +65,14 @@ def test_settings_and_bytes() -> None:
         ({"kind": "int9"}, "Precision.kind is 'int9': it must be one of fp32, fp16"),
         ({"kind": "int8", "rounding": "up"}, "Precision.rounding is 'up'"),
         ({"kind": "int8", "range": 0.0}, "Precision.range is 0.0: it must be a finite number above 0, or none"),
-        ({"kind": "int8", "learn": 0.01}, "Precision.learn is 0.01: it must be 0 without a range"),
-        ({"kind": "int8", "range": 1.0, "learn": 0.5}, "Precision.learn is 0.5: it must be from 0 to 0.1"),
-        ({"kind": "fp16", "range": 1.0}, "Precision.range is 1.0: it must be none: fp16 has no range"),
+        ({"kind": "int8", "range": "1"}, "Precision.range is '1': it must be a finite number above 0, or none"),
+        ({"kind": "int8", "range": 1e-45}, "Precision.range is 1e-45: it must be so large that its step is a float32"),
+        ({"kind": "int2", "range": 1e39}, "Precision.range is 1e[+]39: it must be"),
+        ({"kind": "int8", "learn": 0.01}, "Precision.learn is 0.01: it must be 0, or set range, such as range=1.0"),
+        ({"kind": "fp16", "learn": 0.01}, "Precision.learn is 0.01: it must be 0: only integers have a step to learn"),
+        ({"kind": "int8", "range": 1.0, "learn": 0.5}, "Precision.learn is 0.5: it must be a number from 0 to 0.1"),
+        ({"kind": "int8", "range": 1.0, "learn": "x"}, "Precision.learn is 'x': it must be a number from 0 to 0.1"),
+        ({"kind": "fp16", "range": 1.0}, "Precision.range is 1.0: it must be none: only integers, .* not fp16"),
     ],
 )
 def test_settings_that_are_wrong(settings: dict[str, Any], message: str) -> None:
@@ -148,6 +155,13 @@ def test_what_is_no_number_shows() -> None:
     tier = make_tier(3, Precision(kind="int8"))
     assert np.isnan(tier.decode(tier.encode(bad))).all()
     assert np.isnan(tier.decode(tier.encode(np.array([[1.0, np.inf, 2.0]], np.float32))))[0, 0]
+
+
+def test_codes_of_a_table_have_no_nan() -> None:
+    """As `Precision.range` says: who looks at no loss finds a 0."""
+    tier = make_tier(3, Precision("int8", rounding="nearest", range=127.5))
+    bad = np.array([[1.0, np.nan, np.inf]], np.float32)
+    np.testing.assert_array_equal(tier.decode(tier.encode(bad)), [[1.0, 0.0, 127.0]])
 
 
 # ---- what rounding means

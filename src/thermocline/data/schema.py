@@ -116,8 +116,10 @@ class Hashing:
         for name, allowed in (("kind", ("op_osrp", "count_sketch", "modulo")), ("fields", ("together", "apart"))):
             value = getattr(self, name)
             require(value in allowed, f"data.hashing.{name}", value, "one of " + ", ".join(allowed))
-        require(1 <= self.k <= 1 << 40, "data.hashing.k", self.k, "1 to 2**40 bins")
-        require(0 <= self.seed < 2**64, "data.hashing.seed", self.seed, "0 to 2**64 - 1")
+        for name, least, most, rule in (("k", 1, 1 << 40, "1 to 2**40"), ("seed", 0, 2**64 - 1, "0 to 2**64 - 1")):
+            value = getattr(self, name)
+            fine = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+            require(fine, f"data.hashing.{name}", value, f"a whole number, {rule}")
 
     def fields_of(self, fields: int) -> int:
         """How many fields batches of `fields` fields come back with."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -36,13 +37,26 @@ def as_numpy(value: Any, what: str) -> npt.NDArray[Any]:
 def as_keys(keys: Any) -> Keys:
     """Keys as uint64. int64 arrays are taken by their bit pattern; sequences of ints are converted."""
     if isinstance(keys, (list, tuple, range)):
-        return np.fromiter(map(operator.index, keys), dtype=np.uint64, count=len(keys))
+        try:
+            return np.fromiter(map(operator.index, keys), dtype=np.uint64, count=len(keys))
+        except (TypeError, OverflowError) as error:
+            raise type(error)(_wrong_key(keys)) from None
     array = as_numpy(keys, "keys")
     if array.dtype != np.uint64 and array.dtype != np.int64:
         raise TypeError(f"keys have dtype {array.dtype}: they must be uint64, or int64 (taken as bit patterns)")
     if array.ndim != 1:
         raise ValueError(f"keys have shape {array.shape}: they must be one-dimensional, such as keys.reshape(-1)")
     return np.ascontiguousarray(array).view(np.uint64)
+
+
+def _wrong_key(keys: Sequence[Any]) -> str:
+    """What is wrong with the first of them that is no key."""
+    fine = (hasattr(key, "__index__") and 0 <= operator.index(key) < 2**64 for key in keys)
+    place = next(place for place, one in enumerate(fine) if not one)
+    return (
+        f"keys have {keys[place]!r} at place {place}: they must be whole numbers from 0 to 2**64 - 1; an int64 array "
+        "is taken by its bit patterns"
+    )
 
 
 def as_rows(rows: Any, count: int, row_bytes: int, what: str = "rows", writable: bool = False) -> Rows:

@@ -25,14 +25,16 @@ class Precision:
     step, element).
     """
 
-    kind: Kind = "fp32"
+    kind: Kind = dataclasses.field(default="fp32", kw_only=False)
     """fp32; fp16 and bf16; or integers of so many bits, times a step."""
     rounding: Rounding = "stochastic"
     """stochastic: up or down by chance, so that the mean is the value; nearest: loses updates smaller than half a step.
     fp32 needs neither."""
     range: float | None = None
     """Integers: the table's weights lie in [-range, range], in steps of 2 * range / (2**bits - 1), and what is outside
-    is clamped; none: every row has a step of its own, by its largest weight, which takes 4 bytes of it."""
+    is clamped; none: every row has a step of its own, by its largest weight, which takes 4 bytes of it. Codes of a
+    table have no NaN: a weight that becomes one is stored as 0. A trainer ends at the loss that is not finite before;
+    a loop of one's own should look at its loss, too. Rows with a step of their own keep NaN."""
     learn: float = 0.0
     """Integers with a range: the table's step is a parameter, trained with the rows from the one of `range` on; the
     most that one of the first steps changes it by, relative, such as 0.01. 0: it stays."""
@@ -40,12 +42,19 @@ class Precision:
     def __post_init__(self) -> None:
         require(self.kind in get_args(Kind), "Precision.kind", self.kind, f"one of {', '.join(get_args(Kind))}")
         require(self.rounding in get_args(Rounding), "Precision.rounding", self.rounding, "stochastic or nearest")
-        fine = self.range is None or (math.isfinite(self.range) and bool(np.float32(self.range) > 0))
+        fine = self.range is None or (_is_number(self.range) and 0 < self.range < math.inf)
         require(fine, "Precision.range", self.range, "a finite number above 0, or none")
-        require(self.range is None or self.integer, "Precision.range", self.range, f"none: {self.kind} has no range")
-        require(0 <= self.learn <= 0.1, "Precision.learn", self.learn, "from 0 to 0.1")
+        fine = self.range is None or self.integer
+        require(fine, "Precision.range", self.range, f"none: only integers, int2 to int16, have one, not {self.kind}")
+        with np.errstate(over="ignore"):
+            fine = self.range is None or 0 < self.step < math.inf
+        require(fine, "Precision.range", self.range, "so large that its step is a float32, neither 0 nor infinite")
+        fine = _is_number(self.learn) and 0 <= self.learn <= 0.1
+        require(fine, "Precision.learn", self.learn, "a number from 0 to 0.1")
         fine = self.learn == 0 or self.range is not None
-        require(fine, "Precision.learn", self.learn, "0 without a range: the table has no step to learn")
+        rule = "0, or set range, such as range=1.0: a table's step is learned from that of its range on"
+        rule = rule if self.integer else f"0: only integers have a step to learn, not {self.kind}"
+        require(fine, "Precision.learn", self.learn, rule)
 
     @classmethod
     def of(cls, value: Precision | Kind) -> Precision:
@@ -94,6 +103,10 @@ class Precision:
     def layout(self) -> dict[str, Any]:
         """What rows depend on, as JSON: two tables that differ here cannot share rows."""
         return {"kind": "fp32"} if self.kind == "fp32" else dataclasses.asdict(self)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 FP32 = Precision()
