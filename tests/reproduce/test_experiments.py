@@ -116,7 +116,7 @@ def test_a_step_is_known_by_all_it_depends_on(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_claims_about_few_bits_can_fail() -> None:
     setup = Setup(effort=1.0)
-    cases = quantization.cases(setup)
+    cases = quantization.trainings(setup)
     same = {case.name: {"auc": 0.75} for case in cases}
     held = {claim.text: claim.holds for claim in quantization._claims(setup, same)}
     assert [text for text, holds in held.items() if holds] == [text for text in held if "lossless" in text]
@@ -125,6 +125,36 @@ def test_the_claims_about_few_bits_can_fail() -> None:
     assert all(claim.holds for claim in quantization._claims(setup, better))
     better["int2, nearest, range of the row"] = {"auc": 0.72}
     assert sum(not claim.holds for claim in quantization._claims(setup, better)) == 1
+
+
+@pytest.mark.parametrize("name", [quantization.INT16, quantization.ROW8, quantization.LEARNED8])
+def test_lossless_is_the_mean_over_seeds(name: str) -> None:
+    """Each against fp32 of its own seed, whose data are others; one bad seed may be chance, all of them are not."""
+    setup = Setup(effort=1.0)
+    auc = {case.name: {"auc": 0.7 + 0.01 * case.seed} for case in quantization.trainings(setup)}
+
+    def lost() -> list[str]:
+        claims = quantization._claims(setup, auc)
+        return [claim.text for claim in claims if "lossless" in claim.text and claim.asserted and not claim.holds]
+
+    auc[quantization.again(name, 1)]["auc"] -= 0.002
+    assert not lost()
+    auc[quantization.again(name, 4)]["auc"] -= 0.002
+    assert len(lost()) == 1
+
+
+def test_seeds_are_trainings_of_their_own() -> None:
+    setup = Setup(effort=1.0, seed=7)
+    cases = quantization.trainings(setup)
+    configs = {case.name: quantization.config(setup, case) for case in cases}
+    assert len({step.name for step in quantization.steps(setup)}) == len(cases) == len(configs)
+    for name in quantization.compared(setup):
+        runs = [configs[quantization.again(name, seed)] for seed in range(quantization.SEEDS)]
+        assert [run.train.seed for run in runs] == [run.data.synth.seed for run in runs] == [7, 8, 9, 10, 11]
+        assert len({(run.precision, run.train.batch_size, run.train.dense_lr) for run in runs}) == 1
+    small = configs[quantization.smaller(quantization.FP32)].train
+    large = configs[quantization.FP32].train
+    assert large.batch_size / small.batch_size == large.dense_lr / small.dense_lr == 4
 
 
 def test_the_hashing_tables_are_what_was_trained(report: Path) -> None:
@@ -150,6 +180,27 @@ def test_the_hashing_tables_are_what_was_trained(report: Path) -> None:
         )  # fmt: skip
         slots = np.unique(np.concatenate([batch.ids for batch in ads]))
         assert got[f"image, {name}"]["rows"] == len(slots)
+
+
+@pytest.mark.parametrize(
+    ("lr", "dnn", "lost"),
+    [
+        (0.70, 0.80, []),
+        (0.78, 0.80, ["hash+DNN at the largest k lies between the two"]),
+        (0.70, 0.76, ["hash+DNN at the largest k lies between the two"]),
+        (0.80, 0.78, ["the network beats logistic regression", "hash+DNN at the largest k lies between the two"]),
+    ],
+)
+def test_the_claims_about_hashing_can_fail(lr: float, dnn: float, lost: list[str]) -> None:
+    setup = Setup(effort=1.0)
+    auc: dict[str, Any] = {"web, LR": {"auc": lr}, "web, DNN": {"auc": dnn}}
+    for place, (_, name, _) in enumerate(row for row in hashing._rows(setup, "web") if row[0] == "op_osrp"):
+        auc[f"web, {name}"] = {"auc": 0.77 - 0.002 * place}
+    claims = hashing._claims(setup, "web", auc)
+    assert [claim.text for claim in claims if not claim.holds] == [f"web: {text}" for text in lost]
+    assert all(claim.asserted for claim in claims)
+    auc["web, OP+OSRP, k = 2^22"] = {"auc": 0.77}
+    assert not next(claim.holds for claim in hashing._claims(setup, "web", auc) if "falls" in claim.text)
 
 
 def test_the_papers_figures_stand_in_columns_of_their_own(report: Path) -> None:
