@@ -205,8 +205,9 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
             "weight, for 4 bytes a row more. A learned step begins at a range and is trained with the rows. "
             f"Other trainings spend the bytes of fp32 on more dims instead, and {WIDE:g} is a range too wide.",
             "Every update is rounded: noise grows with the number of updates of a row, and one step for all rows is "
-            "either coarse for the small weights of most or clamps the large ones of hot rows. So a table's step needs "
-            "batches that are not small, and a row's own does not. Trainings also differ by chance: what must lose "
+            "either coarse for the small weights of most or clamps the large ones of hot rows. So a table's step is "
+            "lossless only up to some hundreds of updates, for which the size of batches was chosen, and a row's own "
+            "beyond. Trainings also differ by chance: what must lose "
             f"nothing is compared over {len(seeds(setup))} seed{'s' if len(seeds(setup)) > 1 else ''}.",
         ],
         parts=[_table(setup, results), _figure(setup, results), _seeds_table(setup, results)],
