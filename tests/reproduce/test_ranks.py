@@ -107,13 +107,16 @@ def test_a_gpu_is_measured_against_the_rival_where_the_model_fits() -> None:
     setup = Setup(device="cuda", cores=16)
     results: dict[str, Any] = {}
     for name in models.NAMES:
-        results[f"{name}, tiers"] = of_a_gpu(name, 9_000.0 if name == "A" else 11_000.0)
+        results[f"{name}, tiers"] = of_a_gpu(name, 3_000.0)
+        results[f"{name}, memory"] = {"examples_per_s": 9_000.0 if name == "A" else 11_000.0}
         results |= {f"{name}, {n} ranks": {"examples_per_s": rate} for n, rate in ((8, 1000.0), (16, 900.0))}
     found = rival.section(setup, results)
     assert {claim.text.split(",")[0]: claim.holds for claim in found.claims} == {"model A": False, "model B": True}
     assert found.claims[0].detail == "9,000 and 1,000 (8 ranks): 9.0 times"
     (table,) = [part for part in found.parts if isinstance(part, Table)]
-    assert table.rows[0][1:6] == (9000.0, "8 ranks", 1000.0, 9.0, pytest.approx(9 * (16 / 48) / 1.25))
+    cost = pytest.approx(9 * (16 / 48) / 1.25)
+    assert table.rows[0][1:7] == (3000.0, 9000.0, "8 ranks", 1000.0, 9.0, cost)
+    assert table.rows[4][5] == 3.0  # E does not fit HBM: through the tiers
     assert not rival.section(Setup(device="cpu", cores=16), results).claims
 
 

@@ -20,14 +20,18 @@ def fits_hbm(run: Json) -> bool:
     return bool(run["plan"]["keys"] * run["row_bytes"] <= run["plan"]["hbm"])
 
 
+def top(setup: Setup) -> str:
+    """The tier where rows are trained."""
+    return "HBM" if setup.device == "cuda" else "DRAM"
+
+
 def section(setup: Setup, tiers: Runs, memory: Runs, reads: float | None, every: float) -> Section:
     """Of the runs through the tiers, and of those with everything in the top one, by model.
 
     reads   that this disk answers in a second; none: not measured
     every   so many seconds the store commits
     """
-    top = "HBM" if setup.device == "cuda" else "DRAM"
-    figures = [_speed(tiers, memory, top), _stages(tiers)]
+    figures = [_speed(tiers, memory, top(setup)), _stages(tiers)]
     if setup.device == "cuda":
         figures.append(_hits(tiers, "hbm", "HBM", "ids"))
     figures += [_hits(tiers, "mem", "DRAM", "rows that were asked of it"), *(_ssd(n, r) for n, r in tiers.items())]
@@ -40,10 +44,10 @@ def section(setup: Setup, tiers: Runs, memory: Runs, reads: float | None, every:
             f"before the first batch, and all tiers above are empty. The store commits every {every:g} seconds, or "
             "once; speed is that of the second half.",
             f"The index and buffers of the SSD store are beside the DRAM budget: {first['store_mem'] / MB:,.0f} MB for "
-            f"model {next(iter(tiers))}. Everything in {top} is the same training with a budget that holds all rows, "
+            f"model {next(iter(tiers))}. Everything in {top(setup)} is the same training with a budget that holds all rows, "
             "where this machine has it.",
         ],
-        parts=[_table(setup, tiers, memory, top), *_bounds(tiers, memory, reads), *figures],
+        parts=[_table(setup, tiers, memory, top(setup)), *_bounds(tiers, memory, reads), *figures],
         claims=[_disk_claim(tiers), *_bound_claims(tiers, memory, reads)],
     )
 
