@@ -44,8 +44,8 @@ def section(setup: Setup, tiers: Runs, memory: Runs, reads: float | None, every:
             f"before the first batch, and all tiers above are empty. The store commits every {every:g} seconds, or "
             "once; speed is that of the second half.",
             f"The index and buffers of the SSD store are beside the DRAM budget: {first['store_mem'] / MB:,.0f} MB for "
-            f"model {next(iter(tiers))}. Everything in {top(setup)} is the same training with a budget that holds all rows, "
-            "where this machine has it.",
+            f"model {next(iter(tiers))}. Everything in {top(setup)} is the same training with a budget that holds all "
+            "rows, where this machine has it.",
         ],
         parts=[_table(setup, tiers, memory, top(setup)), *_bounds(tiers, memory, reads), *figures],
         claims=[_disk_claim(tiers), *_bound_claims(tiers, memory, reads)],

@@ -28,7 +28,7 @@ from thermocline.reproduce.experiment import (
 SECONDS, GPU_SECONDS, EVERY = 30.0, 4.0, 4
 """Of the rival's training in the full run, per model and number of ranks; beside a GPU; mini-batches a log."""
 OURS = ("memory", "tiers")
-"""As models.py names its steps: everything in the top tier where it fits, which is how the rival works; or the tiers."""
+"""As models.py names its steps: everything in the top tier, which is how the rival works, or through the tiers."""
 FASTER = 10.0
 """Times the rival's examples/s that are asked of a GPU where the model fits HBM."""
 
