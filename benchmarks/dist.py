@@ -45,8 +45,8 @@ NODES = ((0, 1), (2, 3))
 ROOT = math.isqrt(sum(map(len, NODES)))
 """What the rate of dense parameters is multiplied by where models are merged. A rank's own gradients are noisier than
 their mean, by up to the root of the number of ranks, and Adam divides by that: the same rate is a smaller step."""
-SAME_RATE = (1, 20)
-"""Where models are merged at the rate of averaged gradients, too."""
+FACTORS = (1, 2)
+"""What both rates are multiplied by: each side has the choice of two."""
 MERGED = {"gradients": 1, "params": 1, "v_frozen": 2, "all": 3}
 """Tensors per parameter that a merge sends."""
 Part = dict[str, Any]
@@ -196,7 +196,7 @@ def print_hops(part: Part) -> None:
 
 
 def accuracy(args: argparse.Namespace, task: Task, title: str) -> Part:
-    """Gradients averaged every step, at two rates of dense parameters; models merged every k steps, at one rule's rate.
+    """Gradients averaged every step, at two dense rates; models merged every k steps, at `ROOT` times each of them.
 
     Per seed all begin with the same parameters and see the same examples, in the same order. Runs that are already
     there, of the same task, are not repeated.
@@ -205,9 +205,9 @@ def accuracy(args: argparse.Namespace, task: Task, title: str) -> Part:
     old = args.record.get(title, {})
     runs: list[Part] = list(old["runs"]) if old.get("setup") == setup else []
     part = {"ranks": sum(map(len, NODES)), "setup": setup, "runs": runs}
-    ways = [(tc.DenseSync(), 1), (tc.DenseSync(), ROOT)]
-    merged = {k: tc.DenseSync(every=k, merge="v_frozen") for k in map(int, args.ks.split(","))}
-    ways += [(sync, ROOT) for sync in merged.values()] + [(merged[k], 1) for k in SAME_RATE if k in merged]
+    merged = [tc.DenseSync(every=int(k), merge="v_frozen") for k in args.ks.split(",")]
+    ways = [(tc.DenseSync(), factor) for factor in FACTORS]
+    ways += [(sync, ROOT * factor) for factor, sync in itertools.product(FACTORS, merged)]
     todo = [
         (sync, {"way": sync.way, "every": sync.every, "dense_lr": task.lr * factor, "seed": task.seed + seed})
         for (sync, factor), seed in itertools.product(ways, range(args.seeds))
@@ -234,14 +234,13 @@ def movielens(args: argparse.Namespace) -> Part:
 
 
 def by_seed(runs: list[Part], **which: Any) -> dict[int, Part]:
-    """Of runs of one way and k: per seed, the one at the rate that validates best."""
+    """Per seed: of the runs that are so, the one that validates best."""
     own = sorted((run for run in runs if which.items() <= run.items()), key=lambda run: run["valid_auc"])
     return {run["seed"]: run for run in own}
 
 
-def behind(runs: list[Part], base: dict[int, Part], **which: Any) -> list[float]:
+def behind(base: dict[int, Part], own: dict[int, Part]) -> list[float]:
     """Test AUC behind `base`, seed by seed."""
-    own = by_seed(runs, **which)
     return [base[seed]["auc"] - own[seed]["auc"] for seed in sorted(base.keys() & own.keys())]
 
 
@@ -250,38 +249,29 @@ def told(values: list[float]) -> str:
 
 
 def accuracy_claims(part: Part, name: str) -> list[Claim]:
-    """Gradients have the choice of two rates, merging has none."""
-    runs, rate = part["runs"], part["setup"]["lr"] * ROOT
-    base, out = by_seed(runs, way="gradients"), []
+    """Each side at the one of its two rates that validates better, seed by seed."""
+    runs, out = part["runs"], []
     for k in (k for k in KS if 1 < k <= 50):
-        values = behind(runs, base, way="v_frozen", every=k, dense_lr=rate)
+        values = behind(by_seed(runs, way="gradients"), by_seed(runs, way="v_frozen", every=k))
         if values:
-            detail = f"{told(values)}, {len(values)} seeds; at {rate:g}, gradients at their better rate"
             claim = f"{name}: AUC of k = {k} behind averaged gradients"
+            detail = f"{told(values)}, {len(values)} seeds, each at its better rate"
             out.append(Claim(claim, statistics.mean(values), 0.001, "", True, detail))
     return out
 
 
 def print_accuracy(part: Part) -> None:
-    runs, low = part["runs"], part["setup"]["lr"]
-    best, each = by_seed(runs, way="gradients"), by_seed(runs, way="v_frozen", every=1, dense_lr=low * ROOT)
-    grid = Grid(title="test AUC, mean of seeds; behind others, seed by seed: mean (least to most)")
-    for column in (
-        "",
-        "dense rate",
-        "AUC",
-        "behind averaged gradients",
-        "at their better rate",
-        "behind merging every step",
-    ):
+    runs = part["runs"]
+    grid = Grid(title="test AUC, mean of seeds; behind averaged gradients and merging every step: mean (least to most)")
+    for column in ("", "dense rate", "AUC", "gradients at the same rate", f"at 1/{ROOT} of it", "merged every step"):
         grid.add_column(column)
-    for key in sorted({(run["way"], run["every"], run["dense_lr"]) for run in runs}):
-        which = dict(zip(("way", "every", "dense_lr"), key, strict=True))
-        first = by_seed(runs, way="gradients", dense_lr=low)
-        same = each if key[2] != low else by_seed(runs, way="v_frozen", every=1, dense_lr=low)
-        shown = [told(behind(runs, base, **which)) for base in (first, best, same)]
-        what = "gradients averaged" if key[0] == "gradients" else f"merged, k = {key[1]}"
-        grid.add_row(what, f"{key[2]:g}", f"{statistics.mean(pick(runs, 'auc', **which)):.4f}", *shown)
+    for way, k, rate in sorted({(run["way"], run["every"], run["dense_lr"]) for run in runs}):
+        own = by_seed(runs, way=way, every=k, dense_lr=rate)
+        bases = [by_seed(runs, way="gradients", dense_lr=rate), by_seed(runs, way="gradients", dense_lr=rate / ROOT)]
+        bases.append(by_seed(runs, way="v_frozen", every=1, dense_lr=rate))
+        what = "gradients averaged" if way == "gradients" else f"merged, k = {k}"
+        auc = statistics.mean(run["auc"] for run in own.values())
+        grid.add_row(what, f"{rate:g}", f"{auc:.4f}", *(told(behind(base, own)) for base in bases))
     console.print(grid)
 
 

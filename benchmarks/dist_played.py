@@ -7,7 +7,9 @@ one process that plays them is what tests/dist proves. It takes a tenth of their
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import itertools
 import math
 import threading
@@ -48,19 +50,31 @@ class Task:
             ads = self._ads("train", None)
             ads.seek((epoch * world + rank) * self.steps * self.batch)
             return itertools.islice(iter(ads), self.steps)
-        examples = Examples(Path(self.folder) / "train.csv", self.batch, seed=self.seed)
+        examples = _examples(self.folder, "train", self.batch, self.seed)
         examples.set_epoch(epoch)
         return itertools.islice(iter(examples), rank, len(examples) // world * world, world)
 
     def held_out(self, split: str) -> Iterator[tc.Batch]:
         if self.folder is None:
             return iter(self._ads(split, 100_000))
-        return iter(Examples(Path(self.folder) / f"{split}.csv", 2500))
+        return iter(_examples(self.folder, split, 2500, None))
 
     def _ads(self, split: Any, examples: int | None) -> tc.SyntheticAds:
         batch = self.batch if split == "train" else 5000
         ads = tc.SyntheticAds(keys=100_000, fields=self.fields, batch_size=batch, threads=1, seed=self.seed)
         return ads if split == "train" else ads.split(split, examples=examples)
+
+
+@functools.cache
+def _parsed(path: Path) -> Examples:
+    return Examples(path, 1)
+
+
+def _examples(folder: str, split: str, batch: int, seed: int | None) -> Examples:
+    """A file is parsed once, which takes longer than an epoch of it."""
+    examples = copy.copy(_parsed(Path(folder) / f"{split}.csv"))
+    examples.batch_size, examples.seed = batch, seed
+    return examples
 
 
 class Meeting(Mean):
