@@ -222,7 +222,7 @@ def accuracy(args: argparse.Namespace, task: Task, title: str) -> Part:
 
 
 def ads(args: argparse.Namespace) -> Part:
-    return accuracy(args, Task(None, 16, BATCH, 1, 100 if args.quick else 1000, 1e-3, 1e-3, 0), "ads")
+    return accuracy(args, Task(None, 16, BATCH, 1, 100 if args.quick else 2000, 1e-3, 1e-3, 0), "ads")
 
 
 def movielens(args: argparse.Namespace) -> Part:
