@@ -1,8 +1,9 @@
 """Accuracy of dense synchronisation, for benchmarks/dist.py: all ranks' dense models in one process, one table.
 
 What is played is what ranks do: the same batches, the same `FrozenAdam` and `DenseParameters` per rank, which meet in a
-`Meeting` instead of torch.distributed; rows step by the mean of all ranks' gradients. That ranks have the same bits as
-one process that plays them is what tests/dist proves. It takes a tenth of their processor time.
+`Meeting` instead of torch.distributed; rows step by the mean of all ranks' gradients, whose sums are rounded otherwise.
+That dense parameters of ranks have the bits of one process that plays them is what tests/dist proves. It takes a
+fraction of their processor time.
 """
 
 from __future__ import annotations
