@@ -6,7 +6,7 @@
 
 links and hops run on two "machines" of two ranks: network namespaces of this one, joined by a link of a given rate
 (tests/machines_helpers.py: Linux, root and iproute2). So four ranks share this machine's processors, and a link of 1
-Gbit/s is fast beside them. ads and movielens run on four ranks over loopback. FOLDER is as in benchmarks/accuracy.py.
+Gbit/s is fast beside them. ads and movielens play four ranks in one process. FOLDER is as in benchmarks/accuracy.py.
 FILE gathers parts: each one that runs replaces its own.
 """
 
@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -28,9 +29,9 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 import numpy as np
 from accuracy import write_split
 from common import Claim, console, environment, noise, print_claims, spread, write_json
-from dist_ranks import WARM, Task, accuracy_of, exchange_data
+from dist_played import Task, accuracy_of
+from dist_ranks import WARM, exchange_data
 from machines_helpers import Machines, problem
-from ranks_helpers import play
 from rich.progress import track
 from rich.table import Table as Grid
 
@@ -41,9 +42,11 @@ KS = (1, 5, 10, 20, 50, 100)
 RATES = ("1gbit", "100mbit")
 BATCH = 256
 NODES = ((0, 1), (2, 3))
+ROOT = math.isqrt(sum(map(len, NODES)))
+"""What the rate of dense parameters is multiplied by where models are merged. A rank's own gradients are noisier than
+their mean, by up to the root of the number of ranks, and Adam divides by that: the same rate is a smaller step."""
 FACTORS = (1, 2)
-"""What the rate of dense parameters is multiplied by. A rank's own gradients are noisier than their mean, by up to the
-root of their number, and Adam divides by that: merged models of four ranks want up to twice the rate."""
+"""What both rates are multiplied by: each side has the choice of two."""
 MERGED = {"gradients": 1, "params": 1, "v_frozen": 2, "all": 3}
 """Tensors per parameter that a merge sends."""
 Part = dict[str, Any]
@@ -98,7 +101,9 @@ def links_claims(part: Part) -> list[Claim]:
     base = statistics.median(pick(runs, "sent_per_step", **plain))
     for k, way in [(k, "v_frozen") for k in KS[1:]] + [(20, "params"), (20, "all")]:
         sent = statistics.median(pick(runs, "sent_per_step", every=k, way=way))
-        detail = f"{sent / 1e3:,.0f} KB a step between nodes, both ways; all-reduce {base / 1e3:,.0f}"
+        detail = (
+            f"{sent / 1e3:,.0f} KB a step between nodes, both ways, after the first k; all-reduce {base / 1e3:,.0f}"
+        )
         share, target = sent / base * k, MERGED[way]
         out.append(Claim(f"bytes of {way}, k = {k}, over all-reduce's / k", share, target, at_most=True, detail=detail))
     return out
@@ -191,28 +196,33 @@ def print_hops(part: Part) -> None:
 
 
 def accuracy(args: argparse.Namespace, task: Task, title: str) -> Part:
-    """Every k at every rate of dense parameters. Runs that are already there, of the same task, are not repeated."""
+    """Gradients averaged every step, at two dense rates; models merged every k steps, at `ROOT` times each of them.
+
+    Per seed all begin with the same parameters and see the same examples, in the same order. Runs that are already
+    there, of the same task, are not repeated.
+    """
     setup = {n: value for n, value in dataclasses.asdict(task).items() if n not in ("folder", "seed", "dense_lr")}
     old = args.record.get(title, {})
     runs: list[Part] = list(old["runs"]) if old.get("setup") == setup else []
-    part = {"ranks": 4, "setup": setup, "runs": runs}
+    part = {"ranks": sum(map(len, NODES)), "setup": setup, "runs": runs}
+    merged = [tc.DenseSync(every=int(k), merge="v_frozen") for k in args.ks.split(",")]
+    ways = [(tc.DenseSync(), factor) for factor in FACTORS]
+    ways += [(sync, ROOT * factor) for factor, sync in itertools.product(FACTORS, merged)]
     todo = [
-        {"every": k, "seed": task.seed + seed, "dense_lr": task.lr * factor}
-        for seed, factor, k in itertools.product(range(args.seeds), FACTORS, map(int, args.ks.split(",")))
+        (sync, {"way": sync.way, "every": sync.every, "dense_lr": task.lr * factor, "seed": task.seed + seed})
+        for (sync, factor), seed in itertools.product(ways, range(args.seeds))
     ]
-    for run in track(
-        [run for run in todo if not any(run.items() <= has.items() for has in runs)], title, console=console
-    ):
+    todo = [(sync, run) for sync, run in todo if not any(run.items() <= has.items() for has in runs)]
+    for sync, run in track(todo, title, console=console):
         own = dataclasses.replace(task, seed=run["seed"], dense_lr=run["dense_lr"])
-        found = play(NODES, accuracy_of, own, tc.DenseSync(every=run["every"]), seconds=1800)
-        runs.append({**run, **found[0]})
+        runs.append({**run, **accuracy_of(NODES, own, sync)})
         console.print(runs[-1])
         save(args, title, part)
     return part
 
 
 def ads(args: argparse.Namespace) -> Part:
-    return accuracy(args, Task(None, 16, BATCH, 1, 200 if args.quick else 2000, 1e-3, 1e-3, 0), "ads")
+    return accuracy(args, Task(None, 16, BATCH, 1, 100 if args.quick else 2000, 1e-3, 1e-3, 0), "ads")
 
 
 def movielens(args: argparse.Namespace) -> Part:
@@ -220,36 +230,48 @@ def movielens(args: argparse.Namespace) -> Part:
         raise SystemExit("movielens needs --movielens FOLDER, as in benchmarks/accuracy.py")
     with tempfile.TemporaryDirectory(prefix="thermocline-dist-") as folder:
         write_split(args.movielens, Path(folder), 2021)
-        return accuracy(args, Task(folder, 8, BATCH, 2 if args.quick else 6, 0, 1e-3, 1e-3, 2021), "movielens")
+        return accuracy(args, Task(folder, 8, BATCH, 1 if args.quick else 4, 0, 1e-3, 1e-3, 2021), "movielens")
 
 
-def tuned(runs: list[Part], every: int) -> list[Part]:
-    """Per seed: the run at the rate of dense parameters that validates best."""
-    own = [run for run in runs if run["every"] == every]
-    seeds = sorted({run["seed"] for run in own})
-    return [max((run for run in own if run["seed"] == seed), key=lambda run: run["valid_auc"]) for seed in seeds]
+def by_seed(runs: list[Part], **which: Any) -> dict[int, Part]:
+    """Per seed: of the runs that are so, the one that validates best."""
+    own = sorted((run for run in runs if which.items() <= run.items()), key=lambda run: run["valid_auc"])
+    return {run["seed"]: run for run in own}
+
+
+def behind(base: dict[int, Part], own: dict[int, Part]) -> list[float]:
+    """Test AUC behind `base`, seed by seed."""
+    return [base[seed]["auc"] - own[seed]["auc"] for seed in sorted(base.keys() & own.keys())]
+
+
+def told(values: list[float]) -> str:
+    return f"{statistics.mean(values):+.4f} ({min(values):+.4f} to {max(values):+.4f})" if values else ""
 
 
 def accuracy_claims(part: Part, name: str) -> list[Claim]:
-    mean = {k: statistics.mean(run["auc"] for run in found) for k in KS if (found := tuned(part["runs"], k))}
-    seeds = len(tuned(part["runs"], 1))
-    out = []
-    for k in (k for k in mean if 1 < k <= 50):
-        detail = f"{mean[k]:.4f}, k = 1 {mean[1]:.4f}; {seeds} seed{'s' * (seeds > 1)}, each at its better dense rate"
-        out.append(Claim(f"{name}: AUC of k = {k} behind k = 1", mean[1] - mean[k], 0.001, "", True, detail))
+    """Each side at the one of its two rates that validates better, seed by seed."""
+    runs, out = part["runs"], []
+    for k in (k for k in KS if 1 < k <= 50):
+        values = behind(by_seed(runs, way="gradients"), by_seed(runs, way="v_frozen", every=k))
+        if values:
+            claim = f"{name}: AUC of k = {k} behind averaged gradients"
+            detail = f"{told(values)}, {len(values)} seeds, each at its better rate"
+            out.append(Claim(claim, statistics.mean(values), 0.001, "", True, detail))
     return out
 
 
 def print_accuracy(part: Part) -> None:
     runs = part["runs"]
-    rates = sorted({run["dense_lr"] for run in runs})
-    grid = Grid(title="test AUC, mean of seeds, at each rate of dense parameters; at the one that validates best")
-    for column in ("k", *(f"{rate:g}" for rate in rates), "best"):
+    grid = Grid(title="test AUC, mean of seeds; behind averaged gradients and merging every step: mean (least to most)")
+    for column in ("", "dense rate", "AUC", "gradients at the same rate", f"at 1/{ROOT} of it", "merged every step"):
         grid.add_column(column)
-    for k in (k for k in KS if tuned(runs, k)):
-        each = [pick(runs, "auc", every=k, dense_lr=rate) for rate in rates]
-        shown = [f"{statistics.mean(found):.4f}" if found else "" for found in each]
-        grid.add_row(str(k), *shown, f"{statistics.mean(run['auc'] for run in tuned(runs, k)):.4f}")
+    for way, k, rate in sorted({(run["way"], run["every"], run["dense_lr"]) for run in runs}):
+        own = by_seed(runs, way=way, every=k, dense_lr=rate)
+        bases = [by_seed(runs, way="gradients", dense_lr=rate), by_seed(runs, way="gradients", dense_lr=rate / ROOT)]
+        bases.append(by_seed(runs, way="v_frozen", every=1, dense_lr=rate))
+        what = "gradients averaged" if way == "gradients" else f"merged, k = {k}"
+        auc = statistics.mean(run["auc"] for run in own.values())
+        grid.add_row(what, f"{rate:g}", f"{auc:.4f}", *(told(behind(base, own)) for base in bases))
     console.print(grid)
 
 
@@ -277,8 +299,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="links,hops,ads", help="parts: links, hops, ads, movielens")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write results there; other parts of it are kept")
     parser.add_argument("--rounds", type=int, default=5, help="of links and hops; default: 5")
-    parser.add_argument("--seeds", type=int, default=2, help="of ads and movielens; default: 2")
-    parser.add_argument("--ks", default=",".join(map(str, KS)), help="of ads and movielens; k = 1 is the comparison")
+    parser.add_argument("--seeds", type=int, default=3, help="of ads and movielens; default: 3")
+    parser.add_argument("--ks", default=",".join(map(str, KS)), help="of models that are merged in ads and movielens")
     parser.add_argument("--movielens", metavar="FOLDER", type=Path, help="of ml-100k.inter, .user and .item")
     args = parser.parse_args()
     if args.quick:

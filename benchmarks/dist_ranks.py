@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,12 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accuracy import FEATURES, Examples
 
 import thermocline as tc
 from thermocline.dist.groups import Groups
 from thermocline.dist.sharded import ShardedTable
-from thermocline.models import ModelConfig, build, parameter_groups, row_dim
 
 INPUTS, HIDDEN = 429, (840, 400)
 """429 numbers of an example (26 vectors of 16, 13 dense features), then two layers: 698,001 parameters."""
@@ -124,95 +121,3 @@ def exchange_speed(groups: Groups, hops: str, batch: int, steps: int, every: int
     return {
         "hops": hops, "every": every, "steps": steps, "examples_per_s": steps * batch * t.world / seconds, **figures,
     }  # fmt: skip
-
-
-# ---- accuracy
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """Something to learn: `ads`, made up, or the CSV files of a folder (benchmarks/accuracy.py)."""
-
-    folder: str | None
-    fields: int
-    batch: int
-    epochs: int
-    steps: int
-    """Per epoch and rank; of files, as many as there are."""
-    lr: float
-    """Of rows."""
-    dense_lr: float
-    seed: int
-
-    def batches(self, groups: Groups, epoch: int) -> Iterator[tc.Batch]:
-        """This rank's part of an epoch."""
-        rank, world = groups.topology.rank, groups.topology.world
-        if self.folder is None:
-            ads = self._ads("train", None)
-            ads.seek((epoch * world + rank) * self.steps * self.batch)
-            return itertools.islice(iter(ads), self.steps)
-        examples = Examples(Path(self.folder) / "train.csv", self.batch, seed=self.seed)
-        examples.set_epoch(epoch)
-        return itertools.islice(iter(examples), rank, len(examples) // world * world, world)
-
-    def held_out(self, groups: Groups, split: str) -> Iterator[tc.Batch]:
-        rank, world = groups.topology.rank, groups.topology.world
-        if self.folder is None:
-            return itertools.islice(iter(self._ads(split, 100_000)), rank, None, world)
-        return itertools.islice(iter(Examples(Path(self.folder) / f"{split}.csv", 2500)), rank, None, world)
-
-    def _ads(self, split: Any, examples: int | None) -> tc.SyntheticAds:
-        batch = self.batch if split == "train" else 5000
-        ads = tc.SyntheticAds(keys=100_000, fields=self.fields, batch_size=batch, threads=1, seed=self.seed)
-        return ads if split == "train" else ads.split(split, examples=examples)
-
-
-def accuracy_of(groups: Groups, task: Task, sync: tc.DenseSync) -> dict[str, Any]:
-    """Test AUC of the epoch with the best validation AUC."""
-    fields = len(FEATURES) if task.folder else task.fields
-    config = ModelConfig(name="dnn", hidden=(128, 64), dropout=0.0, embedding_l2=1e-5).resolve()
-    if task.folder:
-        config = ModelConfig(name="dnn").resolve()
-    torch.manual_seed(task.seed)
-    rows = tc.Adam(lr=task.lr, weight_decay=config.embedding_l2 or 0.0)
-    initial = tc.Normal(scale=config.initial)
-    table = ShardedTable(row_dim(config), rows, groups=groups, mem="128MB", seed=task.seed, initial=initial, threads=1)
-    model = build(config, table, fields)
-    optimizer = tc.FrozenAdam(parameter_groups(config, model), lr=task.dense_lr)
-    parameters = list(model.parameters())
-    dense = tc.DenseParameters.make(parameters, optimizer, groups, sync, buffers=model.buffers())
-    torch.manual_seed(task.seed * 1000 + groups.topology.rank)  # of dropout
-    step, history = 0, []
-    for epoch in range(task.epochs):
-        model.train()
-        with tc.prefetch(task.batches(groups, epoch), table, depth=2) as batches:
-            for batch in batches:
-                label = torch.as_tensor(batch.label, dtype=torch.float32)
-                torch.nn.functional.binary_cross_entropy_with_logits(model(batch), label).backward()
-                table.step(max_norm=10.0)
-                dense.after_backward()
-                torch.nn.utils.clip_grad_norm_(parameters, 10.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                step += 1
-                dense.after_step(step)
-        dense.merge_now()
-        history.append([_auc(groups, model, table, task.held_out(groups, split)) for split in ("valid", "test")])
-    table.close()
-    best = max(range(len(history)), key=lambda n: history[n][0])
-    return {"auc": history[best][1], "valid_auc": history[best][0], "epoch": best + 1, "steps": step}
-
-
-def _auc(groups: Groups, model: torch.nn.Module, table: ShardedTable, data: Iterator[tc.Batch]) -> float:
-    model.eval()
-    scores, labels = [], []
-    with torch.no_grad(), tc.prefetch(data, table, depth=2, training=False) as batches:
-        for batch in batches:
-            if batch.examples:
-                scores.append(model(batch))
-                labels.append(torch.as_tensor(batch.label, dtype=torch.float32))
-    mine = (torch.cat(scores), torch.cat(labels)) if scores else (torch.empty(0), torch.empty(0))
-    every = groups.train.all_gather_object(mine, "gathered scores")
-    found = tc.auc(torch.cat([score for score, _ in every]), torch.cat([label for _, label in every]))
-    assert math.isfinite(found)
-    return float(found)

@@ -151,6 +151,12 @@ def mean(values: list[torch.Tensor | None], nodes: Nodes) -> torch.Tensor | None
     return None if total is None else total * (1 / len(values))
 
 
+def merges(sync: DenseSync, period: int, steps: int) -> set[int]:
+    """After which of so many steps there are merges of what has a period."""
+    early = {2**n for n in range(20) if 2**n < period} if sync.way == "v_frozen" else set()
+    return {step for step in range(1, steps + 1) if step in early or step % period == 0}
+
+
 class Played:
     """All ranks' models and moments, as plain tensors; Adam written out."""
 
@@ -183,9 +189,8 @@ class Played:
                 self.adam(rank, step)
             now = step in case.merge_at or step in (case.save_at, case.steps)
             if sync.way != "gradients":
-                first = step == 1 and sync.way == "v_frozen"
                 for kind, period in zip("xmv", sync.periods(), strict=True):
-                    if period is not None and (now or first or step % period == 0):
+                    if period is not None and (now or step in merges(sync, period, case.steps)):
                         self.merge(kind, step)
             elif now:
                 self.merge_buffers()
@@ -219,8 +224,12 @@ class Played:
                 grad = grad.add(parameter, alpha=self.case.decay)
             state["m"] = torch.lerp(state["m"], grad, 1 - 0.8)
             state["v"] = (state["v"] * 0.95).addcmul(grad, grad, value=1 - 0.95)
-            v, t_of_v = self.hats.get(name, (state["v"], t))
-            below = v.sqrt() / (1 - 0.95**t_of_v) ** 0.5 + 1e-8
+            if name in self.hats:
+                merged, at = self.hats[name]
+                least = state["v"] / ((1 - 0.95**t) * len(self.nets))
+                below = torch.maximum(merged / (1 - 0.95**at), least).sqrt() + 1e-8
+            else:
+                below = state["v"].sqrt() / (1 - 0.95**t) ** 0.5 + 1e-8
             parameter.copy_(torch.addcdiv(parameter, state["m"], below, value=-(0.05 / (1 - 0.8**t))))
 
     @torch.no_grad()
@@ -261,6 +270,7 @@ class Played:
             own = {"exp_avg": state["m"], "exp_avg_sq": state["v"], "step": state["t"]}
             if name in self.hats:
                 own["v_hat"], own["v_hat_step"] = self.hats[name][0], torch.tensor(float(self.hats[name][1]))
+                own["v_hat_ranks"] = torch.tensor(float(len(self.nets)))
             tensors |= {f"{name}/{key}": value for key, value in own.items()}
         return tensors
 
@@ -302,6 +312,53 @@ def _tug(groups: Groups, sync: DenseSync) -> float:
         dense.after_step(step)
     dense.merge_now()
     return float(x.detach())
+
+
+def rare(groups: Groups, ways: list[DenseSync]) -> list[float]:
+    """The loss after training on examples of a few of many features each, at a high rate."""
+    return [_rare(groups, sync) for sync in ways]
+
+
+def _rare(groups: Groups, sync: DenseSync) -> float:
+    signs = torch.where(torch.arange(400) % 2 == 0, 1.0, -1.0)
+    x = torch.nn.Parameter(torch.zeros(400))
+    optimizer = FrozenAdam([x], lr=0.01)
+    dense = DenseParameters.make([x], optimizer, groups, sync)
+    rng = torch.Generator().manual_seed(groups.topology.rank)
+
+    def loss(examples: int) -> torch.Tensor:
+        found = (torch.rand(examples, 400, generator=rng) < 0.01).float()
+        logits, score = found @ x, found @ signs
+        return torch.nn.functional.soft_margin_loss(logits[score != 0], score[score != 0].sign())
+
+    for step in range(1, 501):
+        x.grad = None
+        loss(8).backward()
+        dense.after_backward()
+        optimizer.step()
+        dense.after_step(step)
+    dense.merge_now()
+    rng.manual_seed(99)
+    with torch.no_grad():
+        return float(loss(2000))
+
+
+STEADY = ((1.0, 0.0, 0.1), (1.0, 1.0, 10.0))
+"""The gradients of two ranks, at every step."""
+
+
+def steady(groups: Groups, sync: DenseSync, steps: int) -> torch.Tensor:
+    """Where parameters end whose gradients never change."""
+    x = torch.nn.Parameter(torch.ones(3))
+    optimizer = FrozenAdam([x], lr=0.01)
+    dense = DenseParameters.make([x], optimizer, groups, sync)
+    for step in range(1, steps + 1):
+        x.grad = torch.tensor(STEADY[groups.topology.rank])
+        dense.after_backward()
+        optimizer.step()
+        dense.after_step(step)
+    dense.merge_now()
+    return x.detach()
 
 
 # ---- on machines

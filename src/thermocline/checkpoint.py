@@ -322,6 +322,11 @@ class Checkpoints:
         own = dense
         if world == self._together.world > 1:
             own = {**dense, **dense["ranks"][self._together.rank]}
+        elif world > 1 and "optimizers" in dense["ranks"][0]:
+            from thermocline.dist.dense import states_for_others
+
+            ranks = [rank["optimizers"] for rank in dense["ranks"]]
+            own = {**dense, "optimizers": states_for_others(ranks, self._together.world)}
         for optimizer, saved in zip(self._optimizers, own["optimizers"], strict=True):
             optimizer.load_state_dict(saved["state"])
         if self._dense_sync is not None and "sync" in own:

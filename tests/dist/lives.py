@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import signal
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from dist.ranks_run import DIMS, Job, Way, keys_of, make_model, make_table, probe
 from train_helpers import bits, weights_of
 
 import thermocline as tc
 from thermocline import published
 from thermocline.dist.groups import Groups
+
+EVERY_STEP = tc.DenseSync(exact=True)
 
 
 class Send(tc.Callback):
@@ -45,13 +47,13 @@ def interrupted(groups: Groups, job: Job, way: Way, folder: str, step: int) -> A
 
 def live(
     groups: Groups | None, job: Job, way: Way, folder: str, *, resume: bool, dies: str | int | None = None,
-    listening: Sequence[tc.Callback] = (), only_fit: bool = False,
+    listening: Sequence[tc.Callback] = (), only_fit: bool = False, sync: tc.DenseSync = EVERY_STEP,
 ) -> Any:  # fmt: skip
     """One life of a rank; without groups, of one process. `dies`: after which step rank 1 does, or at a named point."""
     rank = 0 if groups is None else groups.topology.rank
     tables = {name: make_table(name, job, way, groups, folder) for name in DIMS}
     model = make_model(tables)
-    dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
+    dense = tc.FrozenAdam(model.dense.parameters(), lr=0.01)  # torch's Adam, unless `sync` freezes it
     callbacks = list(listening)
     if isinstance(dies, int) and rank == 1:
         callbacks.append(Send(dies, signal.SIGKILL))
@@ -63,7 +65,7 @@ def live(
     )  # fmt: skip
     trainer = tc.Trainer(
         model, dense, run_dir=Path(folder) / "run", config=config, callbacks=callbacks,
-        dense_sync=tc.DenseSync(exact=True),
+        dense_sync=sync,
     )  # fmt: skip
     mine = job.data(rank)
     result = trainer.fit(mine, mine[: 3 + rank], resume=resume)
@@ -89,7 +91,7 @@ def load(groups: Groups, job: Job, way: Way, folder: str, *, dies: str = "") -> 
         die_at(dies)
     tables = {name: make_table(name, job, way, groups, folder) for name in DIMS}
     model = make_model(tables)
-    dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
+    dense = tc.FrozenAdam(model.dense.parameters(), lr=0.01)
     checkpoints = tc.Checkpoints(Path(folder) / "run", list(tables.values()), model, dense)
     saved = checkpoints.restore()
     assert saved is not None
@@ -102,6 +104,20 @@ def load(groups: Groups, job: Job, way: Way, folder: str, *, dies: str = "") -> 
         table.close()
     checkpoints.close()
     return {"rows": rows, "dense": weights_of(model), "held": held, "steps": [t.step_count for t in tables.values()]}
+
+
+def moments(groups: Groups, job: Job, way: Way, folder: str) -> dict[str, Any]:
+    """What a rank, of any number of them, would go on with: its optimizer's tensors, by parameter and name."""
+    tables = {name: make_table(name, job, dataclasses.replace(way, memory=None), groups, folder) for name in DIMS}
+    model = make_model(tables)
+    dense = tc.FrozenAdam(model.dense.parameters(), lr=0.01)
+    checkpoints = tc.Checkpoints(Path(folder) / "run", list(tables.values()), model, dense)
+    assert checkpoints.restore() is not None
+    state = {f"{n}/{name}": value for n, own in enumerate(dense.state.values()) for name, value in own.items()}
+    for table in tables.values():
+        table.close()
+    checkpoints.close()
+    return {**state, "dense": weights_of(model)}
 
 
 def trained_keys(job: Job, name: str) -> np.ndarray[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import random
@@ -13,8 +14,8 @@ import torch
 from dense_helpers import Case, Net, Nodes, assert_simulated, average, backward, mean, noise
 from ranks_helpers import play
 
-from thermocline.dist.adam import FrozenAdam
-from thermocline.dist.dense import DenseParameters
+from thermocline.dist.adam import FROZEN, FrozenAdam
+from thermocline.dist.dense import DenseParameters, states_for_others
 from thermocline.dist.dense_config import DenseSync
 from thermocline.dist.groups import Groups
 from thermocline.dist.topology import Topology
@@ -98,22 +99,26 @@ def test_a_frozen_denominator_has_the_bias_correction_of_its_step(decoupled: boo
     x = torch.nn.Parameter(torch.randn(20, generator=rng, dtype=torch.float64))
     optimizer = FrozenAdam([x], lr, (beta1, beta2), eps, decay, decoupled_weight_decay=decoupled)
     y, m, v = x.detach().clone(), torch.zeros(20, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
-    frozen, at = None, 0
+    frozen, at, bound = None, 0, 0
     for t in range(1, 10):
         x.grad = torch.randn(20, generator=rng, dtype=torch.float64)
         g = x.grad + (0 if decoupled else decay * y)
         y = y * (1 - lr * decay) if decoupled else y
         m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-        v_hat = v / (1 - beta2**t) if frozen is None else frozen / (1 - beta2**at)
+        v_hat = v / (1 - beta2**t)
+        if frozen is not None:  # the mean of four is at least a quarter of each
+            bound += int((v_hat / 4 > frozen / (1 - beta2**at)).sum())
+            v_hat = torch.maximum(frozen / (1 - beta2**at), v_hat / 4)
         y = y - lr * (m / (1 - beta1**t)) / (v_hat.sqrt() + eps)
         optimizer.step()
         torch.testing.assert_close(x.detach(), y, rtol=1e-12, atol=1e-12)
         if t in (3, 6):
             higher = frozen is not None
-            moment = torch.rand(20, generator=rng, dtype=torch.float64)
-            optimizer.freeze(x, moment, never_fall=higher)
+            moment = torch.rand(20, generator=rng, dtype=torch.float64) * 0.02
+            optimizer.freeze(x, moment, 4, never_fall=higher)
             frozen, at = torch.maximum(frozen, moment) if frozen is not None else moment, t
         torch.testing.assert_close(optimizer.state[x]["exp_avg_sq"], v, rtol=1e-12, atol=1e-12)
+    assert 10 < bound < 110  # of 120
 
 
 def test_parameters_that_step_for_the_first_time_are_not_frozen_with_the_others() -> None:
@@ -122,8 +127,8 @@ def test_parameters_that_step_for_the_first_time_are_not_frozen_with_the_others(
     early.grad = torch.ones(3)
     ours.step()
     with pytest.raises(ValueError, match="has no second moment yet"):
-        ours.freeze(late, torch.ones(3))
-    ours.freeze(early, torch.full((3,), 100.0))
+        ours.freeze(late, torch.ones(3), 2)
+    ours.freeze(early, torch.full((3,), 100.0), 2)
     calls: list[int] = []
     ours.register_step_post_hook(lambda *_: calls.append(1))
     late.grad, alone.grad = torch.full((3,), 2.0), torch.full((3,), 2.0)
@@ -186,3 +191,38 @@ def test_a_model_of_tables_alone_has_nothing_to_average(alone: Groups, every: in
         sync.after_backward()
         assert not sync.after_step(step)
     assert not sync.merge_now()
+
+
+def test_other_ranks_begin_with_the_means_of_moments() -> None:
+    """Three saved, with equal models and denominators: the mean of their models moves on as it would have."""
+    rng = torch.Generator().manual_seed(1)
+    start, merged = torch.randn(30, generator=rng), torch.rand(30, generator=rng) + 50
+    ranks = [torch.nn.Parameter(start.clone()) for _ in range(4)]
+    optimizers = [FrozenAdam([x], lr=0.01) for x in ranks]
+    for x, optimizer in zip(ranks[:3], optimizers[:3], strict=True):
+        for _ in range(4):
+            x.grad = torch.randn(30, generator=rng)
+            optimizer.step()
+        optimizer.freeze(x, merged, 3)
+        with torch.no_grad():
+            x.copy_(start)
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers[:3]]
+    saved = [[{"kind": "FrozenAdam", "state": state}] for state in states]
+    (several,), (one,) = states_for_others(saved, 2), states_for_others(saved, 1)
+    assert several["state"]["state"][0].keys() - one["state"]["state"][0].keys() == set(FROZEN)
+    assert torch.equal(several["state"]["state"][0]["v_hat"], merged)
+    optimizers[3].load_state_dict(several["state"])
+    gradients = [torch.randn(30, generator=rng) for _ in range(3)]
+    for x, gradient, optimizer in zip(ranks, [*gradients, sum(gradients) / 3], optimizers, strict=True):
+        x.grad = gradient
+        optimizer.step()
+        assert (x.detach() - start).abs().max() > 1e-5
+    mean_of_three = torch.stack([x.detach() for x in ranks[:3]]).mean(0)
+    torch.testing.assert_close(ranks[3].detach(), mean_of_three, rtol=0, atol=1e-6)
+    for name in ("exp_avg", "exp_avg_sq"):
+        of_three = torch.stack(
+            [optimizer.state[x][name] for x, optimizer in zip(ranks[:3], optimizers[:3], strict=True)]
+        )
+        assert not torch.equal(of_three[0], of_three[1])
+        if name == "exp_avg":
+            torch.testing.assert_close(optimizers[3].state[ranks[3]][name], of_three.mean(0), rtol=0, atol=1e-6)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from dense_helpers import Case, Net, Nodes, assert_same, assert_simulated, train, tug
+from dense_helpers import STEADY, Case, Net, Nodes, assert_same, assert_simulated, rare, steady, train, tug
 from ranks_helpers import play
 
+from thermocline.dist.adam import FrozenAdam
+from thermocline.dist.dense import DenseParameters
 from thermocline.dist.dense_config import DenseSync, Merge
+from thermocline.dist.groups import Groups
+from thermocline.dist.topology import Topology
 
 MERGES: tuple[Merge, ...] = ("v_frozen", "all", "params")
 WORLDS: dict[str, Nodes] = {
@@ -21,6 +26,13 @@ WORLDS: dict[str, Nodes] = {
     "2 x 2": ((0, 1), (2, 3)),
     "2 and 1": ((0, 1), (2,)),
 }
+
+
+@pytest.fixture
+def alone() -> Iterator[Groups]:
+    groups = Groups.make(Topology.alone())
+    yield groups
+    groups.close()
 
 
 def cases_of(seed: int, *, exact: bool) -> list[Case]:
@@ -81,12 +93,53 @@ def test_bytes_between_nodes_are_the_merged_tensors_over_k() -> None:
     def padded(count: int) -> int:
         return -(-count // 4) * 4 * 4
 
-    merged = 2 * [(numbers + len(parameters), steps), (numbers, 3), (3 * numbers, 3), (2 * numbers, 4)]
+    # v_frozen: after steps 1 and 2, then every 4.
+    merged = 2 * [(numbers + len(parameters), steps), (numbers, 3), (3 * numbers, 3), (2 * numbers, 2 + 3)]
     for results in play(nodes, train, cases):
         for (_, within, between), (count, times) in zip(results, merged, strict=True):
             # Half of the buffer to the other rank of the node and back; a half of a half to the other node and back.
             assert within == padded(count) * times, (count, times)
             assert between == padded(count) // 2 * times, (count, times)
+
+
+@pytest.mark.parametrize("k", [2, 5, 50])
+def test_a_frozen_denominator_that_has_seen_nothing_does_not_diverge(k: int) -> None:
+    """Most features are in no example of the first steps: their merged v is 0, and eps is no denominator."""
+    one, two = play(WORLDS["2 nodes"], rare, [DenseSync(every=k, merge=merge) for merge in MERGES])
+    assert one == two
+    assert max(one) < 0.4  # 0.69 at the start; with v_hat alone nan
+
+
+def test_a_merged_denominator_that_is_up_to_date_is_taken_as_it_is() -> None:
+    """The bound is for what a merge could not know. It has no part in a steady v, whatever shares of it ranks have."""
+    gradients = torch.tensor(STEADY)
+    found, _ = play(WORLDS["2 nodes"], steady, DenseSync(every=5), 50)
+    first, later = gradients.sign().mean(0), gradients.mean(0) / gradients.square().mean(0).sqrt()
+    torch.testing.assert_close(found, 1 - 0.01 * (first + 49 * later), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("every", "every_v"), [(1, None), (2, None), (3, None), (8, None), (50, None), (6, 20), (20, 3)]
+)
+def test_when_models_are_merged(alone: Groups, every: int, every_v: int | None) -> None:
+    """More often in the first k steps, by as many merges as k can be halved."""
+    x = torch.nn.Parameter(torch.ones(3))
+    for merge in MERGES:
+        optimizer = FrozenAdam([x])
+        sync = DenseSync(every=every, merge=merge, every_v=None if merge == "params" else every_v)
+        dense = DenseParameters.make([x], optimizer, alone, sync)
+        found = set()
+        for step in range(1, 201):
+            dense.after_backward()
+            optimizer.step()
+            if dense.after_step(step):
+                found.add(step)
+        expected = set()
+        for k in {every, sync.every_v or every}:
+            expected |= set(range(k, 201, k))
+            if merge == "v_frozen":
+                expected |= {step for step in (1, 2, 4, 8, 16, 32) if step < k}
+        assert found == expected
 
 
 def test_ranks_with_second_moments_of_their_own_go_the_wrong_way() -> None:

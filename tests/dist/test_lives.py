@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dist.lives import interrupted, live, load, trained_keys
+import torch
+from dist.lives import interrupted, live, load, moments, trained_keys
 from dist.ranks_run import DIMS, FOUR, ONE, PAIR, Job, Way
 from ranks_helpers import Nodes, outcomes, play
+
+import thermocline as tc
 
 JOB = Job(PAIR, "adam", (40, 33))
 SMALL_JOB = Job(PAIR, "sgd", (12, 12))
@@ -50,6 +53,35 @@ def test_a_rank_is_killed(dies: str | int, whole: Any, tmp_path: Path) -> None:
     for result in resumed:
         assert {**result, "examples": 0} == {**whole, "examples": 0}
         assert result["examples"] < whole["examples"]  # it did go on from a checkpoint
+
+
+def test_a_rank_is_killed_between_merges(tmp_path: Path) -> None:
+    """Resumed, it merges after the steps it would have merged after, with each rank's own moments: the same bits."""
+    way, sync = Way("two", None, 4, 2), tc.DenseSync(every=16, exact=True)
+    lives = functools.partial(live, sync=sync)
+    (tmp_path / "whole").mkdir()
+    whole = play(PAIR, functools.partial(lives, resume=False), JOB, way, str(tmp_path / "whole"))
+    fallen = outcomes(PAIR, functools.partial(lives, resume=False, dies=14), JOB, way, str(tmp_path))
+    assert fallen[1] == ("died", None)
+    resumed = play(PAIR, functools.partial(lives, resume=True), JOB, way, str(tmp_path))
+    for result in resumed:
+        assert {**result, "examples": 0} == {**whole[0], "examples": 0}
+        assert result["examples"] < whole[0]["examples"]
+    # Another number of ranks goes on with the means of their moments.
+    two, four, one = (play(nodes, moments, JOB, way, str(tmp_path)) for nodes in (PAIR, FOUR, ONE))
+    differ = {name for name, value in two[0].items() if name != "dense" and not same(value, two[1][name])}
+    assert {name.split("/")[1] for name in differ} == {"exp_avg", "exp_avg_sq"}
+    for result in (*four, *one):
+        assert result["dense"] == two[0]["dense"]
+        for name, value in result.items():
+            assert same(value, (two[0][name] + two[1][name]) * 0.5 if name in differ else two[0][name]), name
+    assert all(result.keys() == two[0].keys() for result in four)
+    gone = {name.split("/")[1] for name in two[0].keys() - one[0].keys()}
+    assert gone == {"v_hat", "v_hat_step", "v_hat_ranks"}
+
+
+def same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def test_one_rank_is_told_to_end(whole: Any, tmp_path: Path) -> None:

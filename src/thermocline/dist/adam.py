@@ -1,11 +1,16 @@
 """`FrozenAdam`: torch's Adam, whose denominators can be frozen: the optimizer of k-step merging.
 
-While nothing is frozen it is torch's Adam, bit for bit (it calls it). A frozen parameter has a merged second moment in
-its state, `v_hat`, and the step it was merged at, `v_hat_step` = s. From then on it moves by
+While nothing is frozen it is torch's Adam, bit for bit (it calls it). A frozen parameter has in its state a merged
+second moment, `v_hat`, the step it was merged at, `v_hat_step` = s, and how many ranks it is the mean of, `v_hat_ranks`
+= n. From then on it moves by
 
-    x -= lr * m / (1 - beta1^t)  /  (sqrt(v_hat / (1 - beta2^s)) + eps)
+    x -= lr * m / (1 - beta1^t)  /  (sqrt(max(v_hat / (1 - beta2^s), v / (1 - beta2^t) / n)) + eps)
 
 where t goes on and s stays: the bias correction of v_hat belongs to the steps that made it. m and v go on as ever.
+
+Why the maximum: second moments are not negative, so whatever the other ranks have, the mean of all is at least v / n. A
+v_hat below that is out of date, and there is no bound to how far: a unit that no example of the merged steps woke has
+v_hat = 0, and its first gradient would be divided by eps. So a step is at most sqrt(n) times as long as Adam's can be.
 """
 
 from __future__ import annotations
@@ -18,9 +23,12 @@ from torch.optim.adam import adam
 
 Params = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
+FROZEN = ("v_hat", "v_hat_step", "v_hat_ranks")
+"""What a frozen parameter's state has beside Adam's."""
+
 
 class FrozenAdam(torch.optim.Adam):
-    """As torch.optim.Adam, with `freeze`. Its state is Adam's, and v_hat and v_hat_step once frozen."""
+    """As torch.optim.Adam, with `freeze`. Its state is Adam's, and `FROZEN` once frozen."""
 
     def __init__(
         self, params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -31,12 +39,15 @@ class FrozenAdam(torch.optim.Adam):
             params, lr, betas, eps, weight_decay,
             decoupled_weight_decay=decoupled_weight_decay, maximize=maximize, foreach=foreach, fused=fused,
         )  # fmt: skip
-        self._denominators: dict[torch.Tensor, torch.Tensor] = {}
-        """sqrt(v_hat / correction) + eps, of frozen parameters that have stepped since; made when needed."""
+        self._corrected: dict[torch.Tensor, torch.Tensor] = {}
+        """v_hat / (1 - beta2^s), of frozen parameters that have stepped since; made when needed."""
 
     @torch.no_grad()
-    def freeze(self, parameter: torch.Tensor, moment: torch.Tensor, *, never_fall: bool = False) -> None:
-        """`moment` takes the place of the parameter's v in denominators; `never_fall`: no element becomes less."""
+    def freeze(self, parameter: torch.Tensor, moment: torch.Tensor, ranks: int, *, never_fall: bool = False) -> None:
+        """`moment`, the mean of so many ranks' v, takes the place of the parameter's v in denominators.
+
+        `never_fall`: no element becomes less than it was.
+        """
         state = self.state[parameter]
         if "exp_avg_sq" not in state:
             raise ValueError("a parameter can be frozen once it has stepped: it has no second moment yet")
@@ -46,12 +57,12 @@ class FrozenAdam(torch.optim.Adam):
             torch.maximum(state["v_hat"], moment.to(state["v_hat"].dtype), out=state["v_hat"])
         else:
             state["v_hat"].copy_(moment)
-        state["v_hat_step"] = float(state["step"])
-        self._denominators.pop(parameter, None)
+        state["v_hat_step"], state["v_hat_ranks"] = float(state["step"]), float(ranks)
+        self._corrected.pop(parameter, None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._denominators.clear()
+        self._corrected.clear()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -88,14 +99,18 @@ class FrozenAdam(torch.optim.Adam):
         torch._foreach_mul_(v, beta2)
         torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
         sizes = [-lr / (1 - beta1 ** float(step)) for step in steps]
-        torch._foreach_addcdiv_(params, m, [self._denominator(p, beta2, group["eps"]) for p in params], sizes)
+        of = [(1 - beta2 ** float(step)) * self.state[p]["v_hat_ranks"] for p, step in zip(params, steps, strict=True)]
+        below = list(torch._foreach_div(v, of))
+        torch._foreach_maximum_(below, [self._correct(p, beta2) for p in params])
+        torch._foreach_sqrt_(below)
+        torch._foreach_add_(below, group["eps"])
+        torch._foreach_addcdiv_(params, m, below, sizes)
 
-    def _denominator(self, parameter: torch.Tensor, beta2: float, eps: float) -> torch.Tensor:
-        known = self._denominators.get(parameter)
+    def _correct(self, parameter: torch.Tensor, beta2: float) -> torch.Tensor:
+        known = self._corrected.get(parameter)
         if known is None:
             state = self.state[parameter]
-            known = (state["v_hat"].sqrt() / (1 - beta2 ** state["v_hat_step"]) ** 0.5).add_(eps)
-            self._denominators[parameter] = known
+            known = self._corrected[parameter] = state["v_hat"] / (1 - beta2 ** state["v_hat_step"])
         return known
 
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from thermocline.dist.adam import FROZEN
 from thermocline.dist.dense_config import DenseSync
 from thermocline.dist.groups import Groups
-from thermocline.dist.mean import Flat, Mean, Sent
+from thermocline.dist.mean import Flat, Mean, Sent, tree_sum
 from thermocline.sizes import parse_size
 
 
@@ -145,6 +146,41 @@ class AveragedGradients(DenseParameters):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._stepped = state["stepped"]
+
+
+def states_for_others(ranks: Sequence[list[dict[str, Any]]], world: int) -> list[dict[str, Any]]:
+    """The optimizers' states that `world` other ranks begin with, each the same, from those of the ranks that saved.
+
+    Moments become their means. With equal models and a common denominator the mean model then moves on as it would
+    have, by the mean of m, and the next merge finds the mean of v. What is equal stays as it is. A process by itself
+    merges nothing, so it keeps no denominator that only a merge renews.
+    """
+    return [
+        {
+            **one[0],
+            "state": {**one[0]["state"], "state": _averaged([of_rank["state"]["state"] for of_rank in one], world)},
+        }
+        for one in zip(*ranks, strict=True)
+    ]
+
+
+def _averaged(states: list[dict[int, dict[str, Any]]], world: int) -> dict[int, dict[str, Any]]:
+    """Of one optimizer: by parameter, what it remembers of it."""
+    return {
+        parameter: {
+            name: _mean_of([state[parameter][name] for state in states])
+            for name in own
+            if world > 1 or name not in FROZEN
+        }
+        for parameter, own in states[0].items()
+    }
+
+
+def _mean_of(values: list[Any]) -> Any:
+    first = values[0]
+    if not isinstance(first, torch.Tensor) or all(torch.equal(first, other) for other in values[1:]):
+        return first
+    return tree_sum(values, [range(len(values))]) * (1 / len(values))
 
 
 def _buckets(parameters: Sequence[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:

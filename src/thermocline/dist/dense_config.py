@@ -20,8 +20,9 @@ class DenseSync:
     """Steps from merge to merge: k. 1, and no `merge`: gradients are averaged every step, models never drift apart."""
     merge: Merge | None = None
     """What a merge averages. v_frozen (none, where `every` is above 1): parameters and Adam's second moments; all ranks
-    divide by the merged ones until the next merge, their own m and v go on. all: parameters and the whole state of the
-    optimizer. params: parameters only; the ranks' second moments part ways, and some models suffer."""
+    divide by the merged ones until the next merge, their own m and v go on. It also merges after steps 1, 2, 4, 8 and
+    so on below k. all: parameters and the whole state of the optimizer. params: parameters only; the ranks' second
+    moments part ways, and some models suffer."""
     every_m: int | None = None
     """Steps between merges of first moments, of merge "all"; none: as `every`."""
     every_v: int | None = None

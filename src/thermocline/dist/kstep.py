@@ -3,7 +3,8 @@
 What a merge averages, the three readings of k-step Adam (`DenseSync.merge`):
 
 - v_frozen: x and v. All ranks divide by the merged v until the next merge; each one's own m and v go on. The first
-  merge follows step 1, so that there is a merged v from step 2 on.
+  merges follow steps 1, 2, 4, 8 and so on below k: there is a merged v from step 2 on, and while it is of few gradients
+  it is never older than half of them.
 - all: x and everything the optimizer remembers of a parameter (m and v of Adam).
 - params: x. Every rank divides by a v of its own: ranks weigh the same gradient differently, and the mean of their
   models need not go down where each of them does.
@@ -78,8 +79,11 @@ class MergedModels(DenseParameters):
 
     def after_step(self, step: int) -> bool:
         self._step = step
-        first = step == 1 and self.settings.way == "v_frozen"
-        return self._merge([period is not None and (first or step % period == 0) for period in self._periods])
+        return self._merge([period is not None and self._is_due(step, period) for period in self._periods])
+
+    def _is_due(self, step: int, period: int) -> bool:
+        early = self.settings.way == "v_frozen" and step < period
+        return step & (step - 1) == 0 if early else step % period == 0
 
     def merge_now(self) -> bool:
         return self._merge([period is not None for period in self._periods])
@@ -109,7 +113,7 @@ class MergedModels(DenseParameters):
             if frozen and piece.kind == V:
                 optimizer = self._optimizer[piece.parameter]
                 assert isinstance(optimizer, FrozenAdam)
-                optimizer.freeze(piece.parameter, view, never_fall=self.settings.amsgrad)
+                optimizer.freeze(piece.parameter, view, self._mean.world, never_fall=self.settings.amsgrad)
             else:
                 piece.tensor.copy_(view)
         self._merged = [self._step if is_due else at for is_due, at in zip(due, self._merged, strict=True)]
