@@ -2,7 +2,7 @@
 
 Two hops: a key goes to the rank of its own node whose number within the node is the owner's; there the node's keys are
 deduplicated, and go on to the owner, whose number is the same. So each unique key of a node crosses between nodes once,
-its row comes back once, and its gradient crosses once, summed. With one hop ("flat") every rank asks every owner itself.
+its row comes back once, its gradient crosses once, summed. With one hop ("flat") every rank asks every owner itself.
 
 A gradient's sum is one tree for both: the ranks of a node in order, then the nodes in order, left to right in float32;
 ranks without the key are skipped. So both give the same bits.
@@ -161,9 +161,16 @@ class Exchange:
             unique = WorkingSet.of(mine, threads=self._threads)
             hops.append(
                 Hop(
-                    over, ranks, torch.from_numpy(orders[i]), lists[i], sends[:, i].tolist(),
-                    mine, head[:, i].tolist(), unique.keys, _index(unique.inverse),
-                )  # fmt: skip
+                    over,
+                    ranks,
+                    torch.from_numpy(orders[i]),
+                    lists[i],
+                    sends[:, i].tolist(),
+                    mine,
+                    head[:, i].tolist(),
+                    unique.keys,
+                    _index(unique.inverse),
+                )
             )
         assert len(hops) == count
         return hops
@@ -181,16 +188,25 @@ class Exchange:
             parts = [route.hops[level] for route in routes]
             size = len(one.ranks)
             sent = [self._unique(lists) for lists in zip(*(_cut(p.sent, p.send) for p in parts), strict=True)]
-            received = [self._unique(lists) for lists in zip(*(_cut(p.received, p.receive) for p in parts), strict=True)]
+            received = [
+                self._unique(lists) for lists in zip(*(_cut(p.received, p.receive) for p in parts), strict=True)
+            ]
             unique = self._unique([p.unique for p in parts])
             assert len(sent) == len(received) == size
             order = self._places(begin, np.concatenate(sent))
             places = self._places(unique, np.concatenate(received))
             hops.append(
                 Hop(
-                    one.over, one.ranks, order, np.concatenate(sent), [len(part) for part in sent],
-                    np.concatenate(received), [len(part) for part in received], unique, places,
-                )  # fmt: skip
+                    one.over,
+                    one.ranks,
+                    order,
+                    np.concatenate(sent),
+                    [len(part) for part in sent],
+                    np.concatenate(received),
+                    [len(part) for part in received],
+                    unique,
+                    places,
+                )
             )
             begin = unique
         return Route(keys, hops)
@@ -264,7 +280,9 @@ class Exchange:
         data = lane.all_to_all(hop.over, torch.cat(parts), sends, sizes, "exchanged gradients")
         self._count(sent, hop.ranks, hop.send, sends)
         total: _Sum | None = None
-        arrived = list(zip(_pieces(data, sizes), hop.receive, _pieces(hop.places.to(data.device), hop.receive), wires, strict=True))
+        arrived = list(
+            zip(_pieces(data, sizes), hop.receive, _pieces(hop.places.to(data.device), hop.receive), wires, strict=True)
+        )
         for sources in self._by_node(hop):
             part_sum = _Sum(len(hop.unique), dim, data.device)
             for source in sources:

@@ -159,9 +159,7 @@ class Groups:
                 found, _, _ = next(dist.rendezvous("env://", timeout=wait))  # type: ignore[attr-defined]
                 store = meet(found, topology.rank, topology.world, timeout)
             backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-            dist.init_process_group(
-                backend, timeout=wait, store=store, rank=topology.rank, world_size=topology.world
-            )
+            dist.init_process_group(backend, timeout=wait, store=store, rank=topology.rank, world_size=topology.world)
         if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.world):
             raise RankError(
                 f"torch.distributed says rank {dist.get_rank()} of {dist.get_world_size()}, the topology rank "

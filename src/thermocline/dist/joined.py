@@ -1,4 +1,4 @@
-"""`JoinedTable`: the rows of all ranks' stores in one process, read only: to evaluate what several ranks have trained."""
+"""`JoinedTable`: the rows of all ranks' stores in one process, read only: evaluates what several ranks have trained."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ class JoinedTable(Table):
             self._stores.append(store)
             if self.root is not None:
                 budget = self._mem_budget // len(sources)
-                self._tiers.append(
-                    MemTier(self.dim, self.optimizer, budget=budget, store=store, **self._tier_options)
-                )
+                self._tiers.append(MemTier(self.dim, self.optimizer, budget=budget, store=store, **self._tier_options))
             else:
                 for keys, rows in store.scan():
                     self.tier.push_stored(keys, rows.view(np.float32), dirty=False)

@@ -48,9 +48,7 @@ def relayed(
     came = exchange(torch.cat(parts) if parts else values[:0], sends, receives)
     last = {(a, me): held[a, me] for a in count if via[a][me] == me}
     for through, message in zip(origins, _cut(came, receives), strict=True):
-        last |= {
-            (a, me): part for a, part in zip(through, _cut(message, [sizes[a][me] for a in through]), strict=True)
-        }
+        last |= {(a, me): part for a, part in zip(through, _cut(message, [sizes[a][me] for a in through]), strict=True)}
     return torch.cat([last[a, me] for a in count]), sum(sends)
 
 
