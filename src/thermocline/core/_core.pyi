@@ -62,6 +62,13 @@ class Dedup:
 
 class Step: ...
 
+def add_rows(
+    totals: _Floats,
+    present: npt.NDArray[np.uint8],
+    places: npt.NDArray[np.int64],
+    rows: _Floats,
+    given: npt.NDArray[np.uint8] | None,
+) -> None: ...
 def make_step(
     optimizer: int, lr: float, eps: float, weight_decay: float, beta1: float, beta2: float, t: int, scale: float
 ) -> Step: ...

@@ -24,6 +24,7 @@ from thermocline.batch import WorkingSet
 from thermocline.dist.config import Hops, Wire
 from thermocline.dist.groups import Lane, Over
 from thermocline.dist.owners import owner_of
+from thermocline.dist.row_sum import RowSum
 from thermocline.dist.topology import Topology
 from thermocline.dist.wire import decode, encode, flag_bytes, pack_flags, unpack_flags, width
 from thermocline.errors import ConfigError
@@ -76,6 +77,16 @@ class Hop:
     """Of `received`."""
     places: torch.Tensor
     """int64 per key of `received`: its place in `unique`."""
+    back: torch.Tensor = dataclasses.field(init=False)
+    """The inverse of `order`: where the answer to each of this rank's keys stands."""
+
+    def __post_init__(self) -> None:
+        self.back = torch.empty_like(self.order)
+        self.back[self.order] = torch.arange(len(self.order), device=self.order.device)
+
+    def move(self, device: torch.device) -> None:
+        """Its lists go where the rows are."""
+        self.order, self.places, self.back = self.order.to(device), self.places.to(device), self.back.to(device)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -88,7 +99,7 @@ class Route:
     def move(self, device: torch.device) -> None:
         """Its lists go where the rows are."""
         for hop in self.hops:
-            hop.order, hop.places = hop.order.to(device), hop.places.to(device)
+            hop.move(device)
 
     @property
     def owned(self) -> Keys:
@@ -226,15 +237,14 @@ class Exchange:
         """float32[keys, n] from their owners, given the rows of the keys that this rank owns."""
         values = owned
         for hop in reversed(route.hops):
-            out = values[hop.places.to(values.device)]
+            out = values.index_select(0, hop.places.to(values.device))
             wires = self._wires(hop.ranks)
             if set(wires) == {"fp32"}:
                 data = lane.all_to_all(hop.over, out, hop.receive, hop.send, "exchanged rows")
                 self._count(sent, hop.ranks, hop.receive, [4 * out.shape[1] * n for n in hop.receive])
             else:
                 data = self._coded(lane, hop, out, hop.receive, hop.send, wires, sent, step)
-            values = torch.empty_like(data)
-            values[hop.order.to(values.device)] = data
+            values = data.index_select(0, hop.back.to(data.device))
         return values
 
     def _coded(
@@ -264,7 +274,9 @@ class Exchange:
         """
         for hop in route.hops:
             order = hop.order.to(values.device)
-            values, present = self._summed(lane, hop, values[order], present[order], sent, step)
+            values, present = self._summed(
+                lane, hop, values.index_select(0, order), present.index_select(0, order), sent, step
+            )
         return values, present
 
     def _summed(
@@ -279,12 +291,12 @@ class Exchange:
         sizes = [flag_bytes(n) + n * width(wire, dim) for n, wire in zip(hop.receive, wires, strict=True)]
         data = lane.all_to_all(hop.over, torch.cat(parts), sends, sizes, "exchanged gradients")
         self._count(sent, hop.ranks, hop.send, sends)
-        total: _Sum | None = None
+        total: RowSum | None = None
         arrived = list(
             zip(_pieces(data, sizes), hop.receive, _pieces(hop.places.to(data.device), hop.receive), wires, strict=True)
         )
         for sources in self._by_node(hop):
-            part_sum = _Sum(len(hop.unique), dim, data.device)
+            part_sum = RowSum(len(hop.unique), dim, data.device)
             for source in sources:
                 message, count, places, wire = arrived[source]
                 cut = flag_bytes(count)
@@ -317,28 +329,6 @@ class Exchange:
             else:
                 sent.items_between += count
                 sent.bytes_between += size
-
-
-class _Sum:
-    """Gradients added in the order they come; a key's first is taken as it is."""
-
-    def __init__(self, keys: int, dim: int, device: torch.device) -> None:
-        self.values = torch.zeros(keys, dim, device=device)
-        self.present = torch.zeros(keys, dtype=torch.bool, device=device)
-
-    def add(self, places: torch.Tensor, values: torch.Tensor, present: torch.Tensor) -> None:
-        """No place repeats."""
-        if not bool(present.all()):
-            places, values = places[present], values[present]
-        before = self.present[places]
-        self.values[places] = torch.where(before[:, None], self.values[places] + values, values)
-        self.present[places] = True
-
-    def plus(self, other: _Sum) -> _Sum:
-        both = torch.where((self.present & other.present)[:, None], self.values + other.values, other.values)
-        self.values = torch.where(other.present[:, None], both, self.values)
-        self.present = self.present | other.present
-        return self
 
 
 def _index(places: Any) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 from thermocline.batch import WorkingSet
 from thermocline.dist.exchange import Exchange, Route
 from thermocline.dist.groups import Groups, Lane
+from thermocline.dist.row_sum import RowSum
 from thermocline.tables.mem_train import MemTraining
 from thermocline.tables.parts import Remote
 
@@ -136,18 +137,18 @@ class Ranks:
         table = self._table
         route = self.exchange.joined([batch.remote.route for batch in batches])
         device = torch.device("cpu") if table.hbm is None else table.hbm.device
-        values = torch.zeros(len(route.keys), table.dim, device=device)
-        present = torch.zeros(len(route.keys), dtype=torch.bool, device=device)
+        mine = RowSum(len(route.keys), table.dim, device)
         if gradients:
             if len(batches) > 1:
                 gradients = self._renumbered(batches, gradients)
             places, sums = (_tensor(found) for found in table.training.sums(gradients))
-            values[places.long()] = sums
-            present[places.long()] = True
+            mine.add(places.long(), sums)
         total, has = self.exchange.gradients(
-            self.groups.train, route, values, present, self.traffic.gradients, table.step_count
+            self.groups.train, route, mine.values, mine.present, self.traffic.gradients, table.step_count
         )
         slots = self._slots(batches, device)
+        if bool(has.all()):
+            return route.owned, slots, total
         return route.owned[has.cpu().numpy()], slots[has], total[has]
 
     def _renumbered(self, batches: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
