@@ -5,26 +5,32 @@
 // page"). A table never grows (its hashes are gone): when it is full the partition gets another one, and merging drops
 // them all.
 //
-// Positions follow the hash order, so that looking up a sorted batch walks through memory once.
+// Positions follow the hash order, so that looking up a sorted batch walks through memory once. Rows that come in that
+// order (a scan of another store) crowd one place of such a table: in a `mixed` one they spread, whatever their order.
 // Thread safety: as the store's index lock says: insert exclusive, the rest shared.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "util/hash.h"
+
 namespace thermocline::ssd {
 
 class DeltaTable {
  public:
   // For hashes in [lo, hi].
-  DeltaTable(uint64_t lo, uint64_t hi, uint32_t capacity)
-      : lo_(lo), scale_(capacity / (static_cast<double>(hi - lo) + 1.0)), tags_(capacity, 0), pages_(capacity, 0) {}
+  DeltaTable(uint64_t lo, uint64_t hi, uint32_t capacity, bool mixed = false)
+      : mixed_(mixed),
+        lo_(lo),
+        scale_(capacity / (static_cast<double>(hi - lo) + 1.0)),
+        tags_(capacity, 0),
+        pages_(capacity, 0) {}
 
   // False: no room near the hash's place; use another table.
   bool insert(uint64_t hash, uint32_t page) {
-    uint32_t cap = capacity();
-    if (count_ >= cap - cap / 8) return false;
-    uint32_t at = home(hash);
+    if (full()) return false;
+    uint32_t cap = capacity(), at = home(hash);
     for (uint32_t probe = 0; probe < kMaxProbe && probe < cap; ++probe) {
       if (tags_[at] == 0) {
         tags_[at] = tag_of(hash);
@@ -52,6 +58,8 @@ class DeltaTable {
 
   uint32_t capacity() const { return static_cast<uint32_t>(tags_.size()); }
   uint32_t count() const { return count_; }
+  bool full() const { return count_ >= capacity() - capacity() / 8; }
+  bool mixed() const { return mixed_; }
   uint64_t memory() const { return sizeof(*this) + capacity() * (sizeof(uint16_t) + sizeof(uint32_t)); }
   static uint64_t slot_bytes() { return sizeof(uint16_t) + sizeof(uint32_t); }
 
@@ -63,10 +71,12 @@ class DeltaTable {
     return tag == 0 ? 1 : tag;  // 0 marks an empty slot
   }
   uint32_t home(uint64_t hash) const {
+    if (mixed_) return static_cast<uint32_t>((mix64(hash) >> 32) * capacity() >> 32);
     auto at = static_cast<uint64_t>(static_cast<double>(hash - lo_) * scale_);
     return at < tags_.size() ? static_cast<uint32_t>(at) : capacity() - 1;
   }
 
+  const bool mixed_;
   const uint64_t lo_;
   const double scale_;
   std::vector<uint16_t> tags_;

@@ -38,7 +38,9 @@ void Index::insert(Partition& p, uint64_t hash, uint32_t vpage, size_t expected)
   uint64_t usual = p.base ? static_cast<uint64_t>(static_cast<double>(p.base->rows) * log_ratio_ / 4) : 0;
   uint64_t capacity = std::max({uint64_t{64}, usual, expected, p.pending / 4});
   capacity = std::min<uint64_t>(capacity + capacity / 6 + 8, 1u << 30);
-  p.tables.push_back(std::make_shared<DeltaTable>(p.lo, p.hi, static_cast<uint32_t>(capacity)));
+  // One that took no more before it was full was crowded, by rows in hash order: the next of them would be, too.
+  const bool mixed = !p.tables.empty() && (p.tables.back()->mixed() || !p.tables.back()->full());
+  p.tables.push_back(std::make_shared<DeltaTable>(p.lo, p.hi, static_cast<uint32_t>(capacity), mixed));
   if (!p.tables.back()->insert(hash, vpage)) throw Error("a new delta table took no entry");
 }
 

@@ -197,6 +197,42 @@ TEST(Store, loading_in_hash_order_writes_bases_and_no_log) {
   }
 }
 
+// A copy of another store: its scan gives rows in hash order. Memory follows their number, not their order.
+TEST(Store, rows_put_in_hash_order_take_no_more_memory) {
+  constexpr uint64_t kKeys = 400000, kBatch = 20000;
+  std::vector<uint64_t> keys(kKeys);
+  for (bool load : {false, true}) {
+    for (uint64_t k = 0; k < kKeys; ++k) keys[k] = k;
+    auto fs = std::make_shared<MemFs>();
+    fs->make_dir("/s");
+    StoreOptions o = small_options();
+    o.background_merge = false;
+    o.min_log_bytes = 64u << 20;  // all stay in the log
+    uint64_t memory[2];
+    for (bool sorted : {false, true}) {
+      const std::string path = sorted ? "/s/sorted" : "/s/store";
+      if (sorted) std::sort(keys.begin(), keys.end(), [](uint64_t a, uint64_t b) { return hash_key(a) < hash_key(b); });
+      auto store = SsdStore::open(fs, path, o);
+      std::vector<uint8_t> rows(kBatch * kRow, 7);
+      const uint64_t other = kKeys;
+      store->put(&other, 1, {rows.data(), kRow});  // from here on loading is putting
+      for (size_t first = 0; first < kKeys; first += kBatch) {
+        if (load) store->load(&keys[first], kBatch, {rows.data(), kRow});
+        else store->put(&keys[first], kBatch, {rows.data(), kRow});
+      }
+      memory[sorted] = store->stats().mem_total;
+      store->commit("");
+      store.reset();
+      store = SsdStore::open(fs, path, o);
+      std::vector<uint8_t> found(kKeys), out(kKeys * kRow);
+      store->get(keys.data(), kKeys, found.data(), {out.data(), kRow});
+      CHECK_EQ(static_cast<uint64_t>(std::count(found.begin(), found.end(), 1)), kKeys);
+      CHECK_EQ(static_cast<uint64_t>(std::count(out.begin(), out.end(), 7)), out.size());
+    }
+    CHECK(memory[1] < memory[0] * 3 / 2);
+  }
+}
+
 TEST(Store, filter_spares_reads_and_never_hides_a_row) {
   auto fs = std::make_shared<MemFs>();
   fs->make_dir("/s");
