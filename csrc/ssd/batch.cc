@@ -214,6 +214,7 @@ void SsdStore::Impl::load(const uint64_t* keys, size_t n, RowsIn rows) {
   }
   if (!job.partition) return append(keys, n, &rows);
   merger_->admit();
+  merger_->limit(items.size(), index_bytes(items.size()));
   // Only writers bring rows to a partition without any, and we are the writer: it stays as it is.
   std::vector<Partition> pieces = collecting([&] { return write_bases(items, keys, rows); });
   pieces.front().lo = job.partition->lo;
@@ -225,6 +226,11 @@ void SsdStore::Impl::load(const uint64_t* keys, size_t n, RowsIn rows) {
   ctx.fs->reached("load.written");
   std::unique_lock lock(index_mutex_);
   index_.finish_merge(job, std::move(pieces));
+}
+
+// What base files of so many rows add to the index: fences and filters.
+uint64_t SsdStore::Impl::index_bytes(uint64_t rows) const {
+  return ctx.g.row_pages(rows) * 8 + rows * options_.filter_bits / 8;
 }
 
 // Files of the usual size, side by side; each is a partition that begins at its first row and ends before the next.

@@ -62,6 +62,7 @@ class SsdStore::Impl {
   template <class Fn>
   auto collecting(Fn&& fn);
   void append(const uint64_t* keys, size_t n, const RowsIn* rows);  // to the log, past the buffer
+  uint64_t index_bytes(uint64_t rows) const;
   std::vector<ssd::Partition> write_bases(const std::vector<ssd::Item>& items, const uint64_t* keys, RowsIn rows);
   void write_batch(std::vector<ssd::Item>& items, const uint64_t* keys, const RowsIn* rows);
   void sync_files(const std::vector<std::shared_ptr<ssd::DataFile>>& files);

@@ -29,7 +29,7 @@ void Merger::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-uint64_t Merger::limit() const {
+uint64_t Merger::limit(uint64_t more_rows, uint64_t more_bytes) const {
   std::shared_lock lock(index_mutex_);
   // Half of the ratio: partitions are merged in turn, so on average each has half a cycle's rows in the log.
   double share = options_.max_log_ratio / 2;
@@ -38,11 +38,11 @@ uint64_t Merger::limit() const {
   // Entries cost more than their slot: tables are at most 7/8 full, and grow in steps.
   uint64_t entry = DeltaTable::slot_bytes() * 3 / 2;
   uint64_t fixed = ctx_.sizes.total(ctx_.g) + index_.memory(), entries = std::min(fixed, index_.pending() * entry);
-  uint64_t need = fixed - entries, room = options_.mem_budget > need ? options_.mem_budget - need : 0;
+  uint64_t need = fixed - entries + more_bytes, room = options_.mem_budget > need ? options_.mem_budget - need : 0;
   uint64_t affordable = room / entry;
   if (affordable < 1024)
     throw BudgetError(ctx_.path + ": mem_budget is " + std::to_string(options_.mem_budget) + " bytes, but " +
-                      std::to_string(index_.base_rows()) + " rows of " + std::to_string(ctx_.g.row_bytes) +
+                      std::to_string(index_.base_rows() + more_rows) + " rows of " + std::to_string(ctx_.g.row_bytes) +
                       " bytes need " + std::to_string(need + 1024 * entry) +
                       " (fences and buffers); open it with a larger mem_budget");
   return std::min(wanted, affordable * 2 / 3);  // put() waits at half as much again

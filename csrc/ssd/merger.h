@@ -42,7 +42,9 @@ class Merger {
   std::unique_lock<std::mutex> pause();
   void stop();
 
-  uint64_t limit() const;  // rows of log; throws BudgetError if the index alone is over the budget
+  // Rows of log; throws BudgetError if the index alone is over the budget, with rows and their bytes of it still to
+  // come.
+  uint64_t limit(uint64_t more_rows = 0, uint64_t more_bytes = 0) const;
   const MergeCounters& counters() const { return counters_; }
   double stall_seconds() const { return stall_seconds_; }
   uint64_t memory() const;  // of a merge, as many extents as there are now. The caller holds the index lock

@@ -233,6 +233,28 @@ TEST(Store, rows_put_in_hash_order_take_no_more_memory) {
   }
 }
 
+TEST(Store, loading_what_the_budget_has_no_index_for_is_an_error_before_it_is_written) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  o.mem_budget = 1 << 20;
+  o.filter_bits = 16;
+  constexpr uint64_t kKeys = 1000000;
+  std::vector<uint64_t> keys(kKeys);
+  for (uint64_t k = 0; k < kKeys; ++k) keys[k] = k;
+  std::vector<uint8_t> rows(kKeys * kRow, 7);
+  auto store = SsdStore::open(fs, "/s/store", o);
+  CHECK_THROWS(BudgetError, store->load(keys.data(), kKeys, {rows.data(), kRow}));
+  StoreStats s = store->stats();
+  CHECK_EQ(s.rows_in_base, 0u);
+  CHECK(s.mem_total < o.mem_budget);
+  store->load(keys.data(), 1000, {rows.data(), kRow});
+  store->commit("");
+  store.reset();
+  store = SsdStore::open(fs, "/s/store", o);
+  CHECK_EQ(store->stats().rows_in_base, 1000u);
+}
+
 TEST(Store, filter_spares_reads_and_never_hides_a_row) {
   auto fs = std::make_shared<MemFs>();
   fs->make_dir("/s");
