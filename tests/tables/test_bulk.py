@@ -60,6 +60,16 @@ def test_a_filling_that_is_cut_short_goes_on(tmp_path: Path) -> None:
         assert store.get(ADS.some_keys(0, total))[0].all()
 
 
+def test_a_filling_goes_on_with_the_same_pieces_only(tmp_path: Path) -> None:
+    """Those of another size end elsewhere: rows between the ends would be missing."""
+    rows = tier()
+    with SsdStore.open(tmp_path / "rows", row_bytes=rows.row_bytes) as store:
+        done = bulk.fill_store(store, ADS, rows.initial_rows, piece=4_000, after=lambda n: n < 9_000)
+        with pytest.raises(ValueError, match=f"done is {done}: no piece of about 7000 rows ends there"):
+            bulk.fill_store(store, ADS, rows.initial_rows, done=done, piece=7_000)
+        assert bulk.fill_store(store, ADS, rows.initial_rows, done=done, piece=4_000) == sum(ADS.keys) == len(store)
+
+
 def test_an_error_of_rows_is_told(tmp_path: Path) -> None:
     def fails(keys: bulk.Keys) -> bulk.Floats:
         raise ValueError("no rows today")

@@ -49,7 +49,7 @@ def fill_store(
 ) -> int:
     """A row on SSD for every key of the world; commit it to make it durable. Returns how many are there.
 
-    done    of an earlier call that `after` ended: it goes on behind them
+    done    of an earlier call that `after` ended, with the same `piece`: it goes on behind them
     rows    of some keys; called by several threads
     after   gets the number of rows so far; false ends the call
     """
@@ -61,7 +61,11 @@ def fill_store(
             keys = keys[np.argsort(hash_keys(keys))]
             return keys, rows(keys)
 
-        firsts = itertools.accumulate(map(len, cut), initial=0)
+        firsts = list(itertools.accumulate(map(len, cut), initial=0))
+        if done not in firsts:
+            raise ValueError(
+                f"done is {done}: no piece of about {piece} rows ends there; it was said with other pieces"
+            )
         left = [keys for keys, first in zip(cut, firsts, strict=False) if first >= done]
         for keys, values in _ahead(pool, made, left, workers):
             store.load(keys, values)
