@@ -28,6 +28,7 @@ from thermocline.dist.dense_config import DenseSync
 from thermocline.dist.exchange import Exchange, Sent
 from thermocline.dist.groups import Groups
 from thermocline.dist.topology import Topology
+from thermocline.errors import ThermoclineError
 
 DIMS = (8, 64)
 BATCH, FEW = 4096, 16
@@ -44,12 +45,17 @@ def measure_pair(limit: float = 120.0) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "thermocline.plan.pair", str(Path(name) / "meet")]
         pair = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True, env=local) for n in range(2)]
+        both = []
         try:
-            out = [rank.communicate(timeout=limit)[0] for rank in pair]
+            for rank in pair:
+                text = rank.communicate(timeout=limit)[0]
+                if rank.returncode:
+                    raise ThermoclineError(f"two ranks on this machine: one ended with {rank.returncode}, as it says")
+                both.append(json.loads(text))
         finally:
             for rank in pair:
                 rank.kill()
-    both = [json.loads(text) for text in out]
+                rank.wait()
     return {figure: sum(found[figure] for found in both) / 2 for figure in both[0]}
 
 
