@@ -99,6 +99,10 @@ void SsdStore::Impl::put(const uint64_t* keys, size_t n, const RowsIn* rows) {
   require_writable();
   if (n > UINT32_MAX) throw Error(ctx.path + ": more than 2^32 keys in one call");
   bytes_put_ += n * (rows ? ctx.g.entry_bytes() : 8);
+  add(keys, n, rows);
+}
+
+void SsdStore::Impl::add(const uint64_t* keys, size_t n, const RowsIn* rows) {
   if (n < buffer_.capacity() / 2) {
     if (buffer_.size() + n > buffer_.capacity()) {
       merger_->admit();
@@ -108,10 +112,6 @@ void SsdStore::Impl::put(const uint64_t* keys, size_t n, const RowsIn* rows) {
     for (size_t i = 0; i < n; ++i) buffer_.set(keys[i], rows ? rows->at(i) : nullptr);
     return;
   }
-  append(keys, n, rows);
-}
-
-void SsdStore::Impl::append(const uint64_t* keys, size_t n, const RowsIn* rows) {
   merger_->admit();
   flush_buffer();  // its rows are older than this batch
   const size_t most = log_.max_rows();
@@ -206,13 +206,17 @@ void SsdStore::Impl::load(const uint64_t* keys, size_t n, RowsIn rows) {
   std::lock_guard write(write_mutex_);
   require_writable();
   bytes_put_ += n * ctx.g.entry_bytes();
-  flush_buffer();  // its rows are older than these
   Index::Merge job;
-  {
+  const auto begin = [&] {
     std::unique_lock lock(index_mutex_);
-    if (!index_.begin_load(items.front().hash, items.back().hash, &job)) job.partition = nullptr;
+    return index_.begin_load(items.front().hash, items.back().hash, &job);
+  };
+  bool empty = begin();
+  if (empty && buffer_.size() > 0) {
+    flush_buffer();  // its rows are older than these, and may lie among them
+    empty = begin();
   }
-  if (!job.partition) return append(keys, n, &rows);
+  if (!empty) return add(keys, n, &rows);
   merger_->admit();
   merger_->limit(items.size(), index_bytes(items.size()));
   // Only writers bring rows to a partition without any, and we are the writer: it stays as it is.

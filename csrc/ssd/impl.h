@@ -61,7 +61,7 @@ class SsdStore::Impl {
   void flush_buffer();  // returns with the rows in the index, or throws with all of them still in the buffer
   template <class Fn>
   auto collecting(Fn&& fn);
-  void append(const uint64_t* keys, size_t n, const RowsIn* rows);  // to the log, past the buffer
+  void add(const uint64_t* keys, size_t n, const RowsIn* rows);  // few to the buffer, many to the log
   uint64_t index_bytes(uint64_t rows) const;
   std::vector<ssd::Partition> write_bases(const std::vector<ssd::Item>& items, const uint64_t* keys, RowsIn rows);
   void write_batch(std::vector<ssd::Item>& items, const uint64_t* keys, const RowsIn* rows);

@@ -233,6 +233,31 @@ TEST(Store, rows_put_in_hash_order_take_no_more_memory) {
   }
 }
 
+TEST(Store, few_rows_loaded_among_others_are_gathered_as_those_put_are) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  o.write_buffer = 1u << 20;
+  auto store = SsdStore::open(fs, "/s/store", o);
+  Oracle now;
+  Row row{};
+  store->put(std::array<uint64_t, 2>{0, 1}.data(), 2, {std::vector<uint8_t>(2 * kRow).data(), kRow});
+  store->commit("");
+  now[0] = now[1] = row;
+  const uint64_t before = store->stats().bytes_written;
+  for (uint64_t k = 2; k < 1000; ++k) {
+    row.fill(static_cast<uint8_t>(k));
+    store->load(&k, 1, {row.data(), kRow});
+    now[k] = row;
+  }
+  CHECK_EQ(store->stats().bytes_written, before);
+  expect_equal(*store, now, 1000);
+  store->commit("");
+  store.reset();
+  store = SsdStore::open(fs, "/s/store", o);
+  expect_equal(*store, now, 1000);
+}
+
 TEST(Store, loading_what_the_budget_has_no_index_for_is_an_error_before_it_is_written) {
   auto fs = std::make_shared<MemFs>();
   fs->make_dir("/s");
