@@ -54,6 +54,7 @@ with tc.prefetch(ads, table, depth=4) as batches:
         step += 1
         dense.after_step(step)
         if step % 50 == 0:
+            dense.merge_now()  # nothing to do here; needed with DenseSync(every=k)
             checkpoints.save(step, batch.position)
             if rank == 0:
                 print(f"step {step}: saved by {world} ranks", flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import os
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thermocline.core import core
+from thermocline.cores import cores
 from thermocline.tables.arrays import Keys, as_keys, as_numpy
 
 Slots = npt.NDArray[np.uint32]
@@ -42,7 +42,7 @@ class WorkingSet:
     @classmethod
     def of(cls, ids: Any, *, threads: int | None = None) -> Self:
         """The working set of `ids` (uint64, or int64 bit patterns). The result does not depend on `threads`."""
-        return cls(*_dedup(threads or os.cpu_count() or 1).run(as_keys(ids)))
+        return cls(*_dedup(threads or cores()).run(as_keys(ids)))
 
     def __len__(self) -> int:
         return len(self.keys)

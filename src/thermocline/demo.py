@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from rich.table import Table as Grid
 
 from thermocline.batch import Batch
 from thermocline.callbacks import Callback
+from thermocline.cores import cores
 from thermocline.data.synth import SyntheticAds
 from thermocline.display import Display
 from thermocline.metrics import auc
@@ -181,8 +181,8 @@ def main(
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
-    cores = len(os.sched_getaffinity(0))
-    torch_threads = max(1, cores // 2)  # the pipeline needs the others
+    available = cores()
+    torch_threads = max(1, available // 2)  # the pipeline needs the others
     ads = SyntheticAds(keys=keys, fields=FIELDS, batch_size=batch_size, examples=batch_size * steps)
     config = TrainConfig(
         checkpoint_every=max(1, steps // 3),
@@ -191,7 +191,7 @@ def main(
         tensorboard=False,
         display=False,
     )
-    console.print(f"{ads!r}\n{cores} cores, {torch_threads} of them for torch", highlight=False, soft_wrap=True)
+    console.print(f"{ads!r}\n{available} cores, {torch_threads} of them for torch", highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="thermocline-demo-", dir=folder) as temporary:
         table = Table(DIM, OPTIMIZER, hbm=hbm, mem=mem, ssd=Path(temporary) / "rows", ssd_mem=ssd_mem)
         where, place = ("DRAM", "") if table.hbm is None else ("HBM", f"HBM of {gpu_name(table.hbm.device)}, ")

@@ -16,13 +16,13 @@ one key per example is then simply hashed to one of 2k slots.
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any, Literal
 
 import numpy as np
 
 from thermocline.batch import Batch, Floats, Offsets
 from thermocline.core import core
+from thermocline.cores import cores
 from thermocline.data.schema import Hashing
 from thermocline.errors import require
 from thermocline.tables.arrays import Keys
@@ -54,7 +54,7 @@ class Hasher:
         require(fine, f"{name}: threads", threads, "a whole number, at least 1, or none: all cores")
         self.k = k
         self.seed = seed
-        self._threads = (os.cpu_count() or 1) if threads is None else threads
+        self._threads = cores() if threads is None else threads
 
     @property
     def slots(self) -> int:

@@ -14,9 +14,10 @@ from ranks_helpers import Nodes, play
 from thermocline.dist.config import Wire
 from thermocline.dist.exchange import Exchange, Sent
 from thermocline.dist.groups import Groups
-from thermocline.dist.owners import hash_keys, owner_of
+from thermocline.dist.owners import owner_of
 from thermocline.dist.wire import decode, encode
 from thermocline.tables.arrays import Keys
+from thermocline.tables.hashes import hash_keys
 from thermocline.tables.reference_codec import mix64
 
 NODES: list[Nodes] = [((0, 1), (2, 3)), ((0, 1, 2),), ((0,), (1,), (2,))]

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from thermocline.batch import Batch
 from thermocline.core import core
+from thermocline.cores import cores
 from thermocline.data.ahead import Place, load_ahead
 from thermocline.data.blocks import Block, Malformed
 from thermocline.data.features import Features
@@ -118,7 +119,7 @@ class Reader:
         """Fields, dense features and statistics, as other readers and `predict` need them."""
         self._sources = opened.sources
         self._blocks = opened.blocks
-        self._threads = settings.threads or min(8, os.cpu_count() or 1)
+        self._threads = settings.threads or min(8, cores())
         self._hasher = make_hasher(settings.hashing, settings.threads)
         self._lot_blocks = max(1, round(settings.shuffle_buffer / opened.blocks.examples_per_unit)) if shuffle else 1
         sequential = int(opened.blocks.sequential.sum())

@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 
 from thermocline.batch import Batch, Floats
 from thermocline.core import core
+from thermocline.cores import cores
 from thermocline.data.presets import Plan
 from thermocline.data.schema import Hashing
 from thermocline.data.write import FORMATS, Format, write_parquet, write_text
@@ -107,7 +108,7 @@ class SyntheticAds:
         self.shard = shard
         config = [seed, self.keys, self.zipf, ids, dense, base_rate, signal, label_noise]
         self._config = hashlib.blake2b(json.dumps(config).encode(), digest_size=8).hexdigest()
-        workers = (os.cpu_count() or 1) if threads is None else threads
+        workers = cores() if threads is None else threads
         popularity = (list(self.keys), list(self.zipf))
         try:
             self._core = core.Synth(seed, *popularity, *ids, dense, base_rate, signal, label_noise, workers)

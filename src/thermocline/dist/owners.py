@@ -6,21 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from thermocline.tables.arrays import Keys
+from thermocline.tables.hashes import hash_keys
 
 MOST_RANKS = 1 << 16
-
-
-def mix64(x: Keys) -> Keys:
-    """`mix64` of csrc/util/hash.h, of every element."""
-    shift = np.uint64(33)
-    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-        x = (x ^ (x >> shift)) * np.uint64(factor)
-    return x ^ (x >> shift)
-
-
-def hash_keys(keys: Keys) -> Keys:
-    """`hash_key` of csrc/util/hash.h."""
-    return mix64(keys ^ np.uint64(0x9E3779B97F4A7C15))
 
 
 def owner_of(keys: Keys, world: int) -> npt.NDArray[np.int64]:

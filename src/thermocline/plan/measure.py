@@ -19,6 +19,7 @@ import torch
 
 from thermocline.batch import WorkingSet
 from thermocline.callbacks import Callback
+from thermocline.cores import cores
 from thermocline.data.stats import memory_of_machine
 from thermocline.data.synth import SyntheticAds
 from thermocline.models import ModelConfig, build
@@ -61,7 +62,7 @@ def measure(folder: str | os.PathLike[str] | None = None, advance: Callable[[], 
     links = Links(node_gbs=rate, node_us=delay, network_gbs=rate, network_us=delay, data_gbs=rate)
     gpu = part(_gpu())
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    cpu = Cpu(cores=len(os.sched_getaffinity(0)), memory=memory_of_machine(), **rows, **layers, **steps, **pair)
+    cpu = Cpu(cores=cores(), memory=memory_of_machine(), **rows, **layers, **steps, **pair)
     source = f"measured {now}; the network's figures are those of two processes on this machine, over loopback"
     return Hardware(name=platform.machine(), source=source, cpu=cpu, disk=disk, links=links, gpu=gpu)
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from thermocline.cores import cores
 from thermocline.errors import ThermoclineError
-from thermocline.reproduce import machine
 
 SECONDS, THREADS = 2.0, 16
 """Of reading; reads in flight of each process."""
@@ -16,7 +16,7 @@ SECONDS, THREADS = 2.0, 16
 
 def reads_per_second(folder: Path) -> float:
     """Of the files in a folder that are larger than 1 MB. By processes, which do not wait for one another."""
-    workers = min(12, machine.cores())
+    workers = min(12, cores())
     probe = [sys.executable, "-c", _PROBE, str(folder), str(SECONDS), str(THREADS)]
     pipe = subprocess.PIPE
     running = [subprocess.Popen([*probe, str(n)], stdin=pipe, stdout=pipe, text=True) for n in range(workers)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from thermocline.config import Config
+from thermocline.cores import cores
 from thermocline.errors import ConfigError
 from thermocline.reproduce import machine, mpi
 from thermocline.settings import flatten
@@ -53,7 +54,7 @@ class Setup:
     """Whether a claim that does not hold is an error: it is one of the full run."""
     memory: int = 8 << 30
     """Bytes of the top tier that an experiment may fill."""
-    cores: int = dataclasses.field(default_factory=machine.cores)
+    cores: int = dataclasses.field(default_factory=cores)
     """Of the machine; steps that measure speed depend on it."""
     dram: int = dataclasses.field(default_factory=machine.memory_bytes)
     """Bytes of the machine's memory."""

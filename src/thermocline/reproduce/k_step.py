@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Mapping
 
 from thermocline.config import Config
+from thermocline.cores import cores
 from thermocline.data.schema import Synth
 from thermocline.dist.config import Dist
 from thermocline.dist.dense_config import DenseSync
@@ -24,7 +24,7 @@ ALIKE = 0.002
 
 def ranks() -> int:
     """Two at least, four at most, one per core."""
-    return min(4, max(2, len(os.sched_getaffinity(0))))
+    return min(4, max(2, cores()))
 
 
 def chosen(setup: Setup) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import thermocline
+from thermocline.cores import cores
 
 _PACKAGES = ("torch", "numpy", "triton")
 
@@ -34,11 +35,6 @@ def _constant() -> dict[str, Any]:
         "build": build(),
         "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
     }
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def memory_bytes() -> int:

@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from thermocline.config import Config, Tiers, Train
+from thermocline.cores import cores
 from thermocline.data.presets import Plan
 from thermocline.data.schema import Data, Synth
 from thermocline.models.config import ModelConfig
-from thermocline.reproduce import machine, models, models_report, mpi, paper
+from thermocline.reproduce import models, models_report, mpi, paper
 from thermocline.reproduce.experiment import (
     Claim,
     Experiment,
@@ -100,7 +101,7 @@ def _run(wanted: Config, count: int, seconds: float, work: Work) -> Json:
     kept = [log for log in logs if seconds / 3 <= log["seconds"] <= seconds]
     first, last = (kept[0], kept[-1]) if len(kept) > 1 else (logs[0], logs[1])
     speed = (last["examples"] - first["examples"]) / (last["seconds"] - first["seconds"])
-    return {"examples_per_s": speed, "steps": last["step"], "cores": machine.cores()}
+    return {"examples_per_s": speed, "steps": last["step"], "cores": cores()}
 
 
 # ---- what it shows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from thermocline.batch import Batch
 from thermocline.callbacks import Callback, Row
 from thermocline.config import Config
+from thermocline.cores import cores
 from thermocline.errors import ThermoclineError
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.pipeline.stages import StageStats
@@ -27,7 +27,7 @@ _SAVING = 0.1  # of a step's time is kept for saving and testing
 
 def torch_threads() -> int:
     """Half of the cores: the pipeline needs the others."""
-    return max(1, len(os.sched_getaffinity(0)) // 2)
+    return max(1, cores() // 2)
 
 
 class _Until(Callback):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,8 +10,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from thermocline.dist.owners import hash_keys
+from thermocline.cores import cores
 from thermocline.tables.arrays import Floats, Keys
+from thermocline.tables.hashes import hash_keys
 from thermocline.tables.ssd import SsdStore
 
 PIECE = 1 << 21
@@ -53,7 +53,7 @@ def fill_store(
     rows    of some keys; called by several threads
     after   gets the number of rows so far; false ends the call
     """
-    workers = min(8, len(os.sched_getaffinity(0)))
+    workers = min(8, cores())
     with ThreadPoolExecutor(workers, "thermocline-bulk") as pool:
         cut = _cut(pool, world, piece)
 

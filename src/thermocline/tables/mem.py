@@ -8,7 +8,6 @@ One batch: `lookup = tier.lookup(ids, offsets)` pulls and pins its rows (any thr
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from typing import Any, Literal, SupportsIndex
 
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from thermocline.batch import Slots, WorkingSet
 from thermocline.core import core
+from thermocline.cores import cores
 from thermocline.sizes import format_size, parse_size
 from thermocline.tables.arrays import Floats, Keys, Offsets, Pooling, as_keys, bags_of, floats_of, out_of
 from thermocline.tables.initial import Initial, Uniform
@@ -173,7 +173,7 @@ class MemTier:
         self._optimizer = optimizer
         self._policy = policy
         self._store = store
-        self._threads = threads or os.cpu_count() or 1
+        self._threads = threads or cores()
         self._core = core.MemTier(
             dim=dim,
             optimizer=optimizer.code,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 import numpy as np
 
 from thermocline.batch import Batch, Floats, Slots, WorkingSet
+from thermocline.cores import cores
 from thermocline.errors import FormatError
 from thermocline.sizes import format_size, parse_size
 from thermocline.tables.arrays import Keys
@@ -116,7 +117,7 @@ class Table:
         self._training: Any  # MemTraining, or the same as gpu: their arguments go together
         self._device = _training_device(device, self._hbm_budget)
         if threads is None and self._device is not None:
-            self._tier_options["threads"] = _threads_beside_gpu(os.cpu_count() or 1)
+            self._tier_options["threads"] = _threads_beside_gpu(cores())
         self._tier: MemTier
         self.store: SsdStore | None = None
         self.checkpoint_store: SsdStore | None = None
@@ -416,9 +417,9 @@ class Table:
         return f"Table({self.name!r}, dim={self.dim}, {kind}{self.optimizer}, {gpu}mem={size}, {place})"
 
 
-def _threads_beside_gpu(cores: int) -> int:
+def _threads_beside_gpu(count: int) -> int:
     """Planning and launching kernels have threads of their own, which the GPU waits for: two cores are left to them."""
-    return cores - 2 if cores >= 8 else cores
+    return count - 2 if count >= 8 else count
 
 
 def _training_device(device: str, hbm: int | None) -> torch.device | None:
