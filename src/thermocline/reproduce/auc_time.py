@@ -83,7 +83,8 @@ def steps(setup: Setup) -> list[Step]:
             return _rival(wanted, setup.cores, work) if side == RIVAL else _ours(wanted, work)
 
         seconds = 2 + wanted.data.synth.examples / 40_000
-        settings = {"side": side, "ranks": setup.cores if side == RIVAL else 1, **settings_of(wanted)}
+        ranks = setup.cores if side == RIVAL else 1
+        settings = {"side": side, "ranks": ranks, "cores": setup.cores, **settings_of(wanted)}
         made.append(Step(name=side, settings=settings, seconds=seconds, run=run))
     return made
 

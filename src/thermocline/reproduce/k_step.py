@@ -47,6 +47,7 @@ def steps(setup: Setup) -> list[Step]:
     for k in chosen(setup):
         wanted = config(setup, k)
         settings = {name: list(v) if isinstance(v, tuple) else v for name, v in flatten(wanted.resolve())}
+        settings |= {"ranks": ranks(), "cores": setup.cores}
 
         def run(work: Work, wanted: Config = wanted) -> Json:
             shutil.rmtree(work.folder / "run", ignore_errors=True)
@@ -56,7 +57,7 @@ def steps(setup: Setup) -> list[Step]:
             return {"auc": events[-1]["auc"], "examples_per_s": speed, "ranks": ranks()}
 
         seconds = 10 + wanted.data.synth.examples / 40_000
-        made.append(Step(name=f"k = {k}", settings={**settings, "ranks": ranks()}, seconds=seconds, run=run))
+        made.append(Step(name=f"k = {k}", settings=settings, seconds=seconds, run=run))
     return made
 
 

@@ -77,7 +77,7 @@ def steps(setup: Setup) -> list[Step]:
                 "preset": preset(setup, name), "side": side, "seconds": seconds(setup, side), "seed": setup.seed,
                 "device": setup.device, "batch": batch_size(setup, plan), "depth": DEPTH,
                 "commit_seconds": COMMIT_SECONDS, "optimizer": dataclasses.asdict(OPTIMIZER), "dense_lr": DENSE_LR,
-                "store_memory": store_memory(plan),
+                "store_memory": store_memory(plan), "cores": setup.cores,
             }  # fmt: skip
 
             def run(work: Work, plan: Plan = plan, side: str = side) -> Json | None:

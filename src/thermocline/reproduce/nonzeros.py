@@ -26,6 +26,7 @@ def steps(setup: Setup) -> list[Step]:
         settings = {
             "nonzeros": nonzeros, "batch": batch(setup), "seed": setup.seed, "device": setup.device, "fields": FIELDS,
             "dim": DIM, "keys": KEYS, "repeat": REPEAT, "optimizer": dataclasses.asdict(OPTIMIZER),
+            "cores": setup.cores,
         }  # fmt: skip
 
         def run(work: Work, nonzeros: int = nonzeros) -> Json:

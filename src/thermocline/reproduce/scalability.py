@@ -45,7 +45,14 @@ def steps(setup: Setup) -> list[Step]:
             return {"examples_per_s": len(logs) / sum(1 / event["examples_per_s"] for event in logs)}
 
         seconds = 8 + wanted.train.log_every * LOGS * BATCH / 25_000
-        made.append(Step(name=f"{ranks} ranks", settings={**settings, "ranks": ranks}, seconds=seconds, run=run))
+        made.append(
+            Step(
+                name=f"{ranks} ranks",
+                settings={**settings, "ranks": ranks, "cores": setup.cores},
+                seconds=seconds,
+                run=run,
+            )
+        )
     alone = {name: list(v) if isinstance(v, tuple) else v for name, v in flatten(config(setup, 1).resolve())}
     settings = {**alone, "cores": setup.cores, "nodes": list(NODES)}
     made.append(Step(name="predictions", settings=settings, seconds=40, run=lambda work: _predict(setup, work)))
