@@ -17,7 +17,7 @@ from typing import Any
 Nodes = tuple[tuple[int, ...], ...]
 
 
-def play(nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> list[Any]:
+def play(nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: float = 180.0) -> list[Any]:
     """`function(groups, *args)` on every rank of `nodes`; what each returned, by rank.
 
     The function lies in a module that a new process can import. A rank that fails or takes too long fails the test.
@@ -30,7 +30,7 @@ def play(nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: float 
     return results
 
 
-def outcomes(nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> list[tuple[str, Any]]:
+def outcomes(nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: float = 180.0) -> list[tuple[str, Any]]:
     """The same for ranks that may fail: ("fine", what it returned), ("failed", its traceback) or ("died", None)."""
     world = sum(map(len, nodes))
     context = multiprocessing.get_context("forkserver")
@@ -80,7 +80,7 @@ def _receive(pipes: Sequence[Connection], results: list[Any], seconds: float) ->
     while waiting:
         ready = wait(list(waiting), timeout=seconds)
         if not ready:
-            raise AssertionError(f"ranks {sorted(waiting.values())} have not ended in {seconds} s")
+            raise AssertionError(f"ranks {sorted(waiting.values())} have not ended in {seconds} s: they hang, or the machine is very busy")
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
