@@ -80,7 +80,8 @@ def _receive(pipes: Sequence[Connection], results: list[Any], seconds: float) ->
     while waiting:
         ready = wait(list(waiting), timeout=seconds)
         if not ready:
-            raise AssertionError(f"ranks {sorted(waiting.values())} have not ended in {seconds} s: they hang, or the machine is very busy")
+            late = sorted(waiting.values())
+            raise AssertionError(f"ranks {late} have not ended in {seconds} s: they hang, or the machine is very busy")
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
