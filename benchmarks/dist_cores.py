@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from common import Claim, console, environment, print_claims, spread, write_json
-from dist_ranks import network
+from dist_ranks import Train, training
 from ranks_helpers import play
 
 import thermocline as tc
@@ -38,7 +38,6 @@ FIELDS, DIM = 26, 16
 RANKS = 4
 PAPER = 3.57
 WARM = 4
-Train = Callable[[torch.Tensor, tc.Batch, int], None]
 
 
 def lap(groups: Groups, cores: Sequence[int], what: str, batch: int, steps: int, keys: int) -> dict[str, float]:
@@ -52,7 +51,7 @@ def lap(groups: Groups, cores: Sequence[int], what: str, batch: int, steps: int,
     rows = sum(len(np.unique(one.ids)) for one in batches[WARM:])
     table = ShardedTable(DIM, tc.RowWiseAdagrad(lr=0.05), groups=groups, mem="512MB", threads=1)
     bag = tc.EmbeddingBag(table, FIELDS)
-    train = _training(groups, table) if what == "training" else _given(table, batch)
+    train = training(groups, table, tc.DenseSync()) if what == "training" else _given(table, batch)
     begin = 0.0
     with tc.prefetch(batches, table, depth=2) as ready:
         for step, found in enumerate(ready, 1):
@@ -73,24 +72,6 @@ def _given(table: ShardedTable, batch: int) -> Train:
     def train(vectors: torch.Tensor, found: tc.Batch, step: int) -> None:
         torch.autograd.backward(vectors, gradient)
         table.step()
-
-    return train
-
-
-def _training(groups: Groups, table: ShardedTable) -> Train:
-    model = network()
-    optimizer = tc.FrozenAdam(model.parameters())
-    dense = tc.DenseParameters.make(model.parameters(), optimizer, groups, tc.DenseSync())
-
-    def train(vectors: torch.Tensor, found: tc.Batch, step: int) -> None:
-        x = torch.cat([vectors.flatten(1), torch.as_tensor(found.dense)], 1)
-        label = torch.as_tensor(found.label, dtype=torch.float32)
-        torch.nn.functional.binary_cross_entropy_with_logits(model(x).squeeze(1), label).backward()
-        table.step()
-        dense.after_backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        dense.after_step(step)
 
     return train
 

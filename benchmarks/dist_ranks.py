@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,25 +88,38 @@ def exchange_data(rank: int, world: int, batch: int, steps: int) -> Iterator[tc.
     return itertools.islice(iter(ads), steps + WARM)
 
 
+Train = Callable[[torch.Tensor, tc.Batch, int], None]
+
+
+def training(groups: Groups, table: ShardedTable, sync: tc.DenseSync) -> Train:
+    """A step of the network over a batch's vectors: loss, gradients, rows and dense parameters updated on all ranks."""
+    model = network()
+    optimizer = tc.FrozenAdam(model.parameters())
+    dense = tc.DenseParameters.make(model.parameters(), optimizer, groups, sync)
+
+    def train(vectors: torch.Tensor, found: tc.Batch, step: int) -> None:
+        x = torch.cat([vectors.flatten(1), torch.as_tensor(found.dense)], 1)
+        label = torch.as_tensor(found.label, dtype=torch.float32)
+        torch.nn.functional.binary_cross_entropy_with_logits(model(x).squeeze(1), label).backward()
+        table.step()
+        dense.after_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dense.after_step(step)
+
+    return train
+
+
 def exchange_speed(groups: Groups, hops: str, batch: int, steps: int, every: int) -> dict[str, Any]:
     """A model over a table on all ranks: rows by `hops`, dense parameters every step or merged every `every` steps."""
     t = groups.topology
     table = ShardedTable(16, tc.Adagrad(lr=0.05), groups=groups, hops=hops, mem="256MB", threads=1)  # type: ignore[arg-type]
-    emb, model = tc.EmbeddingBag(table, 26), network()
-    optimizer = tc.FrozenAdam(model.parameters())
-    dense = tc.DenseParameters.make(model.parameters(), optimizer, groups, tc.DenseSync(every=every))
+    emb, train = tc.EmbeddingBag(table, 26), training(groups, table, tc.DenseSync(every=every))
     figures: dict[str, Any] = {}
     begin: tuple[float, int, Any] = (0.0, 0, None)
     with tc.prefetch(exchange_data(t.rank, t.world, batch, steps), table, depth=2) as source:
         for step, found in enumerate(source, 1):
-            vectors = torch.as_tensor(emb(found)).reshape(found.examples, -1)
-            logits = model(torch.cat([vectors, torch.as_tensor(found.dense)], 1)).squeeze(1)
-            torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.as_tensor(found.label)).backward()
-            table.step()
-            dense.after_backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            dense.after_step(step)
+            train(emb(found), found, step)
             if step == WARM:  # before the next batch asks for rows
                 dist.barrier()
                 begin = time.perf_counter(), link_bytes(), dataclasses.asdict(table.ranks.traffic)

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import thermocline
 from thermocline.dist.config import Dist
 from thermocline.dist.topology import Topology
 
@@ -36,6 +37,12 @@ def restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 or (
         several and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     )
+
+
+def child_environment() -> dict[str, str]:
+    """For ranks that this process starts here: they import the same package, and have one torch thread each."""
+    search = [str(Path(thermocline.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1"}
 
 
 def first_to_say(words: str) -> bool:

@@ -7,7 +7,6 @@ torchrun does. They run the code that training runs.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,13 +19,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import thermocline
 from thermocline.batch import WorkingSet
 from thermocline.data.synth import SyntheticAds
 from thermocline.dist.dense import DenseParameters
 from thermocline.dist.dense_config import DenseSync
 from thermocline.dist.exchange import Exchange, Sent
 from thermocline.dist.groups import Groups
+from thermocline.dist.launch import child_environment
 from thermocline.dist.topology import Topology
 from thermocline.errors import ThermoclineError
 
@@ -39,9 +38,7 @@ TIMES = 9
 
 def measure_pair(limit: float = 120.0) -> dict[str, float]:
     """`us` and `gbs` of an all-to-all, and the figures of `hardware.Cpu` about ranks."""
-    root = str(Path(thermocline.__file__).parents[1])
-    search = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    local = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
+    local = {**child_environment(), "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "thermocline.plan.pair", str(Path(name) / "meet")]
         pair = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True, env=local) for n in range(2)]

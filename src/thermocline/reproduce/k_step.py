@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Mapping
 
 from thermocline.config import Config
-from thermocline.cores import cores
 from thermocline.data.schema import Synth
 from thermocline.dist.config import Dist
 from thermocline.dist.dense_config import DenseSync
 from thermocline.reproduce import ranks as several
-from thermocline.reproduce.experiment import Claim, Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
-from thermocline.settings import flatten
+from thermocline.reproduce.experiment import (
+    Claim,
+    Experiment,
+    Figure,
+    Json,
+    Section,
+    Series,
+    Setup,
+    Step,
+    Table,
+    Work,
+    settings_of,
+)
 
 KS = (1, 5, 10, 20, 50, 100)
 KEYS, FIELDS, DIM, HIDDEN, BATCH = 200_000, 26, 8, (256, 128), 128
@@ -22,9 +31,9 @@ ALIKE = 0.002
 """Of the claim, which is shown, not asserted: what merging every k steps may cost."""
 
 
-def ranks() -> int:
+def ranks(setup: Setup) -> int:
     """Two at least, four at most, one per core."""
-    return min(4, max(2, cores()))
+    return min(4, max(2, setup.cores))
 
 
 def chosen(setup: Setup) -> tuple[int, ...]:
@@ -33,11 +42,11 @@ def chosen(setup: Setup) -> tuple[int, ...]:
 
 def config(setup: Setup, k: int) -> Config:
     """One training; ranks share its examples."""
-    count = setup.count(EXAMPLES, 8 * BATCH * ranks())
+    count = setup.count(EXAMPLES, 8 * BATCH * ranks(setup))
     synth = Synth(
         keys=KEYS, fields=FIELDS, seed=setup.seed, examples=count, valid_examples=0, test_examples=min(TEST, count)
     )
-    steps = -(-count // (BATCH * ranks()))
+    steps = -(-count // (BATCH * ranks(setup)))
     alone = several.one_core_each(synth, dim=DIM, hidden=HIDDEN, batch=BATCH, log_every=max(1, steps // 10))
     return dataclasses.replace(alone, dist=Dist(dense_sync=DenseSync(every=k)))
 
@@ -46,15 +55,11 @@ def steps(setup: Setup) -> list[Step]:
     made = []
     for k in chosen(setup):
         wanted = config(setup, k)
-        settings = {name: list(v) if isinstance(v, tuple) else v for name, v in flatten(wanted.resolve())}
-        settings |= {"ranks": ranks(), "cores": setup.cores}
+        settings = {**settings_of(wanted), "ranks": ranks(setup), "cores": setup.cores}
 
         def run(work: Work, wanted: Config = wanted) -> Json:
-            shutil.rmtree(work.folder / "run", ignore_errors=True)
-            events = several.train(wanted, ranks(), work.folder, work.left)
-            logs = [event for event in events if event["event"] == "train"][1:]
-            speed = len(logs) / sum(1 / event["examples_per_s"] for event in logs)
-            return {"auc": events[-1]["auc"], "examples_per_s": speed, "ranks": ranks()}
+            events = several.train(wanted, ranks(setup), work.folder, work.left)
+            return {"auc": events[-1]["auc"], "examples_per_s": several.speed_of(events), "ranks": ranks(setup)}
 
         seconds = 10 + wanted.data.synth.examples / 40_000
         made.append(Step(name=f"k = {k}", settings=settings, seconds=seconds, run=run))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,12 @@ def train(
 ) -> list[dict[str, Any]]:
     """The events of its metrics.jsonl: as a `thermocline train` of the same config writes them, with "seconds".
 
+    It begins anew, whatever an earlier call has left.
     limit     of the whole, after which it is an error
     seconds   of training, if it is not to go on to the config's end
     """
     launch = _launch()
+    shutil.rmtree(folder / "rival", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rival.toml"
     published.publish(path, config.to_toml().encode())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import thermocline
 from thermocline import published
 from thermocline.config import Config, Tiers, Train
 from thermocline.data.schema import Data, Synth
+from thermocline.dist.launch import child_environment
 from thermocline.models.config import ModelConfig
 from thermocline.reproduce.processes import events_of
 
@@ -31,13 +32,18 @@ def one_core_each(synth: Synth, *, dim: int, hidden: tuple[int, ...], batch: int
 
 
 def train(config: Config, ranks: int, folder: Path, limit: float) -> list[dict[str, Any]]:
-    """The events of the run's metrics.jsonl. It begins anew: what an earlier call left is removed by the caller."""
+    """The events of the run's metrics.jsonl. It begins anew, whatever an earlier call has left."""
+    shutil.rmtree(folder / "run", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "ranks.toml"
     published.publish(path, config.to_toml().encode())
     job = ["-m", "thermocline", "train", str(path), "--set", f"train.run_dir={folder / 'run'}"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    root = str(Path(thermocline.__file__).parents[1])
-    search = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
-    return events_of(f"{ranks} ranks", [sys.executable, *launcher, *job], environment, folder / "run", limit)
+    command = [sys.executable, *launcher, *job]
+    return events_of(f"{ranks} ranks", command, child_environment(), folder / "run", limit)
+
+
+def speed_of(events: Sequence[Mapping[str, Any]]) -> float:
+    """Examples/s over all logs but the first, which has the start."""
+    logs = [event for event in events if event["event"] == "train"][1:]
+    return float(len(logs) / sum(1 / event["examples_per_s"] for event in logs))

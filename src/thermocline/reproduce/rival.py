@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Mapping, Sequence
 
 from thermocline.config import Config, Tiers, Train
@@ -95,7 +94,6 @@ def steps(setup: Setup) -> list[Step]:
 
 def _run(wanted: Config, count: int, seconds: float, work: Work) -> Json:
     """From its first log after a third of the time to the last one in time: those after lack some ranks' examples."""
-    shutil.rmtree(work.folder / "rival", ignore_errors=True)
     events = mpi.train(wanted, count, work.folder, work.left, seconds=seconds)
     logs = [event for event in events if event["event"] == "train"]
     kept = [log for log in logs if seconds / 3 <= log["seconds"] <= seconds]

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
 from thermocline.config import Config
 from thermocline.data.schema import Synth
 from thermocline.reproduce import ranks as several
-from thermocline.reproduce.experiment import Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
-from thermocline.settings import flatten
+from thermocline.reproduce.experiment import (
+    Experiment,
+    Figure,
+    Json,
+    Section,
+    Series,
+    Setup,
+    Step,
+    Table,
+    Work,
+    settings_of,
+)
 
 KEYS, FIELDS, DIM, HIDDEN, BATCH, STEPS, LOGS = 1_000_000, 26, 8, (256, 128), 1024, 600, 6
 NODES = (2, 4, 8, 16)
@@ -36,25 +45,15 @@ def steps(setup: Setup) -> list[Step]:
     made = []
     for ranks in measured(setup.cores):
         wanted = config(setup, ranks)
-        settings = {name: list(v) if isinstance(v, tuple) else v for name, v in flatten(wanted.resolve())}
+        settings = {**settings_of(wanted), "ranks": ranks, "cores": setup.cores}
 
         def run(work: Work, ranks: int = ranks, wanted: Config = wanted) -> Json:
-            shutil.rmtree(work.folder / "run", ignore_errors=True)
             events = several.train(wanted, ranks, work.folder, work.left)
-            logs = [event for event in events if event["event"] == "train"][1:]
-            return {"examples_per_s": len(logs) / sum(1 / event["examples_per_s"] for event in logs)}
+            return {"examples_per_s": several.speed_of(events)}
 
         seconds = 8 + wanted.train.log_every * LOGS * BATCH / 25_000
-        made.append(
-            Step(
-                name=f"{ranks} ranks",
-                settings={**settings, "ranks": ranks, "cores": setup.cores},
-                seconds=seconds,
-                run=run,
-            )
-        )
-    alone = {name: list(v) if isinstance(v, tuple) else v for name, v in flatten(config(setup, 1).resolve())}
-    settings = {**alone, "cores": setup.cores, "nodes": list(NODES)}
+        made.append(Step(name=f"{ranks} ranks", settings=settings, seconds=seconds, run=run))
+    settings = {**settings_of(config(setup, 1)), "cores": setup.cores, "nodes": list(NODES)}
     made.append(Step(name="predictions", settings=settings, seconds=40, run=lambda work: _predict(setup, work)))
     return made
 

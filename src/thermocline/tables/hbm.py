@@ -319,7 +319,7 @@ class HbmTier:
         """The same on the device, as rows are stored, and when it is ready: for evaluation."""
         with self._lock, self._on_stream():
             self._mover.drain()
-            rows = self._upload_rows(self.mem.read_stored(keys))
+            rows = self._upload(self.mem.read_stored(keys))
             here, buffer = self._read_here(keys)
             rows[torch.from_numpy(here).to(self.device)] = buffer
             return rows, None if self._stream is None else self._stream.record_event()
@@ -400,12 +400,9 @@ class HbmTier:
         self._occupied = self._used
         self._rebuilds += 1
 
-    def _upload(self, keys: Keys) -> torch.Tensor:
-        host = torch.from_numpy(keys.view(np.int64))
-        return host.pin_memory().to(self.device, non_blocking=True) if self._cuda else host
-
-    def _upload_rows(self, rows: Floats) -> torch.Tensor:
-        host = torch.from_numpy(rows)
+    def _upload(self, values: Keys | Floats) -> torch.Tensor:
+        """Keys as int64 bit patterns, rows as they are."""
+        host = torch.from_numpy(values.view(np.int64) if values.dtype == np.uint64 else values)
         return host.pin_memory().to(self.device, non_blocking=True) if self._cuda else host
 
     @contextlib.contextmanager
