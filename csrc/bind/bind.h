@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "util/error.h"
+
 namespace thermocline {
 
 template <typename T>
@@ -18,8 +20,13 @@ using BytesArg = nanobind::ndarray<uint8_t, nanobind::ndim<1>, nanobind::c_conti
 using RowsInArg = nanobind::ndarray<const uint8_t, nanobind::ndim<2>, nanobind::device::cpu>;
 using RowsOutArg = nanobind::ndarray<uint8_t, nanobind::ndim<2>, nanobind::device::cpu>;
 
+inline void require(bool condition, const char* what) {
+  if (!condition) throw Error(what);
+}
+
 void bind_store(nanobind::module_& m);
 void bind_mem(nanobind::module_& m);
+void bind_dist(nanobind::module_& m);
 void bind_data(nanobind::module_& m);
 void bind_read(nanobind::module_& m);
 void bind_hashing(nanobind::module_& m);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "bind/to_numpy.h"
 #include "data/synth.h"
 #include "data/text.h"
 #include "util/error.h"
@@ -18,13 +19,6 @@ using namespace nb::literals;
 
 namespace thermocline {
 namespace {
-
-template <typename T>
-auto to_numpy(std::unique_ptr<T[]> array, size_t n) {
-  T* data = array.release();
-  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {n}, owner);
-}
 
 void init_synth(Synth* self, uint64_t seed, const std::vector<uint64_t>& keys, const std::vector<double>& exponents,
                 uint64_t min_ids, uint64_t max_ids, size_t dense, double base_rate, double signal, double label_noise,
@@ -62,7 +56,7 @@ uint64_t key_of(const Synth& self, size_t field, uint64_t rank) {
 }
 
 auto keys(const Synth&, uint64_t first, size_t count) {
-  auto made = std::make_unique_for_overwrite<uint64_t[]>(count);
+  Recycled<uint64_t> made(count);
   {
     nb::gil_scoped_release release;
     for (size_t i = 0; i < count; ++i) made[i] = Synth::key_at(first + i);

@@ -12,13 +12,12 @@
 #include <vector>
 
 #include "bind/bind.h"
-#include "mem/add_rows.h"
+#include "bind/to_numpy.h"
 #include "mem/dedup.h"
 #include "mem/kernels.h"
 #include "mem/lookup_plan.h"
 #include "mem/tier.h"
 #include "util/error.h"
-#include "util/recycled.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -34,42 +33,12 @@ using MaybeOffsets = std::optional<Array<const int64_t>>;
 using FloatsArg = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using FloatsOutArg = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-template <typename T>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(Recycled<T> array, size_t n) {
-  auto kept = std::make_unique<Recycled<T>>(std::move(array));
-  T* data = kept->get();
-  nb::capsule owner(kept.get(), [](void* p) noexcept { delete static_cast<Recycled<T>*>(p); });
-  kept.release();
-  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {n}, owner);
-}
-
-void require(bool condition, const char* what) {
-  if (!condition) throw Error(what);
-}
-
 void require_below(const uint32_t* values, size_t n, size_t limit, const char* what) {
   uint32_t most = 0;
   for (size_t i = 0; i < n; ++i) most = std::max(most, values[i]);
   if (n > 0 && most >= limit) {
     throw Error(std::string(what) + ": " + std::to_string(most) + " is not below " + std::to_string(limit));
   }
-}
-
-void bind_add_rows(FloatsOutArg totals, BytesArg present, Array<const int64_t> places, FloatsArg rows,
-                   std::optional<Array<const uint8_t>> given) {
-  const size_t n = places.shape(0), most = totals.shape(0), dim = totals.shape(1);
-  require(present.shape(0) == most && rows.shape(0) == n && rows.shape(1) == dim && (!given || given->shape(0) == n),
-          "add_rows: a flag per total, a row and a flag per place, rows as wide as totals");
-  for (size_t i = 0; i < n; ++i) {
-    require(static_cast<uint64_t>(places.data()[i]) < most, "add_rows: a place beyond the totals");
-  }
-  float* const sums = totals.data();
-  uint8_t* const flags = present.data();
-  const int64_t* const to = places.data();
-  const float* const from = rows.data();
-  const uint8_t* const chosen = given ? given->data() : nullptr;
-  nb::gil_scoped_release release;
-  add_rows(sums, flags, dim, to, from, chosen, n);
 }
 
 auto dedup(Dedup& self, KeysArg ids) {
@@ -389,7 +358,6 @@ Step step_of(int optimizer, double lr, double eps, double weight_decay, double b
 void bind_mem(nb::module_& m) {
   nb::class_<Dedup>(m, "Dedup").def(nb::init<int>(), "threads"_a).def("run", &dedup, "ids"_a.noconvert());
   nb::class_<Step>(m, "Step");
-  m.def("add_rows", &bind_add_rows, "totals"_a, "present"_a, "places"_a, "rows"_a, "given"_a.none());
   m.def("make_step", &step_of, "optimizer"_a, "lr"_a, "eps"_a, "weight_decay"_a, "beta1"_a, "beta2"_a, "t"_a,
         "scale"_a);
   nb::class_<Precision>(m, "Precision");

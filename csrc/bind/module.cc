@@ -77,6 +77,7 @@ NB_MODULE(_core, m) {
   nb::register_exception_translator(translate);
   bind_store(m);
   bind_mem(m);
+  bind_dist(m);
   bind_data(m);
   bind_read(m);
   bind_hashing(m);

@@ -4,9 +4,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <memory>
 #include <utility>
 
 #include "data/grown.h"
+#include "util/recycled.h"
 
 namespace thermocline {
 
@@ -17,6 +19,17 @@ auto to_numpy(Grown<T> array) {
   auto* owned = new Grown<T>(std::move(array));
   nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Grown<T>*>(p); });
   return nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner);
+}
+
+// The first n elements.
+template <typename T>
+auto to_numpy(Recycled<T> array, size_t n) {
+  namespace nb = nanobind;
+  auto kept = std::make_unique<Recycled<T>>(std::move(array));
+  T* data = kept->get();
+  nb::capsule owner(kept.get(), [](void* p) noexcept { delete static_cast<Recycled<T>*>(p); });
+  kept.release();
+  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {n}, owner);
 }
 
 }  // namespace thermocline

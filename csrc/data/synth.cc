@@ -85,15 +85,15 @@ SynthBatch Synth::lay_out(uint64_t first, size_t examples) const {
   const size_t fields = options_.fields.size();
   SynthBatch batch;
   batch.examples = examples;
-  batch.offsets = std::make_unique_for_overwrite<int64_t[]>(examples * fields + 1);
+  batch.offsets = Recycled<int64_t>(examples * fields + 1);
   for (size_t e = 0; e < examples; ++e) {
     Stream bits(options_.seed, first + e);
     batch.offsets[e * fields] = static_cast<int64_t>(batch.ids);
     batch.ids += ids_of(bits);
   }
   batch.offsets[examples * fields] = static_cast<int64_t>(batch.ids);
-  batch.keys = std::make_unique_for_overwrite<uint64_t[]>(batch.ids);
-  batch.dense = std::make_unique_for_overwrite<float[]>(examples * options_.dense);
+  batch.keys = Recycled<uint64_t>(batch.ids);
+  batch.dense = Recycled<float>(examples * options_.dense);
   return batch;
 }
 
@@ -130,8 +130,8 @@ SynthBatch Synth::generate(uint64_t first, size_t examples) const {
                 " is beyond the last one");
   }
   SynthBatch batch = lay_out(first, examples);
-  batch.labels = std::make_unique_for_overwrite<float[]>(examples);
-  batch.logits = std::make_unique_for_overwrite<float[]>(examples);
+  batch.labels = Recycled<float>(examples);
+  batch.logits = Recycled<float>(examples);
   draw_all(first, batch, [&](size_t e, Stream& bits, const Signals& signals) {
     const double logit = teacher_.logit(signals);
     const double rate = bits.uniform() < options_.label_noise ? options_.base_rate : probability(logit);

@@ -4,12 +4,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "data/stream.h"
 #include "data/teacher.h"
 #include "data/zipf.h"
+#include "util/recycled.h"
 #include "util/thread_pool.h"
 
 namespace thermocline {
@@ -32,11 +32,11 @@ struct SynthOptions {
 
 struct SynthBatch {
   size_t examples = 0, ids = 0;
-  std::unique_ptr<uint64_t[]> keys;
-  std::unique_ptr<int64_t[]> offsets;  // examples * fields + 1
-  std::unique_ptr<float[]> dense;      // examples x dense, or none
-  std::unique_ptr<float[]> labels;     // 0 or 1
-  std::unique_ptr<float[]> logits;     // the teacher's own, before label noise
+  Recycled<uint64_t> keys;
+  Recycled<int64_t> offsets;  // examples * fields + 1
+  Recycled<float> dense;      // examples x dense
+  Recycled<float> labels;     // 0 or 1
+  Recycled<float> logits;     // the teacher's own, before label noise
 };
 
 // Thread safety: generate may be called by several threads at once.

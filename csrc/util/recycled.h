@@ -54,21 +54,38 @@ class Recycler {
   }
 };
 
-// An array of n elements, not initialised.
+// An array of n elements, not initialised. Small ones are the heap's: whoever keeps many batches would run out of
+// mappings.
 template <typename T>
 class Recycled {
  public:
   Recycled() = default;
-  explicit Recycled(size_t n) : buffer_(Recycler::take(n * sizeof(T))) {}
-  Recycled(Recycled&&) noexcept = default;
-  Recycled& operator=(Recycled&&) noexcept = default;
+  explicit Recycled(size_t n) {
+    if (n * sizeof(T) < kSmall) {
+      heap_ = std::make_unique_for_overwrite<T[]>(n > 0 ? n : 1);
+      data_ = heap_.get();
+    } else {
+      buffer_ = Recycler::take(n * sizeof(T));
+      data_ = buffer_.template as<T>();
+    }
+  }
+  Recycled(Recycled&& other) noexcept { *this = std::move(other); }
+  Recycled& operator=(Recycled&& other) noexcept {
+    std::swap(heap_, other.heap_);
+    std::swap(buffer_, other.buffer_);
+    std::swap(data_, other.data_);
+    return *this;
+  }
   ~Recycled() { Recycler::give(std::move(buffer_)); }
 
-  T* get() const { return buffer_.as<T>(); }
-  T& operator[](size_t i) const { return get()[i]; }
+  T* get() const { return data_; }
+  T& operator[](size_t i) const { return data_[i]; }
 
  private:
+  static constexpr size_t kSmall = 64u << 10;
+  std::unique_ptr<T[]> heap_;
   HugeBuffer buffer_;
+  T* data_ = nullptr;
 };
 
 }  // namespace thermocline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -12,9 +13,10 @@ from dist.ranks_run import tree
 from ranks_helpers import Nodes, play
 
 from thermocline.dist.config import Wire
-from thermocline.dist.exchange import Exchange, Sent
+from thermocline.dist.exchange import Exchange, Route, Sent
 from thermocline.dist.groups import Groups
 from thermocline.dist.owners import owner_of
+from thermocline.dist.row_sum import take_rows
 from thermocline.dist.wire import decode, encode
 from thermocline.tables.arrays import Keys
 from thermocline.tables.hashes import hash_keys
@@ -42,22 +44,35 @@ def gradient_of(rank: int, keys: Keys) -> torch.Tensor:
     return row_of(keys) * float(10.0 ** rng.integers(-4, 4)) * (1.0 + 1e-3 * rank)
 
 
-def exchange_all(groups: Groups, hops: Any, wire: Wire = "fp32") -> Any:
+def fetched(exchange: Exchange, groups: Groups, route: Route, sent: Sent) -> torch.Tensor:
+    rows = torch.full((len(route.keys), DIM + 2), -1.0)
+    give = functools.partial(take_rows, row_of(route.owned).contiguous())
+    exchange.rows(groups.train, route, give, rows[:, :DIM], sent, step=3)
+    assert bool((rows[:, DIM:] == -1).all())
+    return rows[:, :DIM].clone()
+
+
+def exchange_all(groups: Groups, hops: Any, wire: Wire = "fp32", shared: bool = True) -> Any:
+    """`shared`: through the memory that ranks of a node share, or by Gloo like the rest."""
     t = groups.topology
+    assert (groups.train.box is None) == (len(t.nodes[t.node]) == 1)
+    if not shared:
+        for lane in (groups.train, groups.ahead, groups.read):
+            lane.box = None
     exchange = Exchange(t, hops=hops, wire=wire)
     batches = [keys_of(t.rank, b) for b in range(3)]
     routes = exchange.plan(groups.ahead, batches, exchange.traffic.keys)
     found = []
     for keys, route in zip(batches, routes, strict=True):
         assert (owner_of(route.owned, t.world) == t.rank).all()
-        rows = exchange.rows(groups.train, route, row_of(route.owned), exchange.traffic.rows, step=3)
+        rows = fetched(exchange, groups, route, exchange.traffic.rows)
         present = torch.from_numpy(keys % np.uint64(7) != 0)  # this rank has no gradient for the others
         sums, has = exchange.gradients(
             groups.train, route, gradient_of(t.rank, keys), present, exchange.traffic.gradients, step=3
         )
         found.append((rows, dict(zip(route.owned[has.numpy()].tolist(), sums[has], strict=True))))
     joined = exchange.joined(routes)
-    rows = exchange.rows(groups.train, joined, row_of(joined.owned), Sent())
+    rows = fetched(exchange, groups, joined, Sent())
     assert torch.equal(rows, row_of(joined.keys)) or wire != "fp32"
     return found, exchange.traffic
 
@@ -68,11 +83,12 @@ def test_rows_and_sums(nodes: Nodes) -> None:
     world = sum(map(len, nodes))
     node_of = [number for number, node in enumerate(nodes) for _ in node]
     two, flat = (play(nodes, exchange_all, hops) for hops in ("two", "flat"))
+    sockets = play(nodes, exchange_all, "two", "fp32", False)
     for b in range(3):
         lists = [keys_of(rank, b) for rank in range(world)]
-        for found, _ in (*two, *flat):
+        for found, _ in (*two, *flat, *sockets):
             assert len(found) == 3
-        for results in (two, flat):
+        for results in (two, flat, sockets):
             sums: dict[int, torch.Tensor] = {}
             for rank, (found, _) in enumerate(results):
                 assert torch.equal(found[b][0], row_of(lists[rank]))
@@ -92,7 +108,7 @@ def test_rows_and_sums(nodes: Nodes) -> None:
             per_rank += sum(int((np.array(node_of)[owner_of(keys, world)] != number).sum()) for keys in lists)
             unique = np.unique(np.concatenate(lists))
             per_node += int((np.array(node_of)[owner_of(unique, world)] != number).sum())
-    for results, expected in ((two, per_node), (flat, per_rank)):
+    for results, expected in ((two, per_node), (flat, per_rank), (sockets, per_node)):
         for kind in ("keys", "rows", "gradients"):
             sent = [getattr(traffic, kind) for _, traffic in results]
             assert sum(one.items_between for one in sent) == expected

@@ -13,7 +13,8 @@ A `Route` is planned ahead, from keys alone; rows and gradients follow it later 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,15 @@ from thermocline.batch import WorkingSet
 from thermocline.dist.config import Hops, Wire
 from thermocline.dist.groups import Lane, Over
 from thermocline.dist.owners import owner_of
-from thermocline.dist.row_sum import RowSum
+from thermocline.dist.row_sum import RowSum, put_rows, take_rows
 from thermocline.dist.topology import Topology
 from thermocline.dist.wire import decode, encode, flag_bytes, pack_flags, unpack_flags, width
 from thermocline.errors import ConfigError
 from thermocline.tables.arrays import Keys
 
 Ints = npt.NDArray[np.int64]
+Giver = Callable[[torch.Tensor, torch.Tensor], None]
+"""Writes the rows of int64 places among some keys into a float32[places, n]."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -77,16 +80,10 @@ class Hop:
     """Of `received`."""
     places: torch.Tensor
     """int64 per key of `received`: its place in `unique`."""
-    back: torch.Tensor = dataclasses.field(init=False)
-    """The inverse of `order`: where the answer to each of this rank's keys stands."""
-
-    def __post_init__(self) -> None:
-        self.back = torch.empty_like(self.order)
-        self.back[self.order] = torch.arange(len(self.order), device=self.order.device)
 
     def move(self, device: torch.device) -> None:
         """Its lists go where the rows are."""
-        self.order, self.places, self.back = self.order.to(device), self.places.to(device), self.back.to(device)
+        self.order, self.places = self.order.to(device), self.places.to(device)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -156,19 +153,19 @@ class Exchange:
     ) -> list[Hop]:
         """All batches in one exchange: the messages to one rank are those of the batches, one after the other."""
         size, count = len(ranks), len(batches)
-        orders = [np.argsort(to, kind="stable") for to in destinations]
+        orders = [np.argsort(to.astype(np.uint16), kind="stable") for to in destinations]  # a radix sort
         sends = np.stack([np.bincount(to, minlength=size) for to in destinations], 1).astype(np.int64)
         lists = [keys[order] for keys, order in zip(batches, orders, strict=True)]
-        message = _transposed(lists, sends)
-        doing = "exchanged keys"
-        head = lane.all_to_all(over, torch.from_numpy(sends), [1] * size, [1] * size, doing).numpy()
-        found = lane.all_to_all(
-            over, torch.from_numpy(message.view(np.int64)), sends.sum(1).tolist(), head.sum(1).tolist(), doing
-        )
-        self._count(sent, ranks, sends.sum(1).tolist(), [8 * n for n in sends.sum(1).tolist()])
-        arrived = _transposed(_cut(found.numpy().view(np.uint64), head.sum(1)), head.T)
+        bytes_to = (8 * (count + sends.sum(1))).tolist()
+        message = lane.room(over, sum(bytes_to), torch.device("cpu"))
+        _write_keys(message.numpy().view(np.uint64), lists, sends)
+        found = lane.swap(over, message, bytes_to, None, "exchanged keys")
+        self._count(sent, ranks, sends.sum(1).tolist(), (8 * sends.sum(1)).tolist())
+        words = [piece.numpy().view(np.uint64) for piece in found]
+        head = np.stack([piece[:count] for piece in words]).astype(np.int64)
+        arrived = _transposed([_cut(piece[count:], own) for piece, own in zip(words, head, strict=True)])
         hops = []
-        for i, mine in enumerate(_cut(arrived, head.sum(0))):
+        for i, mine in enumerate(arrived):
             unique = WorkingSet.of(mine, threads=self._threads)
             hops.append(
                 Hop(
@@ -183,7 +180,6 @@ class Exchange:
                     _index(unique.inverse),
                 )
             )
-        assert len(hops) == count
         return hops
 
     def joined(self, routes: Sequence[Route]) -> Route:
@@ -233,77 +229,89 @@ class Exchange:
 
     # ---- rows
 
-    def rows(self, lane: Lane, route: Route, owned: torch.Tensor, sent: Sent, step: int = 0) -> torch.Tensor:
-        """float32[keys, n] from their owners, given the rows of the keys that this rank owns."""
-        values = owned
-        for hop in reversed(route.hops):
-            out = values.index_select(0, hop.places.to(values.device))
-            wires = self._wires(hop.ranks)
-            if set(wires) == {"fp32"}:
-                data = lane.all_to_all(hop.over, out, hop.receive, hop.send, "exchanged rows")
-                self._count(sent, hop.ranks, hop.receive, [4 * out.shape[1] * n for n in hop.receive])
-            else:
-                data = self._coded(lane, hop, out, hop.receive, hop.send, wires, sent, step)
-            values = data.index_select(0, hop.back.to(data.device))
-        return values
+    def rows(self, lane: Lane, route: Route, owned: Giver, out: torch.Tensor, sent: Sent, step: int = 0) -> None:
+        """The rows of the route's keys from their owners.
 
-    def _coded(
-        self, lane: Lane, hop: Hop, out: torch.Tensor, send: list[int], receive: list[int],
-        wires: list[Wire], sent: Sent, step: int,
-    ) -> torch.Tensor:  # fmt: skip
-        dim = out.shape[1]
-        parts = [
-            encode(part, wire, own, step, self._salt)
-            for part, own, wire in zip(_pieces(out, send), _cut(hop.received, send), wires, strict=True)
-        ]
-        sizes = [n * width(wire, dim) for n, wire in zip(receive, wires, strict=True)]
-        sends = [len(part) for part in parts]
-        data = lane.all_to_all(hop.over, torch.cat(parts), sends, sizes, "exchanged rows")
-        self._count(sent, hop.ranks, send, sends)
-        return torch.cat([decode(part, wire, dim) for part, wire in zip(_pieces(data, sizes), wires, strict=True)])
+        owned   gives rows of the keys that this rank owns
+        out     float32[keys, n], which is filled
+        """
+        floats, device, give = out.shape[1], out.device, owned
+        for hop in reversed(route.hops):
+            count, wires = sum(hop.receive), self._wires(hop.ranks)
+            sizes_to = [n * width(wire, floats) for n, wire in zip(hop.receive, wires, strict=True)]
+            sizes_from = [n * width(wire, floats) for n, wire in zip(hop.send, wires, strict=True)]
+            message = lane.room(hop.over, sum(sizes_to), device)
+            if set(wires) == {"fp32"}:
+                give(hop.places, _as_rows(message, floats))
+            else:
+                plain = torch.empty(count, floats, device=device)
+                give(hop.places, plain)
+                lists = zip(
+                    _pieces(message, sizes_to), _pieces(plain, hop.receive), _cut(hop.received, hop.receive), wires,
+                    strict=True,
+                )  # fmt: skip
+                for room, part, keys, wire in lists:
+                    room.copy_(encode(part, wire, keys, step, self._salt))
+            found = lane.swap(hop.over, message, sizes_to, sizes_from, "exchanged rows")
+            self._count(sent, hop.ranks, hop.receive, sizes_to)
+            values = out if hop is route.hops[0] else torch.empty(len(hop.order), floats, device=device)
+            for piece, places, wire in zip(found, _pieces(hop.order.to(device), hop.send), wires, strict=True):
+                put_rows(values, places, decode(piece, wire, floats))
+            give = functools.partial(take_rows, values)
 
     # ---- gradients
 
     def gradients(
-        self, lane: Lane, route: Route, values: torch.Tensor, present: torch.Tensor, sent: Sent, step: int = 0
+        self,
+        lane: Lane,
+        route: Route,
+        values: torch.Tensor,
+        present: torch.Tensor | None,
+        sent: Sent,
+        step: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[owned, dim], and which of them any rank has: the sums over all ranks of the keys this one owns.
 
         values    one row per key of the route
-        present   bool: whether this rank has a gradient for the key
+        present   bool: whether this rank has a gradient for the key; none: for all
         """
         for hop in route.hops:
-            order = hop.order.to(values.device)
-            values, present = self._summed(
-                lane, hop, values.index_select(0, order), present.index_select(0, order), sent, step
-            )
+            total = self._summed(lane, hop, values, present, sent, step)
+            values, present = total.values, total.present
+        assert present is not None
         return values, present
 
     def _summed(
-        self, lane: Lane, hop: Hop, values: torch.Tensor, present: torch.Tensor, sent: Sent, step: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        dim, wires = values.shape[1], self._wires(hop.ranks)
-        parts: list[torch.Tensor] = []
-        lists = zip(_pieces(values, hop.send), _pieces(present, hop.send), _cut(hop.sent, hop.send), wires, strict=True)
-        for part, flags, keys, wire in lists:
-            parts += [pack_flags(flags), encode(part, wire, keys, step, self._salt + 1)]
-        sends = [flag_bytes(n) + n * width(wire, dim) for n, wire in zip(hop.send, wires, strict=True)]
-        sizes = [flag_bytes(n) + n * width(wire, dim) for n, wire in zip(hop.receive, wires, strict=True)]
-        data = lane.all_to_all(hop.over, torch.cat(parts), sends, sizes, "exchanged gradients")
-        self._count(sent, hop.ranks, hop.send, sends)
+        self, lane: Lane, hop: Hop, values: torch.Tensor, present: torch.Tensor | None, sent: Sent, step: int
+    ) -> RowSum:
+        dim, wires, device = values.shape[1], self._wires(hop.ranks), values.device
+        sizes_to = [flag_bytes(n) + n * width(wire, dim) for n, wire in zip(hop.send, wires, strict=True)]
+        sizes_from = [flag_bytes(n) + n * width(wire, dim) for n, wire in zip(hop.receive, wires, strict=True)]
+        message = lane.room(hop.over, sum(sizes_to), device)
+        lists = zip(
+            _pieces(message, sizes_to), _pieces(hop.order.to(device), hop.send), _cut(hop.sent, hop.send), wires,
+            strict=True,
+        )  # fmt: skip
+        for room, places, keys, wire in lists:
+            cut = flag_bytes(len(places))
+            room[:cut].copy_(pack_flags(None if present is None else present[places], len(places)))
+            if set(wires) == {"fp32"}:
+                take_rows(values, places, _as_rows(room[cut:], dim))
+            else:
+                room[cut:].copy_(encode(values.index_select(0, places), wire, keys, step, self._salt + 1))
+        found = lane.swap(hop.over, message, sizes_to, sizes_from, "exchanged gradients")
+        self._count(sent, hop.ranks, hop.send, sizes_to)
         total: RowSum | None = None
-        arrived = list(
-            zip(_pieces(data, sizes), hop.receive, _pieces(hop.places.to(data.device), hop.receive), wires, strict=True)
-        )
+        arrived = list(zip(found, hop.receive, _pieces(hop.places.to(device), hop.receive), wires, strict=True))
         for sources in self._by_node(hop):
-            part_sum = RowSum(len(hop.unique), dim, data.device)
+            part_sum = RowSum(len(hop.unique), dim, device)
             for source in sources:
-                message, count, places, wire = arrived[source]
+                piece, count, places, wire = arrived[source]
                 cut = flag_bytes(count)
-                part_sum.add(places, decode(message[cut:], wire, dim), unpack_flags(message[:cut], count))
+                part_sum.add(places, decode(piece[cut:], wire, dim), unpack_flags(piece[:cut], count))
             total = part_sum if total is None else total.plus(part_sum)
         assert total is not None
-        return total.values, total.present
+        return total
 
     def _by_node(self, hop: Hop) -> list[list[int]]:
         """The hop's sources, those whose sums are added first together: of a node, if all ranks send to all."""
@@ -331,6 +339,10 @@ class Exchange:
                 sent.bytes_between += size
 
 
+def _as_rows(message: torch.Tensor, floats: int) -> torch.Tensor:
+    return message.view(torch.float32).view(-1, floats)
+
+
 def _index(places: Any) -> torch.Tensor:
     return torch.from_numpy(places.astype(np.int64))
 
@@ -344,9 +356,16 @@ def _cut(values: Any, sizes: Any) -> list[Any]:
     return np.split(values, np.cumsum(sizes)[:-1])
 
 
-def _transposed(lists: Sequence[Keys], sizes: Ints) -> Keys:
-    """Lists of pieces, sizes[piece, list], as one array: all first pieces, then all second ones."""
-    if len(lists) == 1:
-        return lists[0]
-    pieces = [_cut(values, sizes[:, i]) for i, values in enumerate(lists)]
-    return np.concatenate([piece for group in zip(*pieces, strict=True) for piece in group])
+def _write_keys(message: Keys, lists: Sequence[Keys], sends: Ints) -> None:
+    """For each rank: how many keys of each batch, then the keys."""
+    pieces = [_cut(keys, sends[:, i]) for i, keys in enumerate(lists)]
+    end = 0
+    for rank, counts in enumerate(sends):
+        parts = [counts.view(np.uint64), *(piece[rank] for piece in pieces)]
+        begin, end = end, end + sum(map(len, parts))
+        np.concatenate(parts, out=message[begin:end])
+
+
+def _transposed(messages: Sequence[Sequence[Keys]]) -> list[Keys]:
+    """Of every batch the keys of all ranks, given those of every rank by batch."""
+    return [np.concatenate(batch) for batch in zip(*messages, strict=True)]

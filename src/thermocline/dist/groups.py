@@ -1,8 +1,9 @@
 """Process groups, made once: all ranks, those of a node, those of equal number; a set of them per thread.
 
 Collectives of two threads must not mix on one group, so each thread that talks to other ranks has a lane: training,
-planning ahead of it, reading for evaluation. Gloo carries CPU tensors; NCCL those of GPUs, where every rank has one of
-its own. Whoever waits for a rank that is gone gets `RankError`, at once or after `timeout`.
+planning ahead of it, reading for evaluation. Gloo carries CPU tensors between nodes, shared memory within one; NCCL
+those of GPUs, where every rank has one of its own. Whoever waits for a rank that is gone gets `RankError`, at once or
+after `timeout`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from thermocline.dist.mailbox import Mailbox
 from thermocline.dist.meeting import meet
 from thermocline.dist.relay import relayed
 from thermocline.dist.topology import Topology
@@ -42,6 +44,8 @@ class Lane:
     """Whether its groups carry GPU tensors; otherwise they go through host memory."""
     relays: bool = False
     """Whether some pairs of the node have no fast link: what they send each other goes through a third."""
+    box: Mailbox | None = None
+    """Where the ranks of the node share memory: what they send each other there."""
     carried: int = 0
     """Bytes that this rank has passed on for such pairs."""
     user: int | None = None
@@ -60,15 +64,53 @@ class Lane:
         if self.user not in (None, threading.get_ident()):
             raise RuntimeError("a pipeline that evaluates over these ranks is open: rows cannot be read beside it")
 
-    def all_to_all(
-        self, over: Over, values: torch.Tensor, send: list[int], receive: list[int], what: str
-    ) -> torch.Tensor:
-        """What every rank of a group has for this one, in their order: `send` and `receive` count along dim 0."""
-        device = values.device
-        if not self.gpu:
-            values = values.cpu()
+    def shares(self, over: Over) -> bool:
+        """Whether the ranks of a group talk through shared memory."""
+        return self.box is not None and over == "node"
+
+    def room(self, over: Over, size: int, device: torch.device) -> torch.Tensor:
+        """uint8[size]: a message for `swap` to be put together in, without a further copy."""
+        if self.box is not None and self.shares(over) and device.type == "cpu":
+            return self.box.room(size)
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def swap(
+        self, over: Over, message: torch.Tensor, send: list[int], receive: list[int] | None, what: str
+    ) -> list[torch.Tensor]:
+        """What every rank of a group has for this one, in their order: to be read before the next call.
+
+        message   uint8: what each rank is to get, one after the other
+        send      bytes for each
+        receive   bytes from each, if they are known
+        """
         if len(send) == 1:
-            return values.clone().to(device)
+            return [message]
+        device = message.device
+        if not self.gpu:
+            message = message.cpu()
+        with self.telling(what):
+            if self.box is not None and self.shares(over):
+                ends = np.cumsum(send).tolist()
+                found = self._through_box(message, [(end - size, end) for end, size in zip(ends, send, strict=True)])
+            else:
+                found = self._all_to_all(over, message, send, receive)
+        return [piece.to(device) for piece in found]
+
+    def share(self, message: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """uint8: every rank's message to all of its node, through shared memory; to be read before the next call."""
+        with self.telling(what):
+            return self._through_box(message, [(0, len(message))] * len(self.topology.nodes[self.topology.node]))
+
+    def _through_box(self, message: torch.Tensor, spans: list[tuple[int, int]]) -> list[torch.Tensor]:
+        assert self.box is not None
+        room = self.box.room(len(message))
+        if room.data_ptr() != message.data_ptr():
+            room.copy_(message)
+        return self.box.swap(len(message), spans, self.timeout)
+
+    def _all_to_all(
+        self, over: Over, message: torch.Tensor, send: list[int], receive: list[int] | None
+    ) -> list[torch.Tensor]:
         group = getattr(self, over)
 
         def exchange(out: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
@@ -76,16 +118,18 @@ class Lane:
             dist.all_to_all_single(found, out.contiguous(), receives, sends, group=group)
             return found
 
-        with self.telling(what):
-            if over == "node" and self.relays:
-                sizes = torch.tensor(send)
-                pairs = [torch.empty_like(sizes) for _ in send]
-                dist.all_gather(pairs, sizes, group=group)
-                found, carried = relayed(self.topology, values, [row.tolist() for row in pairs], exchange)
-                self.carried += carried * values[:1].nbytes
-            else:
-                found = exchange(values, send, receive)
-        return found.to(device)
+        if receive is None:
+            ones = [1] * len(send)
+            receive = exchange(torch.tensor(send, device=message.device), ones, ones).tolist()
+        if over == "node" and self.relays:
+            sizes = torch.tensor(send)
+            pairs = [torch.empty_like(sizes) for _ in send]
+            dist.all_gather(pairs, sizes, group=group)
+            found, carried = relayed(self.topology, message, [row.tolist() for row in pairs], exchange)
+            self.carried += carried
+        else:
+            found = exchange(message, send, receive)
+        return list(torch.split(found, receive))
 
     def all_gather(self, values: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
         """[world, ...]: a small array of every rank, equally large everywhere."""
@@ -120,7 +164,7 @@ class Lane:
             raise RankError(
                 f"rank {t.rank} of {t.world} (node {t.node}) cannot go on: while it {what}, another rank was lost, or "
                 f"did not answer within {self.timeout:g} s (dist.timeout). The first rank that ended says why; "
-                f"a restart resumes from the last checkpoint. torch: {str(error).splitlines()[0]}"
+                f"a restart resumes from the last checkpoint. Cause: {str(error).splitlines()[0]}"
             ) from error
 
 
@@ -135,22 +179,23 @@ class Groups:
         self._owns = owns
 
     @classmethod
-    def make(cls, topology: Topology, *, timeout: float = 300.0, gpu: bool = False) -> Self:
+    def make(cls, topology: Topology, *, timeout: float = 300.0, gpu: bool = False, shared: bool = True) -> Self:
         """All ranks call it, once. torch.distributed is set up if it is not yet: by torchrun's environment.
 
         timeout   seconds that any collective waits for other ranks
         gpu       whether every rank has a GPU of its own, so that NCCL can carry rows
+        shared    whether ranks of a node send each other CPU tensors through shared memory, where the system lets them
         """
         owns = not dist.is_initialized()
         try:
-            return cls._make(topology, timeout, gpu, owns)
+            return cls._make(topology, timeout, gpu, shared, owns)
         except BaseException:
             if owns and dist.is_initialized():
                 dist.destroy_process_group()
             raise
 
     @classmethod
-    def _make(cls, topology: Topology, timeout: float, gpu: bool, owns: bool) -> Self:
+    def _make(cls, topology: Topology, timeout: float, gpu: bool, shared: bool, owns: bool) -> Self:
         wait = datetime.timedelta(seconds=timeout)
         if owns:
             if topology.world == 1:
@@ -174,20 +219,30 @@ class Groups:
             for ranks in (tuple(range(topology.world)), *topology.nodes, *peers):
                 if ranks not in made:
                     made[ranks] = dist.new_group(list(ranks), timeout=wait, backend=backend)
+            mine = topology.nodes[topology.node]
+            carries, relays = gpu and name == "train", name == "train" and topology.relays
+            box = None
+            if shared and len(mine) > 1 and not carries and not relays:
+                box = Mailbox.make(made[mine], mine, topology.rank)
             lanes[name] = Lane(
                 name,
                 topology,
                 timeout,
                 made[tuple(range(topology.world))],
-                made[topology.nodes[topology.node]],
+                made[mine],
                 made[topology.peers],
-                gpu and name == "train",
-                name == "train" and topology.relays,
+                carries,
+                relays,
+                box,
             )
         return cls(topology, lanes, timeout, owns)
 
     def close(self, *, failed: bool = False) -> None:
         """Ends torch.distributed, if it was set up here. `failed`: without waiting for what others may never send."""
+        for lane in (self.train, self.ahead, self.read):
+            box, lane.box = lane.box, None
+            if box is not None:
+                box.close()
         if self._owns and dist.is_initialized():
             self._owns = False
             if failed and self.train.gpu:

@@ -4,8 +4,9 @@ Where nodes have several ranks, equally many, a buffer is first reduced inside t
 node's sum of one slice; slices are reduced between the ranks of equal index; then handed round inside the node. So only
 1/L of the buffer crosses the slow link per rank. Elsewhere one reduction over all ranks.
 
-A reduction is torch's (reduce-scatter, all-reduce), or, if `exact`, all-to-all, sums in index order, all-gather: the
-ranks of a node first, then the nodes, left to right in the buffer's precision. Both send the same number of bytes.
+A reduction is torch's (reduce-scatter, all-reduce), or, if `exact` or through shared memory, all-to-all, sums in index
+order, all-gather: the ranks of a node first, then the nodes, left to right in the buffer's precision. Both send as many
+bytes.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from thermocline.dist.groups import Group, Groups
+from thermocline.dist.groups import Groups, Over
 
 # torch 2.13 has new names for them, and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_DOING = "averaged dense parameters"
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,7 +56,7 @@ class Mean:
             return
         if buffer.ndim != 1 or not buffer.is_contiguous() or len(buffer) % self.world:
             raise ValueError(f"a buffer to average is flat and a multiple of {self.world} long, not {buffer.shape}")
-        with self._lane.telling("averaged dense parameters"), self._carried(buffer) as carried:
+        with self._lane.telling(_DOING), self._carried(buffer) as carried:
             self._average(carried)
 
     def broadcast(self, buffer: torch.Tensor) -> None:
@@ -73,46 +75,56 @@ class Mean:
             buffer.copy_(host)
 
     def _average(self, buffer: torch.Tensor) -> None:
-        topology, lane = self.topology, self._lane
+        topology = self.topology
         if self._two_levels:
             mine, peers = topology.nodes[topology.node], topology.peers
-            part = self._scattered_sum(buffer, mine, lane.node)
-            self._sum(part, peers, lane.peers, [[n] for n in range(len(peers))])
+            part = self._scattered_sum(buffer, mine, "node")
+            self._sum(part, peers, "peers", [[n] for n in range(len(peers))])
             part *= 1 / self.world
-            self._gather(buffer, part, mine, lane.node)
+            self._gather(buffer, part, mine, "node")
         else:
-            self._sum(buffer, range(self.world), lane.world, topology.nodes)
+            over: Over = "node" if len(topology.nodes) == 1 else "world"
+            self._sum(buffer, range(self.world), over, topology.nodes)
             buffer *= 1 / self.world
 
-    def _sum(self, buffer: torch.Tensor, ranks: Sequence[int], group: Group, tree: Sequence[Sequence[int]]) -> None:
+    def _ordered(self, over: Over) -> bool:
+        """Through shared memory the exact way is also the short one."""
+        return self.exact or self._lane.shares(over)
+
+    def _sum(self, buffer: torch.Tensor, ranks: Sequence[int], over: Over, tree: Sequence[Sequence[int]]) -> None:
         """In place; `tree` says which positions of the group are added first."""
-        if self.exact:
-            part = self._ordered_sum(buffer, ranks, group, tree)
-            self._gather(buffer, part, ranks, group)
+        if self._ordered(over):
+            part = self._ordered_sum(buffer, ranks, over, tree)
+            self._gather(buffer, part, ranks, over)
         else:
-            dist.all_reduce(buffer, group=group)
+            dist.all_reduce(buffer, group=getattr(self._lane, over))
             self._count(ranks, 2 * buffer.nbytes * (len(ranks) - 1) // len(ranks), ring=True)
 
-    def _scattered_sum(self, buffer: torch.Tensor, ranks: Sequence[int], group: Group) -> torch.Tensor:
+    def _scattered_sum(self, buffer: torch.Tensor, ranks: Sequence[int], over: Over) -> torch.Tensor:
         """This rank's slice of the group's sum."""
-        if self.exact:
-            return self._ordered_sum(buffer, ranks, group, [range(len(ranks))])
+        if self._ordered(over):
+            return self._ordered_sum(buffer, ranks, over, [range(len(ranks))])
         part = buffer.new_empty(len(buffer) // len(ranks))
-        _reduce_scatter(part, buffer, group=group)
+        _reduce_scatter(part, buffer, group=getattr(self._lane, over))
         self._count(ranks, buffer.nbytes * (len(ranks) - 1) // len(ranks), ring=True)
         return part
 
     def _ordered_sum(
-        self, buffer: torch.Tensor, ranks: Sequence[int], group: Group, tree: Sequence[Sequence[int]]
+        self, buffer: torch.Tensor, ranks: Sequence[int], over: Over, tree: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         """This rank's slice of the group's sum, added in the order of `tree`."""
-        received = torch.empty_like(buffer)
-        dist.all_to_all_single(received, buffer, group=group)
+        sizes = [buffer.nbytes // len(ranks)] * len(ranks)
+        pieces = self._lane.swap(over, buffer.view(torch.uint8), sizes, sizes, _DOING)
         self._count(ranks, buffer.nbytes * (len(ranks) - 1) // len(ranks), ring=False)
-        return tree_sum(received.view(len(ranks), -1), tree)
+        return tree_sum([piece.view(buffer.dtype) for piece in pieces], tree)
 
-    def _gather(self, buffer: torch.Tensor, part: torch.Tensor, ranks: Sequence[int], group: Group) -> None:
-        _all_gather(buffer, part, group=group)
+    def _gather(self, buffer: torch.Tensor, part: torch.Tensor, ranks: Sequence[int], over: Over) -> None:
+        if self._lane.shares(over):
+            pieces = self._lane.share(part.view(torch.uint8), _DOING)
+            for own, piece in zip(torch.split(buffer, len(part)), pieces, strict=True):
+                own.copy_(piece.view(buffer.dtype))
+        else:
+            _all_gather(buffer, part, group=getattr(self._lane, over))
         self._count(ranks, part.nbytes * (len(ranks) - 1), ring=True)
 
     def _count(self, ranks: Sequence[int], sent: int, *, ring: bool) -> None:

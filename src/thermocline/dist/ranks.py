@@ -10,6 +10,7 @@ sums     gradients back; each owner has the sum over all ranks of its keys
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import torch
 from thermocline.batch import WorkingSet
 from thermocline.dist.exchange import Exchange, Route
 from thermocline.dist.groups import Groups, Lane
-from thermocline.dist.row_sum import RowSum
+from thermocline.dist.row_sum import RowSum, take_rows
 from thermocline.tables.mem_train import MemTraining
 from thermocline.tables.parts import Remote
 
@@ -114,19 +115,26 @@ class Ranks:
     def fetch(self, prepared: Any) -> None:
         """The rows of a batch, as they are now: all ranks call it, batch by batch."""
         table = self._table
-        values = self.exchange.rows(
-            self.groups.train, prepared.remote.route, self._weights(prepared), self.traffic.rows, table.step_count
-        )
-        prepared.rows = table.full_rows(values) if table.gpu is None else values
-        prepared.remote.step = table.step_count
-
-    def _weights(self, prepared: Any) -> torch.Tensor:
-        slots = prepared.remote.slots
-        if self._table.gpu is not None:
+        count, step = len(prepared.remote.route.keys), table.step_count
+        if table.gpu is None:
+            # Whole rows, which is how they are pooled; the state, which nobody reads, is left as it is.
+            rows: Any = np.empty((count, table.tier.floats), np.float32)
+            out = torch.from_numpy(rows)[:, : table.dim]
+        else:
             prepared.use()
-            if slots.is_cuda:  # made on the planner's stream
-                slots.record_stream(torch.cuda.current_stream(slots.device))
-        return _tensor(self._table.training.weights(slots))
+            out = rows = torch.empty(count, table.dim, device=table.gpu.tier.device)
+        owned = functools.partial(self._give, prepared.remote.slots)
+        self.exchange.rows(self.groups.train, prepared.remote.route, owned, out, self.traffic.rows, step)
+        prepared.rows, prepared.remote.step = rows, step
+
+    def _give(self, slots: Any, places: torch.Tensor, out: torch.Tensor) -> None:
+        """The weights of rows that this rank owns, as they are now."""
+        if self._table.gpu is None:
+            self._table.training.weights(slots[places.numpy()], out.numpy())
+            return
+        if slots.is_cuda:  # made on the planner's stream
+            slots.record_stream(torch.cuda.current_stream(slots.device))
+        out.copy_(self._table.training.weights(slots[places.to(slots.device)]))
 
     def sums(self, batches: Sequence[Any], gradients: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Keys, slots and summed gradients of the keys that this rank owns: all ranks call it, step by step.
@@ -137,19 +145,30 @@ class Ranks:
         table = self._table
         route = self.exchange.joined([batch.remote.route for batch in batches])
         device = torch.device("cpu") if table.hbm is None else table.hbm.device
-        mine = RowSum(len(route.keys), table.dim, device)
-        if gradients:
-            if len(batches) > 1:
-                gradients = self._renumbered(batches, gradients)
-            places, sums = (_tensor(found) for found in table.training.sums(gradients))
-            mine.add(places.long(), sums)
+        values, present = self._mine(batches, gradients, len(route.keys), device)
         total, has = self.exchange.gradients(
-            self.groups.train, route, mine.values, mine.present, self.traffic.gradients, table.step_count
+            self.groups.train, route, values, present, self.traffic.gradients, table.step_count
         )
         slots = self._slots(batches, device)
         if bool(has.all()):
             return route.owned, slots, total
         return route.owned[has.cpu().numpy()], slots[has], total[has]
+
+    def _mine(
+        self, batches: Sequence[Any], gradients: Sequence[Any], count: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This rank's own sums, a row per key of the route, and which of them it has; none: all."""
+        mine = RowSum(0 if gradients else count, self._table.dim, device)
+        if not gradients:
+            return mine.values, mine.present
+        if len(batches) > 1:
+            gradients = self._renumbered(batches, gradients)
+        places, sums = (_tensor(found) for found in self._table.training.sums(gradients))
+        if len(places) == count and torch.equal(places, torch.arange(count, dtype=places.dtype, device=device)):
+            return sums, None  # the usual case: they are in the route's order
+        mine = RowSum(count, self._table.dim, device)
+        mine.add(places.long(), sums)
+        return mine.values, mine.present
 
     def _renumbered(self, batches: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """The same gradients with places among the keys of all batches, in the joined route's order."""
@@ -186,7 +205,10 @@ class Ranks:
         lane.require_free()
         (route,) = self.exchange.plan(lane, [keys], self.traffic.read_keys)
         owned = torch.from_numpy(np.ascontiguousarray(self._table.read_here(route.owned)[:, :floats]))
-        return self.exchange.rows(lane, route, owned, self.traffic.read_rows, self._table.step_count)
+        out = torch.empty(len(keys), floats)
+        give = functools.partial(take_rows, owned)
+        self.exchange.rows(lane, route, give, out, self.traffic.read_rows, self._table.step_count)
+        return out
 
 
 def _tensor(array: Any) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""`RowSum`: rows of several sources added in a given order, which is what makes a sum's bits those of one process."""
+"""Rows between ranks: taken to be sent, put where they belong, or added.
+
+`RowSum` adds rows of several sources in a given order, which is what makes a sum's bits those of one process.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,22 @@ import numpy as np
 import torch
 
 from thermocline.core import _core
+
+
+def take_rows(values: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
+    """out[i] = values[places[i]]"""
+    if values.is_cpu:
+        _core.take_rows(out.numpy(), values.contiguous().numpy(), places.numpy())
+    else:
+        torch.index_select(values, 0, places, out=out)
+
+
+def put_rows(out: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
+    """out[places[i]] = values[i]"""
+    if values.is_cpu:
+        _core.put_rows(out.numpy(), values.contiguous().numpy(), places.numpy())
+    else:
+        out.index_copy_(0, places, values)
 
 
 class RowSum:

@@ -57,18 +57,28 @@ def _chance(keys: Keys, dim: int, step: int, salt: int) -> torch.Tensor:
     return torch.from_numpy(bits.astype(np.float32) * np.float32(2.0**-24))
 
 
-def pack_flags(flags: torch.Tensor) -> torch.Tensor:
-    """uint8[flag_bytes(n)]: eight flags per byte."""
-    room = flags.new_zeros(8 * flag_bytes(len(flags)), dtype=torch.uint8)
-    room[: len(flags)] = flags
-    bits = torch.arange(8, dtype=torch.uint8, device=flags.device)
-    return (room.view(-1, 8) << bits).sum(1, dtype=torch.uint8)
+def pack_flags(flags: torch.Tensor | None, count: int) -> torch.Tensor:
+    """uint8[flag_bytes(count)]: eight flags per byte; none: all are set."""
+    if flags is None:
+        return torch.full((flag_bytes(count),), 255, dtype=torch.uint8)
+    if flags.is_cpu:
+        packed = np.zeros(flag_bytes(count), np.uint8)
+        packed[: -(-count // 8)] = np.packbits(flags.numpy(), bitorder="little")
+        return torch.from_numpy(packed)
+    room = flags.new_zeros(8 * flag_bytes(count), dtype=torch.uint8)
+    room[:count] = flags
+    return (room.view(-1, 8) << _bits(flags.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack_flags(data: torch.Tensor, count: int) -> torch.Tensor:
     """bool[count]."""
-    bits = torch.arange(8, dtype=torch.uint8, device=data.device)
-    return ((data[:, None] >> bits) & 1).view(-1)[:count].bool()
+    if data.is_cpu:
+        return torch.from_numpy(np.unpackbits(data.numpy(), count=count, bitorder="little").view(np.bool_))
+    return ((data[:, None] >> _bits(data.device)) & 1).view(-1)[:count].bool()
+
+
+def _bits(device: torch.device) -> torch.Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def flag_bytes(count: int) -> int:

@@ -1,4 +1,4 @@
-"""Two ranks of this machine, over Gloo: what links carry, and what exchanging rows and averaging costs cores.
+"""Two ranks of this machine: what memory they share carries, and what exchanging rows and averaging costs cores.
 
 `measure_pair` starts them as processes of their own (`python -m thermocline.plan.pair`), one torch thread each, as
 torchrun does. They run the code that training runs.
@@ -6,6 +6,7 @@ torchrun does. They run the code that training runs.
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -24,8 +25,9 @@ from thermocline.data.synth import SyntheticAds
 from thermocline.dist.dense import DenseParameters
 from thermocline.dist.dense_config import DenseSync
 from thermocline.dist.exchange import Exchange, Sent
-from thermocline.dist.groups import Groups
+from thermocline.dist.groups import Groups, Lane
 from thermocline.dist.launch import child_environment
+from thermocline.dist.row_sum import take_rows
 from thermocline.dist.topology import Topology
 from thermocline.errors import ThermoclineError
 
@@ -74,7 +76,7 @@ def main(meeting: str, rank: int) -> None:
     }
     none, many = (_average(groups, count) for count in (FEW, FLOATS))
     found |= {"average_us": none * 1e6, "average_float_ns": (many - none) / FLOATS * 1e9}
-    found |= {"us": _wall(1, 50) * 1e6, "gbs": 4 * MESSAGE / _wall(MESSAGE, TIMES) / 1e9}
+    found |= {"us": _wall(groups.train, 1, 50) * 1e6, "gbs": 4 * MESSAGE / _wall(groups.train, MESSAGE, TIMES) / 1e9}
     print(json.dumps({name: max(value, 1e-3) for name, value in found.items()}))
     dist.destroy_process_group()
 
@@ -91,10 +93,10 @@ def _step(groups: Groups, dim: int, examples: int) -> dict[str, float]:
         (route,) = exchange.plan(lane, [mine], Sent())
         asked.append(time.process_time() - start)
         owned = torch.ones(len(route.owned), dim)
-        present = torch.ones(len(mine), dtype=torch.bool)
+        rows = torch.empty(len(mine), dim)
         start = time.process_time()
-        rows = exchange.rows(lane, route, owned, Sent())
-        exchange.gradients(lane, route, rows, present, Sent())
+        exchange.rows(lane, route, functools.partial(take_rows, owned), rows, Sent())
+        exchange.gradients(lane, route, rows, None, Sent())
         moved.append(time.process_time() - start)
         keys.append(len(mine))
     return {"ask": float(np.median(asked)), "exchange": float(np.median(moved)), "keys": float(np.mean(keys))}
@@ -108,10 +110,16 @@ def _average(groups: Groups, count: int) -> float:
     return _median(sync.after_backward, time.process_time)
 
 
-def _wall(floats: int, times: int) -> float:
+def _wall(lane: Lane, floats: int, times: int) -> float:
     """Seconds of an all-to-all of so many floats from each to each."""
     out, into = torch.ones(2 * floats), torch.empty(2 * floats)
-    return _median(lambda: dist.all_to_all_single(into, out), time.perf_counter, times)
+    sizes = [4 * floats, 4 * floats]
+
+    def swap() -> None:
+        pieces = lane.swap("node", out.view(torch.uint8), sizes, sizes, "measured the link")
+        torch.cat([piece.view(torch.float32) for piece in pieces], out=into)
+
+    return _median(swap, time.perf_counter, times)
 
 
 def _median(work: Callable[[], Any], clock: Callable[[], float], times: int = TIMES) -> float:

@@ -24,8 +24,8 @@ from thermocline.tables.ssd import SsdStore
 NAMES = ("A", "B", "C", "D", "E")
 DEPTH = 4
 OPTIMIZER, DENSE_LR = RowWiseAdagrad(lr=0.05), 1e-3
-BATCH_IDS = 1 << 18
-"""Ids of a batch where memory allows it."""
+BATCH_IDS = {"cpu": 1 << 18, "cuda": 1 << 21}
+"""Ids of a batch where memory allows it: a GPU has as much to do for a launch as for a million ids."""
 SECONDS = {"tiers": (45.0, 12.0), "memory": (20.0, 4.0)}
 """Of training in the full run, per model, on a CPU and on a GPU: rows that are all in one tier need no warming up."""
 POINTS = 60
@@ -48,7 +48,7 @@ def batch_size(setup: Setup, plan: Plan) -> int:
     """Examples: as many as the smaller of the tiers holds the working sets in flight of."""
     top = min(plan.mem, plan.hbm) if setup.device == "cuda" else plan.mem
     room = 0.6 * top / (plan.row_bytes + _OVERHEAD) / (DEPTH + 1)
-    ids = min(BATCH_IDS, room / 0.7)
+    ids = min(BATCH_IDS[setup.device], room / 0.7)
     return max(1, 1 << int(math.log2(max(1.0, ids / plan.nonzeros))))
 
 
@@ -107,7 +107,10 @@ def _run(setup: Setup, plan: Plan, side: str, work: Work) -> Json | None:
     from thermocline.models import ModelConfig, build
     from thermocline.reproduce.training import stream, table as make_table
 
-    ads = SyntheticAds.preset(f"{plan.name}/{plan.scale:g}", batch_size=batch_size(setup, plan), seed=setup.seed)
+    # Beside a GPU half of the cores make data: with all of them busy the thread that feeds it takes twice as long.
+    threads = max(1, setup.cores // 2) if setup.device == "cuda" else None
+    name, size = f"{plan.name}/{plan.scale:g}", batch_size(setup, plan)
+    ads = SyntheticAds.preset(name, batch_size=size, seed=setup.seed, threads=threads)
     folder, tiers = work.folder / "rows", side == "tiers"
     with contextlib.closing(make_table(plan.dim, OPTIMIZER, setup, hbm=1 << 20, mem=8 << 20)) as small:
         if tiers and not _fill(folder, small.tier, ads, store_memory(plan), work):

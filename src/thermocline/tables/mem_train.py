@@ -57,11 +57,9 @@ class MemTraining:
             self._tier.core.pool_buffer(prepared.rows, index, part.offsets, part.weights, part.mean, out)
         return out
 
-    def weights(self, slots: Slots) -> Floats:
-        """float32[slots, dim]: copies of pinned rows, without their state."""
-        out = np.empty((len(slots), self._tier.dim), np.float32)
+    def weights(self, slots: Slots, out: Floats) -> None:
+        """float32[slots, dim]: copies of pinned rows, without their state, into `out`."""
         self._tier.core.pool(slots, None, None, False, out)
-        return out
 
     def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:
         """One step: sums and optimizer in one pass."""

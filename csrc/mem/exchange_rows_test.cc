@@ -1,4 +1,4 @@
-#include "mem/add_rows.h"
+#include "mem/exchange_rows.h"
 
 #include <algorithm>
 #include <cstring>
@@ -41,6 +41,27 @@ TEST(AddRows, as_one_by_one_in_the_order_they_come) {
     }
     CHECK(std::memcmp(totals.data(), expected.data(), totals.size() * sizeof(float)) == 0);
     CHECK(present == had);
+  }
+}
+
+TEST(ExchangeRows, taken_and_put_back_is_the_same) {
+  for (uint64_t seed = 0; seed < 40; ++seed) {
+    std::mt19937_64 rng(seed);
+    const size_t dim = 1 + rng() % 70, count = rng() % 60, stride = dim + rng() % 5;
+    std::vector<float> rows(count * dim), taken(count * dim), out(count * stride, -1.0f);
+    for (auto& x : rows) x = static_cast<float>(rng() % 1000);
+    std::vector<int64_t> places(count);
+    for (size_t i = 0; i < count; ++i) places[i] = static_cast<int64_t>(i);
+    std::shuffle(places.begin(), places.end(), rng);
+    take_rows(taken.data(), dim, rows.data(), places.data(), count);
+    for (size_t i = 0; i < count * dim; ++i) {
+      CHECK_EQ(taken[i], rows[static_cast<size_t>(places[i / dim]) * dim + i % dim]);
+    }
+    put_rows(out.data(), stride, dim, taken.data(), places.data(), count);
+    for (size_t i = 0; i < count * stride; ++i) {
+      const size_t column = i % stride;
+      CHECK_EQ(out[i], column < dim ? rows[i / stride * dim + column] : -1.0f);
+    }
   }
 }
 
