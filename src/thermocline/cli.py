@@ -131,7 +131,7 @@ def train(
 
         settings = Config.load(config, sets or ())
         from thermocline.dist.launch import alone, leads, restarted
-        from thermocline.run import check_folder, has_run
+        from thermocline.run_folder import check_folder, has_run
 
         resume = resume or restarted()
         if resume and leads() and not has_run(settings.train.run_dir):

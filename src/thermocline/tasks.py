@@ -83,7 +83,8 @@ def _loaded(
     strict: bool = False,
 ) -> Any:
     """strict: a malformed line is an error whatever the run's own setting, unless `sets` has another."""
-    from thermocline.run import Run, config_of
+    from thermocline.run import Run
+    from thermocline.run_folder import config_of
 
     config = config_of(run_dir, sets)
     if strict and not any(override.partition("=")[0].strip() == "data.on_error" for override in sets):
