@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -62,6 +63,56 @@ def test_a_second_training_is_told_who_has_the_store(tmp_path: Path) -> None:
     assert first.returncode == 130
     done("train", config, *flags, "--set", "train.steps=1", "--resume")
     assert state_of(tmp_path / "run", tmp_path / "run" / "store")
+
+
+# ---- signals
+
+
+def test_sigterm_says_the_command_that_goes_on(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    flags = ["--set", "train.epochs=1000"]
+    process = start("train", "small.toml", *flags)
+    assert process.stdout is not None
+    assert any("step 8 " in line for line in process.stdout)
+    process.send_signal(signal.SIGTERM)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert (
+        errors == "thermocline: interrupted; to go on: thermocline train small.toml --set train.epochs=1000 --resume\n"
+    )
+    assert re.search(r"^interrupted and saved at step \d+: --resume \(resume=True\) goes on from there$", out, re.M)
+
+
+IMPATIENT = """
+import os, signal
+from thermocline import checkpoint, checkpoint_stores, cli
+
+def reached(point):
+    if point == os.environ["POINT"]:
+        os.kill(os.getpid(), signal.SIGINT)
+
+checkpoint.reached = checkpoint_stores.reached = reached
+cli.main()
+"""
+"""Presses Ctrl-C a second time when a save has come to a point."""
+
+
+@pytest.mark.parametrize("point", ["run.flushed", "run.published"])
+def test_a_second_ctrl_c_ends_the_save_and_harms_nothing(tmp_path: Path, point: str) -> None:
+    config = write_config(tmp_path, SMALL.replace("[tiers]", '[tiers]\nssd = "run/store"'))
+    flags = ["--set", "train.epochs=1000"]
+    done("train", config, *flags, "--set", "train.steps=2")
+    process = start("train", config, *flags, "--resume", program=("-c", IMPATIENT), POINT=point)
+    assert process.stdout is not None
+    assert any("step 8 " in line for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors == f"thermocline: interrupted; to go on: thermocline train {config} {' '.join(flags)} --resume\n"
+    assert out.splitlines()[-1] == "interrupted at once: step 2 is saved"
+    assert "healthy" in done("inspect", "run", "--check")
+    out = done("train", config, *flags, "--set", "train.steps=12", "--resume")
+    assert ("resumed at step 2" in out) == (point != "run.published")
 
 
 # ---- --set

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import signal
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -143,10 +144,10 @@ def train(
 
         try:
             notes = tasks.train(settings, resume=resume)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as stopped:  # SIGTERM is the latter
             words = ["thermocline", "train", str(config), *(w for s in sets or () for w in ("--set", s)), "--resume"]
             _say(f"interrupted; to go on: {shlex.join(words)}" if alone() else "interrupted; to go on: add --resume")
-            raise typer.Exit(130) from None
+            raise typer.Exit(stopped.code if isinstance(stopped, SystemExit) else 130) from None
         for note in notes:
             typer.echo(note, err=True)
 
@@ -379,4 +380,8 @@ def stats(
 
 def main() -> None:
     """The entry point of `thermocline` and `python -m thermocline`."""
-    app(prog_name="thermocline")
+    try:
+        app(prog_name="thermocline")
+    finally:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is said: Ctrl-C while Python ends has no traceback

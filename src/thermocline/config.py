@@ -120,7 +120,7 @@ class Config:
 
     @classmethod
     def _blamed(cls, message: str, text: str, sets: Sequence[str], name: str) -> str:
-        """The message, and whose mistake it is: an override's where it names its key, or where the file alone is right."""
+        """With whose mistake it is: an override's where the message names its key, or where the file alone is right."""
         if message.startswith("--set"):
             return message
         if any(message.startswith(f"{override.partition('=')[0].strip()} is ") for override in sets):

@@ -133,8 +133,8 @@ def test_what_other_columns_there_are_and_what_to_do(tmp_path: Path, ending: str
     without_id = tc.Reader(written("new", label=1, site="x", user="y", price=2.5), batch_size=1, **given)
     assert examples_of(without_id) == examples_of(tc.Reader(train, batch_size=1, **plain))
     other = written("other", label=1, site="x", shop="z", day=3)
-    refused(r"other\.\w+ has other columns than the training data: it lacks 'user', 'price' \(add them; empty values will "
-            r"do\); it also has 'shop', 'day' \(set data\.ignore to \[\"id\", \"shop\", \"day\"\]\)",
+    refused(r"other\.\w+ has other columns than the training data: it lacks 'user', 'price' \(add them; empty values "
+            r"will do\); it also has 'shop', 'day' \(set data\.ignore to \[\"id\", \"shop\", \"day\"\]\)",
             other, **given)  # fmt: skip
     more = written("more", label=1, id=7, site="x", user="y", price=2.5, shop="z")
     refused(r"training data: it also has 'shop' \(set data\.ignore to \[\"id\", \"shop\"\]\)$", more, **given)
