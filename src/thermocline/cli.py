@@ -147,7 +147,7 @@ def train(
         except (KeyboardInterrupt, SystemExit) as stopped:  # SIGTERM is the latter
             words = ["thermocline", "train", str(config), *(w for s in sets or () for w in ("--set", s)), "--resume"]
             _say(f"interrupted; to go on: {shlex.join(words)}" if alone() else "interrupted; to go on: add --resume")
-            raise typer.Exit(stopped.code if isinstance(stopped, SystemExit) else 130) from None
+            raise typer.Exit(130 if isinstance(stopped, KeyboardInterrupt) else 143) from None
         for note in notes:
             typer.echo(note, err=True)
 
