@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -126,17 +127,19 @@ def hardware(path: Path | None, into: Path | None) -> Any:
 
     kind, _, name = ("", "", "") if path is None else str(path).partition(":")
     if kind == "paper" and name:
-        return paper_node(Hardware.load(name).cpu)
+        return paper_node(Hardware.load(name).cpu, f"of {name}")
     if path is not None and kind != "paper":
         return Hardware.load(path)
     from thermocline.plan.measure import PARTS, measure
 
+    keeping = "--measure FILE keeps the figures, --hardware FILE reads them" if into is None else f"kept in {into}"
+    print(f"measuring this machine, which takes minutes ({keeping})", file=sys.stderr, flush=True)
     with watched("measuring this machine", PARTS, "parts") as advance:
         found = measure(None if into is None else into.absolute().parent, lambda: advance(1))
     if into is not None:
         published.publish(into, found.to_toml().encode())
-        print(f"measured into {into}", flush=True)
-    return found if path is None else paper_node(found.cpu)
+        print(f"measured into {into}: --hardware {into} reads it", file=sys.stderr, flush=True)
+    return found if path is None else paper_node(found.cpu, "measured on this machine now")
 
 
 def plan(config: Config, path: Path | None, into: Path | None, *, nodes: int, ranks: int | None) -> Row:
