@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from cli_helpers import SMALL, done, invoke, start, state_of, write_config
 
+from thermocline.sizes import plural
+
 pytestmark = pytest.mark.usefixtures("command_folder")
 
 
@@ -41,7 +43,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_with_its_key(
     told = refused("train", write_config(tmp_path), "--set", f"{key}={place}")
     assert told == (
         f"{key} is {place!r}: it must be a folder that can be made and written to ({cause}); make this one writable, "
-        f"or give {key} another"
+        "or choose another"
     )
 
 
@@ -155,10 +157,59 @@ def test_files_with_other_columns_are_told_and_mended(tmp_path: Path) -> None:
     assert told == (
         "new.csv has other columns than the training data: it also has 'shop' (set data.ignore to [\"shop\"])"
     )
-    assert "1 score" in done("predict", "run", "new.csv", "--set", 'data.ignore=["shop"]')
+    told = refused("predict", "run", "new.csv", "--set", 'data.ignore=["shop"]', "--out", "new.csv/scores.csv")
+    assert told.startswith(
+        "the folder of --out is 'new.csv': it must be a folder that can be made and written to (new."
+    )
+    assert "1 score of" in done("predict", "run", "new.csv", "--set", 'data.ignore=["shop"]')
     told = refused("eval", "run", "new.csv", "--set", 'data.ignore=["shop"]', code=1)
     assert told.endswith("predicting needs none")
     Path("few.csv").write_text("label,user\n1,u1\n")
     assert "it lacks 'price' (add them; empty values will do)" in refused("eval", "run", "few.csv", code=1)
     Path("few.csv").write_text("label,user,price\n1,u1,\n0,u2,\n")
     done("eval", "run", "few.csv")
+
+
+# ---- exit codes: 2 what was asked for is wrong, 1 what was found
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (2, ["train", "no.toml"]),
+        (2, ["train"]),
+        (2, ["train", "small.toml", "--set", "train.patience=1", "--set", "data.synth.valid_examples=0"]),
+        (1, ["train", "small.toml", "--set", "tiers.mem=10KB"]),
+        (2, ["eval", "nowhere"]),
+        (2, ["eval", "run", "--set", "train.lr=-1"]),
+        (2, ["predict", "run", "--out", "scores.txt"]),
+        (1, ["eval", "run"]),
+        (2, ["inspect", "nowhere"]),
+        (2, ["inspect", "run", "--mem", "much"]),
+        (2, ["data", "stats", "no.csv"]),
+        (2, ["data", "stats", "small.toml", "--examples", "0"]),
+        (1, ["data", "stats", "bad.csv"]),
+        (2, ["data", "synth", "out", "--keys", "0"]),
+        (2, ["data", "synth", "out", "--keys", "20", "--fields", "26"]),
+        (2, ["data", "synth", "out", "--zipf", "inf"]),
+        (2, ["data", "synth", "out", "--examples-per-file", "0"]),
+        (2, ["data", "synth", "out", "--preset", "Z"]),
+        (2, ["plan", "small.toml", "--hardware", "no.toml"]),
+        (2, ["reproduce", "--only", "nothing"]),
+    ],
+)
+def test_exit_codes(tmp_path: Path, code: int, words: list[str]) -> None:
+    write_config(tmp_path)
+    Path("run").mkdir()
+    Path("run/config.toml").write_text(SMALL)
+    Path("bad.csv").write_text("label,a\nx,y\n")
+    result = invoke(*words)
+    assert result.exit_code == code, result.output + repr(result.exception)
+    assert result.stderr
+    assert "Traceback" not in result.stderr
+    assert not Path("out").exists()
+
+
+def test_counts_have_their_words() -> None:
+    assert [plural(n, "rank") for n in (0, 1, 2, 1200)] == ["0 ranks", "1 rank", "2 ranks", "1,200 ranks"]
+    assert [plural(n, "batch", "batches") for n in (1, 3)] == ["1 batch", "3 batches"]

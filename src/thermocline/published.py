@@ -67,7 +67,7 @@ def make_writable(folder: Path, key: str) -> None:
         cause = f"{error.filename} is a file" if in_the_way else error.strerror
         raise ConfigError(
             f"{key} is {str(folder)!r}: it must be a folder that can be made and written to ({cause}); make this one "
-            f"writable, or give {key} another"
+            "writable, or choose another"
         ) from None
 
 

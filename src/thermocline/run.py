@@ -33,7 +33,7 @@ from thermocline.models import build, parameter_groups, row_dim
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.progress import Result
 from thermocline.run_folder import check_folder, config_of, has_begun, has_run, saved_by_ranks
-from thermocline.sizes import Size, format_size
+from thermocline.sizes import Size, format_size, plural
 from thermocline.tables.initial import Normal
 from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from thermocline.tables.table import Table
@@ -181,6 +181,10 @@ class Run:
             return fields, len(self.features.dense)
         if not has_split(data, "train"):
             raise ConfigError("data.train is missing: it must name at least one file")
+        needy = self.config.train.needs_validation
+        if needy and not has_split(data, "valid"):
+            key = "data.synth.valid_examples" if data.format == "synth" else "data.valid"
+            raise ConfigError(f"train.{needy} needs validation data: set {key}")
         check_paths(data, ["train", "valid", "test"])
         train = self.loader("train")
         self.features = getattr(train, "features", None)
@@ -218,7 +222,7 @@ class Run:
 
         if self.table.hbm is None:
             unused = "" if self.config.tiers.hbm is None else "; tiers.hbm has no effect without a GPU"
-            return f"the CPU, {torch.get_num_threads()} threads of torch{unused}"
+            return f"the CPU, {plural(torch.get_num_threads(), 'thread')} of torch{unused}"
         device = self.table.hbm.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "an interpreted GPU"
         return f"{name}, {format_size(self.table.hbm.budget)} of it for rows"

@@ -32,6 +32,7 @@ from thermocline.pipeline.prefetch import prefetch
 from thermocline.pipeline.stages import StageStats
 from thermocline.progress import Progress, Result
 from thermocline.signals import caught_signals
+from thermocline.sizes import plural
 from thermocline.tables.table import Table
 from thermocline.train_config import TrainConfig as TrainConfig
 
@@ -441,7 +442,7 @@ class Trainer:
             self.ending = f"interrupted and saved at step {progress.step}: --resume (resume=True) goes on from there"
             return progress.step
         examples = int(self._crew.total(progress.examples)[0])
-        self.ending = f"finished after {progress.step} steps, {examples} examples"
+        self.ending = f"finished after {plural(progress.step, 'step')}, {plural(examples, 'example')}"
         if self.config.patience is None or progress.best_auc is None or self._checkpoints is None:
             return progress.step
         self.ending += f"; best AUC {progress.best_auc:.4f} at step {progress.best_step}, restored"

@@ -152,7 +152,7 @@ def paper_node(cpu: Cpu, costs: str = "as given") -> Hardware:
     """A node of the source's cluster: 8 GPUs of 32 GB, 48 cores, 1 TB, NVMe RAID-0, 100 Gb RDMA.
 
     Sizes and the network are the source's; other figures are those of that generation's data sheets (V100 SXM2, PCIe 3,
-    eight NVMe disks), at 80 % of the nominal rate where it is one. What a core does is as in `cpu`; `costs` says whence.
+    eight NVMe disks), at 80 % of the nominal rate where it is one. What a core does is `cpu`'s; `costs` says whence.
     """
     return Hardware(
         name="a node of the source",
