@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,11 @@ def done(*words: Any) -> str:
     return str(result.stdout)
 
 
-def start(*words: Any, **env: str) -> subprocess.Popen[str]:
-    """The command in a process of its own."""
+def start(*words: Any, program: Sequence[str] = ("-m", "thermocline"), **env: str) -> subprocess.Popen[str]:
+    """The command, or another `program` of Python's, in a process of its own."""
     source = str(Path(tc.__file__).parent.parent)
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", "thermocline", *map(str, words)],
+        [sys.executable, "-u", *program, *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -15,6 +15,7 @@ from run_helpers import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differin
 import thermocline as tc
 from thermocline import published
 from thermocline.checkpoint import Checkpoints
+from thermocline.dist.adam import FrozenAdam
 from thermocline.tables.optimizers import Adagrad
 from thermocline.tables.table import Table
 
@@ -149,6 +150,37 @@ def test_a_table_elsewhere_or_of_another_run_is_refused(tmp_path: Path, worlds: 
     shutil.rmtree(tmp_path / "3" / "run" / "stores" / "b")
     with pytest.raises(tc.NotFoundError, match=r"stores.b is missing"):
         checkpoints_of(worlds(None), tmp_path / "3").restore()
+
+
+def test_k_step_adam_of_an_earlier_version_is_told(tmp_path: Path, worlds: Any) -> None:
+    """It froze denominators without a word of how many ranks they are the mean of. Reading needs no optimizer."""
+    world = worlds(None)
+    world.optimizer = FrozenAdam(world.model.parameters(), lr=0.01)
+    checkpoints = checkpoints_of(world, tmp_path)
+    world.step(ADS.batch(0))
+    for parameter, state in world.optimizer.state.items():
+        world.optimizer.freeze(parameter, state["exp_avg_sq"].clone(), 2)
+        del state["v_hat_ranks"]
+    checkpoints.save(1)
+    bits = dense_bits(world)
+    checkpoints.close()
+
+    other = worlds(None)
+    other.optimizer = FrozenAdam(other.model.parameters(), lr=0.01)
+    before = dense_bits(other)
+    again = checkpoints_of(other, tmp_path)
+    with pytest.raises(tc.FormatError, match=r"earlier version, without v_hat_ranks: .* one process, .* a new run"):
+        again.restore()
+    assert dense_bits(other) == before != bits
+    again.close()
+    reading = checkpoints_of(other, tmp_path, read_only=True)
+    assert reading.restore() is not None
+    assert dense_bits(other) == bits
+    reading.close()
+
+
+def dense_bits(world: World) -> dict[str, bytes]:
+    return {name: value.numpy().tobytes() for name, value in world.model.state_dict().items()}
 
 
 def test_rows_that_do_not_fit_are_a_budget_error_and_change_nothing(tmp_path: Path, worlds: Any) -> None:

@@ -92,7 +92,7 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
     with published.held(tmp_path / "run"):
         result = invoke("train", config, "--set", "model.dim=4")
         assert result.exit_code == 2
-        assert result.stderr.startswith("thermocline: another process is training in run: ")
+        assert result.stderr.startswith("thermocline: another training uses run: wait until it ends, or end it with ")
         assert result.stderr.count("\n") == 1
         assert not (tmp_path / "run" / "config.toml").exists()
     done("train", config, "--set", "train.steps=2")

@@ -109,7 +109,7 @@ def test_malformed_lines_are_an_error_or_counted(tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1
     result = invoke("train", config, "--set", "data.on_error=skip", "--set", "train.run_dir=other")
     assert result.exit_code == 0
-    assert result.stderr.startswith("train data: 1 malformed lines were skipped; the first: ")
+    assert result.stderr.startswith("train data: 1 malformed line was skipped; the first: ")
     assert "701" in result.stderr
     # Scores are told apart by their place only: there a line is left out only on demand.
     Path("odd.libsvm").write_text("\n".join([*lines[:5], "bad", *lines[5:9]]) + "\n")
@@ -119,7 +119,7 @@ def test_malformed_lines_are_an_error_or_counted(tmp_path: Path) -> None:
     assert not Path("odd.npy").exists()
     result = invoke("predict", "other", "odd.libsvm", "--out", "odd.npy", "--set", "data.on_error=skip")
     assert result.exit_code == 0
-    assert "1 malformed lines were skipped" in result.stderr
+    assert "1 malformed line was skipped" in result.stderr
     assert len(np.load("odd.npy")) == 9
 
 
@@ -152,8 +152,29 @@ def test_synth_writes_folders_of_files(tmp_path: Path) -> None:
     done("train", write_config(tmp_path, f"{section}\n[model]{rest}"))
     assert lines_of(tmp_path / "run")[-1]["examples"] == 400
     result = invoke("data", "synth", "x", "--format", "libsvm", "--dense", 2)
-    assert result.exit_code == 1
-    assert "LibSVM and LibFFM hold ids only" in result.stderr
+    assert result.exit_code == 2
+    assert "--dense is 2, but libsvm files hold ids only: write --format parquet" in result.stderr
+    assert not Path("x").exists()
+
+
+def test_synth_replaces_files_only_if_it_may(tmp_path: Path) -> None:
+    """And leaves none of the old ones among the new."""
+    for flags, first in (([], "data/train.parquet"), (["--examples-per-file", 500], "data/train/part-00000.parquet")):
+        done("data", "synth", "data", *SIZES, *flags)
+        before = {path: path.read_bytes() for path in Path("data").rglob("*.parquet")}
+        result = invoke("data", "synth", "data", *SIZES, *flags, "--seed", 1)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(
+            f"thermocline: {first} and {2 + 3 * bool(flags)} more would be replaced: --force "
+        )
+        assert {path: path.read_bytes() for path in Path("data").rglob("*.parquet")} == before
+        done("data", "synth", "data", *SIZES, *flags, "--seed", 1, "--force")
+        assert Path(first).read_bytes() != before[Path(first)]
+    done("data", "synth", "data", *SIZES[:5], 600, *SIZES[6:], *flags, "--force")
+    assert [path.name for path in sorted(Path("data/train").iterdir())] == ["part-00000.parquet", "part-00001.parquet"]
+    result = invoke("data", "synth", "other", "--format", "csv")
+    assert result.exit_code == 2
+    assert all(name in result.stderr for name in ("'csv' is not one of", "'parquet'", "'libsvm'", "'libffm'"))
 
 
 def test_a_resume_that_fails_leaves_the_run_as_it_was(tmp_path: Path) -> None:

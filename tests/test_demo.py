@@ -37,7 +37,7 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_deadline_trains_less_and_still_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_demo(tmp_path, seconds=0.0)
     text = " ".join(capsys.readouterr().out.split())
-    assert text.count("finished after 1 steps") == 2
+    assert text.count("finished after 1 step,") == 2
     assert "checked:" in text
 
 

@@ -140,7 +140,7 @@ def test_ctrl_c_finishes_the_step_saves_and_ends(
     with pytest.raises(error):
         trainer_of(world, tmp_path, [Press()], epochs=2, display=True).fit(TRAIN, VALID)
     assert signal.getsignal(number) is handler
-    assert "interrupted and saved at step 5: resume=True goes on" in capsys.readouterr().out
+    assert "interrupted and saved at step 5: --resume (resume=True) goes on" in capsys.readouterr().out
     world.close()
     world = World(None)
     trainer = trainer_of(world, tmp_path, epochs=2)

@@ -31,6 +31,7 @@ import torch
 
 from thermocline import __version__, published, snapshot
 from thermocline.checkpoint_stores import Stores
+from thermocline.dist.adam import require_whole
 from thermocline.dist.together import Together
 from thermocline.errors import CorruptionError, FormatError, NotFoundError, ThermoclineError
 from thermocline.published import Json, reached
@@ -149,7 +150,7 @@ class Checkpoints:
     def _describe(self, number: int, manifest: dict[str, Json]) -> Checkpoint:
         step, position, extra, tag = (manifest[name] for name in ("step", "position", "extra", "tag"))
         ranks = manifest.get("ranks", [None])
-        if len(ranks) != self._together.world:
+        if _world(manifest) != self._together.world:
             position = None
         elif "ranks" in manifest:
             position, extra = (ranks[self._together.rank][name] for name in ("position", "extra"))
@@ -304,7 +305,7 @@ class Checkpoints:
         self._ready = False  # whatever cuts this short, nothing can be saved before a restore that succeeds
         together.each("restored rows", lambda: self._stores.restore(manifest, list(manifests.values())))
         if dense is not None:
-            self._restore_dense(dense, len(manifest.get("ranks", [None])))
+            self._restore_dense(dense, _world(manifest))
         torch.set_num_threads(manifest["torch_threads"])
         if manifest["versions"] != _versions():
             versions = f"saved with {manifest['versions']}, resumed with {_versions()}"
@@ -316,17 +317,9 @@ class Checkpoints:
             self._sweep()
         return None if manifest["begin"] else self._describe(number, manifest)
 
-    def _restore_dense(self, dense: dict[str, Any], world: int) -> None:
+    def _restore_dense(self, own: dict[str, Any], world: int) -> None:
         if self._model is not None:
-            self._model.load_state_dict(dense["model"])
-        own = dense
-        if world == self._together.world > 1:
-            own = {**dense, **dense["ranks"][self._together.rank]}
-        elif world > 1 and "optimizers" in dense["ranks"][0]:
-            from thermocline.dist.dense import states_for_others
-
-            ranks = [rank["optimizers"] for rank in dense["ranks"]]
-            own = {**dense, "optimizers": states_for_others(ranks, self._together.world)}
+            self._model.load_state_dict(own["model"])
         for optimizer, saved in zip(self._optimizers, own["optimizers"], strict=True):
             optimizer.load_state_dict(saved["state"])
         if self._dense_sync is not None and "sync" in own:
@@ -367,12 +360,32 @@ class Checkpoints:
             tensors.update(snapshot.decode(data))
         state: dict[str, Any] = snapshot.unpack(manifest["dense"], tensors)
         snapshot.check_dense(state, self._dense_state())
-        return state
+        own = self._part_of(state, _world(manifest))
+        if not self._read_only:
+            for optimizer in own["optimizers"]:
+                require_whole(optimizer["state"])
+        return own
+
+    def _part_of(self, dense: dict[str, Any], world: int) -> dict[str, Any]:
+        """What this rank has of what so many ranks saved."""
+        if world == self._together.world > 1:
+            return {**dense, **dense["ranks"][self._together.rank]}
+        if world > 1 and "optimizers" in dense["ranks"][0]:
+            from thermocline.dist.dense import states_for_others
+
+            ranks = [rank["optimizers"] for rank in dense["ranks"]]
+            return {**dense, "optimizers": states_for_others(ranks, self._together.world)}
+        return dense
 
     def close(self) -> None:
         """Closes the stores of tables without ssd. Nothing can be saved any more."""
         self._ready = False
         self._stores.close()
+
+
+def _world(manifest: dict[str, Json]) -> int:
+    """Ranks that saved it."""
+    return len(manifest.get("ranks", [None]))
 
 
 def _versions() -> dict[str, str]:

@@ -1,6 +1,8 @@
 """`thermocline`: parses the command line, and says what came of it. The work is in tasks.py and what it calls.
 
-Exit codes: 0 done; 1 data, budget or disk; 2 config or flags; 130 Ctrl-C. Nothing heavy is imported before its use.
+Exit codes: 0 done; 1 what was found is not as needed: data, budget, disk, checkpoints; 2 what was asked for is wrong:
+config, flags, and the files and folders they name (`ConfigError`); 130 Ctrl-C; 143 SIGTERM. Nothing heavy is imported
+before its use.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import signal
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -131,7 +134,7 @@ def train(
 
         settings = Config.load(config, sets or ())
         from thermocline.dist.launch import alone, leads, restarted
-        from thermocline.run import check_folder, has_run
+        from thermocline.run_folder import check_folder, has_run
 
         resume = resume or restarted()
         if resume and leads() and not has_run(settings.train.run_dir):
@@ -143,10 +146,10 @@ def train(
 
         try:
             notes = tasks.train(settings, resume=resume)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as stopped:  # SIGTERM is the latter
             words = ["thermocline", "train", str(config), *(w for s in sets or () for w in ("--set", s)), "--resume"]
             _say(f"interrupted; to go on: {shlex.join(words)}" if alone() else "interrupted; to go on: add --resume")
-            raise typer.Exit(130) from None
+            raise typer.Exit(130 if isinstance(stopped, KeyboardInterrupt) else 143) from None
         for note in notes:
             typer.echo(note, err=True)
 
@@ -179,7 +182,12 @@ def evaluate(
 def predict(
     run_dir: RunDir,
     files: Files = None,
-    out: Annotated[str, typer.Option(help="File of the scores: .csv, .parquet or .npy.")] = "scores.csv",
+    out: Annotated[
+        str,
+        typer.Option(
+            help="File of the scores: .csv, .parquet or .npy; replaced if it is there, and its folder made if not."
+        ),
+    ] = "scores.csv",
     sets: Sets = None,
     checkpoint: Checkpoint = None,
     debug: Debug = False,
@@ -187,9 +195,10 @@ def predict(
     """Writes one score per example, in the order of the files. Changes nothing; works while the run trains on."""
     with _one_line(debug):
         from thermocline import tasks
+        from thermocline.sizes import plural
 
         report = tasks.predict(run_dir, files or (), out, sets or (), checkpoint)
-        typer.echo(f"{report['scores']:,} scores of step {report['step']} in {out}")
+        typer.echo(f"{plural(report['scores'], 'score')} of step {report['step']} in {out}")
         _tell_skipped(report)
 
 
@@ -203,9 +212,15 @@ def inspect(
 ) -> None:
     """Keys, sizes and health of a store, a run or a checkpoint. Changes nothing; exit code 1: something is damaged."""
     with _one_line(debug):
+        from thermocline.errors import ConfigError
         from thermocline.inspect import describe, inspect as look
+        from thermocline.sizes import parse_size
 
-        report = look(path, check=check, mem=mem)
+        try:
+            budget = parse_size(mem, "--mem")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        report = look(path, check=check, mem=budget)
         if as_json:
             _dump(report)
         else:
@@ -292,8 +307,8 @@ def reproduce(
     """Runs the sources' experiments on this machine and writes one page with its tables and figures.
 
     What is done is kept step by step: the same command goes on where it stopped, also on another machine, where --out
-    is a copy. Exit codes: 0, also where --quick or --effort below 1 shows a claim that does not hold; 1: one does not
-    hold in the full run, or the run failed; 2: wrong options; 130: interrupted.
+    is a copy. Claims are judged by the full run only: --quick and --effort below 1 are too small for them. Exit
+    codes: 0; 1: a claim does not hold in the full run, or the run failed; 2: wrong options; 130: interrupted.
     """
     with _one_line(debug):
         from thermocline import tasks
@@ -322,28 +337,36 @@ def synth(
     out: Annotated[str, typer.Argument(help="Folder for train, valid and test files.")],
     format: Annotated[Format, typer.Option(help="Of the files.")] = Format.parquet,
     preset: Annotated[str | None, typer.Option(help='Model of the source at a scale, such as "E/1000".')] = None,
-    keys: Annotated[int, typer.Option(help="How many there are.")] = 1_000_000,
-    fields: Annotated[int, typer.Option(help="How many.")] = 26,
-    nonzeros: Annotated[int | None, typer.Option(help="Ids per example; default: one per field.")] = None,
-    zipf: Annotated[float, typer.Option(help="Exponent of popularity.")] = 1.05,
-    dense: Annotated[int, typer.Option(help="Dense features (parquet only).")] = 0,
-    examples: Annotated[int, typer.Option(help="For training.")] = 1_000_000,
-    valid_examples: Annotated[int, typer.Option(help="For validation; 0: none.")] = 100_000,
-    test_examples: Annotated[int, typer.Option(help="For the test; 0: none.")] = 100_000,
-    examples_per_file: Annotated[int | None, typer.Option(help="Makes folders of files.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the data.")] = 0,
+    keys: Annotated[int, typer.Option(min=1, help="How many there are.")] = 1_000_000,
+    fields: Annotated[int, typer.Option(min=1, help="How many.")] = 26,
+    nonzeros: Annotated[int | None, typer.Option(min=1, help="Ids per example; default: one per field.")] = None,
+    zipf: Annotated[float, typer.Option(min=0, help="Exponent of popularity.")] = 1.05,
+    dense: Annotated[int, typer.Option(min=0, help="Dense features (parquet only).")] = 0,
+    examples: Annotated[int, typer.Option(min=1, help="For training.")] = 1_000_000,
+    valid_examples: Annotated[int, typer.Option(min=0, help="For validation; 0: none.")] = 100_000,
+    test_examples: Annotated[int, typer.Option(min=0, help="For the test; 0: none.")] = 100_000,
+    examples_per_file: Annotated[int | None, typer.Option(min=1, help="Makes folders of files.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the data.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replaces files that are there already.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Writes synthetic ads data with planted labels, and prints the config section that reads it."""
+    """Writes synthetic ads data with planted labels, and prints the config section that reads it.
+
+    The folder is made if it is not there; files of the same names are replaced with --force only.
+    """
     with _one_line(debug):
         from thermocline import tasks
         from thermocline.data.schema import Synth
+        from thermocline.errors import ConfigError
 
-        settings = Synth(
-            preset=preset, keys=keys, fields=fields, nonzeros=nonzeros, zipf=zipf, dense=dense, seed=seed,
-            examples=examples, valid_examples=valid_examples, test_examples=test_examples,
-        )  # fmt: skip
-        _, section = tasks.write_synth(settings, out, format.value, examples_per_file)
+        try:
+            settings = Synth(
+                preset=preset, keys=keys, fields=fields, nonzeros=nonzeros, zipf=zipf, dense=dense, seed=seed,
+                examples=examples, valid_examples=valid_examples, test_examples=test_examples,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        _, section = tasks.write_synth(settings, out, format.value, examples_per_file, force=force)
         typer.echo(section)
 
 
@@ -352,7 +375,7 @@ def stats(
     source: Annotated[list[str], typer.Argument(metavar="CONFIG.toml|FILE...", help="A config, or data files.")],
     sets: Sets = None,
     split: Annotated[Split, typer.Option(help="Of a config.")] = Split.train,
-    examples: Annotated[int | None, typer.Option(help="Reads only so many, whole batches.")] = None,
+    examples: Annotated[int | None, typer.Option(min=1, help="Reads only so many, whole batches.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -379,4 +402,8 @@ def stats(
 
 def main() -> None:
     """The entry point of `thermocline` and `python -m thermocline`."""
-    app(prog_name="thermocline")
+    try:
+        app(prog_name="thermocline")
+    finally:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is said: Ctrl-C while Python ends has no traceback

@@ -7,6 +7,7 @@ Nothing here loads torch, so that a mistake in a file is told at once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tomllib
 from collections.abc import Sequence
@@ -115,7 +116,20 @@ class Config:
                 _override(values, override)
             return settings.build(cls, values)
         except ConfigError as error:
-            raise ConfigError(str(error) if str(error).startswith("--set") else f"{name}: {error}") from None
+            raise ConfigError(cls._blamed(str(error), text, sets, name)) from None
+
+    @classmethod
+    def _blamed(cls, message: str, text: str, sets: Sequence[str], name: str) -> str:
+        """With whose mistake it is: an override's where the message names its key, or where the file alone is right."""
+        if message.startswith("--set"):
+            return message
+        if any(message.startswith(f"{override.partition('=')[0].strip()} is ") for override in sets):
+            return f"--set {message}"
+        if sets:
+            with contextlib.suppress(ConfigError):
+                settings.build(cls, tomllib.loads(text))
+                return f"{name} with {' '.join(f'--set {override}' for override in sets)}: {message}"
+        return f"{name}: {message}"
 
     def resolve(self) -> Self:
         """The same with everything filled in that depends on other settings."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
+from typing import Any
+
 
 class ThermoclineError(Exception):
     """Base of all errors of this package; also raised itself for misuse, such as a closed store."""
@@ -59,3 +63,17 @@ def require(fine: bool, name: str, value: object, rule: str) -> None:
     """Raises ValueError unless a setting is as it must be: names it, its value and the rule."""
     if not fine:
         raise ValueError(f"{name} is {value!r}: it must be {rule}")
+
+
+def require_type(value: object, kind: Any, name: str, rule: str) -> None:
+    """Raises TypeError unless an argument is of this kind, or of one of them: names it, its value and the rule."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{name} is {value!r}: it must be {rule}")
+
+
+def whole_number(value: Any, name: str, rule: str = "a whole number") -> int:
+    """As an int; raises TypeError for anything else: names it, its value and the rule."""
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise TypeError(f"{name} is {value!r}: it must be {rule}")

@@ -14,7 +14,7 @@ from typing import Any, SupportsIndex
 
 from thermocline import published
 from thermocline.errors import ConfigError, IoError, NotFoundError, StoreError, ThermoclineError
-from thermocline.sizes import format_size
+from thermocline.sizes import format_size, plural
 from thermocline.tables.ssd import SsdStore
 
 Report = dict[str, Any]
@@ -217,10 +217,10 @@ def _describe_store(store: Report, indent: str) -> Iterator[str]:
     if "epoch" not in store:
         return
     if "keys" in store:
-        yield f"{indent}{store['keys']:,} keys, {store['row_bytes']} bytes a row"
+        yield f"{indent}{plural(store['keys'], 'key')}, {store['row_bytes']} bytes a row"
     base, log = format_size(store["base_bytes"]), format_size(store["log_bytes"])
-    disk, files = format_size(store["disk_bytes"]), store["files"]
-    yield f"{indent}{disk} on disk in {files} files: base {base}, log {log}; index {format_size(store['index_bytes'])}"
+    disk, files = format_size(store["disk_bytes"]), plural(store["files"], "file")
+    yield f"{indent}{disk} on disk in {files}: base {base}, log {log}; index {format_size(store['index_bytes'])}"
     epochs = ", ".join(map(str, store["epochs"]))
     yield f"{indent}commit {store['epoch']}; retained: {epochs or 'none'}"
 
@@ -249,5 +249,6 @@ def _describe_checkpoint(checkpoint: Report, indent: str) -> Iterator[str]:
         layout = table["layout"]
         yield (
             f"{indent}  table {name}: dim {layout['dim']}, {layout['optimizer']['kind']}, commit {table['epoch']}, "
-            f"{table['step_count']} steps" + (f", {len(checkpoint['ranks'])} ranks" if checkpoint["ranks"] else "")
+            f"{plural(table['step_count'], 'step')}"
+            + (f", {plural(len(checkpoint['ranks']), 'rank')}" if checkpoint["ranks"] else "")
         )

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,22 +56,43 @@ def make_folder(path: Path) -> None:
         sync_folder(path.parent)
 
 
+def make_writable(folder: Path, key: str) -> None:
+    """Makes the folder that `key` of a config names; raises `ConfigError` unless files can be made in it."""
+    try:
+        make_folder(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        in_the_way = isinstance(error, (FileExistsError, NotADirectoryError))
+        cause = f"{error.filename} is a file" if in_the_way else error.strerror
+        raise ConfigError(
+            f"{key} is {str(folder)!r}: it must be a folder that can be made and written to ({cause}); make this one "
+            "writable, or choose another"
+        ) from None
+
+
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Makes the folder, and keeps others out who ask alike; the system lets go when the process ends, any way."""
-    make_folder(folder)
+    """Makes train.run_dir, and keeps others out who ask alike; the system lets go when the process ends, any way."""
+    make_writable(folder, "train.run_dir")
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ConfigError(
-                    f"another process is training in {folder}: wait for it, or give train.run_dir another folder"
-                ) from None
+                raise taken(folder, "train.run_dir") from None
         yield
     finally:
         os.close(fd)
+
+
+def taken(folder: Path, key: str, process: str | None = None) -> ConfigError:
+    """What to raise where another process trains in the folder that `key` of a config names."""
+    who = "another training" if process is None else f"another training (process {process})"
+    return ConfigError(
+        f"{who} uses {folder}: wait until it ends, or end it with Ctrl-C, which saves; a new run needs another {key}"
+    )
 
 
 def sync_folder(path: Path) -> None:

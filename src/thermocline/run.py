@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,18 +22,18 @@ from typing import TYPE_CHECKING, Any, Self
 from thermocline import published
 from thermocline.batch import Batch, Floats
 from thermocline.callbacks import Callback, Row
-from thermocline.config import Config, OptimizerName, Tiers, check_resume
+from thermocline.config import Config, OptimizerName, Tiers
 from thermocline.data.features import Features
 from thermocline.data.schema import Split
 from thermocline.data.splits import check_paths, has_split, open_data
 from thermocline.dist.launch import join_ranks, local_world, topology_of
 from thermocline.dist.together import Together
-from thermocline.errors import ConfigError, CorruptionError, DataError, NotFoundError
+from thermocline.errors import ConfigError, DataError, LockError, NotFoundError
 from thermocline.models import build, parameter_groups, row_dim
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.progress import Result
-from thermocline.settings import nearest
-from thermocline.sizes import Size, format_size
+from thermocline.run_folder import check_folder, config_of, has_begun, has_run, saved_by_ranks
+from thermocline.sizes import Size, format_size, plural
 from thermocline.tables.initial import Normal
 from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from thermocline.tables.table import Table
@@ -113,7 +114,11 @@ class Run:
                 self.groups = undo.enter_context(join_ranks(config.dist))
             fields, dense = self._open_data(read_only)
             torch.manual_seed(config.train.seed)
-            self.table = self._table(read_only)
+            try:
+                self.table = self._table(read_only)
+            except LockError as error:  # the store has the words of a library; who holds it is in them
+                who = re.search(r"process (\d+)", str(error))
+                raise published.taken(Path(config.tiers.ssd or ""), "tiers.ssd", who and who[1]) from None
             undo.callback(self.table.close)
             self.model = build(config.model, self.table, fields, dense)
             if self.table.hbm is not None:
@@ -126,7 +131,7 @@ class Run:
     def _table(self, read_only: bool) -> Table:
         config, tiers = self.config, self.config.tiers
         if tiers.ssd is not None and not read_only:
-            Path(tiers.ssd).parent.mkdir(parents=True, exist_ok=True)
+            published.make_writable(Path(tiers.ssd), "tiers.ssd")
         options: dict[str, Any] = {
             "hbm": None if read_only else gpu_budget(tiers, self._sharing_gpu()),
             "device": "cpu" if read_only else tiers.device,
@@ -176,6 +181,10 @@ class Run:
             return fields, len(self.features.dense)
         if not has_split(data, "train"):
             raise ConfigError("data.train is missing: it must name at least one file")
+        needy = self.config.train.needs_validation
+        if needy and not has_split(data, "valid"):
+            key = "data.synth.valid_examples" if data.format == "synth" else "data.valid"
+            raise ConfigError(f"train.{needy} needs validation data: set {key}")
         check_paths(data, ["train", "valid", "test"])
         train = self.loader("train")
         self.features = getattr(train, "features", None)
@@ -213,7 +222,7 @@ class Run:
 
         if self.table.hbm is None:
             unused = "" if self.config.tiers.hbm is None else "; tiers.hbm has no effect without a GPU"
-            return f"the CPU, {torch.get_num_threads()} threads of torch{unused}"
+            return f"the CPU, {plural(torch.get_num_threads(), 'thread')} of torch{unused}"
         device = self.table.hbm.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "an interpreted GPU"
         return f"{name}, {format_size(self.table.hbm.budget)} of it for rows"
@@ -345,57 +354,3 @@ class _Papers(Callback):
         published.publish(run_dir / "config.toml", self._config.located().to_toml().encode())
         if self._features is not None:
             published.publish(run_dir / "features.json", json.dumps(self._features.to_json()).encode())
-
-
-# ---- folders of runs
-
-
-def has_run(run_dir: str | os.PathLike[str]) -> bool:
-    """Whether something was trained and saved there; a run that ended before its first save is none."""
-    return any(not _is_beginning(path) for path in (Path(run_dir) / "checkpoints").glob("[0-9]*.json"))
-
-
-def has_begun(run_dir: str | os.PathLike[str]) -> bool:
-    """Whether a run ended there before its first save."""
-    return not has_run(run_dir) and any((Path(run_dir) / "checkpoints").glob("[0-9]*.json"))
-
-
-def saved_by_ranks(run_dir: str | os.PathLike[str]) -> bool:
-    """Whether the newest checkpoint there has the rows of several ranks, each in a store of its own."""
-    for path in sorted((Path(run_dir) / "checkpoints").glob("[0-9]*.json"), reverse=True):
-        try:
-            return "ranks" in published.decode_manifest(path.read_bytes(), str(path))
-        except (OSError, CorruptionError):
-            continue  # the checkpoints say so themselves
-    return False
-
-
-def _is_beginning(manifest: Path) -> bool:
-    try:
-        return bool(published.decode_manifest(manifest.read_bytes(), str(manifest))["begin"])
-    except (OSError, CorruptionError):
-        return False  # damaged, or replaced meanwhile: the checkpoints say so themselves
-
-
-def config_of(run_dir: str | os.PathLike[str], sets: Sequence[str] = ()) -> Config:
-    """The config that a run was trained with, changed by overrides."""
-    path = Path(run_dir) / "config.toml"
-    if not path.exists():
-        folder = path.parent.parent
-        others = [p.parent.name for p in folder.glob("*/config.toml")] if folder.is_dir() else []
-        hint = nearest(path.parent.name, others)
-        raise ConfigError(f"{run_dir} is no run: it has no config.toml, which `thermocline train` writes{hint}")
-    return Config.load(path, sets).moved(path.parent)
-
-
-def check_folder(config: Config, *, resume: bool) -> list[str]:
-    """Before anything is loaded: whether a run may train in its folder. Returns what a resumed run changes."""
-    run_dir = config.train.run_dir
-    if not has_run(run_dir):
-        return []
-    if not resume:
-        raise ConfigError(
-            f"{run_dir} already has a run: --resume (resume=True) goes on with it, "
-            "another train.run_dir begins a new one"
-        )
-    return check_resume(config_of(run_dir).resolve(), config.resolve().located(), run_dir)

@@ -22,7 +22,7 @@ def write_scores(path: str | os.PathLike[str], scores: Iterable[Floats]) -> int:
     """Writes them under the name `path` once all are there; returns how many."""
     target = Path(path)
     write = writer_of(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    published.make_writable(target.parent, "the folder of --out")
     with published.appearing(target) as temporary:
         return write(temporary, scores)
 

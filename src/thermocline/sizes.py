@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: 4096, "256MB", "1.5GiB"."""
+"""Sizes in bytes as people write them: 4096, "256MB", "1.5GiB"; and how many of a thing there are, in words."""
 
 from __future__ import annotations
 
@@ -49,3 +49,8 @@ def format_size(size: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} PB"
+
+
+def plural(count: int, thing: str, things: str | None = None) -> str:
+    """So many of a thing: 1 -> "1 rank", 1200 -> "1,200 ranks"; `things` where that is not `thing` with an s."""
+    return f"{count:,} {thing if count == 1 else things or thing + 's'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from thermocline.data.splits import check_paths, open_data
 from thermocline.dist.launch import leads
 from thermocline.errors import ConfigError
 from thermocline.settings import toml_value
+from thermocline.sizes import plural
 from thermocline.watch import counted, watched
 
 
@@ -83,7 +85,8 @@ def _loaded(
     strict: bool = False,
 ) -> Any:
     """strict: a malformed line is an error whatever the run's own setting, unless `sets` has another."""
-    from thermocline.run import Run, config_of
+    from thermocline.run import Run
+    from thermocline.run_folder import config_of
 
     config = config_of(run_dir, sets)
     if strict and not any(override.partition("=")[0].strip() == "data.on_error" for override in sets):
@@ -112,7 +115,8 @@ def skipped(batches: Any) -> str | None:
     found = getattr(batches, "skipped", None)
     if found is None or not found.count:
         return None
-    return f"{found.count:,} malformed lines were skipped; the first: {found.malformed[0]}"  # counts lines of one only
+    were = plural(found.count, "malformed line was", "malformed lines were")
+    return f"{were} skipped; the first: {found.malformed[0]}"  # counts lines of one only
 
 
 # ---- before training
@@ -125,17 +129,19 @@ def hardware(path: Path | None, into: Path | None) -> Any:
 
     kind, _, name = ("", "", "") if path is None else str(path).partition(":")
     if kind == "paper" and name:
-        return paper_node(Hardware.load(name).cpu)
+        return paper_node(Hardware.load(name).cpu, f"of {name}")
     if path is not None and kind != "paper":
         return Hardware.load(path)
     from thermocline.plan.measure import PARTS, measure
 
+    keeping = "--measure FILE keeps the figures, --hardware FILE reads them" if into is None else f"kept in {into}"
+    print(f"measuring this machine, which takes minutes ({keeping})", file=sys.stderr, flush=True)
     with watched("measuring this machine", PARTS, "parts") as advance:
         found = measure(None if into is None else into.absolute().parent, lambda: advance(1))
     if into is not None:
         published.publish(into, found.to_toml().encode())
-        print(f"measured into {into}", flush=True)
-    return found if path is None else paper_node(found.cpu)
+        print(f"measured into {into}: --hardware {into} reads it", file=sys.stderr, flush=True)
+    return found if path is None else paper_node(found.cpu, "measured on this machine now")
 
 
 def plan(config: Config, path: Path | None, into: Path | None, *, nodes: int, ranks: int | None) -> Row:
@@ -163,12 +169,12 @@ def print_plan(report: Row) -> None:
 
     console = Console(highlight=False)
     cluster, work, node = report["cluster"], report["workload"], report["hardware"]
-    kind = "GPUs" if cluster["gpu"] else "ranks on cores"
+    kinds = ("GPU", "GPUs") if cluster["gpu"] else ("rank on cores", "ranks on cores")
     console.print(
         f"{work['name']}: {work['keys']:,.0f} keys of {work['row_bytes']} bytes, {work['nonzeros']:.4g} per example, "
         f"{work['dense_parameters']:,} dense parameters, {work['batch']:,} examples per rank and step"
     )
-    console.print(f"{cluster['nodes']} x {cluster['ranks']} {kind}; {node['name']}: {node['source']}")
+    console.print(f"{cluster['nodes']} x {plural(cluster['ranks'], *kinds)}; {node['name']}: {node['source']}")
     table = Table(title=f"a step: {report['step_seconds'] * 1e3:.3g} ms, {report['examples_per_s']:,.0f} examples/s")
     for column in ("stage", "resource", "ms", "what"):
         table.add_column(column, justify="right" if column == "ms" else "left")
@@ -192,11 +198,14 @@ def print_plan(report: Row) -> None:
 def reproduce(out: Path, setup: Any, only: Sequence[str], command: str, *, here: bool) -> bool:
     """Runs the experiments and says what came of them; returns whether a claim that must hold does not."""
     from thermocline.reproduce import places, runner
+    from thermocline.reproduce.experiment import TOO_SMALL
 
     outcome = runner.run(out, places.choose(only), setup, command, here=here)
     for claim in outcome.claims:
-        print(f"{'holds' if claim.holds else 'does not hold'}: {claim.text}: {claim.detail}")
-    print(f"{outcome.steps} steps done; the report is {outcome.page}")
+        print(f"{claim.verdict(setup)}: {claim.text}: {claim.detail}")
+    if outcome.claims and not setup.asserted:
+        print(TOO_SMALL)
+    print(f"{plural(outcome.steps, 'step')} done; the report is {outcome.page}")
     return bool(setup.asserted) and not all(claim.holds for claim in outcome.claims if claim.asserted)
 
 
@@ -229,25 +238,43 @@ def stats(config: Config, split: Split, examples: int | None) -> Row:
     return {**report, "batch_size": config.train.batch_size, "skipped": skipped(batches)}
 
 
-def write_synth(synth: Synth, folder: str, format: Any, examples_per_file: int | None) -> tuple[list[Path], str]:
-    """Writes train, valid and test files; returns them, and the [data] section that reads them."""
+def write_synth(
+    synth: Synth, folder: str, format: Any, examples_per_file: int | None, *, force: bool = False
+) -> tuple[list[Path], str]:
+    """Writes train, valid and test files; returns them, and the [data] section that reads them.
+
+    force   replaces what is there under the same names; otherwise that is an error
+    """
+    if synth.dense and format != "parquet":
+        raise ConfigError(f"--dense is {synth.dense}, but {format} files hold ids only: write --format parquet")
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
     data = Data(format="synth", synth=synth)
     sizes: dict[Split, int] = {"train": synth.examples, "valid": synth.valid_examples, "test": synth.test_examples}
+    paths = {split: target / (split if examples_per_file else f"{split}.{format}") for split in sizes if sizes[split]}
+    parts: dict[Split, Any] = {split: open_data(data, split, batch_size=4096, tensors=False) for split in paths}
+    _clear(list(paths.values()), force)
+    target.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     lines = ["[data]"]
     with watched("writing", sum(sizes.values())) as advance:
-        for split, examples in sizes.items():
-            if examples:
-                path = target / (split if examples_per_file else f"{split}.{format}")
-                part: Any = open_data(data, split, batch_size=4096, tensors=False)
-                written += part.write(path, format, examples_per_file=examples_per_file, progress=advance)
-                lines.append(f"{split} = {toml_value([str(path)])}")
+        for split, path in paths.items():
+            written += parts[split].write(path, format, examples_per_file=examples_per_file, progress=advance)
+            lines.append(f"{split} = {toml_value([str(path)])}")
     lines += [f"format = {toml_value(format)}", "raw_keys = true"]
     if synth.dense:
         lines.append('numeric = ["dense_*"]')
     return written, "\n".join(lines)
+
+
+def _clear(paths: Sequence[Path], force: bool) -> None:
+    """Raises if there are files already; with `force`, those of folders go, so that none is read among the new ones."""
+    parts = [file for path in paths for file in sorted(path.glob("part-*"))]
+    found = [path for path in paths if path.is_file()] + parts
+    if found and not force:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise ConfigError(f"{found[0]}{more} would be replaced: --force allows it; or choose another folder")
+    for file in parts:
+        file.unlink()
 
 
 def lines_of(rows: Iterable[tuple[str, Any]]) -> str:

@@ -32,10 +32,12 @@ from thermocline.pipeline.prefetch import prefetch
 from thermocline.pipeline.stages import StageStats
 from thermocline.progress import Progress, Result
 from thermocline.signals import caught_signals
+from thermocline.sizes import plural
 from thermocline.tables.table import Table
 from thermocline.train_config import TrainConfig as TrainConfig
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_BY_AN_ERROR = "ended by an error"
 
 
 class Trainer:
@@ -140,6 +142,11 @@ class Trainer:
             if test is not None:
                 speed = trained / seconds if trained else None
                 tested = self._report("test", {**self.evaluate(test), "step": step, "examples_per_s": speed})
+        except KeyboardInterrupt:
+            if self.ending == _BY_AN_ERROR:  # the second Ctrl-C: the first had it saved
+                last = "nothing is saved" if self._saved is None else f"step {self._saved.step} is saved"
+                self.ending = f"interrupted at once: {last}"
+            raise
         finally:
             self._call("on_end")
         return Result(self.progress, tested, seconds, trained)
@@ -372,7 +379,7 @@ class Trainer:
                 )
         self._crew.begin()
         self._epoch_batches = _batches_of(train)
-        self.ending = "ended by an error"
+        self.ending = _BY_AN_ERROR
         self._callbacks = [*self._own_callbacks(), *self._given_callbacks]
         self._saved_at = time.monotonic()
         self.model.train()
@@ -432,10 +439,10 @@ class Trainer:
         if self._saved != progress:
             self.save()
         if interrupted:
-            self.ending = f"interrupted and saved at step {progress.step}: resume=True goes on from there"
+            self.ending = f"interrupted and saved at step {progress.step}: --resume (resume=True) goes on from there"
             return progress.step
         examples = int(self._crew.total(progress.examples)[0])
-        self.ending = f"finished after {progress.step} steps, {examples} examples"
+        self.ending = f"finished after {plural(progress.step, 'step')}, {plural(examples, 'example')}"
         if self.config.patience is None or progress.best_auc is None or self._checkpoints is None:
             return progress.step
         self.ending += f"; best AUC {progress.best_auc:.4f} at step {progress.best_step}, restored"

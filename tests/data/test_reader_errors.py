@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.csv as csv
+import pyarrow.parquet as pq
 import pytest
 from reader_helpers import examples_of, pack
 
@@ -107,9 +110,43 @@ def test_headers_and_features_that_differ(tmp_path: Path) -> None:
     refused(r"c\.csv has another header than .*a\.csv: number 3 is nothing instead of 'b'", tmp_path / "a.csv",
             tmp_path / "c.csv")  # fmt: skip
     features = tc.Reader(tmp_path / "a.csv", batch_size=2).features
-    refused(r"c\.csv has 1 fields, the training data has 2", tmp_path / "c.csv", features=features)
-    refused(r"b\.csv has other fields than the training data: number 1 is 'b' instead of 'a'", tmp_path / "b.csv",
-            train=(str(tmp_path / "a.csv"),))  # fmt: skip
+    refused(r"c\.csv has other columns than the training data: it lacks 'b' \(add them; empty values will do\)$",
+            tmp_path / "c.csv", features=features)  # fmt: skip
+    refused(r"b\.csv has the training data's columns in another order: number 1 is 'b' instead of 'a'",
+            tmp_path / "b.csv", train=(str(tmp_path / "a.csv"),))  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_what_other_columns_there_are_and_what_to_do(tmp_path: Path, ending: str) -> None:
+    """Whatever the settings say of columns, the comparison with the training data speaks; its advice helps."""
+
+    def written(name: str, **columns: object) -> Path:
+        path, table = tmp_path / f"{name}.{ending}", pa.table({column: [value] for column, value in columns.items()})
+        write = csv.write_csv if ending == "csv" else pq.write_table
+        write(table, path)
+        return path
+
+    plain: dict[str, Any] = {"numeric": ("price",), "ignore": ("id",)}
+    train = written("train", label=1, id=7, site="x", user="y", price=2.5)
+    features = tc.Reader(train, batch_size=1, **plain).features
+    given = {"features": features, **plain}
+    without_id = tc.Reader(written("new", label=1, site="x", user="y", price=2.5), batch_size=1, **given)
+    assert examples_of(without_id) == examples_of(tc.Reader(train, batch_size=1, **plain))
+    other = written("other", label=1, site="x", shop="z", day=3)
+    refused(r"other\.\w+ has other columns than the training data: it lacks 'user', 'price' \(add them; empty values "
+            r"will do\); it also has 'shop', 'day' \(set data\.ignore to \[\"id\", \"shop\", \"day\"\]\)",
+            other, **given)  # fmt: skip
+    more = written("more", label=1, id=7, site="x", user="y", price=2.5, shop="z")
+    refused(r"training data: it also has 'shop' \(set data\.ignore to \[\"id\", \"shop\"\]\)$", more, **given)
+    advised = tc.Reader(more, batch_size=1, **{**given, "ignore": ("id", "shop")})
+    assert examples_of(advised) == examples_of(without_id)
+    refused(r"column 'price' is a field of keys, but a dense feature in the training data", train,
+            features=features, ignore=("id",))  # fmt: skip
+    refused(r"has no column of the training data: it has 'a', not 'site', 'user', 'price'", written("a", label=1, a=1),
+            **given)  # fmt: skip
+    unlabelled = written("unlabelled", site="x", user="y", price=2.5)
+    refused("has no label column 'label': set data.label to one of .*; predicting needs none", unlabelled, **given)
+    assert examples_of(tc.Reader(unlabelled, batch_size=1, labelled=False, **given))
 
 
 def test_libsvm_lines_that_do_not_fit_the_choice_of_fields(tmp_path: Path) -> None:

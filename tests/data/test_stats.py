@@ -12,7 +12,8 @@ from cli_helpers import SMALL, done, write_config
 
 import thermocline as tc
 from thermocline.data.counts import Counted, KeyCounts
-from thermocline.data.stats import count, suggest, tiers_toml
+from thermocline.data.stats import count, describe, suggest, tiers_toml
+from thermocline.sizes import format_size
 
 
 def exact(ids: Any) -> tuple[int, float, float]:
@@ -98,6 +99,19 @@ def test_the_suggested_memory_gives_the_promised_hit_rate(tmp_path: Path, target
     assert stats.hits / (stats.hits + stats.from_store) == pytest.approx(target, abs=0.06)
     unique = np.mean([len(np.unique(batch.ids)) for batch in ads])
     assert sizes["unique_rows_per_batch"] == pytest.approx(unique, rel=0.05)
+
+
+def test_the_least_memory_is_one_figure() -> None:
+    """That of the batches in flight, but never more than that of all rows: no line of the table is below it."""
+    ads = tc.SyntheticAds(keys=40_000, fields=3, batch_size=256, examples=256 * 60, tensors=False)
+    report, found = count(ads)
+    for pinned in (1, 4, 100):
+        sizes = suggest(found, report["batches"], 8, tc.SGD(lr=0.1), pinned)
+        assert sizes["least_mem"] <= min(size["mem"] for size in sizes["mem_for_hit_rate"]) <= sizes["mem_for_all_rows"]
+        assert (sizes["least_mem"] == sizes["mem_for_all_rows"]) == (pinned == 100)
+        lines = list(describe({**report, "batch_size": 256, "model": {"name": "", "optimizer": "", **sizes}}, 10**9))
+        words = "1 batch are" if pinned == 1 else f"{pinned} batches are"
+        assert f"least mem    {format_size(sizes['least_mem'])}: the rows of {words} in use at a time" in lines
 
 
 def test_a_tiers_section_fits_the_machine() -> None:

@@ -282,6 +282,36 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         SyntheticAds(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        *(
+            ({name: value}, "a whole number")
+            for name in ("fields", "dense", "batch_size", "seed")
+            for value in ("a", 2.0)
+        ),
+        *(({name: "a"}, "a whole number") for name in ("examples", "threads")),
+        *(({name: "a"}, "a number") for name in ("spread", "base_rate", "signal", "label_noise")),
+        *(({"keys": value}, "a whole number, or one per field") for value in ("a", 1.5, None)),
+        *(({"zipf": value}, "a number, or one per field") for value in ("a", True)),
+        ({"nonzeros": 2.5}, r"a number from 1 to 2\*\*24, or \(least, most\)"),
+        ({"shard": 3}, r"\(number, count\)"),
+        ({"hashing": 3}, "a Hashing, or None"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(options: dict[str, Any], rule: str) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(TypeError, match=rf"^{name} is {value!r}: it must be {rule}"):
+        SyntheticAds(**options)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    plain = SyntheticAds(keys=[30, 20], zipf=[1.0, 0.5], batch_size=4)
+    arrays = SyntheticAds(keys=np.array([30, 20]), zipf=np.array([1.0, 0.5]), batch_size=np.int64(4))  # type: ignore[arg-type]
+    assert plain.batch(1).position == arrays.batch(1).position
+    assert np.array_equal(plain.batch(1).ids, arrays.batch(1).ids)
+
+
 def test_lengths_and_numbers() -> None:
     with pytest.raises(TypeError, match="endless"):
         len(SyntheticAds(**SMALL))

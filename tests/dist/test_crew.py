@@ -79,8 +79,8 @@ def test_figures_are_of_all_ranks_whatever_their_number(tmp_path: Path) -> None:
     """An epoch of two ranks, then one of four: examples are counted once."""
     for _, ending, _, logs in play(PAIR, functools.partial(fit, epochs=1), str(tmp_path), Watch()):
         assert logs == [(5, 20), (10, 40)]
-        assert ending == f"finished after 12 steps, {EXAMPLES} examples"
+        assert ending == f"finished after 12 steps, {EXAMPLES:,} examples"
     again = functools.partial(fit, resume=True, epochs=2)
     for _, ending, _, logs in play(FOUR, again, str(tmp_path), Watch()):
         assert logs == [(15, EXAMPLES + 3 * 8), (20, EXAMPLES + 8 * 8)]
-        assert ending == f"finished after 24 steps, {3 * EXAMPLES} examples"
+        assert ending == f"finished after 24 steps, {3 * EXAMPLES:,} examples"

@@ -195,6 +195,22 @@ def test_what_is_wrong_is_told_before_anything_is_measured(
     assert says in done.stderr
 
 
+def test_what_was_measured_is_said_and_how_to_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stderr: --json leaves stdout to the report."""
+    monkeypatch.setattr(measuring, "measure", lambda *args: NODE)
+    monkeypatch.chdir(tmp_path)
+    base = ["plan", "--preset", "B/100000"]
+    done = CliRunner().invoke(app, [*base, "--hardware", "paper"])
+    assert "costs of a core measured on this machine now" in " ".join(done.stdout.split())
+    assert "takes minutes (--measure FILE keeps the figures, --hardware FILE reads them)" in done.stderr
+    done = CliRunner().invoke(app, [*base, "--hardware", "paper", "--measure", "node.toml", "--json"])
+    assert json.loads(done.stdout)["hardware"]["source"].endswith("costs of a core measured on this machine now")
+    assert "measured into node.toml: --hardware node.toml reads it" in done.stderr
+    done = CliRunner().invoke(app, [*base, "--hardware", "paper:node.toml"])
+    assert "costs of a core of node.toml" in " ".join(done.stdout.split())
+    assert not done.stderr
+
+
 @pytest.mark.timeout(600)
 def test_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures of every part, of a sensible size; how good they are is benchmarks/plan.py's to say."""

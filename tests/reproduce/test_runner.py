@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import shutil
 from collections.abc import Mapping
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 import thermocline as tc
+from thermocline import tasks
 from thermocline.reproduce import machine, places, runner
 from thermocline.reproduce.experiment import (
+    TOO_SMALL,
     Claim,
     Experiment,
     Figure,
@@ -236,6 +239,33 @@ def test_claims_that_fail_say_so_in_words(tmp_path: Path) -> None:
     page = run(tmp_path, Squares(factor=-1)).page.read_text()
     assert "<strong>Does not hold</strong>: they rise" in page
     assert "<strong>Holds</strong>" not in page
+    assert TOO_SMALL not in html.unescape(page)
+
+
+def test_a_small_run_judges_no_claim(tmp_path: Path) -> None:
+    """Neither on the page nor in the output: both say that it is too small, and what judges."""
+    small = dataclasses.replace(SETUP, asserted=False)
+    for factor, words in ((-1, "not seen at this size"), (1, "seen at this size")):
+        chosen = {"squares": Squares(factor=factor).experiment}
+        outcome = runner.run(tmp_path / words, chosen, small, "")
+        page = html.unescape(outcome.page.read_text())
+        assert f"<strong>{words.capitalize()}</strong>: they rise" in page
+        assert TOO_SMALL in page
+        assert "hold</strong>" not in page
+
+
+def test_what_the_command_says_of_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(places, "choose", lambda only: {"squares": Squares(factor=-1).experiment})
+    assert not tasks.reproduce(tmp_path / "a", dataclasses.replace(SETUP, asserted=False), [], "", here=False)
+    out = capsys.readouterr().out
+    assert "not seen at this size: they rise" in out
+    assert TOO_SMALL in out
+    assert tasks.reproduce(tmp_path / "b", SETUP, [], "", here=False)
+    out = capsys.readouterr().out
+    assert "does not hold: they rise" in out
+    assert TOO_SMALL not in out
 
 
 # ---- names and sizes

@@ -380,6 +380,25 @@ def test_memory_only_tables_cannot_commit() -> None:
         tc.Table(4, tc.SGD(), mem="1MB", name="ads").commit()
 
 
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        *(({name: value}, "a whole number") for name in ("dim", "seed", "threads") for value in ("16", 16.0, True)),
+        *(
+            ({"optimizer": value}, "SGD, Adagrad, RowWiseAdagrad or Adam, such as Adagrad")
+            for value in ("adagrad", None)
+        ),
+        ({"initial": 3}, "Uniform, Normal or Constant"),
+        ({"ssd": 5}, "a folder's name, or None"),
+        ({"name": 3}, "text"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(options: dict[str, Any], rule: str) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(TypeError, match=f"^{name} is {value!r}: it must be {rule}"):
+        tc.Table(**{"dim": 4, "optimizer": tc.SGD(lr=0.1), **options})
+
+
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "a b"])
 def test_names(name: str) -> None:
     with pytest.raises(ValueError, match="name"):

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from thermocline.data.schema import CRITEO_CATEGORICAL, CRITEO_LABEL, CRITEO_NUMERIC, Data, Format, Numeric
 from thermocline.errors import DataError
+from thermocline.settings import toml_value
 
 Role = Literal["label", "key", "dense", "number_key", "ignore"]
 Floats = npt.NDArray[np.float32]
@@ -50,15 +51,32 @@ class Features:
         pairs = {name: (float(mean), float(deviation)) for name, (mean, deviation) in value["statistics"].items()}
         return cls(tuple(value["fields"]), tuple(value["dense"]), pairs)
 
-    def require(self, fields: Sequence[str], dense: Sequence[str], name: str) -> None:
-        """Raises unless the file `name` gives these features."""
-        for what, mine, its in (("fields", self.fields, fields), ("dense features", self.dense, dense)):
-            if len(mine) != len(its):
+    def require(self, fields: Sequence[str], dense: Sequence[str], name: str, ignored: Sequence[str] = ()) -> None:
+        """Raises unless the file `name` gives these features. `ignored`: columns that are not read already."""
+        mine, its = _kinds(self.fields, self.dense), _kinds(fields, dense)
+        lacking, strange = [c for c in mine if c not in its], [c for c in its if c not in mine]
+        if len(lacking) == len(mine):
+            raise DataError(f"{name} has no column of the training data: it has {_some(strange)}, not {_some(lacking)}")
+        wrong = []
+        if lacking:
+            wrong.append(f"it lacks {_some(lacking)} (add them; empty values will do)")
+        if strange:
+            wrong.append(f"it also has {_some(strange)} (set data.ignore to {toml_value([*ignored, *strange])})")
+        if wrong:
+            raise DataError(f"{name} has other columns than the training data: {'; '.join(wrong)}")
+        for column, kind in mine.items():
+            if its[column] != kind:
                 raise DataError(
-                    f"{name} has {len(its)} {what}, the training data has {len(mine)}{_first_difference(mine, its)}"
+                    f"{name}: column {column!r} is a {its[column]}, but a {kind} in the training data: leave "
+                    "data.numeric, data.categorical and data.numeric_features as they were"
                 )
-            if list(mine) != list(its):
-                raise DataError(f"{name} has other {what} than the training data{_first_difference(mine, its)}")
+        if list(mine) != list(its):
+            difference = _first_difference(list(mine), list(its))
+            raise DataError(f"{name} has the training data's columns in another order{difference}")
+
+
+def _kinds(fields: Sequence[str], dense: Sequence[str]) -> dict[str, str]:
+    return dict.fromkeys(fields, "field of keys") | dict.fromkeys(dense, "dense feature")
 
 
 def _first_difference(mine: Sequence[str], its: Sequence[str]) -> str:
@@ -105,16 +123,22 @@ def same_header(first: Sequence[str], other: Sequence[str], first_name: str, nam
         raise DataError(f"{name} has another header than {first_name}{_first_difference(first, other)}")
 
 
-def resolve(names: Sequence[str], data: Data, format: Format, name: str, labelled: bool = True) -> list[Column]:
-    """Roles for the columns `names` of file `name`. Label, ignored, numeric, categorical: the first that fits."""
+def resolve(
+    names: Sequence[str], data: Data, format: Format, name: str, labelled: bool = True, *, known: bool = False
+) -> list[Column]:
+    """Roles for the columns `names` of file `name`. Label, ignored, numeric, categorical: the first that fits.
+
+    known   the training data has said which columns there must be: `Features.require` compares with those
+    """
     numbers = data.numbers_of(format)
     label = CRITEO_LABEL if format == "criteo" else data.label
     numeric = data.numeric or (CRITEO_NUMERIC if format == "criteo" else ())
     lists = {"ignore": data.ignore, "numeric": numeric, "categorical": data.categorical or ()}
     _reject_twice({"label": (label,), **lists})
     if labelled and label not in names:
-        raise DataError(f"{name} has no label column {label!r}: set data.label to one of {_some(names)}")
-    matched = {what: _matching(patterns, names, what, name) for what, patterns in lists.items()}
+        hint = "; predicting needs none" if known else ""
+        raise DataError(f"{name} has no label column {label!r}: set data.label to one of {_some(names)}{hint}")
+    matched = {what: _matching(patterns, names, what, name, known) for what, patterns in lists.items()}
     number_role: Role = "dense" if numbers.to == "dense" else "number_key"
     columns: list[Column] = []
     for column in names:
@@ -133,7 +157,7 @@ def resolve(names: Sequence[str], data: Data, format: Format, name: str, labelle
                 )
             role = "key"
         columns.append(Column(column, role))
-    if not any(column.role in ("key", "number_key") for column in columns):
+    if not known and not any(column.role in ("key", "number_key") for column in columns):
         raise DataError(
             f"{name} has no column that becomes keys: set data.categorical to some of {_some(names)}, or "
             'data.numeric_features.to = "keys"'
@@ -150,7 +174,7 @@ def _reject_twice(lists: dict[str, Sequence[str]]) -> None:
             seen[column] = what
 
 
-def _matching(patterns: Sequence[str], names: Sequence[str], what: str, file: str) -> set[str]:
+def _matching(patterns: Sequence[str], names: Sequence[str], what: str, file: str, known: bool) -> set[str]:
     """The columns that a list of names and patterns means; a column of that very name comes before a pattern."""
     found: set[str] = set()
     for pattern in patterns:
@@ -160,7 +184,7 @@ def _matching(patterns: Sequence[str], names: Sequence[str], what: str, file: st
         matches = (
             [name for name in names if fnmatch.fnmatchcase(name, pattern)] if re.search(r"[*?\[]", pattern) else []
         )
-        if not matches:
+        if not matches and not known:
             raise DataError(f"data.{what} names {pattern!r}, but {file} has no such column: it has {_some(names)}")
         found.update(matches)
     return found

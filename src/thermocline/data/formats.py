@@ -184,7 +184,7 @@ def _open_table(
             same_header(names, other, sources[0].name, source.name)
         there = data.label in names
     labelled = there if labelled is None else labelled
-    columns = resolve(names, data, format, sources[0].name, labelled)
+    columns = resolve(names, data, format, sources[0].name, labelled, known=features is not None)
     sample = max(
         ((text[start:], ratio) for (text, ratio), start in zip(heads, starts, strict=False)), key=lambda s: len(s[0])
     )
@@ -244,7 +244,7 @@ def _open_parquet(
     if repeated is not None:
         raise DataError(f"{sources[0].name}: column {repeated!r} is there twice; names must tell columns apart")
     labelled = data.label in names if labelled is None else labelled
-    columns = resolve(names, data, "parquet", sources[0].name, labelled)
+    columns = resolve(names, data, "parquet", sources[0].name, labelled, known=features is not None)
     if features is not None:
         columns = _in_order_of(features, columns)
     numbers, numeric = data.numbers_of("parquet"), numeric_columns(columns)
@@ -280,7 +280,7 @@ def _features(
     fields = tuple(column.name for column in columns if column.role in ("key", "number_key"))
     dense = tuple(column.name for column in columns if column.role == "dense")
     if given is not None:
-        given.require(fields, dense, name)
+        given.require(fields, dense, name, data.ignore)
         return given
     numbers, numeric = data.numbers_of(format), numeric_columns(columns)
     if not numbers.fitted or not numeric:

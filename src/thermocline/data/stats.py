@@ -11,7 +11,7 @@ import numpy as np
 
 from thermocline.batch import Batch
 from thermocline.data.counts import Counted, KeyCounts
-from thermocline.sizes import format_size
+from thermocline.sizes import format_size, plural
 from thermocline.tables.arrays import as_numpy
 from thermocline.tables.mem import MemTier
 from thermocline.tables.optimizers import Optimizer
@@ -93,6 +93,7 @@ def suggest(
     again = counted.weights * np.maximum(0.0, batches * rates - 1)  # the first time it is new
     unique = float((counted.weights * rates).sum())
     keys = counted.keys
+    in_flight = min(unique * pinned_batches, keys)  # rows that the pipeline pins at a time
 
     def kept(age: float) -> np.ndarray[Any, Any]:
         """Chance that a key was used in the last `age` batches."""
@@ -105,8 +106,7 @@ def suggest(
             middle = (low + high) / 2
             hits = float((again * kept(middle)).sum() / again.sum()) if again.sum() else 1.0
             low, high = (middle, high) if hits < target else (low, middle)
-        rows = max(float((counted.weights * kept(high)).sum()), unique * pinned_batches)
-        rows = min(rows, keys)
+        rows = min(max(float((counted.weights * kept(high)).sum()), in_flight), keys)
         sizes.append({"hit_rate": target, "rows": math.ceil(rows), "mem": math.ceil(1.05 * rows * per_row)})
     everything = math.ceil(1.05 * keys * per_row)
     ssd = {"ssd_mem": max(_SSD_MEM_LEAST, math.ceil(_SSD_MEM_PER_KEY * keys))}
@@ -116,7 +116,8 @@ def suggest(
         "mem_bytes_per_row": per_row,
         "rows_bytes": math.ceil(keys * row_bytes),
         "unique_rows_per_batch": math.ceil(unique),
-        "least_mem": math.ceil(1.05 * unique * pinned_batches * per_row),
+        "pinned_batches": pinned_batches,
+        "least_mem": math.ceil(1.05 * in_flight * per_row),
         "mem_for_hit_rate": sizes,
         "mem_for_all_rows": everything,
         **ssd,
@@ -155,7 +156,8 @@ def describe(report: Report, machine: int) -> Iterator[str]:
     per, about = report["nonzeros_per_example"], "" if report["exact"] else "about "
     yield f"examples     {report['examples']:,}, {report['positive']:.2%} positive"
     spread = f" ({per['least']} to {per['most']})" if per["least"] != per["most"] else ""
-    yield f"nonzeros     {per['mean']:.4g} per example{spread} in {report['fields']} fields, {report['dense']} dense"
+    fields = plural(report["fields"], "field")
+    yield f"nonzeros     {per['mean']:.4g} per example{spread} in {fields}, {report['dense']} dense"
     yield f"keys         {about}{report['keys']:,} unique of {report['nonzeros']:,} occurrences"
     top1, top10 = report["share_of_top_1_percent"], report["share_of_top_10_percent"]
     skew = f"the top 1 % of keys are {top1:.1%} of occurrences, the top 10 % {top10:.1%}"
@@ -170,7 +172,9 @@ def describe(report: Report, machine: int) -> Iterator[str]:
     of = f"{sizes['name']}, {sizes['optimizer']}"
     yield f"rows         {format_size(sizes['rows_bytes'])}: {sizes['row_bytes']} bytes a key ({of})"
     unique, least = sizes["unique_rows_per_batch"], format_size(sizes["least_mem"])
-    yield f"a batch      {unique:,} unique rows of {report['batch_size']:,} examples; mem at least {least}"
+    yield f"a batch      {unique:,} unique rows of {report['batch_size']:,} examples"
+    batches = plural(sizes["pinned_batches"], "batch", "batches")
+    yield f"least mem    {least}: the rows of {batches} are in use at a time"
     yield "memory       hit rate of rows that exist (least recently used leave first)"
     for size in sizes["mem_for_hit_rate"]:
         yield f"             {size['hit_rate']:4.0%}  mem {format_size(size['mem'])} ({size['rows']:,} rows)"

@@ -12,7 +12,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -22,7 +22,7 @@ from thermocline.cores import cores
 from thermocline.data.presets import Plan
 from thermocline.data.schema import Hashing
 from thermocline.data.write import FORMATS, Format, write_parquet, write_text
-from thermocline.errors import ThermoclineError
+from thermocline.errors import ThermoclineError, require_type, whole_number
 from thermocline.hashing import make as make_hasher
 from thermocline.tables.arrays import Keys
 
@@ -80,19 +80,30 @@ class SyntheticAds:
         tensors      labels and dense features as torch tensors; False: as NumPy arrays
         shard        (number, count): every count-th batch of the epoch, from the number-th on; together they are all
         """
-        if not 0 <= shard[0] < shard[1]:
+        require_type(shard, tuple | list, "shard", "(number, count), the number below the count")
+        if len(shard) != 2 or not 0 <= shard[0] < shard[1]:
             raise ValueError(f"shard is {shard}: (number, count), the number below the count")
-        if isinstance(keys, int):
+        fields, dense, seed = whole_number(fields, "fields"), whole_number(dense, "dense"), whole_number(seed, "seed")
+        batch_size = whole_number(batch_size, "batch_size")
+        threads = None if threads is None else whole_number(threads, "threads")
+        rates = {"spread": spread, "base_rate": base_rate, "signal": signal, "label_noise": label_noise}
+        for name, rate in rates.items():
+            require_type(rate, int | float, name, "a number")
+        require_type(hashing, Hashing | None, "hashing", "a Hashing, or None")
+        if not isinstance(keys, Iterable) or isinstance(keys, str):
+            keys = whole_number(keys, "keys", "a whole number, or one per field")
             if not 1 <= fields <= 65536:
                 raise ValueError(f"fields is {fields}: there are 1 to 65536")
             ids = _pair(fields if nonzeros is None else nonzeros)
             self.keys = _share(keys, fields, spread, -(-ids[1] // fields))
         else:
-            self.keys = tuple(keys)
+            self.keys = tuple(whole_number(size, f"keys[{i}]") for i, size in enumerate(keys))
             ids = _pair(len(self.keys) if nonzeros is None else nonzeros)
         self._fields = len(self.keys)
         self.nonzeros = ids
-        self.zipf = (float(zipf),) * self._fields if isinstance(zipf, (int, float)) else tuple(zipf)
+        for exponent in zipf if isinstance(zipf, Iterable) else [zipf]:
+            require_type(exponent, int | float, "zipf", "a number, or one per field")
+        self.zipf = tuple(zipf) if isinstance(zipf, Iterable) else (float(zipf),) * self._fields
         if len(self.zipf) != self._fields:
             raise ValueError(f"{len(self.zipf)} zipf exponents for {self._fields} fields: give one, or one per field")
         if batch_size < 1:
@@ -162,6 +173,7 @@ class SyntheticAds:
     def _set_split(self, split: Split, examples: int | None) -> None:
         if split not in _FIRST:
             raise ValueError(f"split is {split!r}: it is one of {', '.join(_FIRST)}")
+        examples = None if examples is None else whole_number(examples, "examples")
         if examples is not None and not 0 <= examples <= _MAX_EXAMPLES:
             raise ValueError(f"examples is {examples}: an epoch has 0 to 2**62, or none for endless")
         self.split_name = split
@@ -312,9 +324,11 @@ class SyntheticAds:
 
 
 def _pair(nonzeros: int | tuple[int, int]) -> tuple[int, int]:
-    low, high = (nonzeros, nonzeros) if isinstance(nonzeros, int) else nonzeros
+    rule = "a number from 1 to 2**24, or (least, most)"
+    pair = nonzeros if isinstance(nonzeros, (tuple, list)) and len(nonzeros) == 2 else (nonzeros, nonzeros)
+    low, high = (whole_number(number, "nonzeros", rule) for number in pair)
     if not 1 <= low <= high <= 1 << 24:
-        raise ValueError(f"nonzeros is {nonzeros!r}: a number from 1 to 2**24, or (least, most)")
+        raise ValueError(f"nonzeros is {nonzeros!r}: {rule}")
     return low, high
 
 

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
+from thermocline.errors import FormatError
+
 Params = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
 FROZEN = ("v_hat", "v_hat_step", "v_hat_ranks")
@@ -112,6 +114,18 @@ class FrozenAdam(torch.optim.Adam):
             state = self.state[parameter]
             known = self._corrected[parameter] = state["v_hat"] / (1 - beta2 ** state["v_hat_step"])
         return known
+
+
+def require_whole(state_dict: dict[str, Any]) -> None:
+    """Raises `FormatError` for a state whose frozen parameters lack what `step` needs: of an earlier version."""
+    for state in state_dict["state"].values():
+        lacking = [name for name in FROZEN if "v_hat" in state and name not in state]
+        if lacking:
+            raise FormatError(
+                f"the checkpoint has k-step Adam's state of an earlier version, without {', '.join(lacking)}: "
+                "ranks cannot train on with it. Resume it for some steps with one process, which needs none of that, "
+                "and then with ranks; or begin a new run. eval and predict read it as it is"
+            )
 
 
 def _torch_adam(

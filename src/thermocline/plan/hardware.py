@@ -148,15 +148,15 @@ class Hardware:
         return settings.to_toml(self)
 
 
-def paper_node(cpu: Cpu) -> Hardware:
+def paper_node(cpu: Cpu, costs: str = "as given") -> Hardware:
     """A node of the source's cluster: 8 GPUs of 32 GB, 48 cores, 1 TB, NVMe RAID-0, 100 Gb RDMA.
 
     Sizes and the network are the source's; other figures are those of that generation's data sheets (V100 SXM2, PCIe 3,
-    eight NVMe disks), at 80 % of the nominal rate where it is one. What a core does is as measured here.
+    eight NVMe disks), at 80 % of the nominal rate where it is one. What a core does is `cpu`'s; `costs` says whence.
     """
     return Hardware(
         name="a node of the source",
-        source="assumed: sizes of the source, rates of data sheets; costs of a core as given",
+        source=f"assumed: sizes of the source, rates of data sheets; costs of a core {costs}",
         cpu=dataclasses.replace(cpu, cores=48, memory=10**12),
         disk=Disk(
             read_us=0.5,

@@ -95,6 +95,12 @@ class Setup:
         return max(least, round(full * self.effort))
 
 
+TOO_SMALL = (
+    "This run is too small to judge the sources' claims: the full run, without --quick and --effort, asserts them."
+)
+"""What is said beside claims of a run that asserts none."""
+
+
 class Work:
     """What a step gets: a folder that lasts until it is done, and how long it may go on."""
 
@@ -191,6 +197,12 @@ class Claim:
     detail: str
     asserted: bool = True
     """Whether the full run fails without it."""
+
+    def verdict(self, setup: Setup) -> str:
+        """Whether it holds, in words: of a run that is too small to tell, only what is seen there."""
+        if setup.asserted:
+            return "holds" if self.holds else "does not hold"
+        return "seen at this size" if self.holds else "not seen at this size"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from thermocline import published
 from thermocline.reproduce import machine, svg, tables
-from thermocline.reproduce.experiment import Cell, Claim, Figure, Section, Setup, Table
+from thermocline.reproduce.experiment import TOO_SMALL, Cell, Claim, Figure, Section, Setup, Table
 
 _STYLE = """
 *{box-sizing:border-box}
@@ -85,8 +85,8 @@ def render(chapters: Sequence[Chapter], setup: Setup, command: str) -> str:
 
 def _sizes(setup: Setup) -> str:
     check = "" if setup.asserted else (
-        " Too short to prove the claims: they are shown, not asserted. Its speeds are of seconds, beside start-up and "
-        "cold tiers: not to be compared with a full run's, nor with anyone's."
+        f" {TOO_SMALL} Its speeds are of seconds, beside start-up and cold tiers: not to be compared with a full "
+        "run's, nor with anyone's."
     )  # fmt: skip
     return (
         f"Models are the source's divided by {setup.scale:,.0f}; {setup.effort:g} of the full training; "
@@ -101,18 +101,21 @@ def _chapter(chapter: Chapter) -> str:
     text = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in chapter.section.text)
     made = _made(chapter)
     parts = "".join(_part(chapter.name, part, made) for part in chapter.section.parts)
-    return f'{head}{text}{_claims(chapter.section.claims)}<div class="parts">{parts}</div></section>'
+    claims = _claims(chapter.section.claims, chapter.setup)
+    return f'{head}{text}{claims}<div class="parts">{parts}</div></section>'
 
 
-def _claims(claims: Sequence[Claim]) -> str:
+def _claims(claims: Sequence[Claim], setup: Setup) -> str:
     if not claims:
         return ""
-    return f'<ul class="claims">{"".join(map(_claim, claims))}</ul>'
+    why = "" if setup.asserted else f"<p>{escape(TOO_SMALL)}</p>"
+    return f'{why}<ul class="claims">{"".join(_claim(claim, setup) for claim in claims)}</ul>'
 
 
-def _claim(claim: Claim) -> str:
+def _claim(claim: Claim, setup: Setup) -> str:
     """Whether it holds is a word: colours and signs do not reach everyone."""
-    kind, word = ("holds", "Holds") if claim.holds else ("fails", "Does not hold")
+    kind = ("holds" if claim.holds else "fails") if setup.asserted else "shown"
+    word = claim.verdict(setup).capitalize()
     return f'<li class="{kind}"><strong>{word}</strong>: {escape(claim.text)}: {escape(claim.detail)}</li>'
 
 

@@ -18,7 +18,8 @@ from thermocline.errors import ThermoclineError
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.pipeline.stages import StageStats
 from thermocline.reproduce.experiment import Json, Setup, Work
-from thermocline.run import Run, config_of, has_run
+from thermocline.run import Run
+from thermocline.run_folder import config_of, has_run
 from thermocline.tables.table import Table
 from thermocline.train import Trainer
 

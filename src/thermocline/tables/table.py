@@ -14,7 +14,7 @@ import numpy as np
 
 from thermocline.batch import Batch, Floats, Slots, WorkingSet
 from thermocline.cores import cores
-from thermocline.errors import FormatError
+from thermocline.errors import FormatError, require_type, whole_number
 from thermocline.sizes import format_size, parse_size
 from thermocline.tables.arrays import Keys
 from thermocline.tables.initial import Initial, Uniform
@@ -74,6 +74,12 @@ class Table:
         ssd_options   any others of `SsdStore.open`
         device   where training runs: "cuda", "cpu", or "auto": with `hbm`, on the GPU if there is one
         """
+        dim, seed = whole_number(dim, "dim"), whole_number(seed, "seed")
+        threads = None if threads is None else whole_number(threads, "threads")
+        require_type(optimizer, Optimizer, "optimizer", "SGD, Adagrad, RowWiseAdagrad or Adam, such as Adagrad(lr=0.1)")
+        require_type(initial, Initial | None, "initial", "Uniform, Normal or Constant, such as Uniform(scale=0.01)")
+        require_type(ssd, str | os.PathLike | None, "ssd", "a folder's name, or None")
+        require_type(name, str, "name", "text")
         if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
             raise ValueError(f"name is {name!r}: letters, digits, '-', '_' and '.' make a table's name")
         self.dim = dim
