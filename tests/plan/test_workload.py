@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import thermocline as tc
 from thermocline.cli import app
-from thermocline.plan import measure as measuring, workload as workloads
+from thermocline.plan import inside, measure as measuring, workload as workloads
 from thermocline.plan.hardware import Hardware
 from thermocline.plan.network import work_of
 from thermocline.plan.workload import cluster_of, preset_config, workload_of
@@ -40,8 +40,10 @@ optimizer = "adagrad"
 
 @pytest.fixture(autouse=True)
 def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How fast this machine is takes a second to tell, and does not matter here."""
+    """How fast this machine is takes seconds to tell, and does not matter here."""
     monkeypatch.setattr(workloads, "reference_seconds", lambda: 0.1)
+    monkeypatch.setattr(inside, "_FEWEST", 1)
+    monkeypatch.setattr(inside, "_SECONDS", 0.0)
 
 
 def config_of(model: str = "dnn", mem: str = "64MB", sets: tuple[str, ...] = ()) -> tc.Config:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from thermocline.data.synth import SyntheticAds
+from thermocline.heap import keep_freed_memory
 from thermocline.meter import Meter
 from thermocline.models import ModelConfig, build, parameter_groups, row_dim
 from thermocline.plan.predict import DenseOptimizer
@@ -47,6 +48,7 @@ def inside_training(
     config: ModelConfig, fields: int, dense: int, batch: int, optimizer: DenseOptimizer, threads: int
 ) -> Inside:
     """Medians over some steps, with so many threads of torch's and as many of the table's."""
+    keep_freed_memory()  # as training does
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

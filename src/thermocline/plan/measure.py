@@ -22,6 +22,7 @@ from thermocline.callbacks import Callback
 from thermocline.cores import cores
 from thermocline.data.stats import memory_of_machine
 from thermocline.data.synth import SyntheticAds
+from thermocline.heap import keep_freed_memory
 from thermocline.models import ModelConfig, build
 from thermocline.plan.hardware import Cpu, Disk, Gpu, Hardware, Links
 from thermocline.plan.inside import inside_training
@@ -58,6 +59,7 @@ def measure(folder: str | os.PathLike[str] | None = None, advance: Callable[[], 
         advance()
         return figures
 
+    keep_freed_memory()  # as training does
     rows = part(_rows())
     layers = {"network_ms": part(reference_seconds(3 * _ROUNDS)) * 1e3}
     steps = part(_steps(rows))
