@@ -90,6 +90,8 @@ class Disk:
     """Processor time of a row that memory lacks, looked up, and of one that leaves, appended and merged ..."""
     miss_page_ns: float
     """... and of each page read or written for them, verified or checksummed."""
+    miss_own: float
+    """The share of that which the thread that pulls does itself; others, which read and merge, work beside it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +179,7 @@ def paper_node(cpu: Cpu, costs: str = "as given") -> Hardware:
             write_amplification=6.5,
             miss_row_ns=1500.0,
             miss_page_ns=3000.0,
+            miss_own=0.5,
         ),
         links=Links(node_gbs=120.0, node_us=20.0, network_gbs=10.0, network_us=10.0, data_gbs=1.0),
         gpu=Gpu(

@@ -53,11 +53,11 @@ def inside_training(
     torch.set_num_threads(threads)
     try:
         training = _Training(config, fields, dense, batch, optimizer, threads)
-        end = None
+        for _ in range(_WARM):
+            training.step()
+        end = time.perf_counter() + _SECONDS
         while training.steps < _WARM + _FEWEST or (training.steps < _WARM + _MOST and time.perf_counter() < end):
             training.step()
-            if training.steps == _WARM:
-                end = time.perf_counter() + _SECONDS
         return training.found()
     finally:
         torch.set_num_threads(before)
@@ -99,7 +99,7 @@ class _Training:
         batch.prepared[self._table] = prepared
         logits = self._model(batch)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.as_tensor(batch.label))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         network = self._lap()  # since the rows were there
         self._meter.add(logits.detach(), batch.label, float(loss.detach()))
         self._table.step()

@@ -46,8 +46,6 @@ _ODD = 15
 """One without, whose floats are all beyond the last whole sixteen."""
 _DISK_KEYS, _DISK_CYCLES, _DISK_DIMS = 600_000, 120, (32, 2)
 _PAGE = 4096
-_CACHES = 16 << 20
-"""Bytes that a step's layers go through, at least."""
 _ROUNDS = 5
 _BATCHES = 25
 
@@ -211,21 +209,14 @@ def _steps(rows: dict[str, float]) -> dict[str, float]:
 
 
 class _StepClock(Callback):
-    """Processor time at some steps: of all threads, and of the one that trains. Between steps the caches are emptied.
-
-    As by the layers of a training that has some; what that takes does not count.
-    """
+    """Processor time at some steps: of all threads, and of the one that trains."""
 
     def __init__(self, at: tuple[int, int]) -> None:
         self._at, self.times = at, list[tuple[float, float]]()
-        self._others, self._emptying = np.zeros(_CACHES // 4, np.float32), 0.0
 
     def on_step(self, trainer: Any, loss: object) -> None:
-        before = time.thread_time()
         if trainer.progress.step in self._at:
-            self.times.append((time.process_time() - self._emptying, before - self._emptying))
-        self._others += 1
-        self._emptying += time.thread_time() - before
+            self.times.append((time.process_time(), time.thread_time()))
 
 
 # ---- disk
@@ -247,6 +238,7 @@ def _disk(folder: str | os.PathLike[str] | None, pull_row: float) -> Disk:
         write_amplification=long.amplification,
         miss_row_ns=row * 1e9,
         miss_page_ns=page * 1e9,
+        miss_own=max(long.own, 1e-3),
     )
 
 
@@ -255,6 +247,8 @@ class _Cycle(NamedTuple):
 
     seconds: float
     """Of processors."""
+    own: float
+    """The share of them that is the pulling thread's."""
     pages: float
     """Read, and written by the store and its merging."""
     amplification: float
@@ -274,16 +268,18 @@ def _cycle(path: Path, dim: int, pull_row: float) -> _Cycle:
         wanted = [WorkingSet.of(ads.batch(number).ids).keys for number in range(2 * _DISK_CYCLES)]
         for number, some in enumerate(wanted):
             if number == _DISK_CYCLES:  # memory is full and merging has begun
-                before, start, stats = tier.stats(), time.process_time(), store.stats()
+                before, stats = tier.stats(), store.stats()
+                start, own = time.process_time(), time.thread_time()
             pins = tier.pin(some)
             tier.core.mark_dirty(pins.slots())
             pins.let_go()
-        after, used, ended = tier.stats(), time.process_time() - start, store.stats()
+        used, own = time.process_time() - start, time.thread_time() - own
+        after, ended = tier.stats(), store.stats()
     missed, hit = after.misses - before.misses, after.hits - before.hits
     written = ended.bytes_written - stats.bytes_written
     pages = ended.pages_read - stats.pages_read + written / _PAGE
     amplification = written / (ended.bytes_put - stats.bytes_put)
-    return _Cycle((used - hit * pull_row) / missed, pages / missed, amplification, ended)
+    return _Cycle((used - hit * pull_row) / missed, own / used, pages / missed, amplification, ended)
 
 
 def _write_rate(file: Path) -> float:

@@ -265,7 +265,8 @@ def _pull(work: Workload, cluster: Cluster, counts: _Counts, hardware: Hardware)
         cost = counts.from_disk * disk.miss_row_ns
         cost += (wanted / work.window + size / disk.page_bytes) * disk.miss_page_ns
         what = "rows looked up, verified; others evicted, merged"
-        terms.append(_on_cores("pull SSD", cost, hardware, what, cluster.ranks, 0.0))
+        looked_up = _on_cores("pull SSD", cost, hardware, what, cluster.ranks, 0.0)
+        terms.append(dataclasses.replace(looked_up, seconds=looked_up.seconds * disk.miss_own))
     return terms
 
 

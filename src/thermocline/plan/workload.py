@@ -184,9 +184,7 @@ class _Score(torch.nn.Module):
         return self.model.score(rows)
 
 
-def network_of(
-    model: ModelConfig, fields: int, dense: int, batch: int, optimizer: DenseOptimizer
-) -> dict[str, Any]:
+def network_of(model: ModelConfig, fields: int, dense: int, batch: int, optimizer: DenseOptimizer) -> dict[str, Any]:
     """What of a `Workload` is its model's network."""
     dim = row_dim(model)
     table = Table(dim, SGD(lr=0.0), mem="1MB", device="cpu")
