@@ -1,14 +1,15 @@
 """Checks `thermocline plan` against the machine it runs on: predicted and measured step times of small trainings.
 
-    python benchmarks/plan.py [--seed N] [--cases N] [--hardware FILE] [--json FILE] [--dir FOLDER]
+    python benchmarks/plan.py [--seed N] [--cases N] [--hardware FILE] [--json FILE [--again]] [--dir FOLDER]
 
 The machine is measured first (`thermocline plan --measure`). Then trainings are drawn by chance, from `--seed`: models,
 sizes, batches, optimizers, ranks, memory. Each is predicted before it runs, with warm caches and all rows there, by
 `tc.Trainer`, in processes of its own. Two figures of each are compared: processor seconds per step, which other load
 disturbs little, and wall seconds per step, which mean something on a quiet machine only: how busy others kept it is
 printed beside. So is the machine's own speed before and after each training, as two probes see it, over that when it
-was measured: a virtual machine's varies, which no model can know. A seed whose errors someone has looked at to change
-the model is no test any more: take another.
+was measured: a virtual machine's varies, which no model can know. So `--again` adds a whole round, machine, predictions
+and trainings, to those of the file: what counts of each figure is its median over the rounds. A seed whose errors
+someone has looked at to change the model is no test any more: take another.
 """
 
 from __future__ import annotations
@@ -149,6 +150,31 @@ def title(number: int, training: Training) -> str:
     return words + (f", {t.share:.0%} of the rows in memory" if t.share < 1 else "")
 
 
+def over_rounds(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each training's figures, medians over the rounds."""
+    out = {}
+    for name in rounds[0]["results"]:
+        found = [one["results"][name] for one in rounds]
+
+        def median(side: str, figure: str, found: list[Any] = found) -> float:
+            return float(np.median([one[side][figure] for one in found]))
+
+        figures = ("processor_seconds", "step_seconds")
+        measured = {figure: median("measured", figure) for figure in (*figures, "hits", "others_cpu")}
+        predicted = {figure: median("predicted", figure) for figure in figures}
+        predicted["hits"] = float(np.median([one["predicted"]["figures"]["hits"] for one in found]))
+        slower = [value for one in found for when in one["measured"]["slower"].values() for value in when.values()]
+        out[name] = {
+            "training": found[0]["training"],
+            "measured": measured,
+            "predicted": predicted,
+            "slower": [min(slower), max(slower)],
+            "processor_ratio": predicted["processor_seconds"] / measured["processor_seconds"],
+            "wall_ratio": predicted["step_seconds"] / measured["step_seconds"],
+        }
+    return out
+
+
 def claims_of(results: dict[str, Any]) -> list[Claim]:
     out = []
     for name, result in results.items():
@@ -157,11 +183,11 @@ def claims_of(results: dict[str, Any]) -> list[Claim]:
             off = abs(result[f"{what}_ratio"] - 1)
             detail = f"predicted {predicted[key] * 1e3:.2f}, measured {measured[key] * 1e3:.2f} ms a step"
             if what == "wall":
-                detail += f"; others had {measured['others_cpu']:.0%} of the cores"
-                seen = [f"{part[probe]:.2f}" for part in measured["slower"].values() for probe in part]
-                detail += f"; probes took {', '.join(seen)} times as long as at first"
+                least, most = result["slower"]
+                detail += f"; others had {measured['others_cpu']:.0%} of the cores; probes took {least:.2f} to "
+                detail += f"{most:.2f} times as long as at first"
                 if result["training"]["share"] < 1:
-                    detail += f"; hits {predicted['figures']['hits']:.3f} and {measured['hits']:.3f}"
+                    detail += f"; hits {predicted['hits']:.3f} and {measured['hits']:.3f}"
             out.append(Claim(f"{name}: {what} time off by", off, WITHIN, unit="", at_most=True, detail=detail))
     for what in ("processor", "wall"):
         off = [abs(result[f"{what}_ratio"] - 1) for result in results.values()]
@@ -174,18 +200,27 @@ def claims_of(results: dict[str, Any]) -> list[Claim]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write results there")
+    parser.add_argument("--again", action="store_true", help="one more round, beside those in the file of --json")
     parser.add_argument("--hardware", metavar="FILE", help="figures of this machine measured before")
     parser.add_argument("--dir", help="folder for the data; default: a new one beside the other temporary files")
     parser.add_argument("--seed", type=int, default=0, help="which trainings are drawn")
     parser.add_argument("--cases", type=int, default=12, help="how many")
     parser.add_argument("--only", type=int, nargs="*", help="of them, these numbers")
     args = parser.parse_args()
+    rounds: list[dict[str, Any]] = []
+    if args.again:
+        if not args.json:
+            parser.error("--again needs --json: the file with the rounds before")
+        before = json.loads(Path(args.json).read_text())
+        if before["seed"] != args.seed:
+            parser.error(f"{args.json} is of seed {before['seed']}, not {args.seed}")
+        rounds = before["rounds"]
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
         if args.hardware:
             hardware = Hardware.load(args.hardware)
         else:
             hardware = measure(name, lambda: console.print("measured a part of the machine"))
-        probes, results, rng = Probes(), {}, random.Random(args.seed)
+        probes, results, rng = Probes(), dict[str, Any](), random.Random(args.seed)
         for number in range(args.cases):
             training = drawn(rng, KINDS[number % len(KINDS)])
             if args.only and number + 1 not in args.only:
@@ -193,13 +228,14 @@ def main() -> None:
             words = title(number, training)
             console.print(words)
             results[words] = found = compare(training, hardware, Path(name), probes)
-            console.print(f"  {found['measured']['slower']}")
             console.print(f"  processor {found['processor_ratio']:.2f}, wall {found['wall_ratio']:.2f} of the measured")
-            if args.json:
-                record = {"environment": environment(("torch", "numpy")), "seed": args.seed}
-                record |= {"hardware": hardware.to_toml(), "results": results, "torch_threads": torch.get_num_threads()}
-                write_json(args.json, record, claims_of(results))
-    print_claims("predicted against measured", claims_of(results))
+    rounds.append({"hardware": hardware.to_toml(), "results": results})
+    claims = claims_of(over_rounds(rounds))
+    if args.json:
+        record = {"environment": environment(("torch", "numpy")), "seed": args.seed}
+        record |= {"torch_threads": torch.get_num_threads(), "rounds": rounds}
+        write_json(args.json, record, claims)
+    print_claims("predicted against measured", claims)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,14 @@ CPU = Cpu(
     plan_id_ns=5.0,
     pool_id_ns=2.0,
     pool_float_ns=0.5,
+    pool_tail_ns=0.25,
     sum_id_ns=2.0,
     sum_float_ns=0.5,
+    sum_tail_ns=0.25,
     apply_row_ns=4.0,
     apply_float_ns=1.0,
+    apply_tail_ns=0.5,
     network_ms=0.1,
-    parameter_ns=2.0,
     example_ns=50.0,
     step_us=1000.0,
     ahead_us=400.0,
@@ -31,7 +33,7 @@ CPU = Cpu(
 )
 DISK = Disk(
     read_us=4.0, page_us=1.0, page_bytes=4096, write_gbs=0.5, write_amplification=5.0, miss_row_ns=5000.0,
-    miss_page_ns=1000.0,
+    miss_page_ns=1000.0, miss_own=0.5,
 )  # fmt: skip
 LINKS = Links(node_gbs=10.0, node_us=10.0, network_gbs=1.0, network_us=50.0, data_gbs=1.0)
 GPU = Gpu(count=2, memory=10**10, hbm_gbs=1000.0, random_gbs=500.0, tflops=10.0, step_us=1000.0, host_gbs=10.0)

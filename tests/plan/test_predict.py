@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from plan_helpers import CPU, DISK, LINKS, NODE
 
-from thermocline.plan.hardware import Hardware, paper_node
+from thermocline.plan.hardware import Hardware, paper_node, tail_of
 from thermocline.plan.popularity import Popularity
 from thermocline.plan.predict import KEPT_BUSY, Cluster, Prediction, Workload, predict
 
@@ -48,7 +48,7 @@ def test_all_in_memory_is_the_sum_of_its_parts_over_the_cores() -> None:
     rows = unique(100)
     ahead = 100 * 300 + 1000 * (10 + 5) + rows * 50 + 1e3 * 400
     shared = 1000 * (2 + 8 * 0.5) * 2 + rows * (4 + 16 * 1)
-    shared += 0.75 * 3 * 0.1e6 + 10_000 * 2
+    shared += 0.75 * 3 * 0.1e6
     alone = 0.25 * 3 * 0.1e6 + 100 * 50 + 1e3 * 1000  # one thread's
     assert prediction.processor_seconds == pytest.approx((ahead + shared + alone) * 1e-9)
     assert prediction.by("resource")["cores"] == pytest.approx((ahead + shared + alone) / 4 / KEPT_BUSY * 1e-9)
@@ -56,6 +56,28 @@ def test_all_in_memory_is_the_sum_of_its_parts_over_the_cores() -> None:
     assert prediction.slowest_resource == "cores"
     assert prediction.slowest_stage == "train"
     assert prediction.to_json()["examples_per_s"] == pytest.approx(100 / prediction.seconds)
+
+
+def test_lengths_without_a_kernel_cost_their_tail() -> None:
+    """Of 27 floats eleven come one by one, in every id, gradient and row; 32 have a kernel of their own."""
+    even, odd = (dataclasses.replace(WORK, dim=dim, row_floats=2 * dim) for dim in (32, 27))
+    tails = {dim: tail_of(dim) for dim in (1, 8, 16, 17, 27, 64, 128, 129)}
+    assert tails == {1: 1, 8: 0, 16: 0, 17: 1, 27: 11, 64: 0, 128: 0, 129: 1}
+    pooled, updated = (
+        [seconds(predict(work, Cluster(), NODE), what) * 4e9 for work in (even, odd)] for what in ("pooled", "updated")
+    )
+    assert pooled == [pytest.approx(1000 * (2 + 32 * 0.5)), pytest.approx(1000 * (2 + 27 * 0.5 + 11 * 0.25))]
+    rows = unique(100)
+    assert updated == [
+        pytest.approx(1000 * (2 + 32 * 0.5) + rows * (4 + 64)),
+        pytest.approx(1000 * (2 + 27 * 0.5 + 11 * 0.25) + rows * (4 + 54 + 11 * 0.5)),
+    ]
+
+
+def test_a_window_is_deduplicated_once_more() -> None:
+    one, many = (predict(dataclasses.replace(WORK, window=w), Cluster(), NODE) for w in (1, 10))
+    assert seconds(one, "ids to unique") == pytest.approx(1000 * 10e-9 / 4)
+    assert seconds(many, "ids to unique") == pytest.approx((1000 + unique(100)) * 10e-9 / 4)
 
 
 def test_ranks_run_the_network_by_one_thread_each() -> None:
@@ -76,7 +98,9 @@ def test_missing_rows_cost_pages_and_writes() -> None:
     assert seconds(prediction, "pages") == pytest.approx(wanted * expected * 1e-6)
     assert seconds(prediction, "evicted rows") == pytest.approx(missing * 72 * 5 / 0.5e9)
     touched = wanted + missing * 72 * 5 / 4096
-    assert seconds(prediction, "looked up") == pytest.approx(missing * 5e-6 + touched * 1e-6)  # one thread's
+    (looked_up,) = [term for term in prediction.terms if "looked up" in term.what]
+    assert looked_up.processor == pytest.approx(missing * 5e-6 + touched * 1e-6)
+    assert looked_up.seconds == pytest.approx(0.5 * looked_up.processor)  # one thread's, with others beside it
     # A slow disk bounds the step, and is named.
     slow = dataclasses.replace(NODE, disk=dataclasses.replace(DISK, read_us=4000.0, page_us=1000.0))
     assert predict(WORK, Cluster(mem_rows=4001), slow).slowest_resource == "disk"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 import thermocline as tc
 from thermocline.cli import app
-from thermocline.plan import measure as measuring, workload as workloads
+from thermocline.plan import inside, measure as measuring, workload as workloads
 from thermocline.plan.hardware import Hardware
 from thermocline.plan.network import work_of
 from thermocline.plan.workload import cluster_of, preset_config, workload_of
@@ -40,8 +41,10 @@ optimizer = "adagrad"
 
 @pytest.fixture(autouse=True)
 def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How fast this machine is takes a second to tell, and does not matter here."""
+    """How fast this machine is takes seconds to tell, and does not matter here."""
     monkeypatch.setattr(workloads, "reference_seconds", lambda: 0.1)
+    monkeypatch.setattr(inside, "_FEWEST", 1)
+    monkeypatch.setattr(inside, "_SECONDS", 0.0)
 
 
 def config_of(model: str = "dnn", mem: str = "64MB", sets: tuple[str, ...] = ()) -> tc.Config:
@@ -65,6 +68,28 @@ def test_every_model_has_a_workload(model: str) -> None:
     assert (work.multiply_adds > 0) == (model not in ("lr", "fm"))
     assert work.popularity.nonzeros == pytest.approx(4, rel=1e-3)
     assert work.read_ns > 0
+
+
+def test_a_network_is_timed_inside_a_training() -> None:
+    """By as many threads as asked for, which torch has back afterwards; more work takes longer."""
+    before = torch.get_num_threads()
+    model = config_of().resolve().model
+    small, large = (
+        inside.inside_training(dataclasses.replace(model, hidden=hidden), 4, 3, 200, "adam", 1)
+        for hidden in ((10,), (2000, 500))
+    )
+    assert torch.get_num_threads() == before
+    for part in (*small, *large):
+        assert part.own == pytest.approx(part.seconds, rel=0.5, abs=2e-3)  # nobody else has worked for it
+    assert small.network.seconds < large.network.seconds
+    assert small.optimizer.seconds < large.optimizer.seconds
+
+
+def test_what_threads_share_is_told_by_ones_own_time() -> None:
+    assert inside.shared(inside.Timed(2.0, 1.0), 2) == pytest.approx(1)
+    assert inside.shared(inside.Timed(2.0, 2.0), 2) == 0
+    assert inside.shared(inside.Timed(4.0, 2.5), 4) == pytest.approx(0.5)
+    assert inside.shared(inside.Timed(2.0, 2.0), 1) == 1  # nothing is known of more
 
 
 def test_rows_below_fp32_are_smaller() -> None:

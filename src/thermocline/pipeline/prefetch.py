@@ -29,6 +29,7 @@ import numpy as np
 
 from thermocline.batch import Batch, Slots, WorkingSet
 from thermocline.errors import BudgetError
+from thermocline.heap import keep_freed_memory
 from thermocline.pipeline.company import Company, company_of
 from thermocline.pipeline.stages import Pipeline, StageStats
 from thermocline.tables.arrays import Keys
@@ -317,4 +318,6 @@ def prefetch(
     """
     if not tables:
         raise ValueError("prefetch needs the tables whose rows it is to pull")
+    if training:
+        keep_freed_memory()
     return Prefetch(loader, tables, depth, pull_window, training, say)

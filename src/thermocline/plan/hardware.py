@@ -10,6 +10,13 @@ from typing import Self
 from thermocline import settings
 from thermocline.errors import ConfigError
 
+_KERNELS = (4, 8, 16, 32, 64, 128)
+
+
+def tail_of(dim: int) -> int:
+    """Floats of a row that the memory tier's kernels take one by one: lengths of their own have none."""
+    return 0 if dim in _KERNELS else dim % 16
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cpu:
@@ -28,20 +35,24 @@ class Cpu:
     """One id's row found and added to its bag ..."""
     pool_float_ns: float
     """... and each of its floats."""
+    pool_tail_ns: float
+    """... and once more those beyond the last sixteen, of a length that has no kernel of its own: `tail_of`."""
     sum_id_ns: float
     """One occurrence's gradient found and added to its key's ..."""
     sum_float_ns: float
     """... and each of its floats."""
+    sum_tail_ns: float
+    """... and once more its tail."""
     apply_row_ns: float
     """One row's optimizer step ..."""
     apply_float_ns: float
     """... and each of its floats, weights and state."""
+    apply_tail_ns: float
+    """... and once more the tail of its weights."""
     network_ms: float
     """Forward and backward of `network.reference_seconds`, by which networks' times on other machines are told."""
-    parameter_ns: float
-    """One dense parameter's step of torch's Adam."""
     example_ns: float
-    """One example's share of a step beside all this: loss, metrics, labels."""
+    """One example's share of a step beside all this: metrics, labels."""
     step_us: float
     """A step's fixed cost: Python, autograd, metrics ..."""
     ahead_us: float
@@ -79,6 +90,8 @@ class Disk:
     """Processor time of a row that memory lacks, looked up, and of one that leaves, appended and merged ..."""
     miss_page_ns: float
     """... and of each page read or written for them, verified or checksummed."""
+    miss_own: float
+    """The share of that which the thread that pulls does itself; others, which read and merge, work beside it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +179,7 @@ def paper_node(cpu: Cpu, costs: str = "as given") -> Hardware:
             write_amplification=6.5,
             miss_row_ns=1500.0,
             miss_page_ns=3000.0,
+            miss_own=0.5,
         ),
         links=Links(node_gbs=120.0, node_us=20.0, network_gbs=10.0, network_us=10.0, data_gbs=1.0),
         gpu=Gpu(

@@ -22,11 +22,12 @@ from thermocline.callbacks import Callback
 from thermocline.cores import cores
 from thermocline.data.stats import memory_of_machine
 from thermocline.data.synth import SyntheticAds
+from thermocline.heap import keep_freed_memory
 from thermocline.models import ModelConfig, build
 from thermocline.plan.hardware import Cpu, Disk, Gpu, Hardware, Links
+from thermocline.plan.inside import inside_training
 from thermocline.plan.network import reference_seconds
 from thermocline.plan.pair import measure_pair
-from thermocline.plan.workload import network_of
 from thermocline.tables.arrays import Keys
 from thermocline.tables.mem import MemTier
 from thermocline.tables.optimizers import Adagrad
@@ -40,6 +41,9 @@ PARTS = 6
 """Of a measurement."""
 _KEYS, _FIELDS, _BATCH = 400_000, 26, 4096
 _DIMS = (8, 64)
+"""Row lengths with kernels of their own."""
+_ODD = 15
+"""One without, whose floats are all beyond the last whole sixteen."""
 _DISK_KEYS, _DISK_CYCLES, _DISK_DIMS = 600_000, 120, (32, 2)
 _PAGE = 4096
 _ROUNDS = 5
@@ -53,9 +57,10 @@ def measure(folder: str | os.PathLike[str] | None = None, advance: Callable[[], 
         advance()
         return figures
 
+    keep_freed_memory()  # as training does
     rows = part(_rows())
-    layers = part(_layers())
-    steps = part(_steps(rows, layers["network_ms"] * 1e-3))
+    layers = {"network_ms": part(reference_seconds(3 * _ROUNDS)) * 1e3}
+    steps = part(_steps(rows))
     disk = part(_disk(folder, rows["pull_row_ns"] * 1e-9))
     pair = part(measure_pair())
     rate, delay = pair.pop("gbs"), pair.pop("us")
@@ -83,48 +88,64 @@ def _processor(work: Callable[[int], Any], rounds: int = _ROUNDS, calls: int = 6
 
 
 def _rows() -> dict[str, float]:
-    """Costs per id and row; those that depend on a row's length by two lengths."""
-    small, large = (_row_costs(dim) for dim in _DIMS)
+    """Costs per id and row; those that depend on a row's length by two lengths, and one without a kernel of its own."""
+    small, large, odd = (_row_costs(dim) for dim in (*_DIMS, _ODD))
     out = {name: small[name] for name in ("dedup_id", "pull_row", "plan_id")}  # whatever the rows' length
     for name, once, floats in (("pool", "id", 1), ("sum", "id", 1), ("apply", "row", 2)):  # Adagrad's rows: two halves
         each = max(large[name] - small[name], 1e-12) / (_DIMS[1] - _DIMS[0]) / floats
-        out[f"{name}_float"] = each
-        out[f"{name}_{once}"] = max(small[name] - _DIMS[0] * floats * each, 1e-11)
+        fixed = max(small[name] - _DIMS[0] * floats * each, 1e-11)
+        out |= {f"{name}_float": each, f"{name}_{once}": fixed}
+        out[f"{name}_tail"] = max(odd[name] - fixed - _ODD * floats * each, 1e-12) / _ODD
     return {f"{name}_ns": seconds * 1e9 for name, seconds in out.items()}
 
 
 def _row_costs(dim: int) -> dict[str, float]:
     """Processor seconds per id or row of a training's kernels, in a training's order, on batches never seen before.
 
-    By one thread: where several wait for each other, processor time is not all work.
+    With as many threads as a training has, and a network between pooling and update, as there: both cost caches.
     """
     ads = SyntheticAds(keys=_KEYS, fields=_FIELDS, batch_size=_BATCH, tensors=False)
-    tier = MemTier(dim, Adagrad(lr=0.01), budget=_KEYS * (8 * dim + 90) + (4 << 20), threads=1)
+    tier = MemTier(dim, Adagrad(lr=0.01), budget=_KEYS * (8 * dim + 90) + (4 << 20))
     for piece in np.array_split(_all_keys(ads), 16):
         tier.push(piece, tier.initial_rows(piece))
-    grad = np.full((_BATCH * _FIELDS, dim), 1e-3, np.float32)
-    laps = _Laps()
-    for number in range(_BATCHES):
+    network = torch.nn.Sequential(torch.nn.Linear(_FIELDS * dim, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    laps, unique = _Laps(), 0.0
+    for number in range(2 * _BATCHES):
+        if number % 2 == 0:
+            laps.start()
         batch = ads.batch(number)
-        laps.start()
-        working_set = WorkingSet.of(batch.ids, threads=1)
+        laps.add("read", 1)
+        working_set = WorkingSet.of(batch.ids)
         laps.add("dedup_id", len(batch.ids))
         pins = tier.pin(working_set.keys)
         slots = pins.slots()
         laps.add("pull_row", len(slots))
         planned = tier.core.plan(slots, working_set.inverse, working_set.order, batch.offsets, None, False)
         laps.add("plan_id", len(batch.ids))
-        tier.core.pool(planned[0], batch.offsets, None, False, np.empty_like(grad))
+        pooled = np.empty((_BATCH * _FIELDS, dim), np.float32)
+        tier.core.pool(planned[0], batch.offsets, None, False, pooled)
         laps.add("pool", len(batch.ids))
-        sums = np.empty((len(slots), dim), np.float32)
-        tier.core.sum_gradients(working_set.starts, planned[1], planned[2], grad, sums)
-        laps.add("sum", len(batch.ids))
+        inputs = torch.from_numpy(pooled).view(_BATCH, -1).requires_grad_()
+        network(inputs).sum().backward()
+        assert inputs.grad is not None
+        grad = inputs.grad.view(-1, dim).numpy()
+        laps.add("network", 1)
         tier.core.mark_dirty(slots)
-        tier.apply_gradients(slots, sums)
-        laps.add("apply", len(slots))
+        if number % 2:  # as training does it, in one go
+            tier.core.update(slots, working_set.starts, planned[1], planned[2], grad, tier.step(number, None, 1.0))
+            laps.add("update", len(batch.ids))
+            unique += len(slots) / len(batch.ids) / _BATCHES
+        else:  # what of it is ids' and what rows'
+            sums = np.empty((len(slots), dim), np.float32)
+            tier.core.sum_gradients(working_set.starts, planned[1], planned[2], grad, sums)
+            laps.add("sum", len(batch.ids))
+            tier.apply_gradients(slots, sums)
+            laps.add("apply", len(slots))
         pins.let_go()
         laps.add("pull_row", 0)
-    return laps.costs()
+    costs = laps.costs()
+    apart = costs["sum"] + unique * costs["apply"]
+    return costs | {name: costs[name] * costs["update"] / apart for name in ("sum", "apply")}
 
 
 class _Laps:
@@ -157,18 +178,10 @@ def _all_keys(ads: SyntheticAds) -> Keys:
     return np.fromiter((ads.key_of(*place) for place in places), np.uint64)
 
 
-# ---- layers and steps
+# ---- steps
 
 
-def _layers() -> dict[str, float]:
-    parameter = torch.nn.Parameter(torch.randn(1_000_000))
-    parameter.grad = torch.randn(1_000_000)
-    adam = torch.optim.Adam([parameter])
-    step = _processor(lambda i: adam.step()) / parameter.numel()
-    return {"network_ms": reference_seconds(_ROUNDS) * 1e3, "parameter_ns": step * 1e9}
-
-
-def _steps(rows: dict[str, float], network: float) -> dict[str, float]:
+def _steps(rows: dict[str, float]) -> dict[str, float]:
     """What a training with next to no rows and layers costs beside them, by two sizes of batches."""
     settings = ModelConfig(name="lr")
 
@@ -183,9 +196,10 @@ def _steps(rows: dict[str, float], network: float) -> dict[str, float]:
         Trainer(model, dense, config=config, callbacks=[clock]).fit(ads)
         used, trained = ((after - before) / steps for before, after in zip(*clock.times, strict=True))
         known = (rows["pool_id_ns"] + rows["sum_id_ns"]) * 1e-9
-        layers = network_of(settings, 1, 0, size)["network"] * network
+        layers = inside_training(settings, 1, 0, size, "adam", torch.get_num_threads())
         ahead = used - trained - size * (rows["dedup_id_ns"] + rows["plan_id_ns"]) * 1e-9
-        return trained - size * known - layers, ahead - _processor(ads.batch, calls=steps)
+        own = layers.network.own + layers.optimizer.own
+        return trained - size * known - own, ahead - _processor(ads.batch, calls=steps)
 
     sizes = (512, 16384)
     small, large = (np.median([step_seconds(size) for _ in range(3)], axis=0) for size in sizes)
@@ -224,6 +238,7 @@ def _disk(folder: str | os.PathLike[str] | None, pull_row: float) -> Disk:
         write_amplification=long.amplification,
         miss_row_ns=row * 1e9,
         miss_page_ns=page * 1e9,
+        miss_own=max(long.own, 1e-3),
     )
 
 
@@ -232,6 +247,8 @@ class _Cycle(NamedTuple):
 
     seconds: float
     """Of processors."""
+    own: float
+    """The share of them that is the pulling thread's."""
     pages: float
     """Read, and written by the store and its merging."""
     amplification: float
@@ -251,16 +268,18 @@ def _cycle(path: Path, dim: int, pull_row: float) -> _Cycle:
         wanted = [WorkingSet.of(ads.batch(number).ids).keys for number in range(2 * _DISK_CYCLES)]
         for number, some in enumerate(wanted):
             if number == _DISK_CYCLES:  # memory is full and merging has begun
-                before, start, stats = tier.stats(), time.process_time(), store.stats()
+                before, stats = tier.stats(), store.stats()
+                start, own = time.process_time(), time.thread_time()
             pins = tier.pin(some)
             tier.core.mark_dirty(pins.slots())
             pins.let_go()
-        after, used, ended = tier.stats(), time.process_time() - start, store.stats()
+        used, own = time.process_time() - start, time.thread_time() - own
+        after, ended = tier.stats(), store.stats()
     missed, hit = after.misses - before.misses, after.hits - before.hits
     written = ended.bytes_written - stats.bytes_written
     pages = ended.pages_read - stats.pages_read + written / _PAGE
     amplification = written / (ended.bytes_put - stats.bytes_put)
-    return _Cycle((used - hit * pull_row) / missed, pages / missed, amplification, ended)
+    return _Cycle((used - hit * pull_row) / missed, own / used, pages / missed, amplification, ended)
 
 
 def _write_rate(file: Path) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,37 +49,18 @@ def _count(network: torch.nn.Module, inputs: torch.Tensor) -> tuple[float, float
     return flops.get_total_flops() / 2, written.floats
 
 
-class Timed(NamedTuple):
-    """A network's time, both ways."""
-
-    seconds: float
-    """Of processors."""
-    shared: float
-    """The part of it that torch's threads share, as the calling thread's own time tells."""
-
-
-def both_ways(network: torch.nn.Module, inputs: torch.Tensor, rounds: int = 5) -> Timed:
-    """Forward and backward, all gradients wanted: the median of some."""
-    taken, own = [], []
-    for _ in range(rounds + 1):
-        network.zero_grad()
-        inputs = inputs.detach().requires_grad_()
-        start, mine = time.process_time(), time.thread_time()
-        network(inputs).sum().backward()
-        own.append(time.thread_time() - mine)
-        taken.append(time.process_time() - start)
-    seconds, alone = float(np.median(taken[1:])), float(np.median(own[1:]))
-    threads = torch.get_num_threads()
-    if threads == 1:
-        return Timed(seconds, 1.0)  # nothing can be told of more
-    # What one thread does alone, and its share of what all do, is its own time.
-    return Timed(seconds, min(1.0, max(0.0, (1 - alone / seconds) / (1 - 1 / threads))))
-
-
 def reference_seconds(rounds: int = 5) -> float:
     """Processor time of a network of common shape, both ways: three hidden layers of 400, 4,096 examples."""
     hidden = [torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.ReLU()) for _ in range(3)]
-    return both_ways(torch.nn.Sequential(*hidden, torch.nn.Linear(400, 1)), torch.randn(4096, 400), rounds).seconds
+    network, inputs = torch.nn.Sequential(*hidden, torch.nn.Linear(400, 1)), torch.randn(4096, 400)
+    taken = []
+    for _ in range(rounds + 1):
+        network.zero_grad()
+        inputs = inputs.detach().requires_grad_()
+        start = time.process_time()
+        network(inputs).sum().backward()
+        taken.append(time.process_time() - start)
+    return float(np.median(taken[1:]))
 
 
 class _Written(TorchDispatchMode):

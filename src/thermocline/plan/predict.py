@@ -10,7 +10,7 @@ from thermocline.dist.config import Hops, Wire
 from thermocline.dist.dense_config import Way
 from thermocline.dist.wire import width
 from thermocline.errors import require
-from thermocline.plan.hardware import Hardware
+from thermocline.plan.hardware import Hardware, tail_of
 from thermocline.plan.popularity import Popularity
 from thermocline.tables.mem import Policy
 
@@ -47,7 +47,8 @@ class Workload:
     """Written by them per step."""
     dense_parameters: int
     network: float
-    """Forward and backward of a step on cores, as timed somewhere: times `network.reference_seconds` there."""
+    """Forward, loss, backward and dense optimizer of a step on cores, as timed inside a training somewhere: times
+    `network.reference_seconds` there."""
     network_shared: float
     """The part of that which all cores share; the rest is one thread's."""
     network_alone: float
@@ -242,7 +243,8 @@ def _read(work: Workload, ranks: int, counts: _Counts, hardware: Hardware) -> li
 def _pull(work: Workload, cluster: Cluster, counts: _Counts, hardware: Hardware) -> list[Term]:
     cpu, disk, terms = hardware.cpu, hardware.disk, []
     if not cluster.gpu:
-        terms.append(_on_cores("dedup", counts.ids * cpu.dedup_id_ns, hardware, "ids to unique keys"))
+        deduped = counts.ids + (counts.rank_unique * cluster.ranks if work.window > 1 else 0.0)  # again over the window
+        terms.append(_on_cores("dedup", deduped * cpu.dedup_id_ns, hardware, "ids to unique keys"))
         terms.append(_on_cores("pull MEM", counts.pulled * cpu.pull_row_ns, hardware, "rows found and pinned"))
         terms.append(_on_cores("load", counts.ids * cpu.plan_id_ns, hardware, "slots and gradients of ids"))
     elif counts.from_memory:
@@ -263,7 +265,8 @@ def _pull(work: Workload, cluster: Cluster, counts: _Counts, hardware: Hardware)
         cost = counts.from_disk * disk.miss_row_ns
         cost += (wanted / work.window + size / disk.page_bytes) * disk.miss_page_ns
         what = "rows looked up, verified; others evicted, merged"
-        terms.append(_on_cores("pull SSD", cost, hardware, what, cluster.ranks, 0.0))
+        looked_up = _on_cores("pull SSD", cost, hardware, what, cluster.ranks, 0.0)
+        terms.append(dataclasses.replace(looked_up, seconds=looked_up.seconds * disk.miss_own))
     return terms
 
 
@@ -313,20 +316,18 @@ def _exchange(work: Workload, cluster: Cluster, counts: _Counts, hardware: Hardw
 
 def _train_cpu(work: Workload, cluster: Cluster, counts: _Counts, hardware: Hardware) -> list[Term]:
     cpu, dim, ranks = hardware.cpu, work.dim, cluster.ranks
-    pool = counts.ids * (cpu.pool_id_ns + dim * cpu.pool_float_ns)
-    grads = counts.ids * (cpu.sum_id_ns + dim * cpu.sum_float_ns)
+    tail = tail_of(dim)
+    pool = counts.ids * (cpu.pool_id_ns + dim * cpu.pool_float_ns + tail * cpu.pool_tail_ns)
+    grads = counts.ids * (cpu.sum_id_ns + dim * cpu.sum_float_ns + tail * cpu.sum_tail_ns)
     updated = counts.world_unique / cluster.nodes  # each by its owner, once
-    rows = updated * (cpu.apply_row_ns + work.row_floats * cpu.apply_float_ns)
+    rows = updated * (cpu.apply_row_ns + work.row_floats * cpu.apply_float_ns + tail * cpu.apply_tail_ns)
     network = ranks * (work.network if ranks == 1 else work.network_alone) * cpu.network_ms * 1e6
-    share = OPTIMIZER_FLOATS[work.dense_optimizer] / OPTIMIZER_FLOATS["adam"]
-    stepped = work.dense_parameters * ranks * cpu.parameter_ns * share
     rest = counts.examples * cpu.example_ns + 1e3 * ranks * cpu.step_us
     return [
         _on_cores("train", pool, hardware, "rows gathered and pooled"),
-        _on_cores("train", network, hardware, "the network, forward and backward", ranks, work.network_shared),
+        _on_cores("train", network, hardware, "the network, both ways, and its optimizer", ranks, work.network_shared),
         _on_cores("train", grads + rows, hardware, "gradients summed, rows updated"),
-        _on_cores("train", stepped, hardware, "dense optimizer"),
-        _on_cores("train", rest, hardware, "loss, metrics, Python", ranks, 0.0),
+        _on_cores("train", rest, hardware, "metrics, Python", ranks, 0.0),
     ]
 
 

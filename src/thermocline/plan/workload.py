@@ -21,7 +21,8 @@ from thermocline.errors import ConfigError
 from thermocline.models import ModelConfig, build, row_dim
 from thermocline.models.layers import Model
 from thermocline.plan.hardware import Hardware
-from thermocline.plan.network import both_ways, reference_seconds, work_of
+from thermocline.plan.inside import Inside, Timed, inside_training, shared
+from thermocline.plan.network import reference_seconds, work_of
 from thermocline.plan.popularity import Popularity
 from thermocline.plan.predict import Cluster, DenseOptimizer, Workload
 from thermocline.run import row_optimizer
@@ -76,7 +77,7 @@ def workload_of(config: Config, *, examples: int = SAMPLE) -> Workload:
         syncs=syncs,
         hops=config.dist.hops,
         wire=config.dist.wire,
-        **network_of(config.model, fields, dense, train.batch_size),
+        **network_of(config.model, fields, dense, train.batch_size, kind),
         **data,
     )
 
@@ -183,7 +184,7 @@ class _Score(torch.nn.Module):
         return self.model.score(rows)
 
 
-def network_of(model: ModelConfig, fields: int, dense: int, batch: int) -> dict[str, Any]:
+def network_of(model: ModelConfig, fields: int, dense: int, batch: int, optimizer: DenseOptimizer) -> dict[str, Any]:
     """What of a `Workload` is its model's network."""
     dim = row_dim(model)
     table = Table(dim, SGD(lr=0.0), mem="1MB", device="cpu")
@@ -191,18 +192,19 @@ def network_of(model: ModelConfig, fields: int, dense: int, batch: int) -> dict[
     vectors = fields + (bool(dense) if model.name == "dlrm" else dense)  # DLRM makes one vector of all dense features
     counted = work_of(_Score(built), lambda examples: torch.zeros(examples, vectors, dim))
     timed = max(1, min(batch, round(_TIMED / max(1.0, counted.multiply_adds))))
-    rows, usual = torch.randn(timed, vectors, dim), timed / batch * reference_seconds()
-    found = both_ways(_Score(built), rows)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        alone = both_ways(_Score(built), rows)
-    finally:
-        torch.set_num_threads(threads)
+    before = reference_seconds()
+    found, alone = (inside_training(model, fields, dense, timed, optimizer, count) for count in (threads, 1))
+    usual = (before + reference_seconds()) / 2
+
+    def whole(parts: Inside) -> Timed:
+        """Of a step of `batch` examples."""
+        return Timed(*(batch / timed * each + once for each, once in zip(parts.network, parts.optimizer, strict=True)))
+
     return {
-        "network": found.seconds / usual,
-        "network_shared": found.shared,
-        "network_alone": alone.seconds / usual,
+        "network": whole(found).seconds / usual,
+        "network_shared": shared(whole(found), threads),
+        "network_alone": whole(alone).seconds / usual,
         "multiply_adds": counted.multiply_adds,
         "floats": counted.floats,
         "step_floats": counted.step_floats,
