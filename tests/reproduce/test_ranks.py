@@ -87,18 +87,23 @@ def of_a_gpu(name: str, rate: float, *, reads: float = 1000.0) -> dict[str, Any]
 
 
 def test_a_gpu_is_measured_against_hbm_and_the_disk() -> None:
-    """Of models larger than HBM only; the disk allows 512 examples x 100,000 reads/s / 1,000 reads a batch."""
+    """Of models larger than HBM only; the disk allows 512 examples x 100,000 reads/s / 1,000 reads a batch, and half of
+    that if a batch's bytes take twice as long."""
     setup = Setup(device="cuda", cores=16)
-    results: dict[str, Any] = {"disk": {"reads_per_s": 100_000.0}}
+    results: dict[str, Any] = {"disk": {"reads_per_s": 100_000.0, "bytes_per_s": 5e9}}
     for name, rate in {"A": 1.0, "B": 1.0, "C": 41_000.0, "D": 40_000.0, "E": 8_500.0}.items():
         results[f"{name}, tiers"] = of_a_gpu(name, rate)
         results[f"{name}, memory"] = {"examples_per_s": 10_000.0 if name == "E" else 200_000.0}
     found = models.section(setup, results)
     bounds = {claim.text.split(",")[0]: claim for claim in found.claims if "larger than HBM" in claim.text}
     assert {name: claim.holds for name, claim in bounds.items()} == {"model C": True, "model D": False, "model E": True}
-    assert "512 examples x 100,000 reads/s / 1,000 reads a batch = 51,200; share 0.78" in bounds["model D"].detail
+    assert "the disk allows 51,200: 512 examples a batch of 1,000 reads at 100,000/s and" in bounds["model D"].detail
+    assert "share 0.78" in bounds["model D"].detail
     (table,) = [part for part in found.parts if isinstance(part, Table) and part.name == "bounds"]
     assert [row[-1] for row in table.rows] == pytest.approx([1 / 51_200, 1 / 51_200, 41 / 51.2, 40 / 51.2, 0.85])
+    results["disk"]["bytes_per_s"] = 2.5 / 0.02  # of the 2.5 bytes a batch
+    slower = {claim.text.split(",")[0]: claim.holds for claim in models.section(setup, results).claims}
+    assert slower["model D"]
     del results["disk"]
     assert not [claim for claim in models.section(Setup(device="cpu"), results).claims if "HBM" in claim.text]
 

@@ -136,6 +136,9 @@ class Lane:
         if self.topology.world == 1:
             return values[None]
         mine = torch.from_numpy(np.ascontiguousarray(values))
+        if self.box is not None and len(self.topology.nodes) == 1:
+            pieces = self.share(mine.reshape(-1).view(torch.uint8), what)
+            return torch.stack(pieces).view(mine.dtype).view(-1, *mine.shape).numpy()
         found = mine.new_empty((self.topology.world, *mine.shape))
         with self.telling(what):
             dist.all_gather(list(found.unbind()), mine, group=self.world)

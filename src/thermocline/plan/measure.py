@@ -63,8 +63,8 @@ def measure(folder: str | os.PathLike[str] | None = None, advance: Callable[[], 
     steps = part(_steps(rows))
     disk = part(_disk(folder, rows["pull_row_ns"] * 1e-9))
     pair = part(measure_pair())
-    rate, delay = pair.pop("gbs"), pair.pop("us")
-    links = Links(node_gbs=rate, node_us=delay, network_gbs=rate, network_us=delay, data_gbs=rate)
+    measured = {name: pair.pop(name) for name in ("node_gbs", "node_us", "network_gbs", "network_us")}
+    links = Links(**measured, data_gbs=measured["network_gbs"])
     gpu = part(_gpu())
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     cpu = Cpu(cores=cores(), memory=memory_of_machine(), **rows, **layers, **steps, **pair)

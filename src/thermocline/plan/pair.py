@@ -1,4 +1,4 @@
-"""Two ranks of this machine: what memory they share carries, and what exchanging rows and averaging costs cores.
+"""Two ranks of this machine: what shared memory and Gloo carry, and what exchanging rows and averaging costs cores.
 
 `measure_pair` starts them as processes of their own (`python -m thermocline.plan.pair`), one torch thread each, as
 torchrun does. They run the code that training runs.
@@ -39,7 +39,7 @@ TIMES = 9
 
 
 def measure_pair(limit: float = 120.0) -> dict[str, float]:
-    """`us` and `gbs` of an all-to-all, and the figures of `hardware.Cpu` about ranks."""
+    """Of an all-to-all within the node and by Gloo, and the figures of `hardware.Cpu` about ranks."""
     local = {**child_environment(), "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "thermocline.plan.pair", str(Path(name) / "meet")]
@@ -76,7 +76,10 @@ def main(meeting: str, rank: int) -> None:
     }
     none, many = (_average(groups, count) for count in (FEW, FLOATS))
     found |= {"average_us": none * 1e6, "average_float_ns": (many - none) / FLOATS * 1e9}
-    found |= {"us": _wall(groups.train, 1, 50) * 1e6, "gbs": 4 * MESSAGE / _wall(groups.train, MESSAGE, TIMES) / 1e9}
+    for link in ("node", "network"):
+        found |= {f"{link}_us": _wall(groups.train, 1, 50) * 1e6}
+        found |= {f"{link}_gbs": 4 * MESSAGE / _wall(groups.train, MESSAGE, TIMES) / 1e9}
+        groups.train.box = None  # what is between nodes goes by Gloo
     print(json.dumps({name: max(value, 1e-3) for name, value in found.items()}))
     dist.destroy_process_group()
 

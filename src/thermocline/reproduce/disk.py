@@ -1,4 +1,4 @@
-"""How fast this disk answers random reads of a page, past the page cache: what no reader of it can beat."""
+"""How fast this disk answers reads past the page cache: of single pages, and of many at once. No reader can beat it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from thermocline.errors import ThermoclineError
 
 SECONDS, THREADS = 2.0, 16
 """Of reading; reads in flight of each process."""
+PAGE, LARGE = 4096, 1 << 18
+"""Bytes of a read that shows how many there can be, and of one that shows how many bytes."""
 
 
-def reads_per_second(folder: Path) -> float:
-    """Of the files in a folder that are larger than 1 MB. By processes, which do not wait for one another."""
+def reads_per_second(folder: Path, size: int = PAGE) -> float:
+    """Of the files in a folder that are larger than 1 MB, at random. By processes, which do not wait for one another.
+
+    size   bytes of a read
+    """
     workers = min(12, cores())
-    probe = [sys.executable, "-c", _PROBE, str(folder), str(SECONDS), str(THREADS)]
+    probe = [sys.executable, "-c", _PROBE, str(folder), str(SECONDS), str(THREADS), str(size)]
     pipe = subprocess.PIPE
     running = [subprocess.Popen([*probe, str(n)], stdin=pipe, stdout=pipe, text=True) for n in range(workers)]
     try:
@@ -50,16 +55,17 @@ def write_file(path: Path, size: int) -> None:
 _PROBE = """
 import mmap, os, random, sys, threading, time
 from pathlib import Path
-folder, seconds, threads, number = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+folder, number = sys.argv[1], sys.argv[5]
+seconds, threads, size = float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 files = [path for path in Path(folder).rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
-handles = [(os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size // 4096) for path in files]
+handles = [(os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size // size) for path in files]
 counts = [0] * threads
 
 def read(worker):
-    page, draw = mmap.mmap(-1, 4096), random.Random(f"{number}/{worker}")
+    page, draw = mmap.mmap(-1, size), random.Random(f"{number}/{worker}")
     while time.monotonic() < end:
         handle, pages = handles[draw.randrange(len(handles))]
-        os.preadv(handle, [page], 4096 * draw.randrange(pages))
+        os.preadv(handle, [page], size * draw.randrange(pages))
         counts[worker] += 1
 
 workers = [threading.Thread(target=read, args=(n,)) for n in range(threads)]

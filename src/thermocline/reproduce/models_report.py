@@ -25,10 +25,10 @@ def top(setup: Setup) -> str:
     return "HBM" if setup.device == "cuda" else "DRAM"
 
 
-def section(setup: Setup, tiers: Runs, memory: Runs, reads: float | None, every: float) -> Section:
+def section(setup: Setup, tiers: Runs, memory: Runs, disk: Json | None, every: float) -> Section:
     """Of the runs through the tiers, and of those with everything in the top one, by model.
 
-    reads   that this disk answers in a second; none: not measured
+    disk    reads and bytes that it gives in a second; none: not measured
     every   so many seconds the store commits
     """
     figures = [_speed(tiers, memory, top(setup)), _stages(tiers)]
@@ -47,8 +47,8 @@ def section(setup: Setup, tiers: Runs, memory: Runs, reads: float | None, every:
             f"model {next(iter(tiers))}. Everything in {top(setup)} is the same training with a budget that holds all "
             "rows, where this machine has it.",
         ],
-        parts=[_table(setup, tiers, memory, top(setup)), *_bounds(tiers, memory, reads), *figures],
-        claims=[_disk_claim(tiers), *_bound_claims(tiers, memory, reads)],
+        parts=[_table(setup, tiers, memory, top(setup)), *_bounds(tiers, memory, disk), *figures],
+        claims=[_disk_claim(tiers), *_bound_claims(tiers, memory, disk)],
     )
 
 
@@ -56,28 +56,31 @@ def _second_half(run: Json) -> list[Json]:
     return run["points"][len(run["points"]) // 2 :]  # type: ignore[no-any-return]
 
 
-def _reads(run: Json) -> float:
-    """Of the SSD per batch, in the second half."""
+def _per_batch(run: Json, what: str) -> float:
+    """In the second half."""
     last = _second_half(run)
-    return float(sum(point["reads"] for point in last) / sum(point["batches"] for point in last))
+    return float(sum(point[what] for point in last) / sum(point["batches"] for point in last))
 
 
-def _allowed(run: Json, reads: float) -> float | None:
-    """Examples/s that the disk allows; none: nothing is read."""
-    return run["batch_examples"] * reads / _reads(run) if _reads(run) else None
+def _allowed(run: Json, disk: Json) -> float | None:
+    """Examples/s that the disk allows, by reads and by bytes; none: nothing is read."""
+    by_reads = _per_batch(run, "reads") / disk["reads_per_s"]
+    by_bytes = _per_batch(run, "bytes_read") / disk["bytes_per_s"]
+    return run["batch_examples"] / max(by_reads, by_bytes) if by_reads else None
 
 
-def _bounds(tiers: Runs, memory: Runs, reads: float | None) -> list[Table]:
+def _bounds(tiers: Runs, memory: Runs, disk: Json | None) -> list[Table]:
     """What HBM and the disk allow, where the disk's rate is known."""
-    if reads is None:
+    if disk is None:
         return []
     rows = []
     for name, run in tiers.items():
-        whole, by_disk, here = memory.get(name), _allowed(run, reads), run["examples_per_s"]
+        whole, by_disk, here = memory.get(name), _allowed(run, disk), run["examples_per_s"]
         bounds = [rate for rate in (whole and whole["examples_per_s"], by_disk) if rate]
         rows.append(
             (
-                name, "yes" if fits_hbm(run) else "no", here, whole and whole["examples_per_s"], _reads(run), by_disk,
+                name, "yes" if fits_hbm(run) else "no", here, whole and whole["examples_per_s"],
+                _per_batch(run, "reads"), _per_batch(run, "bytes_read") / MB, by_disk,
                 here / min(bounds) if bounds else None,
             )
         )  # fmt: skip
@@ -86,30 +89,32 @@ def _bounds(tiers: Runs, memory: Runs, reads: float | None) -> list[Table]:
             name="bounds",
             title="Against what HBM and the disk allow",
             columns=(
-                "model", "fits HBM", "examples/s", "examples/s, all in HBM", "SSD reads a batch",
+                "model", "fits HBM", "examples/s", "examples/s, all in HBM", "SSD reads a batch", "MB read a batch",
                 "examples/s that the disk allows", "share of the smaller",
             ),
             rows=rows,
             predicted=("examples/s that the disk allows", "share of the smaller"),
-            note=f"This disk answers {reads:,.0f} random reads of 4 KB a second, measured past the page cache with "
-            "nothing else going on. Examples/s that it allows: examples a batch x that / SSD reads a batch. A read of "
-            "the store may be of several neighbouring pages.",
+            note=f"This disk answers {disk['reads_per_s']:,.0f} random reads of 4 KB a second, and gives "
+            f"{disk['bytes_per_s'] / MB:,.0f} MB a second in reads of 256 KB, measured past the page cache with "
+            "nothing else going on. Examples/s that it allows: examples a batch over the longer of the two times that "
+            "a batch's reads and its bytes would take. A read of the store may be of many neighbouring pages.",
         )
     ]  # fmt: skip
 
 
-def _bound_claims(tiers: Runs, memory: Runs, reads: float | None) -> list[Claim]:
-    if reads is None:
+def _bound_claims(tiers: Runs, memory: Runs, disk: Json | None) -> list[Claim]:
+    if disk is None:
         return []
     claims = []
     for name, run in tiers.items():
         if fits_hbm(run) or name not in memory:
             continue
-        here, whole, by_disk = run["examples_per_s"], memory[name]["examples_per_s"], _allowed(run, reads)
+        here, whole, by_disk = run["examples_per_s"], memory[name]["examples_per_s"], _allowed(run, disk)
         bound = whole if by_disk is None else min(whole, by_disk)
         words = "nothing was read from SSD" if by_disk is None else (
-            f"the disk allows {run['batch_examples']:,} examples x {reads:,.0f} reads/s / {_reads(run):,.0f} reads a "
-            f"batch = {by_disk:,.0f}"
+            f"the disk allows {by_disk:,.0f}: {run['batch_examples']:,} examples a batch of "
+            f"{_per_batch(run, 'reads'):,.0f} reads at {disk['reads_per_s']:,.0f}/s and "
+            f"{_per_batch(run, 'bytes_read') / MB:,.0f} MB at {disk['bytes_per_s'] / MB:,.0f} MB/s"
         )  # fmt: skip
         claims.append(
             Claim(
