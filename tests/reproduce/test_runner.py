@@ -15,6 +15,7 @@ import pytest
 import thermocline as tc
 from thermocline import tasks
 from thermocline.reproduce import machine, places, runner
+from thermocline.reproduce import page as page_module
 from thermocline.reproduce.experiment import (
     TOO_SMALL,
     Claim,
@@ -163,6 +164,11 @@ def test_a_result_that_is_no_json_is_refused(tmp_path: Path) -> None:
     made = Experiment(title="", steps=lambda setup: [step], section=Squares().section)
     with pytest.raises(TypeError, match="the result of squares, one"):
         runner.run(tmp_path, {"squares": made}, SETUP, "")
+
+
+def test_of_many_steps_the_first_are_named() -> None:
+    assert page_module._named(["a", "b", "c", "d"]) == "a; b; c; d"
+    assert page_module._named([f"step {n}" for n in range(90)]) == "step 0; step 1; step 2; step 3 and 86 more steps"
 
 
 def test_several_machines_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,11 +77,11 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
     worst = max(auc[0] - a for a in auc)
     return Section(
         text=[
-            f"{results[f'k = {ks[0]}']['ranks']} ranks of this machine, one thread each, over loopback: "
+            f"{results[f'k = {ks[0]}']['ranks']} ranks of this machine, one thread each: "
             f"{config(setup, 1).data.synth.examples:,} generated examples, {KEYS:,} keys, {dense_parameters():,} dense "
             "parameters. k = 1 averages gradients every step; otherwise every rank steps by itself and the models are "
             "merged every k steps, with the merged second moments as everybody's denominator until the next merge. "
-            "Rows are exchanged every step in all cases. Between machines the link decides; loopback is fast."
+            "Rows are exchanged every step in all cases. Between machines the link decides; within one there is none."
         ],
         parts=[
             Figure(name="auc", title="AUC against k", x="k", y="test AUC", x_axis="log2",

@@ -12,6 +12,8 @@ from thermocline import published
 from thermocline.reproduce import machine, svg, tables
 from thermocline.reproduce.experiment import TOO_SMALL, Cell, Claim, Figure, Section, Setup, Table
 
+NAMED = 4
+"""Steps that are named beside the machine that made them."""
 _STYLE = """
 *{box-sizing:border-box}
 body{margin:0 auto;padding:12px;max-width:1240px;font:16px/1.5 system-ui,sans-serif;
@@ -173,9 +175,16 @@ def _made(chapter: Chapter) -> str:
     size = f"Scale 1/{chapter.setup.scale:g}, {chapter.setup.effort:g} of the full training, seed {chapter.setup.seed}."
     lines = [f"<code>{escape(e['command'])}</code>: {escape(machine.words(e))}" for e in several]
     if len(several) > 1:
-        lines = [f"{escape('; '.join(e['steps']))}: {line}" for e, line in zip(several, lines, strict=True)]
+        lines = [f"{escape(_named(e['steps']))}: {line}" for e, line in zip(several, lines, strict=True)]
         size += " Its steps were made by several machines, builds or commands:"
     return f"{size} {' · '.join(lines)}"
+
+
+def _named(steps: Sequence[str]) -> str:
+    """All of a few; of many the first: the steps' own files say it of each."""
+    if len(steps) <= NAMED:
+        return "; ".join(steps)
+    return f"{'; '.join(steps[:NAMED])} and {len(steps) - NAMED} more steps"
 
 
 def _distinct(environments: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

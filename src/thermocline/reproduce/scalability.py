@@ -99,9 +99,9 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
     return Section(
         text=[
             f"Every rank has one thread and {BATCH:,} examples of each step ({KEYS:,} keys, {FIELDS} fields); rows "
-            f"belong to ranks by their hash. Measured: on this machine's {told['cores']} cores, over loopback. "
+            f"belong to ranks by their hash. Measured: on this machine's {told['cores']} cores. "
             "Predicted: by `thermocline plan`, from the costs of one core and of links, measured here, for the same "
-            "ranks and for more machines like this one, whose network is this loopback."
+            "ranks and for more machines like this one, whose network is this machine's loopback."
         ],
         parts=[
             Figure(
