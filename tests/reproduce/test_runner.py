@@ -14,8 +14,7 @@ import pytest
 
 import thermocline as tc
 from thermocline import tasks
-from thermocline.reproduce import machine, places, runner
-from thermocline.reproduce import page as page_module
+from thermocline.reproduce import machine, page as page_module, places, runner
 from thermocline.reproduce.experiment import (
     TOO_SMALL,
     Claim,
