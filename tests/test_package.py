@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import thermocline as tc
-import thermocline.ops  # noqa: F401  # before a test has torch import Triton: without a GPU it is to be interpreted
+import thermocline.ops  # before a test has torch import Triton: without a GPU it is to be interpreted
 from thermocline.sizes import format_size, parse_size
 
 
