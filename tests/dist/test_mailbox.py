@@ -14,6 +14,7 @@ import pytest
 import torch
 from ranks_helpers import outcomes, play
 
+import thermocline as tc
 from thermocline.dist.groups import Groups
 from thermocline.dist.mailbox import Mailbox, _Box
 from thermocline.errors import RankError
@@ -172,3 +173,24 @@ def at_different_things(groups: Groups) -> None:
 
 def test_ranks_at_different_things_are_told() -> None:
     play(((0, 1),), at_different_things)
+
+
+def closed_under_a_pipeline(groups: Groups) -> float:
+    """Rank 1 leaves while it still owes the others windows."""
+    table = tc.ShardedTable(4, tc.SGD(lr=0.1), groups=groups, mem="4MB", threads=1)
+    tc.EmbeddingBag(table, fields=2)
+    ads = tc.SyntheticAds(keys=1000, fields=2, batch_size=8, examples=800)
+    ready = tc.prefetch(ads, table, depth=2)
+    next(ready)
+    begin = time.monotonic()
+    if groups.topology.rank == 1:
+        groups.close()
+    ready.close()
+    groups.close()
+    with pytest.raises(RankError, match="the groups are closed here"):
+        groups.ahead.all_gather(np.zeros(1), "tested")
+    return time.monotonic() - begin
+
+
+def test_groups_that_are_closed_keep_nobody_waiting() -> None:
+    assert max(play(((0, 1),), closed_under_a_pipeline, seconds=20)) < 10

@@ -258,9 +258,8 @@ class Groups:
     def close(self, *, failed: bool = False) -> None:
         """Ends torch.distributed, if it was set up here. `failed`: without waiting for what others may never send."""
         for lane in (self.train, self.ahead, self.read):
-            box, lane.box = lane.box, None
-            if box is not None:
-                box.close()
+            if lane.box is not None:
+                lane.box.close()  # and stays: who still has the lane, a pipeline, hears so instead of waiting for ever
         if self._owns and dist.is_initialized():
             self._owns = False
             if failed and self.train.gpu:

@@ -33,6 +33,8 @@ Bytes = npt.NDArray[np.uint8]
 _GONE = 1 << 63  # added to the number of a box whose rank has left
 _SLICE = 0.1  # seconds between two looks at the others' processes
 _GROWTH = 1 << 20
+_CUT_SHORT = "an earlier message was cut short: what ranks send no longer fits together"
+_CLOSED = "the groups are closed here"
 
 
 class _Box:
@@ -128,8 +130,8 @@ class Mailbox:
     """Of the others: what tells that the process has ended."""
     _ranks: Sequence[int]
     _round: int = 0
-    _cut_short: bool = False
-    """Whether a message was begun that not all ranks were waited for."""
+    _refusal: str | None = None
+    """Why it sends no more; none: it does."""
 
     @classmethod
     def make(cls, group: Any, ranks: Sequence[int], rank: int) -> Self | None:
@@ -161,7 +163,7 @@ class Mailbox:
 
     def room(self, size: int) -> torch.Tensor:
         """uint8[size]: where the next message is put together; its own until then."""
-        if self._cut_short:
+        if self._refusal is not None:
             return torch.empty(size, dtype=torch.uint8)  # `swap` will say so
         return torch.from_numpy(self._boxes[self._me][self._next].room(size))
 
@@ -170,11 +172,12 @@ class Mailbox:
 
         size    of the room that was filled
         spans   of it: what each rank is to read, from where to where
-        RuntimeError: a rank has ended, has not come within so many seconds, or an earlier call was cut short.
+        RuntimeError: a rank has ended, or has not come within so many seconds; an earlier call was cut short, or it is
+        closed.
         """
-        if self._cut_short:
-            raise RuntimeError("an earlier message was cut short: what ranks send no longer fits together")
-        self._cut_short = True
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
+        self._refusal = _CUT_SHORT
         mine = self._boxes[self._me][self._next]
         assert all(0 <= begin <= end <= size for begin, end in spans)
         mine.spans[: 2 * len(spans)] = np.asarray(spans, np.int64).reshape(-1)
@@ -187,7 +190,7 @@ class Mailbox:
             if other != self._me:
                 self._wait(other, box, limit, timeout)
             found.append(torch.from_numpy(box.message(self._me)))
-        self._cut_short = False
+        self._refusal = None if self._boxes else _CLOSED
         return found
 
     def _wait(self, other: int, box: _Box, limit: float, timeout: float) -> None:
@@ -202,6 +205,8 @@ class Mailbox:
             raise RuntimeError(f"rank {self._ranks[other]} has left")
 
     def _has_ended(self, other: int) -> bool:
+        if other not in self._processes:
+            raise RuntimeError(_CLOSED)  # by another thread, meanwhile
         look = select.poll()  # select() knows no descriptors from 1024 on
         look.register(self._processes[other], select.POLLIN)
         return bool(look.poll(0))
@@ -215,4 +220,4 @@ class Mailbox:
                 box.close()
         for descriptor in self._processes.values():
             os.close(descriptor)
-        self._boxes, self._processes = [], {}
+        self._boxes, self._processes, self._refusal = [], {}, _CLOSED
