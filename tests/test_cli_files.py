@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,6 +176,31 @@ def test_synth_replaces_files_only_if_it_may(tmp_path: Path) -> None:
     result = invoke("data", "synth", "other", "--format", "csv")
     assert result.exit_code == 2
     assert all(name in result.stderr for name in ("'csv' is not one of", "'parquet'", "'libsvm'", "'libffm'"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ([], "train.parquet/part-00000-4a5b.snappy.parquet"),  # as Spark writes it
+        (["--examples-per-file", 500], "valid/part-00000-4a5b.snappy.parquet"),
+        (["--examples-per-file", 500], "test/mine.parquet"),
+        (["--examples-per-file", 500], "train"),
+    ],
+)
+def test_synth_removes_only_its_own_files(tmp_path: Path, flags: list[Any], name: str) -> None:
+    """Not even with --force; and nothing before it knows that it may."""
+    done("data", "synth", "data", *SIZES, "--examples-per-file", 600, "--format", "libsvm")
+    if name == "train":
+        shutil.rmtree("data/train")
+    mine = Path("data") / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    before = {path: path.read_bytes() for path in Path("data").rglob("*") if path.is_file()}
+    result = invoke("data", "synth", "data", *SIZES, *flags, "--force")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("thermocline: data/")
+    assert "is in the way, and not of `data synth`: choose another folder" in result.stderr
+    assert {path: path.read_bytes() for path in Path("data").rglob("*") if path.is_file()} == before
 
 
 def test_a_resume_that_fails_leaves_the_run_as_it_was(tmp_path: Path) -> None:

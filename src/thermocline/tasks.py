@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,9 @@ from thermocline.errors import ConfigError
 from thermocline.settings import toml_value
 from thermocline.sizes import plural
 from thermocline.watch import counted, watched
+
+_PART = re.compile(r"part-\d{5,}\.(parquet|libsvm|libffm)")
+"""As `SyntheticAds.write` names the files of a folder."""
 
 
 class FirstStep(Callback):
@@ -252,7 +256,7 @@ def write_synth(
     sizes: dict[Split, int] = {"train": synth.examples, "valid": synth.valid_examples, "test": synth.test_examples}
     paths = {split: target / (split if examples_per_file else f"{split}.{format}") for split in sizes if sizes[split]}
     parts: dict[Split, Any] = {split: open_data(data, split, batch_size=4096, tensors=False) for split in paths}
-    _clear(list(paths.values()), force)
+    _clear(list(paths.values()), force, split_up=examples_per_file is not None)
     target.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     lines = ["[data]"]
@@ -266,10 +270,18 @@ def write_synth(
     return written, "\n".join(lines)
 
 
-def _clear(paths: Sequence[Path], force: bool) -> None:
-    """Raises if there are files already; with `force`, those of folders go, so that none is read among the new ones."""
-    parts = [file for path in paths for file in sorted(path.glob("part-*"))]
-    found = [path for path in paths if path.is_file()] + parts
+def _clear(paths: Sequence[Path], force: bool, split_up: bool) -> None:
+    """Raises if there are files already; with `force`, those of folders go, so that none is read among the new ones.
+
+    Only what an earlier call may have written goes: other files in its place are an error, whatever is allowed.
+    """
+    parts = [file for path in paths if split_up and path.is_dir() for file in sorted(path.iterdir()) if file.is_file()]
+    parts = [file for file in parts if not file.name.startswith((".", "_"))]  # which readers of the folder pass over
+    strange = [path for path in paths if path.exists() and path.is_dir() != split_up]
+    strange += [file for file in parts if not _PART.fullmatch(file.name)]
+    if strange:
+        raise ConfigError(f"{strange[0]} is in the way, and not of `data synth`: choose another folder")
+    found = parts if split_up else [path for path in paths if path.exists()]
     if found and not force:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise ConfigError(f"{found[0]}{more} would be replaced: --force allows it; or choose another folder")

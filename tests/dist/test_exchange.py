@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from typing import Any
 
@@ -17,7 +18,7 @@ from thermocline.dist.exchange import Exchange, Route, Sent
 from thermocline.dist.groups import Groups
 from thermocline.dist.owners import owner_of
 from thermocline.dist.row_sum import take_rows
-from thermocline.dist.wire import decode, encode
+from thermocline.dist.wire import decode, encode, width
 from thermocline.tables.arrays import Keys
 from thermocline.tables.hashes import hash_keys
 from thermocline.tables.reference_codec import mix64
@@ -139,6 +140,18 @@ def test_fewer_bits_between_nodes(wire: Wire) -> None:
             assert len(keys) == 0 or not bool(far.any()) or not torch.equal(rows[far], true[far])
         width = {"fp16": 2 * DIM, "bf16": 2 * DIM, "int8": DIM + 4}[wire]
         assert traffic.rows.bytes_between == traffic.rows.items_between * width
+
+
+@pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16", "int8"])
+def test_any_number_of_rows_of_any_length_wherever_they_lie(wire: Wire) -> None:
+    """In the middle of a message, where nothing is aligned."""
+    for count, dim, before in itertools.product((0, 1, 2, 9), (1, 2, 3, 4, 5, 8), range(5)):
+        values = torch.randint(-127, 128, (count, dim)).float()
+        values[:, :1] = 127.0  # so that a step of int8 is 1
+        coded = encode(values, wire, np.arange(count, dtype=np.uint64), 3, 1)
+        assert len(coded) == count * width(wire, dim)
+        message = torch.cat([torch.zeros(before, dtype=torch.uint8), coded])
+        assert torch.equal(decode(message[before:], wire, dim), values)
 
 
 def test_chance_is_right_on_average() -> None:

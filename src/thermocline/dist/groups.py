@@ -92,14 +92,22 @@ class Lane:
             if self.box is not None and self.shares(over):
                 ends = np.cumsum(send).tolist()
                 found = self._through_box(message, [(end - size, end) for end, size in zip(ends, send, strict=True)])
+                if receive is not None:
+                    _require_sizes(found, receive)
             else:
                 found = self._all_to_all(over, message, send, receive)
         return [piece.to(device) for piece in found]
 
     def share(self, message: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """uint8: every rank's message to all of its node, through shared memory; to be read before the next call."""
+        """uint8: every rank's message, equally large everywhere, to all of its node, through shared memory.
+
+        To be read before the next call.
+        """
+        ranks = len(self.topology.nodes[self.topology.node])
         with self.telling(what):
-            return self._through_box(message, [(0, len(message))] * len(self.topology.nodes[self.topology.node]))
+            found = self._through_box(message, [(0, len(message))] * ranks)
+            _require_sizes(found, [len(message)] * ranks)
+        return found
 
     def _through_box(self, message: torch.Tensor, spans: list[tuple[int, int]]) -> list[torch.Tensor]:
         assert self.box is not None
@@ -138,7 +146,7 @@ class Lane:
         mine = torch.from_numpy(np.ascontiguousarray(values))
         if self.box is not None and len(self.topology.nodes) == 1:
             pieces = self.share(mine.reshape(-1).view(torch.uint8), what)
-            return torch.stack(pieces).view(mine.dtype).view(-1, *mine.shape).numpy()
+            return torch.stack(pieces).view(mine.dtype).view(len(pieces), *mine.shape).numpy()
         found = mine.new_empty((self.topology.world, *mine.shape))
         with self.telling(what):
             dist.all_gather(list(found.unbind()), mine, group=self.world)
@@ -169,6 +177,13 @@ class Lane:
                 f"did not answer within {self.timeout:g} s (dist.timeout). The first rank that ended says why; "
                 f"a restart resumes from the last checkpoint. Cause: {str(error).splitlines()[0]}"
             ) from error
+
+
+def _require_sizes(pieces: list[torch.Tensor], sizes: list[int]) -> None:
+    if [len(piece) for piece in pieces] != sizes:
+        raise RuntimeError(
+            f"{[len(piece) for piece in pieces]} bytes came instead of {sizes}: ranks are at different things"
+        )
 
 
 class Groups:
@@ -243,9 +258,8 @@ class Groups:
     def close(self, *, failed: bool = False) -> None:
         """Ends torch.distributed, if it was set up here. `failed`: without waiting for what others may never send."""
         for lane in (self.train, self.ahead, self.read):
-            box, lane.box = lane.box, None
-            if box is not None:
-                box.close()
+            if lane.box is not None:
+                lane.box.close()  # and stays: who still has the lane, a pipeline, hears so instead of waiting for ever
         if self._owns and dist.is_initialized():
             self._owns = False
             if failed and self.train.gpu:

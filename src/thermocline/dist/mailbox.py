@@ -4,6 +4,9 @@ Every rank has two boxes, used in turn. It writes what it has for the others int
 the others' boxes once their numbers say the same. A rank that is at its next message has read the last one, so when all
 are there a box can be written again: two boxes and one number each are enough.
 
+That holds as long as every message is waited for: whoever is cut short in the middle of one (an error, Ctrl-C) sends
+no other, since the others may still be reading.
+
 The memory has no name and goes with the processes, however they end. A rank that has ended is noticed by its process.
 """
 
@@ -30,20 +33,29 @@ Bytes = npt.NDArray[np.uint8]
 _GONE = 1 << 63  # added to the number of a box whose rank has left
 _SLICE = 0.1  # seconds between two looks at the others' processes
 _GROWTH = 1 << 20
+_CUT_SHORT = "an earlier message was cut short: what ranks send no longer fits together"
+_CLOSED = "the groups are closed here"
 
 
 class _Box:
     """One rank's memory: a number, a word to know it by, where each rank's message begins and ends; then messages."""
 
     def __init__(self, descriptor: int, ranks: int) -> None:
+        """OSError: the descriptor is of something else; it is closed then."""
         self._descriptor = descriptor
-        self.head = -(-(16 + 16 * ranks) // 4096) * 4096
-        self._map()
+        self.head = _head(ranks)
+        try:
+            if os.fstat(descriptor).st_size < self.head:
+                raise OSError("not a box")
+            self._map()
+        except OSError:
+            self.close()
+            raise
 
     @classmethod
     def empty(cls, ranks: int) -> Self:
         descriptor = os.memfd_create("thermocline", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, -(-(16 + 16 * ranks) // 4096) * 4096)
+        os.ftruncate(descriptor, _head(ranks))
         box = cls(descriptor, ranks)
         box.words[1] = secrets.randbits(64)
         return box
@@ -85,15 +97,26 @@ class _Box:
 
     def close(self) -> None:
         """The memory itself stays for as long as anybody looks at it."""
-        os.close(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, -1  # which is nobody's: the number may be another file's soon
+        os.close(descriptor)
+
+
+def _head(ranks: int) -> int:
+    """Bytes before the messages, in pages."""
+    return -(-(16 + 16 * ranks) // 4096) * 4096
 
 
 def _own(ranks: int) -> list[_Box]:
     """Two; none where the system has no such memory."""
+    boxes: list[_Box] = []
     try:
-        return [_Box.empty(ranks), _Box.empty(ranks)]
+        for _ in range(2):
+            boxes.append(_Box.empty(ranks))
     except (OSError, AttributeError):
+        for box in boxes:
+            box.close()
         return []
+    return boxes
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -107,6 +130,8 @@ class Mailbox:
     """Of the others: what tells that the process has ended."""
     _ranks: Sequence[int]
     _round: int = 0
+    _refusal: str | None = None
+    """Why it sends no more; none: it does."""
 
     @classmethod
     def make(cls, group: Any, ranks: Sequence[int], rank: int) -> Self | None:
@@ -115,16 +140,15 @@ class Mailbox:
         mine = _own(size)
         addresses: list[Any] = [None] * size
         dist.all_gather_object(addresses, [box.address for box in mine], group=group)
-        box = cls([], me, {}, tuple(ranks))
+        box = cls([mine if other == me else [] for other in range(size)], me, {}, tuple(ranks))
         good = all(addresses)
         try:
             for other, pair in enumerate(addresses if good else []):
-                if other == me:
-                    box._boxes.append(mine)
-                else:
+                if other != me:
                     box._processes[other] = os.pidfd_open(pair[0][0])
-                    box._boxes.append([_Box.at(address, size) for address in pair])
-        except OSError:
+                    for address in pair:
+                        box._boxes[other].append(_Box.at(address, size))
+        except (OSError, AttributeError):  # the latter: a Python that does not know of pidfd_open
             good = False
         everybody: list[Any] = [None] * size
         dist.all_gather_object(everybody, good, group=group)
@@ -139,6 +163,8 @@ class Mailbox:
 
     def room(self, size: int) -> torch.Tensor:
         """uint8[size]: where the next message is put together; its own until then."""
+        if self._refusal is not None:
+            return torch.empty(size, dtype=torch.uint8)  # `swap` will say so
         return torch.from_numpy(self._boxes[self._me][self._next].room(size))
 
     def swap(self, size: int, spans: Sequence[tuple[int, int]], timeout: float) -> list[torch.Tensor]:
@@ -146,8 +172,12 @@ class Mailbox:
 
         size    of the room that was filled
         spans   of it: what each rank is to read, from where to where
-        RuntimeError: a rank has ended, or has not come within so many seconds.
+        RuntimeError: a rank has ended, or has not come within so many seconds; an earlier call was cut short, or it is
+        closed.
         """
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
+        self._refusal = _CUT_SHORT
         mine = self._boxes[self._me][self._next]
         assert all(0 <= begin <= end <= size for begin, end in spans)
         mine.spans[: 2 * len(spans)] = np.asarray(spans, np.int64).reshape(-1)
@@ -160,11 +190,12 @@ class Mailbox:
             if other != self._me:
                 self._wait(other, box, limit, timeout)
             found.append(torch.from_numpy(box.message(self._me)))
+        self._refusal = None if self._boxes else _CLOSED
         return found
 
     def _wait(self, other: int, box: _Box, limit: float, timeout: float) -> None:
         while not _core.wait_for_number(box.words[:1], self._round, _SLICE):
-            if select.select([self._processes[other]], [], [], 0)[0]:
+            if self._has_ended(other):
                 if _core.wait_for_number(box.words[:1], self._round, 0):
                     break  # the last thing it did
                 raise RuntimeError(f"rank {self._ranks[other]} has ended")
@@ -172,6 +203,13 @@ class Mailbox:
                 raise RuntimeError(f"rank {self._ranks[other]} has not answered for {timeout:g} s")
         if int(box.words[0]) % _GONE < self._round:
             raise RuntimeError(f"rank {self._ranks[other]} has left")
+
+    def _has_ended(self, other: int) -> bool:
+        if other not in self._processes:
+            raise RuntimeError(_CLOSED)  # by another thread, meanwhile
+        look = select.poll()  # select() knows no descriptors from 1024 on
+        look.register(self._processes[other], select.POLLIN)
+        return bool(look.poll(0))
 
     def close(self) -> None:
         """Whoever waits for this rank hears that it has left."""
@@ -182,4 +220,4 @@ class Mailbox:
                 box.close()
         for descriptor in self._processes.values():
             os.close(descriptor)
-        self._boxes, self._processes = [], {}
+        self._boxes, self._processes, self._refusal = [], {}, _CLOSED

@@ -45,7 +45,7 @@ def decode(data: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
             data = data.clone()
         return data.view(kind).view(-1, dim).to(torch.float32)
     rows = data.view(-1, dim + 4)
-    scale = rows[:, :4].contiguous().view(torch.float32)
+    scale = rows[:, :4].clone(memory_format=torch.contiguous_format).view(torch.float32)  # a single row is contiguous
     return rows[:, 4:].contiguous().view(torch.int8).to(torch.float32) * scale
 
 
