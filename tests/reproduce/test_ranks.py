@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 import thermocline as tc
 from thermocline.data.presets import Plan
-from thermocline.reproduce import auc_time, k_step, models, mpi, paper, places, rival, scalability
+from thermocline.reproduce import auc_time, k_step, models, mpi, paper, places, ranks, rival, scalability
 from thermocline.reproduce.experiment import Figure, Setup, Table, Work
 from thermocline.reproduce.processes import events_of
 
@@ -173,3 +174,12 @@ def test_what_is_measured_and_what_is_predicted_stay_apart() -> None:
             assert set(figure.predicted) == {"examples/s foreseen", "speed-up foreseen"}
     assert scalability.measured(6) == [1, 2, 4, 6]
     assert scalability.measured(1) == [1]
+
+
+def test_what_is_started_on_few_cores_has_few() -> None:
+    """Also what torchrun starts has; afterwards all are there again."""
+    count = [sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"]
+    before = os.sched_getaffinity(0)
+    with ranks.on_cores(1):
+        assert subprocess.run(count, capture_output=True, text=True, check=True).stdout == "1\n"
+    assert os.sched_getaffinity(0) == before

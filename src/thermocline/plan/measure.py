@@ -50,6 +50,13 @@ _ROUNDS = 5
 _BATCHES = 25
 
 
+def measure_ranks() -> tuple[Links, dict[str, Any]]:
+    """What two ranks of this machine have between them, and the figures of `Cpu` about ranks."""
+    pair = measure_pair()
+    links = {name: pair.pop(name) for name in ("node_gbs", "node_us", "network_gbs", "network_us")}
+    return Links(**links, data_gbs=links["network_gbs"]), pair
+
+
 def measure(folder: str | os.PathLike[str] | None = None, advance: Callable[[], None] = lambda: None) -> Hardware:
     """All figures of this machine; `folder` is where its disk is measured; `advance` is called after each part."""
 
@@ -62,9 +69,7 @@ def measure(folder: str | os.PathLike[str] | None = None, advance: Callable[[], 
     layers = {"network_ms": part(reference_seconds(3 * _ROUNDS)) * 1e3}
     steps = part(_steps(rows))
     disk = part(_disk(folder, rows["pull_row_ns"] * 1e-9))
-    pair = part(measure_pair())
-    measured = {name: pair.pop(name) for name in ("node_gbs", "node_us", "network_gbs", "network_us")}
-    links = Links(**measured, data_gbs=measured["network_gbs"])
+    links, pair = part(measure_ranks())
     gpu = part(_gpu())
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     cpu = Cpu(cores=cores(), memory=memory_of_machine(), **rows, **layers, **steps, **pair)

@@ -45,26 +45,37 @@ def steps(setup: Setup) -> list[Step]:
     made = []
     for ranks in measured(setup.cores):
         wanted = config(setup, ranks)
-        settings = {**settings_of(wanted), "ranks": ranks, "cores": setup.cores}
+        settings = {**settings_of(wanted), "ranks": ranks, "cores": setup.cores, "on_cores": ranks}
 
         def run(work: Work, ranks: int = ranks, wanted: Config = wanted) -> Json:
-            events = several.train(wanted, ranks, work.folder, work.left)
+            with several.on_cores(ranks):
+                events = several.train(wanted, ranks, work.folder, work.left)
             return {"examples_per_s": several.speed_of(events)}
 
         seconds = 8 + wanted.train.log_every * LOGS * BATCH / 25_000
         made.append(Step(name=f"{ranks} ranks", settings=settings, seconds=seconds, run=run))
-    settings = {**settings_of(config(setup, 1)), "cores": setup.cores, "nodes": list(NODES)}
+    settings = {**settings_of(config(setup, 1)), "cores": setup.cores, "nodes": list(NODES), "on_cores": 1}
     made.append(Step(name="predictions", settings=settings, seconds=40, run=lambda work: _predict(setup, work)))
     return made
 
 
 def _predict(setup: Setup, work: Work) -> Json:
     """Of ranks on this machine, each of which brings its core; and of several machines with a rank per core."""
-    from thermocline.plan.measure import measure
+    import torch
+
+    from thermocline.plan.measure import measure, measure_ranks
     from thermocline.plan.predict import predict
     from thermocline.plan.workload import cluster_of, workload_of
 
-    node = measure(work.folder)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with several.on_cores(1):  # as each rank has: kernels by several threads cost more
+            node = measure(work.folder)
+    finally:
+        torch.set_num_threads(threads)
+    links, pair = measure_ranks()
+    node = dataclasses.replace(node, links=links, cpu=dataclasses.replace(node.cpu, **pair))
     wanted = config(setup, 1)
     load = workload_of(wanted)
 
@@ -99,9 +110,9 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
     return Section(
         text=[
             f"Every rank has one thread and {BATCH:,} examples of each step ({KEYS:,} keys, {FIELDS} fields); rows "
-            f"belong to ranks by their hash. Measured: on this machine's {told['cores']} cores. "
-            "Predicted: by `thermocline plan`, from the costs of one core and of links, measured here, for the same "
-            "ranks and for more machines like this one, whose network is this machine's loopback."
+            f"belong to ranks by their hash. Measured: on as many of this machine's {told['cores']} cores as there "
+            "are ranks. Predicted: by `thermocline plan`, from the costs of one core and of links, measured here, for "
+            "the same ranks and for more machines like this one, whose network is this machine's loopback."
         ],
         parts=[
             Figure(
