@@ -113,10 +113,11 @@ void MemTier::throw_no_room(size_t needed, size_t missing, size_t available) con
   if (needed > plan_.capacity) {
     text += "It needs a budget of about " +
             std::to_string(static_cast<uint64_t>(bytes_per_row * static_cast<double>(needed) * 1.01)) +
-            " bytes, or a smaller batch";
+            " bytes (tiers.mem), or a smaller batch" +
+            (store_ ? "" : "; and without a store (tiers.ssd) all rows of the training have to fit, not only these");
   } else {
-    text += store_ ? "Use a larger budget, smaller batches or fewer batches in flight"
-                   : "Use a larger budget, or give the tier a store";
+    text += store_ ? "Use a larger budget (tiers.mem), smaller batches or fewer batches in flight"
+                   : "Use a larger budget (tiers.mem), or give the tier a store (tiers.ssd)";
   }
   throw BudgetError(text);
 }

@@ -150,7 +150,7 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
             f"{HIDDEN[1]}. OP+OSRP hashes all nonzeros of an example together, as in the source, into 2k slots whose "
             "rows are pooled into one vector; fields apart keeps a vector per field. Modulo has 2k rows, "
             f"count-sketch k. AUCs of OP+OSRP are means over {hashes(setup, 'image', 'op_osrp')} and "
-            f"{hashes(setup, 'web', 'op_osrp')} hash functions.",
+            f"{hashes(setup, 'web', 'op_osrp')} hash functions, those of the others of one.",
         ],
         parts=parts,
         claims=claims,
@@ -235,7 +235,7 @@ def _claims(setup: Setup, world: str, results: Mapping[str, Json]) -> list[Claim
         Claim(
             text=f"{world}: AUC falls as k halves",
             holds=falls(curve),
-            detail=" > ".join(f"{auc:.4f}" for auc in curve),
+            detail=f"{', '.join(f'{auc:.4f}' for auc in curve)}; a rise below {NOISE} from one to the next is chance",
         ),
     ]
 

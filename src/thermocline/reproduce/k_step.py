@@ -72,7 +72,8 @@ def steps(setup: Setup) -> list[Step]:
 def section(setup: Setup, results: Mapping[str, Json]) -> Section:
     ks = chosen(setup)
     auc, speed = ([results[f"k = {k}"][field] for k in ks] for field in ("auc", "examples_per_s"))
-    sent = [8 * dense_parameters() * (1 if k == 1 else 2) / k for k in ks]
+    count = int(results[f"k = {ks[0]}"]["ranks"])
+    sent = [8 * (count - 1) / count * dense_parameters() * (1 if k == 1 else 2) / k for k in ks]
     rows = [(k, a, a - auc[0], s, size) for k, a, s, size in zip(ks, auc, speed, sent, strict=True)]
     worst = max(auc[0] - a for a in auc)
     return Section(
@@ -90,7 +91,8 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
                    series=[Series(name="merged every k steps", x=ks, y=speed)]),
             Table(name="table", title="k-step Adam", rows=rows, predicted=("bytes a rank sends per step",),
                   columns=("k", "test AUC", "against k = 1", "examples/s", "bytes a rank sends per step"),
-                  note="Bytes of dense parameters, by an all-reduce that sends each about twice."),
+                  note="Bytes of dense parameters, by an all-reduce, in which each of n ranks sends 2 (n - 1) / n of "
+                  "them; merging sends two tensors, models and second moments."),
         ],
         claims=[
             Claim(

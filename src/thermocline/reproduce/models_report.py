@@ -34,7 +34,11 @@ def section(setup: Setup, tiers: Runs, memory: Runs, disk: Json | None, every: f
     figures = [_speed(tiers, memory, top(setup)), _stages(tiers)]
     if setup.device == "cuda":
         figures.append(_hits(tiers, "hbm", "HBM", "ids"))
-    figures += [_hits(tiers, "mem", "DRAM", "rows that were asked of it"), *(_ssd(n, r) for n, r in tiers.items())]
+    below = "It begins empty, and gets what HBM evicts: 0 until then." if setup.device == "cuda" else ""
+    figures += [
+        _hits(tiers, "mem", "DRAM", "rows that were asked of it", below),
+        *(_ssd(n, r) for n, r in tiers.items()),
+    ]
     figures += [_pull(tiers), _disk(tiers), _disk_share(tiers)]
     first = next(iter(tiers.values()))
     return Section(
@@ -97,7 +101,8 @@ def _bounds(tiers: Runs, memory: Runs, disk: Json | None) -> list[Table]:
             note=f"This disk answers {disk['reads_per_s']:,.0f} random reads of 4 KB a second, and gives "
             f"{disk['bytes_per_s'] / MB:,.0f} MB a second in reads of 256 KB, measured past the page cache with "
             "nothing else going on. Examples/s that it allows: examples a batch over the longer of the two times that "
-            "a batch's reads and its bytes would take. A read of the store may be of many neighbouring pages.",
+            "a batch's reads and its bytes would take. A read of the store may be of many neighbouring pages. "
+            "Above 1: the disk did better while it was trained on than when it was measured.",
         )
     ]  # fmt: skip
 
@@ -194,7 +199,7 @@ def _stages(tiers: Runs) -> Figure:
     )
 
 
-def _hits(tiers: Runs, tier: str, name: str, what: str) -> Figure:
+def _hits(tiers: Runs, tier: str, name: str, what: str, note: str = "") -> Figure:
     def rate(point: dict[str, float]) -> float | None:
         return point[f"{tier}_hits"] / point[f"{tier}_all"] if point.get(f"{tier}_all") else None
 
@@ -204,6 +209,7 @@ def _hits(tiers: Runs, tier: str, name: str, what: str) -> Figure:
         x="batches",
         y=f"share of {what}",
         series=_over_batches(tiers, lambda run, point: rate(point)),
+        note=note,
     )
 
 

@@ -91,9 +91,13 @@ def _sizes(setup: Setup) -> str:
         "run's, nor with anyone's."
     )  # fmt: skip
     return (
-        f"Models are the source's divided by {setup.scale:,.0f}; {setup.effort:g} of the full training; "
+        f"Models are the source's divided by {setup.scale:,.0f}; {_effort(setup)}; "
         f"seed {setup.seed}. Which machine made a figure stands below it.{check}"
     )
+
+
+def _effort(setup: Setup) -> str:
+    return "the full training" if setup.effort == 1 else f"{setup.effort:g} of the full training"
 
 
 def _chapter(chapter: Chapter) -> str:
@@ -172,7 +176,7 @@ def _kinds(part: Table | Figure) -> str:
 def _made(chapter: Chapter) -> str:
     """Commands and machines; of several, which made which steps."""
     several = _distinct(chapter.environments)
-    size = f"Scale 1/{chapter.setup.scale:g}, {chapter.setup.effort:g} of the full training, seed {chapter.setup.seed}."
+    size = f"Scale 1/{chapter.setup.scale:g}, {_effort(chapter.setup)}, seed {chapter.setup.seed}."
     lines = [f"<code>{escape(e['command'])}</code>: {escape(machine.words(e))}" for e in several]
     if len(several) > 1:
         lines = [f"{escape(_named(e['steps']))}: {line}" for e, line in zip(several, lines, strict=True)]

@@ -153,7 +153,7 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
             f"SSD at the beginning, and with everything in {top}. The rival (baselines/mpi_ps) has all rows in its "
             "ranks' memory, and none at the beginning. Speed-ups compare it with everything in "
             f"{top} where the source's budget of it holds the model, else with the tiers. Models that do not fit this "
-            "machine's memory have no rival.",
+            f"machine's memory have no rival.{_slower(rates, results)}",
             cost.words(),
         ],
         parts=[
@@ -206,6 +206,19 @@ def _claims(setup: Setup, results: Mapping[str, Json], rates: Mapping[str, Mappi
             )
         )
     return claims
+
+
+def _slower(rates: Mapping[str, Mapping[str, float]], results: Mapping[str, Json]) -> str:
+    """Of models that are compared through the tiers."""
+    found = {}
+    for name, sides in rates.items():
+        best = _best(sides)
+        if best is not None and _ours(name, results) == "tiers" and sides["tiers"] < sides[best]:
+            found[name] = sides["tiers"] / sides[best]
+    if not found:
+        return ""
+    shares = ", ".join(f"{name} {share:.2f}" for name, share in found.items())
+    return f" Slower than the rival, whose rows need no disk: {shares} of its examples/s."
 
 
 def _of_model(name: str, results: Mapping[str, Json]) -> dict[str, float]:
