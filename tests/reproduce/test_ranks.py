@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import thermocline as tc
+from thermocline.cores import bound
 from thermocline.data.presets import Plan
-from thermocline.reproduce import auc_time, k_step, models, mpi, paper, places, ranks, rival, scalability
+from thermocline.reproduce import auc_time, k_step, models, mpi, paper, places, rival, scalability
 from thermocline.reproduce.experiment import Figure, Setup, Table, Work
 from thermocline.reproduce.processes import events_of
 
@@ -180,6 +181,6 @@ def test_what_is_started_on_few_cores_has_few() -> None:
     """Also what torchrun starts has; afterwards all are there again."""
     count = [sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"]
     before = os.sched_getaffinity(0)
-    with ranks.on_cores(1):
+    with bound(1):
         assert subprocess.run(count, capture_output=True, text=True, check=True).stdout == "1\n"
     assert os.sched_getaffinity(0) == before

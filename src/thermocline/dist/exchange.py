@@ -292,10 +292,11 @@ class Exchange:
             _pieces(message, sizes_to), _pieces(hop.order.to(device), hop.send), _cut(hop.sent, hop.send), wires,
             strict=True,
         )  # fmt: skip
+        plain = set(wires) == {"fp32"}
         for room, places, keys, wire in lists:
             cut = flag_bytes(len(places))
             room[:cut].copy_(pack_flags(None if present is None else present[places], len(places)))
-            if set(wires) == {"fp32"}:
+            if plain:
                 take_rows(values, places, _as_rows(room[cut:], dim))
             else:
                 room[cut:].copy_(encode(values.index_select(0, places), wire, keys, step, self._salt + 1))

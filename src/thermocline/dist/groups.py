@@ -66,12 +66,16 @@ class Lane:
 
     def shares(self, over: Over) -> bool:
         """Whether the ranks of a group talk through shared memory."""
-        return self.box is not None and over == "node"
+        return self._box_of(over) is not None
+
+    def _box_of(self, over: Over) -> Mailbox | None:
+        return self.box if over == "node" else None
 
     def room(self, over: Over, size: int, device: torch.device) -> torch.Tensor:
         """uint8[size]: a message for `swap` to be put together in, without a further copy."""
-        if self.box is not None and self.shares(over) and device.type == "cpu":
-            return self.box.room(size)
+        box = self._box_of(over)
+        if box is not None and device.type == "cpu":
+            return box.room(size)
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def swap(
@@ -89,7 +93,7 @@ class Lane:
         if not self.gpu:
             message = message.cpu()
         with self.telling(what):
-            if self.box is not None and self.shares(over):
+            if self.shares(over):
                 ends = np.cumsum(send).tolist()
                 found = self._through_box(message, [(end - size, end) for end, size in zip(ends, send, strict=True)])
                 if receive is not None:

@@ -72,7 +72,7 @@ class Ranks:
 
     def read_nothing(self) -> None:
         """Takes part in what others read of one batch, for evaluation."""
-        self.read(_NO_KEYS, self._table.dim)
+        self.read(_NO_KEYS, torch.empty(0, self._table.dim))
 
     def pin(self, planned: Planned) -> None:
         """What any rank asks of this one. Raises `BudgetError` when it cannot all be in memory at once."""
@@ -116,13 +116,9 @@ class Ranks:
         """The rows of a batch, as they are now: all ranks call it, batch by batch."""
         table = self._table
         count, step = len(prepared.remote.route.keys), table.step_count
-        if table.gpu is None:
-            # Whole rows, which is how they are pooled; the state, which nobody reads, is left as it is.
-            rows: Any = np.empty((count, table.tier.floats), np.float32)
-            out = torch.from_numpy(rows)[:, : table.dim]
-        else:
+        if table.gpu is not None:
             prepared.use()
-            out = rows = torch.empty(count, table.dim, device=table.gpu.tier.device)
+        rows, out = table.empty_rows(count)
         owned = functools.partial(self._give, prepared.remote.slots)
         self.exchange.rows(self.groups.train, prepared.remote.route, owned, out, self.traffic.rows, step)
         prepared.rows, prepared.remote.step = rows, step
@@ -158,9 +154,9 @@ class Ranks:
         self, batches: Sequence[Any], gradients: Sequence[Any], count: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's own sums, a row per key of the route, and which of them it has; none: all."""
-        mine = RowSum(0 if gradients else count, self._table.dim, device)
         if not gradients:
-            return mine.values, mine.present
+            nothing = RowSum(count, self._table.dim, device)
+            return nothing.values, nothing.present
         if len(batches) > 1:
             gradients = self._renumbered(batches, gradients)
         places, sums = (_tensor(found) for found in self._table.training.sums(gradients))
@@ -199,16 +195,17 @@ class Ranks:
 
     # ---- evaluation
 
-    def read(self, keys: Any, floats: int) -> torch.Tensor:
-        """The first so many numbers of each key's row, from their owners; inserts nothing. All ranks call it."""
+    def read(self, keys: Any, out: torch.Tensor) -> None:
+        """Fills the first numbers of each key's row, as many as `out` has, from their owners; inserts nothing.
+
+        All ranks call it.
+        """
         lane = self.groups.read
         lane.require_free()
         (route,) = self.exchange.plan(lane, [keys], self.traffic.read_keys)
-        owned = torch.from_numpy(np.ascontiguousarray(self._table.read_here(route.owned)[:, :floats]))
-        out = torch.empty(len(keys), floats)
+        owned = torch.from_numpy(np.ascontiguousarray(self._table.read_here(route.owned)[:, : out.shape[1]]))
         give = functools.partial(take_rows, owned)
         self.exchange.rows(lane, route, give, out, self.traffic.read_rows, self._table.step_count)
-        return out
 
 
 def _tensor(array: Any) -> torch.Tensor:

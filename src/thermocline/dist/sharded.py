@@ -99,16 +99,24 @@ class ShardedTable(Table):
     def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> Any:
         """Copies of the batch's rows from their owners, for evaluation: inserts nothing. All ranks call it."""
         parts, working_set = self.collect(batch, specs)
-        values = self.ranks.read(working_set.keys, self.dim)
         if self.gpu is None:
-            return Prepared(self.tier, parts, working_set, None, None, self.full_rows(values))
-        return self.gpu.prepare_rows(parts, working_set, values.to(self.gpu.tier.device), None)
+            rows, out = self.empty_rows(len(working_set))
+            self.ranks.read(working_set.keys, out)
+            return Prepared(self.tier, parts, working_set, None, None, rows)
+        out = torch.empty(len(working_set), self.dim)
+        self.ranks.read(working_set.keys, out)
+        return self.gpu.prepare_rows(parts, working_set, out.to(self.gpu.tier.device), None)
 
-    def full_rows(self, weights: torch.Tensor) -> Floats:
-        """Weights as whole rows, which is how they are pooled; the state, which nobody reads, is left as it is."""
-        rows = np.empty((len(weights), self.tier.floats), np.float32)
-        rows[:, : self.dim] = weights.numpy()
-        return rows
+    def empty_rows(self, count: int) -> tuple[Any, torch.Tensor]:
+        """Rows of a batch as they are pooled, where training runs, and what of them is to be filled: their weights.
+
+        On a CPU whole rows; the state, which nobody reads, is left as it is.
+        """
+        if self.gpu is not None:
+            weights = torch.empty(count, self.dim, device=self.gpu.tier.device)
+            return weights, weights
+        rows = np.empty((count, self.tier.floats), np.float32)
+        return rows, torch.from_numpy(rows)[:, : self.dim]
 
     def pool(self, prepared: Any, part: Any) -> Floats | torch.Tensor:
         """float32[bags, dim], where training runs."""
@@ -181,7 +189,10 @@ class ShardedTable(Table):
 
     def read(self, keys: Any) -> Floats:
         """float32[n, dim + state], from the rows' owners. All ranks call it, each with its own keys."""
-        return self.ranks.read(as_keys(keys), self.tier.floats).numpy()
+        wanted = as_keys(keys)
+        out = torch.empty(len(wanted), self.tier.floats)
+        self.ranks.read(wanted, out)
+        return out.numpy()
 
     def read_here(self, keys: Any) -> Floats:
         """The same of keys that this rank owns; of others it gives initial rows."""

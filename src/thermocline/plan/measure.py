@@ -5,12 +5,13 @@ Costs of cores are processor time, so that other load disturbs them little; rate
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +20,7 @@ import torch
 
 from thermocline.batch import WorkingSet
 from thermocline.callbacks import Callback
-from thermocline.cores import cores
+from thermocline.cores import bound, cores
 from thermocline.data.stats import memory_of_machine
 from thermocline.data.synth import SyntheticAds
 from thermocline.heap import keep_freed_memory
@@ -50,31 +51,49 @@ _ROUNDS = 5
 _BATCHES = 25
 
 
-def measure_ranks() -> tuple[Links, dict[str, Any]]:
-    """What two ranks of this machine have between them, and the figures of `Cpu` about ranks."""
-    pair = measure_pair()
-    links = {name: pair.pop(name) for name in ("node_gbs", "node_us", "network_gbs", "network_us")}
-    return Links(**links, data_gbs=links["network_gbs"]), pair
+def measure(
+    folder: str | os.PathLike[str] | None = None,
+    advance: Callable[[], None] = lambda: None,
+    *,
+    on: int | None = None,
+) -> Hardware:
+    """All figures of this machine.
 
-
-def measure(folder: str | os.PathLike[str] | None = None, advance: Callable[[], None] = lambda: None) -> Hardware:
-    """All figures of this machine; `folder` is where its disk is measured; `advance` is called after each part."""
+    folder    where its disk is measured
+    advance   called after each part
+    on        so many of its cores, as one of several ranks has; none: all
+    """
 
     def part(figures: T) -> T:
         advance()
         return figures
 
     keep_freed_memory()  # as training does
-    rows = part(_rows())
-    layers = {"network_ms": part(reference_seconds(3 * _ROUNDS)) * 1e3}
-    steps = part(_steps(rows))
-    disk = part(_disk(folder, rows["pull_row_ns"] * 1e-9))
-    links, pair = part(measure_ranks())
+    with contextlib.nullcontext() if on is None else _bound(on):
+        rows = part(_rows())
+        layers = {"network_ms": part(reference_seconds(3 * _ROUNDS)) * 1e3}
+        steps = part(_steps(rows))
+        disk = part(_disk(folder, rows["pull_row_ns"] * 1e-9))
+    pair = part(measure_pair())
+    measured = {name: pair.pop(name) for name in ("node_gbs", "node_us", "network_gbs", "network_us")}
+    links = Links(**measured, data_gbs=measured["network_gbs"])
     gpu = part(_gpu())
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     cpu = Cpu(cores=cores(), memory=memory_of_machine(), **rows, **layers, **steps, **pair)
     source = f"measured {now}; the network's figures are those of two processes on this machine, over loopback"
     return Hardware(name=platform.machine(), source=source, cpu=cpu, disk=disk, links=links, gpu=gpu)
+
+
+@contextlib.contextmanager
+def _bound(count: int) -> Iterator[None]:
+    """To so many cores, torch's threads, too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        with bound(count):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _processor(work: Callable[[int], Any], rounds: int = _ROUNDS, calls: int = 6) -> float:

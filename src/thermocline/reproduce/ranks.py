@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +29,6 @@ def one_core_each(synth: Synth, *, dim: int, hidden: tuple[int, ...], batch: int
             torch_threads=1, log_every=log_every, checkpoint_minutes=None, display=False, tensorboard=False,
         ),
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def on_cores(count: int) -> Iterator[None]:
-    """What this thread starts meanwhile runs on so many of its cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[:count])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def train(config: Config, ranks: int, folder: Path, limit: float) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from thermocline.config import Config
+from thermocline.cores import bound
 from thermocline.data.schema import Synth
 from thermocline.reproduce import ranks as several
 from thermocline.reproduce.experiment import (
@@ -48,7 +49,7 @@ def steps(setup: Setup) -> list[Step]:
         settings = {**settings_of(wanted), "ranks": ranks, "cores": setup.cores, "on_cores": ranks}
 
         def run(work: Work, ranks: int = ranks, wanted: Config = wanted) -> Json:
-            with several.on_cores(ranks):
+            with bound(ranks):
                 events = several.train(wanted, ranks, work.folder, work.left)
             return {"examples_per_s": several.speed_of(events)}
 
@@ -61,21 +62,11 @@ def steps(setup: Setup) -> list[Step]:
 
 def _predict(setup: Setup, work: Work) -> Json:
     """Of ranks on this machine, each of which brings its core; and of several machines with a rank per core."""
-    import torch
-
-    from thermocline.plan.measure import measure, measure_ranks
+    from thermocline.plan.measure import measure
     from thermocline.plan.predict import predict
     from thermocline.plan.workload import cluster_of, workload_of
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with several.on_cores(1):  # as each rank has: kernels by several threads cost more
-            node = measure(work.folder)
-    finally:
-        torch.set_num_threads(threads)
-    links, pair = measure_ranks()
-    node = dataclasses.replace(node, links=links, cpu=dataclasses.replace(node.cpu, **pair))
+    node = measure(work.folder, on=1)  # as each rank has: kernels by several threads cost more
     wanted = config(setup, 1)
     load = workload_of(wanted)
 
