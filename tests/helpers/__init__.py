@@ -1,0 +1,1 @@
+"""Shared set-ups, references and processes of the tests."""
