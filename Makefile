@@ -9,7 +9,7 @@ CPP_TESTS = $(BUILD)/cpp/thermocline_tests
 
 GENERATOR := $(if $(shell command -v ninja),-G Ninja)
 CPP_FILES = $(wildcard csrc/*/*.cc csrc/*/*.h)
-PY_FILES = $(wildcard src tests tools benchmarks baselines examples)
+PY_FILES = $(wildcard src tests tools benchmarks baselines examples experiments)
 comma := ,
 
 CLANG = clang++
@@ -20,7 +20,7 @@ FUZZ_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/data/parse*.cc)) csrc/data
   clean iproute2 setup browser
 
 demo: build-inplace
-	$(PYTHON) -m thermocline.demo
+	$(PYTHON) examples/demo.py
 
 test: lint test-cpp test-py
 

@@ -5,7 +5,7 @@
     python benchmarks/dist.py --only movielens --movielens FOLDER --json FILE
 
 links and hops run on two "machines" of two ranks: network namespaces of this one, joined by a link of a given rate
-(tests/machines_helpers.py: Linux, root and iproute2). So four ranks share this machine's processors, and a link of 1
+(tests/helpers/machines.py: Linux, root and iproute2). So four ranks share this machine's processors, and a link of 1
 Gbit/s is fast beside them. ads and movielens play four ranks in one process. FOLDER is as in benchmarks/accuracy.py.
 FILE gathers parts: each one that runs replaces its own.
 """
@@ -31,12 +31,12 @@ from accuracy import write_split
 from common import Claim, console, environment, noise, print_claims, spread, write_json
 from dist_played import Task, accuracy_of
 from dist_ranks import WARM, exchange_data
-from machines_helpers import Machines, problem
+from helpers.machines import Machines, problem
 from rich.progress import track
 from rich.table import Table as Grid
 
 import thermocline as tc
-from thermocline.dist.owners import owner_of
+from thermocline.distributed.key_sharding import owner_of
 
 KS = (1, 5, 10, 20, 50, 100)
 RATES = ("1gbit", "100mbit")

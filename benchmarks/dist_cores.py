@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from common import Claim, console, environment, print_claims, spread, write_json
 from dist_ranks import Train, training
-from ranks_helpers import play
+from helpers.ranks import play
 
 import thermocline as tc
-from thermocline.dist.groups import Groups
-from thermocline.dist.sharded import ShardedTable
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.sharded_table import ShardedTable
 
 FIELDS, DIM = 26, 16
 RANKS = 4

@@ -2,7 +2,7 @@
 
 What is played is what ranks do: the same batches, the same `FrozenAdam` and `DenseParameters` per rank, which meet in a
 `Meeting` instead of torch.distributed; rows step by the mean of all ranks' gradients, whose sums are rounded otherwise.
-That dense parameters of ranks have the bits of one process that plays them is what tests/dist proves. It takes a
+That dense parameters of ranks have the bits of one process that plays them is what tests/distributed proves. It takes a
 fraction of their processor time.
 """
 
@@ -24,7 +24,7 @@ import torch
 from accuracy import FEATURES, Examples
 
 import thermocline as tc
-from thermocline.dist.mean import Mean, tree_sum
+from thermocline.distributed.hierarchical_allreduce import Mean, tree_sum
 from thermocline.models import ModelConfig, build, parameter_groups, row_dim
 
 Nodes = tuple[tuple[int, ...], ...]

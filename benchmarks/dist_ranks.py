@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import thermocline as tc
-from thermocline.dist.groups import Groups
-from thermocline.dist.sharded import ShardedTable
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.sharded_table import ShardedTable
 
 INPUTS, HIDDEN = 429, (840, 400)
 """429 numbers of an example (26 vectors of 16, 13 dense features), then two layers: 698,001 parameters."""

@@ -21,14 +21,14 @@ import torch
 from common import Claim, console, environment, print_claims, spread, write_json
 from gpu_time import Work, time_ms
 
-from thermocline.ops.evict import EVICTED, LOST, NEW, SHORT
-from thermocline.ops.find import find
-from thermocline.ops.index import Index
-from thermocline.ops.initial import UNIFORM, InitialRows
-from thermocline.ops.insert import Plan, Residents, find_or_insert
-from thermocline.ops.random import mix64_reference
-from thermocline.ops.rows import assign, copy_in, copy_out, find_rows
-from thermocline.ops.serve import serve
+from thermocline.kernels.evict import EVICTED, LOST, NEW, SHORT
+from thermocline.kernels.find import find
+from thermocline.kernels.index import Index
+from thermocline.kernels.initial import UNIFORM, InitialRows
+from thermocline.kernels.insert import Plan, Residents, find_or_insert
+from thermocline.kernels.random import mix64_reference
+from thermocline.kernels.rows import assign, copy_in, copy_out, find_rows
+from thermocline.kernels.serve import serve
 
 KEYS = 2**20
 HITS = 0.6

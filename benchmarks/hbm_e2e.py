@@ -23,11 +23,11 @@ import torch
 from common import Claim, console, environment, print_claims, write_json
 
 import thermocline as tc
-from thermocline.data.presets import Plan
-from thermocline.reproduce.disk import reads_per_second
-from thermocline.tables.arrays import Keys
-from thermocline.tables.bulk import fill_store, fill_top, pieces
-from thermocline.tables.hbm import bytes_for
+from experiments.disk import reads_per_second
+from thermocline.data.paper_models import Plan
+from thermocline.embedding.arrays import Keys
+from thermocline.embedding.bulk_load import fill_store, fill_top, pieces
+from thermocline.tiers.hbm import bytes_for
 
 _BEGUN = time.perf_counter()
 

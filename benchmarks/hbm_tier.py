@@ -21,7 +21,7 @@ from common import Claim, console, environment, print_claims, spread, write_json
 from hbm_train import DIM, FEATURES, IDS_PER_FEATURE, key_of, power_law
 
 import thermocline as tc
-from thermocline.tables.hbm import HbmTier, bytes_for
+from thermocline.tiers.hbm import HbmTier, bytes_for
 
 
 def batches(count: int, keys: int) -> list[tc.Batch]:

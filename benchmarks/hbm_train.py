@@ -28,15 +28,15 @@ import torch
 from common import Claim, console, environment, print_claims, spread, write_json
 from gpu_time import Work, time_ms
 
-from thermocline.ops.index import Index
-from thermocline.ops.insert import Residents, find_or_insert
-from thermocline.ops.occurrences import find_occurrences
-from thermocline.ops.pool import pool_rows
-from thermocline.ops.random import mix64_reference
-from thermocline.ops.rules import Step
-from thermocline.ops.segments import Segments, find_segments
-from thermocline.ops.update import update_rows
-from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer
+from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer
+from thermocline.kernels.gradient_index import find_occurrences
+from thermocline.kernels.index import Index
+from thermocline.kernels.insert import Residents, find_or_insert
+from thermocline.kernels.optimizer_rules import Step
+from thermocline.kernels.pool import pool_rows
+from thermocline.kernels.random import mix64_reference
+from thermocline.kernels.segments import Segments, find_segments
+from thermocline.kernels.update import update_rows
 
 FEATURES, IDS_PER_FEATURE, DIM, ALPHA = 10, 104_857, 128, 1.05
 BATCHES = 4

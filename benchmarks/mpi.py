@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from baselines.mpi_ps import launch  # noqa: E402
-from thermocline.data.presets import Plan  # noqa: E402
+from thermocline.data.paper_models import Plan  # noqa: E402
 
 OURS = "thermocline"
 

@@ -34,11 +34,11 @@ import torch
 from common import Claim, console, environment, noise, print_claims, write_json
 from plan_training import Training
 
-from thermocline.plan.hardware import Hardware
-from thermocline.plan.measure import measure
-from thermocline.plan.network import reference_seconds
-from thermocline.plan.predict import Cluster, Prediction, predict
-from thermocline.plan.workload import workload_of
+from thermocline.planner.calibrate import measure
+from thermocline.planner.cost_model import Cluster, Prediction, predict
+from thermocline.planner.hardware import Hardware
+from thermocline.planner.op_counter import reference_seconds
+from thermocline.planner.workload import workload_of
 
 WITHIN = 0.2
 KINDS = ("memory", "memory + SSD", "2 ranks", "memory", "2 ranks, memory + SSD", "memory")

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from train_sides import all_keys, pieces
 
-from thermocline.callbacks import Callback
-from thermocline.dist.launch import join_ranks
-from thermocline.dist.owners import owner_of
+from thermocline.distributed.key_sharding import owner_of
+from thermocline.distributed.launch import join_ranks
 from thermocline.models import build, row_dim
-from thermocline.run import dense_optimizers, row_optimizer
+from thermocline.training.callbacks import Callback
+from thermocline.training.run import dense_optimizers, row_optimizer
 
 COMMON = """
 [data]

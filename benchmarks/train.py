@@ -34,7 +34,7 @@ from common import Claim, console, environment, noise, print_claims, spread, wri
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from train_sides import LR, Fm, Lap, Mlp, Ours, Plain, all_keys, same_start
 
-from thermocline.data.synth import SyntheticAds
+from thermocline.data.synthetic import SyntheticAds
 
 CLAIMS = ("ssd", "torch", "checkpoint", "every")
 FIELDS, DIM, HIDDEN, ZIPF = 26, 16, (400, 400, 400), 1.05

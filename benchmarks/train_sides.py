@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 import thermocline as tc
-from thermocline.data.synth import SyntheticAds
-from thermocline.pipeline.stages import StageStats
+from thermocline.data.synthetic import SyntheticAds
+from thermocline.pipeline.executor import StageStats
 
 LR = 0.05
 CHUNK = 1 << 18  # keys at a time while tables are filled

@@ -20,17 +20,17 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from thermocline.batch import Batch
-from thermocline.callbacks import Callback
-from thermocline.cores import cores
-from thermocline.data.synth import SyntheticAds
-from thermocline.display import Display
-from thermocline.metrics import auc
-from thermocline.progress import Result
-from thermocline.sizes import format_size
-from thermocline.tables.bag import EmbeddingBag
-from thermocline.tables.optimizers import Adagrad
-from thermocline.tables.table import Table
-from thermocline.train import TrainConfig, Trainer
+from thermocline.data.synthetic import SyntheticAds
+from thermocline.embedding.bag import EmbeddingBag
+from thermocline.embedding.optimizers import Adagrad
+from thermocline.embedding.table import Table
+from thermocline.training.callbacks import Callback
+from thermocline.training.display import Display
+from thermocline.training.metrics import auc
+from thermocline.training.state import Result
+from thermocline.training.trainer import TrainConfig, Trainer
+from thermocline.utils.cpu_affinity import cores
+from thermocline.utils.text_format import format_size
 
 DIM, FIELDS = 16, 26
 HIDDEN = (128, 64)

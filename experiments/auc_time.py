@@ -6,11 +6,8 @@ import dataclasses
 import shutil
 from collections.abc import Mapping
 
-from thermocline.config import Config, Tiers, Train
-from thermocline.data.schema import Data, Synth
-from thermocline.models.config import ModelConfig
-from thermocline.reproduce import mpi
-from thermocline.reproduce.experiment import (
+from experiments import mpi
+from experiments.experiment import (
     Claim,
     Experiment,
     Figure,
@@ -23,6 +20,9 @@ from thermocline.reproduce.experiment import (
     Work,
     settings_of,
 )
+from thermocline.config.data import Data, Synth
+from thermocline.config.model import ModelConfig
+from thermocline.config.schema import Config, Tiers, Train
 
 KEYS, FIELDS, NONZEROS, DIM, HIDDEN = 2_000_000_000, 25, 50, 8, (64, 32)
 EXAMPLES, TEST, BATCH, DEPTH, POINTS = 1_000_000, 100_000, 256, 3, 40
@@ -91,7 +91,7 @@ def steps(setup: Setup) -> list[Step]:
 
 def _ours(wanted: Config, work: Work) -> Json:
     """From the beginning each time: a break would show in the curve."""
-    from thermocline.reproduce.training import watch
+    from experiments.training import watch
 
     shutil.rmtree(work.folder / "run", ignore_errors=True)
     shutil.rmtree(work.folder / "rows", ignore_errors=True)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from thermocline.cores import cores
 from thermocline.errors import ThermoclineError
+from thermocline.utils.cpu_affinity import cores
 
 SECONDS, THREADS = 2.0, 16
 """Of reading; reads in flight of each process."""

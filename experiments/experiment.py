@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from thermocline.config import Config
-from thermocline.cores import cores
+from experiments import machine, mpi
+from thermocline.config.loader import flatten
+from thermocline.config.schema import Config
 from thermocline.errors import ConfigError
-from thermocline.reproduce import machine, mpi
-from thermocline.settings import flatten
+from thermocline.utils.cpu_affinity import cores
 
 Json = Any
 Cell = str | float | int | None

@@ -7,11 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from thermocline.config import Config, Tiers, Train
-from thermocline.data.schema import Data, Hashing, Synth
-from thermocline.models.config import ModelConfig
-from thermocline.reproduce import paper
-from thermocline.reproduce.experiment import (
+from experiments import paper
+from experiments.experiment import (
     Claim,
     Experiment,
     Figure,
@@ -24,6 +21,9 @@ from thermocline.reproduce.experiment import (
     Work,
     settings_of,
 )
+from thermocline.config.data import Data, Hashing, Synth
+from thermocline.config.model import ModelConfig
+from thermocline.config.schema import Config, Tiers, Train
 
 FIELDS, NONZEROS, ZIPF, DIM, HIDDEN, BATCH = 24, 48, 1.25, 8, (64, 32), 512
 TEST = 100_000
@@ -110,7 +110,7 @@ def steps(setup: Setup) -> list[Step]:
             wanted = config(setup, world, method, k, number)
 
             def run(work: Work, wanted: Config = wanted) -> Json | None:
-                from thermocline.reproduce.training import train
+                from experiments.training import train
 
                 return train(wanted, work)
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from thermocline.config import Config
-from thermocline.data.schema import Synth
-from thermocline.dist.config import Dist
-from thermocline.dist.dense_config import DenseSync
-from thermocline.reproduce import ranks as several
-from thermocline.reproduce.experiment import (
+from experiments import ranks as several
+from experiments.experiment import (
     Claim,
     Experiment,
     Figure,
@@ -23,6 +19,10 @@ from thermocline.reproduce.experiment import (
     Work,
     settings_of,
 )
+from thermocline.config.data import Synth
+from thermocline.config.dense_sync import DenseSync
+from thermocline.config.distributed import Dist
+from thermocline.config.schema import Config
 
 KS = (1, 5, 10, 20, 50, 100)
 KEYS, FIELDS, DIM, HIDDEN, BATCH = 200_000, 26, 8, (256, 128), 128
@@ -104,7 +104,7 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
 
 
 def dense_parameters() -> int:
-    from thermocline.data.presets import mlp_parameters
+    from thermocline.data.paper_models import mlp_parameters
 
     return mlp_parameters(FIELDS * DIM, HIDDEN)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import thermocline
-from thermocline.cores import cores
+from thermocline.utils.cpu_affinity import cores
 
 _PACKAGES = ("torch", "numpy", "triton")
 

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from thermocline.data.presets import Plan
-from thermocline.data.synth import SyntheticAds
-from thermocline.reproduce import disk, models_report
-from thermocline.reproduce.experiment import Experiment, Json, Section, Setup, Step, Work
-from thermocline.tables import bulk
-from thermocline.tables.mem import MemTier
-from thermocline.tables.optimizers import RowWiseAdagrad
-from thermocline.tables.ssd import SsdStore
+from experiments import disk, models_report
+from experiments.experiment import Experiment, Json, Section, Setup, Step, Work
+from thermocline.data.paper_models import Plan
+from thermocline.data.synthetic import SyntheticAds
+from thermocline.embedding import bulk_load
+from thermocline.embedding.optimizers import RowWiseAdagrad
+from thermocline.tiers.dram import MemTier
+from thermocline.tiers.ssd import SsdStore
 
 NAMES = ("A", "B", "C", "D", "E")
 DEPTH = 4
@@ -106,8 +106,8 @@ def _run(setup: Setup, plan: Plan, side: str, work: Work) -> Json | None:
     """One model: every row exists, in the lowest tier, before the first batch."""
     import torch
 
+    from experiments.training import stream, table as make_table
     from thermocline.models import ModelConfig, build
-    from thermocline.reproduce.training import stream, table as make_table
 
     # Beside a GPU half of the cores make data: with all of them busy the thread that feeds it takes twice as long.
     threads = max(1, setup.cores // 2) if setup.device == "cuda" else None
@@ -122,7 +122,7 @@ def _run(setup: Setup, plan: Plan, side: str, work: Work) -> Json | None:
         budgets = {"hbm": plan.hbm, "mem": plan.mem, "ssd": folder, "ssd_mem": store_memory(plan)}
     with contextlib.closing(make_table(plan.dim, OPTIMIZER, setup, **budgets)) as table:
         if not tiers:
-            bulk.fill_top(table, bulk.pieces(ads, 1 << 20))
+            bulk_load.fill_top(table, bulk_load.pieces(ads, 1 << 20))
         torch.manual_seed(setup.seed)
         config = ModelConfig(name="dnn", dim=plan.dim, hidden=plan.hidden, dropout=0.0, batch_norm=False)
         model = build(config, table, plan.fields)
@@ -141,7 +141,7 @@ def _whole(setup: Setup, plan: Plan) -> dict[str, Any]:
     dram = round(plan.keys * (plan.row_bytes + _OVERHEAD) * 1.1) + (64 << 20)
     if setup.device != "cuda":
         return {"hbm": 0, "mem": dram}
-    from thermocline.tables.hbm import bytes_for
+    from thermocline.tiers.hbm import bytes_for
 
     return {"hbm": bytes_for(round(1.02 * plan.keys), plan.dim + 1) + (64 << 20), "mem": 4 << 30}
 
@@ -158,7 +158,7 @@ def _fill(folder: Path, tier: MemTier, ads: SyntheticAds, memory: int, work: Wor
             work.tell(0.5 * done / total)
             return work.left > _SPARE
 
-        done = bulk.fill_store(store, ads, tier.initial_rows, done=done, after=after)
+        done = bulk_load.fill_store(store, ads, tier.initial_rows, done=done, after=after)
         _commit(store, str(done).encode())
         return done == total
 

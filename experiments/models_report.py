@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from thermocline.reproduce.experiment import Claim, Figure, Json, Section, Series, Setup, Table
+from experiments.experiment import Claim, Figure, Json, Section, Series, Setup, Table
 
 MB = 1e6
 STAGES = ("read", "collect", "pull", "load", "train")

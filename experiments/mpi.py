@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import thermocline
-from thermocline import published
-from thermocline.config import Config
-from thermocline.reproduce.processes import events_of
+from experiments.processes import events_of
+from thermocline.config.schema import Config
+from thermocline.utils import atomic_file
 
 
 def missing() -> str | None:
@@ -47,7 +47,7 @@ def train(
     shutil.rmtree(folder / "rival", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rival.toml"
-    published.publish(path, config.to_toml().encode())
+    atomic_file.publish(path, config.to_toml().encode())
     arguments = ["-m", "baselines.mpi_ps", str(path), "--set", f"train.run_dir={folder / 'rival'}"]
     arguments += ["--seconds", str(seconds)] if seconds is not None else []
     command, what = launch.command(ranks, arguments), f"the MPI rival with {ranks} ranks"

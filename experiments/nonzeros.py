@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from thermocline.data.synth import SyntheticAds
-from thermocline.reproduce.experiment import Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
-from thermocline.tables.optimizers import Adagrad
+from experiments.experiment import Experiment, Figure, Json, Section, Series, Setup, Step, Table, Work
+from thermocline.data.synthetic import SyntheticAds
+from thermocline.embedding.optimizers import Adagrad
 
 COUNTS = (50, 100, 200, 300, 400, 500)
 FIELDS, DIM, KEYS = 25, 8, 1_000_000
@@ -39,8 +39,8 @@ def steps(setup: Setup) -> list[Step]:
 def _run(setup: Setup, nonzeros: int) -> Json:
     import torch
 
-    from thermocline.reproduce.training import seconds_of, table as make_table, torch_threads
-    from thermocline.tables.bag import EmbeddingBag
+    from experiments.training import seconds_of, table as make_table, torch_threads
+    from thermocline.embedding.bag import EmbeddingBag
 
     torch.set_num_threads(torch_threads())
     ads = SyntheticAds(

@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from thermocline import published
-from thermocline.reproduce import machine, svg, tables
-from thermocline.reproduce.experiment import TOO_SMALL, Cell, Claim, Figure, Section, Setup, Table
+from experiments import machine, svg, tables
+from experiments.experiment import TOO_SMALL, Cell, Claim, Figure, Section, Setup, Table
+from thermocline.utils import atomic_file
 
 NAMED = 4
 """Steps that are named beside the machine that made them."""
@@ -53,20 +53,20 @@ class Chapter:
 def write(folder: Path, chapters: Sequence[Chapter], setup: Setup, command: str) -> Path:
     """Writes index.html, tables/ and figures/; returns the page."""
     for name in ("tables", "figures"):
-        published.make_folder(folder / name)
+        atomic_file.make_folder(folder / name)
     for chapter in chapters:
         made_by = _distinct(chapter.environments)
         about = {"command": command, "setup": dataclasses.asdict(chapter.setup), "made_by": made_by}
         for part in chapter.section.parts if chapter.section else ():
             stem = f"{chapter.name}-{part.name}"
-            published.publish(folder / "tables" / f"{stem}.json", tables.as_json(part, about))
+            atomic_file.publish(folder / "tables" / f"{stem}.json", tables.as_json(part, about))
             if isinstance(part, Table):
-                published.publish(folder / "tables" / f"{stem}.csv", tables.table_csv(part))
+                atomic_file.publish(folder / "tables" / f"{stem}.csv", tables.table_csv(part))
             else:
-                published.publish(folder / "tables" / f"{stem}.csv", tables.figure_csv(part))
-                published.publish(folder / "figures" / f"{stem}.svg", svg.draw(part, alone=True).encode())
+                atomic_file.publish(folder / "tables" / f"{stem}.csv", tables.figure_csv(part))
+                atomic_file.publish(folder / "figures" / f"{stem}.svg", svg.draw(part, alone=True).encode())
     page = folder / "index.html"
-    published.publish(page, render(chapters, setup, command).encode())
+    atomic_file.publish(page, render(chapters, setup, command).encode())
     return page
 
 

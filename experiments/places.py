@@ -6,9 +6,9 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 
+from experiments.experiment import Experiment
+from thermocline.config.loader import nearest
 from thermocline.errors import ConfigError
-from thermocline.reproduce.experiment import Experiment
-from thermocline.settings import nearest
 
 PLACES = {
     "hashing": "Hashing into fewer bins: tables 1 and 2 of the source",
@@ -28,7 +28,7 @@ def find(name: str) -> Experiment | str:
     experiment = load(name)
     if experiment is None:
         return "This version does not have this experiment."
-    why: str | None = getattr(importlib.import_module(f"thermocline.reproduce.{name}"), "missing", lambda: None)()
+    why: str | None = getattr(importlib.import_module(f"experiments.{name}"), "missing", lambda: None)()
     return experiment if why is None else f"Not on this machine: {why}."
 
 
@@ -36,7 +36,7 @@ def load(name: str) -> Experiment | None:
     """The experiment of a place, whether or not it can run on this machine; none: there is none."""
     if name not in present():
         return None
-    experiment: Experiment = importlib.import_module(f"thermocline.reproduce.{name}").EXPERIMENT
+    experiment: Experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
     return experiment
 
 
@@ -54,4 +54,4 @@ def choose(only: Sequence[str]) -> dict[str, Experiment | str]:
 
 def present() -> list[str]:
     """The names of those that are there."""
-    return [name for name in PLACES if importlib.util.find_spec(f"thermocline.reproduce.{name}") is not None]
+    return [name for name in PLACES if importlib.util.find_spec(f"experiments.{name}") is not None]

@@ -7,10 +7,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
-from thermocline.config import Config, Tiers, Train
-from thermocline.data.schema import Data, Synth
-from thermocline.models.config import ModelConfig
-from thermocline.reproduce.experiment import (
+from experiments.experiment import (
     Cell,
     Claim,
     Experiment,
@@ -24,7 +21,10 @@ from thermocline.reproduce.experiment import (
     Work,
     settings_of,
 )
-from thermocline.tables.precision import Kind, Precision, Rounding
+from thermocline.config.data import Data, Synth
+from thermocline.config.model import ModelConfig
+from thermocline.config.schema import Config, Tiers, Train
+from thermocline.embedding.precision import Kind, Precision, Rounding
 
 KEYS, FIELDS, ZIPF, DIM, HIDDEN = 200_000, 16, 1.05, 8, (64, 32)
 BATCH, SMALL = 4096, 1024
@@ -181,7 +181,7 @@ def steps(setup: Setup) -> list[Step]:
         wanted = config(setup, case)
 
         def run(work: Work, wanted: Config = wanted) -> Json | None:
-            from thermocline.reproduce.training import train
+            from experiments.training import train
 
             return train(wanted, work)
 

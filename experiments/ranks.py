@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from thermocline import published
-from thermocline.config import Config, Tiers, Train
-from thermocline.data.schema import Data, Synth
-from thermocline.dist.launch import child_environment
-from thermocline.models.config import ModelConfig
-from thermocline.reproduce.processes import events_of
+from experiments.processes import events_of
+from thermocline.config.data import Data, Synth
+from thermocline.config.model import ModelConfig
+from thermocline.config.schema import Config, Tiers, Train
+from thermocline.distributed.launch import child_environment
+from thermocline.utils import atomic_file
 
 
 def one_core_each(synth: Synth, *, dim: int, hidden: tuple[int, ...], batch: int, log_every: int) -> Config:
@@ -36,7 +36,7 @@ def train(config: Config, ranks: int, folder: Path, limit: float) -> list[dict[s
     shutil.rmtree(folder / "run", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "ranks.toml"
-    published.publish(path, config.to_toml().encode())
+    atomic_file.publish(path, config.to_toml().encode())
     job = ["-m", "thermocline", "train", str(path), "--set", f"train.run_dir={folder / 'run'}"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launcher, *job]

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import thermocline
-from thermocline import published
+from experiments import machine
+from experiments.experiment import Json, Setup, Step
 from thermocline.errors import CorruptionError
-from thermocline.reproduce import machine
-from thermocline.reproduce.experiment import Json, Setup, Step
+from thermocline.utils import atomic_file
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Results:
     def open(cls, folder: str | Path, command: str = "") -> Self:
         """Makes the folder if it is not there. What is put is made by `command`."""
         made = cls(Path(folder), command)
-        published.make_folder(made._steps)
+        atomic_file.make_folder(made._steps)
         return made
 
     def get(self, experiment: str, step: Step) -> Result | None:
@@ -60,7 +60,7 @@ class Results:
 
     def put(self, experiment: str, step: Step, value: Json, seconds: float) -> Result:
         """Keeps a result; the step's own folder is no longer needed."""
-        published.require_json(value, f"the result of {experiment}, {step.name}")
+        atomic_file.require_json(value, f"the result of {experiment}, {step.name}")
         environment = {**machine.describe(), "command": self._command}
         record = {
             "experiment": experiment,
@@ -71,16 +71,16 @@ class Results:
             "result": value,
         }
         path = self._path(experiment, step)
-        published.make_folder(path.parent)
-        published.publish(path, json.dumps(record, indent=1).encode() + b"\n")
+        atomic_file.make_folder(path.parent)
+        atomic_file.publish(path, json.dumps(record, indent=1).encode() + b"\n")
         self.forget_work(experiment, step)
         return Result(value, environment, seconds)
 
     def complete(self, experiment: str, setup: Setup) -> None:
         """All steps of this setup are done."""
         path = self._steps / experiment / "setup.json"
-        published.make_folder(path.parent)
-        published.publish(path, json.dumps(dataclasses.asdict(setup), indent=1).encode() + b"\n")
+        atomic_file.make_folder(path.parent)
+        atomic_file.publish(path, json.dumps(dataclasses.asdict(setup), indent=1).encode() + b"\n")
 
     def completed(self, experiment: str) -> Setup | None:
         """The setup that was last complete, on whatever machine."""
@@ -103,7 +103,7 @@ class Results:
         path = self.work(experiment, step) / "seconds.json"
         seconds = (json.loads(path.read_bytes()) if path.exists() else 0.0) + more
         if more:
-            published.publish(path, json.dumps(seconds).encode())
+            atomic_file.publish(path, json.dumps(seconds).encode())
         return float(seconds)
 
     def forget_work(self, experiment: str, step: Step) -> None:

@@ -5,13 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from thermocline.config import Config, Tiers, Train
-from thermocline.cores import cores
-from thermocline.data.presets import Plan
-from thermocline.data.schema import Data, Synth
-from thermocline.models.config import ModelConfig
-from thermocline.reproduce import models, models_report, mpi, paper
-from thermocline.reproduce.experiment import (
+from experiments import models, models_report, mpi, paper
+from experiments.experiment import (
     Claim,
     Experiment,
     Figure,
@@ -24,6 +19,11 @@ from thermocline.reproduce.experiment import (
     Work,
     settings_of,
 )
+from thermocline.config.data import Data, Synth
+from thermocline.config.model import ModelConfig
+from thermocline.config.schema import Config, Tiers, Train
+from thermocline.data.paper_models import Plan
+from thermocline.utils.cpu_affinity import cores
 
 SECONDS, GPU_SECONDS, EVERY = 30.0, 4.0, 4
 """Of the rival's training in the full run, per model and number of ranks; beside a GPU; mini-batches a log."""

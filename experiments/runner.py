@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from thermocline.reproduce import page, places
-from thermocline.reproduce.experiment import STEP_SECONDS, Claim, Experiment, Setup, Step, Work
-from thermocline.reproduce.results import Result, Results
+from experiments import page, places
+from experiments.experiment import STEP_SECONDS, Claim, Experiment, Setup, Step, Work
+from experiments.results import Result, Results
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,11 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from thermocline.config import Config
-from thermocline.cores import bound
-from thermocline.data.schema import Synth
-from thermocline.reproduce import ranks as several
-from thermocline.reproduce.experiment import (
+from experiments import ranks as several
+from experiments.experiment import (
     Experiment,
     Figure,
     Json,
@@ -22,6 +19,9 @@ from thermocline.reproduce.experiment import (
     Work,
     settings_of,
 )
+from thermocline.config.data import Synth
+from thermocline.config.schema import Config
+from thermocline.utils.cpu_affinity import bound
 
 KEYS, FIELDS, DIM, HIDDEN, BATCH, STEPS, LOGS = 1_000_000, 26, 8, (256, 128), 1024, 600, 6
 NODES = (2, 4, 8, 16)
@@ -62,9 +62,9 @@ def steps(setup: Setup) -> list[Step]:
 
 def _predict(setup: Setup, work: Work) -> Json:
     """Of ranks on this machine, each of which brings its core; and of several machines with a rank per core."""
-    from thermocline.plan.measure import measure
-    from thermocline.plan.predict import predict
-    from thermocline.plan.workload import cluster_of, workload_of
+    from thermocline.planner.calibrate import measure
+    from thermocline.planner.cost_model import predict
+    from thermocline.planner.workload import cluster_of, workload_of
 
     node = measure(work.folder, on=1)  # as each rank has: kernels by several threads cost more
     wanted = config(setup, 1)

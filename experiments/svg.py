@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from thermocline.reproduce.experiment import Axis, Figure, Series
+from experiments.experiment import Axis, Figure, Series
 
 WIDTH, PLOT = 360, 190
 _FONT, _CHAR, _LINE = 12, 7.2, 16  # size, width of a character, height of a line

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from thermocline.reproduce.experiment import Figure, Table
+from experiments.experiment import Figure, Table
 
 
 def kind_of(table: Table, column: str) -> str:

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
+from experiments.experiment import Json, Setup, Work
 from thermocline.batch import Batch
-from thermocline.callbacks import Callback, Row
-from thermocline.config import Config
-from thermocline.cores import cores
+from thermocline.config.schema import Config
+from thermocline.embedding.table import Table
 from thermocline.errors import ThermoclineError
+from thermocline.pipeline.executor import StageStats
 from thermocline.pipeline.prefetch import prefetch
-from thermocline.pipeline.stages import StageStats
-from thermocline.reproduce.experiment import Json, Setup, Work
-from thermocline.run import Run
-from thermocline.run_folder import config_of, has_run
-from thermocline.tables.table import Table
-from thermocline.train import Trainer
+from thermocline.training.callbacks import Callback, Row
+from thermocline.training.run import Run
+from thermocline.training.run_dir import config_of, has_run
+from thermocline.training.trainer import Trainer
+from thermocline.utils.cpu_affinity import cores
 
 _SAVING = 0.1  # of a step's time is kept for saving and testing
 

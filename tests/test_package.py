@@ -11,8 +11,8 @@ import sys
 import pytest
 
 import thermocline as tc
-import thermocline.ops  # before a test has torch import Triton: without a GPU it is to be interpreted
-from thermocline.sizes import format_size, parse_size
+import thermocline.kernels  # before a test has torch import Triton: without a GPU it is to be interpreted
+from thermocline.utils.text_format import format_size, parse_size
 
 
 def run_python(code: str) -> str:

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 import thermocline as tc
-from thermocline.callbacks import Callback
-from thermocline.display import Display
+from thermocline.training.callbacks import Callback
+from thermocline.training.display import Display
 
 TARGET = Path(__file__).parent.parent / "docs" / "display.svg"
 CONFIG = """

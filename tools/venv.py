@@ -22,7 +22,7 @@ def requirements() -> tuple[list[str], list[str]]:
     """What all need, and what only the rivals need."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    return [*extras["torch"], *project["dependencies"], *extras["dev"]], extras["baselines"]
+    return [*extras["torch"], *project["dependencies"], *extras["dev"], *extras["experiments"]], extras["baselines"]
 
 
 def digest(wanted: list[str]) -> str:

@@ -10,7 +10,7 @@ import traceback
 from mpi4py import MPI
 
 from baselines.mpi_ps.job import Job
-from thermocline.config import Config
+from thermocline.config.schema import Config
 from thermocline.errors import ConfigError
 
 

@@ -20,17 +20,17 @@ from baselines.mpi_ps.dense import DenseSum
 from baselines.mpi_ps.route import Router
 from baselines.mpi_ps.share import check, open_share
 from baselines.mpi_ps.table import Planned, PsTable
-from thermocline import published
 from thermocline.batch import Batch
-from thermocline.callbacks import Row, finite
-from thermocline.config import Config
-from thermocline.data.splits import check_paths, has_split
+from thermocline.config.schema import Config
+from thermocline.data.open import check_paths, has_split
+from thermocline.embedding.initializers import Normal
 from thermocline.errors import ConfigError
-from thermocline.metrics import ExactMetrics, StreamingMetrics
 from thermocline.models import build, row_dim
-from thermocline.pipeline.stages import Pipeline
-from thermocline.run import dense_optimizers, row_optimizer
-from thermocline.tables.initial import Normal
+from thermocline.pipeline.executor import Pipeline
+from thermocline.training.callbacks import Row, finite
+from thermocline.training.metrics import ExactMetrics, StreamingMetrics
+from thermocline.training.run import dense_optimizers, row_optimizer
+from thermocline.utils import atomic_file
 
 M = TypeVar("M", bound=ExactMetrics)
 PHASES = ("wait", "pull", "compute", "push", "dense")
@@ -237,8 +237,8 @@ class Job:
 
     def _begin(self) -> None:
         if self.rank == 0:
-            published.make_folder(self._lines.parent)
-            published.publish(self._lines.parent / "config.toml", self.config.to_toml().encode())
+            atomic_file.make_folder(self._lines.parent)
+            atomic_file.publish(self._lines.parent / "config.toml", self.config.to_toml().encode())
             self._lines.write_text("")
 
     def _write(self, event: str, figures: Row) -> Row | None:

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from thermocline.batch import Floats, Slots, WorkingSet
-from thermocline.dist.owners import owner_of
-from thermocline.tables.arrays import Keys
+from thermocline.distributed.key_sharding import owner_of
+from thermocline.embedding.arrays import Keys
 
 Counts = npt.NDArray[np.int64]
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from thermocline.batch import Batch
-from thermocline.config import Config
+from thermocline.config.data import Split
+from thermocline.config.schema import Config
 from thermocline.data.features import Features
+from thermocline.data.open import has_split, open_data
 from thermocline.data.reader import Reader
-from thermocline.data.schema import Split
-from thermocline.data.splits import has_split, open_data
-from thermocline.data.synth import SyntheticAds
+from thermocline.data.synthetic import SyntheticAds
 from thermocline.errors import ConfigError, DataError
 
 

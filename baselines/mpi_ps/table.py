@@ -10,11 +10,11 @@ from mpi4py import MPI
 
 from baselines.mpi_ps.route import Buffer, Route, Router, exchange
 from thermocline.batch import Batch, Floats, Slots, WorkingSet
-from thermocline.tables.mem import MemTier, Pins
-from thermocline.tables.mem_train import MemTraining
-from thermocline.tables.optimizers import SGD, Optimizer
-from thermocline.tables.parts import BagSpec, Part, Prepared
-from thermocline.tables.table import Table
+from thermocline.embedding.batch_plan import BagSpec, Part, Prepared
+from thermocline.embedding.optimizers import SGD, Optimizer
+from thermocline.embedding.table import Table
+from thermocline.tiers.dram import MemTier, Pins
+from thermocline.tiers.dram_backend import MemTraining
 
 NOTHING = np.empty(0, np.uint64)
 

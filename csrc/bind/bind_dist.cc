@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "bind/bind.h"
-#include "mem/exchange_rows.h"
+#include "dram/exchange_rows.h"
 #include "util/signal.h"
 
 namespace nb = nanobind;

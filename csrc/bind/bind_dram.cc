@@ -13,10 +13,10 @@
 
 #include "bind/bind.h"
 #include "bind/to_numpy.h"
-#include "mem/dedup.h"
-#include "mem/kernels.h"
-#include "mem/lookup_plan.h"
-#include "mem/tier.h"
+#include "dram/dedup.h"
+#include "dram/kernels.h"
+#include "dram/lookup_plan.h"
+#include "dram/tier.h"
 #include "util/error.h"
 
 namespace nb = nanobind;

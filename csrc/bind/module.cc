@@ -70,7 +70,7 @@ void translate(const std::exception_ptr& pending, void*) {
 
 NB_MODULE(_core, m) {
   using namespace thermocline;
-  m.doc() = "Thermocline's C++ core; use it through thermocline.tables.";
+  m.doc() = "Thermocline's C++ core; use it through thermocline.tiers.";
   // A script may end while torch's graph still holds a batch: that is no error of the user's to be told about.
   nb::set_leak_warnings(false);
   load_error_types();

@@ -25,8 +25,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "mem/random.h"
-#include "mem/row_layout.h"
+#include "dram/random.h"
+#include "dram/row_layout.h"
 
 namespace thermocline {
 

@@ -1,6 +1,6 @@
 // Rows of codes: every instruction set and number of threads must give the same bytes, and training on them must be
 // decode, train, encode. That the bytes are right is checked against tables/reference_codec.py (tests/tables).
-#include "mem/codec.h"
+#include "dram/codec.h"
 
 #include <cmath>
 #include <cstring>
@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "mem/kernels.h"
+#include "dram/kernels.h"
 #include "testing/all_kernels.h"
 #include "testing/test.h"
 

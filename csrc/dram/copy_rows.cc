@@ -1,4 +1,4 @@
-#include "mem/copy_rows.h"
+#include "dram/copy_rows.h"
 
 #include <cstring>
 

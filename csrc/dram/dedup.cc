@@ -4,7 +4,7 @@
 //
 // Loops keep pointers and bounds in local variables: a store through one pointer could change all that is captured by
 // reference, and the compiler would load it again for every id.
-#include "mem/dedup.h"
+#include "dram/dedup.h"
 
 #include <algorithm>
 #include <bit>
@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "mem/kernels.h"
+#include "dram/kernels.h"
 #include "util/error.h"
 
 namespace thermocline {

@@ -1,4 +1,4 @@
-#include "mem/dedup.h"
+#include "dram/dedup.h"
 
 #include <random>
 #include <unordered_map>

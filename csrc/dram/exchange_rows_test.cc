@@ -1,4 +1,4 @@
-#include "mem/exchange_rows.h"
+#include "dram/exchange_rows.h"
 
 #include <algorithm>
 #include <cstring>

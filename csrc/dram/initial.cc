@@ -1,10 +1,10 @@
-#include "mem/initial.h"
+#include "dram/initial.h"
 
 #include <algorithm>
 #include <vector>
 
-#include "mem/kernels.h"
-#include "mem/random.h"
+#include "dram/kernels.h"
+#include "dram/random.h"
 
 namespace thermocline {
 namespace {

@@ -14,7 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "mem/codec.h"
+#include "dram/codec.h"
 
 namespace thermocline {
 

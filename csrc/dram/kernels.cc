@@ -1,5 +1,5 @@
 // Cuts kernels into tasks for threads. The cuts change who computes, never what.
-#include "mem/kernels.h"
+#include "dram/kernels.h"
 
 #include <algorithm>
 #include <atomic>

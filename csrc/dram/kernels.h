@@ -23,8 +23,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "mem/codec.h"
-#include "mem/row_layout.h"
+#include "dram/codec.h"
+#include "dram/row_layout.h"
 #include "util/thread_pool.h"
 
 namespace thermocline {

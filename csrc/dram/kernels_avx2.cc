@@ -1,5 +1,5 @@
 // Kernels for machines with AVX2: chosen at run time.
-#include "mem/kernels.h"
+#include "dram/kernels.h"
 #include "util/hash.h"
 
 #if defined(THERMOCLINE_X86_KERNELS)
@@ -10,9 +10,9 @@
 
 namespace thermocline {
 
-#include "mem/kernels_impl.h"
+#include "dram/kernels_impl.h"
 // After it.
-#include "mem/codec_impl.h"
+#include "dram/codec_impl.h"
 
 const Kernels kKernelsAvx2 = {"avx2",  hash_keys,  mem_hash_keys, any_pool, any_update,
                               any_sum, any_blocks, any_apply,     decode,   encode};

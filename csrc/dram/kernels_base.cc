@@ -1,5 +1,5 @@
 // Kernels for any machine of the architecture.
-#include "mem/kernels.h"
+#include "dram/kernels.h"
 #include "util/hash.h"
 
 #if defined(__x86_64__)
@@ -8,9 +8,9 @@
 
 namespace thermocline {
 
-#include "mem/kernels_impl.h"
+#include "dram/kernels_impl.h"
 // After it.
-#include "mem/codec_impl.h"
+#include "dram/codec_impl.h"
 
 const Kernels kKernelsBase = {"base",  hash_keys,  mem_hash_keys, any_pool, any_update,
                               any_sum, any_blocks, any_apply,     decode,   encode};

@@ -1,13 +1,13 @@
 // Every instruction set and number of threads must give the same bits as the plain loops here. That the plain loops are
 // right is checked against tables/reference.py (tests/tables).
-#include "mem/kernels.h"
+#include "dram/kernels.h"
 
 #include <cmath>
 #include <cstring>
 #include <random>
 #include <vector>
 
-#include "mem/initial.h"
+#include "dram/initial.h"
 #include "testing/all_kernels.h"
 #include "testing/test.h"
 

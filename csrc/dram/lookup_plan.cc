@@ -1,4 +1,4 @@
-#include "mem/lookup_plan.h"
+#include "dram/lookup_plan.h"
 
 #include <algorithm>
 #include <string>

@@ -1,5 +1,5 @@
 // What training needs of a batch, computed ahead of it: the slot of every id, and the gradient row and coefficient of
-// every occurrence in segment order (mem/kernels.h).
+// every occurrence in segment order (dram/kernels.h).
 #pragma once
 
 #include <cstddef>

@@ -3,8 +3,8 @@
 #include <bit>
 #include <cstring>
 
-#include "mem/copy_rows.h"
-#include "mem/tier.h"
+#include "dram/copy_rows.h"
+#include "dram/tier.h"
 #include "util/error.h"
 
 namespace thermocline {

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "mem/shard.h"
+#include "dram/shard.h"
 #include "util/huge_buffer.h"
 
 namespace thermocline {

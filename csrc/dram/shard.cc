@@ -1,4 +1,4 @@
-#include "mem/shard.h"
+#include "dram/shard.h"
 
 #include <algorithm>
 #include <bit>

@@ -1,5 +1,5 @@
 // How a budget is divided, and how a batch is divided among shards. See also pull.cc and writeback.cc.
-#include "mem/tier.h"
+#include "dram/tier.h"
 
 #include <algorithm>
 #include <bit>

@@ -18,11 +18,11 @@
 #include <string>
 #include <vector>
 
-#include "mem/initial.h"
-#include "mem/kernels.h"
-#include "mem/row_layout.h"
-#include "mem/scratch.h"
-#include "mem/shard.h"
+#include "dram/initial.h"
+#include "dram/kernels.h"
+#include "dram/row_layout.h"
+#include "dram/scratch.h"
+#include "dram/shard.h"
 #include "util/huge_buffer.h"
 #include "util/row_store.h"
 #include "util/thread_pool.h"

@@ -1,4 +1,4 @@
-#include "mem/tier.h"
+#include "dram/tier.h"
 
 #include <array>
 #include <cstring>

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "mem/tier.h"
+#include "dram/tier.h"
 #include "util/error.h"
 
 namespace thermocline {

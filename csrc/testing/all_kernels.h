@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "mem/kernels.h"
+#include "dram/kernels.h"
 
 namespace thermocline {
 

@@ -31,80 +31,93 @@ _HOME = {
     "ThermoclineError": "errors",
     "Batch": "batch",
     "WorkingSet": "batch",
-    "Callback": "callbacks",
-    "Checkpoint": "checkpoint",
-    "Checkpoints": "checkpoint",
-    "Config": "config",
-    "Tiers": "config",
-    "Train": "config",
+    "Callback": "training.callbacks",
+    "Checkpoint": "checkpoint.manager",
+    "Checkpoints": "checkpoint.manager",
+    "Config": "config.schema",
+    "Tiers": "config.schema",
+    "Train": "config.schema",
     "Reader": "data.reader",
-    "Data": "data.schema",
-    "FrozenAdam": "dist.adam",
-    "DenseParameters": "dist.dense",
-    "DenseSync": "dist.dense_config",
-    "Dist": "dist.config",
-    "Groups": "dist.groups",
-    "join_ranks": "dist.launch",
-    "ShardedTable": "dist.sharded",
-    "Topology": "dist.topology",
-    "Numeric": "data.schema",
-    "SyntheticAds": "data.synth",
-    "export_rows": "export",
-    "ModelConfig": "models.config",
-    "AUC": "metrics",
-    "Calibration": "metrics",
-    "ExactMetrics": "metrics",
-    "LogLoss": "metrics",
-    "NormalizedEntropy": "metrics",
-    "StreamingAUC": "metrics",
-    "StreamingMetrics": "metrics",
-    "auc": "metrics",
-    "Progress": "progress",
-    "Result": "progress",
-    "Run": "run",
-    "Schedule": "schedule",
-    "TrainConfig": "train_config",
-    "Trainer": "train",
+    "Data": "config.data",
+    "FrozenAdam": "distributed.frozen_adam",
+    "DenseParameters": "distributed.dense_sync",
+    "DenseSync": "config.dense_sync",
+    "Dist": "config.distributed",
+    "Groups": "distributed.communicator",
+    "join_ranks": "distributed.launch",
+    "ShardedTable": "distributed.sharded_table",
+    "Topology": "distributed.topology",
+    "Numeric": "config.data",
+    "SyntheticAds": "data.synthetic",
+    "export_rows": "checkpoint.export",
+    "ModelConfig": "config.model",
+    "AUC": "training.metrics",
+    "Calibration": "training.metrics",
+    "ExactMetrics": "training.metrics",
+    "LogLoss": "training.metrics",
+    "NormalizedEntropy": "training.metrics",
+    "StreamingAUC": "training.metrics",
+    "StreamingMetrics": "training.metrics",
+    "auc": "training.metrics",
+    "Progress": "training.state",
+    "Result": "training.state",
+    "Run": "training.run",
+    "Schedule": "training.lr_schedule",
+    "TrainConfig": "config.train",
+    "Trainer": "training.trainer",
     "prefetch": "pipeline.prefetch",
-    "EmbeddingBag": "tables.bag",
-    "Table": "tables.table",
-    "Constant": "tables.initial",
-    "Normal": "tables.initial",
-    "Uniform": "tables.initial",
-    "HbmStats": "tables.hbm",
-    "HbmTier": "tables.hbm",
-    "Lookup": "tables.mem",
-    "MemStats": "tables.mem",
-    "MemTier": "tables.mem",
-    "Adagrad": "tables.optimizers",
-    "Adam": "tables.optimizers",
-    "RowWiseAdagrad": "tables.optimizers",
-    "SGD": "tables.optimizers",
-    "Precision": "tables.precision",
-    "ReferenceTable": "tables.reference",
-    "SsdStats": "tables.ssd",
-    "SsdStore": "tables.ssd",
+    "EmbeddingBag": "embedding.bag",
+    "Table": "embedding.table",
+    "Constant": "embedding.initializers",
+    "Normal": "embedding.initializers",
+    "Uniform": "embedding.initializers",
+    "HbmStats": "tiers.hbm",
+    "HbmTier": "tiers.hbm",
+    "Lookup": "tiers.dram",
+    "MemStats": "tiers.dram",
+    "MemTier": "tiers.dram",
+    "Adagrad": "embedding.optimizers",
+    "Adam": "embedding.optimizers",
+    "RowWiseAdagrad": "embedding.optimizers",
+    "SGD": "embedding.optimizers",
+    "Precision": "embedding.precision",
+    "ReferenceTable": "embedding.reference",
+    "SsdStats": "tiers.ssd",
+    "SsdStore": "tiers.ssd",
 }
-_MODULES = ("hashing",)
+_MODULES = {"hashing": "data.feature_hashing"}
 __all__ = ["__version__", *_HOME, *_MODULES]
 
 if TYPE_CHECKING:
-    from thermocline import hashing as hashing
     from thermocline.batch import Batch as Batch, WorkingSet as WorkingSet
-    from thermocline.callbacks import Callback as Callback
-    from thermocline.checkpoint import Checkpoint as Checkpoint, Checkpoints as Checkpoints
-    from thermocline.config import Config as Config, Tiers as Tiers, Train as Train
+    from thermocline.checkpoint.export import export_rows as export_rows
+    from thermocline.checkpoint.manager import Checkpoint as Checkpoint, Checkpoints as Checkpoints
+    from thermocline.config.data import Data as Data, Numeric as Numeric
+    from thermocline.config.dense_sync import DenseSync as DenseSync
+    from thermocline.config.distributed import Dist as Dist
+    from thermocline.config.model import ModelConfig as ModelConfig
+    from thermocline.config.schema import Config as Config, Tiers as Tiers, Train as Train
+    from thermocline.config.train import TrainConfig as TrainConfig
+    from thermocline.data import feature_hashing as hashing  # noqa: F401
     from thermocline.data.reader import Reader as Reader
-    from thermocline.data.schema import Data as Data, Numeric as Numeric
-    from thermocline.data.synth import SyntheticAds as SyntheticAds
-    from thermocline.dist.adam import FrozenAdam as FrozenAdam
-    from thermocline.dist.config import Dist as Dist
-    from thermocline.dist.dense import DenseParameters as DenseParameters
-    from thermocline.dist.dense_config import DenseSync as DenseSync
-    from thermocline.dist.groups import Groups as Groups
-    from thermocline.dist.launch import join_ranks as join_ranks
-    from thermocline.dist.sharded import ShardedTable as ShardedTable
-    from thermocline.dist.topology import Topology as Topology
+    from thermocline.data.synthetic import SyntheticAds as SyntheticAds
+    from thermocline.distributed.communicator import Groups as Groups
+    from thermocline.distributed.dense_sync import DenseParameters as DenseParameters
+    from thermocline.distributed.frozen_adam import FrozenAdam as FrozenAdam
+    from thermocline.distributed.launch import join_ranks as join_ranks
+    from thermocline.distributed.sharded_table import ShardedTable as ShardedTable
+    from thermocline.distributed.topology import Topology as Topology
+    from thermocline.embedding.bag import EmbeddingBag as EmbeddingBag
+    from thermocline.embedding.initializers import Constant as Constant, Normal as Normal, Uniform as Uniform
+    from thermocline.embedding.optimizers import (
+        SGD as SGD,
+        Adagrad as Adagrad,
+        Adam as Adam,
+        RowWiseAdagrad as RowWiseAdagrad,
+    )
+    from thermocline.embedding.precision import Precision as Precision
+    from thermocline.embedding.reference import ReferenceTable as ReferenceTable
+    from thermocline.embedding.table import Table as Table
     from thermocline.errors import (
         BudgetError as BudgetError,
         ConfigError as ConfigError,
@@ -120,8 +133,13 @@ if TYPE_CHECKING:
         StoreError as StoreError,
         ThermoclineError as ThermoclineError,
     )
-    from thermocline.export import export_rows as export_rows
-    from thermocline.metrics import (
+    from thermocline.pipeline.prefetch import prefetch as prefetch
+    from thermocline.tiers.dram import Lookup as Lookup, MemStats as MemStats, MemTier as MemTier
+    from thermocline.tiers.hbm import HbmStats as HbmStats, HbmTier as HbmTier
+    from thermocline.tiers.ssd import SsdStats as SsdStats, SsdStore as SsdStore
+    from thermocline.training.callbacks import Callback as Callback
+    from thermocline.training.lr_schedule import Schedule as Schedule
+    from thermocline.training.metrics import (
         AUC as AUC,
         Calibration as Calibration,
         ExactMetrics as ExactMetrics,
@@ -131,32 +149,14 @@ if TYPE_CHECKING:
         StreamingMetrics as StreamingMetrics,
         auc as auc,
     )
-    from thermocline.models.config import ModelConfig as ModelConfig
-    from thermocline.pipeline.prefetch import prefetch as prefetch
-    from thermocline.progress import Progress as Progress, Result as Result
-    from thermocline.run import Run as Run
-    from thermocline.schedule import Schedule as Schedule
-    from thermocline.tables.bag import EmbeddingBag as EmbeddingBag
-    from thermocline.tables.hbm import HbmStats as HbmStats, HbmTier as HbmTier
-    from thermocline.tables.initial import Constant as Constant, Normal as Normal, Uniform as Uniform
-    from thermocline.tables.mem import Lookup as Lookup, MemStats as MemStats, MemTier as MemTier
-    from thermocline.tables.optimizers import (
-        SGD as SGD,
-        Adagrad as Adagrad,
-        Adam as Adam,
-        RowWiseAdagrad as RowWiseAdagrad,
-    )
-    from thermocline.tables.precision import Precision as Precision
-    from thermocline.tables.reference import ReferenceTable as ReferenceTable
-    from thermocline.tables.ssd import SsdStats as SsdStats, SsdStore as SsdStore
-    from thermocline.tables.table import Table as Table
-    from thermocline.train import Trainer as Trainer
-    from thermocline.train_config import TrainConfig as TrainConfig
+    from thermocline.training.run import Run as Run
+    from thermocline.training.state import Progress as Progress, Result as Result
+    from thermocline.training.trainer import Trainer as Trainer
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"thermocline.{name}")
+        return importlib.import_module(f"thermocline.{_MODULES[name]}")
     if name not in _HOME:
         raise AttributeError(f"module 'thermocline' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"thermocline.{_HOME[name]}"), name)

@@ -1,5 +1,5 @@
 """`python -m thermocline`."""
 
-from thermocline.cli import main
+from thermocline.cli.main import main
 
 main()

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from thermocline.core import core
-from thermocline.cores import cores
-from thermocline.tables.arrays import Keys, as_keys, as_numpy
+from thermocline.embedding.arrays import Keys, as_keys, as_numpy
+from thermocline.utils.cpu_affinity import cores
 
 Slots = npt.NDArray[np.uint32]
 Offsets = npt.NDArray[np.int64]

@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from baselines.mpi_ps.job import Job
-from thermocline.config import Config
+from thermocline.config.schema import Config
 
 
 def main() -> None:

@@ -23,9 +23,9 @@ import thermocline as tc
 from baselines.mpi_ps import launch
 from baselines.mpi_ps.share import check, open_share
 from thermocline.batch import Batch
+from thermocline.embedding.initializers import Normal
 from thermocline.models import build, row_dim
-from thermocline.run import Run, dense_optimizers, row_optimizer
-from thermocline.tables.initial import Normal
+from thermocline.training.run import Run, dense_optimizers, row_optimizer
 
 reason = launch.missing()
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no MPI here: {reason}")

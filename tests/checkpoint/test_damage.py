@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import run_helpers
 import torch
-from run_helpers import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differing, folder_of
+from helpers import run as run_helpers
+from helpers.run import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differing, folder_of
 
 import thermocline as tc
-from thermocline import published
-from thermocline.checkpoint import Checkpoints
-from thermocline.dist.adam import FrozenAdam
-from thermocline.tables.optimizers import Adagrad
-from thermocline.tables.table import Table
+from thermocline.checkpoint.manager import Checkpoints
+from thermocline.distributed.frozen_adam import FrozenAdam
+from thermocline.embedding.optimizers import Adagrad
+from thermocline.embedding.table import Table
+from thermocline.utils import atomic_file
 
 worlds = run_helpers.worlds  # the fixture
 
@@ -77,16 +77,18 @@ def test_damage_is_named_and_touches_nothing(tmp_path: Path, worlds: Any, place:
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
-    data = published.encode_manifest({"format": 1, "step": 3, "lr": 0.1, "position": {"file": "a\u00e9", "row": None}})
-    assert published.decode_manifest(data, "x")["step"] == 3
+    data = atomic_file.encode_manifest(
+        {"format": 1, "step": 3, "lr": 0.1, "position": {"file": "a\u00e9", "row": None}}
+    )
+    assert atomic_file.decode_manifest(data, "x")["step"] == 3
     for place in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[place // 8] ^= 1 << place % 8
         try:
-            manifest = published.decode_manifest(bytes(flipped), "x")
+            manifest = atomic_file.decode_manifest(bytes(flipped), "x")
         except tc.CorruptionError:
             continue
-        assert published.encode_manifest(manifest) == data, place  # other bytes of the same meaning, such as \u00E9
+        assert atomic_file.encode_manifest(manifest) == data, place  # other bytes of the same meaning, such as \u00E9
 
 
 def test_a_memory_table_with_a_damaged_store_is_left_as_it_was(tmp_path: Path, worlds: Any) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import run_helpers
-from run_helpers import ADS, checkpoints_of, folder_of
+from helpers import run as run_helpers
+from helpers.run import ADS, checkpoints_of, folder_of
 
 import thermocline as tc
-from thermocline.export import export_rows
+from thermocline.checkpoint.export import export_rows
 
 worlds = run_helpers.worlds  # the fixture
 

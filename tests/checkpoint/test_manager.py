@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import run_helpers
 import torch
-from run_helpers import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differing, folder_of, trained
+from helpers import run as run_helpers
+from helpers.run import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differing, folder_of, trained
 
 import thermocline as tc
-from thermocline import checkpoint as checkpoint_module, checkpoint_stores, published, snapshot
-from thermocline.checkpoint import Checkpoints
-from thermocline.tables.optimizers import Adagrad
-from thermocline.tables.table import Table
+from thermocline.checkpoint import manager as checkpoint_module, state_tree, table_stores
+from thermocline.checkpoint.manager import Checkpoints
+from thermocline.embedding.optimizers import Adagrad
+from thermocline.embedding.table import Table
+from thermocline.utils import atomic_file
 
 worlds = run_helpers.worlds  # the fixture
 
@@ -189,9 +190,9 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[str]:
         if len(passed) == nth:
             raise Crash(point)
 
-    monkeypatch.setattr(published, "reached", reached)
+    monkeypatch.setattr(atomic_file, "reached", reached)
     monkeypatch.setattr(checkpoint_module, "reached", reached)
-    monkeypatch.setattr(checkpoint_stores, "reached", reached)
+    monkeypatch.setattr(table_stores, "reached", reached)
     return passed
 
 
@@ -323,14 +324,14 @@ def test_a_closed_table_gives_its_checkpoints_to_the_next(tmp_path: Path, worlds
 
 def test_tensors_whose_names_meet_are_kept_apart() -> None:
     value = {"a": {"b": torch.zeros(1)}, "a/b": torch.ones(1), 1: torch.full((1,), 2.0), "1": torch.full((1,), 3.0)}
-    tensors: snapshot.Tensors = {}
-    packed = snapshot.pack(value, tensors, "x")
-    assert repr(snapshot.unpack(packed, snapshot.decode(snapshot.encode(tensors)))) == repr(value)
+    tensors: state_tree.Tensors = {}
+    packed = state_tree.pack(value, tensors, "x")
+    assert repr(state_tree.unpack(packed, state_tree.decode(state_tree.encode(tensors)))) == repr(value)
 
 
 def test_kill_at_a_named_point(tmp_path: Path) -> None:
     code = """if True:
-        import sys; from pathlib import Path; from run_helpers import *; import thermocline.checkpoint as c
+        import sys; from pathlib import Path; from helpers.run import *; import thermocline.checkpoint.manager as c
         path = Path(sys.argv[1]); world = World(path)
         checkpoints = c.Checkpoints(path / "run", world.tables, world.model, world.optimizer)
         for n in range(3):

@@ -14,11 +14,12 @@ import numpy as np
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
-from cli_helpers import SMALL, STEPS, done, invoke, lines_of, start, state_of, write_config
+from helpers.cli import SMALL, STEPS, done, invoke, lines_of, start, state_of, write_config
 
 import thermocline as tc
-from thermocline import inspect, published
-from thermocline.config import Config
+from thermocline.cli import inspect
+from thermocline.config.schema import Config
+from thermocline.utils import atomic_file
 
 pytestmark = pytest.mark.usefixtures("command_folder")
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("command_folder")
 def test_help_and_config_errors_load_no_torch() -> None:
     code = "import sys; from thermocline import cli, config, tasks, run, inspect; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert "thermocline.tasks" in loaded
+    assert "thermocline.cli.commands" in loaded
     assert "torch" not in loaded
     code = "import sys; from thermocline import cli; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
@@ -89,7 +90,7 @@ def test_an_existing_run_is_not_trained_over(tmp_path: Path) -> None:
 def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
     """The second is told at once, before it has changed anything; without SSD no store's lock would stop it."""
     config = write_config(tmp_path)
-    with published.held(tmp_path / "run"):
+    with atomic_file.held(tmp_path / "run"):
         result = invoke("train", config, "--set", "model.dim=4")
         assert result.exit_code == 2
         assert result.stderr.startswith("thermocline: another training uses run: wait until it ends, or end it with ")
@@ -327,7 +328,7 @@ def test_inspect_looks_again_when_a_writer_has_committed(trained: Path, monkeypa
         check(self)
 
     monkeypatch.setattr(tc.SsdStore, "check", released_meanwhile)
-    monkeypatch.setattr("thermocline.inspect._look_at_store", _without_fakes(inspect._look_at_store))
+    monkeypatch.setattr("thermocline.cli.inspect._look_at_store", _without_fakes(inspect._look_at_store))
     assert "healthy" in done("inspect", store, "--check")
     failures[0] = 100
     result = invoke("inspect", store, "--check")

@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from cli_helpers import SMALL, done, invoke, start, state_of, write_config
+from helpers.cli import SMALL, done, invoke, start, state_of, write_config
 
-from thermocline.sizes import plural
+from thermocline.utils.text_format import plural
 
 pytestmark = pytest.mark.usefixtures("command_folder")
 
@@ -87,14 +87,16 @@ def test_sigterm_says_the_command_that_goes_on(tmp_path: Path) -> None:
 
 IMPATIENT = """
 import os, signal
-from thermocline import checkpoint, checkpoint_stores, cli
+from thermocline.checkpoint.manager import manager
+from thermocline.checkpoint import table_stores
+from thermocline.cli.main import main
 
 def reached(point):
     if point == os.environ["POINT"]:
         os.kill(os.getpid(), signal.SIGINT)
 
-checkpoint.reached = checkpoint_stores.reached = reached
-cli.main()
+manager.reached = table_stores.reached = reached
+main.main()
 """
 """Presses Ctrl-C a second time when a save has come to a point."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_helpers import SMALL, done, invoke, lines_of, state_of, write_config
+from helpers.cli import SMALL, done, invoke, lines_of, state_of, write_config
 
 import thermocline as tc
 

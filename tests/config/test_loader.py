@@ -11,14 +11,13 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from thermocline import settings
-from thermocline.config import MAY_CHANGE, Config, Tiers, Train, check_resume, differences
-from thermocline.data.schema import Data, Numeric, Synth
+from thermocline.config.data import Data, Numeric, Synth
+from thermocline.config.model import ModelConfig
+from thermocline.config.schema import MAY_CHANGE, Config, Tiers, Train, check_resume, differences, loader
+from thermocline.config.train import TrainConfig
 from thermocline.errors import ConfigError
-from thermocline.models.config import ModelConfig
-from thermocline.run import gpu_budget
-from thermocline.schedule import Schedule
-from thermocline.train_config import TrainConfig
+from thermocline.training.lr_schedule import Schedule
+from thermocline.training.run import gpu_budget
 
 EXAMPLE = """
 [data]
@@ -226,12 +225,12 @@ def test_any_text_survives(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         return  # a lone surrogate is no text
-    assert tomllib.loads(f"x = {settings.toml_value(text)}")["x"] == text
+    assert tomllib.loads(f"x = {loader.toml_value(text)}")["x"] == text
 
 
 @given(st.one_of(st.floats(allow_nan=False), st.integers(-(2**63), 2**63 - 1), st.booleans()))
 def test_any_number_survives(number: float) -> None:
-    back = tomllib.loads(f"x = {settings.toml_value(number)}")["x"]
+    back = tomllib.loads(f"x = {loader.toml_value(number)}")["x"]
     assert back == number
     assert type(back) is type(number)
 
@@ -249,7 +248,7 @@ def test_what_depends_on_other_settings_is_filled_in() -> None:
 
 
 def test_the_keys_that_may_change_exist() -> None:
-    names = {name for name, _ in settings.flatten(Config())}
+    names = {name for name, _ in loader.flatten(Config())}
     assert names >= MAY_CHANGE
 
 
@@ -299,7 +298,7 @@ class Odd:
 
 
 def test_pairs_unions_and_needed_keys() -> None:
-    odd = settings.build(Odd, {"pair": [2, "b"], "choice": 3, "maybe": "none", "needed": "x"}, "odd")
+    odd = loader.build(Odd, {"pair": [2, "b"], "choice": 3, "maybe": "none", "needed": "x"}, "odd")
     assert odd == Odd(pair=(2, "b"), choice=3, maybe="none", needed="x")
     wrong = [
         ({"pair": [2]}, "odd.pair is [2]: it must be a list of a whole number, text"),
@@ -309,7 +308,7 @@ def test_pairs_unions_and_needed_keys() -> None:
     ]
     for values, says in wrong:
         with pytest.raises(ConfigError) as raised:
-            settings.build(Odd, values, "odd")
+            loader.build(Odd, values, "odd")
         assert str(raised.value) == says
 
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import thermocline as tc
-from thermocline.config import check_resume
-from thermocline.data.schema import Hashing
-from thermocline.hashing import CountSketch, Hasher, Modulo, OpOsrp
+from thermocline.config.data import Hashing
+from thermocline.config.schema import check_resume
+from thermocline.data.feature_hashing import CountSketch, Hasher, Modulo, OpOsrp
 
 M = 2**64 - 1
 KINDS = [OpOsrp, CountSketch, Modulo]

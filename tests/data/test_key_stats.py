@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_helpers import SMALL, done, write_config
+from helpers.cli import SMALL, done, write_config
 
 import thermocline as tc
-from thermocline.data.counts import Counted, KeyCounts
-from thermocline.data.stats import count, describe, suggest, tiers_toml
-from thermocline.sizes import format_size
+from thermocline.data.key_counts import Counted, KeyCounts
+from thermocline.data.key_stats import count, describe, suggest, tiers_toml
+from thermocline.utils.text_format import format_size
 
 
 def exact(ids: Any) -> tuple[int, float, float]:

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import helpers.parse_reference as reference
 import numpy as np
-import parse_reference as reference
 import pytest
 from hypothesis import given, strategies as st
 

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
-from reader_helpers import examples_of, pack
+from helpers.reader import examples_of, pack
 
 import thermocline as tc
-from thermocline.data import blocks
-from thermocline.data.schema import Data, Numeric, Synth
+from thermocline.config.data import Data, Numeric, Synth
+from thermocline.data import text_blocks
 from thermocline.errors import DataError
 
 
@@ -224,7 +224,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_lines_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MAX_LINE", 10_000)
+    monkeypatch.setattr(text_blocks, "MAX_LINE", 10_000)
     text = b"1 2\n" + b"1 " + b"3" * 50_000 + b"\n"
     (tmp_path / "a.svm").write_bytes(text)
     (tmp_path / "a.svm.gz").write_bytes(gzip.compress(text))

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
-from reader_helpers import (
+from helpers.reader import (
     CRITEO,
     Example,
     Malformed,
@@ -26,9 +25,10 @@ from reader_helpers import (
     svm_example,
     table_example,
 )
+from hypothesis import assume, given, settings, strategies as st
 
 import thermocline as tc
-from thermocline.data.schema import Numeric
+from thermocline.config.data import Numeric
 from thermocline.errors import DataError
 
 ENDS = st.sampled_from([b"\n", b"\r\n", b"\n\n"])

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.reader import Example, contents, examples_of, write_files
 from hypothesis import given, settings, strategies as st
-from reader_helpers import Example, contents, examples_of, write_files
 
 import thermocline as tc
 from thermocline.errors import DataError
@@ -250,7 +250,7 @@ def test_positions_of_other_data_or_settings_are_refused(tmp_path: Path) -> None
 
 
 def test_reading_ahead_is_bounded_and_ends_with_its_iterator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from thermocline.data.blocks import TextBlocks
+    from thermocline.data.text_blocks import TextBlocks
 
     loaded: list[int] = []
     load = TextBlocks.load

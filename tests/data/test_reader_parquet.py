@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.reader import Example, examples_of, key
 from hypothesis import given, strategies as st
-from reader_helpers import Example, examples_of, key
 
 import thermocline as tc
+from thermocline.config.data import Numeric
 from thermocline.data.arrow_keys import hashed
-from thermocline.data.schema import Numeric
 from thermocline.errors import DataError
 
 

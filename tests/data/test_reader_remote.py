@@ -10,7 +10,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from reader_helpers import contents, examples_of, pack
+from helpers.reader import contents, examples_of, pack
 
 import thermocline as tc
 from thermocline.errors import DataError

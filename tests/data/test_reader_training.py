@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reader_helpers import criteo_row
-from train_helpers import bits, weights_of
+from helpers.reader import criteo_row
+from helpers.train import bits, weights_of
 
 import thermocline as tc
-from thermocline.data.schema import Numeric
+from thermocline.config.data import Numeric
 
 
 @pytest.mark.parametrize("format", ["parquet", "libsvm", "libffm"])

@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 import thermocline as tc
 from thermocline import SyntheticAds
 from thermocline.batch import Batch
-from thermocline.data.presets import mlp_parameters
-from thermocline.metrics import auc
+from thermocline.data.paper_models import mlp_parameters
+from thermocline.training.metrics import auc
 
 
 def contents(batch: Batch) -> list[bytes]:

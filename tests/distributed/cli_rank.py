@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    from thermocline.train import Trainer
+    from thermocline.training.trainer import Trainer
 
     real = Trainer._after_step
 
@@ -18,6 +18,6 @@ if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
     Trainer._after_step = after_step  # type: ignore[method-assign]
 
-from thermocline.cli import main
+from thermocline.cli.main import main
 
 main()

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from dense_helpers import Case, Net, Nodes, assert_simulated, average, backward, mean, noise
-from ranks_helpers import play
+from helpers.dense import Case, Net, Nodes, assert_simulated, average, backward, mean, noise
+from helpers.ranks import play
 
-from thermocline.dist.adam import FROZEN, FrozenAdam
-from thermocline.dist.dense import DenseParameters, states_for_others
-from thermocline.dist.dense_config import DenseSync
-from thermocline.dist.groups import Groups
-from thermocline.dist.topology import Topology
+from thermocline.config.dense_sync import DenseSync
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.dense_sync import DenseParameters, states_for_others
+from thermocline.distributed.frozen_adam import FROZEN, FrozenAdam
+from thermocline.distributed.topology import Topology
 
 WORLDS: dict[str, Nodes] = {
     "1": ((0,),),
@@ -142,7 +142,7 @@ def test_parameters_that_step_for_the_first_time_are_not_frozen_with_the_others(
 
 def test_only_frozen_adam_can_be_frozen(alone: Groups) -> None:
     x = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"needs thermocline.dist.adam.FrozenAdam, not Adam"):
+    with pytest.raises(ValueError, match=r"needs thermocline.FrozenAdam, not Adam"):
         DenseParameters.make([x], torch.optim.Adam([x]), alone, DenseSync(every=2))
     y = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match="1 of 2 parameters are in none of the optimizers"):

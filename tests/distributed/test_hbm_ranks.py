@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dist.ranks_run import APART, FOUR, PAIR, Job, Way, assert_reference, train_rank
-from ranks_helpers import play
+from helpers.rank_training import APART, FOUR, PAIR, Job, Way, assert_reference, train_rank
+from helpers.ranks import play
 
-from thermocline.ops import INTERPRETED
+from thermocline.kernels import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dense_helpers import Case, assert_same, train
-from machines_helpers import Machines, problem
-from ranks_helpers import play
+from helpers.dense import Case, assert_same, train
+from helpers.machines import Machines, problem
+from helpers.ranks import play
 
-from thermocline.dist.dense_config import DenseSync
+from thermocline.config.dense_sync import DenseSync
 
 NODES = ((0, 1), (2, 3))
 NUMBERS = 100_000
@@ -32,7 +32,7 @@ def joined() -> Iterator[Machines]:
     with Machines(2) as machines:
         yield machines
         machines.mend(1)
-        running = machines.start("dense_helpers:on_and_on", 100, 10**9, DenseSync())
+        running = machines.start("helpers.dense:on_and_on", 100, 10**9, DenseSync())
         running.await_steps(1)
         pids = [int((running.folder / f"pid-{rank}").read_text()) for rank in range(4)]
         assert len(namespaces()) == len(before) + 3
@@ -69,7 +69,7 @@ def test_a_slow_link_changes_no_bit(machines: Machines) -> None:
     ways = (DenseSync(exact=True), DenseSync(every=2, exact=True), DenseSync(every=3, merge="all", exact=True))
     cases = [Case(n, sync, norm=True) for n, sync in enumerate(ways)]
     near = play(NODES, train, cases)
-    for rank, ended in enumerate(machines.run("dense_helpers:train", cases)):
+    for rank, ended in enumerate(machines.run("helpers.dense:train", cases)):
         assert ended.status == 0, ended.output
         for case, got, expected in zip(cases, ended.result, near[rank], strict=True):
             assert_same(got[0], expected[0], (rank, case))
@@ -80,7 +80,7 @@ def test_what_is_counted_is_what_crosses(machines: Machines) -> None:
     """Beside payload a link carries headers, acknowledgements and the ranks' meeting."""
     for exact in (True, False):
         before = machines.sent()
-        ended = machines.run("dense_helpers:sent_for", 1_000_000, exact)
+        ended = machines.run("helpers.dense:sent_for", 1_000_000, exact)
         crossed = [after - was for after, was in zip(machines.sent(), before, strict=True)]
         for node, ranks in enumerate(NODES):
             counted = sum(ended[rank].result[1] for rank in ranks)
@@ -91,9 +91,9 @@ def test_what_is_counted_is_what_crosses(machines: Machines) -> None:
 def test_a_slow_node_only_slows(machines: Machines) -> None:
     """A tenth of the rate on one side, and a rank that is stopped for a while."""
     sync = DenseSync(every=2, exact=True)
-    straight = machines.run("dense_helpers:on_and_on", NUMBERS, 4, sync)
+    straight = machines.run("helpers.dense:on_and_on", NUMBERS, 4, sync)
     machines.shape(1, "10mbit")
-    running = machines.start("dense_helpers:on_and_on", NUMBERS, 4, sync)
+    running = machines.start("helpers.dense:on_and_on", NUMBERS, 4, sync)
     running.await_steps(2)
     running.signal(3, signal.SIGSTOP)
     time.sleep(1)
@@ -107,7 +107,7 @@ def test_a_slow_node_only_slows(machines: Machines) -> None:
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.faults), 3])
 def test_a_node_cut_off_ends_every_rank_with_a_clear_error(machines: Machines, every: int) -> None:
     """Each waits 4 s for the others; a busy machine may need more to end."""
-    running = machines.start("dense_helpers:on_and_on", NUMBERS, 10_000, DenseSync(every=every), timeout=4)
+    running = machines.start("helpers.dense:on_and_on", NUMBERS, 10_000, DenseSync(every=every), timeout=4)
     running.await_steps(3)
     machines.cut(1)
     at = time.monotonic() - running.since
@@ -124,10 +124,10 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
         pytest.skip(reason)
     code = """
 import os, signal
-from machines_helpers import Machines
-from thermocline.dist.dense_config import DenseSync
+from helpers.machines import Machines
+from thermocline.config.dense_sync import DenseSync
 machines = Machines(1).__enter__()
-running = machines.start("dense_helpers:on_and_on", 100, 10**9, DenseSync(), per_node=1)
+running = machines.start("helpers.dense:on_and_on", 100, 10**9, DenseSync(), per_node=1)
 running.await_steps(1)
 print((running.folder / "pid-0").read_text())
 os.kill(os.getpid(), signal.SIGKILL)

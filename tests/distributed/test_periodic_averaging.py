@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from dense_helpers import STEADY, Case, Net, Nodes, assert_same, assert_simulated, rare, steady, train, tug
-from ranks_helpers import play
+from helpers.dense import STEADY, Case, Net, Nodes, assert_same, assert_simulated, rare, steady, train, tug
+from helpers.ranks import play
 
-from thermocline.dist.adam import FrozenAdam
-from thermocline.dist.dense import DenseParameters
-from thermocline.dist.dense_config import DenseSync, Merge
-from thermocline.dist.groups import Groups
-from thermocline.dist.topology import Topology
+from thermocline.config.dense_sync import DenseSync, Merge
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.dense_sync import DenseParameters
+from thermocline.distributed.frozen_adam import FrozenAdam
+from thermocline.distributed.topology import Topology
 
 MERGES: tuple[Merge, ...] = ("v_frozen", "all", "params")
 WORLDS: dict[str, Nodes] = {

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import thermocline as tc
-from thermocline.dist.meeting import meet
+from thermocline.distributed.rendezvous import meet
 
 
 def one_life(store: Any, world: int, seed: int, timeout: float = 20.0) -> list[Any]:

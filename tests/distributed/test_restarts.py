@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from dist.lives import interrupted, live, load, moments, trained_keys
-from dist.ranks_run import DIMS, FOUR, ONE, PAIR, Job, Way
-from ranks_helpers import Nodes, outcomes, play
+from helpers.rank_training import DIMS, FOUR, ONE, PAIR, Job, Way
+from helpers.ranks import Nodes, outcomes, play
+from helpers.restarts import interrupted, live, load, moments, trained_keys
 
 import thermocline as tc
 

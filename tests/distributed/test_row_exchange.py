@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dist.ranks_run import tree
-from ranks_helpers import Nodes, play
+from helpers.rank_training import tree
+from helpers.ranks import Nodes, play
 
-from thermocline.dist.config import Wire
-from thermocline.dist.exchange import Exchange, Route, Sent
-from thermocline.dist.groups import Groups
-from thermocline.dist.owners import owner_of
-from thermocline.dist.row_sum import take_rows
-from thermocline.dist.wire import decode, encode, width
-from thermocline.tables.arrays import Keys
-from thermocline.tables.hashes import hash_keys
-from thermocline.tables.reference_codec import mix64
+from thermocline.config.distributed import Wire
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.key_sharding import owner_of
+from thermocline.distributed.row_exchange import Exchange, Route, Sent
+from thermocline.distributed.row_reduce import take_rows
+from thermocline.distributed.wire_format import decode, encode, width
+from thermocline.embedding.arrays import Keys
+from thermocline.embedding.key_hash import hash_keys
+from thermocline.embedding.reference_codec import mix64
 
 NODES: list[Nodes] = [((0, 1), (2, 3)), ((0, 1, 2),), ((0,), (1,), (2,))]
 DIM = 5

@@ -6,8 +6,20 @@ import itertools
 from pathlib import Path
 
 import pytest
-from dist.ranks_run import APART, BATCHES, FOUR, ONE, PAIR, Job, Way, assert_reference, keys_of, reference, train_rank
-from ranks_helpers import play
+from helpers.rank_training import (
+    APART,
+    BATCHES,
+    FOUR,
+    ONE,
+    PAIR,
+    Job,
+    Way,
+    assert_reference,
+    keys_of,
+    reference,
+    train_rank,
+)
+from helpers.ranks import play
 
 UNEVEN = (90, 47, 0, 71)
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks_helpers import outcomes, play
+from helpers.ranks import outcomes, play
 
 import thermocline as tc
-from thermocline.dist.groups import Groups
-from thermocline.dist.mailbox import Mailbox, _Box
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.shm_transport import Mailbox, _Box
 from thermocline.errors import RankError
 
 NODE = ((0, 1, 2),)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import thermocline as tc
-from thermocline.dist.launch import bind_to_numa, choose_numa, numa_nodes
-from thermocline.dist.relay import parse_links, relayed
-from thermocline.dist.topology import Topology
+from thermocline.distributed.launch import bind_to_numa, choose_numa, numa_nodes
+from thermocline.distributed.relay import parse_links, relayed
+from thermocline.distributed.topology import Topology
 
 FOUR = ((0, 1), (2, 3))
 

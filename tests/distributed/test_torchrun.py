@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks_helpers import outcomes, play
+from helpers.ranks import outcomes, play
 
 import thermocline as tc
-from thermocline import published, run as running
-from thermocline.dist.groups import Groups
-from thermocline.dist.launch import first_to_say
-from thermocline.dist.topology import Topology
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.launch import first_to_say
+from thermocline.distributed.topology import Topology
+from thermocline.training import run as running
+from thermocline.utils import atomic_file
 
 CONFIG = """
 [data]
@@ -183,7 +184,7 @@ def run_ranks_failing(groups: Groups, folder: str) -> Any:
 
 
 def test_all_ranks_hear_that_another_process_trains_in_the_folder(tmp_path: Path) -> None:
-    with published.held(tmp_path / "run"):
+    with atomic_file.held(tmp_path / "run"):
         found = [value for _, value in outcomes(((0, 1),), run_ranks_failing, str(tmp_path), seconds=60)]
     assert found[0][0] == "ConfigError"
     assert found[1][0] == "RankError"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train_helpers import Net, Reference, ReferenceBag, all_keys, bits, loss_of, make_batches, one_torch_thread
+from helpers.train import Net, Reference, ReferenceBag, all_keys, bits, loss_of, make_batches, one_torch_thread
 
 import thermocline as tc
 

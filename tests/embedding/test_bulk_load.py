@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import thermocline as tc
-from thermocline.tables import bulk
-from thermocline.tables.ssd import SsdStore
+from thermocline.embedding import bulk_load
+from thermocline.tiers.ssd import SsdStore
 
 ADS = tc.SyntheticAds(keys=50_000, fields=7, batch_size=8, seed=3)
 
@@ -18,12 +18,12 @@ def tier() -> tc.MemTier:
     return tc.MemTier(4, tc.RowWiseAdagrad(lr=0.1), budget="4MB", seed=5)
 
 
-@pytest.mark.parametrize("piece", [bulk.PIECE, 7_000, 1_000])
+@pytest.mark.parametrize("piece", [bulk_load.PIECE, 7_000, 1_000])
 def test_every_key_has_its_row_in_the_files(tmp_path: Path, piece: int) -> None:
     rows, total = tier(), sum(ADS.keys)
     told = []
     with SsdStore.open(tmp_path / "rows", row_bytes=rows.row_bytes) as store:
-        done = bulk.fill_store(store, ADS, rows.initial_rows, piece=piece, after=lambda n: told.append(n) or True)  # type: ignore[func-returns-value]
+        done = bulk_load.fill_store(store, ADS, rows.initial_rows, piece=piece, after=lambda n: told.append(n) or True)  # type: ignore[func-returns-value]
         assert done == told[-1] == total == len(store)
         assert told == sorted(set(told))
         stats = store.stats()
@@ -44,7 +44,7 @@ def test_a_filling_that_is_cut_short_goes_on(tmp_path: Path) -> None:
         calls += 1
         with SsdStore.open(tmp_path / "rows", row_bytes=rows.row_bytes) as store:
             end = done + 9_000
-            done = bulk.fill_store(
+            done = bulk_load.fill_store(
                 store,
                 ADS,
                 rows.initial_rows,
@@ -64,23 +64,25 @@ def test_a_filling_goes_on_with_the_same_pieces_only(tmp_path: Path) -> None:
     """Those of another size end elsewhere: rows between the ends would be missing."""
     rows = tier()
     with SsdStore.open(tmp_path / "rows", row_bytes=rows.row_bytes) as store:
-        done = bulk.fill_store(store, ADS, rows.initial_rows, piece=4_000, after=lambda n: n < 9_000)
+        done = bulk_load.fill_store(store, ADS, rows.initial_rows, piece=4_000, after=lambda n: n < 9_000)
         with pytest.raises(ValueError, match=f"done is {done}: no piece of about 7000 rows ends there"):
-            bulk.fill_store(store, ADS, rows.initial_rows, done=done, piece=7_000)
-        assert bulk.fill_store(store, ADS, rows.initial_rows, done=done, piece=4_000) == sum(ADS.keys) == len(store)
+            bulk_load.fill_store(store, ADS, rows.initial_rows, done=done, piece=7_000)
+        assert (
+            bulk_load.fill_store(store, ADS, rows.initial_rows, done=done, piece=4_000) == sum(ADS.keys) == len(store)
+        )
 
 
 def test_an_error_of_rows_is_told(tmp_path: Path) -> None:
-    def fails(keys: bulk.Keys) -> bulk.Floats:
+    def fails(keys: bulk_load.Keys) -> bulk_load.Floats:
         raise ValueError("no rows today")
 
     with SsdStore.open(tmp_path / "rows", row_bytes=8) as store, pytest.raises(ValueError, match="no rows today"):
-        bulk.fill_store(store, ADS, fails, piece=1_000)
+        bulk_load.fill_store(store, ADS, fails, piece=1_000)
 
 
 def test_the_top_tier_is_filled_clean() -> None:
     table = tc.Table(4, tc.SGD(lr=0.1), mem="16MB", device="cpu")
-    bulk.fill_top(table, bulk.pieces(ADS, 9_000))
+    bulk_load.fill_top(table, bulk_load.pieces(ADS, 9_000))
     keys = ADS.some_keys(0, sum(ADS.keys))
     assert len(np.unique(keys)) == len(keys)
     assert table.tier.stats().resident == len(keys)

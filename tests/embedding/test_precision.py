@@ -8,11 +8,11 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from ssd_helpers import SMALL
+from helpers.ssd import SMALL
 
 import thermocline as tc
-from thermocline.tables.precision import Kind, Precision
-from thermocline.tables.reference_codec import chances, encode, pack
+from thermocline.embedding.precision import Kind, Precision
+from thermocline.embedding.reference_codec import chances, encode, pack
 
 KINDS: list[Kind] = [kind for kind in get_args(Kind) if kind != "fp32"]
 PRECISIONS = [

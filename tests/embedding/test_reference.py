@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import thermocline as tc
-from thermocline.tables import reference, reference_codec
-from thermocline.tables.optimizers import Optimizer
+from thermocline.embedding import reference, reference_codec
+from thermocline.embedding.optimizers import Optimizer
 
 
 def test_mix64_is_the_published_murmur3_finaliser() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ssd_helpers import SMALL
-from train_helpers import (
+from helpers.ssd import SMALL
+from helpers.train import (
     OPTIMIZERS,
     Net,
     Reference,

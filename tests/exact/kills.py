@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from exact.run import DIMS, Ways, batches, keys_of, make_model, make_table, probe
-from train_helpers import bits, loss_of, one_torch_thread, weights_of
+from helpers.train import bits, loss_of, one_torch_thread, weights_of
 
 import thermocline as tc
 

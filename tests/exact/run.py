@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from ssd_helpers import SMALL
-from train_helpers import (
+from helpers.ssd import SMALL
+from helpers.train import (
     OPTIMIZERS,
     Net,
     Reference,
@@ -29,11 +29,11 @@ from train_helpers import (
 )
 
 import thermocline as tc
-from thermocline.tables.mem import MemStats, Policy
-from thermocline.tables.optimizers import Optimizer
+from thermocline.embedding.optimizers import Optimizer
+from thermocline.tiers.dram import MemStats, Policy
 
 if TYPE_CHECKING:
-    from thermocline.tables.hbm import HbmStats
+    from thermocline.tiers.hbm import HbmStats
 
 DIMS = {"wide": 8, "narrow": 3}
 BAGS: list[tuple[str, Any, Any]] = [
@@ -118,8 +118,8 @@ def make_table(name: str, optimizer: str, ways: Ways, folder: Path, count: int =
         rows = int(ways.memory * len(keys_of(name, count, seed)))
         options = {"mem": budget_for(rows, DIMS[name], chosen, precision), "ssd": folder / name, "ssd_options": SMALL}
     if ways.hbm is not None:
-        from thermocline.ops import INTERPRETED
-        from thermocline.tables.hbm import bytes_for
+        from thermocline.kernels import INTERPRETED
+        from thermocline.tiers.hbm import bytes_for
 
         words = precision.row_bytes(DIMS[name], chosen) // 4
         options["hbm"] = bytes_for(int(ways.hbm * len(keys_of(name, count, seed))), words)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from exact.run import DIMS, Ways, assert_same_bits, keys_of, reference, train, trained_something
-from train_helpers import OPTIMIZERS
+from helpers.train import OPTIMIZERS
 
 MEMORY = [None, 0.05]
 DEPTHS = [1, 2, 4, 8]

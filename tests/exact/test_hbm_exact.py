@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from exact.run import Ways, assert_same_bits, keys_of, recipe, train
-from train_helpers import OPTIMIZERS
+from helpers.train import OPTIMIZERS
 
-from thermocline.ops import INTERPRETED
+from thermocline.kernels import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SMALL = 12

@@ -11,7 +11,7 @@ import pytest
 import torch
 import typer
 
-from thermocline import demo
+from examples import demo
 
 
 @pytest.fixture(autouse=True)

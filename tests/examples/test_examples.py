@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_helpers import done
+from helpers.cli import done
 
 import thermocline as tc
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import browser_helpers as browser
+import helpers.browser as browser
 import pytest
 
-from thermocline.reproduce import page, places, runner
-from thermocline.reproduce.experiment import Experiment, Figure, Section, Series, Setup, Step, Table
+from experiments import page, places, runner
+from experiments.experiment import Experiment, Figure, Section, Series, Setup, Step, Table
 
 PROGRAM = browser.find()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=browser.ABSENT)

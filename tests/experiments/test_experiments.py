@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import browser_helpers as browser
+import helpers.browser as browser
 import numpy as np
 import pytest
-from cli_helpers import invoke
+from helpers.cli import invoke
 
 import thermocline as tc
-from thermocline.ops import INTERPRETED
-from thermocline.reproduce import auc_time, hashing, models, mpi, paper, places, quantization
-from thermocline.reproduce.experiment import Setup
+from experiments import auc_time, hashing, models, mpi, paper, places, quantization
+from experiments.experiment import Setup
+from thermocline.kernels import INTERPRETED
 
 TINY = ("--quick", "--effort", "0.001", "--scale", "1/1000000", "--device", "cpu")
 HERE = ("hashing", "quantization", "models", "auc_time", "nonzeros")
@@ -248,7 +248,7 @@ def test_the_tiers_change_no_bit_of_auc(report: Path) -> None:
 
 def test_a_curve_that_is_not_finished_is_none(tmp_path: Path) -> None:
     """Trained half as long, one side's AUC would be compared with the other's at the end."""
-    from thermocline.reproduce.experiment import Work
+    from experiments.experiment import Work
 
     step = next(step for step in auc_time.steps(Setup(effort=0.001, scale=1e6)) if step.name == auc_time.MEMORY)
     with pytest.raises(tc.ThermoclineError, match=r"1 of 4 steps took .* a smaller --effort"):
@@ -269,8 +269,8 @@ def test_falling_curves() -> None:
 
 
 def test_a_training_that_is_cut_anywhere_ends_with_the_same_bits(tmp_path: Path) -> None:
-    from thermocline.reproduce.experiment import Work
-    from thermocline.reproduce.training import train
+    from experiments.experiment import Work
+    from experiments.training import train
 
     config = hashing.config(Setup(effort=0.004, scale=1e6), "image", "op_osrp", 40)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -301,8 +301,8 @@ def test_errors_are_one_line() -> None:
 
 def test_a_gpus_part_of_the_models_runs_interpreted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through HBM, DRAM and SSD, and with the rows in HBM, as on a GPU: only the kernels' device differs."""
-    from thermocline.reproduce import training
-    from thermocline.reproduce.experiment import Work
+    from experiments import training
+    from experiments.experiment import Work
 
     if not INTERPRETED:
         pytest.skip("kernels are not interpreted here: TRITON_INTERPRET=1")

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import thermocline as tc
-from thermocline.cores import bound
-from thermocline.data.presets import Plan
-from thermocline.reproduce import auc_time, k_step, models, mpi, paper, places, rival, scalability
-from thermocline.reproduce.experiment import Figure, Setup, Table, Work
-from thermocline.reproduce.processes import events_of
+from experiments import auc_time, k_step, models, mpi, paper, places, rival, scalability
+from experiments.experiment import Figure, Setup, Table, Work
+from experiments.processes import events_of
+from thermocline.data.paper_models import Plan
+from thermocline.utils.cpu_affinity import bound
 
 WHY = mpi.missing()
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 import thermocline as tc
-from thermocline import tasks
-from thermocline.reproduce import machine, page as page_module, places, runner
-from thermocline.reproduce.experiment import (
+from experiments import machine, page as page_module, places, runner
+from experiments.experiment import (
     TOO_SMALL,
     Claim,
     Experiment,
@@ -29,6 +28,7 @@ from thermocline.reproduce.experiment import (
     Work,
     parse_scale,
 )
+from thermocline.cli import commands
 
 SETUP = Setup(scale=10.0)
 
@@ -263,11 +263,11 @@ def test_what_the_command_says_of_claims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(places, "choose", lambda only: {"squares": Squares(factor=-1).experiment})
-    assert not tasks.reproduce(tmp_path / "a", dataclasses.replace(SETUP, asserted=False), [], "", here=False)
+    assert not commands.reproduce(tmp_path / "a", dataclasses.replace(SETUP, asserted=False), [], "", here=False)
     out = capsys.readouterr().out
     assert "not seen at this size: they rise" in out
     assert TOO_SMALL in out
-    assert tasks.reproduce(tmp_path / "b", SETUP, [], "", here=False)
+    assert commands.reproduce(tmp_path / "b", SETUP, [], "", here=False)
     out = capsys.readouterr().out
     assert "does not hold: they rise" in out
     assert TOO_SMALL not in out

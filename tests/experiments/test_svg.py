@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from thermocline.reproduce import svg
-from thermocline.reproduce.experiment import Figure, Series
+from experiments import svg
+from experiments.experiment import Figure, Series
 
 NS = "{http://www.w3.org/2000/svg}"
 

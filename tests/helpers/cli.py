@@ -15,7 +15,7 @@ import safetensors.numpy
 from typer.testing import CliRunner
 
 import thermocline as tc
-from thermocline.cli import app
+from thermocline.cli.main import app
 
 SMALL = """
 [data]

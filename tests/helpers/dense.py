@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from ranks_helpers import play
 
-from thermocline import snapshot
-from thermocline.dist.adam import FrozenAdam
-from thermocline.dist.dense import DenseParameters
-from thermocline.dist.dense_config import DenseSync
-from thermocline.dist.groups import Groups
-from thermocline.dist.mean import Mean
+from helpers.ranks import play
+from thermocline.checkpoint import state_tree
+from thermocline.config.dense_sync import DenseSync
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.dense_sync import DenseParameters
+from thermocline.distributed.frozen_adam import FrozenAdam
+from thermocline.distributed.hierarchical_allreduce import Mean
 
 Tensors = dict[str, torch.Tensor]
 Nodes = tuple[tuple[int, ...], ...]
@@ -105,8 +105,8 @@ def _train(groups: Groups, case: Case) -> tuple[Tensors, int, int]:
         if step == case.save_at:
             tensors: Tensors = {}
             tree = (net.state_dict(), optimizer.state_dict(), sync.state_dict())
-            packed = snapshot.pack(tree, tensors, "")
-            saved = snapshot.unpack(packed, snapshot.decode(snapshot.encode(tensors)))
+            packed = state_tree.pack(tree, tensors, "")
+            saved = state_tree.unpack(packed, state_tree.decode(state_tree.encode(tensors)))
             net, optimizer, sync = _made(groups, case)
             for there, state in zip((net, optimizer, sync), saved, strict=True):
                 there.load_state_dict(state)
@@ -366,7 +366,7 @@ def steady(groups: Groups, sync: DenseSync, steps: int) -> torch.Tensor:
 
 def on_and_on(groups: Groups, numbers: int, steps: int, sync: DenseSync) -> list[str]:
     """Steps over a model of so many parameters; what they are afterwards, hashed."""
-    from machines_helpers import stepped
+    from helpers.machines import stepped
 
     parameters = [torch.nn.Parameter(torch.zeros(numbers // 2)) for _ in range(2)]
     optimizer = FrozenAdam(parameters)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from thermocline.ops.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, SHORT
-from thermocline.ops.find import find, find_reference
-from thermocline.ops.index import EMPTY_KEY, ENTRIES, Index
-from thermocline.ops.insert import Plan, ReferencePlan, Residents, find_or_insert, find_or_insert_reference
-from thermocline.ops.rebuild import entries_reference, rebuild
+from thermocline.kernels.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, SHORT
+from thermocline.kernels.find import find, find_reference
+from thermocline.kernels.index import EMPTY_KEY, ENTRIES, Index
+from thermocline.kernels.insert import Plan, ReferencePlan, Residents, find_or_insert, find_or_insert_reference
+from thermocline.kernels.rebuild import entries_reference, rebuild
 
 # Keys that a careless index would trip over: its marker, the marker's second name, the ends of both number ranges.
 ODD_KEYS = [EMPTY_KEY, EMPTY_KEY ^ 1, 0, 1, -1, 2**63 - 1, -(2**63)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from thermocline.ops.segments import Segments, find_segments
+from thermocline.kernels.segments import Segments, find_segments
 
 _INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 

@@ -1,7 +1,7 @@
 """Machines that are network namespaces: a switch between them, links with a rate and a delay that can be cut.
 
     with Machines(2, rate="100mbit") as machines:
-        ended = machines.run("dense_helpers:train", cases, per_node=2)
+        ended = machines.run("helpers.dense:train", cases, per_node=2)
 
 Every machine has one interface, joined by veth to a bridge in a namespace of its own; nothing appears in the namespace
 of the host, and all of it, processes too, is gone when the block ends. Needs Linux, root and iproute2 (`problem` says
@@ -306,8 +306,8 @@ if __name__ == "__main__":
     import torch._dynamo  # the first optimizer would, in every rank
     import torch.distributed
 
-    from thermocline.dist.groups import Groups
-    from thermocline.dist.topology import Topology
+    from thermocline.distributed.communicator import Groups
+    from thermocline.distributed.topology import Topology
 
     _host()
     _rank()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thermocline.plan.hardware import Cpu, Disk, Gpu, Hardware, Links
+from thermocline.planner.hardware import Cpu, Disk, Gpu, Hardware, Links
 
 CPU = Cpu(
     cores=4,

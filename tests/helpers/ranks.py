@@ -63,7 +63,13 @@ def _start_server(context: Any) -> None:
     import torch
 
     # The first optimizer imports torch._dynamo: more than a second, of every rank.
-    loaded = ["torch", "torch._dynamo", "torch.distributed", "thermocline.dist.dense", "thermocline.train"]
+    loaded = [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed",
+        "thermocline.distributed.dense_sync",
+        "thermocline.training.trainer",
+    ]
     context.set_forkserver_preload(loaded)
     before = os.environ.get("TRITON_INTERPRET")
     if not torch.cuda.is_available():
@@ -98,8 +104,8 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    from thermocline.dist.groups import Groups
-    from thermocline.dist.topology import Topology
+    from thermocline.distributed.communicator import Groups
+    from thermocline.distributed.topology import Topology
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from thermocline.batch import Batch
-from thermocline.checkpoint import Checkpoints
+from thermocline.checkpoint.manager import Checkpoints
+from thermocline.embedding.bag import EmbeddingBag
+from thermocline.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
+from thermocline.embedding.table import Table
 from thermocline.pipeline.prefetch import prefetch
-from thermocline.tables.bag import EmbeddingBag
-from thermocline.tables.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
-from thermocline.tables.table import Table
 
 KEYS = 600
 EXAMPLES = 16

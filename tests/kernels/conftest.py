@@ -1,4 +1,4 @@
-"""Ops run on the GPU if there is one, else under Triton's interpreter: `thermocline.ops` chooses on import."""
+"""Ops run on the GPU if there is one, else under Triton's interpreter: `thermocline.kernels` chooses on import."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from thermocline.ops import INTERPRETED
+from thermocline.kernels import INTERPRETED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

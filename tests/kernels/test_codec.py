@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ops_helpers import exact_segments, floats, random_offsets, same_bits, slots_of_sizes
+from helpers.kernels import exact_segments, floats, random_offsets, same_bits, slots_of_sizes
 
 import thermocline as tc
-from thermocline.ops.codec import Codec
-from thermocline.ops.pool import pool_rows, pool_rows_reference
-from thermocline.ops.random import table_mix
-from thermocline.ops.rules import Step
-from thermocline.ops.update import apply_gradients, sum_gradients, update_rows, update_rows_reference
-from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
-from thermocline.tables.precision import Kind, Precision
+from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from thermocline.embedding.precision import Kind, Precision
+from thermocline.kernels.codec import Codec
+from thermocline.kernels.optimizer_rules import Step
+from thermocline.kernels.pool import pool_rows, pool_rows_reference
+from thermocline.kernels.random import table_mix
+from thermocline.kernels.update import apply_gradients, sum_gradients, update_rows, update_rows_reference
 
 SEED, TABLE = 3, 2**63 + 9
 SLOTS = 24

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.index_helpers import ODD_KEYS, Table, random_keys
+from helpers.index import ODD_KEYS, Table, random_keys
 
-from thermocline.ops.evict import COUNTS, EVICTED, LOST, SHORT, VISITS, choose_victims, choose_victims_reference
-from thermocline.ops.find import LANES, find
-from thermocline.ops.index import EMPTY_KEY, ENTRIES, Index
-from thermocline.ops.insert import find_or_insert
-from thermocline.ops.rebuild import entries_reference, rebuild
+from thermocline.kernels.evict import COUNTS, EVICTED, LOST, SHORT, VISITS, choose_victims, choose_victims_reference
+from thermocline.kernels.find import LANES, find
+from thermocline.kernels.index import EMPTY_KEY, ENTRIES, Index
+from thermocline.kernels.insert import find_or_insert
+from thermocline.kernels.rebuild import entries_reference, rebuild
 
 SIZES = [0, 1, LANES - 1, LANES, LANES + 1, 3 * LANES + 5]
 BIG = pytest.param(1_000_003, marks=pytest.mark.gpu)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.kernels import floats, same_bits
 from hypothesis import given, strategies as st
-from ops_helpers import floats, same_bits
 
-from thermocline.ops import INTERPRETED
-from thermocline.ops.initial import InitialRows, initial_rows_reference, write_initial_rows
-from thermocline.ops.random import table_mix
-from thermocline.ops.rounding import round_rows, round_rows_reference
-from thermocline.tables.initial import Constant, Initial, Normal, Uniform
-from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, initial_state
-from thermocline.tables.reference import ReferenceTable
+from thermocline.embedding.initializers import Constant, Initial, Normal, Uniform
+from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, initial_state
+from thermocline.embedding.reference import ReferenceTable
+from thermocline.kernels import INTERPRETED
+from thermocline.kernels.initial import InitialRows, initial_rows_reference, write_initial_rows
+from thermocline.kernels.random import table_mix
+from thermocline.kernels.rounding import round_rows, round_rows_reference
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 KINDS: list[Initial] = [Uniform(scale=0.05), Normal(scale=0.3), Constant(value=-1.5)]
@@ -49,7 +49,7 @@ def test_as_the_reference_table(kind: Initial, optimizer: Optimizer, dim: int, d
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_the_core(kind: Initial, device: str) -> None:
     pytest.importorskip("thermocline.core", reason="the C++ module is not built here", exc_type=ImportError)
-    from thermocline.tables.mem import MemTier
+    from thermocline.tiers.dram import MemTier
 
     optimizer = Adam()
     keys = torch.from_numpy(np.random.default_rng(1).integers(-(2**63), 2**63, 300))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.kernels import Arena, floats, random_offsets, random_slots, same_bits
 from hypothesis import given, strategies as st
-from ops_helpers import Arena, floats, random_offsets, random_slots, same_bits
 
-from thermocline.ops import INTERPRETED
-from thermocline.ops.pool import pool_rows, pool_rows_reference
+from thermocline.kernels import INTERPRETED
+from thermocline.kernels.pool import pool_rows, pool_rows_reference
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DIMS = [1, 3, 4, 8, 19, 64, 100, 128, 130]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.index_helpers import Table, random_keys
+from helpers.index import Table, random_keys
 
-from thermocline.ops.rows import (
+from thermocline.kernels.rows import (
     assign,
     assign_reference,
     copy_in,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.kernels import SIZES, random_slots, same_bits, slots_of_sizes
 from hypothesis import given, strategies as st
-from ops_helpers import SIZES, random_slots, same_bits, slots_of_sizes
 
-from thermocline.ops import INTERPRETED
-from thermocline.ops.segments import capacities, find_segments, find_segments_reference
+from thermocline.kernels import INTERPRETED
+from thermocline.kernels.segments import capacities, find_segments, find_segments_reference
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.index_helpers import Table, random_keys
+from helpers.index import Table, random_keys
 
-from thermocline.ops.initial import CONSTANT, NORMAL, UNIFORM, InitialRows
-from thermocline.ops.mark import mark, mark_reference
-from thermocline.ops.serve import serve, serve_reference
+from thermocline.kernels.dirty_flags import mark, mark_reference
+from thermocline.kernels.initial import CONSTANT, NORMAL, UNIFORM, InitialRows
+from thermocline.kernels.serve import serve, serve_reference
 
 
 @pytest.mark.parametrize(("dim", "floats"), [(1, 1), (5, 5), (8, 16), (64, 65), (128, 300)])

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ops_helpers import same_bits
+from helpers.kernels import same_bits
 
-from thermocline.ops.initial import InitialRows, write_initial_rows
-from thermocline.ops.occurrences import find_occurrences
-from thermocline.ops.pool import pool_rows
-from thermocline.ops.rules import Step
-from thermocline.ops.segments import find_segments
-from thermocline.ops.update import update_rows
-from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, initial_state
-from thermocline.tables.reference import Pooling, ReferenceTable
+from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, initial_state
+from thermocline.embedding.reference import Pooling, ReferenceTable
+from thermocline.kernels.gradient_index import find_occurrences
+from thermocline.kernels.initial import InitialRows, write_initial_rows
+from thermocline.kernels.optimizer_rules import Step
+from thermocline.kernels.pool import pool_rows
+from thermocline.kernels.segments import find_segments
+from thermocline.kernels.update import update_rows
 
 
 @pytest.mark.parametrize("pooling", ["none", "sum", "mean"])

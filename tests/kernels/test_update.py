@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
-from ops_helpers import (
+from helpers.kernels import (
     SIZES,
     Arena,
     exact_segments,
@@ -16,21 +15,22 @@ from ops_helpers import (
     same_bits,
     slots_of_sizes,
 )
+from hypothesis import given, settings, strategies as st
 
-from thermocline.ops import INTERPRETED
-from thermocline.ops.codec import Codec
-from thermocline.ops.occurrences import find_occurrences, find_occurrences_reference
-from thermocline.ops.rules import Step
-from thermocline.ops.segments import find_segments
-from thermocline.ops.update import (
+from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from thermocline.embedding.precision import Precision
+from thermocline.kernels import INTERPRETED
+from thermocline.kernels.codec import Codec
+from thermocline.kernels.gradient_index import find_occurrences, find_occurrences_reference
+from thermocline.kernels.optimizer_rules import Step
+from thermocline.kernels.segments import find_segments
+from thermocline.kernels.update import (
     apply_gradients,
     sum_gradients,
     sum_gradients_reference,
     update_rows,
     update_rows_reference,
 )
-from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
-from thermocline.tables.precision import Precision
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 OPTIMIZERS: list[Optimizer] = [SGD(lr=0.1), Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.01)]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_helpers import REFERENCES, make_batch, reference, small_model
+from helpers.model import REFERENCES, make_batch, reference, small_model
 
 import thermocline as tc
 from thermocline.models import NAMES

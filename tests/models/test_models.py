@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_helpers import SMALL, make_batch, small_model, table_for
+from helpers.model import SMALL, make_batch, small_model, table_for
 
 import thermocline as tc
+from thermocline.config.model import ModelName
 from thermocline.models import NAMES, ModelConfig, build, parameter_groups, row_dim
-from thermocline.models.config import ModelName
-from thermocline.train import TrainConfig, Trainer
+from thermocline.training.trainer import TrainConfig, Trainer
 
 # ---- settings
 

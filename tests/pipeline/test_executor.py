@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from thermocline.pipeline.stages import Pipeline
+from thermocline.pipeline.executor import Pipeline
 
 pytestmark = pytest.mark.timeout(60)
 DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3, 8])

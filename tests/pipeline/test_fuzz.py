@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 import torch
-from ssd_helpers import SMALL
-from train_helpers import (
+from helpers.ssd import SMALL
+from helpers.train import (
     Net,
     Reference,
     ReferenceBag,
@@ -35,7 +35,7 @@ from train_helpers import (
 )
 
 import thermocline as tc
-from thermocline.tables.mem import MemTier
+from thermocline.tiers.dram import MemTier
 
 pytestmark = pytest.mark.timeout(120)
 LONG = os.environ.get("THERMOCLINE_LONG") == "1"

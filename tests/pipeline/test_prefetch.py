@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ssd_helpers import SMALL
-from train_helpers import Net, Reference, ReferenceBag, all_keys, budget_for, make_batches, one_torch_thread, train_on
+from helpers.ssd import SMALL
+from helpers.train import Net, Reference, ReferenceBag, all_keys, budget_for, make_batches, one_torch_thread, train_on
 
 import thermocline as tc
-from thermocline.tables.mem import MemTier
+from thermocline.tiers.dram import MemTier
 
 pytestmark = pytest.mark.timeout(120)
 ADAGRAD = tc.Adagrad(lr=0.05)
@@ -329,7 +329,7 @@ SCRIPT = """
 import signal, sys, time, numpy as np, torch, thermocline as tc
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
 sys.path.insert(0, {tests!r})
-from train_helpers import make_batches
+from helpers.train import make_batches
 table = tc.Table(4, tc.SGD(), mem="1MB", ssd={folder!r})
 bag = tc.EmbeddingBag(table, 3)
 def forever():

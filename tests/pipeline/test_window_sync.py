@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dist.ranks_run import PAIR, Job, Way, make_model, make_table
 from exact.run import DIMS
-from ranks_helpers import outcomes, play
-from train_helpers import bits, loss_of
+from helpers.rank_training import PAIR, Job, Way, make_model, make_table
+from helpers.ranks import outcomes, play
+from helpers.train import bits, loss_of
 
 import thermocline as tc
-from thermocline.dist.groups import Groups
+from thermocline.distributed.communicator import Groups
 
 JOB = Job(PAIR, "sgd", (30, 30))
 KEYS = np.arange(8, dtype=np.uint64)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from thermocline.errors import ThermoclineError
-from thermocline.plan.pair import measure_pair
+from thermocline.planner.calibrate_ranks import measure_pair
 
 
 def test_a_rank_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

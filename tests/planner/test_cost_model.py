@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from plan_helpers import CPU, DISK, LINKS, NODE
+from helpers.planner import CPU, DISK, LINKS, NODE
 
-from thermocline.plan.hardware import Hardware, paper_node, tail_of
-from thermocline.plan.popularity import Popularity
-from thermocline.plan.predict import KEPT_BUSY, Cluster, Prediction, Workload, predict
+from thermocline.planner.cache_model import Popularity
+from thermocline.planner.cost_model import KEPT_BUSY, Cluster, Prediction, Workload, predict
+from thermocline.planner.hardware import Hardware, paper_node, tail_of
 
 # 2 keys in every example, and 8 of 8000 others: unique keys of n examples are 2 + 8000 * (1 - 0.999^n).
 POPULARITY = Popularity(np.array([2.0, 8000.0]), np.array([1.0, 0.001]))

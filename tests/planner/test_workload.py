@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from plan_helpers import NODE
+from helpers.planner import NODE
 from typer.testing import CliRunner
 
 import thermocline as tc
-from thermocline.cli import app
-from thermocline.plan import inside, measure as measuring, workload as workloads
-from thermocline.plan.hardware import Hardware
-from thermocline.plan.network import work_of
-from thermocline.plan.workload import cluster_of, preset_config, workload_of
+from thermocline.cli.main import app
+from thermocline.planner import calibrate as measuring, dense_timing, workload as workloads
+from thermocline.planner.hardware import Hardware
+from thermocline.planner.op_counter import work_of
+from thermocline.planner.workload import cluster_of, preset_config, workload_of
 
 CONFIG = """
 [data]
@@ -43,8 +43,8 @@ optimizer = "adagrad"
 def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast this machine is takes seconds to tell, and does not matter here."""
     monkeypatch.setattr(workloads, "reference_seconds", lambda: 0.1)
-    monkeypatch.setattr(inside, "_FEWEST", 1)
-    monkeypatch.setattr(inside, "_SECONDS", 0.0)
+    monkeypatch.setattr(dense_timing, "_FEWEST", 1)
+    monkeypatch.setattr(dense_timing, "_SECONDS", 0.0)
 
 
 def config_of(model: str = "dnn", mem: str = "64MB", sets: tuple[str, ...] = ()) -> tc.Config:
@@ -75,7 +75,7 @@ def test_a_network_is_timed_inside_a_training() -> None:
     before = torch.get_num_threads()
     model = config_of().resolve().model
     small, large = (
-        inside.inside_training(dataclasses.replace(model, hidden=hidden), 4, 3, 200, "adam", 1)
+        dense_timing.inside_training(dataclasses.replace(model, hidden=hidden), 4, 3, 200, "adam", 1)
         for hidden in ((10,), (2000, 500))
     )
     assert torch.get_num_threads() == before
@@ -86,10 +86,10 @@ def test_a_network_is_timed_inside_a_training() -> None:
 
 
 def test_what_threads_share_is_told_by_ones_own_time() -> None:
-    assert inside.shared(inside.Timed(2.0, 1.0), 2) == pytest.approx(1)
-    assert inside.shared(inside.Timed(2.0, 2.0), 2) == 0
-    assert inside.shared(inside.Timed(4.0, 2.5), 4) == pytest.approx(0.5)
-    assert inside.shared(inside.Timed(2.0, 2.0), 1) == 1  # nothing is known of more
+    assert dense_timing.shared(dense_timing.Timed(2.0, 1.0), 2) == pytest.approx(1)
+    assert dense_timing.shared(dense_timing.Timed(2.0, 2.0), 2) == 0
+    assert dense_timing.shared(dense_timing.Timed(4.0, 2.5), 4) == pytest.approx(0.5)
+    assert dense_timing.shared(dense_timing.Timed(2.0, 2.0), 1) == 1  # nothing is known of more
 
 
 def test_rows_below_fp32_are_smaller() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ssd_helpers import ROW, SMALL
+from helpers.ssd import ROW, SMALL
 
 import thermocline as tc
 

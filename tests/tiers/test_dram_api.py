@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ssd_helpers import SMALL
+from helpers.ssd import SMALL
 
 import thermocline as tc
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 import thermocline as tc
-from thermocline.tables.initial import Initial
-from thermocline.tables.mem import Pooling
-from thermocline.tables.optimizers import Optimizer
+from thermocline.embedding.initializers import Initial
+from thermocline.embedding.optimizers import Optimizer
+from thermocline.tiers.dram import Pooling
 
 OPTIMIZERS: list[Optimizer] = [
     tc.SGD(lr=0.1),

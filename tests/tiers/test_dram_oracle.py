@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.ssd import SMALL
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from ssd_helpers import SMALL
 
 import thermocline as tc
-from thermocline.tables.mem import Policy, Pooling
-from thermocline.tables.optimizers import Optimizer
+from thermocline.embedding.optimizers import Optimizer
+from thermocline.tiers.dram import Policy, Pooling
 
 OPTIMIZERS: list[Optimizer] = [tc.SGD(lr=0.1), tc.Adagrad(lr=0.1), tc.RowWiseAdagrad(lr=0.1), tc.Adam(lr=0.01)]
 PRECISIONS = [

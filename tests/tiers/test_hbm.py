@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train_helpers import (
+from helpers.train import (
     OPTIMIZERS,
     Net,
     Reference,
@@ -22,10 +22,10 @@ from train_helpers import (
 )
 
 import thermocline as tc
-from thermocline.ops import INTERPRETED
-from thermocline.tables import hbm_train
-from thermocline.tables.hbm import HbmTier, bytes_for, row_capacity
-from thermocline.tables.hbm_move import Mover
+from thermocline.kernels import INTERPRETED
+from thermocline.tiers import hbm_backend
+from thermocline.tiers.hbm import HbmTier, bytes_for, row_capacity
+from thermocline.tiers.hbm_transfer import Mover
 
 DEVICE: Any = "interpreter" if INTERPRETED else "cuda"
 FRESH = [5, 2**63, 2**64 - 1]
@@ -257,8 +257,8 @@ def test_rounding_is_by_the_key_whose_row_it_was(monkeypatch: pytest.MonkeyPatch
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, **k: (wait(), real(*a, **k))[1])
 
-    late(hbm_train, "update_rows")
-    after(hbm_train, "pool_rows")  # on the same stream
+    late(hbm_backend, "update_rows")
+    after(hbm_backend, "pool_rows")  # on the same stream
     after(HbmTier, "_wait_for_training")
     after(Mover, "_on")  # where rows leave
     options: dict[str, Any] = {"precision": tc.Precision(kind="int4"), "mem": "4MB"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from ssd_helpers import ROW, SMALL, contents, rows_of, some_keys
+from helpers.ssd import ROW, SMALL, contents, rows_of, some_keys
 
 import thermocline as tc
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ssd_helpers import ROW, SMALL, contents, rows_of, some_keys
+from helpers.ssd import ROW, SMALL, contents, rows_of, some_keys
 
 import thermocline as tc
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.run import Ads, World
 from rich.console import Console
-from run_helpers import Ads, World
 
 from thermocline.batch import Batch
-from thermocline.callbacks import Callback
-from thermocline.display import Display
-from thermocline.train import TrainConfig, Trainer
-from thermocline.watch import counted, watched
+from thermocline.cli.progress_bar import counted, watched
+from thermocline.training.callbacks import Callback
+from thermocline.training.display import Display
+from thermocline.training.trainer import TrainConfig, Trainer
 
 
 class Guessing:
@@ -108,7 +108,7 @@ def test_time_left(world: World, seconds: float, says: str, monkeypatch: pytest.
     display = Display(Console(file=io.StringIO()))
     trainer = Trainer(world.model, world.optimizer, config=TrainConfig(steps=2))
     clock = [0.0]
-    monkeypatch.setattr("thermocline.display.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("thermocline.training.display.time.monotonic", lambda: clock[0])
     display.on_start(trainer)
     assert display._left(trainer) == ""
     clock[0], trainer.progress.step = seconds, 1
@@ -117,7 +117,7 @@ def test_time_left(world: World, seconds: float, says: str, monkeypatch: pytest.
 
 def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = [0.0]
-    monkeypatch.setattr("thermocline.watch.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("thermocline.cli.progress_bar.time.monotonic", lambda: clock[0])
     with watched("counting", 5000) as advance:
         for _ in counted([[0] * 1000] * 5, advance):
             clock[0] += 4

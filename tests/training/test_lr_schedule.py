@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from run_helpers import Ads, Model, World
+from helpers.run import Ads, Model, World
 
 import thermocline as tc
-from thermocline.callbacks import Callback
-from thermocline.schedule import Schedule
-from thermocline.train import TrainConfig, Trainer
+from thermocline.training.callbacks import Callback
+from thermocline.training.lr_schedule import Schedule
+from thermocline.training.trainer import TrainConfig, Trainer
 
 
 def test_schedules() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from thermocline.metrics import (
+from thermocline.training.metrics import (
     AUC,
     Calibration,
     ExactMetrics,

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dist.ranks_run import DIMS, FOUR, PAIR, Job, Way, make_model, make_table
-from ranks_helpers import play
+from helpers.rank_training import DIMS, FOUR, PAIR, Job, Way, make_model, make_table
+from helpers.ranks import play
 
 import thermocline as tc
-from thermocline.dist.groups import Groups
+from thermocline.distributed.communicator import Groups
 
 JOB = Job(PAIR, "sgd", (12, 10))
 EXAMPLES = 2 * (12 + 10)

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.run import EXAMPLES, Ads, World, differing
 from rich.console import Console
-from run_helpers import EXAMPLES, Ads, World, differing
 
 import thermocline as tc
-from thermocline.callbacks import Callback
-from thermocline.display import Display
-from thermocline.schedule import Schedule
-from thermocline.train import TrainConfig, Trainer, tables_of
+from thermocline.training.callbacks import Callback
+from thermocline.training.display import Display
+from thermocline.training.lr_schedule import Schedule
+from thermocline.training.trainer import TrainConfig, Trainer, tables_of
 
 TRAIN, VALID, TEST = Ads(7), Ads(4, seed=1), Ads(4, seed=2)
 QUIET: dict[str, Any] = {"display": False, "tensorboard": False, "checkpoint_minutes": None}

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from thermocline import published
 from thermocline.batch import Floats
-from thermocline.tables.arrays import Keys
-from thermocline.tables.table import Table
+from thermocline.embedding.arrays import Keys
+from thermocline.embedding.table import Table
+from thermocline.utils import atomic_file
 
 Format = Literal["parquet", "safetensors"]
 _BATCH_ROWS = 65536
@@ -43,7 +43,7 @@ def export_rows(
         file = folder / f"part-{len(shards):05}.{format}"
         shards.append({"file": file.name, "rows": write(file, table, source, shard_rows)})
     index = {"table": table.name, **table.layout, "format": format, "rows": sum(s["rows"] for s in shards)}
-    with published.appearing(folder / "index.json") as temporary:
+    with atomic_file.appearing(folder / "index.json") as temporary:
         temporary.write_text(json.dumps({**index, "shards": shards}, indent=1))
     return [folder / shard["file"] for shard in shards]
 

@@ -29,13 +29,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline import __version__, published, snapshot
-from thermocline.checkpoint_stores import Stores
-from thermocline.dist.adam import require_whole
-from thermocline.dist.together import Together
+from thermocline import __version__
+from thermocline.checkpoint import state_tree
+from thermocline.checkpoint.table_stores import Stores
+from thermocline.distributed.collective_errors import Together
+from thermocline.distributed.frozen_adam import require_whole
+from thermocline.embedding.table import Table
 from thermocline.errors import CorruptionError, FormatError, NotFoundError, ThermoclineError
-from thermocline.published import Json, reached
-from thermocline.tables.table import Table
+from thermocline.utils import atomic_file
+from thermocline.utils.atomic_file import Json, reached
 
 FORMAT = 1
 RANKS_FORMAT = 2
@@ -138,7 +140,7 @@ class Checkpoints:
     def _read(self, number: int) -> dict[str, Json]:
         path = self._path(number)
         try:
-            manifest = published.decode_manifest(path.read_bytes(), str(path))
+            manifest = atomic_file.decode_manifest(path.read_bytes(), str(path))
         except CorruptionError as error:
             raise CorruptionError(f"{error}. Move it away to go on from the checkpoint before it") from None
         if manifest.get("format") not in (FORMAT, RANKS_FORMAT):
@@ -162,7 +164,7 @@ class Checkpoints:
     def _begin(self) -> None:
         """The first manifest: what the tables hold before the first save."""
         self._together.each("began a run", self._stores.require_unused)
-        self._together.first("began a run", lambda: published.make_folder(self._folder))
+        self._together.first("began a run", lambda: atomic_file.make_folder(self._folder))
         self._together.each("began a run", self._stores.create)
         self._write(step=0, position=None, extra=None, tag=None, begin=True)
         self._ready = True
@@ -180,8 +182,8 @@ class Checkpoints:
         for table in self.tables.values():
             if table.pending_gradients:
                 raise ThermoclineError(f"table {table.name!r} has gradients not yet applied: save between steps")
-        published.require_json(position, "position")
-        published.require_json(extra, "extra")
+        atomic_file.require_json(position, "position")
+        atomic_file.require_json(extra, "extra")
         return self._write(step, position, extra, tag, begin=False)
 
     def _write(self, step: int, position: Json, extra: Json, tag: str | None, *, begin: bool) -> Checkpoint:
@@ -221,17 +223,17 @@ class Checkpoints:
 
     def _publish(self, number: int, manifest: dict[str, Json], own: list[dict[str, Any]]) -> dict[str, Json]:
         if not manifest["begin"]:  # before the first save the dense model is its maker's business
-            tensors: snapshot.Tensors = {}
+            tensors: state_tree.Tensors = {}
             state = self._dense_state() | own[0]["state"]
             if len(own) > 1:
                 state["ranks"] = [mine["state"] for mine in own]
-            manifest["dense"] = snapshot.pack(state, tensors, "dense")
-            data = snapshot.encode(tensors)
+            manifest["dense"] = state_tree.pack(state, tensors, "dense")
+            data = state_tree.encode(tensors)
             path = self._path(number, ".safetensors")
-            manifest["files"] = {path.name: {"bytes": len(data), "sha256": published.digest(data)}}
-            published.publish(path, data)
+            manifest["files"] = {path.name: {"bytes": len(data), "sha256": atomic_file.digest(data)}}
+            atomic_file.publish(path, data)
             reached("run.dense_published")
-        published.publish(self._path(number), published.encode_manifest(manifest))
+        atomic_file.publish(self._path(number), atomic_file.encode_manifest(manifest))
         reached("run.published")
         return manifest
 
@@ -239,7 +241,7 @@ class Checkpoints:
         """What each rank has for itself: its place in the data, its random numbers, perhaps its optimizers."""
         state: dict[str, Any] = {}
         if not begin:
-            state["random"] = snapshot.random_state()
+            state["random"] = state_tree.random_state()
             if self._dense_sync is not None:
                 state["sync"] = self._dense_sync.state_dict()
                 if self._dense_sync.own_state:
@@ -276,7 +278,7 @@ class Checkpoints:
             self._path(number).unlink()
             reached("run.manifest_removed")
         # Before anything they name goes; and a manifest found after a kill may not have been durable yet.
-        published.sync_folder(self._folder)
+        atomic_file.sync_folder(self._folder)
 
     def _sweep_files(self) -> None:
         files = {name for manifest in self._manifests.values() for name in manifest["files"]}
@@ -325,7 +327,7 @@ class Checkpoints:
         if self._dense_sync is not None and "sync" in own:
             self._dense_sync.load_state_dict(own["sync"])
         if world == self._together.world:  # of another number of ranks: these would all draw the same
-            snapshot.set_random_state(own["random"])
+            state_tree.set_random_state(own["random"])
 
     def _chosen(self, which: int | str | None) -> tuple[dict[int, dict[str, Json]], int, dict[str, bytes]]:
         """All manifests, the number of the one asked for, and the files it names."""
@@ -350,16 +352,16 @@ class Checkpoints:
                 files[name] = data = path.read_bytes()
             except FileNotFoundError:
                 raise NotFoundError(f"{path} is missing: the checkpoint of step {manifest['step']} needs it") from None
-            if len(data) != expected["bytes"] or published.digest(data) != expected["sha256"]:
+            if len(data) != expected["bytes"] or atomic_file.digest(data) != expected["sha256"]:
                 raise CorruptionError(f"{path} is damaged: its checksum is not the one its manifest has")
         return files
 
     def _unpacked(self, manifest: dict[str, Json], files: dict[str, bytes]) -> dict[str, Any]:
-        tensors: snapshot.Tensors = {}
+        tensors: state_tree.Tensors = {}
         for data in files.values():
-            tensors.update(snapshot.decode(data))
-        state: dict[str, Any] = snapshot.unpack(manifest["dense"], tensors)
-        snapshot.check_dense(state, self._dense_state())
+            tensors.update(state_tree.decode(data))
+        state: dict[str, Any] = state_tree.unpack(manifest["dense"], tensors)
+        state_tree.check_dense(state, self._dense_state())
         own = self._part_of(state, _world(manifest))
         if not self._read_only:
             for optimizer in own["optimizers"]:
@@ -371,7 +373,7 @@ class Checkpoints:
         if world == self._together.world > 1:
             return {**dense, **dense["ranks"][self._together.rank]}
         if world > 1 and "optimizers" in dense["ranks"][0]:
-            from thermocline.dist.dense import states_for_others
+            from thermocline.distributed.dense_sync import states_for_others
 
             ranks = [rank["optimizers"] for rank in dense["ranks"]]
             return {**dense, "optimizers": states_for_others(ranks, self._together.world)}

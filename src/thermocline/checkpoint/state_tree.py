@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from thermocline.errors import FormatError
-from thermocline.published import Json
+from thermocline.utils.atomic_file import Json
 
 Tensors = dict[str, torch.Tensor]
 

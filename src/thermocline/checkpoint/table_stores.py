@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from thermocline import published
-from thermocline.dist.joined import JoinedTable
-from thermocline.dist.owners import owner_of, rank_folder
-from thermocline.dist.together import Together
+from thermocline.distributed.collective_errors import Together
+from thermocline.distributed.key_sharding import owner_of, rank_folder
+from thermocline.distributed.shard_reader import JoinedTable
+from thermocline.embedding.precision import FP32
+from thermocline.embedding.table import Table
 from thermocline.errors import FormatError, NotFoundError, ThermoclineError
-from thermocline.published import Json, reached
-from thermocline.tables.mem import MemTier
-from thermocline.tables.precision import FP32
-from thermocline.tables.ssd import SsdStore
-from thermocline.tables.table import Table
+from thermocline.tiers.dram import MemTier
+from thermocline.tiers.ssd import SsdStore
+from thermocline.utils import atomic_file
+from thermocline.utils.atomic_file import Json, reached
 
 if TYPE_CHECKING:
-    from thermocline.dist.sharded import ShardedTable
+    from thermocline.distributed.sharded_table import ShardedTable
 
 Manifest = dict[str, Json]
 _RANK_FOLDER = re.compile(r"rank-(\d{5})-of-(\d{5})(?:\.\d+)?(\.gone)?")
@@ -76,7 +76,7 @@ class Stores:
         """Of a table without ssd. Nobody looks rows up in it, so a filter would be wasted."""
         path = self._path(table)
         if create:
-            published.make_folder(path.parent)
+            atomic_file.make_folder(path.parent)
         elif not path.is_dir():
             raise NotFoundError(f"{path} is missing: it has the rows of table {table.name!r}")
         return table.open_store(path, create=create, epoch=epoch, filter_bits=0, read_only=self._read_only)
@@ -162,7 +162,7 @@ class Stores:
             found = _RANK_FOLDER.fullmatch(path.name)
             if found and int(found[1]) % self._world == self._rank and path not in keep:
                 if not found[3]:
-                    published.remove_folder(path)
+                    atomic_file.remove_folder(path)
                 elif path.exists():  # a removal that was cut short
                     shutil.rmtree(path)
 
@@ -297,7 +297,7 @@ class Stores:
             if table.checkpoint_store is not None:
                 table.checkpoint_store.close()
             if path.exists():
-                published.remove_folder(path)  # of an attempt that ended before its first save
+                atomic_file.remove_folder(path)  # of an attempt that ended before its first save
             table.checkpoint_store = self._open(table, create=True)
             table.reopen()
         for source in sources:

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from thermocline.batch import Batch
-from thermocline.callbacks import Callback, Row
-from thermocline.config import Config
-from thermocline.data.schema import Data, Split, Synth
-from thermocline.data.splits import check_paths, open_data
-from thermocline.dist.launch import leads
+from thermocline.cli.progress_bar import counted, watched
+from thermocline.config.data import Data, Split, Synth
+from thermocline.config.loader import toml_value
+from thermocline.config.schema import Config
+from thermocline.data.open import check_paths, open_data
+from thermocline.distributed.launch import leads
 from thermocline.errors import ConfigError
-from thermocline.settings import toml_value
-from thermocline.sizes import plural
-from thermocline.watch import counted, watched
+from thermocline.training.callbacks import Callback, Row
+from thermocline.utils.text_format import plural
 
 _PART = re.compile(r"part-\d{5,}\.(parquet|libsvm|libffm)")
 """As `SyntheticAds.write` names the files of a folder."""
@@ -46,7 +46,7 @@ def _age_of_process() -> float:
 
 def train(config: Config, *, resume: bool) -> list[str]:
     """Trains in the config's run_dir; returns what else there is to say."""
-    from thermocline.run import Run
+    from thermocline.training.run import Run
 
     splits: tuple[Split, ...] = ("train", "valid", "test")
     with Run(config) as run:
@@ -69,7 +69,7 @@ def evaluate(run_dir: str, files: Sequence[str], sets: Sequence[str], checkpoint
 
 def predict(run_dir: str, files: Sequence[str], out: str, sets: Sequence[str], checkpoint: str | None) -> Row:
     """One score per example into the file `out`, in the order of the files: one left out would shift all others."""
-    from thermocline.scores import write_scores, writer_of
+    from thermocline.training.prediction_writer import write_scores, writer_of
 
     writer_of(out)  # before the work
     with _loaded(run_dir, files, sets, checkpoint, labelled=False, strict=True) as run:
@@ -89,8 +89,8 @@ def _loaded(
     strict: bool = False,
 ) -> Any:
     """strict: a malformed line is an error whatever the run's own setting, unless `sets` has another."""
-    from thermocline.run import Run
-    from thermocline.run_folder import config_of
+    from thermocline.training.run import Run
+    from thermocline.training.run_dir import config_of
 
     config = config_of(run_dir, sets)
     if strict and not any(override.partition("=")[0].strip() == "data.on_error" for override in sets):
@@ -128,30 +128,30 @@ def skipped(batches: Any) -> str | None:
 
 def hardware(path: Path | None, into: Path | None) -> Any:
     """A node's figures: a file's, the source's, or measured now, which `into` then keeps."""
-    from thermocline import published
-    from thermocline.plan.hardware import Hardware, paper_node
+    from thermocline.planner.hardware import Hardware, paper_node
+    from thermocline.utils import atomic_file
 
     kind, _, name = ("", "", "") if path is None else str(path).partition(":")
     if kind == "paper" and name:
         return paper_node(Hardware.load(name).cpu, f"of {name}")
     if path is not None and kind != "paper":
         return Hardware.load(path)
-    from thermocline.plan.measure import PARTS, measure
+    from thermocline.planner.calibrate import PARTS, measure
 
     keeping = "--measure FILE keeps the figures, --hardware FILE reads them" if into is None else f"kept in {into}"
     print(f"measuring this machine, which takes minutes ({keeping})", file=sys.stderr, flush=True)
     with watched("measuring this machine", PARTS, "parts") as advance:
         found = measure(None if into is None else into.absolute().parent, lambda: advance(1))
     if into is not None:
-        published.publish(into, found.to_toml().encode())
+        atomic_file.publish(into, found.to_toml().encode())
         print(f"measured into {into}: --hardware {into} reads it", file=sys.stderr, flush=True)
     return found if path is None else paper_node(found.cpu, "measured on this machine now")
 
 
 def plan(config: Config, path: Path | None, into: Path | None, *, nodes: int, ranks: int | None) -> Row:
     """What a step of the config takes on nodes of `hardware(path, into)`: what is wrong shows before any measuring."""
-    from thermocline.plan.predict import predict
-    from thermocline.plan.workload import cluster_of, workload_of
+    from thermocline.planner.cost_model import predict
+    from thermocline.planner.workload import cluster_of, workload_of
 
     measured = path is None or str(path) == "paper"
     node = None if measured else hardware(path, into)
@@ -201,8 +201,8 @@ def print_plan(report: Row) -> None:
 
 def reproduce(out: Path, setup: Any, only: Sequence[str], command: str, *, here: bool) -> bool:
     """Runs the experiments and says what came of them; returns whether a claim that must hold does not."""
-    from thermocline.reproduce import places, runner
-    from thermocline.reproduce.experiment import TOO_SMALL
+    from experiments import places, runner
+    from experiments.experiment import TOO_SMALL
 
     outcome = runner.run(out, places.choose(only), setup, command, here=here)
     for claim in outcome.claims:
@@ -218,9 +218,9 @@ def reproduce(out: Path, setup: Any, only: Sequence[str], command: str, *, here:
 
 def stats(config: Config, split: Split, examples: int | None) -> Row:
     """Keys, skew and sizes of a split's data, for the config's model; of its first `examples` only, if given."""
-    from thermocline.data import stats as figures
+    from thermocline.data import key_stats as figures
     from thermocline.models import row_dim
-    from thermocline.run import row_optimizer
+    from thermocline.training.run import row_optimizer
 
     config = config.resolve()
     check_paths(config.data, ["train", split])

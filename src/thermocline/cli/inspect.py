@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from thermocline import published
 from thermocline.errors import ConfigError, IoError, NotFoundError, StoreError, ThermoclineError
-from thermocline.sizes import format_size, plural
-from thermocline.tables.ssd import SsdStore
+from thermocline.tiers.ssd import SsdStore
+from thermocline.utils import atomic_file
+from thermocline.utils.text_format import format_size, plural
 
 Report = dict[str, Any]
 _TRIES = 5
@@ -121,7 +121,7 @@ def _stores_of(run_dir: Path, checkpoint: Report | None) -> Iterator[tuple[str, 
         if table["ssd"]:
             if not (run_dir / "config.toml").exists():
                 continue
-            from thermocline.config import Config
+            from thermocline.config.schema import Config
 
             ssd = Config.load(run_dir / "config.toml").moved(run_dir).tiers.ssd
             if ssd is None:
@@ -154,7 +154,7 @@ def _last_line(path: Path) -> Report | None:
 
 
 def _manifest(path: Path) -> Report:
-    manifest = published.decode_manifest(path.read_bytes(), str(path))
+    manifest = atomic_file.decode_manifest(path.read_bytes(), str(path))
     names = ("step", "tag", "time", "begin", "versions", "torch_threads", "position", "tables", "files", "ranks")
     return {"kind": "checkpoint", "path": str(path), **{name: manifest.get(name) for name in names}, "problems": []}
 
@@ -171,7 +171,7 @@ def _files_of(path: Path, checkpoint: Report) -> list[str]:
                     f"{path.parent / name} is missing: the checkpoint of step {checkpoint['step']} needs it"
                 )
             continue
-        if len(data) != expected["bytes"] or published.digest(data) != expected["sha256"]:
+        if len(data) != expected["bytes"] or atomic_file.digest(data) != expected["sha256"]:
             problems.append(f"{path.parent / name} is damaged: its checksum is not the one its manifest has")
     return problems
 

@@ -1,4 +1,4 @@
-"""`thermocline`: parses the command line, and says what came of it. The work is in tasks.py and what it calls.
+"""`thermocline`: parses the command line, and says what came of it. The work is in commands.py and what it calls.
 
 Exit codes: 0 done; 1 what was found is not as needed: data, budget, disk, checkpoints; 2 what was asked for is wrong:
 config, flags, and the files and folders they name (`ConfigError`); 130 Ctrl-C; 143 SIGTERM. Nothing heavy is imported
@@ -97,7 +97,7 @@ def _one_line(debug: bool) -> Iterator[None]:
 
 def _say(words: str) -> None:
     """On stderr; what all ranks of a machine have to say, once."""
-    from thermocline.dist.launch import first_to_say
+    from thermocline.distributed.launch import first_to_say
 
     if first_to_say(words):
         typer.echo(f"thermocline: {words}", err=True)
@@ -109,7 +109,7 @@ def _tell_skipped(report: Any) -> None:
 
 
 def _dump(report: Any) -> None:
-    from thermocline.callbacks import finite
+    from thermocline.training.callbacks import finite
 
     typer.echo(json.dumps(finite(report), indent=1))
 
@@ -130,11 +130,11 @@ def train(
     torchrun --nproc-per-node G --nnodes N -m thermocline train CONFIG.toml; its restarts resume by themselves.
     """
     with _one_line(debug):
-        from thermocline.config import Config
+        from thermocline.config.schema import Config
 
         settings = Config.load(config, sets or ())
-        from thermocline.dist.launch import alone, leads, restarted
-        from thermocline.run_folder import check_folder, has_run
+        from thermocline.distributed.launch import alone, leads, restarted
+        from thermocline.training.run_dir import check_folder, has_run
 
         resume = resume or restarted()
         if resume and leads() and not has_run(settings.train.run_dir):
@@ -142,10 +142,10 @@ def train(
         for change in check_folder(settings, resume=resume):
             if leads():
                 typer.echo(f"changed {change}")
-        from thermocline import tasks
+        from thermocline.cli import commands
 
         try:
-            notes = tasks.train(settings, resume=resume)
+            notes = commands.train(settings, resume=resume)
         except (KeyboardInterrupt, SystemExit) as stopped:  # SIGTERM is the latter
             words = ["thermocline", "train", str(config), *(w for s in sets or () for w in ("--set", s)), "--resume"]
             _say(f"interrupted; to go on: {shlex.join(words)}" if alone() else "interrupted; to go on: add --resume")
@@ -168,13 +168,13 @@ def evaluate(
 ) -> None:
     """AUC, logloss, normalised entropy and calibration of a trained run. Changes nothing; works while it trains on."""
     with _one_line(debug):
-        from thermocline import tasks
+        from thermocline.cli import commands
 
-        report = tasks.evaluate(run_dir, files or (), sets or (), checkpoint)
+        report = commands.evaluate(run_dir, files or (), sets or (), checkpoint)
         if as_json:
             _dump(report)
         else:
-            typer.echo(tasks.lines_of(report.items()))
+            typer.echo(commands.lines_of(report.items()))
             _tell_skipped(report)
 
 
@@ -194,10 +194,10 @@ def predict(
 ) -> None:
     """Writes one score per example, in the order of the files. Changes nothing; works while the run trains on."""
     with _one_line(debug):
-        from thermocline import tasks
-        from thermocline.sizes import plural
+        from thermocline.cli import commands
+        from thermocline.utils.text_format import plural
 
-        report = tasks.predict(run_dir, files or (), out, sets or (), checkpoint)
+        report = commands.predict(run_dir, files or (), out, sets or (), checkpoint)
         typer.echo(f"{plural(report['scores'], 'score')} of step {report['step']} in {out}")
         _tell_skipped(report)
 
@@ -212,9 +212,9 @@ def inspect(
 ) -> None:
     """Keys, sizes and health of a store, a run or a checkpoint. Changes nothing; exit code 1: something is damaged."""
     with _one_line(debug):
+        from thermocline.cli.inspect import describe, inspect as look
         from thermocline.errors import ConfigError
-        from thermocline.inspect import describe, inspect as look
-        from thermocline.sizes import parse_size
+        from thermocline.utils.text_format import parse_size
 
         try:
             budget = parse_size(mem, "--mem")
@@ -259,26 +259,26 @@ def plan(
     --set dist.hops=flat, --set dist.dense_sync.every=20, --set tiers.device=cpu.
     """
     with _one_line(debug):
-        from thermocline.config import Config
+        from thermocline.config.schema import Config
         from thermocline.errors import ConfigError
 
         if (config is None) == (preset is None) and (measure is None or config is not None):
             raise ConfigError("plan takes a CONFIG.toml or --preset, one of them; or --measure FILE alone")
         settings = None if config is None else Config.load(config, sets or ())
-        from thermocline import tasks
+        from thermocline.cli import commands
 
         if preset is not None:
-            from thermocline.plan.workload import preset_config
+            from thermocline.planner.workload import preset_config
 
             settings = preset_config(preset, sets or ())
         if settings is None:
-            tasks.hardware(hardware, measure)
+            commands.hardware(hardware, measure)
             return
-        report = tasks.plan(settings, hardware, measure, nodes=nodes, ranks=ranks)
+        report = commands.plan(settings, hardware, measure, nodes=nodes, ranks=ranks)
         if as_json:
             _dump(report)
         else:
-            tasks.print_plan(report)
+            commands.print_plan(report)
 
 
 # ---- the sources' experiments
@@ -311,8 +311,8 @@ def reproduce(
     codes: 0; 1: a claim does not hold in the full run, or the run failed; 2: wrong options; 130: interrupted.
     """
     with _one_line(debug):
-        from thermocline import tasks
-        from thermocline.reproduce.experiment import Setup
+        from experiments.experiment import Setup
+        from thermocline.cli import commands
 
         setup = Setup.of(quick=quick, scale=scale, effort=effort, seed=seed, device=device)
         words = ["thermocline", "reproduce", *(["--quick"] if quick else [])]
@@ -321,7 +321,7 @@ def reproduce(
         names = [name for given in only or () for name in given.split(",")]
         words += ["--only", ",".join(names)] if names else []
         try:
-            failed = tasks.reproduce(out, setup, names, shlex.join(words), here=device != "auto")
+            failed = commands.reproduce(out, setup, names, shlex.join(words), here=device != "auto")
         except KeyboardInterrupt:
             typer.echo("thermocline: interrupted; what is done is kept, and the same command goes on", err=True)
             raise typer.Exit(130) from None
@@ -355,8 +355,8 @@ def synth(
     The folder is made if it is not there; files of the same names are replaced with --force only.
     """
     with _one_line(debug):
-        from thermocline import tasks
-        from thermocline.data.schema import Synth
+        from thermocline.cli import commands
+        from thermocline.config.data import Synth
         from thermocline.errors import ConfigError
 
         try:
@@ -366,7 +366,7 @@ def synth(
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        _, section = tasks.write_synth(settings, out, format.value, examples_per_file, force=force)
+        _, section = commands.write_synth(settings, out, format.value, examples_per_file, force=force)
         typer.echo(section)
 
 
@@ -381,17 +381,17 @@ def stats(
 ) -> None:
     """Keys, skew, nonzeros; bytes of the model's rows, suggested tier sizes and hit rates. One pass, bounded memory."""
     with _one_line(debug):
-        from thermocline.config import Config
-        from thermocline.settings import toml_value
+        from thermocline.config.loader import toml_value
+        from thermocline.config.schema import Config
 
         if len(source) == 1 and source[0].endswith(".toml"):
             config = Config.load(source[0], sets or ())
         else:
             config = Config.parse(f"[data]\ntrain = {toml_value(source)}", sets or (), name="data files")
-        from thermocline import tasks
-        from thermocline.data.stats import describe, memory_of_machine
+        from thermocline.cli import commands
+        from thermocline.data.key_stats import describe, memory_of_machine
 
-        report = tasks.stats(config, split.value, examples)
+        report = commands.stats(config, split.value, examples)
         if as_json:
             _dump(report)
         else:

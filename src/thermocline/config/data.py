@@ -101,7 +101,7 @@ class Synth:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Hashing:
-    """Keys hashed into k bins as batches are read: see `thermocline.hashing`."""
+    """Keys hashed into k bins as batches are read: see `thermocline.data.feature_hashing`."""
 
     kind: Literal["op_osrp", "count_sketch", "modulo"] = "op_osrp"
     """One permutation and one sign random projection (2k slots); its bins with signed weights (k); key mod k (k)."""

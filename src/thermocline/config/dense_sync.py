@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from thermocline.errors import require
-from thermocline.sizes import Size, parse_size
+from thermocline.utils.text_format import Size, parse_size
 
 Merge = Literal["v_frozen", "all", "params"]
 Way = Literal["gradients", "v_frozen", "all", "params"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from thermocline.dist.dense_config import DenseSync
+from thermocline.config.dense_sync import DenseSync
 from thermocline.errors import require
 
 Hops = Literal["two", "flat"]

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from thermocline.errors import ConfigError
-from thermocline.sizes import Size, parse_size
+from thermocline.utils.text_format import Size, parse_size
 
 T = TypeVar("T")
 

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from thermocline import settings
-from thermocline.data.schema import Data
-from thermocline.dist.config import Dist
+from thermocline.config import loader
+from thermocline.config.data import Data
+from thermocline.config.distributed import Dist
+from thermocline.config.loader import Flag
+from thermocline.config.model import ModelConfig
+from thermocline.config.train import TrainConfig
+from thermocline.embedding.precision import Precision
 from thermocline.errors import ConfigError, require
-from thermocline.models.config import ModelConfig
-from thermocline.settings import Flag
-from thermocline.sizes import Size, parse_size
-from thermocline.tables.mem import Policy
-from thermocline.tables.precision import Precision
-from thermocline.train_config import TrainConfig
+from thermocline.tiers.dram import Policy
+from thermocline.utils.text_format import Size, parse_size
 
 OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 
@@ -114,7 +114,7 @@ class Config:
         try:
             for override in sets:
                 _override(values, override)
-            return settings.build(cls, values)
+            return loader.build(cls, values)
         except ConfigError as error:
             raise ConfigError(cls._blamed(str(error), text, sets, name)) from None
 
@@ -127,7 +127,7 @@ class Config:
             return f"--set {message}"
         if sets:
             with contextlib.suppress(ConfigError):
-                settings.build(cls, tomllib.loads(text))
+                loader.build(cls, tomllib.loads(text))
                 return f"{name} with {' '.join(f'--set {override}' for override in sets)}: {message}"
         return f"{name}: {message}"
 
@@ -156,7 +156,7 @@ class Config:
 
     def to_toml(self) -> str:
         """As a file that `load` reads to the same config."""
-        return settings.to_toml(self)
+        return loader.to_toml(self)
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -196,7 +196,7 @@ MAY_CHANGE = frozenset(
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Keys whose values differ, with both, of two resolved configs."""
-    before, after = dict(settings.flatten(old)), dict(settings.flatten(new))
+    before, after = dict(loader.flatten(old)), dict(loader.flatten(new))
     names = [*before, *(name for name in after if name not in before)]
     return {n: (before.get(n), after.get(n)) for n in names if before.get(n) != after.get(n)}
 
@@ -207,7 +207,7 @@ def check_resume(old: Config, new: Config, run_dir: str) -> list[str]:
 
     def words(name: str) -> str:
         was, now = changed[name]
-        return f"{name} from {settings.toml_value(was)} to {settings.toml_value(now)}"
+        return f"{name} from {loader.toml_value(was)} to {loader.toml_value(now)}"
 
     if wrong := [name for name in changed if name not in MAY_CHANGE]:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from thermocline.errors import require
-from thermocline.schedule import Schedule
+from thermocline.training.lr_schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

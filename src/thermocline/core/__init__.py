@@ -1,4 +1,4 @@
-"""The C++ core's Python face. Use the classes of `thermocline.tables`, which check arguments and explain errors."""
+"""The C++ core's Python face. Use the classes of `thermocline.embedding`, which check arguments and explain errors."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from thermocline.data.blocks import Block, Blocks, Piece, Unit
+from thermocline.data.text_blocks import Block, Blocks, Piece, Unit
 
 Place = tuple[int, int]
 """A unit's number in the epoch's order, and a block's within the unit (always 0, unless the unit is sequential)."""

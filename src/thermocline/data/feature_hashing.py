@@ -21,11 +21,11 @@ from typing import Any, Literal
 import numpy as np
 
 from thermocline.batch import Batch, Floats, Offsets
+from thermocline.config.data import Hashing
 from thermocline.core import core
-from thermocline.cores import cores
-from thermocline.data.schema import Hashing
+from thermocline.embedding.arrays import Keys
 from thermocline.errors import require
-from thermocline.tables.arrays import Keys
+from thermocline.utils.cpu_affinity import cores
 
 Bags = tuple[Keys, Offsets, Floats | None]
 Fields = Literal["together", "apart"]

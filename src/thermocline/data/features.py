@@ -12,9 +12,9 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.data.schema import CRITEO_CATEGORICAL, CRITEO_LABEL, CRITEO_NUMERIC, Data, Format, Numeric
+from thermocline.config.data import CRITEO_CATEGORICAL, CRITEO_LABEL, CRITEO_NUMERIC, Data, Format, Numeric
+from thermocline.config.loader import toml_value
 from thermocline.errors import DataError
-from thermocline.settings import toml_value
 
 Role = Literal["label", "key", "dense", "number_key", "ignore"]
 Floats = npt.NDArray[np.float32]

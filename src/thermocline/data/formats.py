@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from thermocline.config.data import CRITEO_CATEGORICAL, CRITEO_NUMERIC, Data, Format
 from thermocline.core import core
 from thermocline.data.arrow_keys import doubles, whole
-from thermocline.data.blocks import BOM, Blocks, TextBlocks
 from thermocline.data.features import (
     Column,
     Features,
@@ -25,9 +25,9 @@ from thermocline.data.features import (
     statistics,
     transform,
 )
+from thermocline.data.files import Source, each, find
 from thermocline.data.parquet import ParquetBlocks, ParquetFileInfo
-from thermocline.data.schema import CRITEO_CATEGORICAL, CRITEO_NUMERIC, Data, Format
-from thermocline.data.source import Source, each, find
+from thermocline.data.text_blocks import BOM, Blocks, TextBlocks
 from thermocline.errors import DataError, ThermoclineError
 
 # What only some formats have: elsewhere it would be a wish that nobody hears.

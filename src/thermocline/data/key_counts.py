@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.tables.arrays import Keys
+from thermocline.embedding.arrays import Keys
 
 Numbers = npt.NDArray[np.float64]
 _BLOCK = 1 << 21

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from thermocline.batch import Batch
-from thermocline.data.counts import Counted, KeyCounts
-from thermocline.sizes import format_size, plural
-from thermocline.tables.arrays import as_numpy
-from thermocline.tables.mem import MemTier
-from thermocline.tables.optimizers import Optimizer
-from thermocline.tables.precision import FP32, Precision
+from thermocline.data.key_counts import Counted, KeyCounts
+from thermocline.embedding.arrays import as_numpy
+from thermocline.embedding.optimizers import Optimizer
+from thermocline.embedding.precision import FP32, Precision
+from thermocline.tiers.dram import MemTier
+from thermocline.utils.text_format import format_size, plural
 
 Report = dict[str, Any]
 _TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)

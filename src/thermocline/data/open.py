@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from thermocline.config.data import Data, Split
 from thermocline.data.features import Features
+from thermocline.data.files import find
 from thermocline.data.reader import Reader
-from thermocline.data.schema import Data, Split
-from thermocline.data.source import find
-from thermocline.data.synth import SyntheticAds
+from thermocline.data.synthetic import SyntheticAds
 from thermocline.errors import ConfigError, DataError
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from thermocline.config.data import Data
 from thermocline.core import core
 from thermocline.data.arrow_keys import doubles, hashed, interleave, is_list, is_text, raw_keys, rows_without_key, whole
-from thermocline.data.blocks import Block, Malformed, Piece, Unit, threshold_labels
 from thermocline.data.features import Column, transform
-from thermocline.data.schema import Data
-from thermocline.data.source import Source, explained
+from thermocline.data.files import Source, explained
+from thermocline.data.text_blocks import Block, Malformed, Piece, Unit, threshold_labels
 from thermocline.errors import DataError
 
 Mask = npt.NDArray[np.bool_]

@@ -21,17 +21,17 @@ import numpy as np
 import numpy.typing as npt
 
 from thermocline.batch import Batch
+from thermocline.config.data import Data
 from thermocline.core import core
-from thermocline.cores import cores
-from thermocline.data.ahead import Place, load_ahead
-from thermocline.data.blocks import Block, Malformed
+from thermocline.data.block_prefetch import Place, load_ahead
+from thermocline.data.feature_hashing import make as make_hasher
 from thermocline.data.features import Features
+from thermocline.data.files import each
 from thermocline.data.formats import open_files
 from thermocline.data.parquet import ParquetBlocks
-from thermocline.data.schema import Data
-from thermocline.data.source import each
+from thermocline.data.text_blocks import Block, Malformed
 from thermocline.errors import DataError
-from thermocline.hashing import make as make_hasher
+from thermocline.utils.cpu_affinity import cores
 
 _DESCRIBED = 10  # malformed lines that are remembered
 

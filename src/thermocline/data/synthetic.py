@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from thermocline.batch import Batch, Floats
+from thermocline.config.data import Hashing
 from thermocline.core import core
-from thermocline.cores import cores
-from thermocline.data.presets import Plan
-from thermocline.data.schema import Hashing
-from thermocline.data.write import FORMATS, Format, write_parquet, write_text
+from thermocline.data.feature_hashing import make as make_hasher
+from thermocline.data.paper_models import Plan
+from thermocline.data.writers import FORMATS, Format, write_parquet, write_text
+from thermocline.embedding.arrays import Keys
 from thermocline.errors import ThermoclineError, require_type, whole_number
-from thermocline.hashing import make as make_hasher
-from thermocline.tables.arrays import Keys
+from thermocline.utils.cpu_affinity import cores
 
 Split = Literal["train", "valid", "test"]
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.data.schema import Data
-from thermocline.data.source import Source
+from thermocline.config.data import Data
+from thermocline.data.files import Source
 from thermocline.errors import DataError, ThermoclineError
 
 # ids, offsets, weights (None: all are 1), dense, labels: as the core gives and takes them.

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from thermocline import published
 from thermocline.batch import Batch
 from thermocline.core import core
-from thermocline.tables.arrays import as_numpy
+from thermocline.embedding.arrays import as_numpy
+from thermocline.utils import atomic_file
 
 Format = Literal["parquet", "libsvm", "libffm"]
 FORMATS = ("parquet", "libsvm", "libffm")
@@ -19,7 +19,7 @@ FORMATS = ("parquet", "libsvm", "libffm")
 
 def write_text(path: Path, batches: Iterable[Batch], with_fields: bool) -> None:
     """One line per example: `label id:1 ...`, or `label field:id:1 ...`."""
-    with published.appearing(path) as temporary, open(temporary, "wb") as file:
+    with atomic_file.appearing(path) as temporary, open(temporary, "wb") as file:
         for batch in batches:
             if batch.dense is not None:
                 raise ValueError(
@@ -34,7 +34,7 @@ def write_parquet(path: Path, batches: Iterable[Batch], one_hot: bool, compressi
     import pyarrow.parquet as pq
 
     writer: Any = None
-    with published.appearing(path) as temporary:
+    with atomic_file.appearing(path) as temporary:
         try:
             for batch in batches:
                 table = _arrow_table(batch, one_hot)

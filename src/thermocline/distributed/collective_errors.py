@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from thermocline.errors import RankError
 
 if TYPE_CHECKING:
-    from thermocline.dist.groups import Lane
-    from thermocline.tables.table import Table
+    from thermocline.distributed.communicator import Lane
+    from thermocline.embedding.table import Table
 
 T = TypeVar("T")
 

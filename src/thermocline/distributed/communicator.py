@@ -20,10 +20,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from thermocline.dist.mailbox import Mailbox
-from thermocline.dist.meeting import meet
-from thermocline.dist.relay import relayed
-from thermocline.dist.topology import Topology
+from thermocline.distributed.relay import relayed
+from thermocline.distributed.rendezvous import meet
+from thermocline.distributed.shm_transport import Mailbox
+from thermocline.distributed.topology import Topology
 from thermocline.errors import RankError
 
 Group = Any  # torch.distributed.ProcessGroup

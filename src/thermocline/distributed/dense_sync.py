@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from thermocline.dist.adam import FROZEN
-from thermocline.dist.dense_config import DenseSync
-from thermocline.dist.groups import Groups
-from thermocline.dist.mean import Flat, Mean, Sent, tree_sum
-from thermocline.sizes import parse_size
+from thermocline.config.dense_sync import DenseSync
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.frozen_adam import FROZEN
+from thermocline.distributed.hierarchical_allreduce import Flat, Mean, Sent, tree_sum
+from thermocline.utils.text_format import parse_size
 
 
 class DenseParameters(abc.ABC):
@@ -34,7 +34,7 @@ class DenseParameters(abc.ABC):
         groups: Groups, settings: DenseSync | None = None, *, buffers: Iterable[torch.Tensor] = (),
     ) -> DenseParameters:  # fmt: skip
         """`buffers`: of the model; those of floating point (running means) are averaged whenever models are merged."""
-        from thermocline.dist.kstep import MergedModels  # it builds on this module
+        from thermocline.distributed.periodic_averaging import MergedModels  # it builds on this module
 
         settings = settings or DenseSync()
         parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from thermocline.dist.groups import Groups, Over
+from thermocline.distributed.communicator import Groups, Over
 
 # torch 2.13 has new names for them, and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.tables.arrays import Keys
-from thermocline.tables.hashes import hash_keys
+from thermocline.embedding.arrays import Keys
+from thermocline.embedding.key_hash import hash_keys
 
 MOST_RANKS = 1 << 16
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import thermocline
-from thermocline.dist.config import Dist
-from thermocline.dist.topology import Topology
+from thermocline.config.distributed import Dist
+from thermocline.distributed.topology import Topology
 
 if TYPE_CHECKING:
-    from thermocline.dist.groups import Groups
+    from thermocline.distributed.communicator import Groups
 
 _NUMA_NODES = Path("/sys/devices/system/node")
 
@@ -80,8 +80,8 @@ def join_ranks(dist: Dist | None = None) -> Groups:
     topology = topology_of(dist)
     import torch
 
-    from thermocline.dist.groups import Groups
-    from thermocline.dist.relay import driver_links
+    from thermocline.distributed.communicator import Groups
+    from thermocline.distributed.relay import driver_links
 
     if dist.bind:
         bind_to_numa(topology)

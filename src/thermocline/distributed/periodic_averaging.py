@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thermocline.dist.adam import FrozenAdam
-from thermocline.dist.dense import DenseParameters
-from thermocline.dist.dense_config import DenseSync
-from thermocline.dist.groups import Groups
-from thermocline.dist.mean import Flat
+from thermocline.config.dense_sync import DenseSync
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.dense_sync import DenseParameters
+from thermocline.distributed.frozen_adam import FrozenAdam
+from thermocline.distributed.hierarchical_allreduce import Flat
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 X, M, V = 0, 1, 2
@@ -58,7 +58,7 @@ class MergedModels(DenseParameters):
         if settings.way == "v_frozen":
             for kind in {type(optimizer).__name__ for optimizer in optimizers if not isinstance(optimizer, FrozenAdam)}:
                 raise ValueError(
-                    f'dense_sync.merge "v_frozen" needs thermocline.dist.adam.FrozenAdam, not {kind}; "all" and '
+                    f'dense_sync.merge "v_frozen" needs thermocline.FrozenAdam, not {kind}; "all" and '
                     f'"params" take any optimizer'
                 )
         self._step = 0

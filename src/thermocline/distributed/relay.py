@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from thermocline.dist.topology import Links, Topology
+from thermocline.distributed.topology import Links, Topology
 
 Exchange = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
 

@@ -22,14 +22,14 @@ import numpy.typing as npt
 import torch
 
 from thermocline.batch import WorkingSet
-from thermocline.dist.config import Hops, Wire
-from thermocline.dist.groups import Lane, Over
-from thermocline.dist.owners import owner_of
-from thermocline.dist.row_sum import RowSum, put_rows, take_rows
-from thermocline.dist.topology import Topology
-from thermocline.dist.wire import decode, encode, flag_bytes, pack_flags, unpack_flags, width
+from thermocline.config.distributed import Hops, Wire
+from thermocline.distributed.communicator import Lane, Over
+from thermocline.distributed.key_sharding import owner_of
+from thermocline.distributed.row_reduce import RowSum, put_rows, take_rows
+from thermocline.distributed.topology import Topology
+from thermocline.distributed.wire_format import decode, encode, flag_bytes, pack_flags, unpack_flags, width
+from thermocline.embedding.arrays import Keys
 from thermocline.errors import ConfigError
-from thermocline.tables.arrays import Keys
 
 Ints = npt.NDArray[np.int64]
 Giver = Callable[[torch.Tensor, torch.Tensor], None]

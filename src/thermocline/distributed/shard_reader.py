@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from thermocline.batch import Batch, Floats
-from thermocline.dist.owners import owner_of
-from thermocline.sizes import parse_size
-from thermocline.tables.arrays import Keys, as_keys
-from thermocline.tables.mem import MemTier
-from thermocline.tables.optimizers import Optimizer
-from thermocline.tables.parts import BagSpec, Prepared
-from thermocline.tables.ssd import SsdStore
-from thermocline.tables.table import Table
+from thermocline.distributed.key_sharding import owner_of
+from thermocline.embedding.arrays import Keys, as_keys
+from thermocline.embedding.batch_plan import BagSpec, Prepared
+from thermocline.embedding.optimizers import Optimizer
+from thermocline.embedding.table import Table
+from thermocline.tiers.dram import MemTier
+from thermocline.tiers.ssd import SsdStore
+from thermocline.utils.text_format import parse_size
 
 
 class JoinedTable(Table):

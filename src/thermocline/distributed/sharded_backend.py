@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from thermocline.batch import WorkingSet
-from thermocline.dist.exchange import Exchange, Route
-from thermocline.dist.groups import Groups, Lane
-from thermocline.dist.row_sum import RowSum, take_rows
-from thermocline.tables.mem_train import MemTraining
-from thermocline.tables.parts import Remote
+from thermocline.distributed.communicator import Groups, Lane
+from thermocline.distributed.row_exchange import Exchange, Route
+from thermocline.distributed.row_reduce import RowSum, take_rows
+from thermocline.embedding.batch_plan import Remote
+from thermocline.tiers.dram_backend import MemTraining
 
 if TYPE_CHECKING:
-    from thermocline.dist.sharded import ShardedTable
+    from thermocline.distributed.sharded_table import ShardedTable
 
 _NO_KEYS = np.empty(0, np.uint64)
 

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline import published
 from thermocline.batch import Batch, Floats
-from thermocline.dist.config import Hops, Wire
-from thermocline.dist.exchange import Exchange
-from thermocline.dist.groups import Groups
-from thermocline.dist.owners import rank_folder
-from thermocline.dist.ranks import Ranks
-from thermocline.dist.topology import Topology
-from thermocline.tables.arrays import as_keys
-from thermocline.tables.optimizers import Optimizer
-from thermocline.tables.parts import BagSpec, Prepared
-from thermocline.tables.table import Table
+from thermocline.config.distributed import Hops, Wire
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.key_sharding import rank_folder
+from thermocline.distributed.row_exchange import Exchange
+from thermocline.distributed.sharded_backend import Ranks
+from thermocline.distributed.topology import Topology
+from thermocline.embedding.arrays import as_keys
+from thermocline.embedding.batch_plan import BagSpec, Prepared
+from thermocline.embedding.optimizers import Optimizer
+from thermocline.embedding.table import Table
+from thermocline.utils import atomic_file
 
 
 class ShardedTable(Table):
@@ -182,7 +182,7 @@ class ShardedTable(Table):
         self.store.close()
         path = Path(self._ssd_path).parent / folder
         if path.exists():
-            published.remove_folder(path)
+            atomic_file.remove_folder(path)
         self.use_folder(folder)
 
     # ---- rows

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from thermocline.dist.owners import MOST_RANKS
+from thermocline.distributed.key_sharding import MOST_RANKS
 from thermocline.errors import ConfigError
 
 Links = frozenset[tuple[int, int]]

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from thermocline.dist.config import Wire
-from thermocline.tables.arrays import Keys
-from thermocline.tables.hashes import mix64
+from thermocline.config.distributed import Wire
+from thermocline.embedding.arrays import Keys
+from thermocline.embedding.key_hash import mix64
 
 _PLAIN = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _GOLDEN = 0x9E3779B97F4A7C15

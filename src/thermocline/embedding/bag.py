@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from thermocline.batch import Batch
-from thermocline.tables.parts import BagSpec, Pooling, Prepared
-from thermocline.tables.table import Table
+from thermocline.embedding.batch_plan import BagSpec, Pooling, Prepared
+from thermocline.embedding.table import Table
 
 if TYPE_CHECKING:
-    from thermocline.tables.hbm_train import HbmPrepared
+    from thermocline.tiers.hbm_backend import HbmPrepared
 
 
 class EmbeddingBag(torch.nn.Module):

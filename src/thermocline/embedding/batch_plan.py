@@ -10,11 +10,11 @@ import numpy as np
 
 from thermocline.batch import Floats, Offsets, Slots, WorkingSet
 from thermocline.core import core
-from thermocline.tables.arrays import Keys
-from thermocline.tables.mem import MemTier, Pins
+from thermocline.embedding.arrays import Keys
+from thermocline.tiers.dram import MemTier, Pins
 
 if TYPE_CHECKING:
-    from thermocline.tables.hbm import HbmPins
+    from thermocline.tiers.hbm import HbmPins
 
 Pooling = Literal["sum", "mean", "none"]
 

@@ -10,10 +10,10 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from thermocline.cores import cores
-from thermocline.tables.arrays import Floats, Keys
-from thermocline.tables.hashes import hash_keys
-from thermocline.tables.ssd import SsdStore
+from thermocline.embedding.arrays import Floats, Keys
+from thermocline.embedding.key_hash import hash_keys
+from thermocline.tiers.ssd import SsdStore
+from thermocline.utils.cpu_affinity import cores
 
 PIECE = 1 << 21
 """Rows at a time, about."""

@@ -1,4 +1,4 @@
-"""Rows of keys seen for the first time, as functions of (seed, table, key). The integers are in csrc/mem/initial.h."""
+"""Rows of keys seen for the first time, as functions of (seed, table, key). The integers are in csrc/dram/initial.h."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from thermocline.tables.arrays import Keys
+from thermocline.embedding.arrays import Keys
 
 
 def mix64(x: Keys) -> Keys:

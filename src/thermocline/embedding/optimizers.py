@@ -1,4 +1,4 @@
-"""Sparse optimizers: what happens to a row once per step. The arithmetic, bit for bit, is in csrc/mem/kernels.h."""
+"""Sparse optimizers: what happens to a row once per step. The arithmetic, bit for bit, is in csrc/dram/kernels.h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In how many bits rows keep their weights. The bytes and the arithmetic, bit for bit, are in csrc/mem/codec.h."""
+"""In how many bits rows keep their weights. The bytes and the arithmetic, bit for bit, are in csrc/dram/codec.h."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from thermocline.embedding.optimizers import Optimizer
+from thermocline.embedding.quant_scale import LearnedStep
 from thermocline.errors import require
-from thermocline.tables.learned import LearnedStep
-from thermocline.tables.optimizers import Optimizer
 
 Kind = Literal["fp32", "fp16", "bf16", "int2", "int3", "int4", "int5", "int6", "int7", "int8", "int16"]
 Rounding = Literal["stochastic", "nearest"]
@@ -73,7 +73,7 @@ class Precision:
 
     @property
     def code(self) -> int:
-        """Of the kind, in csrc/mem/row_layout.h."""
+        """Of the kind, in csrc/dram/row_layout.h."""
         return 3 if self.integer else ("fp32", "fp16", "bf16").index(self.kind)
 
     @property

@@ -1,4 +1,4 @@
-"""A table's step as a parameter of the model: learned from the gradient that csrc/mem/codec.h defines.
+"""A table's step as a parameter of the model: learned from the gradient that csrc/dram/codec.h defines.
 
 Each of the table's steps changes it by a factor: 1 less the mean of the last gradients over their mean size, times a
 rate, which falls as 1 / t: what codes mean changes everywhere at once, and rows that no step touches any more should

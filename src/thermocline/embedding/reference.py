@@ -1,7 +1,7 @@
 """The obvious table: a dict of rows. Slow, and the oracle of every test: any tier must give these bits.
 
-Written to be read beside csrc/mem/kernels.h and csrc/mem/initial.h. Everything is np.float32, one operation at a time,
-in the order stated there.
+Written to be read beside csrc/dram/kernels.h and csrc/dram/initial.h. Everything is np.float32, one operation at a
+time, in the order stated there.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.tables.initial import Constant, Initial, Uniform
-from thermocline.tables.learned import UNIT, LearnedStep
-from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, initial_state
-from thermocline.tables.precision import FP32, Precision
-from thermocline.tables.reference_codec import chances, counter_bits, encode, row_mix, step_gradient, table_mix
+from thermocline.embedding.initializers import Constant, Initial, Uniform
+from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, initial_state
+from thermocline.embedding.precision import FP32, Precision
+from thermocline.embedding.quant_scale import UNIT, LearnedStep
+from thermocline.embedding.reference_codec import chances, counter_bits, encode, row_mix, step_gradient, table_mix
 
 Floats = npt.NDArray[np.float32]
 Pooling = Literal["sum", "mean", "none"]
@@ -44,7 +44,7 @@ def initial_weights(initial: Initial, seed: int, table: int, key: int, dim: int)
 
 
 def mean_of_squares(g: Floats) -> np.float32:
-    """Sixteen lanes, then halves: the one order of csrc/mem/kernels.h."""
+    """Sixteen lanes, then halves: the one order of csrc/dram/kernels.h."""
     squares = np.zeros((-(-len(g) // 16), 16), np.float32)
     squares.reshape(-1)[: len(g)] = g * g
     lanes = squares[0]

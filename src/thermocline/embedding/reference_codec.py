@@ -1,4 +1,4 @@
-"""How rows of less than fp32 are stored, the obvious way: the oracle of csrc/mem/codec.h and ops/codec.py.
+"""How rows of less than fp32 are stored, the obvious way: the oracle of csrc/dram/codec.h and ops/codec.py.
 
 A stored row is units and a step: each weight is its unit times the step. fp16 and bf16 numbers are their own units.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.tables.precision import Precision
+from thermocline.embedding.precision import Precision
 
 Floats = npt.NDArray[np.float32]
 
@@ -26,7 +26,7 @@ def mix64(x: int) -> int:
 
 
 def table_mix(seed: int, table: int) -> int:
-    """Of csrc/mem/random.h, as the two below."""
+    """Of csrc/dram/random.h, as the two below."""
     return mix64((mix64(seed + _GOLDEN & _MASK) ^ table) + _GOLDEN & _MASK)
 
 

@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 import numpy as np
 
 from thermocline.batch import Batch, Floats, Slots, WorkingSet
-from thermocline.cores import cores
+from thermocline.embedding.arrays import Keys
+from thermocline.embedding.batch_plan import BagSpec, Gradient, Part, Prepared
+from thermocline.embedding.initializers import Initial, Uniform
+from thermocline.embedding.optimizers import Optimizer
+from thermocline.embedding.precision import Kind, Precision, note_with, noted
 from thermocline.errors import FormatError, require_type, whole_number
-from thermocline.sizes import format_size, parse_size
-from thermocline.tables.arrays import Keys
-from thermocline.tables.initial import Initial, Uniform
-from thermocline.tables.mem import MemTier, Pins, Policy
-from thermocline.tables.mem_train import MemTraining
-from thermocline.tables.optimizers import Optimizer
-from thermocline.tables.parts import BagSpec, Gradient, Part, Prepared
-from thermocline.tables.precision import Kind, Precision, note_with, noted
-from thermocline.tables.ssd import SsdStore
+from thermocline.tiers.dram import MemTier, Pins, Policy
+from thermocline.tiers.dram_backend import MemTraining
+from thermocline.tiers.ssd import SsdStore
+from thermocline.utils.cpu_affinity import cores
+from thermocline.utils.text_format import format_size, parse_size
 
 if TYPE_CHECKING:
     import torch
 
-    from thermocline.dist.ranks import Ranks
-    from thermocline.tables.hbm import HbmTier
-    from thermocline.tables.hbm_train import HbmPart, HbmPrepared, HbmTraining
+    from thermocline.distributed.sharded_backend import Ranks
+    from thermocline.tiers.hbm import HbmTier
+    from thermocline.tiers.hbm_backend import HbmPart, HbmPrepared, HbmTraining
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -158,8 +158,8 @@ class Table:
             self.hbm.reset(tier)
             self.gpu.recall_step()
             return
-        from thermocline.tables.hbm import HbmTier
-        from thermocline.tables.hbm_train import HbmTraining
+        from thermocline.tiers.hbm import HbmTier
+        from thermocline.tiers.hbm_backend import HbmTraining
 
         assert self._hbm_budget is not None
         self.hbm = HbmTier(tier, budget=self._hbm_budget, device=self._device, name=self.name)

@@ -25,8 +25,8 @@ def _ready_triton() -> None:
         knobs = sys.modules["triton"].knobs
         if not knobs.runtime.interpret:
             raise ImportError(
-                "Triton was imported before thermocline.ops and there is no CUDA device: its interpreter must be "
-                "chosen first. Import thermocline.ops earlier, or set TRITON_INTERPRET=1"
+                "Triton was imported before thermocline.kernels and there is no CUDA device: its interpreter must be "
+                "chosen first. Import thermocline.kernels earlier, or set TRITON_INTERPRET=1"
             )
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's own library decides at import
     try:

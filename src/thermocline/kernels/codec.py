@@ -1,4 +1,4 @@
-"""Weights as codes in an arena of words: the bits of csrc/mem/codec.h. Decoded at look-up, encoded after a step.
+"""Weights as codes in an arena of words: the bits of csrc/dram/codec.h. Decoded at look-up, encoded after a step.
 
 A kernel is given CODEC, the number of a `Codec`, and where weights lie: fp32, fp16 and bf16 as numbers of that type,
 integers as words, which hold codes of any width, lowest bit first, after the row's own step if it has one. Columns of a
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops.rounding import chance, chance_reference, nearest_half, round_row, round_rows_reference
+from thermocline.kernels.rounding import chance, chance_reference, nearest_half, round_row, round_rows_reference
 
 FP32, FP16, BF16, INT = 0, 1, 2, 3
 _BF16, _INT = tl.constexpr(BF16), tl.constexpr(INT)
@@ -26,7 +26,7 @@ class Codec:
     """How the weights of an arena's rows are stored, and what rounding them depends on beside step and element."""
 
     kind: int
-    """The `code` of a precision in thermocline.tables.precision."""
+    """The `code` of a precision in thermocline.embedding.precision."""
     bits: int
     row_scaled: bool
     stochastic: bool
@@ -42,7 +42,7 @@ class Codec:
 
     @classmethod
     def of(cls, precision: Any, dim: int, keys: torch.Tensor, table_mix: int) -> Codec:
-        """Of a precision in thermocline.tables.precision."""
+        """Of a precision in thermocline.embedding.precision."""
         step = torch.full((1,), precision.step, dtype=torch.float32, device=keys.device)
         kind, bits, stochastic = precision.code, precision.bits, precision.stochastic
         gradient = torch.zeros(1, dtype=torch.int64, device=keys.device) if precision.learn else None

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops.launch import blocks
+from thermocline.kernels.launch import blocks
 
 _TILE = 256
 

@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops.find import LANES
-from thermocline.ops.index import ABSENT, EMPTY, WIDTH, Index, home, look, next_block, slot_of
-from thermocline.ops.launch import blocks
-from thermocline.ops.segments import before
+from thermocline.kernels.find import LANES
+from thermocline.kernels.index import ABSENT, EMPTY, WIDTH, Index, home, look, next_block, slot_of
+from thermocline.kernels.launch import blocks
+from thermocline.kernels.segments import before
 
 # What a plan counts, in device memory.
 NEW = tl.constexpr(0)

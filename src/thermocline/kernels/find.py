@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops.index import Index, search
-from thermocline.ops.launch import blocks
+from thermocline.kernels.index import Index, search
+from thermocline.kernels.launch import blocks
 
 LANES = 32
 """Keys of one program: one per thread of one warp, so that nobody waits for the longest search of others."""

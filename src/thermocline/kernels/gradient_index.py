@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops.launch import EXACT, blocks
+from thermocline.kernels.launch import EXACT, blocks
 
 _TILE = 1024
 

@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops import INTERPRETED
-from thermocline.ops.random import mix64
+from thermocline.kernels import INTERPRETED
+from thermocline.kernels.random import mix64
 
 ENTRIES = 5
 """Of one block."""

@@ -1,4 +1,4 @@
-"""Rows of keys that were never trained, written on the device: the bits of csrc/mem/initial.h."""
+"""Rows of keys that were never trained, written on the device: the bits of csrc/dram/initial.h."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops.launch import EXACT, blocks, row_block, tile_rows
-from thermocline.ops.random import counter_bits, counter_bits_reference, row_mix, row_mix_reference, table_mix
+from thermocline.kernels.launch import EXACT, blocks, row_block, tile_rows
+from thermocline.kernels.random import counter_bits, counter_bits_reference, row_mix, row_mix_reference, table_mix
 
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 _UNIFORM, _NORMAL = tl.constexpr(UNIFORM), tl.constexpr(NORMAL)
@@ -21,7 +21,7 @@ class InitialRows:
     """What rows begin with: weights by `kind`, every element of the optimizer's state `state`."""
 
     kind: int
-    """The `code` of an initialiser in thermocline.tables.initial."""
+    """The `code` of an initialiser in thermocline.embedding.initializers."""
     scale: float
     state: float
     table_mix: int

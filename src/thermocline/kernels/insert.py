@@ -2,7 +2,7 @@
 
     claim      every id finds the entry of its key, or takes an empty one; the slots that are hit are touched
     count      ids that are first to miss a key: in that order, new keys are numbered
-    evict      `thermocline.ops.evict`: as many slots as new keys lack, none of them pinned by this batch or another
+    evict      `thermocline.kernels.evict`: as many slots as new keys lack, none of them pinned by this batch or another
     settle     new keys get their slots; if there are not enough, all that was taken is given back
     resolve    ids that missed a key but were not first
 
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops.evict import (
+from thermocline.kernels.evict import (
     CLAIMED,
     COUNTS,
     LOST,
@@ -33,10 +33,10 @@ from thermocline.ops.evict import (
     remove,
     used_again,
 )
-from thermocline.ops.find import LANES, find_reference
-from thermocline.ops.index import ABSENT, Index, claim, slot_of
-from thermocline.ops.launch import blocks
-from thermocline.ops.segments import before
+from thermocline.kernels.find import LANES, find_reference
+from thermocline.kernels.index import ABSENT, Index, claim, slot_of
+from thermocline.kernels.launch import blocks
+from thermocline.kernels.segments import before
 
 _TILE = 1024  # ids whose new keys are counted together
 

@@ -1,4 +1,4 @@
-"""What one step does to a row: the optimizers of csrc/mem/kernels.h, operation by operation.
+"""What one step does to a row: the optimizers of csrc/dram/kernels.h, operation by operation.
 
 No fused multiply-add, square root and division correctly rounded: launch with `launch.EXACT`.
 """
@@ -24,7 +24,7 @@ class Step:
     """One step's constants, computed in double; each is rounded to fp32 once, at the launch."""
 
     optimizer: int
-    """The `code` of an optimizer in thermocline.tables.optimizers."""
+    """The `code` of an optimizer in thermocline.embedding.optimizers."""
     lr: float
     eps: float
     weight_decay: float
@@ -40,7 +40,7 @@ class Step:
 
     @classmethod
     def of(cls, optimizer: Any, number: int, *, lr: float | None = None, scale: float = 1.0) -> Step:
-        """Of an optimizer in thermocline.tables.optimizers."""
+        """Of an optimizer in thermocline.embedding.optimizers."""
         if number < 1:
             raise ValueError(f"step is {number}: steps count from 1")
         rate = optimizer.lr if lr is None else lr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thermocline.ops.codec import load_weights
+from thermocline.kernels.codec import load_weights
 
 
 @triton.jit

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops.codec import Codec, decode_reference, load_weights, number_of
-from thermocline.ops.launch import EXACT, blocks, row_block, tile_rows
-from thermocline.ops.sums import sum_rows
+from thermocline.kernels.codec import Codec, decode_reference, load_weights, number_of
+from thermocline.kernels.launch import EXACT, blocks, row_block, tile_rows
+from thermocline.kernels.ordered_sum import sum_rows
 
 GATHER_ELEMENTS, POOL_ELEMENTS = 512, 256
 """Of one program, a warp: measured on an H200, docs/benchmarks.md."""

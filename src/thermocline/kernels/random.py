@@ -1,4 +1,4 @@
-"""Random bits without state: the mixer of csrc/util/hash.h, and the counters of csrc/mem/initial.h built from it.
+"""Random bits without state: the mixer of csrc/util/hash.h, and the counters of csrc/dram/initial.h built from it.
 
     t = mix64((mix64(seed + G) ^ table) + G)      once per table, on the host: `table_mix`
     s = mix64((t ^ key) + G)                      once per row: `row_mix`

@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops import INTERPRETED
-from thermocline.ops.find import LANES
-from thermocline.ops.index import EMPTY_KEY, ENTRIES, Index, claim, slot_of
-from thermocline.ops.insert import Residents
-from thermocline.ops.launch import blocks
+from thermocline.kernels import INTERPRETED
+from thermocline.kernels.find import LANES
+from thermocline.kernels.index import EMPTY_KEY, ENTRIES, Index, claim, slot_of
+from thermocline.kernels.insert import Residents
+from thermocline.kernels.launch import blocks
 
 
 @triton.jit(do_not_specialize=["used"])

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops.launch import blocks, row_block, tile_rows
-from thermocline.ops.random import counter_bits, counter_bits_reference, mix64_reference, row_mix, row_mix_reference
+from thermocline.kernels.launch import blocks, row_block, tile_rows
+from thermocline.kernels.random import counter_bits, counter_bits_reference, mix64_reference, row_mix, row_mix_reference
 
 _GOLDEN = 0x9E3779B97F4A7C15
 

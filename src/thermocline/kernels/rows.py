@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops.find import find, find_reference
-from thermocline.ops.index import Index, search
-from thermocline.ops.launch import blocks, row_block
+from thermocline.kernels.find import find, find_reference
+from thermocline.kernels.index import Index, search
+from thermocline.kernels.launch import blocks, row_block
 
 _PIECE = 128
 

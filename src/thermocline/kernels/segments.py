@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops.launch import blocks
+from thermocline.kernels.launch import blocks
 
 BLOCK = 64
 """Gradients of one key are added in blocks of this many occurrences."""

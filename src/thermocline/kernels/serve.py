@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops.evict import NEW
-from thermocline.ops.initial import InitialRows, initial_rows_reference, initial_weights
-from thermocline.ops.insert import Plan
-from thermocline.ops.launch import EXACT, blocks, row_block
-from thermocline.ops.rows import copy_out_reference, move
+from thermocline.kernels.evict import NEW
+from thermocline.kernels.initial import InitialRows, initial_rows_reference, initial_weights
+from thermocline.kernels.insert import Plan
+from thermocline.kernels.launch import EXACT, blocks, row_block
+from thermocline.kernels.rows import copy_out_reference, move
 
 _LANES = 32  # ids of a program that copies
 _PIECE = 128

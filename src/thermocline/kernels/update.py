@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.ops.codec import (
+from thermocline.kernels.codec import (
     Codec,
     decode_reference,
     encode_reference,
@@ -21,8 +21,8 @@ from thermocline.ops.codec import (
     step_gradient_reference,
     store_weights,
 )
-from thermocline.ops.launch import EXACT, blocks, row_block, tile_rows
-from thermocline.ops.rules import (
+from thermocline.kernels.launch import EXACT, blocks, row_block, tile_rows
+from thermocline.kernels.optimizer_rules import (
     NONE,
     ROW_WISE_ADAGRAD,
     Step,
@@ -32,8 +32,8 @@ from thermocline.ops.rules import (
     state_floats,
     store_state,
 )
-from thermocline.ops.segments import BLOCK, Segments
-from thermocline.ops.sums import sum_rows
+from thermocline.kernels.ordered_sum import sum_rows
+from thermocline.kernels.segments import BLOCK, Segments
 
 _LAUNCH = {"num_warps": 1, **EXACT}
 

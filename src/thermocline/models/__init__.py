@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from thermocline.models.config import NAMES, ModelConfig, row_dim
+from thermocline.config.model import NAMES, ModelConfig, row_dim
 
 if TYPE_CHECKING:
+    from thermocline.embedding.table import Table
     from thermocline.models.layers import Model
-    from thermocline.tables.table import Table
 
 __all__ = ["NAMES", "ModelConfig", "build", "parameter_groups", "row_dim"]
 

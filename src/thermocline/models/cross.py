@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from thermocline.models.config import ModelConfig
+from thermocline.config.model import ModelConfig
+from thermocline.embedding.table import Table
 from thermocline.models.layers import Model, hidden_layers, linear
-from thermocline.tables.table import Table
 
 
 class CrossModel(Model):

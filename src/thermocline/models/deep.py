@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thermocline.models.config import ModelConfig
+from thermocline.config.model import ModelConfig
+from thermocline.embedding.table import Table
 from thermocline.models.layers import Model, hidden_layers
 from thermocline.models.linear import first_order, second_order
-from thermocline.tables.table import Table
 
 
 class DNN(Model):

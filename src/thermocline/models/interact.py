@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from thermocline.batch import Batch
-from thermocline.models.config import ModelConfig
+from thermocline.config.model import ModelConfig
+from thermocline.embedding.table import Table
 from thermocline.models.layers import Model, dense_values, hidden_layers, linear, mlp
-from thermocline.tables.table import Table
 
 
 class DLRM(Model):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from thermocline.batch import Batch
-from thermocline.models.config import WEIGHTED, ModelConfig
-from thermocline.tables.bag import EmbeddingBag
-from thermocline.tables.table import Table
+from thermocline.config.model import WEIGHTED, ModelConfig
+from thermocline.embedding.bag import EmbeddingBag
+from thermocline.embedding.table import Table
 
 
 class Model(nn.Module):

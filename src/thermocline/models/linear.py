@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from thermocline.models.config import ModelConfig
+from thermocline.config.model import ModelConfig
+from thermocline.embedding.table import Table
 from thermocline.models.layers import Model
-from thermocline.tables.table import Table
 
 
 class LR(Model):

@@ -28,17 +28,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from thermocline.batch import Batch, Slots, WorkingSet
+from thermocline.embedding.arrays import Keys
+from thermocline.embedding.table import Table
 from thermocline.errors import BudgetError
-from thermocline.heap import keep_freed_memory
-from thermocline.pipeline.company import Company, company_of
-from thermocline.pipeline.stages import Pipeline, StageStats
-from thermocline.tables.arrays import Keys
-from thermocline.tables.mem import MemTier, Pins
-from thermocline.tables.table import Table
+from thermocline.pipeline.executor import Pipeline, StageStats
+from thermocline.pipeline.window_sync import Company, company_of
+from thermocline.tiers.dram import MemTier, Pins
+from thermocline.utils.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
-    from thermocline.dist.ranks import Planned
-    from thermocline.tables.hbm import HbmPins, StagedIds
+    from thermocline.distributed.sharded_backend import Planned
+    from thermocline.tiers.hbm import HbmPins, StagedIds
 
 T = TypeVar("T")
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from thermocline.batch import Batch
+from thermocline.embedding.table import Table
 from thermocline.errors import RankError
-from thermocline.tables.table import Table
 
 if TYPE_CHECKING:
-    from thermocline.dist.groups import Lane
-    from thermocline.dist.ranks import Ranks
+    from thermocline.distributed.communicator import Lane
+    from thermocline.distributed.sharded_backend import Ranks
 
 _NO_KEYS = np.empty(0, np.uint64)
 

@@ -9,8 +9,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.data.counts import Counted
-from thermocline.tables.mem import Policy
+from thermocline.data.key_counts import Counted
+from thermocline.tiers.dram import Policy
 
 Numbers = npt.NDArray[np.float64]
 _SINGLES = 1024

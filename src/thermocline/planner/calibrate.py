@@ -19,23 +19,23 @@ import numpy as np
 import torch
 
 from thermocline.batch import WorkingSet
-from thermocline.callbacks import Callback
-from thermocline.cores import bound, cores
-from thermocline.data.stats import memory_of_machine
-from thermocline.data.synth import SyntheticAds
-from thermocline.heap import keep_freed_memory
+from thermocline.config.train import TrainConfig
+from thermocline.data.key_stats import memory_of_machine
+from thermocline.data.synthetic import SyntheticAds
+from thermocline.embedding.arrays import Keys
+from thermocline.embedding.optimizers import Adagrad
+from thermocline.embedding.table import Table
 from thermocline.models import ModelConfig, build
-from thermocline.plan.hardware import Cpu, Disk, Gpu, Hardware, Links
-from thermocline.plan.inside import inside_training
-from thermocline.plan.network import reference_seconds
-from thermocline.plan.pair import measure_pair
-from thermocline.tables.arrays import Keys
-from thermocline.tables.mem import MemTier
-from thermocline.tables.optimizers import Adagrad
-from thermocline.tables.ssd import SsdStats, SsdStore
-from thermocline.tables.table import Table
-from thermocline.train import Trainer
-from thermocline.train_config import TrainConfig
+from thermocline.planner.calibrate_ranks import measure_pair
+from thermocline.planner.dense_timing import inside_training
+from thermocline.planner.hardware import Cpu, Disk, Gpu, Hardware, Links
+from thermocline.planner.op_counter import reference_seconds
+from thermocline.tiers.dram import MemTier
+from thermocline.tiers.ssd import SsdStats, SsdStore
+from thermocline.training.callbacks import Callback
+from thermocline.training.trainer import Trainer
+from thermocline.utils.cpu_affinity import bound, cores
+from thermocline.utils.malloc import keep_freed_memory
 
 T = TypeVar("T")
 PARTS = 6

@@ -1,7 +1,7 @@
 """Two ranks of this machine: what shared memory and Gloo carry, and what exchanging rows and averaging costs cores.
 
-`measure_pair` starts them as processes of their own (`python -m thermocline.plan.pair`), one torch thread each, as
-torchrun does. They run the code that training runs.
+`measure_pair` starts them as processes of their own (`python -m thermocline.planner.calibrate_ranks`), one torch thread
+each, as torchrun does. They run the code that training runs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import torch
 import torch.distributed as dist
 
 from thermocline.batch import WorkingSet
-from thermocline.data.synth import SyntheticAds
-from thermocline.dist.dense import DenseParameters
-from thermocline.dist.dense_config import DenseSync
-from thermocline.dist.exchange import Exchange, Sent
-from thermocline.dist.groups import Groups, Lane
-from thermocline.dist.launch import child_environment
-from thermocline.dist.row_sum import take_rows
-from thermocline.dist.sharded import ShardedTable
-from thermocline.dist.topology import Topology
+from thermocline.config.dense_sync import DenseSync
+from thermocline.data.synthetic import SyntheticAds
+from thermocline.distributed.communicator import Groups, Lane
+from thermocline.distributed.dense_sync import DenseParameters
+from thermocline.distributed.launch import child_environment
+from thermocline.distributed.row_exchange import Exchange, Sent
+from thermocline.distributed.row_reduce import take_rows
+from thermocline.distributed.sharded_table import ShardedTable
+from thermocline.distributed.topology import Topology
+from thermocline.embedding.bag import EmbeddingBag
+from thermocline.embedding.optimizers import RowWiseAdagrad
+from thermocline.embedding.table import Table
 from thermocline.errors import ThermoclineError
 from thermocline.pipeline.prefetch import prefetch
-from thermocline.tables.bag import EmbeddingBag
-from thermocline.tables.optimizers import RowWiseAdagrad
-from thermocline.tables.table import Table
 
 DIMS = (8, 64)
 BATCH, FEW = 4096, 16
@@ -50,7 +50,7 @@ def measure_pair(limit: float = 120.0) -> dict[str, float]:
     """Of an all-to-all within the node and by Gloo, and the figures of `hardware.Cpu` about ranks."""
     local = {**child_environment(), "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as name:
-        command = [sys.executable, "-m", "thermocline.plan.pair", str(Path(name) / "meet")]
+        command = [sys.executable, "-m", "thermocline.planner.calibrate_ranks", str(Path(name) / "meet")]
         pair = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True, env=local) for n in range(2)]
         both = []
         try:

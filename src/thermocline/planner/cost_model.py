@@ -6,13 +6,13 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from thermocline.dist.config import Hops, Wire
-from thermocline.dist.dense_config import Way
-from thermocline.dist.wire import width
+from thermocline.config.dense_sync import Way
+from thermocline.config.distributed import Hops, Wire
+from thermocline.distributed.wire_format import width
 from thermocline.errors import require
-from thermocline.plan.hardware import Hardware, tail_of
-from thermocline.plan.popularity import Popularity
-from thermocline.tables.mem import Policy
+from thermocline.planner.cache_model import Popularity
+from thermocline.planner.hardware import Hardware, tail_of
+from thermocline.tiers.dram import Policy
 
 DenseOptimizer = Literal["sgd", "adagrad", "adam"]
 KEY_BYTES = 8

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from thermocline.data.synth import SyntheticAds
-from thermocline.heap import keep_freed_memory
-from thermocline.meter import Meter
+from thermocline.data.synthetic import SyntheticAds
+from thermocline.embedding.optimizers import SGD
+from thermocline.embedding.table import Table
 from thermocline.models import ModelConfig, build, parameter_groups, row_dim
-from thermocline.plan.predict import DenseOptimizer
-from thermocline.tables.optimizers import SGD
-from thermocline.tables.table import Table
+from thermocline.planner.cost_model import DenseOptimizer
+from thermocline.training.throughput import Meter
+from thermocline.utils.malloc import keep_freed_memory
 
 _KEYS = 100_000
 _SECONDS, _WARM, _FEWEST, _MOST = 1.0, 3, 7, 100

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Self
 
-from thermocline import settings
+from thermocline.config import loader
 from thermocline.errors import ConfigError
 
 _KERNELS = (4, 8, 16, 32, 64, 128)
@@ -142,7 +142,7 @@ class Hardware:
     gpu: Gpu | None = None
 
     def __post_init__(self) -> None:
-        for name, value in settings.flatten(self):
+        for name, value in loader.flatten(self):
             if isinstance(value, (int, float)) and value <= 0:
                 raise ValueError(f"Hardware.{name} is {value}: it must be above 0")
 
@@ -150,7 +150,7 @@ class Hardware:
     def load(cls, path: str | Path) -> Self:
         """From a TOML file."""
         try:
-            return settings.build(cls, tomllib.loads(Path(path).read_text(encoding="utf-8")))
+            return loader.build(cls, tomllib.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as hardware: {error}") from None
         except ConfigError as error:
@@ -158,7 +158,7 @@ class Hardware:
 
     def to_toml(self) -> str:
         """As a file that `load` reads to the same figures."""
-        return settings.to_toml(self)
+        return loader.to_toml(self)
 
 
 def paper_node(cpu: Cpu, costs: str = "as given") -> Hardware:

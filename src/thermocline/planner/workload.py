@@ -11,25 +11,25 @@ from typing import Any
 import torch
 
 from thermocline.batch import Batch
-from thermocline.config import Config, Train
-from thermocline.data import stats
-from thermocline.data.presets import Plan
-from thermocline.data.schema import Data, Synth
-from thermocline.data.splits import check_paths, open_data
-from thermocline.dist.dense_config import DenseSync
+from thermocline.config.data import Data, Synth
+from thermocline.config.dense_sync import DenseSync
+from thermocline.config.schema import Config, Train
+from thermocline.data import key_stats
+from thermocline.data.open import check_paths, open_data
+from thermocline.data.paper_models import Plan
+from thermocline.embedding.optimizers import SGD
+from thermocline.embedding.table import Table
 from thermocline.errors import ConfigError
 from thermocline.models import ModelConfig, build, row_dim
 from thermocline.models.layers import Model
-from thermocline.plan.hardware import Hardware
-from thermocline.plan.inside import Inside, Timed, inside_training, shared
-from thermocline.plan.network import reference_seconds, work_of
-from thermocline.plan.popularity import Popularity
-from thermocline.plan.predict import Cluster, DenseOptimizer, Workload
-from thermocline.run import row_optimizer
-from thermocline.sizes import parse_size
-from thermocline.tables.mem import MemTier
-from thermocline.tables.optimizers import SGD
-from thermocline.tables.table import Table
+from thermocline.planner.cache_model import Popularity
+from thermocline.planner.cost_model import Cluster, DenseOptimizer, Workload
+from thermocline.planner.dense_timing import Inside, Timed, inside_training, shared
+from thermocline.planner.hardware import Hardware
+from thermocline.planner.op_counter import reference_seconds, work_of
+from thermocline.tiers.dram import MemTier
+from thermocline.training.run import row_optimizer
+from thermocline.utils.text_format import parse_size
 
 SAMPLE = 200_000
 """Examples of files that are read to count keys."""
@@ -143,7 +143,7 @@ def _data(config: Config, examples: int) -> dict[str, Any]:
             pass
         return {**out, "popularity": popularity, "read_ns": read.nanoseconds}
     read = _Timed(itertools.islice(batches, -(-examples // size)))
-    _, counts = stats.count(read)
+    _, counts = key_stats.count(read)
     stored = 0.0 if made_up else batches.bytes / max(1, batches.estimated_batches() * size)
     popularity = Popularity.counted(counts, read.examples)
     return {**out, "popularity": popularity, "read_ns": read.nanoseconds, "example_bytes": stored}

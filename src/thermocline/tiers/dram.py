@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from thermocline.batch import Slots, WorkingSet
 from thermocline.core import core
-from thermocline.cores import cores
-from thermocline.sizes import format_size, parse_size
-from thermocline.tables.arrays import Floats, Keys, Offsets, Pooling, as_keys, bags_of, floats_of, out_of
-from thermocline.tables.initial import Initial, Uniform
-from thermocline.tables.learned import UNIT, LearnedStep
-from thermocline.tables.optimizers import Optimizer, initial_state
-from thermocline.tables.precision import FP32, Precision
-from thermocline.tables.ssd import SsdStore
+from thermocline.embedding.arrays import Floats, Keys, Offsets, Pooling, as_keys, bags_of, floats_of, out_of
+from thermocline.embedding.initializers import Initial, Uniform
+from thermocline.embedding.optimizers import Optimizer, initial_state
+from thermocline.embedding.precision import FP32, Precision
+from thermocline.embedding.quant_scale import UNIT, LearnedStep
+from thermocline.tiers.ssd import SsdStore
+from thermocline.utils.cpu_affinity import cores
+from thermocline.utils.text_format import format_size, parse_size
 
 Step = core.Step
 Pins = core.Pins

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from thermocline.batch import Floats, Slots, WorkingSet
-from thermocline.tables.mem import MemTier, Pins
-from thermocline.tables.parts import BagSpec, Gradient, Part, Prepared
+from thermocline.embedding.batch_plan import BagSpec, Gradient, Part, Prepared
+from thermocline.tiers.dram import MemTier, Pins
 
 
 class MemTraining:

@@ -20,19 +20,19 @@ import numpy as np
 import torch
 
 from thermocline.batch import Floats
+from thermocline.embedding.arrays import Keys, as_keys
 from thermocline.errors import BudgetError, ThermoclineError
-from thermocline.ops.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, NEWEST, SHORT
-from thermocline.ops.find import find
-from thermocline.ops.index import Index
-from thermocline.ops.insert import BYTES_PER_SLOT, Plan, Residents, find_or_insert
-from thermocline.ops.launch import stream_ahead
-from thermocline.ops.mark import mark
-from thermocline.ops.rebuild import entries_reference, rebuild
-from thermocline.ops.rows import copy_out
-from thermocline.sizes import format_size
-from thermocline.tables.arrays import Keys, as_keys
-from thermocline.tables.hbm_move import Fetch, Mover, as_words
-from thermocline.tables.mem import MemTier
+from thermocline.kernels.dirty_flags import mark
+from thermocline.kernels.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, NEWEST, SHORT
+from thermocline.kernels.find import find
+from thermocline.kernels.index import Index
+from thermocline.kernels.insert import BYTES_PER_SLOT, Plan, Residents, find_or_insert
+from thermocline.kernels.launch import stream_ahead
+from thermocline.kernels.rebuild import entries_reference, rebuild
+from thermocline.kernels.rows import copy_out
+from thermocline.tiers.dram import MemTier
+from thermocline.tiers.hbm_transfer import Fetch, Mover, as_words
+from thermocline.utils.text_format import format_size
 
 _PIECE = 1 << 16  # rows of one copy when all changed ones are written down
 

@@ -15,18 +15,18 @@ import numpy as np
 import torch
 
 from thermocline.batch import Slots, WorkingSet
-from thermocline.ops.codec import Codec
-from thermocline.ops.launch import stream_ahead
-from thermocline.ops.occurrences import find_occurrences
-from thermocline.ops.pool import pool_rows
-from thermocline.ops.random import table_mix
-from thermocline.ops.rules import Step
-from thermocline.ops.segments import Segments, find_segments
-from thermocline.ops.update import apply_gradients, sum_gradients, update_rows
-from thermocline.tables.hbm import HbmPins, HbmTier, StagedIds
-from thermocline.tables.learned import UNIT, LearnedStep
-from thermocline.tables.mem import MemTier
-from thermocline.tables.parts import BagSpec, Part, Remote
+from thermocline.embedding.batch_plan import BagSpec, Part, Remote
+from thermocline.embedding.quant_scale import UNIT, LearnedStep
+from thermocline.kernels.codec import Codec
+from thermocline.kernels.gradient_index import find_occurrences
+from thermocline.kernels.launch import stream_ahead
+from thermocline.kernels.optimizer_rules import Step
+from thermocline.kernels.pool import pool_rows
+from thermocline.kernels.random import table_mix
+from thermocline.kernels.segments import Segments, find_segments
+from thermocline.kernels.update import apply_gradients, sum_gradients, update_rows
+from thermocline.tiers.dram import MemTier
+from thermocline.tiers.hbm import HbmPins, HbmTier, StagedIds
 
 
 @dataclasses.dataclass(slots=True, eq=False)

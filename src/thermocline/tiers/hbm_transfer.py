@@ -22,12 +22,12 @@ import torch
 
 from thermocline.batch import Floats
 from thermocline.errors import ThermoclineError
-from thermocline.ops.evict import EVICTED, NEW
-from thermocline.ops.insert import Plan
-from thermocline.ops.launch import stream_ahead
-from thermocline.ops.mark import mark
-from thermocline.ops.rows import copy_in, copy_out
-from thermocline.tables.mem import MemTier
+from thermocline.kernels.dirty_flags import mark
+from thermocline.kernels.evict import EVICTED, NEW
+from thermocline.kernels.insert import Plan
+from thermocline.kernels.launch import stream_ahead
+from thermocline.kernels.rows import copy_in, copy_out
+from thermocline.tiers.dram import MemTier
 
 _STAGINGS = 3  # of rows on their way, in each direction
 

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from thermocline.core import core
+from thermocline.embedding.arrays import Keys, Rows, as_keys, as_rows
 from thermocline.errors import ThermoclineError
-from thermocline.sizes import format_size, parse_size
-from thermocline.tables.arrays import Keys, Rows, as_keys, as_rows
+from thermocline.utils.text_format import format_size, parse_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

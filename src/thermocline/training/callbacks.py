@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline import published
+from thermocline.utils import atomic_file
 
 if TYPE_CHECKING:
     import torch
 
-    from thermocline.checkpoint import Checkpoint
-    from thermocline.progress import Progress
-    from thermocline.train import Trainer
+    from thermocline.checkpoint.manager import Checkpoint
+    from thermocline.training.state import Progress
+    from thermocline.training.trainer import Trainer
 
 Row = dict[str, Any]
 """One event of a run, as JSON: "event", "step", "epoch" and the event's own figures."""
@@ -65,7 +65,7 @@ class MetricsFile(Callback):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         kept = [line for line in lines if _is_of_the_past(line, trainer.progress)]
-        published.publish(self._path, "".join(f"{line}\n" for line in kept).encode())
+        atomic_file.publish(self._path, "".join(f"{line}\n" for line in kept).encode())
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         with self._path.open("a") as file:

@@ -13,11 +13,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as Grid
 from rich.text import Text
 
-from thermocline.callbacks import Callback, Row
+from thermocline.training.callbacks import Callback, Row
 
 if TYPE_CHECKING:
-    from thermocline.checkpoint import Checkpoint
-    from thermocline.train import Trainer
+    from thermocline.checkpoint.manager import Checkpoint
+    from thermocline.training.trainer import Trainer
 
 _TIERS = {"hbm": "HBM", "mem": "memory", "ssd": "SSD", "new": "new"}
 

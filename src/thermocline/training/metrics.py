@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.tables.arrays import as_numpy
+from thermocline.embedding.arrays import as_numpy
 
 if TYPE_CHECKING:
-    from thermocline.dist.groups import Groups
+    from thermocline.distributed.communicator import Groups
 
 _Array = npt.NDArray[Any]
 

@@ -10,9 +10,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from thermocline import published
 from thermocline.batch import Floats
 from thermocline.errors import ConfigError
+from thermocline.utils import atomic_file
 
 _NPY_HEADER = 128
 """Bytes kept free for the header, which says how many there are: known at the end only."""
@@ -22,8 +22,8 @@ def write_scores(path: str | os.PathLike[str], scores: Iterable[Floats]) -> int:
     """Writes them under the name `path` once all are there; returns how many."""
     target = Path(path)
     write = writer_of(target)
-    published.make_writable(target.parent, "the folder of --out")
-    with published.appearing(target) as temporary:
+    atomic_file.make_writable(target.parent, "the folder of --out")
+    with atomic_file.appearing(target) as temporary:
         return write(temporary, scores)
 
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from thermocline.dist.dense_config import DenseSync
-from thermocline.dist.together import Together
-from thermocline.metrics import ExactMetrics
-from thermocline.tables.table import Table
+from thermocline.config.dense_sync import DenseSync
+from thermocline.distributed.collective_errors import Together
+from thermocline.embedding.table import Table
+from thermocline.training.metrics import ExactMetrics
 
 if TYPE_CHECKING:
-    from thermocline.dist.dense import DenseParameters
-    from thermocline.dist.groups import Groups
+    from thermocline.distributed.communicator import Groups
+    from thermocline.distributed.dense_sync import DenseParameters
 
 INTERRUPT, SAVE, STOP = 1, 2, 4
 
@@ -42,7 +42,7 @@ class Crew:
         """Keeps the dense parameters of all ranks together; none: there is one rank."""
         ranks = tables[0].ranks
         if ranks is not None and self.world > 1:
-            from thermocline.dist.dense import DenseParameters
+            from thermocline.distributed.dense_sync import DenseParameters
 
             self.groups = ranks.groups
             self.sync = DenseParameters.make(

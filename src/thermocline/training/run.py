@@ -19,29 +19,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from thermocline import published
 from thermocline.batch import Batch, Floats
-from thermocline.callbacks import Callback, Row
-from thermocline.config import Config, OptimizerName, Tiers
+from thermocline.config.data import Split
+from thermocline.config.schema import Config, OptimizerName, Tiers
 from thermocline.data.features import Features
-from thermocline.data.schema import Split
-from thermocline.data.splits import check_paths, has_split, open_data
-from thermocline.dist.launch import join_ranks, local_world, topology_of
-from thermocline.dist.together import Together
+from thermocline.data.open import check_paths, has_split, open_data
+from thermocline.distributed.collective_errors import Together
+from thermocline.distributed.launch import join_ranks, local_world, topology_of
+from thermocline.embedding.initializers import Normal
+from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from thermocline.embedding.table import Table
 from thermocline.errors import ConfigError, DataError, LockError, NotFoundError
 from thermocline.models import build, parameter_groups, row_dim
 from thermocline.pipeline.prefetch import prefetch
-from thermocline.progress import Result
-from thermocline.run_folder import check_folder, config_of, has_begun, has_run, saved_by_ranks
-from thermocline.sizes import Size, format_size, plural
-from thermocline.tables.initial import Normal
-from thermocline.tables.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
-from thermocline.tables.table import Table
+from thermocline.training.callbacks import Callback, Row
+from thermocline.training.run_dir import check_folder, config_of, has_begun, has_run, saved_by_ranks
+from thermocline.training.state import Result
+from thermocline.utils import atomic_file
+from thermocline.utils.text_format import Size, format_size, plural
 
 if TYPE_CHECKING:
     import torch
 
-    from thermocline.dist.groups import Groups
+    from thermocline.distributed.communicator import Groups
 
 _ROW_OPTIMIZERS: dict[OptimizerName, Any] = {
     "sgd": SGD,
@@ -68,7 +68,7 @@ def dense_optimizers(config: Config, model: Any) -> list[torch.optim.Optimizer]:
     kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
     kind = kinds[str(train.dense_optimizer).removeprefix("rowwise_")]
     if config.dist.dense_sync.way == "v_frozen" and kind is torch.optim.Adam:
-        from thermocline.dist.adam import FrozenAdam
+        from thermocline.distributed.frozen_adam import FrozenAdam
 
         kind = FrozenAdam
     groups = parameter_groups(config.model, model)
@@ -118,7 +118,7 @@ class Run:
                 self.table = self._table(read_only)
             except LockError as error:  # the store has the words of a library; who holds it is in them
                 who = re.search(r"process (\d+)", str(error))
-                raise published.taken(Path(config.tiers.ssd or ""), "tiers.ssd", who and who[1]) from None
+                raise atomic_file.taken(Path(config.tiers.ssd or ""), "tiers.ssd", who and who[1]) from None
             undo.callback(self.table.close)
             self.model = build(config.model, self.table, fields, dense)
             if self.table.hbm is not None:
@@ -131,7 +131,7 @@ class Run:
     def _table(self, read_only: bool) -> Table:
         config, tiers = self.config, self.config.tiers
         if tiers.ssd is not None and not read_only:
-            published.make_writable(Path(tiers.ssd), "tiers.ssd")
+            atomic_file.make_writable(Path(tiers.ssd), "tiers.ssd")
         options: dict[str, Any] = {
             "hbm": None if read_only else gpu_budget(tiers, self._sharing_gpu()),
             "device": "cpu" if read_only else tiers.device,
@@ -146,12 +146,12 @@ class Run:
         }
         dim, optimizer = row_dim(config.model), row_optimizer(config)
         if self.groups is not None:
-            from thermocline.dist.sharded import ShardedTable
+            from thermocline.distributed.sharded_table import ShardedTable
 
             hops, wire = config.dist.hops, config.dist.wire
             return ShardedTable(dim, optimizer, groups=self.groups, hops=hops, wire=wire, **options)
         if read_only and saved_by_ranks(config.train.run_dir):
-            from thermocline.dist.joined import JoinedTable
+            from thermocline.distributed.shard_reader import JoinedTable
 
             return JoinedTable(dim, optimizer, **options)
         return Table(dim, optimizer, ssd_options={"read_only": True} if read_only else None, **options)
@@ -231,11 +231,11 @@ class Run:
         """Trains, saves and tests as the config says; see `tc.Trainer.fit`. One process at a time in a folder."""
         together, run_dir = Together.of([self.table]), Path(self.config.train.run_dir)
         with contextlib.ExitStack() as held:
-            together.first("took the run's folder", lambda: held.enter_context(published.held(run_dir)))
+            together.first("took the run's folder", lambda: held.enter_context(atomic_file.held(run_dir)))
             return self._fit(resume, callbacks)
 
     def _fit(self, resume: bool, callbacks: Sequence[Callback]) -> Result:
-        from thermocline.train import Trainer
+        from thermocline.training.trainer import Trainer
 
         config, run_dir = self.config, Path(self.config.train.run_dir)
         check_folder(config, resume=resume)
@@ -282,7 +282,7 @@ class Run:
 
     def restore(self, checkpoint: int | str | None = None) -> int:
         """Puts a checkpoint into model and table, changing nothing on disk; returns its step."""
-        from thermocline.checkpoint import Checkpoints
+        from thermocline.checkpoint.manager import Checkpoints
 
         for attempt in range(_READ_TRIES):
             checkpoints = Checkpoints(
@@ -309,7 +309,7 @@ class Run:
 
     def evaluate(self, batches: Iterable[Batch]) -> Row:
         """Exact AUC, logloss, normalised entropy and calibration."""
-        from thermocline.train import Trainer
+        from thermocline.training.trainer import Trainer
 
         return Trainer(self.model).evaluate(batches)
 
@@ -350,7 +350,7 @@ class _Papers(Callback):
 
     def write(self) -> None:
         run_dir = Path(self._config.train.run_dir)
-        published.make_folder(run_dir)
-        published.publish(run_dir / "config.toml", self._config.located().to_toml().encode())
+        atomic_file.make_folder(run_dir)
+        atomic_file.publish(run_dir / "config.toml", self._config.located().to_toml().encode())
         if self._features is not None:
-            published.publish(run_dir / "features.json", json.dumps(self._features.to_json()).encode())
+            atomic_file.publish(run_dir / "features.json", json.dumps(self._features.to_json()).encode())

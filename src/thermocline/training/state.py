@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from thermocline.callbacks import Row
+from thermocline.training.callbacks import Row
 
 
 @dataclasses.dataclass(slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from thermocline.metrics import StreamingMetrics
-from thermocline.pipeline.stages import StageStats
-from thermocline.tables.table import Table
+from thermocline.embedding.table import Table
+from thermocline.pipeline.executor import StageStats
+from thermocline.training.metrics import StreamingMetrics
 
 
 class Meter:

@@ -20,21 +20,21 @@ from typing import Any
 import torch
 
 from thermocline.batch import Batch
-from thermocline.callbacks import Callback, MetricsFile, Row, TensorBoard, finite
-from thermocline.checkpoint import Checkpoint, Checkpoints
-from thermocline.crew import INTERRUPT, SAVE, STOP, Crew
-from thermocline.display import Display
-from thermocline.dist.dense_config import DenseSync
+from thermocline.checkpoint.manager import Checkpoint, Checkpoints
+from thermocline.config.dense_sync import DenseSync
+from thermocline.config.train import TrainConfig as TrainConfig
+from thermocline.embedding.table import Table
 from thermocline.errors import ThermoclineError
-from thermocline.meter import Meter
-from thermocline.metrics import ExactMetrics
+from thermocline.pipeline.executor import StageStats
 from thermocline.pipeline.prefetch import prefetch
-from thermocline.pipeline.stages import StageStats
-from thermocline.progress import Progress, Result
-from thermocline.signals import caught_signals
-from thermocline.sizes import plural
-from thermocline.tables.table import Table
-from thermocline.train_config import TrainConfig as TrainConfig
+from thermocline.training.callbacks import Callback, MetricsFile, Row, TensorBoard, finite
+from thermocline.training.display import Display
+from thermocline.training.metrics import ExactMetrics
+from thermocline.training.rank_coordinator import INTERRUPT, SAVE, STOP, Crew
+from thermocline.training.signals import caught_signals
+from thermocline.training.state import Progress, Result
+from thermocline.training.throughput import Meter
+from thermocline.utils.text_format import plural
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _BY_AN_ERROR = "ended by an error"

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from dist.ranks_run import DIMS, Job, Way, keys_of, make_model, make_table, probe
-from train_helpers import bits, weights_of
 
 import thermocline as tc
-from thermocline import published
-from thermocline.dist.groups import Groups
+from helpers.rank_training import DIMS, Job, Way, keys_of, make_model, make_table, probe
+from helpers.train import bits, weights_of
+from thermocline.distributed.communicator import Groups
+from thermocline.utils import atomic_file
 
 EVERY_STEP = tc.DenseSync(exact=True)
 
@@ -82,7 +82,7 @@ def live(
 def die_at(point: str) -> None:
     """`name:n`: this process is killed when it comes to a named point for the n-th time."""
     name, _, count = point.partition(":")
-    published._kill_at, published._left = name, int(count)
+    atomic_file._kill_at, atomic_file._left = name, int(count)
 
 
 def load(groups: Groups, job: Job, way: Way, folder: str, *, dies: str = "") -> Any:

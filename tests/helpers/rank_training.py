@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from exact.run import BAGS, DIMS, WIDTH, recipe
-from ranks_helpers import Nodes
-from ssd_helpers import SMALL
-from train_helpers import (
+
+import thermocline as tc
+from helpers.ranks import Nodes
+from helpers.ssd import SMALL
+from helpers.train import (
     Net,
     Reference,
     ReferenceBag,
@@ -28,12 +30,10 @@ from train_helpers import (
     make_batches,
     weights_of,
 )
-
-import thermocline as tc
-from thermocline.dist.dense import DenseParameters
-from thermocline.dist.groups import Groups
-from thermocline.dist.sharded import ShardedTable
-from thermocline.tables.reference import optimize, sum_in_blocks
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.dense_sync import DenseParameters
+from thermocline.distributed.sharded_table import ShardedTable
+from thermocline.embedding.reference import optimize, sum_in_blocks
 
 BATCHES = 150
 
@@ -205,8 +205,8 @@ def make_table(name: str, job: Job, way: Way, groups: Groups | None, folder: str
         budget = budget_for(rows, DIMS[name], chosen, precision)
         options = {"mem": budget, "ssd": Path(folder) / name, "ssd_options": SMALL}
     if way.hbm is not None:
-        from thermocline.ops import INTERPRETED
-        from thermocline.tables.hbm import bytes_for
+        from thermocline.kernels import INTERPRETED
+        from thermocline.tiers.hbm import bytes_for
 
         words = precision.row_bytes(DIMS[name], chosen) // 4
         options["hbm"] = bytes_for(int(way.hbm * len(keys_of(job, name)) / job.world), words)
