@@ -138,7 +138,7 @@ class Engine:
     def close(self) -> None:
         raise NotImplementedError
 
-    def settle(self) -> None:
+    def reduce_gradients(self) -> None:
         """Back to the best state for reads, should an earlier run have written: everything merged or compacted."""
 
     def as_keys(self, keys: U64) -> Any:
@@ -199,7 +199,7 @@ class Ours(Engine):
         self._commit(b"%d" % done)
         self.close()
 
-    def settle(self) -> None:
+    def reduce_gradients(self) -> None:
         self.store.merge()
 
     def as_keys(self, keys: U64) -> U64:
@@ -318,7 +318,7 @@ class RocksDb(Engine):
         db.ingest_external_file(files, how)
         db.close()
 
-    def settle(self) -> None:
+    def reduce_gradients(self) -> None:
         levels = {file["level"] for file in self.db.live_files()}
         if levels != {6}:
             self.db.flush()

@@ -92,7 +92,7 @@ def said(what: str) -> None:
 
 def counters(table: tc.Table) -> dict[str, Any]:
     assert table.hbm is not None
-    gpu, memory = table.hbm.stats(), table.tier.stats()
+    gpu, memory = table.hbm.stats(), table.dram.stats()
     counts = {"hbm_misses": gpu.misses, "evicted": gpu.evictions, "not_in_dram": memory.reads - memory.read_hits}
     return {**counts, "ssd_reads": table.store.stats().reads if table.store is not None else 0}
 
@@ -145,11 +145,11 @@ def main() -> None:
             device="cuda",
         )
         assert table.store is not None
-        fill_store(table.store, ads, table.tier.initial_rows)
+        fill_store(table.store, ads, table.dram.initial_rows)
         table.store.commit()
         said("all rows on SSD")
         for some in by_popularity(ads, *warm):
-            table.tier.push(some, table.tier.initial_rows(some), dirty=False)
+            table.dram.push(some, table.dram.initial_rows(some), dirty=False)
         fill_top(table, by_popularity(ads, *hot))
         said("hot rows in DRAM and HBM")
         record["tiers"] = train(table, plan, batches, options.depth, options.window)

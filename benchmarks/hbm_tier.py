@@ -42,7 +42,7 @@ def filled(keys: int, hbm_rows: int, threads: int | None) -> tc.Table:
     values = np.random.default_rng(0).random((1 << 20, DIM), np.float32)
     for first in range(0, rows, len(values)):
         numbers = torch.arange(first, min(first + len(values), rows), device="cuda")
-        table.tier.push(key_of(numbers).cpu().numpy(), values[: len(numbers)], dirty=False)
+        table.dram.push(key_of(numbers).cpu().numpy(), values[: len(numbers)], dirty=False)
     return table
 
 

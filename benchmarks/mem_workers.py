@@ -68,7 +68,7 @@ class Ours:
         self.working_set = tc.WorkingSet.of
         self.threads = threads
         self.sizes = sizes
-        self.tier = tc.MemTier(
+        self.tier = tc.DramTier(
             sizes.dim, kind, budget=int(sizes.rows * (floats * 4 + 40) * 1.15) + 10**7, threads=threads
         )
         rows = np.zeros((100_000, floats), np.float32)

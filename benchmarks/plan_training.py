@@ -106,7 +106,7 @@ class Clock(Callback):
         warm, steps = self._training.warm, self._training.steps
         if self._step not in (warm, warm + steps):
             return
-        stats, store = self._table.tier.stats(), self._table.store
+        stats, store = self._table.dram.stats(), self._table.store
         put, written = (0, 0) if store is None else (store.stats().bytes_put, store.stats().bytes_written)
         self._threads.append(thread_seconds())
         now = np.array([time.perf_counter(), time.process_time(), stats.hits, stats.misses, put, written])
@@ -172,7 +172,7 @@ def main(training: Training, folder: Path) -> None:
     everyone = (lambda found: found[None]) if groups is None else lambda found: groups.train.all_gather(found, "ended")
     found: dict[str, Any] = {
         **clock.result(everyone),
-        "mem_rows": float(table.tier.capacity) * world,
+        "mem_rows": float(table.dram.capacity) * world,
         "threads": clock.threads(),
     }
     if rank == 0:
@@ -187,9 +187,9 @@ def fill(table: tc.Table, keys: Any, rank: int, world: int) -> None:
     if world > 1:
         keys = keys[owner_of(keys, world) == rank]
     for piece in pieces(keys):
-        rows = table.tier.initial_rows(piece)
+        rows = table.dram.initial_rows(piece)
         if table.store is None:
-            table.tier.push(piece, rows)
+            table.dram.push(piece, rows)
         else:
             table.store.put(piece, rows.view(np.uint8).reshape(len(piece), -1))
     if table.store is not None:

@@ -117,7 +117,7 @@ def in_memory(dim: int, keys: int) -> tc.Table:
 def on_ssd(dim: int, keys: int, share: float, path: Path, sizes: Sizes) -> tc.Table:
     """Room for a share of the keys, but at least for the batches in flight."""
     table = in_memory(dim, keys)
-    stats = table.tier.stats()
+    stats = table.dram.stats()
     table.close()
     rows = max(share * keys, 1.25 * (DEPTH + 1) * sizes.batch * FIELDS * 0.5)
     mem = round(stats.budget * rows / stats.capacity)
@@ -152,14 +152,14 @@ def run_ssd(sizes: Sizes, folder: Path) -> Result:
         before = {}
         for lap in range(sizes.rounds + sizes.warm):
             if lap == sizes.warm:
-                before = {name: side.table.tier.stats() for name, side in sides.items()}
+                before = {name: side.table.dram.stats() for name, side in sides.items()}
             batches = lap_batches(ads, lap, sizes.steps)
             for name in sides if lap % 2 else reversed(sides):
                 taken = sides[name].run(batches)
                 if lap >= sizes.warm:
                     laps[name].append(taken)
             advance()
-    stats = {name: side.table.tier.stats() for name, side in sides.items()}
+    stats = {name: side.table.dram.stats() for name, side in sides.items()}
     hits = {name: (s.hits - before[name].hits, s.misses - before[name].misses) for name, s in stats.items()}
     if any(a.loss != b.loss for a, b in zip(*laps.values(), strict=True)):
         raise SystemExit("the training with SSD differs from the one in memory: their losses are not the same bits")
@@ -182,7 +182,7 @@ def duel(title: str, ads: SyntheticAds, dim: int, top: Callable[[], torch.nn.Mod
     laps: dict[str, list[Lap]] = {"ours": [], "torch": []}
     with progress_bar(title, sizes.rounds + 2) as advance:
         ours.fill(keys)
-        plain = Plain(ours.table.tier.initial_rows, keys, ads.fields, dim, same_start(top))
+        plain = Plain(ours.table.dram.initial_rows, keys, ads.fields, dim, same_start(top))
         advance()
         for lap in range(sizes.rounds + 1):  # one untimed
             batches = lap_batches(ads, lap, sizes.steps)
@@ -227,9 +227,9 @@ def run_checkpoint(sizes: Sizes, folder: Path) -> Result:
         step += 1
         for first in range(0, len(changed), 1 << 18):
             piece = changed[first : first + (1 << 18)]
-            rows = table.tier.initial_rows(piece)
+            rows = table.dram.initial_rows(piece)
             rows += np.float32(step)
-            table.tier.push(piece, rows)
+            table.dram.push(piece, rows)
         start = time.perf_counter()
         checkpoints.save(step)
         seconds[kind].append(time.perf_counter() - start)

@@ -97,9 +97,9 @@ class Ours:
     def fill(self, keys: np.ndarray) -> None:
         """As if every key had been trained: rows are in the store, or in memory where there is none."""
         for piece in pieces(keys):
-            rows = self.table.tier.initial_rows(piece)
+            rows = self.table.dram.initial_rows(piece)
             if self.table.store is None:
-                self.table.tier.push(piece, rows)
+                self.table.dram.push(piece, rows)
             else:
                 self.table.store.put(piece, rows.view(np.uint8).reshape(len(piece), -1))
         if self.table.store is not None:

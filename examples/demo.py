@@ -103,8 +103,8 @@ def compare(run: Run, memory: Run) -> tuple[int, list[str]]:
         rows += len(keys)
     if different:
         wrong.append(f"{different:,} of {rows:,} rows")
-    memory.table.write_down()
-    trained = memory.table.tier.stats().dirty
+    memory.table.write_back()
+    trained = memory.table.dram.stats().dirty
     if rows != trained:
         wrong.append(f"{rows:,} rows trained, {trained:,} in memory")
     weights = zip(run.model.state_dict().items(), memory.model.state_dict().values(), strict=True)
@@ -128,8 +128,8 @@ def report(console: Console, run: Run, best_auc: float) -> None:
     table, result = run.table, run.result
     assert table.store is not None
     assert result.test is not None
-    memory, disk, rows = table.tier.stats(), table.store.stats(), len(table.store)
-    data = rows * (table.tier.row_bytes + 8)
+    memory, disk, rows = table.dram.stats(), table.store.stats(), len(table.store)
+    data = rows * (table.dram.row_bytes + 8)
     budget = memory.budget + disk.mem_budget
     grid = Grid(show_header=False)
     grid.add_column(style="bold", no_wrap=True)

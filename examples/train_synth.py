@@ -40,7 +40,7 @@ with tc.prefetch(ads, table, depth=4) as batches:
         if step % 50 == 0:
             checkpoints.save(step, batch.position)
             figures = metrics.compute()
-            hits = table.tier.stats().hit_rate
+            hits = table.dram.stats().hit_rate
             print(f"step {step}: AUC {figures['auc']:.4f}, logloss {figures['logloss']:.4f}, memory hits {hits:.1%}")
 table.close()
 print(f"done at step {step}")

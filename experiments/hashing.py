@@ -30,7 +30,7 @@ TEST = 100_000
 EXAMPLES = {"image": 1_000_000, "web": 2_000_000}
 METHODS = {
     "op_osrp": "OP+OSRP",
-    "apart": "OP+OSRP, fields apart",
+    "per_field": "OP+OSRP, fields apart",
     "modulo": "modulo 2k",
     "count_sketch": "count-sketch",
 }
@@ -86,7 +86,10 @@ def config(setup: Setup, world: str, method: str, k: int | None, number: int = 0
     )  # fmt: skip
     hashing = None
     if k is not None:
-        kinds: dict[str, dict[str, Any]] = {"apart": {"fields": "apart"}, "modulo": {"kind": "modulo", "k": 2 * k}}
+        kinds: dict[str, dict[str, Any]] = {
+            "per_field": {"fields": "per_field"},
+            "modulo": {"kind": "modulo", "k": 2 * k},
+        }
         hashing = Hashing(**{"k": k, "seed": setup.seed + number, **kinds.get(method, {"kind": method})})
     row = 4 * 2 * DIM
     return Config(

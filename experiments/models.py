@@ -18,7 +18,7 @@ from thermocline.data.paper_models import Plan
 from thermocline.data.synthetic import SyntheticAds
 from thermocline.embedding import bulk_load
 from thermocline.embedding.optimizers import RowWiseAdagrad
-from thermocline.tiers.dram import MemTier
+from thermocline.tiers.dram import DramTier
 from thermocline.tiers.ssd import SsdStore
 
 NAMES = ("A", "B", "C", "D", "E")
@@ -115,7 +115,7 @@ def _run(setup: Setup, plan: Plan, side: str, work: Work) -> Json | None:
     ads = SyntheticAds.preset(name, batch_size=size, seed=setup.seed, threads=threads)
     folder, tiers = work.folder / "rows", side == "tiers"
     with contextlib.closing(make_table(plan.dim, OPTIMIZER, setup, hbm=1 << 20, mem=8 << 20)) as small:
-        if tiers and not _fill(folder, small.tier, ads, store_memory(plan), work):
+        if tiers and not _fill(folder, small.dram, ads, store_memory(plan), work):
             return None
     budgets = _whole(setup, plan)
     if tiers:
@@ -146,7 +146,7 @@ def _whole(setup: Setup, plan: Plan) -> dict[str, Any]:
     return {"hbm": bytes_for(round(1.02 * plan.keys), plan.dim + 1) + (64 << 20), "mem": 4 << 30}
 
 
-def _fill(folder: Path, tier: MemTier, ads: SyntheticAds, memory: int, work: Work) -> bool:
+def _fill(folder: Path, tier: DramTier, ads: SyntheticAds, memory: int, work: Work) -> bool:
     """A row on SSD for every key. One that was cut short goes on. False: time is up."""
     total = sum(ads.keys)
     with SsdStore.open(folder, row_bytes=tier.row_bytes, mem_budget=memory) as store:
@@ -198,7 +198,7 @@ class _Log:
         return elapsed < self._seconds or len(self._rows) < 4
 
     def _counters(self, stages: Sequence[Any]) -> dict[str, float]:
-        mem, store, hbm = self._table.tier.stats(), self._table.store, self._table.hbm
+        mem, store, hbm = self._table.dram.stats(), self._table.store, self._table.hbm
         counts = {"seconds": time.perf_counter() - self._begin, "mem_hits": mem.hits, "mem_all": mem.hits + mem.misses}
         counts["pull_seconds"] = next((s.busy_seconds for s in stages if s.name == "pull"), 0.0)
         if hbm is not None:
@@ -225,14 +225,14 @@ class _Log:
             change = {name: now[name] - before.get(name, 0) for name in now if name != "disk_bytes"}
             points.append({"batch": cut, "batches": cut - first, **change, "disk_bytes": now.get("disk_bytes", 0)})
             before, first = now, cut
-        store, mem = self._table.store, self._table.tier.stats()
+        store, mem = self._table.store, self._table.dram.stats()
         return {
             "batches": n,
             "examples_per_s": sum(self._examples[half:]) / seconds,
             "points": points,
             "stage_ms": {stage.name: stage.busy_seconds / max(1, stage.items) * 1000 for stage in stages},
             "rows": self._stored,
-            "row_bytes": self._table.tier.row_bytes,
+            "row_bytes": self._table.dram.row_bytes,
             "mem_budget": mem.budget,
             "hbm_budget": 0 if self._table.hbm is None else self._table.hbm.budget,
             "store_mem": 0 if store is None else store.stats().mem_total,

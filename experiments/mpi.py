@@ -47,7 +47,7 @@ def train(
     shutil.rmtree(folder / "rival", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rival.toml"
-    atomic_file.publish(path, config.to_toml().encode())
+    atomic_file.atomic_write(path, config.to_toml().encode())
     arguments = ["-m", "baselines.mpi_ps", str(path), "--set", f"train.run_dir={folder / 'rival'}"]
     arguments += ["--seconds", str(seconds)] if seconds is not None else []
     command, what = launch.command(ranks, arguments), f"the MPI rival with {ranks} ranks"

@@ -59,14 +59,14 @@ def write(folder: Path, chapters: Sequence[Chapter], setup: Setup, command: str)
         about = {"command": command, "setup": dataclasses.asdict(chapter.setup), "made_by": made_by}
         for part in chapter.section.parts if chapter.section else ():
             stem = f"{chapter.name}-{part.name}"
-            atomic_file.publish(folder / "tables" / f"{stem}.json", tables.as_json(part, about))
+            atomic_file.atomic_write(folder / "tables" / f"{stem}.json", tables.as_json(part, about))
             if isinstance(part, Table):
-                atomic_file.publish(folder / "tables" / f"{stem}.csv", tables.table_csv(part))
+                atomic_file.atomic_write(folder / "tables" / f"{stem}.csv", tables.table_csv(part))
             else:
-                atomic_file.publish(folder / "tables" / f"{stem}.csv", tables.figure_csv(part))
-                atomic_file.publish(folder / "figures" / f"{stem}.svg", svg.draw(part, alone=True).encode())
+                atomic_file.atomic_write(folder / "tables" / f"{stem}.csv", tables.figure_csv(part))
+                atomic_file.atomic_write(folder / "figures" / f"{stem}.svg", svg.draw(part, alone=True).encode())
     page = folder / "index.html"
-    atomic_file.publish(page, render(chapters, setup, command).encode())
+    atomic_file.atomic_write(page, render(chapters, setup, command).encode())
     return page
 
 

@@ -97,7 +97,7 @@ def cases(setup: Setup) -> list[Case]:
             )
     for b in (4, 8) if thorough(setup) else (8,):
         for limit, start in ((RANGE, "a good"), (WIDE, "a wide")):
-            precision = Precision(kind=KINDS[b], range=limit, learn=LEARN)
+            precision = Precision(kind=KINDS[b], range=limit, scale_lr=LEARN)
             made.append(Case(name=f"int{b}, learned from {start} range", line="learned", precision=precision))
         made.append(Case(name=f"int{b}, wide", line="wide", precision=Precision(kind=KINDS[b], range=WIDE)))
     for b in (8, 16) if thorough(setup) else (8,):

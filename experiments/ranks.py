@@ -36,7 +36,7 @@ def train(config: Config, ranks: int, folder: Path, limit: float) -> list[dict[s
     shutil.rmtree(folder / "run", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "ranks.toml"
-    atomic_file.publish(path, config.to_toml().encode())
+    atomic_file.atomic_write(path, config.to_toml().encode())
     job = ["-m", "thermocline", "train", str(path), "--set", f"train.run_dir={folder / 'run'}"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launcher, *job]

@@ -72,7 +72,7 @@ class Results:
         }
         path = self._path(experiment, step)
         atomic_file.make_folder(path.parent)
-        atomic_file.publish(path, json.dumps(record, indent=1).encode() + b"\n")
+        atomic_file.atomic_write(path, json.dumps(record, indent=1).encode() + b"\n")
         self.forget_work(experiment, step)
         return Result(value, environment, seconds)
 
@@ -80,7 +80,7 @@ class Results:
         """All steps of this setup are done."""
         path = self._steps / experiment / "setup.json"
         atomic_file.make_folder(path.parent)
-        atomic_file.publish(path, json.dumps(dataclasses.asdict(setup), indent=1).encode() + b"\n")
+        atomic_file.atomic_write(path, json.dumps(dataclasses.asdict(setup), indent=1).encode() + b"\n")
 
     def completed(self, experiment: str) -> Setup | None:
         """The setup that was last complete, on whatever machine."""
@@ -103,7 +103,7 @@ class Results:
         path = self.work(experiment, step) / "seconds.json"
         seconds = (json.loads(path.read_bytes()) if path.exists() else 0.0) + more
         if more:
-            atomic_file.publish(path, json.dumps(seconds).encode())
+            atomic_file.atomic_write(path, json.dumps(seconds).encode())
         return float(seconds)
 
     def forget_work(self, experiment: str, step: Step) -> None:

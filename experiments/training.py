@@ -59,7 +59,7 @@ def train(config: Config, work: Work) -> Json | None:
             return None
         assert result.test is not None
         rows = sum(len(keys) for keys, _ in run.table.rows())
-        row_bytes = run.table.tier.row_bytes
+        row_bytes = run.table.dram.row_bytes
     return {
         "auc": result.test["auc"],
         "logloss": result.test["logloss"],

@@ -25,7 +25,7 @@ def test_import_loads_neither_torch_nor_numpy_nor_the_core() -> None:
 
 
 def test_the_store_the_tables_and_the_pipeline_load_no_torch() -> None:
-    names = ["Batch", "MemTier", "ReferenceTable", "SsdStore", "Table", "prefetch"]
+    names = ["Batch", "DramTier", "ReferenceTable", "SsdStore", "Table", "prefetch"]
     loaded = run_python(f"import sys, thermocline as tc; [getattr(tc, n) for n in {names}]; print(*sys.modules)")
     assert "torch" not in loaded.split()
     assert "thermocline.core._core" in loaded.split()

@@ -189,7 +189,7 @@ class Job:
         batches: Iterator[Batch | None] = itertools.chain(data, itertools.repeat(None))
         source = (Planned(batch) for batch in itertools.islice(batches, steps))
         stages: list[tuple[str, Callable[[Any], Any]]] = [("collect", self.table.gather), ("plan", plan)]
-        return Pipeline(source, stages, depth=self.depth, finish=Planned.let_go)
+        return Pipeline(source, stages, depth=self.depth, finish=Planned.release)
 
     @staticmethod
     def _until_all_end(pipeline: Iterable[Planned]) -> Iterator[Planned]:
@@ -238,7 +238,7 @@ class Job:
     def _begin(self) -> None:
         if self.rank == 0:
             atomic_file.make_folder(self._lines.parent)
-            atomic_file.publish(self._lines.parent / "config.toml", self.config.to_toml().encode())
+            atomic_file.atomic_write(self._lines.parent / "config.toml", self.config.to_toml().encode())
             self._lines.write_text("")
 
     def _write(self, event: str, figures: Row) -> Row | None:

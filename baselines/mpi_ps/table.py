@@ -13,8 +13,8 @@ from thermocline.batch import Batch, Floats, Slots, WorkingSet
 from thermocline.embedding.batch_plan import BagSpec, Part, Prepared
 from thermocline.embedding.optimizers import SGD, Optimizer
 from thermocline.embedding.table import Table
-from thermocline.tiers.dram import MemTier, Pins
-from thermocline.tiers.dram_backend import MemTraining
+from thermocline.tiers.dram import DramTier, Pins
+from thermocline.tiers.dram_backend import DramBackend
 
 NOTHING = np.empty(0, np.uint64)
 
@@ -49,10 +49,10 @@ class Planned:
         assert self.route is not None
         return self.examples * len(self.route.examples) / self.total
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         pins, self.pins = self.pins, None
         if pins is not None:
-            pins.let_go()
+            pins.release()
 
 
 class PsTable(Table):
@@ -65,7 +65,7 @@ class PsTable(Table):
         super().__init__(dim, optimizer, threads=threads, device="cpu", **options)
         self._comm = comm
         # Rows that come from owners have no state: the kernels of a tier whose rows have none pool them.
-        self._pulled = MemTier(dim, SGD(lr=1), budget="1MB", threads=threads)
+        self._pulled = DramTier(dim, SGD(lr=1), budget="1MB", threads=threads)
         self._rows_in, self._rows_out, self._sums = Buffer(np.float32), Buffer(np.float32), Buffer(np.float32)
 
     # ---- ahead of the step
@@ -81,11 +81,11 @@ class PsTable(Table):
         keys = NOTHING if work.collected is None else work.collected[1].keys
         work.route = route = router.route(keys, work.examples)
         if training:
-            work.pins = self.tier.pin(route.asked.keys)
+            work.pins = self.dram.pin(route.asked.keys)
             work.asked = work.pins.slots()[route.asked.inverse]
         if work.collected is not None:
             # Pins of another rank's keys stand for this rank's: its gradients hold them until the push.
-            prepared = MemTraining.prepare(self.tier, *work.collected, route.places, work.pins)  # type: ignore[arg-type]
+            prepared = DramBackend.prepare(self.dram, *work.collected, route.places, work.pins)  # type: ignore[arg-type]
             work.prepared = prepared
         return work
 
@@ -97,9 +97,9 @@ class PsTable(Table):
         route, asked = work.route, len(work.route.asked.inverse)
         if work.asked is not None:
             out = self._rows_out.take(asked, self.dim)
-            self.tier.core.pool(work.asked, None, None, False, out)
+            self.dram.core.pool(work.asked, None, None, False, out)
         else:
-            out = self.tier.read(route.asked.keys)[route.asked.inverse, : self.dim]
+            out = self.dram.read(route.asked.keys)[route.asked.inverse, : self.dim]
         rows = self._rows_in.take(len(route.places), self.dim)
         exchange(self._comm, out, route.received, rows, route.sent)
         if work.batch is not None and work.prepared is not None:
@@ -130,6 +130,6 @@ class PsTable(Table):
         grads = self._rows_out.take(len(asked.inverse), self.dim)
         exchange(self._comm, sums, route.sent, grads, route.received)
         self.step_count += 1
-        step = self.tier.step(self.step_count, self.lr, 1 / self._comm.size)
-        self.tier.core.mark_dirty(slots)
-        self.tier.core.update(slots, asked.starts, asked.order, None, grads, step)
+        step = self.dram.step(self.step_count, self.lr, 1 / self._comm.size)
+        self.dram.core.mark_dirty(slots)
+        self.dram.core.update(slots, asked.starts, asked.order, None, grads, step)

@@ -51,7 +51,7 @@ auto dedup(Dedup& self, KeysArg ids) {
                          to_numpy(std::move(set.starts), set.unique + 1), to_numpy(std::move(set.order), set.ids));
 }
 
-void init_tier(MemTier* self, uint32_t dim, int optimizer, size_t budget, int policy, int threads, int shards,
+void init_tier(DramTier* self, uint32_t dim, int optimizer, size_t budget, int policy, int threads, int shards,
                uint64_t seed, uint64_t table, int initial_kind, float initial_scale, float initial_state,
                const Precision& precision, RowStore* store) {
   TierOptions o;
@@ -62,7 +62,7 @@ void init_tier(MemTier* self, uint32_t dim, int optimizer, size_t budget, int po
   o.threads = threads;
   o.shards = shards;
   nb::gil_scoped_release release;
-  new (self) MemTier(o, store);
+  new (self) DramTier(o, store);
 }
 
 template <typename RowsArg>
@@ -75,23 +75,23 @@ void check_shape(const RowsArg& rows, size_t count, size_t words) {
 
 // Rows as they are stored: words of four bytes, whatever they mean.
 template <typename RowsArg>
-void check_stored(const MemTier& self, size_t count, const RowsArg& rows) {
+void check_stored(const DramTier& self, size_t count, const RowsArg& rows) {
   check_shape(rows, count, self.layout().bytes() / sizeof(float));
 }
 
 // Rows as training sees them: fp32 weights and state.
 template <typename RowsArg>
-void check_rows(const MemTier& self, size_t count, const RowsArg& rows) {
+void check_rows(const DramTier& self, size_t count, const RowsArg& rows) {
   check_shape(rows, count, self.layout().floats());
 }
 
-void pull(MemTier& self, KeysArg keys, Array<uint32_t> slots) {
+void pull(DramTier& self, KeysArg keys, Array<uint32_t> slots) {
   require(keys.size() == slots.size(), "pull: one slot per key");
   nb::gil_scoped_release release;
   self.pull(keys.data(), keys.size(), slots.data());
 }
 
-void unpin(MemTier& self, SlotsArg slots, bool dirty, std::optional<KeysArg> keys) {
+void unpin(DramTier& self, SlotsArg slots, bool dirty, std::optional<KeysArg> keys) {
   require(!keys || keys->size() == slots.size(), "unpin: one key per slot");
   nb::gil_scoped_release release;
   self.check_slots(slots.data(), slots.size());
@@ -103,21 +103,21 @@ void unpin(MemTier& self, SlotsArg slots, bool dirty, std::optional<KeysArg> key
 // Thread safety: all calls may run concurrently.
 class Pins {
  public:
-  Pins(MemTier& tier, const uint64_t* keys, size_t n) : tier_(tier), slots_(n) { tier_.pull(keys, n, slots_.data()); }
+  Pins(DramTier& tier, const uint64_t* keys, size_t n) : tier_(tier), slots_(n) { tier_.pull(keys, n, slots_.data()); }
   Pins(const Pins&) = delete;
   ~Pins() {
     if (holds_ > 0) tier_.unpin(slots_.data(), slots_.size(), false);
   }
 
   // One holder more; false: too late, the rows may be elsewhere by now.
-  bool hold() {
+  bool acquire() {
     std::lock_guard lock(mutex_);
     if (holds_ > 0) ++holds_;
     return holds_ > 0;
   }
 
   // One holder less. Holders let go once each; of nothing if nobody is left.
-  void let_go() {
+  void release() {
     std::lock_guard lock(mutex_);
     if (holds_ > 0 && --holds_ == 0) tier_.unpin(slots_.data(), slots_.size(), false);
   }
@@ -125,13 +125,13 @@ class Pins {
   const std::vector<uint32_t>& slots() const { return slots_; }
 
  private:
-  MemTier& tier_;
+  DramTier& tier_;
   std::vector<uint32_t> slots_;  // constant after construction
   std::mutex mutex_;             // protects holds_
   size_t holds_ = 1;
 };
 
-void init_pins(Pins* self, MemTier& tier, KeysArg keys) {
+void init_pins(Pins* self, DramTier& tier, KeysArg keys) {
   nb::gil_scoped_release release;
   new (self) Pins(tier, keys.data(), keys.size());
 }
@@ -142,58 +142,58 @@ auto pinned_slots(const Pins& self) {
   return to_numpy(std::move(copy), self.slots().size());
 }
 
-void mark_dirty(MemTier& self, SlotsArg slots) {
+void mark_dirty(DramTier& self, SlotsArg slots) {
   nb::gil_scoped_release release;
   self.check_slots(slots.data(), slots.size());
   self.mark_dirty(slots.data(), slots.size());
 }
 
 // (rows given, slot to go on from)
-std::pair<size_t, uint32_t> dirty_rows(const MemTier& self, uint32_t next, Array<uint64_t> keys, FloatsOutArg rows) {
+std::pair<size_t, uint32_t> dirty_rows(const DramTier& self, uint32_t next, Array<uint64_t> keys, FloatsOutArg rows) {
   check_stored(self, keys.size(), rows);
   nb::gil_scoped_release release;
   size_t n = self.dirty_rows(&next, keys.size(), keys.data(), reinterpret_cast<uint8_t*>(rows.data()));
   return {n, next};
 }
 
-std::pair<size_t, size_t> read(MemTier& self, KeysArg keys, FloatsOutArg rows) {
+std::pair<size_t, size_t> read(DramTier& self, KeysArg keys, FloatsOutArg rows) {
   check_stored(self, keys.size(), rows);
   nb::gil_scoped_release release;
   const auto sources = self.read(keys.data(), keys.size(), reinterpret_cast<uint8_t*>(rows.data()));
   return {sources.here, sources.store};
 }
 
-void push(MemTier& self, KeysArg keys, FloatsArg rows, bool dirty, bool unique) {
+void push(DramTier& self, KeysArg keys, FloatsArg rows, bool dirty, bool unique) {
   check_stored(self, keys.size(), rows);
   nb::gil_scoped_release release;
   self.push(keys.data(), keys.size(), reinterpret_cast<const uint8_t*>(rows.data()), dirty, unique);
 }
 
-void copy_out(MemTier& self, SlotsArg slots, FloatsOutArg rows) {
+void copy_out(DramTier& self, SlotsArg slots, FloatsOutArg rows) {
   check_stored(self, slots.size(), rows);
   nb::gil_scoped_release release;
   self.check_slots(slots.data(), slots.size());
   self.copy_out(slots.data(), slots.size(), reinterpret_cast<uint8_t*>(rows.data()));
 }
 
-void write(MemTier& self, SlotsArg slots, FloatsArg rows) {
+void write(DramTier& self, SlotsArg slots, FloatsArg rows) {
   check_stored(self, slots.size(), rows);
   nb::gil_scoped_release release;
   self.check_slots(slots.data(), slots.size());
   self.write(slots.data(), slots.size(), reinterpret_cast<const uint8_t*>(rows.data()));
 }
 
-void flush(MemTier& self, RowStore* to) {
+void flush(DramTier& self, RowStore* to) {
   nb::gil_scoped_release release;
   self.flush(to);
 }
 
-void check(MemTier& self, bool idle) {
+void check(DramTier& self, bool idle) {
   nb::gil_scoped_release release;
   self.check(idle);
 }
 
-void make_room(MemTier& self, size_t rows) {
+void make_room(DramTier& self, size_t rows) {
   nb::gil_scoped_release release;
   self.make_room(rows);
 }
@@ -216,11 +216,11 @@ void pool_from(ThreadPool& pool, const Rows& rows, size_t row_count, const Slots
   pool_rows(pool, {rows, slots.data(), b.ids, b.offsets, b.bags, b.weights, b.mean, out.data()});
 }
 
-void pool_tier(MemTier& self, SlotsArg slots, MaybeOffsets offsets, MaybeFloats weights, bool mean, FloatsOutArg out) {
+void pool_tier(DramTier& self, SlotsArg slots, MaybeOffsets offsets, MaybeFloats weights, bool mean, FloatsOutArg out) {
   pool_from(self.pool(), self.rows(), self.capacity(), slots, offsets, weights, mean, out);
 }
 
-void pool_buffer(MemTier& self, FloatsArg rows, SlotsArg index, MaybeOffsets offsets, MaybeFloats weights, bool mean,
+void pool_buffer(DramTier& self, FloatsArg rows, SlotsArg index, MaybeOffsets offsets, MaybeFloats weights, bool mean,
                  FloatsOutArg out) {
   check_rows(self, rows.shape(0), rows);
   // The kernels take rows they may write; pooling only reads.
@@ -229,7 +229,7 @@ void pool_buffer(MemTier& self, FloatsArg rows, SlotsArg index, MaybeOffsets off
             offsets, weights, mean, out);
 }
 
-auto plan(MemTier& self, SlotsArg slots, SlotsArg inverse, SlotsArg order, MaybeOffsets offsets, MaybeFloats weights,
+auto plan(DramTier& self, SlotsArg slots, SlotsArg inverse, SlotsArg order, MaybeOffsets offsets, MaybeFloats weights,
           bool mean) {
   const size_t n = inverse.size();
   require(order.size() == n, "order: one position per id");
@@ -249,7 +249,7 @@ auto plan(MemTier& self, SlotsArg slots, SlotsArg inverse, SlotsArg order, Maybe
                          b.has_coefs() ? Coefs(to_numpy(std::move(coefs), n)) : Coefs());
 }
 
-SegmentArgs segments_of(const MemTier& self, size_t keys, const SlotsArg& starts, const SlotsArg& grad_rows,
+SegmentArgs segments_of(const DramTier& self, size_t keys, const SlotsArg& starts, const SlotsArg& grad_rows,
                         const MaybeFloats& coefs, const FloatsArg& grads) {
   const size_t n = grad_rows.size();
   require(starts.size() == keys + 1 && starts(0) == 0 && starts(keys) == n, "starts: from 0 to the ids, one per key");
@@ -262,7 +262,7 @@ SegmentArgs segments_of(const MemTier& self, size_t keys, const SlotsArg& starts
   return {starts.data(), keys, grad_rows.data(), coefs ? coefs->data() : nullptr, grads.data()};
 }
 
-int64_t update(MemTier& self, SlotsArg slots, SlotsArg starts, SlotsArg grad_rows, MaybeFloats coefs, FloatsArg grads,
+int64_t update(DramTier& self, SlotsArg slots, SlotsArg starts, SlotsArg grad_rows, MaybeFloats coefs, FloatsArg grads,
                const Step& step) {
   require(step.optimizer == self.layout().optimizer, "step: of another optimizer than the tier's");
   nb::gil_scoped_release release;
@@ -271,14 +271,14 @@ int64_t update(MemTier& self, SlotsArg slots, SlotsArg starts, SlotsArg grad_row
                      segments_of(self, slots.size(), starts, grad_rows, coefs, grads), step);
 }
 
-void sum(MemTier& self, SlotsArg starts, SlotsArg grad_rows, MaybeFloats coefs, FloatsArg grads, FloatsOutArg sums) {
+void sum(DramTier& self, SlotsArg starts, SlotsArg grad_rows, MaybeFloats coefs, FloatsArg grads, FloatsOutArg sums) {
   require(starts.size() == sums.shape(0) + 1 && sums.shape(1) == self.layout().dim, "sums: one row of dim per key");
   nb::gil_scoped_release release;
   sum_gradients(self.pool(), self.layout().dim, segments_of(self, sums.shape(0), starts, grad_rows, coefs, grads),
                 sums.data());
 }
 
-int64_t apply(MemTier& self, SlotsArg slots, FloatsArg sums, const Step& step) {
+int64_t apply(DramTier& self, SlotsArg slots, FloatsArg sums, const Step& step) {
   require(step.optimizer == self.layout().optimizer, "step: of another optimizer than the tier's");
   require(sums.shape(0) == slots.size() && sums.shape(1) == self.layout().dim, "sums: one row of dim per slot");
   nb::gil_scoped_release release;
@@ -286,14 +286,14 @@ int64_t apply(MemTier& self, SlotsArg slots, FloatsArg sums, const Step& step) {
   return apply_gradients(self.pool(), self.rows(), slots.data(), slots.size(), sums.data(), step);
 }
 
-void initial_rows(const MemTier& self, KeysArg keys, FloatsOutArg rows) {
+void initial_rows(const DramTier& self, KeysArg keys, FloatsOutArg rows) {
   check_stored(self, keys.size(), rows);
   nb::gil_scoped_release release;
   auto* out = reinterpret_cast<uint8_t*>(rows.data());
   for (size_t i = 0; i < keys.size(); ++i) self.initial().store(keys.data()[i], out + i * self.layout().bytes());
 }
 
-void decode(MemTier& self, FloatsArg stored, FloatsOutArg rows) {
+void decode(DramTier& self, FloatsArg stored, FloatsOutArg rows) {
   check_stored(self, rows.shape(0), stored);
   check_rows(self, stored.shape(0), rows);
   require(!self.codec().plain(), "decode: fp32 rows are stored as they are");
@@ -301,7 +301,7 @@ void decode(MemTier& self, FloatsArg stored, FloatsOutArg rows) {
   decode_rows(self.pool(), self.codec(), reinterpret_cast<const uint8_t*>(stored.data()), rows.shape(0), rows.data());
 }
 
-void encode(MemTier& self, FloatsArg rows, FloatsOutArg stored) {
+void encode(DramTier& self, FloatsArg rows, FloatsOutArg stored) {
   check_rows(self, stored.shape(0), rows);
   check_stored(self, rows.shape(0), stored);
   require(!self.codec().plain(), "encode: fp32 rows are stored as they are");
@@ -309,7 +309,7 @@ void encode(MemTier& self, FloatsArg rows, FloatsOutArg stored) {
   encode_rows(self.pool(), self.codec(), rows.data(), rows.shape(0), reinterpret_cast<uint8_t*>(stored.data()));
 }
 
-nb::dict stats(const MemTier& self) {
+nb::dict stats(const DramTier& self) {
   TierStats s;
   {
     nb::gil_scoped_release release;
@@ -362,7 +362,7 @@ void bind_mem(nb::module_& m) {
         "scale"_a);
   nb::class_<Precision>(m, "Precision");
   m.def("make_precision", &precision_of, "kind"_a, "bits"_a, "stochastic"_a, "row_scaled"_a, "step"_a, "learned"_a);
-  nb::class_<MemTier>(m, "MemTier")
+  nb::class_<DramTier>(m, "DramTier")
       .def("__init__", &init_tier, "dim"_a, "optimizer"_a, "budget"_a, "policy"_a, "threads"_a, "shards"_a, "seed"_a,
            "table"_a, "initial_kind"_a, "initial_scale"_a, "initial_state"_a, "precision"_a, "store"_a.none(),
            nb::keep_alive<1, 14>())
@@ -381,7 +381,7 @@ void bind_mem(nb::module_& m) {
       .def("initial_rows", &initial_rows, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("decode", &decode, "stored"_a.noconvert(), "rows"_a.noconvert())
       .def("encode", &encode, "rows"_a.noconvert(), "stored"_a.noconvert())
-      .def("set_step", &MemTier::set_step, "step"_a)
+      .def("set_scale", &DramTier::set_scale, "step"_a)
       .def("plan", &plan, "slots"_a.noconvert(), "inverse"_a.noconvert(), "order"_a.noconvert(),
            "offsets"_a.noconvert().none(), "weights"_a.noconvert().none(), "mean"_a)
       .def("pool", &pool_tier, "slots"_a.noconvert(), "offsets"_a.noconvert().none(), "weights"_a.noconvert().none(),
@@ -393,13 +393,13 @@ void bind_mem(nb::module_& m) {
       .def("sum_gradients", &sum, "starts"_a.noconvert(), "grad_rows"_a.noconvert(), "coefs"_a.noconvert().none(),
            "grads"_a.noconvert(), "sums"_a.noconvert())
       .def("apply_gradients", &apply, "slots"_a.noconvert(), "sums"_a.noconvert(), "step"_a)
-      .def_prop_ro("capacity", &MemTier::capacity)
-      .def_prop_ro("row_bytes", [](const MemTier& self) { return self.layout().bytes(); });
+      .def_prop_ro("capacity", &DramTier::capacity)
+      .def_prop_ro("row_bytes", [](const DramTier& self) { return self.layout().bytes(); });
   nb::class_<Pins>(m, "Pins")
       .def("__init__", &init_pins, "tier"_a, "keys"_a.noconvert(), nb::keep_alive<1, 2>())
       .def("slots", &pinned_slots)
-      .def("hold", &Pins::hold)
-      .def("let_go", &Pins::let_go, nb::call_guard<nb::gil_scoped_release>());
+      .def("acquire", &Pins::acquire)
+      .def("release", &Pins::release, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace thermocline

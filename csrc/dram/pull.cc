@@ -25,22 +25,22 @@ enum Found : uint8_t { kMissing = 0, kCopied = 1, kLoading = 2 };  // Scratch::f
 }  // namespace
 
 template <typename F>
-void MemTier::for_rows(size_t n, const F& f) {
+void DramTier::for_rows(size_t n, const F& f) {
   const size_t tasks = n / kTaskRows + 1;
   pool_.parallel(tasks, [&](size_t t) { f(n * t / tasks, n * (t + 1) / tasks); });
 }
 
 // Shards visit the keys of a batch in their own order: parts that stay in the L2 cache meanwhile are faster.
-size_t MemTier::cached_keys(const Scratch& s) const { return std::min(s.keys_max, kCachedKeys * pool_.size()); }
+size_t DramTier::cached_keys(const Scratch& s) const { return std::min(s.keys_max, kCachedKeys * pool_.size()); }
 
 // ---- pull
 
-void MemTier::pull(const uint64_t* keys, size_t n, uint32_t* slots) {
+void DramTier::pull(const uint64_t* keys, size_t n, uint32_t* slots) {
   ScratchPool::Lease s(scratch_);
   acquire(*s, keys, n, slots, nullptr);
 }
 
-void MemTier::acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given) {
+void DramTier::acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given) {
   const auto for_parts = [&](size_t part, const auto& f) {
     for (size_t b = 0; b < n; b += part) f(b, std::min(part, n - b));
   };
@@ -63,7 +63,7 @@ void MemTier::acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slot
   }
 }
 
-bool MemTier::find_present(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, size_t* hits) {
+bool DramTier::find_present(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, size_t* hits) {
   std::atomic<size_t> found{0};
   std::atomic<bool> waits{false};
   by_shard(s, keys, nullptr, n, [&](Shard& shard, const Probe* probes, size_t m) {
@@ -76,8 +76,8 @@ bool MemTier::find_present(Scratch& s, const uint64_t* keys, size_t n, uint32_t*
 }
 
 // As many as the scratch holds, whatever lies between them: the store shall get large requests.
-size_t MemTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given,
-                             size_t next, bool* waits) {
+size_t DramTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given,
+                              size_t next, bool* waits) {
   size_t missing = 0;
   for (; next < n && missing < s.keys_max; ++next) {
     if (slots[next] == kNoSlot) s.picks[missing++] = static_cast<uint32_t>(next);
@@ -134,7 +134,7 @@ size_t MemTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32_
   return next;
 }
 
-void MemTier::fill(Scratch& s, size_t n, const uint8_t* given) {
+void DramTier::fill(Scratch& s, size_t n, const uint8_t* given) {
   if (given) {
     for_rows(n, [&](size_t begin, size_t end) {
       for (size_t j = begin; j < end; ++j) std::memcpy(row(s.slots[j]), given + s.picks[j] * row_bytes_, row_bytes_);
@@ -159,7 +159,7 @@ void MemTier::fill(Scratch& s, size_t n, const uint8_t* given) {
 }
 
 // The slots keep their pins: whoever drops the last one frees the slot.
-void MemTier::fail_loading(const uint32_t* slots, size_t n) {
+void DramTier::fail_loading(const uint32_t* slots, size_t n) {
   for (size_t j = 0; j < n; ++j) {
     SlotMeta& m = meta()[slots[j]];
     const Hash h = hash(m.key);
@@ -170,7 +170,7 @@ void MemTier::fail_loading(const uint32_t* slots, size_t n) {
   wake_waiting();
 }
 
-void MemTier::wait_ready(const uint32_t* slots, size_t n) {
+void DramTier::wait_ready(const uint32_t* slots, size_t n) {
   const auto state = [&](size_t i) { return meta()[slots[i]].load_state(); };
   for (size_t i = 0; i < n; ++i) {
     if (state(i) != SlotState::kReady) {
@@ -184,14 +184,14 @@ void MemTier::wait_ready(const uint32_t* slots, size_t n) {
   }
 }
 
-void MemTier::wake_waiting() {
+void DramTier::wake_waiting() {
   {
     std::lock_guard lock(wait_mutex_);
   }  // nobody is between looking at the state and falling asleep
   ready_.notify_all();
 }
 
-void MemTier::roll_back(Scratch& s, const uint32_t* slots, size_t n) {
+void DramTier::roll_back(Scratch& s, const uint32_t* slots, size_t n) {
   size_t m = 0;
   for (size_t i = 0; i < n; ++i) {
     if (slots[i] != kNoSlot) s.slots[m++] = slots[i];
@@ -201,7 +201,7 @@ void MemTier::roll_back(Scratch& s, const uint32_t* slots, size_t n) {
 
 // ---- unpin and the rest
 
-void MemTier::unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t* keys) {
+void DramTier::unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t* keys) {
   ScratchPool::Lease s(small_scratch_);
   const size_t part = cached_keys(*s);
   for (size_t b = 0; b < n; b += part) {
@@ -209,7 +209,7 @@ void MemTier::unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t*
   }
 }
 
-void MemTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty) {
+void DramTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty) {
   std::atomic<bool> misuse{false};
   slots_by_shard(s, slots, keys, n, [&](Shard& shard, const Probe* probes, size_t m) {
     for (size_t j = 0; j < m; ++j) {
@@ -232,7 +232,7 @@ void MemTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, s
 // Shard by shard within a task, so that all of a batch is one parallel section. Where rows lie in the caller's buffer,
 // a task's are close together.
 template <typename Ahead, typename Each>
-void MemTier::each_found(const uint64_t* keys, size_t begin, size_t end, const Ahead& ahead, const Each& each) {
+void DramTier::each_found(const uint64_t* keys, size_t begin, size_t end, const Ahead& ahead, const Each& each) {
   Probe probes[kTaskKeys];
   uint32_t starts[kMaxShards + 1], likely[2 * kAhead];
   group_one(keys + begin, end - begin, probes, starts);
@@ -269,12 +269,12 @@ void MemTier::each_found(const uint64_t* keys, size_t begin, size_t end, const A
 }
 
 template <typename F>
-void MemTier::for_tasks(size_t n, const F& f) {
+void DramTier::for_tasks(size_t n, const F& f) {
   pool_.parallel((n + kTaskKeys - 1) / kTaskKeys,
                  [&](size_t t) { f(t * kTaskKeys, std::min((t + 1) * kTaskKeys, n)); });
 }
 
-MemTier::Sources MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
+DramTier::Sources DramTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
   ScratchPool::Lease s(scratch_);
   Sources sources;
   for (size_t b = 0; b < n; b += s->keys_max, rows += s->keys_max * row_bytes_, keys += s->keys_max) {
@@ -336,7 +336,7 @@ MemTier::Sources MemTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
   return sources;
 }
 
-void MemTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique) {
+void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique) {
   ScratchPool::Lease s(scratch_);
   for (size_t b = 0; b < n; b += s->keys_max) {
     const size_t part = std::min(s->keys_max, n - b);
@@ -363,7 +363,7 @@ void MemTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dir
 
 // Nothing ever leaves a tier without a store: rows need no pins to be written. False if one of them is not here; then
 // others may have been written.
-bool MemTier::replace_all(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty) {
+bool DramTier::replace_all(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty) {
   const RowCopy copy(slab_.as<uint8_t>(), row_bytes_);
   std::atomic<bool> all{true};
   for_tasks(n, [&](size_t begin, size_t end) {
@@ -389,13 +389,13 @@ bool MemTier::replace_all(const uint64_t* keys, size_t n, const uint8_t* rows, b
   return all;
 }
 
-void MemTier::copy_out(const uint32_t* slots, size_t n, uint8_t* rows) {
+void DramTier::copy_out(const uint32_t* slots, size_t n, uint8_t* rows) {
   for_rows(n, [&](size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) std::memcpy(rows + i * row_bytes_, row(slots[i]), row_bytes_);
   });
 }
 
-void MemTier::write(const uint32_t* slots, size_t n, const uint8_t* rows) {
+void DramTier::write(const uint32_t* slots, size_t n, const uint8_t* rows) {
   for_rows(n, [&](size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {
       std::memcpy(row(slots[i]), rows + i * row_bytes_, row_bytes_);

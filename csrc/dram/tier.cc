@@ -21,7 +21,7 @@ static_assert(offsetof(SlotMeta, key) == 0);  // rows() says so
 
 }  // namespace
 
-RowStore* MemTier::check_row_bytes(RowStore* store) const {
+RowStore* DramTier::check_row_bytes(RowStore* store) const {
   if (store && store->row_bytes() != row_bytes_) {
     throw Error("the store has rows of " + std::to_string(store->row_bytes()) + " bytes, but dim " +
                 std::to_string(options_.layout.dim) + " with this optimizer and precision makes rows of " +
@@ -33,7 +33,7 @@ RowStore* MemTier::check_row_bytes(RowStore* store) const {
 
 // ---- the budget
 
-MemTier::Plan MemTier::plan_for(uint32_t capacity, size_t row_bytes, const TierOptions& options) {
+DramTier::Plan DramTier::plan_for(uint32_t capacity, size_t row_bytes, const TierOptions& options) {
   Plan p{};
   p.capacity = capacity;
   p.shards = options.shards ? options.shards : std::bit_floor(std::clamp<uint32_t>(capacity / 4096, 1, 64));
@@ -51,7 +51,7 @@ MemTier::Plan MemTier::plan_for(uint32_t capacity, size_t row_bytes, const TierO
   return p;
 }
 
-MemTier::Plan MemTier::make_plan(size_t row_bytes, const TierOptions& options) {
+DramTier::Plan DramTier::make_plan(size_t row_bytes, const TierOptions& options) {
   const auto fits = [&](uint32_t capacity) { return plan_for(capacity, row_bytes, options).total() <= options.budget; };
   if (!fits(1)) {
     throw BudgetError("memory tier: a budget of " + std::to_string(options.budget) + " bytes holds not one row of " +
@@ -66,7 +66,7 @@ MemTier::Plan MemTier::make_plan(size_t row_bytes, const TierOptions& options) {
   return plan_for(lo, row_bytes, options);
 }
 
-MemTier::MemTier(const TierOptions& options, RowStore* store)
+DramTier::DramTier(const TierOptions& options, RowStore* store)
     : options_(options),
       row_bytes_(options.layout.bytes()),
       store_(check_row_bytes(store)),
@@ -87,7 +87,7 @@ MemTier::MemTier(const TierOptions& options, RowStore* store)
   }
 }
 
-void MemTier::require_room(size_t needed, size_t missing) {
+void DramTier::require_room(size_t needed, size_t missing) {
   size_t available = 0;
   if (store_) {
     for (uint32_t s = 0; s < plan_.shards; ++s) {
@@ -102,7 +102,7 @@ void MemTier::require_room(size_t needed, size_t missing) {
   if (missing > available) throw_no_room(needed, missing, available);
 }
 
-void MemTier::throw_no_room(size_t needed, size_t missing, size_t available) const {
+void DramTier::throw_no_room(size_t needed, size_t missing, size_t available) const {
   const double bytes_per_row = static_cast<double>(options_.budget) / plan_.capacity;
   std::string text = "memory tier: a working set of " + std::to_string(needed) + " rows does not fit: the budget of " +
                      std::to_string(options_.budget) + " bytes holds " + std::to_string(plan_.capacity) + " rows; " +
@@ -124,14 +124,14 @@ void MemTier::throw_no_room(size_t needed, size_t missing, size_t available) con
 
 // ---- grouping by shard
 
-MemTier::Hash MemTier::hash(uint64_t key) const {
+DramTier::Hash DramTier::hash(uint64_t key) const {
   const uint64_t m = mem_hash(hash_key(key));
   return {static_cast<uint32_t>(m >> 56) & (plan_.shards - 1), static_cast<uint32_t>(m)};
 }
 
 // A stable counting sort: within a shard, keys keep the order of the batch, whatever the number of threads.
 template <typename KeyOf>
-void MemTier::group(Scratch& s, size_t n, const KeyOf& key_of, uint32_t* tags, const ShardTask& f) {
+void DramTier::group(Scratch& s, size_t n, const KeyOf& key_of, uint32_t* tags, const ShardTask& f) {
   const size_t shards = plan_.shards;
   const size_t chunks = std::min<size_t>(size_t{4} * pool_.size(), n / kInlineKeys + 1);
   std::vector<uint32_t> place(chunks * shards, 0);
@@ -175,7 +175,7 @@ void MemTier::group(Scratch& s, size_t n, const KeyOf& key_of, uint32_t* tags, c
   }
 }
 
-void MemTier::group_one(const uint64_t* keys, size_t n, Probe* probes, uint32_t* starts) const {
+void DramTier::group_one(const uint64_t* keys, size_t n, Probe* probes, uint32_t* starts) const {
   const size_t mask = plan_.shards - 1;
   uint64_t hashes[kHashed];
   uint32_t next[kMaxShards + 1] = {};
@@ -192,13 +192,13 @@ void MemTier::group_one(const uint64_t* keys, size_t n, Probe* probes, uint32_t*
   for_hashes([&](size_t i, size_t shard, uint32_t tag) { probes[next[shard]++] = {static_cast<uint32_t>(i), tag}; });
 }
 
-void MemTier::by_shard(Scratch& s, const uint64_t* keys, const uint32_t* pick, size_t n, const ShardTask& f) {
+void DramTier::by_shard(Scratch& s, const uint64_t* keys, const uint32_t* pick, size_t n, const ShardTask& f) {
   // The tags wait in `slots`, which nobody uses before f has run.
   if (pick) group(s, n, [keys, pick](size_t i) { return keys[pick[i]]; }, s.slots, f);
   else group(s, n, [keys](size_t i) { return keys[i]; }, s.slots, f);
 }
 
-void MemTier::slots_by_shard(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, const ShardTask& f) {
+void DramTier::slots_by_shard(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, const ShardTask& f) {
   const auto key_of_slot = [m = meta(), slots, n](size_t i) {
     __builtin_prefetch(&m[slots[std::min(i + 16, n - 1)]]);
     return m[slots[i]].key;
@@ -207,7 +207,7 @@ void MemTier::slots_by_shard(Scratch& s, const uint32_t* slots, const uint64_t* 
   else group(s, n, key_of_slot, nullptr, f);
 }
 
-void MemTier::check_slots(const uint32_t* slots, size_t n) const {
+void DramTier::check_slots(const uint32_t* slots, size_t n) const {
   uint32_t most = 0;
   for (size_t i = 0; i < n; ++i) most = std::max(most, slots[i]);
   if (n && most >= plan_.capacity) {

@@ -53,10 +53,10 @@ struct TierStats {
 
 // Thread safety: all calls may run concurrently. Rows themselves are not locked: while one thread writes a pinned row
 // (kernels, write), no other may read or write that row, nor flush().
-class MemTier {
+class DramTier {
  public:
   // `store` may be null: then nothing can be evicted, and a full tier is an error. It must outlive the tier.
-  MemTier(const TierOptions& options, RowStore* store);
+  DramTier(const TierOptions& options, RowStore* store);
 
   // Pins the rows of `keys` and gives their slots. All or nothing: after an exception no pin is left.
   // Throws BudgetError when they cannot all be here at once. A repeated key is pinned once per occurrence.
@@ -103,7 +103,7 @@ class MemTier {
   const Codec& codec() const { return codec_; }
   // Of a table that learns its step: what codes mean from now on. No other call that looks into rows may be in
   // progress.
-  void set_step(float step) { codec_.layout.precision.step = step; }
+  void set_scale(float step) { codec_.layout.precision.step = step; }
   ThreadPool& pool() { return pool_; }
   // Throws Error if a slot is not below the capacity.
   void check_slots(const uint32_t* slots, size_t n) const;

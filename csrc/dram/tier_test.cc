@@ -61,17 +61,17 @@ TierOptions options(size_t budget, Policy policy = Policy::kLruLfu, int threads 
 
 using Row = std::array<float, 4>;
 
-Row initial_row(const MemTier& tier, uint64_t key) {
+Row initial_row(const DramTier& tier, uint64_t key) {
   Row row;
   tier.initial().write(key, row.data());
   return row;
 }
 
-float* row_at(MemTier& tier, uint32_t slot) {
+float* row_at(DramTier& tier, uint32_t slot) {
   return reinterpret_cast<float*>(tier.rows().base + slot * tier.rows().stride);
 }
 
-std::vector<uint32_t> pull(MemTier& tier, const std::vector<uint64_t>& keys) {
+std::vector<uint32_t> pull(DramTier& tier, const std::vector<uint64_t>& keys) {
   std::vector<uint32_t> slots(keys.size());
   tier.pull(keys.data(), keys.size(), slots.data());
   return slots;
@@ -83,10 +83,10 @@ std::vector<uint64_t> range(uint64_t begin, uint64_t end) {
   return keys;
 }
 
-TEST(MemTier, AnyKeysOfTheCapacityFit) {
+TEST(DramTier, AnyKeysOfTheCapacityFit) {
   MapStore store(kLayout.bytes());
   for (int shards : {1, 4, 64}) {
-    MemTier tier(options(1 << 18, Policy::kLruLfu, 2, shards), &store);
+    DramTier tier(options(1 << 18, Policy::kLruLfu, 2, shards), &store);
     CHECK(tier.stats().bytes_total <= tier.stats().budget);
     for (uint64_t first : {uint64_t{0}, uint64_t{1} << 40, ~uint64_t{0} - tier.capacity() + 1}) {
       auto keys = range(0, tier.capacity());
@@ -100,10 +100,10 @@ TEST(MemTier, AnyKeysOfTheCapacityFit) {
   }
 }
 
-TEST(MemTier, TooLargeAWorkingSetLeavesNothingPinned) {
+TEST(DramTier, TooLargeAWorkingSetLeavesNothingPinned) {
   MapStore store(kLayout.bytes());
   for (RowStore* below : {static_cast<RowStore*>(&store), static_cast<RowStore*>(nullptr)}) {
-    MemTier tier(options(1 << 16), below);
+    DramTier tier(options(1 << 16), below);
     auto slots = pull(tier, range(0, 10));
     CHECK_THROWS(BudgetError, pull(tier, range(0, tier.capacity() + 1)));
     CHECK_THROWS(BudgetError, pull(tier, range(10, tier.capacity() + 1)));
@@ -114,8 +114,8 @@ TEST(MemTier, TooLargeAWorkingSetLeavesNothingPinned) {
   }
 }
 
-TEST(MemTier, MemoryOnlyNeverForgets) {
-  MemTier tier(options(1 << 16), nullptr);
+TEST(DramTier, MemoryOnlyNeverForgets) {
+  DramTier tier(options(1 << 16), nullptr);
   auto keys = range(0, tier.capacity());
   auto slots = pull(tier, keys);
   tier.unpin(slots.data(), slots.size(), true);
@@ -124,16 +124,16 @@ TEST(MemTier, MemoryOnlyNeverForgets) {
   tier.check(true);
 }
 
-TEST(MemTier, TooSmallABudgetSaysTheLeast) {
-  CHECK_THROWS(BudgetError, MemTier(options(100), nullptr));
+TEST(DramTier, TooSmallABudgetSaysTheLeast) {
+  CHECK_THROWS(BudgetError, DramTier(options(100), nullptr));
   MapStore wrong(kLayout.bytes() + 4);
-  CHECK_THROWS(Error, MemTier(options(1 << 20), &wrong));
+  CHECK_THROWS(Error, DramTier(options(1 << 20), &wrong));
 }
 
 // Hashing spreads keys over shards; keys chosen to defeat it are refused, and nothing is lost.
-TEST(MemTier, CraftedKeysThatFillOneShardAreRefused) {
+TEST(DramTier, CraftedKeysThatFillOneShardAreRefused) {
   MapStore store(kLayout.bytes());
-  MemTier tier(options(1 << 20, Policy::kLruLfu, 2, 256), &store);
+  DramTier tier(options(1 << 20, Policy::kLruLfu, 2, 256), &store);
   std::vector<uint64_t> keys;
   for (uint64_t k = 0; keys.size() < 300; ++k) {
     if (mem_hash(hash_key(k)) >> 56 == 7) keys.push_back(k);
@@ -147,16 +147,16 @@ TEST(MemTier, CraftedKeysThatFillOneShardAreRefused) {
   tier.check(true);
 }
 
-TEST(MemTier, UnpinningTwiceIsAnError) {
-  MemTier tier(options(1 << 16), nullptr);
+TEST(DramTier, UnpinningTwiceIsAnError) {
+  DramTier tier(options(1 << 16), nullptr);
   auto slots = pull(tier, {1, 2});
   tier.unpin(slots.data(), 2, false);
   CHECK_THROWS(Error, tier.unpin(slots.data(), 2, false));
   tier.check(true);
 }
 
-TEST(MemTier, RepeatedKeysArePinnedOncePerOccurrence) {
-  MemTier tier(options(1 << 16), nullptr);
+TEST(DramTier, RepeatedKeysArePinnedOncePerOccurrence) {
+  DramTier tier(options(1 << 16), nullptr);
   auto slots = pull(tier, {7, 8, 7, 7});
   CHECK_EQ(slots[0], slots[2]);
   CHECK_EQ(slots[0], slots[3]);
@@ -167,9 +167,9 @@ TEST(MemTier, RepeatedKeysArePinnedOncePerOccurrence) {
   tier.check(true);
 }
 
-TEST(MemTier, OneGetPerBatchAndLargePuts) {
+TEST(DramTier, OneGetPerBatchAndLargePuts) {
   MapStore store(kLayout.bytes());
-  MemTier tier(options(1 << 20), &store);
+  DramTier tier(options(1 << 20), &store);
   const uint64_t cap = tier.capacity(), batch = cap / 32;
   int pulls = 0;
   for (uint64_t first = 0; first < 4 * cap; first += batch, ++pulls) {
@@ -183,9 +183,9 @@ TEST(MemTier, OneGetPerBatchAndLargePuts) {
   tier.check(true);
 }
 
-TEST(MemTier, CleanRowsAreNotWritten) {
+TEST(DramTier, CleanRowsAreNotWritten) {
   MapStore store(kLayout.bytes());
-  MemTier tier(options(1 << 16), &store);
+  DramTier tier(options(1 << 16), &store);
   for (uint64_t first = 0; first < 5000; first += 100) {
     auto slots = pull(tier, range(first, first + 100));
     tier.unpin(slots.data(), slots.size(), false);
@@ -195,9 +195,9 @@ TEST(MemTier, CleanRowsAreNotWritten) {
   tier.check(true);
 }
 
-TEST(MemTier, FailedGetRollsBack) {
+TEST(DramTier, FailedGetRollsBack) {
   MapStore store(kLayout.bytes());
-  MemTier tier(options(1 << 16), &store);
+  DramTier tier(options(1 << 16), &store);
   auto kept = pull(tier, range(0, 50));
   store.fail_gets = true;
   CHECK_THROWS(IoError, pull(tier, range(40, 90)));
@@ -210,9 +210,9 @@ TEST(MemTier, FailedGetRollsBack) {
   tier.check(true);
 }
 
-TEST(MemTier, FailedPutLosesNothing) {
+TEST(DramTier, FailedPutLosesNothing) {
   MapStore store(kLayout.bytes());
-  MemTier tier(options(1 << 16), &store);
+  DramTier tier(options(1 << 16), &store);
   const uint64_t cap = tier.capacity();
   auto slots = pull(tier, range(0, cap));
   for (uint64_t k = 0; k < cap; ++k) row_at(tier, slots[k])[0] = static_cast<float>(k);
@@ -231,9 +231,9 @@ TEST(MemTier, FailedPutLosesNothing) {
   tier.check(true);
 }
 
-TEST(MemTier, FlushWritesWhatIsDirtyOnce) {
+TEST(DramTier, FlushWritesWhatIsDirtyOnce) {
   MapStore store(kLayout.bytes());
-  MemTier tier(options(1 << 18), &store);
+  DramTier tier(options(1 << 18), &store);
   auto slots = pull(tier, range(0, 1000));
   tier.unpin(slots.data(), 10, true);
   tier.flush();
@@ -251,9 +251,9 @@ TEST(MemTier, FlushWritesWhatIsDirtyOnce) {
   tier.check(true);
 }
 
-TEST(MemTier, ReadInsertsNothing) {
+TEST(DramTier, ReadInsertsNothing) {
   MapStore store(kLayout.bytes());
-  MemTier tier(options(1 << 16), &store);
+  DramTier tier(options(1 << 16), &store);
   const uint64_t keys[] = {3, 4, 3};
   std::vector<Row> rows(3);
   tier.read(keys, 3, reinterpret_cast<uint8_t*>(rows.data()));
@@ -262,10 +262,10 @@ TEST(MemTier, ReadInsertsNothing) {
   CHECK_EQ(store.size(), 0u);
 }
 
-TEST(MemTier, LruEvictsTheOldestAndLfuTheRarest) {
+TEST(DramTier, LruEvictsTheOldestAndLfuTheRarest) {
   MapStore store(kLayout.bytes());
   for (Policy policy : {Policy::kLru, Policy::kLfu, Policy::kLruLfu}) {
-    MemTier tier(options(1 << 16, policy, 1, 1), &store);
+    DramTier tier(options(1 << 16, policy, 1, 1), &store);
     const uint64_t cap = tier.capacity();
     const auto visit = [&](const std::vector<uint64_t>& keys) {
       auto slots = pull(tier, keys);
@@ -282,11 +282,11 @@ TEST(MemTier, LruEvictsTheOldestAndLfuTheRarest) {
 }
 
 // Two tiers that differ only in threads choose the same victims.
-TEST(MemTier, PlansDoNotDependOnThreads) {
+TEST(DramTier, PlansDoNotDependOnThreads) {
   std::vector<TierStats> all;
   for (int threads : {1, 2, 4}) {
     MapStore store(kLayout.bytes());
-    MemTier tier(options(1 << 18, Policy::kLruLfu, threads, 8), &store);
+    DramTier tier(options(1 << 18, Policy::kLruLfu, threads, 8), &store);
     std::mt19937_64 random(1);
     for (int i = 0; i < 60; ++i) {
       std::vector<uint64_t> keys;
@@ -311,7 +311,7 @@ void stress(Policy policy, int workers, int rounds, double budget_share) {
   constexpr uint64_t kKeys = 3000;
   MapStore store(kLayout.bytes());
   // About 90 bytes per row of 16: rows, metadata, index, buffers.
-  MemTier tier(options(static_cast<size_t>(kKeys * 90 * budget_share), policy, 2, 4), &store);
+  DramTier tier(options(static_cast<size_t>(kKeys * 90 * budget_share), policy, 2, 4), &store);
   std::vector<std::atomic<uint32_t>> expected(kKeys);
   std::vector<std::mutex> row_locks(kKeys);
   std::mutex error_mutex;
@@ -375,7 +375,7 @@ TEST(MemTierStress, AlmostNoRoom) { stress(Policy::kLruLfu, 4, 200, 0.09); }
 
 TEST(MemTierStress, FailingStoreLosesNothing) {
   MapStore store(kLayout.bytes());
-  MemTier tier(options(1 << 16, Policy::kLruLfu, 2, 4), &store);
+  DramTier tier(options(1 << 16, Policy::kLruLfu, 2, 4), &store);
   std::atomic<bool> stop{false};
   std::thread saboteur([&] {
     for (int i = 0; !stop; ++i) {

@@ -17,7 +17,7 @@ constexpr size_t kBlockSlots = 256;
 
 // ---- free slots
 
-size_t MemTier::take_free(uint32_t* slots, size_t n) {
+size_t DramTier::take_free(uint32_t* slots, size_t n) {
   std::lock_guard lock(free_mutex_);
   size_t got = 0;
   for (; got < n && free_listed_ > 0; ++got, --free_listed_) {
@@ -28,13 +28,13 @@ size_t MemTier::take_free(uint32_t* slots, size_t n) {
   return got;
 }
 
-void MemTier::give_free(const uint32_t* slots, size_t n) {
+void DramTier::give_free(const uint32_t* slots, size_t n) {
   std::lock_guard lock(free_mutex_);
   for (size_t i = n; i-- > 0;) meta()[slots[i]].next = std::exchange(free_head_, slots[i]);
   free_listed_ += static_cast<uint32_t>(n);
 }
 
-void MemTier::take_slots(Scratch& s, uint32_t* slots, size_t n, size_t needed) {
+void DramTier::take_slots(Scratch& s, uint32_t* slots, size_t n, size_t needed) {
   const size_t batch = std::min(kEvictBytes / row_bytes_ + 1, size_t{plan_.capacity} / 32);
   size_t have = take_free(slots, n);
   try {
@@ -50,7 +50,7 @@ void MemTier::take_slots(Scratch& s, uint32_t* slots, size_t n, size_t needed) {
   }
 }
 
-void MemTier::make_room(size_t rows) {
+void DramTier::make_room(size_t rows) {
   ScratchPool::Lease s(scratch_);
   const auto free_now = [&] {
     std::lock_guard lock(free_mutex_);
@@ -64,7 +64,7 @@ void MemTier::make_room(size_t rows) {
 
 // ---- eviction
 
-size_t MemTier::evict(Scratch& s, size_t n) {
+size_t DramTier::evict(Scratch& s, size_t n) {
   if (!store_) return 0;
   std::lock_guard lock(writeback_mutex_);
   size_t dirty = 0;
@@ -84,7 +84,7 @@ size_t MemTier::evict(Scratch& s, size_t n) {
 }
 
 // An equal share from every shard; what some lack, the others give.
-size_t MemTier::choose_victims(Scratch& s, size_t n, size_t* dirty) {
+size_t DramTier::choose_victims(Scratch& s, size_t n, size_t* dirty) {
   const size_t shards = plan_.shards;
   std::vector<size_t> chosen(shards), leaving(shards), place(shards + 1, 0);
   for (size_t h = 0; h < shards; ++h) {
@@ -111,7 +111,7 @@ size_t MemTier::choose_victims(Scratch& s, size_t n, size_t* dirty) {
 }
 
 // Clean rows are gone at once, dirty ones begin to leave. Returns how many were chosen of both.
-size_t MemTier::choose_from(Shard& shard, size_t n, uint64_t* keys, uint32_t* slots, size_t* dirty) {
+size_t DramTier::choose_from(Shard& shard, size_t n, uint64_t* keys, uint32_t* slots, size_t* dirty) {
   uint32_t clean[kBlockSlots];
   size_t cleaned = 0, chosen = 0, evicted = 0;
   std::lock_guard lock(shard.mutex);
@@ -136,7 +136,7 @@ size_t MemTier::choose_from(Shard& shard, size_t n, uint64_t* keys, uint32_t* sl
   return chosen;
 }
 
-void MemTier::settle_leaving(Scratch& s, size_t dirty, bool written) {
+void DramTier::settle_leaving(Scratch& s, size_t dirty, bool written) {
   size_t freed = 0;
   std::unique_lock<std::mutex> lock;
   for (size_t j = 0; j < dirty; ++j) {
@@ -166,17 +166,17 @@ void MemTier::settle_leaving(Scratch& s, size_t dirty, bool written) {
 
 // ---- dirty rows
 
-void MemTier::set_dirty(uint32_t slot) {
+void DramTier::set_dirty(uint32_t slot) {
   std::atomic<uint64_t>& word = dirty_words()[slot / 64];
   const uint64_t bit = uint64_t{1} << (slot % 64);
   if (!(word.load(std::memory_order_relaxed) & bit)) word.fetch_or(bit, std::memory_order_release);
 }
 
-void MemTier::mark_dirty(const uint32_t* slots, size_t n) {
+void DramTier::mark_dirty(const uint32_t* slots, size_t n) {
   for (size_t i = 0; i < n; ++i) set_dirty(slots[i]);
 }
 
-bool MemTier::clear_dirty(uint32_t slot) {
+bool DramTier::clear_dirty(uint32_t slot) {
   std::atomic<uint64_t>& word = dirty_words()[slot / 64];
   const uint64_t bit = uint64_t{1} << (slot % 64);
   if (!(word.load(std::memory_order_relaxed) & bit)) return false;
@@ -184,7 +184,7 @@ bool MemTier::clear_dirty(uint32_t slot) {
   return true;
 }
 
-void MemTier::flush(RowStore* to) {
+void DramTier::flush(RowStore* to) {
   RowStore* const store = to ? check_row_bytes(to) : store_;
   if (!store) throw Error("memory tier: flush without a store: make the tier with one, or name one to flush to");
   ScratchPool::Lease s(scratch_);
@@ -213,7 +213,7 @@ void MemTier::flush(RowStore* to) {
   }
 }
 
-size_t MemTier::dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t* rows) const {
+size_t DramTier::dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t* rows) const {
   size_t n = 0;
   for (; *next < plan_.capacity && n < max; ++*next) {
     const uint64_t bits = dirty_words()[*next / 64].load(std::memory_order_acquire) >> (*next % 64);
@@ -230,7 +230,7 @@ size_t MemTier::dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t* 
 
 // ---- books
 
-void MemTier::check(bool idle) {
+void DramTier::check(bool idle) {
   const auto fail = [](const std::string& what) { throw Error("memory tier: " + what); };
   std::lock_guard writeback(writeback_mutex_);
   uint32_t resident = 0, pinned = 0;
@@ -261,7 +261,7 @@ void MemTier::check(bool idle) {
   }
 }
 
-TierStats MemTier::stats() const {
+TierStats DramTier::stats() const {
   TierStats t;
   t.capacity = plan_.capacity;
   t.shards = plan_.shards;

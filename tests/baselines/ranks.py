@@ -21,7 +21,7 @@ def main() -> None:
         keys = np.concatenate([piece[0].copy() for piece in pieces])
         rows = np.concatenate([piece[1].copy() for piece in pieces])
         dense = np.concatenate([p.detach().numpy().reshape(-1) for p in job.model.parameters()])
-        job.table.tier.check()  # nothing is pinned any more
+        job.table.dram.check()  # nothing is pinned any more
         np.savez(Path(name).with_suffix(f".{job.rank}.npz"), keys=keys, rows=rows, dense=dense)
         if row is not None:
             Path(name).with_suffix(".json").write_text(json.dumps(row))

@@ -165,10 +165,10 @@ def simulate(config: tc.Config, ranks: int) -> tuple[Rows, np.ndarray[Any, Any]]
             own = own if weight == 1 else [grad * float(weight) for grad in own]  # type: ignore[operator]
             dense = [a + b for a, b in zip(dense, own, strict=True)] if dense else own
             model.zero_grad()
-        pins = table.tier.pin(np.array(list(sums), np.uint64))
-        table.tier.core.mark_dirty(pins.slots())
-        table.tier.apply_gradients(pins.slots(), np.stack(list(sums.values())), step=step, scale=1 / ranks)
-        pins.let_go()
+        pins = table.dram.pin(np.array(list(sums), np.uint64))
+        table.dram.core.mark_dirty(pins.slots())
+        table.dram.apply_gradients(pins.slots(), np.stack(list(sums.values())), step=step, scale=1 / ranks)
+        pins.release()
         for parameter, grad in zip(model.parameters(), dense, strict=True):
             parameter.grad = grad * (1 / ranks)
         for optimizer in optimizers:

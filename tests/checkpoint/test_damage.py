@@ -193,7 +193,7 @@ def test_rows_that_do_not_fit_are_a_budget_error_and_change_nothing(tmp_path: Pa
     world = worlds(None, mem="60KB")
     with pytest.raises(tc.BudgetError):
         checkpoints_of(world, tmp_path).restore()
-    assert all(table.tier.stats().resident == 0 for table in world.tables)
+    assert all(table.dram.stats().resident == 0 for table in world.tables)
 
 
 def test_a_store_with_commits_is_not_taken_over(tmp_path: Path, worlds: Any) -> None:

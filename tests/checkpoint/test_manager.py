@@ -163,15 +163,15 @@ def test_the_last_k_and_the_tags_stay_and_nothing_else(tmp_path: Path, worlds: A
 def test_cost_follows_the_dirty_rows(tmp_path: Path, worlds: Any, place: str) -> None:
     world = worlds(folder_of(place, tmp_path))
     table = world.tables[0]
-    table.tier.push(np.arange(5000, dtype=np.uint64), np.ones((5000, 8), np.float32))
+    table.dram.push(np.arange(5000, dtype=np.uint64), np.ones((5000, 8), np.float32))
     checkpoints = checkpoints_of(world, tmp_path)
-    flushed = table.tier.stats().flushed
+    flushed = table.dram.stats().flushed
     assert flushed >= 5000
-    table.tier.push(np.arange(7, dtype=np.uint64), np.zeros((7, 8), np.float32))
+    table.dram.push(np.arange(7, dtype=np.uint64), np.zeros((7, 8), np.float32))
     checkpoints.save(1)
-    assert table.tier.stats().flushed == flushed + 7
+    assert table.dram.stats().flushed == flushed + 7
     checkpoints.save(2)
-    assert table.tier.stats().flushed == flushed + 7
+    assert table.dram.stats().flushed == flushed + 7
 
 
 # ---- crashes

@@ -90,7 +90,7 @@ def test_an_existing_run_is_not_trained_over(tmp_path: Path) -> None:
 def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
     """The second is told at once, before it has changed anything; without SSD no store's lock would stop it."""
     config = write_config(tmp_path)
-    with atomic_file.held(tmp_path / "run"):
+    with atomic_file.lock_dir(tmp_path / "run"):
         result = invoke("train", config, "--set", "model.dim=4")
         assert result.exit_code == 2
         assert result.stderr.startswith("thermocline: another training uses run: wait until it ends, or end it with ")

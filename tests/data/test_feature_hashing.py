@@ -184,7 +184,7 @@ def batch(weighted: bool = False) -> tc.Batch:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_fields_together_are_one_bag_and_apart_stay(kind: type[Hasher], weighted: bool) -> None:
     given = batch(weighted)
-    together, apart = kind(20, 1)(given), kind(20, 1, fields="apart")(given)
+    together, apart = kind(20, 1)(given), kind(20, 1, fields="per_field")(given)
     assert (together.fields, together.examples, apart.fields, apart.examples) == (1, 10, 3, 10)
     for made, starts in ((together, given.offsets[::3]), (apart, given.offsets)):
         ids, offsets, weights = kind(20, 1).hash(given.ids, starts, given.weights)
@@ -281,16 +281,16 @@ def test_the_readmes_examples(tmp_path: Path) -> None:
         "tiers.mem=64MB",
         "model.hidden=[8]",
     ]
-    for wanted in (more, more.replace("# range", "range").replace("# learn", "learn")):
+    for wanted in (more, more.replace("# range", "range").replace("# scale_lr", "scale_lr")):
         parsed = tc.Config.parse(f"{text}\n{wanted}", [*sets, "train.display=false", "train.tensorboard=false"])
         assert (parsed.precision.kind, parsed.data.hashing.k) == ("int8", 1 << 24)  # type: ignore[union-attr]
-    assert parsed.precision.learn == 0.01
+    assert parsed.precision.scale_lr == 0.01
     with tc.Run(parsed) as run:
         assert run.fit().progress.examples == 400
 
 
 def test_synthetic_ads_and_files_are_hashed_alike(tmp_path: Path) -> None:
-    hashing = Hashing(k=3000, seed=4, fields="apart")
+    hashing = Hashing(k=3000, seed=4, fields="per_field")
     ads = tc.SyntheticAds(keys=20_000, fields=4, nonzeros=9, examples=500, batch_size=100)
     hashed = tc.SyntheticAds(keys=20_000, fields=4, nonzeros=9, examples=500, batch_size=100, hashing=hashing)
     path = tmp_path / "ads.libffm"
@@ -300,12 +300,12 @@ def test_synthetic_ads_and_files_are_hashed_alike(tmp_path: Path) -> None:
     reader = tc.Reader(path, batch_size=100, format="libffm", raw_keys=True, hashing=hashing)
     assert (hashed.fields, reader.fields) == (4, 4)
     for raw, made, read in zip(ads, hashed, reader, strict=True):
-        expected = OpOsrp(3000, 4, fields="apart")(raw)
+        expected = OpOsrp(3000, 4, fields="per_field")(raw)
         for other in (made, read):
             np.testing.assert_array_equal(other.ids, expected.ids)
             np.testing.assert_array_equal(other.offsets, expected.offsets)
         assert made.position == raw.position
-    together = dataclasses.replace(hashing, fields="together")
+    together = dataclasses.replace(hashing, fields="per_example")
     one = tc.Reader(path, batch_size=100, format="libffm", raw_keys=True, hashing=together)
     assert (one.fields, len(one.field_names), next(iter(one)).fields) == (1, 1, 1)
     assert hashed.split("test", examples=100).batch(0).ids.max() < 6000
@@ -343,7 +343,7 @@ def test_a_config_trains_and_is_read_again_hashed(tmp_path: Path, monkeypatch: p
     with tc.Run(config) as run:
         run.fit()
         assert run.model.features.bag.fields == (0,)
-        assert 500 < run.table.tier.stats().resident <= 1000  # of 6,000 keys
+        assert 500 < run.table.dram.stats().resident <= 1000  # of 6,000 keys
     with tc.Run.load("run") as trained:
         assert trained.model.features.bag.fields == (0,)
         assert 0 <= trained.evaluate(trained.loader("test"))["auc"] <= 1

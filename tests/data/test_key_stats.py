@@ -90,11 +90,11 @@ def test_the_suggested_memory_gives_the_promised_hit_rate(tmp_path: Path, target
     sizes = suggest(found, report["batches"], 8, optimizer, 1)
     mem = next(size["mem"] for size in sizes["mem_for_hit_rate"] if size["hit_rate"] == target)
     with tc.SsdStore.open(tmp_path / "rows", row_bytes=32, mem_budget="32MB") as store:
-        tier = tc.MemTier(8, optimizer, budget=mem, store=store, policy="lru", threads=1)
+        tier = tc.DramTier(8, optimizer, budget=mem, store=store, policy="lru", threads=1)
         for batch in ads:
             pins = tier.pin(tc.WorkingSet.of(batch.ids, threads=1).keys)
             tier.core.mark_dirty(pins.slots())
-            pins.let_go()
+            pins.release()
         stats = tier.stats()
     assert stats.hits / (stats.hits + stats.from_store) == pytest.approx(target, abs=0.06)
     unique = np.mean([len(np.unique(batch.ids)) for batch in ads])

@@ -58,8 +58,8 @@ def exchange_all(groups: Groups, hops: Any, wire: Wire = "fp32", shared: bool = 
     t = groups.topology
     assert (groups.train.box is None) == (len(t.nodes[t.node]) == 1)
     if not shared:
-        for lane in (groups.train, groups.ahead, groups.read):
-            lane.box = None
+        for comm in (groups.train, groups.ahead, groups.read):
+            comm.box = None
     exchange = Exchange(t, hops=hops, wire=wire)
     batches = [keys_of(t.rank, b) for b in range(3)]
     routes = exchange.plan(groups.ahead, batches, exchange.traffic.keys)

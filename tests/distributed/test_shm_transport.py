@@ -16,7 +16,7 @@ from helpers.ranks import outcomes, play
 
 import thermocline as tc
 from thermocline.distributed.communicator import Groups
-from thermocline.distributed.shm_transport import Mailbox, _Box
+from thermocline.distributed.shm_transport import ShmSegment, ShmTransport
 from thermocline.errors import RankError
 
 NODE = ((0, 1, 2),)
@@ -31,23 +31,23 @@ def content(sender: int, reader: int, number: int) -> torch.Tensor:
 
 def many_messages(groups: Groups) -> bool:
     """Some put together in place, some elsewhere; slow readers, since a box must not change while it is read."""
-    t, lane = groups.topology, groups.train
-    assert lane.box is not None
+    t, comm = groups.topology, groups.train
+    assert comm.box is not None
     rng = np.random.default_rng(t.rank)
     for number in range(40):
         parts = [content(t.rank, reader, number) for reader in range(t.world)]
         sizes = [len(part) for part in parts]
         message = torch.cat(parts)
         if number % 3:
-            room = lane.room("node", len(message), torch.device("cpu"))
+            room = comm.send_buffer("node", len(message), torch.device("cpu"))
             room.copy_(message)
             message = room
-        found = lane.swap("node", message, sizes, None, "tested")
+        found = comm.all_to_all("node", message, sizes, None, "tested")
         if rng.random() < 0.2:
             time.sleep(0.01)
         for sender, piece in enumerate(found):
             assert torch.equal(piece, content(sender, t.rank, number))
-        shared = lane.share(torch.full((number,), t.rank, dtype=torch.uint8), "tested")
+        shared = comm.all_gather_bytes(torch.full((number,), t.rank, dtype=torch.uint8), "tested")
         assert [piece.tolist() for piece in shared] == [[rank] * number for rank in range(t.world)]
     return True
 
@@ -57,15 +57,15 @@ def test_messages_arrive_whole() -> None:
 
 
 def one_leaves(groups: Groups, how: str) -> None:
-    t, lane = groups.topology, groups.train
+    t, comm = groups.topology, groups.train
     message = torch.zeros(3 * 8, dtype=torch.uint8)
-    lane.swap("node", message, [8] * 3, None, "tested")
+    comm.all_to_all("node", message, [8] * 3, None, "tested")
     if t.rank == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         groups.close()
     else:
-        lane.swap("node", message, [8] * 3, None, "tested")
+        comm.all_to_all("node", message, [8] * 3, None, "tested")
 
 
 @pytest.mark.parametrize(("how", "said"), [("killed", "rank 1 has ended"), ("closed", "rank 1 has left")])
@@ -88,7 +88,7 @@ def all_or_none(groups: Groups, name: str, how: str) -> tuple[Any, int]:
             setattr(os, name, _refused)
         else:
             delattr(os, name)
-    made = Mailbox.make(groups.node, range(3), groups.topology.rank)
+    made = ShmTransport.make(groups.node, range(3), groups.topology.rank)
     return made, len(os.listdir("/proc/self/fd")) - before
 
 
@@ -111,9 +111,9 @@ def test_what_is_no_box_is_refused(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     for file in files:
         with pytest.raises(OSError, match=r"not a box|memory of another|Invalid"):
-            _Box.at((os.getpid(), file, 5), 2)
+            ShmSegment.at((os.getpid(), file, 5), 2)
     with pytest.raises(FileNotFoundError):
-        _Box.at((os.getpid(), 1 << 20, 5), 2)
+        ShmSegment.at((os.getpid(), 1 << 20, 5), 2)
     assert os.listdir("/proc/self/fd") == before
     for file in files:
         os.close(file)
@@ -124,7 +124,7 @@ def many_files(groups: Groups) -> list[list[int]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
     kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
     rank = groups.topology.rank
-    box = Mailbox.make(groups.node, range(3), rank)
+    box = ShmTransport.make(groups.node, range(3), rank)
     assert box is not None
     if rank == 1:
         time.sleep(0.4)
@@ -143,18 +143,18 @@ def test_processes_that_have_many_files_open() -> None:
 
 def cut_short(groups: Groups) -> Any:
     """Rank 0 is interrupted while it waits for rank 1, which still reads the message before."""
-    lane, rank = groups.train, groups.topology.rank
-    found = lane.share(torch.full((1000,), rank, dtype=torch.uint8), "tested")
+    comm, rank = groups.train, groups.topology.rank
+    found = comm.all_gather_bytes(torch.full((1000,), rank, dtype=torch.uint8), "tested")
     if rank == 1:
         time.sleep(1.0)
         return [set(piece.tolist()) for piece in found]
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     with pytest.raises(KeyboardInterrupt):
-        lane.share(torch.full((1000,), 7, dtype=torch.uint8), "tested")
+        comm.all_gather_bytes(torch.full((1000,), 7, dtype=torch.uint8), "tested")
     with pytest.raises(RankError, match="an earlier message was cut short"):
-        lane.share(torch.full((1000,), 8, dtype=torch.uint8), "tested")
-    lane.room("node", 1000, torch.device("cpu")).fill_(9)
+        comm.all_gather_bytes(torch.full((1000,), 8, dtype=torch.uint8), "tested")
+    comm.send_buffer("node", 1000, torch.device("cpu")).fill_(9)
     return None
 
 
@@ -168,7 +168,7 @@ def at_different_things(groups: Groups) -> None:
     with pytest.raises(RankError, match=r"\[8, 16\] bytes came instead of .* different things"):
         groups.train.all_gather(np.zeros(size, np.int64), "tested")
     with pytest.raises(RankError, match="different things"):
-        groups.ahead.swap("node", torch.zeros(2 * size, dtype=torch.uint8), [size] * 2, [size] * 2, "tested")
+        groups.ahead.all_to_all("node", torch.zeros(2 * size, dtype=torch.uint8), [size] * 2, [size] * 2, "tested")
 
 
 def test_ranks_at_different_things_are_told() -> None:

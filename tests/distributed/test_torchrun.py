@@ -184,7 +184,7 @@ def run_ranks_failing(groups: Groups, folder: str) -> Any:
 
 
 def test_all_ranks_hear_that_another_process_trains_in_the_folder(tmp_path: Path) -> None:
-    with atomic_file.held(tmp_path / "run"):
+    with atomic_file.lock_dir(tmp_path / "run"):
         found = [value for _, value in outcomes(((0, 1),), run_ranks_failing, str(tmp_path), seconds=60)]
     assert found[0][0] == "ConfigError"
     assert found[1][0] == "RankError"

@@ -87,7 +87,7 @@ def test_shapes_and_order_of_fields(table: tc.Table) -> None:
     assert pooled.dtype == torch.float32
     assert bits(pooled) == bits(torch.cat([bag(batch) for bag in alone], 1))
     table.discard_gradients()
-    table.tier.check()
+    table.dram.check()
 
 
 def test_an_empty_batch_and_empty_bags(table: tc.Table) -> None:
@@ -103,8 +103,8 @@ def test_an_empty_batch_and_empty_bags(table: tc.Table) -> None:
                 pooled.sum().backward()
                 table.step()
     assert table.step_count == 8
-    assert table.tier.stats().resident == 0
-    table.tier.check()
+    assert table.dram.stats().resident == 0
+    table.dram.check()
 
 
 def test_the_same_bag_twice_in_one_forward(table: tc.Table) -> None:
@@ -168,7 +168,7 @@ def test_a_gradient_that_a_dense_parameter_shares(shared: bool) -> None:
         sgd.step()
         uses = np.array([(batch.ids == key).sum() for key in keys], np.float32)
         assert bits(before - uses[:, None]) == bits(sgd.read(keys))
-    sgd.tier.check()
+    sgd.dram.check()
 
 
 # ---- evaluation
@@ -183,7 +183,7 @@ def test_evaluation_inserts_nothing_and_reads_unseen_keys_as_initial(table: tc.T
     twin(batches[0]).sum().backward()
     table.step()
     reference.step()
-    before = table.tier.stats()
+    before = table.dram.stats()
     bag.eval()
     seen = set(batches[0].ids.tolist())
     source = tc.prefetch(batches, table, training=False, pull_window=2) if prefetched else batches
@@ -192,10 +192,10 @@ def test_evaluation_inserts_nothing_and_reads_unseen_keys_as_initial(table: tc.T
             assert n == 0 or set(batch.ids.tolist()) - seen
             assert bits(bag(batch)) == bits(twin(batches[n]))
             assert (table in batch.prepared) == prefetched
-    after = table.tier.stats()
+    after = table.dram.stats()
     assert (after.resident, after.misses, after.pinned) == (before.resident, before.misses, 0)
     assert after.initialised == before.initialised
-    table.tier.check()
+    table.dram.check()
 
 
 @pytest.mark.parametrize("how", ["by hand", "for evaluation", "for training"])
@@ -217,7 +217,7 @@ def test_no_grad_in_training_mode_only_reads(table: tc.Table) -> None:
     bag = tc.EmbeddingBag(table, 3)
     with torch.no_grad():
         pooled = bag(batch)
-    assert table.tier.stats().resident == 0
+    assert table.dram.stats().resident == 0
     assert bits(pooled) == bits(bag(batch))
 
 
@@ -231,7 +231,7 @@ def test_training_on_a_batch_prefetched_for_evaluation(table: tc.Table) -> None:
         table.step()
         reference.step()
     reference.assert_equals(table, all_keys(batches[:1]))
-    table.tier.check()
+    table.dram.check()
 
 
 def test_evaluation_in_the_middle_of_training(table: tc.Table) -> None:
@@ -255,7 +255,7 @@ def test_evaluation_in_the_middle_of_training(table: tc.Table) -> None:
     train(twin, False)
     keys = all_keys([*batches, *others])
     assert bits(table.read(keys)) == bits(twin.read(keys))
-    assert table.tier.stats().resident == len(all_keys(batches))
+    assert table.dram.stats().resident == len(all_keys(batches))
 
 
 # ---- what a loop may do
@@ -267,7 +267,7 @@ def test_backward_after_the_loop_moved_on_is_an_error(table: tc.Table) -> None:
     for loss in kept:
         with pytest.raises(RuntimeError, match="given back: call it before the loop asks for the next batch"):
             loss.backward()
-    table.tier.check()
+    table.dram.check()
 
 
 def test_a_batch_kept_from_an_earlier_iteration_can_be_used_again(table: tc.Table) -> None:
@@ -282,7 +282,7 @@ def test_a_batch_kept_from_an_earlier_iteration_can_be_used_again(table: tc.Tabl
         table.step()
         reference.step()
     reference.assert_equals(table, all_keys(batches))
-    table.tier.check()
+    table.dram.check()
 
 
 def test_a_bag_made_while_the_pipeline_runs(table: tc.Table) -> None:
@@ -297,7 +297,7 @@ def test_a_bag_made_while_the_pipeline_runs(table: tc.Table) -> None:
         bags.append(tc.EmbeddingBag(table, [1, 2], pooling="mean"))
         twins.append(ReferenceBag(reference, [1, 2], "mean"))
     reference.assert_equals(table, all_keys(batches))
-    table.tier.check()
+    table.dram.check()
 
 
 def test_a_dropped_bag_is_prepared_for_no_more(table: tc.Table) -> None:
@@ -355,4 +355,4 @@ def test_a_bags_arguments(table: tc.Table) -> None:
     (batch,) = make_batches(1)
     with pytest.raises(IndexError, match="field 9 of a batch with 3 fields"):
         tc.EmbeddingBag(table, [9])(batch)
-    table.tier.check()
+    table.dram.check()

@@ -14,8 +14,8 @@ from thermocline.tiers.ssd import SsdStore
 ADS = tc.SyntheticAds(keys=50_000, fields=7, batch_size=8, seed=3)
 
 
-def tier() -> tc.MemTier:
-    return tc.MemTier(4, tc.RowWiseAdagrad(lr=0.1), budget="4MB", seed=5)
+def tier() -> tc.DramTier:
+    return tc.DramTier(4, tc.RowWiseAdagrad(lr=0.1), budget="4MB", seed=5)
 
 
 @pytest.mark.parametrize("piece", [bulk_load.PIECE, 7_000, 1_000])
@@ -85,7 +85,7 @@ def test_the_top_tier_is_filled_clean() -> None:
     bulk_load.fill_top(table, bulk_load.pieces(ADS, 9_000))
     keys = ADS.some_keys(0, sum(ADS.keys))
     assert len(np.unique(keys)) == len(keys)
-    assert table.tier.stats().resident == len(keys)
-    assert not list(table.tier.dirty_rows())
-    assert np.array_equal(table.tier.read(keys), table.tier.initial_rows(keys))
+    assert table.dram.stats().resident == len(keys)
+    assert not list(table.dram.dirty_rows())
+    assert np.array_equal(table.dram.read(keys), table.dram.initial_rows(keys))
     table.close()

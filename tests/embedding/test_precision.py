@@ -30,16 +30,16 @@ def name(precision: Precision) -> str:
     return f"{precision.kind}-{precision.rounding}{where}"
 
 
-def make_tier(dim: int, precision: Precision, optimizer: Any = None, **options: Any) -> tc.MemTier:
+def make_tier(dim: int, precision: Precision, optimizer: Any = None, **options: Any) -> tc.DramTier:
     chosen = {"budget": "1MB", "threads": 2, "seed": SEED, "table": TABLE, **options}
-    return tc.MemTier(dim, optimizer or tc.SGD(lr=1.0), precision=precision, **chosen)
+    return tc.DramTier(dim, optimizer or tc.SGD(lr=1.0), precision=precision, **chosen)
 
 
 def test_settings_and_bytes() -> None:
     assert tc.Precision.of("int4") == tc.Precision("int4") == tc.Precision(kind="int4")
     with pytest.raises(TypeError, match="positional"):
         tc.Precision("int4", "nearest")  # type: ignore[misc]
-    assert tc.Precision(kind="int8", range=127.5).step == 1.0
+    assert tc.Precision(kind="int8", range=127.5).scale == 1.0
     assert [tc.Precision(kind=kind).bits for kind in ("fp32", "bf16", "int3", "int16")] == [32, 16, 3, 16]
     rowwise, adam = tc.RowWiseAdagrad(), tc.Adam()
     for kind, limit, dim, bytes_ in [
@@ -68,10 +68,22 @@ def test_settings_and_bytes() -> None:
         ({"kind": "int8", "range": "1"}, "Precision.range is '1': it must be a finite number above 0, or none"),
         ({"kind": "int8", "range": 1e-45}, "Precision.range is 1e-45: it must be so large that its step is a float32"),
         ({"kind": "int2", "range": 1e39}, "Precision.range is 1e[+]39: it must be"),
-        ({"kind": "int8", "learn": 0.01}, "Precision.learn is 0.01: it must be 0, or set range, such as range=1.0"),
-        ({"kind": "fp16", "learn": 0.01}, "Precision.learn is 0.01: it must be 0: only integers have a step to learn"),
-        ({"kind": "int8", "range": 1.0, "learn": 0.5}, "Precision.learn is 0.5: it must be a number from 0 to 0.1"),
-        ({"kind": "int8", "range": 1.0, "learn": "x"}, "Precision.learn is 'x': it must be a number from 0 to 0.1"),
+        (
+            {"kind": "int8", "scale_lr": 0.01},
+            "Precision.scale_lr is 0.01: it must be 0, or set range, such as range=1.0",
+        ),
+        (
+            {"kind": "fp16", "scale_lr": 0.01},
+            "Precision.scale_lr is 0.01: it must be 0: only integers have a step to learn",
+        ),
+        (
+            {"kind": "int8", "range": 1.0, "scale_lr": 0.5},
+            "Precision.scale_lr is 0.5: it must be a number from 0 to 0.1",
+        ),
+        (
+            {"kind": "int8", "range": 1.0, "scale_lr": "x"},
+            "Precision.scale_lr is 'x': it must be a number from 0 to 0.1",
+        ),
         ({"kind": "fp16", "range": 1.0}, "Precision.range is 1.0: it must be none: only integers, .* not fp16"),
     ],
 )
@@ -84,7 +96,7 @@ def test_settings_that_are_wrong(settings: dict[str, Any], message: str) -> None
 
 
 def stored_bytes(precision: Precision, weights: Any, chance: list[int] | None) -> bytes:
-    return pack(precision, *encode(precision, weights, np.float32(precision.step), chance))
+    return pack(precision, *encode(precision, weights, np.float32(precision.scale), chance))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=name)
@@ -119,7 +131,7 @@ def test_every_code_comes_back(precision: Precision, dim: int) -> None:
     bits = precision.bits
     codes = np.arange(2**bits) if bits < 16 else np.random.default_rng(1).integers(0, 2**16, 5000)
     if precision.integer:
-        values = (codes - 2 ** (bits - 1)) * np.float32(precision.step or 0.01)
+        values = (codes - 2 ** (bits - 1)) * np.float32(precision.scale or 0.01)
     else:
         shift = codes.astype(np.uint16)
         half = shift.view(np.float16).astype(np.float32)
@@ -194,7 +206,7 @@ def test_unbiased_inside_the_range(kind: Kind, value: float) -> None:
 
 def test_a_chance_depends_on_seed_table_key_step_and_element() -> None:
     def codes(seed: int = 1, table: int = 2, key: int = 3, step: int = 4) -> bytes:
-        tier = tc.MemTier(64, tc.SGD(lr=1.0), precision=Precision(kind="int8", range=127.5), seed=seed, table=table,
+        tier = tc.DramTier(64, tc.SGD(lr=1.0), precision=Precision(kind="int8", range=127.5), seed=seed, table=table,
                           initial=tc.Constant(value=0.0), budget="1MB", threads=1)  # fmt: skip
         slots = tier.pull(np.array([key], np.uint64))
         tier.apply_gradients(slots, np.full((1, 64), -0.5, np.float32), step=step)
@@ -227,7 +239,7 @@ def test_rows_are_given_as_floats_everywhere(tmp_path: Path) -> None:
     table = tc.Table(6, tc.Adagrad(), precision="int8", mem="1MB", ssd=tmp_path / "rows", ssd_options=SMALL)
     keys = np.arange(50, dtype=np.uint64)
     rows = np.random.default_rng(1).normal(size=(50, 12)).astype(np.float32)
-    table.tier.push(keys, rows)
+    table.dram.push(keys, rows)
     read = table.read(keys)
     assert read.shape == (50, 12)
     np.testing.assert_array_equal(read[:, 6:], rows[:, 6:])  # state is fp32
@@ -267,15 +279,15 @@ def test_a_checkpoint_of_another_precision_is_refused(saved: Kind, opened: Kind,
         tc.Checkpoints(tmp_path, [table(opened)]).restore()
 
 
-LEARNED = Precision(kind="int8", range=1.0, learn=0.01)
+LEARNED = Precision(kind="int8", range=1.0, scale_lr=0.01)
 
 
 def train_a_little(table: tc.Table, first: int) -> None:
     random = np.random.default_rng(first)
     for step in range(first, first + 5):
-        lookup = table.tier.lookup(random.integers(0, 30, 50).astype(np.uint64))
-        table.tier.update(lookup, random.normal(size=(50, 4)).astype(np.float32), step=step)
-        table.tier.release(lookup)
+        lookup = table.dram.lookup(random.integers(0, 30, 50).astype(np.uint64))
+        table.dram.update(lookup, random.normal(size=(50, 4)).astype(np.float32), step=step)
+        table.dram.release(lookup)
 
 
 def test_a_learned_step_survives_in_the_store(tmp_path: Path) -> None:
@@ -290,18 +302,18 @@ def test_a_learned_step_survives_in_the_store(tmp_path: Path) -> None:
     states = []
     for first in (1, 6):
         train_a_little(table, first)
-        states.append((table.commit(b"a note"), table.tier.learned, table.read(keys).tobytes()))
+        states.append((table.commit(b"a note"), table.dram.learned, table.read(keys).tobytes()))
     assert states[0][1] != states[1][1]
-    assert table.tier.learned is not None
-    assert 0.9 < table.tier.learned.step / LEARNED.step < 1.1
-    assert table.tier.learned.step != LEARNED.step
+    assert table.dram.learned is not None
+    assert 0.9 < table.dram.learned.scale / LEARNED.scale < 1.1
+    assert table.dram.learned.scale != LEARNED.scale
     train_a_little(table, 11)  # not committed
     table.close()
     again = opened()
-    assert (again.tier.learned, again.read(keys).tobytes()) == states[1][1:]
+    assert (again.dram.learned, again.read(keys).tobytes()) == states[1][1:]
     again.close()
     older = opened(epoch=states[0][0])
-    assert (older.tier.learned, older.read(keys).tobytes()) == states[0][1:]
+    assert (older.dram.learned, older.read(keys).tobytes()) == states[0][1:]
     older.close()
 
 
@@ -316,28 +328,28 @@ def test_a_learned_step_survives_in_checkpoints(tmp_path: Path) -> None:
     checkpoints = tc.Checkpoints(tmp_path, [table])
     train_a_little(table, 1)
     checkpoints.save(step=5)
-    saved = table.tier.learned, table.read(keys).tobytes()
+    saved = table.dram.learned, table.read(keys).tobytes()
     train_a_little(table, 6)
-    assert table.tier.learned != saved[0]
+    assert table.dram.learned != saved[0]
     checkpoints.restore()
-    assert (table.tier.learned, table.read(keys).tobytes()) == saved
+    assert (table.dram.learned, table.read(keys).tobytes()) == saved
     checkpoints.close()
     other = made()
     tc.Checkpoints(tmp_path, [other]).restore()
-    assert (other.tier.learned, other.read(keys).tobytes()) == saved
+    assert (other.dram.learned, other.read(keys).tobytes()) == saved
 
 
 def test_a_learned_step_finds_the_range() -> None:
     """Weights go to targets beyond the range, or far inside: the step follows them out, and in."""
     ends = {}
     for size in (0.1, 1.0, 4.0):
-        tier = make_tier(8, Precision(kind="int8", range=1.0, learn=0.05), initial=tc.Constant(value=0.0))
+        tier = make_tier(8, Precision(kind="int8", range=1.0, scale_lr=0.05), initial=tc.Constant(value=0.0))
         slots = tier.pull(np.arange(30, dtype=np.uint64))
         target = np.random.default_rng(1).uniform(-size, size, (30, 8)).astype(np.float32)
         for step in range(1, 301):
             tier.apply_gradients(slots, (tier.rows(slots) - target) * np.float32(0.1), step=step)
         assert tier.learned is not None
-        ends[size] = tier.learned.step / tier.precision.step, float(np.abs(tier.rows(slots) - target).max())
+        ends[size] = tier.learned.scale / tier.precision.scale, float(np.abs(tier.rows(slots) - target).max())
     assert 0.08 < ends[0.1][0] < 0.3
     assert 0.8 < ends[1.0][0] < 2.0
     assert 3 < ends[4.0][0] < 8
@@ -346,14 +358,14 @@ def test_a_learned_step_finds_the_range() -> None:
 
 def test_a_learned_step_of_large_gradients() -> None:
     """The loss may be a sum over a large batch: however large the gradients are, a step too wide becomes finer."""
-    tier = make_tier(128, Precision(kind="int8", range=4.0, learn=0.01), tc.SGD(lr=1e-3), budget="8MB")
+    tier = make_tier(128, Precision(kind="int8", range=4.0, scale_lr=0.01), tc.SGD(lr=1e-3), budget="8MB")
     keys = np.arange(10_000, dtype=np.uint64)
     for step in range(1, 4):
         lookup = tier.lookup(keys)
         tier.update(lookup, np.random.default_rng(step).normal(0, 10, (len(keys), 128)).astype(np.float32), step=step)
         tier.release(lookup)
     assert tier.learned is not None
-    assert tier.learned.step == pytest.approx(tier.precision.step * 0.99**3, rel=1e-3)
+    assert tier.learned.scale == pytest.approx(tier.precision.scale * 0.99**3, rel=1e-3)
 
 
 def test_a_config_chooses_it() -> None:

@@ -56,7 +56,7 @@ class Twins:
         keys = [*all_keys(batches).tolist(), *FRESH]
         for table, reference in zip(self.tables, self.references, strict=True):
             reference.assert_equals(table, keys)
-            table.tier.check()
+            table.dram.check()
         assert weights_of(self.model) == weights_of(self.twin)
 
 
@@ -262,7 +262,7 @@ def test_a_failed_step_changes_nothing_and_leaks_nothing() -> None:
     with pytest.raises(Exception, match=r"."):
         table.step()
     assert table.step_count == 1
-    table.tier.check()
+    table.dram.check()
     twins.model.zero_grad()
     twins.train(batches)
     twins.check(batches)
@@ -353,7 +353,7 @@ def test_reopening_under_a_pipeline_trains_no_foreign_rows(tmp_path: Path) -> No
     with tc.prefetch(batches, table, depth=4) as source:
         first = next(source)
         old = bag(first).sum()
-        while table.tier.stats().pinned < len(all_keys(batches[:4])):
+        while table.dram.stats().pinned < len(all_keys(batches[:4])):
             time.sleep(0.001)  # else the store is closed under a pull, which fails, as it should
         table.reopen()
         with pytest.raises(RuntimeError, match="given back"):
@@ -371,7 +371,7 @@ def test_reopening_under_a_pipeline_trains_no_foreign_rows(tmp_path: Path) -> No
         copy(batch).sum().backward()
         twin.step()
     assert bits(table.read(all_keys(batches))) == bits(twin.read(all_keys(batches)))
-    table.tier.check()
+    table.dram.check()
     table.close()
 
 
@@ -411,7 +411,7 @@ def test_too_small_a_memory_names_budget_and_need() -> None:
     (batch,) = make_batches(1, examples=1000, keys=10**6)
     with pytest.raises(tc.BudgetError, match=r"(?s)100.*rows"):
         bag(batch)
-    table.tier.check()
+    table.dram.check()
 
 
 def test_a_table_dies_with_its_last_user(tmp_path: Path) -> None:

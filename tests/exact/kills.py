@@ -63,7 +63,7 @@ def live(folder: Path, optimizer: str, ways: Ways, every: int) -> None:
         if step % every == 0:  # while the pipeline runs ahead
             checkpoints.save(step, batch.position)
     for table in tables.values():
-        table.tier.check()
+        table.dram.check()
         if table.hbm is not None:
             table.hbm.check()
     result = digests({name: bits(table.read(probe())) for name, table in tables.items()}, weights_of(model))

@@ -30,7 +30,7 @@ from helpers.train import (
 
 import thermocline as tc
 from thermocline.embedding.optimizers import Optimizer
-from thermocline.tiers.dram import MemStats, Policy
+from thermocline.tiers.dram import DramStats, Policy
 
 if TYPE_CHECKING:
     from thermocline.tiers.hbm import HbmStats
@@ -47,7 +47,7 @@ PRECISIONS = {
     "fp32": tc.Precision(),
     "bf16": tc.Precision(kind="bf16"),
     "int8": tc.Precision(kind="int8"),
-    "learned": tc.Precision(kind="int6", range=0.1, learn=0.01),
+    "learned": tc.Precision(kind="int6", range=0.1, scale_lr=0.01),
     "int4": tc.Precision(kind="int4", rounding="nearest", range=0.02),
 }
 
@@ -102,7 +102,7 @@ class Result:
 
     rows: dict[str, bytes]
     dense: bytes
-    stats: dict[str, MemStats] = dataclasses.field(compare=False, default_factory=dict)
+    stats: dict[str, DramStats] = dataclasses.field(compare=False, default_factory=dict)
     merges: int = dataclasses.field(compare=False, default=0)
     hbm: dict[str, HbmStats] = dataclasses.field(compare=False, default_factory=dict)
 
@@ -156,14 +156,14 @@ def train(optimizer: str, ways: Ways, folder: Path, count: int = 320, device: st
     source = tc.prefetch(batches(count, seed), *tables.values(), depth=ways.depth, pull_window=ways.pull_window)
     train_on(model, list(tables.values()), source)
     for table in tables.values():
-        table.tier.check()
+        table.dram.check()
         if table.hbm is not None:
             table.hbm.check()
     stores = [table.store for table in tables.values() if table.store is not None]
     result = Result(
         {name: bits(table.read(probe(count, seed))) for name, table in tables.items()},
         weights_of(model),
-        {name: table.tier.stats() for name, table in tables.items()},
+        {name: table.dram.stats() for name, table in tables.items()},
         sum(store.stats().merges for store in stores),
         {name: table.hbm.stats() for name, table in tables.items() if table.hbm is not None},
     )

@@ -43,7 +43,7 @@ def test_a_deadline_trains_less_and_still_compares(tmp_path: Path, capsys: pytes
 
 def _flip_a_row(memory: demo.Run) -> None:
     keys, rows = next(memory.table.rows())
-    memory.table.tier.push(keys[:1], np.nextafter(rows[:1], np.float32(9)))
+    memory.table.dram.push(keys[:1], np.nextafter(rows[:1], np.float32(9)))
 
 
 def _flip_a_weight(memory: demo.Run) -> None:

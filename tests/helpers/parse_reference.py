@@ -30,8 +30,8 @@ def xxh64(data: bytes, seed: int) -> int:
     def rotl(x: int, r: int) -> int:
         return ((x << r) | (x >> (64 - r))) & _M
 
-    def mix(acc: int, lane: int) -> int:
-        return rotl((acc + lane * _P2) & _M, 31) * _P1 & _M
+    def mix(acc: int, comm: int) -> int:
+        return rotl((acc + comm * _P2) & _M, 31) * _P1 & _M
 
     at, n = 0, len(data)
     if n >= 32:
@@ -41,8 +41,8 @@ def xxh64(data: bytes, seed: int) -> int:
                 v[i] = mix(v[i], int.from_bytes(data[at + 8 * i : at + 8 * i + 8], "little"))
             at += 32
         h = (rotl(v[0], 1) + rotl(v[1], 7) + rotl(v[2], 12) + rotl(v[3], 18)) & _M
-        for lane in v:
-            h = ((h ^ mix(0, lane)) * _P1 + _P4) & _M
+        for comm in v:
+            h = ((h ^ mix(0, comm)) * _P1 + _P4) & _M
     else:
         h = (seed + _P5) & _M
     h = (h + n) & _M

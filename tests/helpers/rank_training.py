@@ -251,10 +251,10 @@ def train_rank(groups: Groups, job: Job, way: Way, folder: str) -> dict[str, Any
         dense.step()
         dense.zero_grad()
     rows = {name: bits(table.read(probe(job))) for name, table in tables.items()}
-    stats = {name: table.tier.stats() for name, table in tables.items()}
+    stats = {name: table.dram.stats() for name, table in tables.items()}
     hbm = {name: table.hbm.stats() for name, table in tables.items() if table.hbm is not None}
     for table in tables.values():
-        table.tier.check()
+        table.dram.check()
         if table.hbm is not None:
             table.hbm.check()
         table.close()

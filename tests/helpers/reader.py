@@ -40,14 +40,14 @@ def xxh64(data: bytes, seed: int) -> int:
     def rotate(x: int, n: int) -> int:
         return (x << n | x >> (64 - n)) & _M
 
-    def mix(acc: int, lane: int) -> int:
-        return rotate((acc + lane * _P[1]) & _M, 31) * _P[0] & _M
+    def mix(acc: int, comm: int) -> int:
+        return rotate((acc + comm * _P[1]) & _M, 31) * _P[0] & _M
 
     at = 0
     if len(data) >= 32:
         accs = [(seed + _P[0] + _P[1]) & _M, (seed + _P[1]) & _M, seed, (seed - _P[0]) & _M]
         while at + 32 <= len(data):
-            accs = [mix(acc, lane) for acc, lane in zip(accs, struct.unpack_from("<4Q", data, at), strict=True)]
+            accs = [mix(acc, comm) for acc, comm in zip(accs, struct.unpack_from("<4Q", data, at), strict=True)]
             at += 32
         h = sum(rotate(acc, n) for acc, n in zip(accs, (1, 7, 12, 18), strict=True)) & _M
         for acc in accs:

@@ -73,7 +73,7 @@ def live(
         return result
     rows = {name: bits(table.read(probe(job))) for name, table in tables.items()}
     for table in tables.values():
-        table.tier.check()
+        table.dram.check()
         table.close()
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in {**rows, "dense": weights_of(model)}.items()}
     return {**digests, "steps": result.progress.step, "valid": result.progress.valid, "examples": result.examples}

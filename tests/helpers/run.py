@@ -105,7 +105,7 @@ class World:
         keys = np.arange(KEYS, dtype=np.uint64)
         bits = {f"table {table.name}": table.read(keys).tobytes() for table in self.tables}
         for table in self.tables:
-            table.tier.check()
+            table.dram.check()
             bits[f"steps {table.name}"] = f"{table.step_count} {table.lr}".encode()
         for name, value in self.model.state_dict().items():
             bits[name] = value.numpy().tobytes()

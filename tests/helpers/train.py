@@ -71,12 +71,12 @@ def all_keys(batches: Sequence[tc.Batch]) -> np.ndarray[Any, Any]:
 def budget_for(rows: int, dim: int, optimizer: Optimizer, precision: tc.Precision = FP32) -> int:
     """The smallest `mem` that holds `rows` rows."""
     low, high = 0, 1 << 14
-    while tc.MemTier(dim, optimizer, budget=high, precision=precision).capacity < rows:
+    while tc.DramTier(dim, optimizer, budget=high, precision=precision).capacity < rows:
         low, high = high, 2 * high
     while high - low > 256:
         middle = (low + high) // 2
         try:
-            enough = tc.MemTier(dim, optimizer, budget=middle, precision=precision).capacity >= rows
+            enough = tc.DramTier(dim, optimizer, budget=middle, precision=precision).capacity >= rows
         except tc.BudgetError:
             enough = False
         low, high = (low, middle) if enough else (middle, high)

@@ -48,7 +48,7 @@ class Rows:
         precision = Precision(kind=kind, range=limit, rounding=rounding)  # type: ignore[arg-type]
         self.random = np.random.default_rng(self.dim)
         self.keys = self.random.integers(0, 2**64, SLOTS, dtype=np.uint64)
-        self.tier = tc.MemTier(
+        self.tier = tc.DramTier(
             self.dim, self.optimizer, precision=precision, seed=SEED, table=TABLE, budget="1MB", threads=1
         )
         rows = self.random.normal(size=(SLOTS, self.dim + self.optimizer.state_floats(self.dim))) * 0.2
@@ -117,8 +117,8 @@ def test_steps(case: tuple[Kind, float | None, str, int, Optimizer], device: str
 def test_gradient_of_a_learned_step(device: str) -> None:
     """Weights inside the range and outside: the kernels', plain torch's and the memory tier's integer."""
     keys = np.arange(40, dtype=np.uint64)
-    precision = Precision(kind="int4", range=0.3, learn=0.01)
-    tier = tc.MemTier(12, SGD(lr=0.1), precision=precision, seed=SEED, table=TABLE, budget="1MB", threads=1)
+    precision = Precision(kind="int4", range=0.3, scale_lr=0.01)
+    tier = tc.DramTier(12, SGD(lr=0.1), precision=precision, seed=SEED, table=TABLE, budget="1MB", threads=1)
     random = np.random.default_rng(1)
     tier.push(keys, random.normal(size=(40, 12)).astype(np.float32))
     arena = torch.from_numpy(tier.read_stored(keys)).to(device)

@@ -49,11 +49,11 @@ def test_as_the_reference_table(kind: Initial, optimizer: Optimizer, dim: int, d
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_the_core(kind: Initial, device: str) -> None:
     pytest.importorskip("thermocline.core", reason="the C++ module is not built here", exc_type=ImportError)
-    from thermocline.tiers.dram import MemTier
+    from thermocline.tiers.dram import DramTier
 
     optimizer = Adam()
     keys = torch.from_numpy(np.random.default_rng(1).integers(-(2**63), 2**63, 300))
-    tier = MemTier(24, optimizer, budget="4MB", seed=11, table=12, initial=kind)
+    tier = DramTier(24, optimizer, budget="4MB", seed=11, table=12, initial=kind)
     rows = torch.empty(300, 72, device=device)
     slots = torch.arange(300, dtype=torch.int32, device=device)
     write_initial_rows(rows, keys.to(device), slots, 24, initial(kind, optimizer, 11, 12))

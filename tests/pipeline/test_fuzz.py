@@ -35,7 +35,7 @@ from helpers.train import (
 )
 
 import thermocline as tc
-from thermocline.tiers.dram import MemTier
+from thermocline.tiers.dram import DramTier
 
 pytestmark = pytest.mark.timeout(120)
 LONG = os.environ.get("THERMOCLINE_LONG") == "1"
@@ -106,8 +106,8 @@ class Chaos:
         self.armed: str | None = None
         self.countdown = 0
         self.failures = 0
-        pin, collect, bind = MemTier.pin, tc.Table.collect, tc.Table.bind
-        monkeypatch.setattr(MemTier, "pin", lambda tier, keys: (self.at("pull"), pin(tier, keys))[1])
+        pin, collect, bind = DramTier.pin, tc.Table.collect, tc.Table.bind
+        monkeypatch.setattr(DramTier, "pin", lambda tier, keys: (self.at("pull"), pin(tier, keys))[1])
         monkeypatch.setattr(tc.Table, "collect", lambda table, batch: (self.at("collect"), collect(table, batch))[1])
         monkeypatch.setattr(tc.Table, "bind", lambda table, *args: (self.at("load"), bind(table, *args))[1])
 
@@ -193,7 +193,7 @@ def test_training_survives_anything(seed: int, tmp_path: Path, monkeypatch: pyte
         assert our_threads() == []
         for table in tables:
             table.discard_gradients()
-            table.tier.check()
+            table.dram.check()
         assert (chaos.failures, loop.trained) != before
     assert set(seen) <= {"", *STAGES}, "only what was injected"
     rows = [bits(table.read(all_keys(batches()))) for table in tables]
@@ -236,7 +236,7 @@ def test_control_c_at_any_moment(seed: int, tmp_path: Path) -> None:
             interrupts += 1
         assert our_threads() == []
         table.discard_gradients()
-        table.tier.check()
+        table.dram.check()
         table.reopen()
         assert table.store is not None
         done = int(table.store.note)

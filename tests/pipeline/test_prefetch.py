@@ -19,7 +19,7 @@ from helpers.ssd import SMALL
 from helpers.train import Net, Reference, ReferenceBag, all_keys, budget_for, make_batches, one_torch_thread, train_on
 
 import thermocline as tc
-from thermocline.tiers.dram import MemTier
+from thermocline.tiers.dram import DramTier
 
 pytestmark = pytest.mark.timeout(120)
 ADAGRAD = tc.Adagrad(lr=0.05)
@@ -59,7 +59,7 @@ def test_rows_of_queued_batches_are_pinned_and_no_others(depth: int, window: int
         first = n // window * window
         end = time.monotonic() + 20
         while True:  # the pipeline fills up, and stays
-            pinned = table.tier.stats().pinned
+            pinned = table.dram.stats().pinned
             expected = len(all_keys(batches[first : first + depth * window]))
             if pinned == expected or time.monotonic() > end:
                 break
@@ -70,7 +70,7 @@ def test_rows_of_queued_batches_are_pinned_and_no_others(depth: int, window: int
         assert np.isin(batch.ids, batches[n].ids).all()
         seen += 1
     assert seen == 20
-    table.tier.check()
+    table.dram.check()
 
 
 def test_fields_that_no_bag_reads_are_not_pulled() -> None:
@@ -81,7 +81,7 @@ def test_fields_that_no_bag_reads_are_not_pulled() -> None:
         bag(batch).sum().backward()
         table.step()
     wanted = np.unique(np.concatenate([batch.select([1])[0] for batch in batches]))
-    assert table.tier.stats().resident == len(wanted)
+    assert table.dram.stats().resident == len(wanted)
 
 
 def test_batches_carry_what_they_came_with() -> None:
@@ -110,7 +110,7 @@ def test_the_same_table_given_twice_is_pulled_once() -> None:
     tc.EmbeddingBag(table, 3)
     for _ in tc.prefetch(make_batches(5), table, table):
         pass
-    table.tier.check()
+    table.dram.check()
 
 
 def test_stats_name_the_stages() -> None:
@@ -137,9 +137,9 @@ def test_a_pull_waits_for_earlier_windows(
     table = a_table(tmp_path, most_keys(batches, window) + 5)
     reference = Reference(table)
     refused = 0
-    pin = MemTier.pin
+    pin = DramTier.pin
 
-    def counted(self: MemTier, keys: Any) -> Any:
+    def counted(self: DramTier, keys: Any) -> Any:
         nonlocal refused
         try:
             return pin(self, keys)
@@ -147,14 +147,14 @@ def test_a_pull_waits_for_earlier_windows(
             refused += 1
             raise
 
-    monkeypatch.setattr(MemTier, "pin", counted)
+    monkeypatch.setattr(DramTier, "pin", counted)
     model, twin = Net([tc.EmbeddingBag(table, 3)], 12), Net([ReferenceBag(reference, 3)], 12)
     train_on(model, [table], tc.prefetch(batches, table, depth=depth, pull_window=window))
     train_on(twin, [reference], batches)
     reference.assert_equals(table, all_keys(batches))
-    table.tier.check()
+    table.dram.check()
     assert refused > 0
-    assert table.tier.stats().evictions > 0
+    assert table.dram.stats().evictions > 0
 
 
 @pytest.mark.parametrize("depth", [1, 4])
@@ -163,15 +163,15 @@ def test_a_window_larger_than_memory_names_budget_and_need(depth: int, ssd: bool
     batches = make_batches(8, keys=3000)
     table = a_table(tmp_path if ssd else None, most_keys(batches, 1) + 5)
     bag = tc.EmbeddingBag(table, 3)
-    budget, need = table.tier.stats().budget, len(all_keys(batches[:8]))
-    assert table.tier.capacity < need
+    budget, need = table.dram.stats().budget, len(all_keys(batches[:8]))
+    assert table.dram.capacity < need
     with pytest.raises(tc.BudgetError, match=f"{need} rows does not fit: the budget of {budget} bytes") as caught:
         next(tc.prefetch(batches, table, depth=depth, pull_window=8))
     assert "needs a budget of about" in str(caught.value)
-    table.tier.check()
+    table.dram.check()
     with pytest.raises(tc.BudgetError):
         train_forward_only(bag, table, tc.prefetch(batches[:1] * 2 + [joined(batches)], table, depth=depth))
-    table.tier.check()
+    table.dram.check()
 
 
 def joined(batches: list[tc.Batch]) -> tc.Batch:
@@ -197,7 +197,7 @@ def test_accumulating_more_than_memory_is_an_error_not_a_deadlock(depth: int, tm
             trained += 1
     assert trained >= 2
     table.step()
-    table.tier.check()
+    table.dram.check()
 
 
 def test_dropped_by_a_pull_that_begins_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +229,9 @@ def test_dropped_by_a_pull_that_begins_to_wait(tmp_path: Path, monkeypatch: pyte
         time.sleep(0.01)
     assert dropped.is_set()
     assert our_threads() == []
-    while table.tier.stats().pinned and time.monotonic() < end:
+    while table.dram.stats().pinned and time.monotonic() < end:
         time.sleep(0.01)
-    table.tier.check()
+    table.dram.check()
 
 
 # ---- errors of each stage
@@ -256,8 +256,8 @@ def break_stage(stage: str, tables: list[tc.Table], at: int, monkeypatch: pytest
         return the_broken_call
 
     if stage == "pull":
-        pin, broken = MemTier.pin, fails_sometimes(MemTier.pin, stage)
-        monkeypatch.setattr(MemTier, "pin", lambda self, k: (broken if self is tables[-1].tier else pin)(self, k))
+        pin, broken = DramTier.pin, fails_sometimes(DramTier.pin, stage)
+        monkeypatch.setattr(DramTier, "pin", lambda self, k: (broken if self is tables[-1].tier else pin)(self, k))
     else:
         method = {"collect": "collect", "load": "bind", "read": "prepare_read"}[stage]
         setattr(tables[-1], method, fails_sometimes(getattr(tables[-1], method), stage))
@@ -282,7 +282,7 @@ def test_a_failing_stage_gives_everything_back(
                 table.step()
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "the_broken_call"
     for table in tables:
-        table.tier.check()  # although `caught` still holds the failed frames
+        table.dram.check()  # although `caught` still holds the failed frames
     assert our_threads() == []
 
 
@@ -303,7 +303,7 @@ def test_an_error_in_the_loop_gives_everything_back(depth: int, kind: type[BaseE
         loop()
     assert our_threads() == []
     table.discard_gradients()
-    table.tier.check()
+    table.dram.check()
 
 
 def test_a_gradient_outlives_the_pipeline() -> None:
@@ -316,11 +316,11 @@ def test_a_gradient_outlives_the_pipeline() -> None:
         bag(batch).pow(2).sum().backward()
         break
     twin(batches[0]).pow(2).sum().backward()
-    assert table.tier.stats().pinned == len(all_keys(batches[:1]))
+    assert table.dram.stats().pinned == len(all_keys(batches[:1]))
     table.step()
     reference.step()
     reference.assert_equals(table, all_keys(batches))
-    table.tier.check()
+    table.dram.check()
 
 
 # ---- whole processes

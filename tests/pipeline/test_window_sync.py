@@ -46,7 +46,7 @@ def left_early(groups: Groups, depth: int, window: int) -> Any:
             source.close()
         del source
     for table in tables.values():
-        table.tier.check()
+        table.dram.check()
     return [bits(table.read(KEYS)) for table in tables.values()]
 
 
@@ -61,11 +61,11 @@ def evaluating(groups: Groups) -> Any:
     rank = groups.topology.rank
     tables, model = make(groups)
     heard, seen = [], 0
-    source = tc.prefetch(JOB.data(rank), *tables.values(), depth=4, say=lambda: 1 << rank if seen >= 7 else 0)
+    source = tc.prefetch(JOB.data(rank), *tables.values(), depth=4, flags_fn=lambda: 1 << rank if seen >= 7 else 0)
     for n, batch in enumerate(source, start=1):
         seen = n
         step(model, tables, batch)
-        heard.append(source.said)
+        heard.append(source.flags)
         if n in (10, 20):
             model.eval()
             with torch.no_grad(), tc.prefetch(

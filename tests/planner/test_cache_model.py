@@ -67,7 +67,7 @@ def test_hit_rates_are_those_of_the_memory_tier(tmp_path: Path, policy: Policy, 
     keys = np.fromiter((ads.key_of(*place) for place in places), np.uint64)
     with tc.SsdStore.open(tmp_path / "rows", row_bytes=64, mem_budget="32MB") as store:
         store.put(keys, np.zeros((len(keys), 64), np.uint8))
-        tier = tc.MemTier(8, tc.Adagrad(lr=0.1), budget="2MB", store=store, policy=policy)
+        tier = tc.DramTier(8, tc.Adagrad(lr=0.1), budget="2MB", store=store, policy=policy)
         for number in range(300):
             if number == 200:
                 before = tier.stats()

@@ -127,7 +127,7 @@ def test_budgets_are_those_of_the_config() -> None:
         cluster_of(config, work, NODE, nodes=1, ranks=1)
     config = config_of(mem="1MB", sets=("tiers.ssd=rows",))
     one = cluster_of(config, work, NODE, nodes=1, ranks=1)
-    assert one.mem_rows == pytest.approx(tc.MemTier(6, tc.Adagrad(lr=0.1), budget="1MB").capacity, rel=0.2)
+    assert one.mem_rows == pytest.approx(tc.DramTier(6, tc.Adagrad(lr=0.1), budget="1MB").capacity, rel=0.2)
     four = cluster_of(config, work, NODE, nodes=1, ranks=4)
     assert four.mem_rows == pytest.approx(4 * one.mem_rows)
     gpus = cluster_of(config, work, NODE, nodes=1, ranks=None)

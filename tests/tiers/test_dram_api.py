@@ -1,4 +1,4 @@
-"""What tc.MemTier promises beyond the bits: pins, budgets, errors, one truth with the store, threads."""
+"""What tc.DramTier promises beyond the bits: pins, budgets, errors, one truth with the store, threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def small_store(path: Path, row_bytes: int) -> tc.SsdStore:
 
 
 def test_a_training_loop() -> None:
-    tier = tc.MemTier(4, tc.SGD(lr=1.0), budget="1MB", initial=tc.Constant(value=1.0))
+    tier = tc.DramTier(4, tc.SGD(lr=1.0), budget="1MB", initial=tc.Constant(value=1.0))
     lookup = tier.lookup(keys_of(5, 6, 5), [0, 2, 3])
     assert tier.pool(lookup).tolist() == [[2] * 4, [1] * 4]
     tier.update(lookup, np.array([[1] * 4, [10] * 4], np.float32))
@@ -36,7 +36,7 @@ def test_a_training_loop() -> None:
 
 def test_torch_tensors_are_taken_without_copies() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed: tensors as arguments are NOT tested")
-    tier = tc.MemTier(4, tc.SGD(lr=1.0), budget="1MB", initial=tc.Constant())
+    tier = tc.DramTier(4, tc.SGD(lr=1.0), budget="1MB", initial=tc.Constant())
     ids = torch.tensor([-1, 2**62, -1])  # int64 bit patterns
     lookup = tier.lookup(ids, torch.tensor([0, 2, 3]))
     out = torch.ones(2, 4)
@@ -50,7 +50,7 @@ def test_torch_tensors_are_taken_without_copies() -> None:
 
 def test_budget_holds_everything_counted() -> None:
     for budget in ("100KB", "1MB", "50MB"):
-        tier = tc.MemTier(16, tc.Adam(), budget=budget)
+        tier = tc.DramTier(16, tc.Adam(), budget=budget)
         stats = tier.stats()
         parts = stats.bytes_rows + stats.bytes_metadata + stats.bytes_index + stats.bytes_buffers
         assert parts == stats.bytes_total <= stats.budget
@@ -59,19 +59,19 @@ def test_budget_holds_everything_counted() -> None:
 
 
 def test_a_full_tier_without_a_store_says_so() -> None:
-    tier = tc.MemTier(16, tc.SGD(), budget="100KB")
+    tier = tc.DramTier(16, tc.SGD(), budget="100KB")
     slots = tier.pull(np.arange(tier.capacity, dtype=np.uint64))
     tier.unpin(slots, dirty=True)
     with pytest.raises(tc.BudgetError, match=r"budget of 100000 bytes holds \d+ rows.*give the tier a store"):
         tier.pull(keys_of(2**40))
     tier.check()
     with pytest.raises(tc.BudgetError, match="the least is"):
-        tc.MemTier(16, tc.SGD(), budget=1000)
+        tc.DramTier(16, tc.SGD(), budget=1000)
 
 
 def test_a_working_set_that_does_not_fit_names_budget_and_need(tmp_path: Path) -> None:
     with small_store(tmp_path / "s", 64) as store:
-        tier = tc.MemTier(16, tc.SGD(), budget="100KB", store=store)
+        tier = tc.DramTier(16, tc.SGD(), budget="100KB", store=store)
         need = tier.capacity + 5
         with pytest.raises(
             tc.BudgetError, match=f"working set of {need} rows .* 100000 bytes holds {tier.capacity} rows"
@@ -84,7 +84,7 @@ def test_a_working_set_that_does_not_fit_names_budget_and_need(tmp_path: Path) -
 
 def test_only_trained_keys_exist(tmp_path: Path) -> None:
     with small_store(tmp_path / "s", 64) as store:
-        tier = tc.MemTier(16, tc.SGD(), budget="100KB", store=store)
+        tier = tc.DramTier(16, tc.SGD(), budget="100KB", store=store)
         tier.read(np.arange(100, dtype=np.uint64))
         slots = tier.pull(np.arange(50, dtype=np.uint64))
         tier.unpin(slots[:20], dirty=True)
@@ -99,7 +99,7 @@ def test_larger_than_memory_survives_commit_and_reopen(tmp_path: Path) -> None:
     table = tc.ReferenceTable(4, optimizer)
     random = np.random.default_rng(0)
     store = small_store(tmp_path / "s", 32)
-    tier = tc.MemTier(4, optimizer, budget="60KB", store=store)
+    tier = tc.DramTier(4, optimizer, budget="60KB", store=store)
     assert tier.capacity < 1000
     for step in range(1, 40):
         ids = random.integers(0, 4000, 300).astype(np.uint64)
@@ -116,13 +116,13 @@ def test_larger_than_memory_survives_commit_and_reopen(tmp_path: Path) -> None:
     store.close()
     keys = np.array(sorted(table.rows), np.uint64)
     with small_store(tmp_path / "s", 32) as store:
-        tier = tc.MemTier(4, optimizer, budget="60KB", store=store)
+        tier = tc.DramTier(4, optimizer, budget="60KB", store=store)
         np.testing.assert_array_equal(tier.read(keys).view(np.uint32), table.read(keys).view(np.uint32))
         assert len(store) == len(keys)
 
 
 def test_a_memory_only_tier_is_saved_into_any_store(tmp_path: Path) -> None:
-    tier = tc.MemTier(4, tc.SGD(), budget="1MB")
+    tier = tc.DramTier(4, tc.SGD(), budget="1MB")
     tier.push(np.arange(10, dtype=np.uint64), np.arange(40, dtype=np.float32).reshape(10, 4))
     with small_store(tmp_path / "s", 16) as store:
         tier.flush(store)
@@ -130,7 +130,7 @@ def test_a_memory_only_tier_is_saved_into_any_store(tmp_path: Path) -> None:
         tier.push(keys_of(3), np.ones((1, 4), np.float32))
         tier.flush(store)
         assert store.stats().bytes_put == 11 * (16 + 8)  # the second flush wrote one row
-        loaded = tc.MemTier(4, tc.SGD(), budget="1MB")
+        loaded = tc.DramTier(4, tc.SGD(), budget="1MB")
         for keys, rows in store.scan():
             loaded.push(keys, rows.view(np.float32), dirty=False)
         assert loaded.stats().dirty == 0
@@ -139,7 +139,7 @@ def test_a_memory_only_tier_is_saved_into_any_store(tmp_path: Path) -> None:
 
 def test_pins_keep_rows_in_place(tmp_path: Path) -> None:
     with small_store(tmp_path / "s", 16) as store:
-        tier = tc.MemTier(4, tc.SGD(), budget="30KB", store=store, initial=tc.Constant())
+        tier = tc.DramTier(4, tc.SGD(), budget="30KB", store=store, initial=tc.Constant())
         pinned = tier.pull(keys_of(1, 2))
         tier.write(pinned, np.full((2, 4), 7, np.float32))
         for first in range(100, 5000, 50):
@@ -159,7 +159,7 @@ def test_policies_differ_in_what_they_keep(tmp_path: Path) -> None:
     kept = {}
     for policy in ("lru", "lfu", "lru_lfu"):
         with small_store(tmp_path / policy, 16) as store:
-            tier = tc.MemTier(4, tc.SGD(), budget="60KB", store=store, policy=policy)  # type: ignore[arg-type]
+            tier = tc.DramTier(4, tc.SGD(), budget="60KB", store=store, policy=policy)  # type: ignore[arg-type]
             hot = np.arange(tier.capacity // 4, dtype=np.uint64)
             for _ in range(5):
                 tier.unpin(tier.pull(hot))
@@ -173,9 +173,9 @@ def test_policies_differ_in_what_they_keep(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_results_and_plans_do_not_depend_on_threads(tmp_path: Path, threads: int) -> None:
-    def life(number: int) -> tuple[bytes, tc.MemStats]:
+    def life(number: int) -> tuple[bytes, tc.DramStats]:
         with small_store(tmp_path / str(number), 32) as store:
-            tier = tc.MemTier(4, tc.Adagrad(), budget="300KB", store=store, threads=number, shards=4)
+            tier = tc.DramTier(4, tc.Adagrad(), budget="300KB", store=store, threads=number, shards=4)
             random = np.random.default_rng(1)
             for step in range(1, 15):
                 lookup = tier.lookup(random.integers(0, 9000, 4000).astype(np.uint64), np.arange(0, 4001, 40))
@@ -193,7 +193,7 @@ def test_results_and_plans_do_not_depend_on_threads(tmp_path: Path, threads: int
 def test_pulls_of_other_batches_while_one_trains(tmp_path: Path) -> None:
     # Three threads add to rows they share, over a store, in a tier that holds a fraction: no addition is lost.
     with small_store(tmp_path / "s", 16) as store:
-        tier = tc.MemTier(4, tc.SGD(lr=1.0), budget="100KB", store=store, initial=tc.Constant())
+        tier = tc.DramTier(4, tc.SGD(lr=1.0), budget="100KB", store=store, initial=tc.Constant())
         turn = threading.Lock()
         counts = np.zeros(3000, np.int64)
         errors: list[BaseException] = []
@@ -224,7 +224,7 @@ def test_pulls_of_other_batches_while_one_trains(tmp_path: Path) -> None:
 
 def test_a_closed_store_is_an_error_and_leaves_no_pin(tmp_path: Path) -> None:
     store = small_store(tmp_path / "s", 16)
-    tier = tc.MemTier(4, tc.SGD(), budget="100KB", store=store)
+    tier = tc.DramTier(4, tc.SGD(), budget="100KB", store=store)
     store.close()
     with pytest.raises(tc.ThermoclineError, match="closed"):
         tier.pull(keys_of(1, 2, 3))
@@ -234,16 +234,16 @@ def test_a_closed_store_is_an_error_and_leaves_no_pin(tmp_path: Path) -> None:
 
 def test_wrong_arguments_are_explained(tmp_path: Path) -> None:
     with small_store(tmp_path / "s", 20) as store, pytest.raises(tc.ThermoclineError, match="row_bytes=16"):
-        tc.MemTier(4, tc.SGD(), store=store)
+        tc.DramTier(4, tc.SGD(), store=store)
     with pytest.raises(ValueError, match="policy is 'mru'"):
-        tc.MemTier(4, tc.SGD(), policy="mru")  # type: ignore[arg-type]
+        tc.DramTier(4, tc.SGD(), policy="mru")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dim is 0"):
-        tc.MemTier(0, tc.SGD())
+        tc.DramTier(0, tc.SGD())
     with pytest.raises(ValueError, match="shards is 3"):
-        tc.MemTier(4, tc.SGD(), shards=3)
+        tc.DramTier(4, tc.SGD(), shards=3)
     with pytest.raises(ValueError, match="seed is -1"):
-        tc.MemTier(4, tc.SGD(), seed=-1)
-    tier = tc.MemTier(4, tc.SGD(), budget="100KB")
+        tc.DramTier(4, tc.SGD(), seed=-1)
+    tier = tc.DramTier(4, tc.SGD(), budget="100KB")
     ids = keys_of(1, 2, 3)
     for offsets in ([1, 3], [0, 2], [0, 3, 2, 3], [0, 4]):
         with pytest.raises(tc.ThermoclineError, match="offsets must begin with 0"):
@@ -291,7 +291,7 @@ def test_push_replaces_rows_here_and_in_the_store(unique: bool, dim: int, tmp_pa
     keys = rng.permutation(20000).astype(np.uint64)
     rows = rng.random((20000, dim), np.float32)
     with tc.SsdStore.open(tmp_path / "store", row_bytes=4 * dim) as store:
-        tier = tc.MemTier(dim, tc.SGD(), budget="1MB", store=store, threads=3)
+        tier = tc.DramTier(dim, tc.SGD(), budget="1MB", store=store, threads=3)
         tier.push(keys[:15000], rows[::-1][:15000], unique=unique)
         tier.push(keys[5000:], rows[5000:], unique=unique)
         tier.push(keys[:5000], rows[:5000], unique=unique)

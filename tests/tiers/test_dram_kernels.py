@@ -37,7 +37,7 @@ class Pair:
     """A tier and the reference table, given the same batches; every result compared."""
 
     def __init__(self, dim: int, optimizer: Optimizer, *, threads: int = 2, initial: Initial | None = None) -> None:
-        self.tier = tc.MemTier(dim, optimizer, budget="4MB", threads=threads, seed=5, table=6, initial=initial)
+        self.tier = tc.DramTier(dim, optimizer, budget="4MB", threads=threads, seed=5, table=6, initial=initial)
         self.table = tc.ReferenceTable(dim, optimizer, seed=5, table=6, initial=initial)
         self.random = np.random.default_rng(dim)
         self.step = 0
@@ -119,7 +119,7 @@ def test_initial_rows(initial: Initial) -> None:
     keys = np.array([0, 1, 2**32, 2**63, 2**64 - 1], np.uint64)
     for seed, table in ((0, 0), (2**64 - 1, 7), (3, 2**64 - 1)):
         optimizer = tc.Adagrad(initial_accumulator=0.25)
-        tier = tc.MemTier(13, optimizer, budget="1MB", seed=seed, table=table, initial=initial)
+        tier = tc.DramTier(13, optimizer, budget="1MB", seed=seed, table=table, initial=initial)
         want = tc.ReferenceTable(13, optimizer, seed=seed, table=table, initial=initial).read(keys)
         same_bits(tier.initial_rows(keys), want)
         same_bits(tier.read(keys), want)
@@ -177,7 +177,7 @@ import numpy as np, thermocline as tc, hashlib
 digest = hashlib.sha256()
 for dim in (1, 4, 8, 10, 16, 37, 64, 128):
     for optimizer in (tc.SGD(), tc.Adagrad(), tc.RowWiseAdagrad(), tc.Adam()):
-        tier = tc.MemTier(dim, optimizer, budget="4MB")
+        tier = tc.DramTier(dim, optimizer, budget="4MB")
         random = np.random.default_rng(dim)
         for step in range(1, 4):
             ids = random.integers(0, 300, 2000).astype(np.uint64)

@@ -80,7 +80,7 @@ class TierMachine(RuleBasedStateMachine):
         self.begin()
 
     def begin(self) -> None:
-        self.tier = tc.MemTier(self.table.dim, self.table.optimizer, store=self.store, **self.options)
+        self.tier = tc.DramTier(self.table.dim, self.table.optimizer, store=self.store, **self.options)
 
     def same(self, keys: Any) -> None:
         got, want = self.tier.read(np.array(keys, np.uint64)), self.table.read(keys)

@@ -58,9 +58,9 @@ def train_both(
     keys = [*all_keys(batches).tolist(), *FRESH]
     reference.assert_equals(table, keys)
     the_tier(table).check()
-    table.tier.check()
-    table.write_down()
-    assert np.array_equal(table.tier.read(np.array(keys, np.uint64)), table.read(np.array(keys, np.uint64)))
+    table.dram.check()
+    table.write_back()
+    assert np.array_equal(table.dram.read(np.array(keys, np.uint64)), table.read(np.array(keys, np.uint64)))
 
 
 @pytest.mark.parametrize(("name", "weighted"), [("sgd", False), ("adagrad", True), ("rowwise", True), ("adam", False)])
@@ -112,7 +112,7 @@ def test_evaluation_reads_and_inserts_nothing() -> None:
     before = the_tier(table).stats()
     bag.eval()
     cpu = tc.Table(4, tc.Adagrad(lr=0.05), mem="4MB")
-    cpu.tier.push(all_keys(batches), table.read(all_keys(batches)))
+    cpu.dram.push(all_keys(batches), table.read(all_keys(batches)))
     other = tc.EmbeddingBag(cpu, 3, pooling="mean").eval()
     for batch in tc.prefetch(batches, table, training=False):
         assert torch.equal(bag(batch).cpu(), other(batch))
@@ -128,13 +128,13 @@ def test_sources_of_rows(tmp_path: Any) -> None:
     with_ssd = hbm_table(400, ssd=tmp_path / "rows")
     bag = tc.EmbeddingBag(with_ssd, batches[0].fields)
     for expected in ("new", "ssd"):
-        before = with_ssd.sources()
+        before = with_ssd.tier_counts()
         for batch in tc.prefetch(batches, with_ssd, depth=2):
             bag(batch).sum().backward()
             with_ssd.step()
         bag.eval()(batches[0])
         bag.train()
-        found = {tier: count - before[tier] for tier, count in with_ssd.sources().items()}
+        found = {tier: count - before[tier] for tier, count in with_ssd.tier_counts().items()}
         once = len(all_keys(batches))
         assert found == {"hbm": unique - once, "mem": 0, "ssd": 0, "new": 0, expected: once}
         with_ssd.commit()

@@ -94,14 +94,14 @@ def xxh64(data: bytes, seed: int) -> int:
     def rotl(x: int, r: int) -> int:
         return ((x << r) | (x >> (64 - r))) & mask
 
-    def mix(acc: int, lane: int) -> int:
-        return rotl((acc + lane * p2) & mask, 31) * p1 & mask
+    def mix(acc: int, comm: int) -> int:
+        return rotl((acc + comm * p2) & mask, 31) * p1 & mask
 
     at, h = 0, (seed + p5) & mask
     if len(data) >= 32:
         accs = [(seed + p1 + p2) & mask, (seed + p2) & mask, seed, (seed - p1) & mask]
         for at in range(0, len(data) - 31, 32):
-            accs = [mix(a, lane) for a, lane in zip(accs, struct.unpack_from("<4Q", data, at), strict=True)]
+            accs = [mix(a, comm) for a, comm in zip(accs, struct.unpack_from("<4Q", data, at), strict=True)]
         at += 32
         h = sum(rotl(a, r) for a, r in zip(accs, (1, 7, 12, 18), strict=True)) & mask
         for a in accs:

@@ -368,7 +368,7 @@ def test_patience_ends_the_run_and_the_best_is_restored(
     trainer = trainer_of(world, tmp_path, [Watch()], epochs=9, valid_every=3, patience=2, keep=1)
     monkeypatch.setattr(trainer, "evaluate", lambda data: {"auc": next(aucs, 0.5), "examples": 1})
     # The pinned rows of the pipeline are no business of the test.
-    monkeypatch.setattr(tc.MemTier, "check", lambda self, *, idle=True: None)
+    monkeypatch.setattr(tc.DramTier, "check", lambda self, *, idle=True: None)
     result = trainer.fit(TRAIN, VALID, TEST)
     progress = result.progress
     assert (progress.step, progress.best_step, progress.best_auc, progress.stopped) == (18, 12, 0.8, True)

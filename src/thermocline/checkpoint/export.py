@@ -43,7 +43,7 @@ def export_rows(
         file = folder / f"part-{len(shards):05}.{format}"
         shards.append({"file": file.name, "rows": write(file, table, source, shard_rows)})
     index = {"table": table.name, **table.layout, "format": format, "rows": sum(s["rows"] for s in shards)}
-    with atomic_file.appearing(folder / "index.json") as temporary:
+    with atomic_file.atomic_path(folder / "index.json") as temporary:
         temporary.write_text(json.dumps({**index, "shards": shards}, indent=1))
     return [folder / shard["file"] for shard in shards]
 

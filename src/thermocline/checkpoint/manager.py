@@ -1,4 +1,4 @@
-"""What survives: `tc.Checkpoints` keeps a run's tables, dense model, reader position and random numbers together.
+"""What survives: `tc.Checkpoints` keeps a run's tables, dense model, reader position and random numbers collective.
 
     run_dir/checkpoints/00000012.json           manifest of save 12: names all of the below; its appearance is the save
     run_dir/checkpoints/00000012.safetensors    dense model, dense optimizers, random numbers
@@ -32,12 +32,12 @@ import torch
 from thermocline import __version__
 from thermocline.checkpoint import state_tree
 from thermocline.checkpoint.table_stores import Stores
-from thermocline.distributed.collective_errors import Together
+from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.frozen_adam import require_whole
 from thermocline.embedding.table import Table
 from thermocline.errors import CorruptionError, FormatError, NotFoundError, ThermoclineError
 from thermocline.utils import atomic_file
-from thermocline.utils.atomic_file import Json, reached
+from thermocline.utils.atomic_file import Json, failpoint
 
 FORMAT = 1
 RANKS_FORMAT = 2
@@ -98,7 +98,7 @@ class Checkpoints:
         if not tables or len(self.tables) != len(tables):
             names = [table.name for table in tables]
             raise ValueError(f"tables are {names}: give at least one, each with a name of its own (Table(name=...))")
-        self._together = Together.of(tables)
+        self._collective = CollectiveRunner.of(tables)
         self._model = model
         if isinstance(dense_optimizer, torch.optim.Optimizer):
             dense_optimizer = [dense_optimizer]
@@ -107,13 +107,13 @@ class Checkpoints:
         self._read_only = read_only
         self._dense_sync = dense_sync
         self._run_dir = Path(run_dir)
-        self._stores = Stores(self._run_dir, self.tables, self._together, read_only=read_only)
+        self._stores = Stores(self._run_dir, self.tables, self._collective, read_only=read_only)
         self._folder = self._run_dir / "checkpoints"
         self._manifests: dict[int, dict[str, Json]] = {}
         """By number: those that stay."""
         self._ready = False
         """Whether the tables hold what the newest manifest says, plus training since."""
-        numbers, self._run = self._together.first("looked for checkpoints", self._look)
+        numbers, self._run = self._collective.broadcast("looked for checkpoints", self._look)
         self._next = max(numbers, default=0) + 1
         self.exists = bool(numbers)
         """Whether the folder had a run in it when this object was made."""
@@ -152,10 +152,10 @@ class Checkpoints:
     def _describe(self, number: int, manifest: dict[str, Json]) -> Checkpoint:
         step, position, extra, tag = (manifest[name] for name in ("step", "position", "extra", "tag"))
         ranks = manifest.get("ranks", [None])
-        if _world(manifest) != self._together.world:
+        if _world(manifest) != self._collective.world:
             position = None
         elif "ranks" in manifest:
-            position, extra = (ranks[self._together.rank][name] for name in ("position", "extra"))
+            position, extra = (ranks[self._collective.rank][name] for name in ("position", "extra"))
         extras = tuple(rank["extra"] for rank in ranks) if "ranks" in manifest else (extra,)
         return Checkpoint(step, position, extra, tag, self._path(number), len(ranks), extras)
 
@@ -163,9 +163,9 @@ class Checkpoints:
 
     def _begin(self) -> None:
         """The first manifest: what the tables hold before the first save."""
-        self._together.each("began a run", self._stores.require_unused)
-        self._together.first("began a run", lambda: atomic_file.make_folder(self._folder))
-        self._together.each("began a run", self._stores.create)
+        self._collective.run_all("began a run", self._stores.require_unused)
+        self._collective.broadcast("began a run", lambda: atomic_file.make_folder(self._folder))
+        self._collective.run_all("began a run", self._stores.create)
         self._write(step=0, position=None, extra=None, tag=None, begin=True)
         self._ready = True
 
@@ -188,11 +188,11 @@ class Checkpoints:
 
     def _write(self, step: int, position: Json, extra: Json, tag: str | None, *, begin: bool) -> Checkpoint:
         number, self._next = self._next, self._next + 1
-        reached("run.begin")
-        together = self._together
+        failpoint("run.begin")
+        collective = self._collective
         note = {"thermocline": "begin" if begin else "save", "run": self._run, "number": number, "step": step}
-        committed = together.all("committed", lambda: self._stores.commit(json.dumps(note)))
-        own = together.all("gathered what a checkpoint holds", lambda: self._own(position, extra, begin))
+        committed = collective.gather("committed", lambda: self._stores.commit(json.dumps(note)))
+        own = collective.gather("gathered what a checkpoint holds", lambda: self._own(position, extra, begin))
         manifest: dict[str, Json] = {
             "format": FORMAT,
             "run": self._run,
@@ -214,11 +214,11 @@ class Checkpoints:
                 {"position": mine["position"], "extra": mine["extra"], "stores": stores}
                 for mine, stores in zip(own, committed, strict=True)
             ]
-        manifest = together.first("published", lambda: self._publish(number, manifest, own))
+        manifest = collective.broadcast("published", lambda: self._publish(number, manifest, own))
         self._manifests[number] = manifest
         self._retain()
         self._sweep()
-        reached("run.done")
+        failpoint("run.done")
         return self._describe(number, manifest)
 
     def _publish(self, number: int, manifest: dict[str, Json], own: list[dict[str, Any]]) -> dict[str, Json]:
@@ -231,10 +231,10 @@ class Checkpoints:
             data = state_tree.encode(tensors)
             path = self._path(number, ".safetensors")
             manifest["files"] = {path.name: {"bytes": len(data), "sha256": atomic_file.digest(data)}}
-            atomic_file.publish(path, data)
-            reached("run.dense_published")
-        atomic_file.publish(self._path(number), atomic_file.encode_manifest(manifest))
-        reached("run.published")
+            atomic_file.atomic_write(path, data)
+            failpoint("run.dense_published")
+        atomic_file.atomic_write(self._path(number), atomic_file.encode_manifest(manifest))
+        failpoint("run.published")
         return manifest
 
     def _own(self, position: Json, extra: Json, begin: bool) -> dict[str, Any]:
@@ -268,15 +268,15 @@ class Checkpoints:
 
     def _sweep(self) -> None:
         """Removes what no manifest in the books names: of old saves, and of saves that never ended."""
-        self._together.first("removed old checkpoints", self._sweep_manifests)
-        self._together.each("removed old commits", lambda: self._stores.sweep(list(self._manifests.values())))
-        self._together.first("removed old files", self._sweep_files)
+        self._collective.broadcast("removed old checkpoints", self._sweep_manifests)
+        self._collective.run_all("removed old commits", lambda: self._stores.sweep(list(self._manifests.values())))
+        self._collective.broadcast("removed old files", self._sweep_files)
 
     def _sweep_manifests(self) -> None:
         gone = [number for number in self._numbers() if number not in self._manifests]
         for number in gone:
             self._path(number).unlink()
-            reached("run.manifest_removed")
+            failpoint("run.manifest_removed")
         # Before anything they name goes; and a manifest found after a kill may not have been durable yet.
         atomic_file.sync_folder(self._folder)
 
@@ -285,7 +285,7 @@ class Checkpoints:
         for path in self._folder.iterdir():
             if path.suffix == ".tmp" or (path.suffix == ".safetensors" and path.name not in files):
                 path.unlink()
-                reached("run.file_removed")
+                failpoint("run.file_removed")
 
     # ---- restore
 
@@ -298,14 +298,14 @@ class Checkpoints:
         Raises before it changes anything: `CorruptionError` (damaged), `FormatError` (of another run, table or model),
         `NotFoundError` (something it names is gone).
         """
-        together = self._together
-        manifests, number, files = together.first("read its checkpoints", lambda: self._chosen(which))
+        collective = self._collective
+        manifests, number, files = collective.broadcast("read its checkpoints", lambda: self._chosen(which))
         manifest = manifests[number]
         what = "checked the checkpoint"
-        dense = together.each(what, lambda: None if manifest["begin"] else self._unpacked(manifest, files))
-        together.each(what, lambda: self._stores.check(manifest, str(self._path(number))))
+        dense = collective.run_all(what, lambda: None if manifest["begin"] else self._unpacked(manifest, files))
+        collective.run_all(what, lambda: self._stores.check(manifest, str(self._path(number))))
         self._ready = False  # whatever cuts this short, nothing can be saved before a restore that succeeds
-        together.each("restored rows", lambda: self._stores.restore(manifest, list(manifests.values())))
+        collective.run_all("restored rows", lambda: self._stores.restore(manifest, list(manifests.values())))
         if dense is not None:
             self._restore_dense(dense, _world(manifest))
         torch.set_num_threads(manifest["torch_threads"])
@@ -326,7 +326,7 @@ class Checkpoints:
             optimizer.load_state_dict(saved["state"])
         if self._dense_sync is not None and "sync" in own:
             self._dense_sync.load_state_dict(own["sync"])
-        if world == self._together.world:  # of another number of ranks: these would all draw the same
+        if world == self._collective.world:  # of another number of ranks: these would all draw the same
             state_tree.set_random_state(own["random"])
 
     def _chosen(self, which: int | str | None) -> tuple[dict[int, dict[str, Json]], int, dict[str, bytes]]:
@@ -370,13 +370,13 @@ class Checkpoints:
 
     def _part_of(self, dense: dict[str, Any], world: int) -> dict[str, Any]:
         """What this rank has of what so many ranks saved."""
-        if world == self._together.world > 1:
-            return {**dense, **dense["ranks"][self._together.rank]}
+        if world == self._collective.world > 1:
+            return {**dense, **dense["ranks"][self._collective.rank]}
         if world > 1 and "optimizers" in dense["ranks"][0]:
             from thermocline.distributed.dense_sync import states_for_others
 
             ranks = [rank["optimizers"] for rank in dense["ranks"]]
-            return {**dense, "optimizers": states_for_others(ranks, self._together.world)}
+            return {**dense, "optimizers": states_for_others(ranks, self._collective.world)}
         return dense
 
     def close(self) -> None:

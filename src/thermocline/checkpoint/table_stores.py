@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from thermocline.distributed.collective_errors import Together
+from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.key_sharding import owner_of, rank_folder
 from thermocline.distributed.shard_reader import JoinedTable
-from thermocline.embedding.precision import FP32
+from thermocline.embedding.precision import FP32, current_layout
 from thermocline.embedding.table import Table
 from thermocline.errors import FormatError, NotFoundError, ThermoclineError
-from thermocline.tiers.dram import MemTier
+from thermocline.tiers.dram import DramTier
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils import atomic_file
-from thermocline.utils.atomic_file import Json, reached
+from thermocline.utils.atomic_file import Json, failpoint
 
 if TYPE_CHECKING:
     from thermocline.distributed.sharded_table import ShardedTable
@@ -47,11 +47,11 @@ class Stores:
     """Of all tables: their own, or, of those without ssd, in the run's folder."""
 
     def __init__(
-        self, run_dir: Path, tables: Mapping[str, Table], together: Together, *, read_only: bool = False
+        self, run_dir: Path, tables: Mapping[str, Table], collective: CollectiveRunner, *, read_only: bool = False
     ) -> None:
         self._run_dir = run_dir
         self._tables = tables
-        self._rank, self._world = together.rank, together.world
+        self._rank, self._world = collective.rank, collective.world
         self.sharded = any(table.ranks is not None for table in tables.values())
         """Whether the tables are over ranks, even if there is one."""
         self._folders = {name: rank_folder(self._rank, self._world) for name in tables}
@@ -117,12 +117,12 @@ class Stores:
 
     def _commit(self, table: Table, note: str) -> Json:
         store = store_of(table)
-        table.write_down()
-        table.tier.flush(store)
-        reached("run.flushed")
+        table.write_back()
+        table.dram.flush(store)
+        failpoint("run.flushed")
         noted = table.commit_note(note.encode())
         epoch = store.commit(noted)
-        reached("run.committed")
+        failpoint("run.committed")
         place = {"folder": self._folders[table.name]} if table.ranks is not None else {}
         return {**place, "epoch": epoch, "note": noted.decode()}
 
@@ -148,7 +148,7 @@ class Stores:
             for epoch in store.epochs[:-1]:  # the newest stays until the next save
                 if epoch not in named:
                     store.release(epoch)
-                    reached("run.epoch_released")
+                    failpoint("run.epoch_released")
             if table.ranks is not None:
                 root = self._root(table)
                 keep = {source.path for m in manifests for source in self._sources(table, m)} | {mine}
@@ -191,6 +191,7 @@ class Stores:
                 raise FormatError(f"{path} was saved by {ranks} ranks: open it with tables over ranks (ShardedTable)")
             entry = entries[name]
             saved = {"precision": FP32.layout, **entry["layout"]}  # older saves do not say: theirs is fp32
+            saved["precision"] = current_layout(saved["precision"])
             for key, was in saved.items():
                 now = table.layout.get(key)
                 if now != was:
@@ -199,7 +200,7 @@ class Stores:
             if entry["ssd"] != (ssd is not None):
                 was = "with" if entry["ssd"] else "without"
                 raise FormatError(f"{path}: table {name!r} was saved {was} an ssd folder: open it {was} one")
-            if pinned := table.tier.stats().pinned:
+            if pinned := table.dram.stats().pinned:
                 raise ThermoclineError(f"table {name!r} has {pinned} rows pinned: close the pipeline before restore()")
             if table.hbm is not None and (windows := table.hbm.stats().windows):
                 raise ThermoclineError(
@@ -261,21 +262,21 @@ class Stores:
 
     def _restore_own(self, manifest: Manifest) -> None:
         epochs = {name: self._sources(table, manifest)[self._rank].epoch for name, table in self._tables.items()}
-        before: list[tuple[Table, MemTier]] = []
+        before: list[tuple[Table, DramTier]] = []
         try:
             for name, table in self._tables.items():
                 if table.checkpoint_store is not None:  # these first: they read all rows, and may yet meet damage
-                    table.write_down()  # if this fails, the old rows are in the old tier
-                    before.append((table, table.tier))
+                    table.write_back()  # if this fails, the old rows are in the old tier
+                    before.append((table, table.dram))
                     table.checkpoint_store.close()
                     table.checkpoint_store = self._open(table, epoch=epochs[name])
                     table.reopen()
-                    table.recall(table.checkpoint_store)
+                    table.restore_scale(table.checkpoint_store)
                     for keys, rows in table.checkpoint_store.scan():
-                        table.tier.push_stored(keys, rows.view(np.float32), dirty=False)
+                        table.dram.push_stored(keys, rows.view(np.float32), dirty=False)
         except BaseException:
             for table, tier in before:
-                table.tier = tier
+                table.dram = tier
             raise
         for name, table in self._tables.items():
             if table.store is not None:
@@ -307,7 +308,7 @@ class Stores:
                     if table.store is not None:
                         table.store.put(keys[mine], rows[mine])
                     else:
-                        table.tier.push_stored(keys[mine], rows[mine].view(np.float32), unique=True)
+                        table.dram.push_stored(keys[mine], rows[mine].view(np.float32), unique=True)
 
     def close(self) -> None:
         """Those of tables without ssd."""

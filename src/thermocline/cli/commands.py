@@ -143,7 +143,7 @@ def hardware(path: Path | None, into: Path | None) -> Any:
     with watched("measuring this machine", PARTS, "parts") as advance:
         found = measure(None if into is None else into.absolute().parent, lambda: advance(1))
     if into is not None:
-        atomic_file.publish(into, found.to_toml().encode())
+        atomic_file.atomic_write(into, found.to_toml().encode())
         print(f"measured into {into}: --hardware {into} reads it", file=sys.stderr, flush=True)
     return found if path is None else paper_node(found.cpu, "measured on this machine now")
 

@@ -109,11 +109,14 @@ class Hashing:
     """Bins: 1 to 2**40, not necessarily a power of two."""
     seed: int = 0
     """Of permutation and projection; modulo has none."""
-    fields: Literal["together", "apart"] = "together"
+    fields: Literal["per_example", "per_field"] = "per_example"
     """An example is hashed as one vector and becomes one bag, as in the source; or each of its fields by itself."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("kind", ("op_osrp", "count_sketch", "modulo")), ("fields", ("together", "apart"))):
+        for name, allowed in (
+            ("kind", ("op_osrp", "count_sketch", "modulo")),
+            ("fields", ("per_example", "per_field")),
+        ):
             value = getattr(self, name)
             require(value in allowed, f"data.hashing.{name}", value, "one of " + ", ".join(allowed))
         for name, least, most, rule in (("k", 1, 1 << 40, "1 to 2**40"), ("seed", 0, 2**64 - 1, "0 to 2**64 - 1")):
@@ -123,7 +126,7 @@ class Hashing:
 
     def fields_of(self, fields: int) -> int:
         """How many fields batches of `fields` fields come back with."""
-        return 1 if self.fields == "together" else fields
+        return 1 if self.fields == "per_example" else fields
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ Modulo        the hashing trick: key mod k, nothing else
 Each is usable alone, on CSR arrays or on a `tc.Batch`, and as [data.hashing] of a config: batches are then hashed as
 they are read, before anything else sees their keys.
 
-fields="together" is the source's way: an example is one vector over all keys, whatever their field, and comes back as
-one bag. fields="apart" hashes each (example, field) by itself with the same permutation: fields, and so the model's
+fields="per_example", as in the paper: an example is one vector over all keys, whatever their field, and becomes one
+bag. fields="per_field" hashes each (example, field) by itself with the same permutation: fields, and so the model's
 shape, stay, and only collisions are lost; keys of different fields that share a slot share its row. A field with
 one key per example is then simply hashed to one of 2k slots.
 """
@@ -28,7 +28,7 @@ from thermocline.errors import require
 from thermocline.utils.cpu_affinity import cores
 
 Bags = tuple[Keys, Offsets, Floats | None]
-Fields = Literal["together", "apart"]
+Fields = Literal["per_example", "per_field"]
 
 
 class Hasher:
@@ -36,11 +36,11 @@ class Hasher:
 
     kind: Literal["op_osrp", "count_sketch", "modulo"]
 
-    def __init__(self, k: int, seed: int = 0, *, fields: Fields = "together", threads: int | None = None) -> None:
+    def __init__(self, k: int, seed: int = 0, *, fields: Fields = "per_example", threads: int | None = None) -> None:
         """
         k         bins: 1 to 2**40, not necessarily a power of two
         seed      of permutation and projection
-        fields    "together": an example is one vector and becomes one bag; "apart": each of its fields is
+        fields    "per_example": an example is one vector and becomes one bag; "per_field": each of its fields is
         threads   none: all cores, where a batch is large enough
         """
         name = type(self).__name__
@@ -98,7 +98,7 @@ class OpOsrp(Hasher):
 
     kind = "op_osrp"
 
-    def __init__(self, k: int, seed: int = 0, *, fields: Fields = "together", threads: int | None = None) -> None:
+    def __init__(self, k: int, seed: int = 0, *, fields: Fields = "per_example", threads: int | None = None) -> None:
         super().__init__(k, seed, fields=fields, threads=threads)
         self._core = core.OpOsrp(k, seed, self._threads)
 
@@ -118,7 +118,7 @@ class CountSketch(Hasher):
 
     kind = "count_sketch"
 
-    def __init__(self, k: int, seed: int = 0, *, fields: Fields = "together", threads: int | None = None) -> None:
+    def __init__(self, k: int, seed: int = 0, *, fields: Fields = "per_example", threads: int | None = None) -> None:
         super().__init__(k, seed, fields=fields, threads=threads)
         self._core = core.OpOsrp(k, seed, self._threads)
 

@@ -14,7 +14,7 @@ from thermocline.data.key_counts import Counted, KeyCounts
 from thermocline.embedding.arrays import as_numpy
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import FP32, Precision
-from thermocline.tiers.dram import MemTier
+from thermocline.tiers.dram import DramTier
 from thermocline.utils.text_format import format_size, plural
 
 Report = dict[str, Any]
@@ -127,7 +127,7 @@ def suggest(
 def _mem_bytes_per_row(dim: int, optimizer: Optimizer, precision: Precision) -> float:
     """Index, metadata and buffers counted, as the tier itself divides a budget."""
     budget = 16_000_000
-    return budget / MemTier(dim, optimizer, budget=budget, threads=1, precision=precision).capacity
+    return budget / DramTier(dim, optimizer, budget=budget, threads=1, precision=precision).capacity
 
 
 def memory_of_machine() -> int:

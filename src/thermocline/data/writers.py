@@ -19,7 +19,7 @@ FORMATS = ("parquet", "libsvm", "libffm")
 
 def write_text(path: Path, batches: Iterable[Batch], with_fields: bool) -> None:
     """One line per example: `label id:1 ...`, or `label field:id:1 ...`."""
-    with atomic_file.appearing(path) as temporary, open(temporary, "wb") as file:
+    with atomic_file.atomic_path(path) as temporary, open(temporary, "wb") as file:
         for batch in batches:
             if batch.dense is not None:
                 raise ValueError(
@@ -34,7 +34,7 @@ def write_parquet(path: Path, batches: Iterable[Batch], one_hot: bool, compressi
     import pyarrow.parquet as pq
 
     writer: Any = None
-    with atomic_file.appearing(path) as temporary:
+    with atomic_file.atomic_path(path) as temporary:
         try:
             for batch in batches:
                 table = _arrow_table(batch, one_hot)

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from thermocline.errors import RankError
 
 if TYPE_CHECKING:
-    from thermocline.distributed.communicator import Lane
+    from thermocline.distributed.communicator import Communicator
     from thermocline.embedding.table import Table
 
 T = TypeVar("T")
 
 
-class Together:
+class CollectiveRunner:
     """The ranks of a job, or this process alone: then nothing is sent."""
 
-    def __init__(self, lane: Lane | None = None) -> None:
-        self._lane = lane
-        self.rank, self.world = (0, 1) if lane is None else (lane.topology.rank, lane.topology.world)
-        self.leads = self.rank == 0
+    def __init__(self, comm: Communicator | None = None) -> None:
+        self._comm = comm
+        self.rank, self.world = (0, 1) if comm is None else (comm.topology.rank, comm.topology.world)
+        self.is_rank0 = self.rank == 0
         """Whether this is the rank that writes what is written once."""
 
     @classmethod
-    def of(cls, tables: Sequence[Table]) -> Together:
+    def of(cls, tables: Sequence[Table]) -> CollectiveRunner:
         """Of the tables' ranks. Called from the training thread, between steps."""
         over = {id(table.ranks.groups): table.ranks.groups for table in tables if table.ranks is not None}
         if not over:
@@ -33,9 +33,9 @@ class Together:
             raise ValueError("either all tables are over the ranks of one job, or none is")
         return cls(next(iter(over.values())).train)
 
-    def all(self, what: str, work: Callable[[], T]) -> list[T]:
+    def gather(self, what: str, work: Callable[[], T]) -> list[T]:
         """What `work()` gave on every rank, by rank. Raises on every rank if it raised on any."""
-        if self._lane is None:
+        if self._comm is None:
             return [work()]
         error: Exception | None = None
         value: Any = None
@@ -43,7 +43,7 @@ class Together:
             value = work()
         except Exception as failure:
             error = failure
-        found = self._lane.all_gather_object((value, None if error is None else _words(error)), what)
+        found = self._comm.all_gather_object((value, None if error is None else _words(error)), what)
         if error is not None:
             raise error
         for rank, (_, words) in enumerate(found):
@@ -51,20 +51,20 @@ class Together:
                 raise RankError(f"rank {rank} failed while it {what}: {words}")
         return [value for value, _ in found]
 
-    def each(self, what: str, work: Callable[[], T]) -> T:
+    def run_all(self, what: str, work: Callable[[], T]) -> T:
         """What `work()` gives here. Raises on every rank if it raises on any."""
         kept: list[T] = []
-        self.all(what, lambda: kept.append(work()))
+        self.gather(what, lambda: kept.append(work()))
         return kept[0]
 
-    def first(self, what: str, work: Callable[[], T]) -> T:
+    def broadcast(self, what: str, work: Callable[[], T]) -> T:
         """What `work()` gave on rank 0, the only one that does it."""
-        return self.all(what, lambda: work() if self.leads else None)[0]  # type: ignore[return-value]
+        return self.gather(what, lambda: work() if self.is_rank0 else None)[0]  # type: ignore[return-value]
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Returns once every rank has come here."""
-        if self._lane is not None:
-            self._lane.barrier(what)
+        if self._comm is not None:
+            self._comm.barrier(what)
 
 
 def _words(error: Exception) -> str:

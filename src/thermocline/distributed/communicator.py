@@ -1,6 +1,6 @@
 """Process groups, made once: all ranks, those of a node, those of equal number; a set of them per thread.
 
-Collectives of two threads must not mix on one group, so each thread that talks to other ranks has a lane: training,
+Collectives of two threads must not mix on one group, so each thread that talks to other ranks has a comm: training,
 planning ahead of it, reading for evaluation. Gloo carries CPU tensors between nodes, shared memory within one; NCCL
 those of GPUs, where every rank has one of its own. Whoever waits for a rank that is gone gets `RankError`, at once or
 after `timeout`.
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from thermocline.distributed.relay import relayed
 from thermocline.distributed.rendezvous import meet
-from thermocline.distributed.shm_transport import Mailbox
+from thermocline.distributed.shm_transport import ShmTransport
 from thermocline.distributed.topology import Topology
 from thermocline.errors import RankError
 
@@ -31,7 +31,7 @@ Over = Literal["world", "node", "peers"]
 
 
 @dataclasses.dataclass(slots=True)
-class Lane:
+class Communicator:
     """The groups of one thread."""
 
     name: str
@@ -44,7 +44,7 @@ class Lane:
     """Whether its groups carry GPU tensors; otherwise they go through host memory."""
     relays: bool = False
     """Whether some pairs of the node have no fast link: what they send each other goes through a third."""
-    box: Mailbox | None = None
+    box: ShmTransport | None = None
     """Where the ranks of the node share memory: what they send each other there."""
     carried: int = 0
     """Bytes that this rank has passed on for such pairs."""
@@ -68,17 +68,17 @@ class Lane:
         """Whether the ranks of a group talk through shared memory."""
         return self._box_of(over) is not None
 
-    def _box_of(self, over: Over) -> Mailbox | None:
+    def _box_of(self, over: Over) -> ShmTransport | None:
         return self.box if over == "node" else None
 
-    def room(self, over: Over, size: int, device: torch.device) -> torch.Tensor:
+    def send_buffer(self, over: Over, size: int, device: torch.device) -> torch.Tensor:
         """uint8[size]: a message for `swap` to be put together in, without a further copy."""
         box = self._box_of(over)
         if box is not None and device.type == "cpu":
             return box.room(size)
         return torch.empty(size, dtype=torch.uint8, device=device)
 
-    def swap(
+    def all_to_all(
         self, over: Over, message: torch.Tensor, send: list[int], receive: list[int] | None, what: str
     ) -> list[torch.Tensor]:
         """What every rank of a group has for this one, in their order: to be read before the next call.
@@ -92,7 +92,7 @@ class Lane:
         device = message.device
         if not self.gpu:
             message = message.cpu()
-        with self.telling(what):
+        with self.translate_errors(what):
             if self.shares(over):
                 ends = np.cumsum(send).tolist()
                 found = self._through_box(message, [(end - size, end) for end, size in zip(ends, send, strict=True)])
@@ -102,13 +102,13 @@ class Lane:
                 found = self._all_to_all(over, message, send, receive)
         return [piece.to(device) for piece in found]
 
-    def share(self, message: torch.Tensor, what: str) -> list[torch.Tensor]:
+    def all_gather_bytes(self, message: torch.Tensor, what: str) -> list[torch.Tensor]:
         """uint8: every rank's message, equally large everywhere, to all of its node, through shared memory.
 
         To be read before the next call.
         """
         ranks = len(self.topology.nodes[self.topology.node])
-        with self.telling(what):
+        with self.translate_errors(what):
             found = self._through_box(message, [(0, len(message))] * ranks)
             _require_sizes(found, [len(message)] * ranks)
         return found
@@ -149,10 +149,10 @@ class Lane:
             return values[None]
         mine = torch.from_numpy(np.ascontiguousarray(values))
         if self.box is not None and len(self.topology.nodes) == 1:
-            pieces = self.share(mine.reshape(-1).view(torch.uint8), what)
+            pieces = self.all_gather_bytes(mine.reshape(-1).view(torch.uint8), what)
             return torch.stack(pieces).view(mine.dtype).view(len(pieces), *mine.shape).numpy()
         found = mine.new_empty((self.topology.world, *mine.shape))
-        with self.telling(what):
+        with self.translate_errors(what):
             dist.all_gather(list(found.unbind()), mine, group=self.world)
         return found.numpy()
 
@@ -161,7 +161,7 @@ class Lane:
         if self.topology.world == 1:
             return [value]
         found: list[Any] = [None] * self.topology.world
-        with self.telling(what):
+        with self.translate_errors(what):
             dist.all_gather_object(found, value, group=self.world)
         return found
 
@@ -170,7 +170,7 @@ class Lane:
         self.all_gather(np.zeros(1, np.int64), what)
 
     @contextlib.contextmanager
-    def telling(self, what: str) -> Iterator[None]:
+    def translate_errors(self, what: str) -> Iterator[None]:
         """Says in plain words that a rank is gone: what torch raises names a socket."""
         try:
             yield
@@ -191,12 +191,12 @@ def _require_sizes(pieces: list[torch.Tensor], sizes: list[int]) -> None:
 
 
 class Groups:
-    """Every group of a job, made by all ranks at once; `world`, `node` and `peers` are the training lane's."""
+    """Every group of a job, made by all ranks at once; `world`, `node` and `peers` are the training comm's."""
 
-    def __init__(self, topology: Topology, lanes: dict[str, Lane], timeout: float, owns: bool) -> None:
+    def __init__(self, topology: Topology, comms: dict[str, Communicator], timeout: float, owns: bool) -> None:
         self.topology = topology
         self.timeout = timeout
-        self.train, self.ahead, self.read = lanes["train"], lanes["ahead"], lanes["read"]
+        self.train, self.ahead, self.read = comms["train"], comms["ahead"], comms["read"]
         self.world, self.node, self.peers = self.train.world, self.train.node, self.train.peers
         self._owns = owns
 
@@ -234,7 +234,7 @@ class Groups:
             )
         most = max(len(node) for node in topology.nodes)
         peers = [tuple(node[i] for node in topology.nodes if i < len(node)) for i in range(most)]
-        lanes = {}
+        comms = {}
         for name in ("train", "ahead", "read"):
             backend = "cpu:gloo,cuda:nccl" if gpu and name == "train" else "gloo"
             made: dict[tuple[int, ...], Group] = {}
@@ -245,8 +245,8 @@ class Groups:
             carries, relays = gpu and name == "train", name == "train" and topology.relays
             box = None
             if shared and len(mine) > 1 and not carries and not relays:
-                box = Mailbox.make(made[mine], mine, topology.rank)
-            lanes[name] = Lane(
+                box = ShmTransport.make(made[mine], mine, topology.rank)
+            comms[name] = Communicator(
                 name,
                 topology,
                 timeout,
@@ -257,13 +257,13 @@ class Groups:
                 relays,
                 box,
             )
-        return cls(topology, lanes, timeout, owns)
+        return cls(topology, comms, timeout, owns)
 
     def close(self, *, failed: bool = False) -> None:
         """Ends torch.distributed, if it was set up here. `failed`: without waiting for what others may never send."""
-        for lane in (self.train, self.ahead, self.read):
-            if lane.box is not None:
-                lane.box.close()  # and stays: who still has the lane, a pipeline, hears so instead of waiting for ever
+        for comm in (self.train, self.ahead, self.read):
+            if comm.box is not None:
+                comm.box.close()  # and stays: who still has the comm, a pipeline, hears so instead of waiting for ever
         if self._owns and dist.is_initialized():
             self._owns = False
             if failed and self.train.gpu:

@@ -39,7 +39,7 @@ class Mean:
 
     def __init__(self, groups: Groups, *, exact: bool) -> None:
         self.topology, self.exact, self.sent = groups.topology, exact, Sent()
-        self._lane = groups.train
+        self._comm = groups.train
         nodes = self.topology.nodes
         self._two_levels = self.topology.even and len(nodes) > 1 and len(nodes[0]) > 1
 
@@ -56,18 +56,18 @@ class Mean:
             return
         if buffer.ndim != 1 or not buffer.is_contiguous() or len(buffer) % self.world:
             raise ValueError(f"a buffer to average is flat and a multiple of {self.world} long, not {buffer.shape}")
-        with self._lane.telling(_DOING), self._carried(buffer) as carried:
+        with self._comm.translate_errors(_DOING), self._carried(buffer) as carried:
             self._average(carried)
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         """Rank 0's to all, in place."""
-        with self._lane.telling("took over rank 0's dense parameters"), self._carried(buffer) as carried:
-            dist.broadcast(carried, 0, group=self._lane.world)
+        with self._comm.translate_errors("took over rank 0's dense parameters"), self._carried(buffer) as carried:
+            dist.broadcast(carried, 0, group=self._comm.world)
 
     @contextlib.contextmanager
     def _carried(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         """The buffer, or a copy in host memory for as long as collectives that carry no GPU tensors need one."""
-        if buffer.is_cpu or self._lane.gpu:
+        if buffer.is_cpu or self._comm.gpu:
             yield buffer
         else:
             host = buffer.cpu()
@@ -89,7 +89,7 @@ class Mean:
 
     def _ordered(self, over: Over) -> bool:
         """Through shared memory the exact way is also the short one."""
-        return self.exact or self._lane.shares(over)
+        return self.exact or self._comm.shares(over)
 
     def _sum(self, buffer: torch.Tensor, ranks: Sequence[int], over: Over, tree: Sequence[Sequence[int]]) -> None:
         """In place; `tree` says which positions of the group are added first."""
@@ -97,7 +97,7 @@ class Mean:
             part = self._ordered_sum(buffer, ranks, over, tree)
             self._gather(buffer, part, ranks, over)
         else:
-            dist.all_reduce(buffer, group=getattr(self._lane, over))
+            dist.all_reduce(buffer, group=getattr(self._comm, over))
             self._count(ranks, 2 * buffer.nbytes * (len(ranks) - 1) // len(ranks), ring=True)
 
     def _scattered_sum(self, buffer: torch.Tensor, ranks: Sequence[int], over: Over) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Mean:
         if self._ordered(over):
             return self._ordered_sum(buffer, ranks, over, [range(len(ranks))])
         part = buffer.new_empty(len(buffer) // len(ranks))
-        _reduce_scatter(part, buffer, group=getattr(self._lane, over))
+        _reduce_scatter(part, buffer, group=getattr(self._comm, over))
         self._count(ranks, buffer.nbytes * (len(ranks) - 1) // len(ranks), ring=True)
         return part
 
@@ -114,17 +114,17 @@ class Mean:
     ) -> torch.Tensor:
         """This rank's slice of the group's sum, added in the order of `tree`."""
         sizes = [buffer.nbytes // len(ranks)] * len(ranks)
-        pieces = self._lane.swap(over, buffer.view(torch.uint8), sizes, sizes, _DOING)
+        pieces = self._comm.all_to_all(over, buffer.view(torch.uint8), sizes, sizes, _DOING)
         self._count(ranks, buffer.nbytes * (len(ranks) - 1) // len(ranks), ring=False)
         return tree_sum([piece.view(buffer.dtype) for piece in pieces], tree)
 
     def _gather(self, buffer: torch.Tensor, part: torch.Tensor, ranks: Sequence[int], over: Over) -> None:
-        if self._lane.shares(over):
-            pieces = self._lane.share(part.view(torch.uint8), _DOING)
+        if self._comm.shares(over):
+            pieces = self._comm.all_gather_bytes(part.view(torch.uint8), _DOING)
             for own, piece in zip(torch.split(buffer, len(part)), pieces, strict=True):
                 own.copy_(piece.view(buffer.dtype))
         else:
-            _all_gather(buffer, part, group=getattr(self._lane, over))
+            _all_gather(buffer, part, group=getattr(self._comm, over))
         self._count(ranks, part.nbytes * (len(ranks) - 1), ring=True)
 
     def _count(self, ranks: Sequence[int], sent: int, *, ring: bool) -> None:

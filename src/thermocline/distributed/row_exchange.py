@@ -23,7 +23,7 @@ import torch
 
 from thermocline.batch import WorkingSet
 from thermocline.config.distributed import Hops, Wire
-from thermocline.distributed.communicator import Lane, Over
+from thermocline.distributed.communicator import Communicator, Over
 from thermocline.distributed.key_sharding import owner_of
 from thermocline.distributed.row_reduce import RowSum, put_rows, take_rows
 from thermocline.distributed.topology import Topology
@@ -64,7 +64,7 @@ class Hop:
     """One all-to-all of a batch's keys: who asks whom for how many, and which of those that arrive are the same."""
 
     over: Over
-    """Which group of a lane: the thread that plans it and the one that follows it have a lane each."""
+    """Which group of a comm: the thread that plans it and the one that follows it have a comm each."""
     ranks: tuple[int, ...]
     """Of the group."""
     order: torch.Tensor
@@ -127,24 +127,24 @@ class Exchange:
 
     # ---- plans
 
-    def plan(self, lane: Lane, batches: Sequence[Keys], sent: Sent) -> list[Route]:
+    def plan(self, comm: Communicator, batches: Sequence[Keys], sent: Sent) -> list[Route]:
         """The routes of several batches' unique keys, each rank's own. All ranks call it, with as many batches."""
         t = self.topology
         owners = [owner_of(keys, t.world) for keys in batches]
         if self.hops == "flat" or len(t.nodes) == 1:
             over: Over = "node" if len(t.nodes) == 1 else "world"
-            found = self._hop(lane, over, tuple(range(t.world)), batches, owners, sent)
+            found = self._hop(comm, over, tuple(range(t.world)), batches, owners, sent)
             return [Route(keys, [hop]) for keys, hop in zip(batches, found, strict=True)]
         per_node = len(t.nodes[0])
-        inside = self._hop(lane, "node", t.nodes[t.node], batches, [owner % per_node for owner in owners], sent)
+        inside = self._hop(comm, "node", t.nodes[t.node], batches, [owner % per_node for owner in owners], sent)
         gathered = [hop.unique for hop in inside]
         nodes = [owner_of(keys, t.world) // per_node for keys in gathered]
-        across = self._hop(lane, "peers", t.peers, gathered, nodes, sent)
+        across = self._hop(comm, "peers", t.peers, gathered, nodes, sent)
         return [Route(keys, [*hops]) for keys, *hops in zip(batches, inside, across, strict=True)]
 
     def _hop(
         self,
-        lane: Lane,
+        comm: Communicator,
         over: Over,
         ranks: tuple[int, ...],
         batches: Sequence[Keys],
@@ -157,9 +157,9 @@ class Exchange:
         sends = np.stack([np.bincount(to, minlength=size) for to in destinations], 1).astype(np.int64)
         lists = [keys[order] for keys, order in zip(batches, orders, strict=True)]
         bytes_to = (8 * (count + sends.sum(1))).tolist()
-        message = lane.room(over, sum(bytes_to), torch.device("cpu"))
+        message = comm.send_buffer(over, sum(bytes_to), torch.device("cpu"))
         _write_keys(message.numpy().view(np.uint64), lists, sends)
-        found = lane.swap(over, message, bytes_to, None, "exchanged keys")
+        found = comm.all_to_all(over, message, bytes_to, None, "exchanged keys")
         self._count(sent, ranks, sends.sum(1).tolist(), (8 * sends.sum(1)).tolist())
         words = [piece.numpy().view(np.uint64) for piece in found]
         head = np.stack([piece[:count] for piece in words]).astype(np.int64)
@@ -229,7 +229,9 @@ class Exchange:
 
     # ---- rows
 
-    def rows(self, lane: Lane, route: Route, owned: Giver, out: torch.Tensor, sent: Sent, step: int = 0) -> None:
+    def rows(
+        self, comm: Communicator, route: Route, owned: Giver, out: torch.Tensor, sent: Sent, step: int = 0
+    ) -> None:
         """The rows of the route's keys from their owners.
 
         owned   gives rows of the keys that this rank owns
@@ -240,7 +242,7 @@ class Exchange:
             count, wires = sum(hop.receive), self._wires(hop.ranks)
             sizes_to = [n * width(wire, floats) for n, wire in zip(hop.receive, wires, strict=True)]
             sizes_from = [n * width(wire, floats) for n, wire in zip(hop.send, wires, strict=True)]
-            message = lane.room(hop.over, sum(sizes_to), device)
+            message = comm.send_buffer(hop.over, sum(sizes_to), device)
             if set(wires) == {"fp32"}:
                 give(hop.places, _as_rows(message, floats))
             else:
@@ -252,7 +254,7 @@ class Exchange:
                 )  # fmt: skip
                 for room, part, keys, wire in lists:
                     room.copy_(encode(part, wire, keys, step, self._salt))
-            found = lane.swap(hop.over, message, sizes_to, sizes_from, "exchanged rows")
+            found = comm.all_to_all(hop.over, message, sizes_to, sizes_from, "exchanged rows")
             self._count(sent, hop.ranks, hop.receive, sizes_to)
             values = out if hop is route.hops[0] else torch.empty(len(hop.order), floats, device=device)
             for piece, places, wire in zip(found, _pieces(hop.order.to(device), hop.send), wires, strict=True):
@@ -263,7 +265,7 @@ class Exchange:
 
     def gradients(
         self,
-        lane: Lane,
+        comm: Communicator,
         route: Route,
         values: torch.Tensor,
         present: torch.Tensor | None,
@@ -276,18 +278,18 @@ class Exchange:
         present   bool: whether this rank has a gradient for the key; none: for all
         """
         for hop in route.hops:
-            total = self._summed(lane, hop, values, present, sent, step)
+            total = self._summed(comm, hop, values, present, sent, step)
             values, present = total.values, total.present
         assert present is not None
         return values, present
 
     def _summed(
-        self, lane: Lane, hop: Hop, values: torch.Tensor, present: torch.Tensor | None, sent: Sent, step: int
+        self, comm: Communicator, hop: Hop, values: torch.Tensor, present: torch.Tensor | None, sent: Sent, step: int
     ) -> RowSum:
         dim, wires, device = values.shape[1], self._wires(hop.ranks), values.device
         sizes_to = [flag_bytes(n) + n * width(wire, dim) for n, wire in zip(hop.send, wires, strict=True)]
         sizes_from = [flag_bytes(n) + n * width(wire, dim) for n, wire in zip(hop.receive, wires, strict=True)]
-        message = lane.room(hop.over, sum(sizes_to), device)
+        message = comm.send_buffer(hop.over, sum(sizes_to), device)
         lists = zip(
             _pieces(message, sizes_to), _pieces(hop.order.to(device), hop.send), _cut(hop.sent, hop.send), wires,
             strict=True,
@@ -300,7 +302,7 @@ class Exchange:
                 take_rows(values, places, _as_rows(room[cut:], dim))
             else:
                 room[cut:].copy_(encode(values.index_select(0, places), wire, keys, step, self._salt + 1))
-        found = lane.swap(hop.over, message, sizes_to, sizes_from, "exchanged gradients")
+        found = comm.all_to_all(hop.over, message, sizes_to, sizes_from, "exchanged gradients")
         self._count(sent, hop.ranks, hop.send, sizes_to)
         total: RowSum | None = None
         arrived = list(zip(found, hop.receive, _pieces(hop.places.to(device), hop.receive), wires, strict=True))

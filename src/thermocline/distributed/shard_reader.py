@@ -15,7 +15,7 @@ from thermocline.embedding.arrays import Keys, as_keys
 from thermocline.embedding.batch_plan import BagSpec, Prepared
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.table import Table
-from thermocline.tiers.dram import MemTier
+from thermocline.tiers.dram import DramTier
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.text_format import parse_size
 
@@ -32,7 +32,7 @@ class JoinedTable(Table):
         super().__init__(dim, optimizer, **options)
         self.root = None if ssd is None else Path(ssd)
         self._stores: list[SsdStore] = []
-        self._tiers: list[MemTier] = []
+        self._tiers: list[DramTier] = []
 
     def open_ranks(self, sources: Sequence[tuple[Path, int]]) -> None:
         """The rows of these folders' epochs, by rank. Without `ssd` all of them are read into memory."""
@@ -43,10 +43,10 @@ class JoinedTable(Table):
             self._stores.append(store)
             if self.root is not None:
                 budget = self._mem_budget // len(sources)
-                self._tiers.append(MemTier(self.dim, self.optimizer, budget=budget, store=store, **self._tier_options))
+                self._tiers.append(DramTier(self.dim, self.optimizer, budget=budget, store=store, **self._tier_options))
             else:
                 for keys, rows in store.scan():
-                    self.tier.push_stored(keys, rows.view(np.float32), dirty=False)
+                    self.dram.push_stored(keys, rows.view(np.float32), dirty=False)
 
     def read(self, keys: Any) -> Floats:
         """float32[n, dim + state]: from the rank that owns each key."""
@@ -54,7 +54,7 @@ class JoinedTable(Table):
         if not self._tiers:
             return super().read(wanted)
         owners = owner_of(wanted, len(self._tiers))
-        rows = np.empty((len(wanted), self.tier.floats), np.float32)
+        rows = np.empty((len(wanted), self.dram.floats), np.float32)
         for rank, tier in enumerate(self._tiers):
             mine = owners == rank
             rows[mine] = tier.read(wanted[mine])
@@ -64,12 +64,12 @@ class JoinedTable(Table):
         """Every trained row once, store by store."""
         for store in self._stores:
             for keys, rows in store.scan(batch_rows=batch_rows):
-                yield keys, self.tier.decode(rows.view(np.float32))
+                yield keys, self.dram.decode(rows.view(np.float32))
 
     def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> Prepared:
         """As of `Table`."""
         parts, working_set = self.collect(batch, specs)
-        return Prepared(self.tier, parts, working_set, None, None, self.read(working_set.keys))
+        return Prepared(self.dram, parts, working_set, None, None, self.read(working_set.keys))
 
     def close(self) -> None:
         """Closes all stores."""

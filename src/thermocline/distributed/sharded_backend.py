@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from thermocline.batch import WorkingSet
-from thermocline.distributed.communicator import Groups, Lane
+from thermocline.distributed.communicator import Communicator, Groups
 from thermocline.distributed.row_exchange import Exchange, Route
 from thermocline.distributed.row_reduce import RowSum, take_rows
 from thermocline.embedding.batch_plan import Remote
-from thermocline.tiers.dram_backend import MemTraining
+from thermocline.tiers.dram_backend import DramBackend
 
 if TYPE_CHECKING:
     from thermocline.distributed.sharded_table import ShardedTable
@@ -43,11 +43,11 @@ class Planned:
     slots: list[Any] = dataclasses.field(default_factory=list)
     """Per batch: of the keys that this rank owns."""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Unpins, if nobody else holds the pins."""
         if self.pins is not None:
             pins, self.pins = self.pins, None
-            pins.let_go()
+            pins.release()
 
 
 class Ranks:
@@ -61,10 +61,10 @@ class Ranks:
 
     # ---- ahead of training
 
-    def plan(self, collected: Sequence[Collected], lane: Lane | None = None) -> Planned:
+    def plan(self, collected: Sequence[Collected], comm: Communicator | None = None) -> Planned:
         """All ranks call it, window by window, with as many batches."""
         keys = [working_set.keys for _, working_set in collected]
-        return Planned(collected, self.exchange.plan(lane or self.groups.ahead, keys, self.traffic.keys))
+        return Planned(collected, self.exchange.plan(comm or self.groups.ahead, keys, self.traffic.keys))
 
     def plan_nothing(self, batches: int) -> None:
         """Takes part in a window's plan, asking for nothing."""
@@ -77,7 +77,7 @@ class Ranks:
     def pin(self, planned: Planned) -> None:
         """What any rank asks of this one. Raises `BudgetError` when it cannot all be in memory at once."""
         table, owned = self._table, [route.owned for route in planned.routes]
-        tier = table.tier
+        tier = table.dram
         if table.hbm is not None:
             planned.pins = table.hbm.pin(table.hbm.stage(owned))
             planned.slots = list(planned.pins.slots.split([len(keys) for keys in owned]))
@@ -103,7 +103,7 @@ class Ranks:
             batches: list[Any] = list(gpu.prepare([parts for parts, _ in planned.collected], planned.pins, inverse))
         else:
             batches = [
-                MemTraining.prepare(planned.tier, parts, ws, np.arange(len(ws), dtype=np.uint32), planned.pins)
+                DramBackend.prepare(planned.tier, parts, ws, np.arange(len(ws), dtype=np.uint32), planned.pins)
                 for parts, ws in planned.collected
             ]
         for batch, route, slots in zip(batches, planned.routes, planned.slots, strict=True):
@@ -200,12 +200,12 @@ class Ranks:
 
         All ranks call it.
         """
-        lane = self.groups.read
-        lane.require_free()
-        (route,) = self.exchange.plan(lane, [keys], self.traffic.read_keys)
+        comm = self.groups.read
+        comm.require_free()
+        (route,) = self.exchange.plan(comm, [keys], self.traffic.read_keys)
         owned = torch.from_numpy(np.ascontiguousarray(self._table.read_here(route.owned)[:, : out.shape[1]]))
         give = functools.partial(take_rows, owned)
-        self.exchange.rows(lane, route, give, out, self.traffic.read_rows, self._table.step_count)
+        self.exchange.rows(comm, route, give, out, self.traffic.read_rows, self._table.step_count)
 
 
 def _tensor(array: Any) -> torch.Tensor:

@@ -59,10 +59,10 @@ class ShardedTable(Table):
             ssd = Path(ssd) / rank_folder(t.rank, t.world)
             ssd.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(dim, optimizer, ssd=ssd, threads=threads, **options)
-        if self.precision.learn:
+        if self.precision.scale_lr:
             raise ValueError(
-                f"precision.learn is {self.precision.learn}: it must be 0 for a table over ranks, each would learn a "
-                "step of its own"
+                f"precision.scale_lr is {self.precision.scale_lr}: it must be 0 for a table over ranks: each rank "
+                "would learn its own scale"
             )
         salt: int = self._tier_options["table"] & (2**63 - 1)
         self.ranks: Ranks = Ranks(self, groups, Exchange(t, hops=hops, wire=wire, salt=salt, threads=threads))
@@ -92,7 +92,7 @@ class ShardedTable(Table):
     def fetch(self, prepared: Any) -> None:
         """Brings the batch's rows from their owners, as the last step left them. All ranks call it."""
         self.ranks.fetch(prepared)
-        if not prepared.pins.hold():
+        if not prepared.pins.acquire():
             raise RuntimeError(f"table {self.name!r}: rows of a batch that was given back")
         self._open.append(prepared)
 
@@ -102,7 +102,7 @@ class ShardedTable(Table):
         if self.gpu is None:
             rows, out = self.empty_rows(len(working_set))
             self.ranks.read(working_set.keys, out)
-            return Prepared(self.tier, parts, working_set, None, None, rows)
+            return Prepared(self.dram, parts, working_set, None, None, rows)
         out = torch.empty(len(working_set), self.dim)
         self.ranks.read(working_set.keys, out)
         return self.gpu.prepare_rows(parts, working_set, out.to(self.gpu.tier.device), None)
@@ -115,7 +115,7 @@ class ShardedTable(Table):
         if self.gpu is not None:
             weights = torch.empty(count, self.dim, device=self.gpu.tier.device)
             return weights, weights
-        rows = np.empty((count, self.tier.floats), np.float32)
+        rows = np.empty((count, self.dram.floats), np.float32)
         return rows, torch.from_numpy(rows)[:, : self.dim]
 
     def pool(self, prepared: Any, part: Any) -> Floats | torch.Tensor:
@@ -139,7 +139,7 @@ class ShardedTable(Table):
         summed: tuple[Any, Any, Any] = self._summed
         return summed
 
-    def settle(self) -> None:
+    def reduce_gradients(self) -> None:
         """What backward has collected goes to its owners now: autograd's memory may change. All ranks call it."""
         self._sums()
 
@@ -165,7 +165,7 @@ class ShardedTable(Table):
         """Throws away what backward has collected; all ranks call it, or none."""
         super().discard_gradients()
         while self._open:
-            self._open.pop().pins.let_go()
+            self._open.pop().pins.release()
 
     # ---- the store, by folder: checkpoints of another number of ranks need others
 
@@ -190,7 +190,7 @@ class ShardedTable(Table):
     def read(self, keys: Any) -> Floats:
         """float32[n, dim + state], from the rows' owners. All ranks call it, each with its own keys."""
         wanted = as_keys(keys)
-        out = torch.empty(len(wanted), self.tier.floats)
+        out = torch.empty(len(wanted), self.dram.floats)
         self.ranks.read(wanted, out)
         return out.numpy()
 

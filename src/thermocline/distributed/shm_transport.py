@@ -37,7 +37,7 @@ _CUT_SHORT = "an earlier message was cut short: what ranks send no longer fits t
 _CLOSED = "the groups are closed here"
 
 
-class _Box:
+class ShmSegment:
     """One rank's memory: a number, a word to know it by, where each rank's message begins and ends; then messages."""
 
     def __init__(self, descriptor: int, ranks: int) -> None:
@@ -106,12 +106,12 @@ def _head(ranks: int) -> int:
     return -(-(16 + 16 * ranks) // 4096) * 4096
 
 
-def _own(ranks: int) -> list[_Box]:
+def _own(ranks: int) -> list[ShmSegment]:
     """Two; none where the system has no such memory."""
-    boxes: list[_Box] = []
+    boxes: list[ShmSegment] = []
     try:
         for _ in range(2):
-            boxes.append(_Box.empty(ranks))
+            boxes.append(ShmSegment.empty(ranks))
     except (OSError, AttributeError):
         for box in boxes:
             box.close()
@@ -120,10 +120,10 @@ def _own(ranks: int) -> list[_Box]:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Mailbox:
+class ShmTransport:
     """The boxes of a group of ranks, as one of them uses them; `make` makes it. One thread at a time."""
 
-    _boxes: list[list[_Box]]
+    _boxes: list[list[ShmSegment]]
     """Of every rank of the group, two each."""
     _me: int
     _processes: dict[int, int]
@@ -147,7 +147,7 @@ class Mailbox:
                 if other != me:
                     box._processes[other] = os.pidfd_open(pair[0][0])
                     for address in pair:
-                        box._boxes[other].append(_Box.at(address, size))
+                        box._boxes[other].append(ShmSegment.at(address, size))
         except (OSError, AttributeError):  # the latter: a Python that does not know of pidfd_open
             good = False
         everybody: list[Any] = [None] * size
@@ -182,7 +182,7 @@ class Mailbox:
         assert all(0 <= begin <= end <= size for begin, end in spans)
         mine.spans[: 2 * len(spans)] = np.asarray(spans, np.int64).reshape(-1)
         self._round += 1
-        _core.raise_number(mine.words[:1], self._round)
+        _core.publish_sequence(mine.words[:1], self._round)
         limit = time.monotonic() + timeout
         found = []
         for other, pair in enumerate(self._boxes):
@@ -193,10 +193,10 @@ class Mailbox:
         self._refusal = None if self._boxes else _CLOSED
         return found
 
-    def _wait(self, other: int, box: _Box, limit: float, timeout: float) -> None:
-        while not _core.wait_for_number(box.words[:1], self._round, _SLICE):
+    def _wait(self, other: int, box: ShmSegment, limit: float, timeout: float) -> None:
+        while not _core.wait_sequence(box.words[:1], self._round, _SLICE):
             if self._has_ended(other):
-                if _core.wait_for_number(box.words[:1], self._round, 0):
+                if _core.wait_sequence(box.words[:1], self._round, 0):
                     break  # the last thing it did
                 raise RuntimeError(f"rank {self._ranks[other]} has ended")
             if time.monotonic() > limit:
@@ -216,7 +216,7 @@ class Mailbox:
         for n, pair in enumerate(self._boxes):
             for box in pair:
                 if n == self._me:
-                    _core.raise_number(box.words[:1], _GONE + int(box.words[0]))
+                    _core.publish_sequence(box.words[:1], _GONE + int(box.words[0]))
                 box.close()
         for descriptor in self._processes.values():
             os.close(descriptor)

@@ -70,7 +70,7 @@ class EmbeddingBag(torch.nn.Module):
 
     def _serves(self, prepared: Prepared | HbmPrepared, trains: bool) -> bool:
         """Whether this bag can use it: it may be for evaluation, older than the bag, or of a tier since replaced."""
-        here = prepared.tier is self.table.tier and not (trains and prepared.pins is None)
+        here = prepared.tier is self.table.dram and not (trains and prepared.pins is None)
         return here and prepared.parts.keys() >= set(self.specs)
 
     def _prepare_now(self, batch: Batch, trains: bool) -> Prepared | HbmPrepared:
@@ -83,7 +83,7 @@ class EmbeddingBag(torch.nn.Module):
             if batch.prepared.get(self.table) is prepared:
                 del batch.prepared[self.table]
             assert prepared.pins is not None
-            prepared.pins.let_go()
+            prepared.pins.release()
 
         self.table.on_step(done)
         batch.prepared[self.table] = prepared

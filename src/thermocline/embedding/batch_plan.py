@@ -11,7 +11,7 @@ import numpy as np
 from thermocline.batch import Floats, Offsets, Slots, WorkingSet
 from thermocline.core import core
 from thermocline.embedding.arrays import Keys
-from thermocline.tiers.dram import MemTier, Pins
+from thermocline.tiers.dram import DramTier, Pins
 
 if TYPE_CHECKING:
     from thermocline.tiers.hbm import HbmPins
@@ -48,7 +48,7 @@ class Part:
         """Vectors it pools to."""
         return len(self.ids) if self.offsets is None else len(self.offsets) - 1
 
-    def gradient_plan(self, tier: core.MemTier) -> tuple[Slots, Floats | None]:
+    def gradient_plan(self, tier: core.DramTier) -> tuple[Slots, Floats | None]:
         """Per id: the row of the part's gradient that belongs to it, and what it is multiplied by."""
         if self.plan is None:
             order = np.arange(len(self.ids), dtype=np.uint32)
@@ -64,7 +64,7 @@ class Prepared:
     it lets go: an interrupt in between leaves them to the garbage collector, never to a second let_go.
     """
 
-    tier: MemTier
+    tier: DramTier
     parts: dict[BagSpec, Part]
     working_set: WorkingSet
     slots: Slots | None

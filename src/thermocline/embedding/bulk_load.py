@@ -109,8 +109,8 @@ def fill_top(table: Any, keys: Iterable[Keys]) -> None:
     """Rows of these keys in the top tier of a `tc.Table`: HBM where it has one, else DRAM; clean, as the store has."""
     for some in keys:
         if table.hbm is None:
-            table.tier.push(some, table.tier.initial_rows(some), dirty=False)
+            table.dram.push(some, table.dram.initial_rows(some), dirty=False)
             continue
         pins = table.hbm.pin(table.hbm.stage([some]))
         table.hbm.load(pins)
-        pins.let_go()
+        pins.release()

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from thermocline.embedding.optimizers import Optimizer
-from thermocline.embedding.quant_scale import LearnedStep
+from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.errors import require
 
 Kind = Literal["fp32", "fp16", "bf16", "int2", "int3", "int4", "int5", "int6", "int7", "int8", "int16"]
@@ -35,7 +35,7 @@ class Precision:
     is clamped; none: every row has a step of its own, by its largest weight, which takes 4 bytes of it. Codes of a
     table have no NaN: a weight that becomes one is stored as 0. A trainer ends at the loss that is not finite before;
     a loop of one's own should look at its loss, too. Rows with a step of their own keep NaN."""
-    learn: float = 0.0
+    scale_lr: float = 0.0
     """Integers with a range: the table's step is a parameter, trained with the rows from the one of `range` on; the
     most that one of the first steps changes it by, relative, such as 0.01 (0.03 overshoots). 0: it stays."""
 
@@ -47,14 +47,14 @@ class Precision:
         fine = self.range is None or self.integer
         require(fine, "Precision.range", self.range, f"none: only integers, int2 to int16, have one, not {self.kind}")
         with np.errstate(over="ignore"):
-            fine = self.range is None or 0 < self.step < math.inf
+            fine = self.range is None or 0 < self.scale < math.inf
         require(fine, "Precision.range", self.range, "so large that its step is a float32, neither 0 nor infinite")
-        fine = _is_number(self.learn) and 0 <= self.learn <= 0.1
-        require(fine, "Precision.learn", self.learn, "a number from 0 to 0.1")
-        fine = self.learn == 0 or self.range is not None
+        fine = _is_number(self.scale_lr) and 0 <= self.scale_lr <= 0.1
+        require(fine, "Precision.scale_lr", self.scale_lr, "a number from 0 to 0.1")
+        fine = self.scale_lr == 0 or self.range is not None
         rule = "0, or set range, such as range=1.0: a table's step is learned from that of its range on"
         rule = rule if self.integer else f"0: only integers have a step to learn, not {self.kind}"
-        require(fine, "Precision.learn", self.learn, rule)
+        require(fine, "Precision.scale_lr", self.scale_lr, rule)
 
     @classmethod
     def of(cls, value: Precision | Kind) -> Precision:
@@ -87,7 +87,7 @@ class Precision:
         return self.integer and self.range is None
 
     @property
-    def step(self) -> float:
+    def scale(self) -> float:
         """What the table's codes are multiplied by, rounded to fp32; 0: there is no such number."""
         return float(np.float32(2 * self.range / (2**self.bits - 1))) if self.range is not None else 0.0
 
@@ -115,7 +115,7 @@ FP32 = Precision()
 # ---- what a store's commit says of it
 
 
-def note_with(note: bytes, precision: Precision, learned: LearnedStep | None) -> bytes:
+def note_with(note: bytes, precision: Precision, learned: LearnedScale | None) -> bytes:
     """The note of a commit of rows of this precision: one more line, but for fp32."""
     if precision.kind == "fp32":
         return note
@@ -123,10 +123,15 @@ def note_with(note: bytes, precision: Precision, learned: LearnedStep | None) ->
     return note + b"\n" + json.dumps(line).encode()
 
 
-def noted(note: bytes) -> tuple[dict[str, Any], LearnedStep | None]:
+def current_layout(saved: dict[str, Any]) -> dict[str, Any]:
+    """A stored layout with today's names: files before 0.1.0 call `scale_lr` "learn"."""
+    return {"scale_lr" if name == "learn" else name: value for name, value in saved.items()}
+
+
+def noted(note: bytes) -> tuple[dict[str, Any], LearnedScale | None]:
     """The layout and the learned step that `note_with` wrote down."""
     line = note[note.rfind(b"\n") + 1 :]
     if not line.startswith(b'{"precision": '):
         return FP32.layout, None
     found = json.loads(line)
-    return found["precision"], None if found["learned"] is None else LearnedStep(*found["learned"])
+    return current_layout(found["precision"]), None if found["learned"] is None else LearnedScale(*found["learned"])

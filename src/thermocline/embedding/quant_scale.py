@@ -19,20 +19,20 @@ _SETTLES = 100.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LearnedStep:
+class LearnedScale:
     """Where a step stands: numbers, or float64 tensors of one element."""
 
-    step: Any
+    scale: Any
     """What codes are multiplied by, rounded to fp32."""
     mean: Any = 0.0
     size: Any = 0.0
     """Decayed means of the gradients so far, and of their absolute values."""
 
-    def after(self, gradient: Any, number: int, rate: float) -> LearnedStep:
+    def after(self, gradient: Any, number: int, rate: float) -> LearnedScale:
         """After the table's step `number`, whose gradient this is."""
         mean = self.mean * _BETA1 + gradient * (1.0 - _BETA1)
         size = self.size * _BETA2 + abs(gradient) * (1.0 - _BETA2)
         ratio = (mean / (1.0 - _BETA1**number)) / (size / (1.0 - _BETA2**number) + 1e-300)
         ratio = min(max(ratio, -1.0), 1.0) if isinstance(ratio, float) else ratio.clamp(-1.0, 1.0)
         factor = 1.0 - ratio * (rate * (_SETTLES / (_SETTLES - 1.0 + number)))
-        return LearnedStep(self.step * factor, mean, size)
+        return LearnedScale(self.scale * factor, mean, size)

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from thermocline.embedding.initializers import Constant, Initial, Uniform
 from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, initial_state
 from thermocline.embedding.precision import FP32, Precision
-from thermocline.embedding.quant_scale import UNIT, LearnedStep
-from thermocline.embedding.reference_codec import chances, counter_bits, encode, row_mix, step_gradient, table_mix
+from thermocline.embedding.quant_scale import UNIT, LearnedScale
+from thermocline.embedding.reference_codec import chances, counter_bits, encode, row_mix, scale_gradient, table_mix
 
 Floats = npt.NDArray[np.float32]
 Pooling = Literal["sum", "mean", "none"]
@@ -44,16 +44,16 @@ def initial_weights(initial: Initial, seed: int, table: int, key: int, dim: int)
 
 
 def mean_of_squares(g: Floats) -> np.float32:
-    """Sixteen lanes, then halves: the one order of csrc/dram/kernels.h."""
+    """Sixteen comms, then halves: the one order of csrc/dram/kernels.h."""
     squares = np.zeros((-(-len(g) // 16), 16), np.float32)
     squares.reshape(-1)[: len(g)] = g * g
-    lanes = squares[0]
+    comms = squares[0]
     for row in squares[1:]:
-        lanes = lanes + row
-    while len(lanes) > 1:
-        half = len(lanes) // 2
-        lanes = lanes[:half] + lanes[half:]
-    return np.float32(lanes[0] / np.float32(len(g)))
+        comms = comms + row
+    while len(comms) > 1:
+        half = len(comms) // 2
+        comms = comms[:half] + comms[half:]
+    return np.float32(comms[0] / np.float32(len(g)))
 
 
 def sum_in_blocks(gradients: Sequence[Floats]) -> Floats:
@@ -114,17 +114,17 @@ class ReferenceTable:
         self.precision = precision
         self.rows: dict[int, Floats] = {}
         """Units of weights (reference_codec.py), which are the weights themselves if they are fp32; then state."""
-        self.steps: dict[int, np.float32] = {}
+        self.scales: dict[int, np.float32] = {}
         """What the units are multiplied by, where every row has its own."""
-        self.step = np.float32(precision.step if precision.integer else 1)
+        self.scale = np.float32(precision.scale if precision.integer else 1)
         """What they are multiplied by elsewhere."""
-        self.learned = LearnedStep(precision.step) if precision.learn else None
+        self.learned = LearnedScale(precision.scale) if precision.scale_lr else None
 
     def initial_row(self, key: int) -> Floats:
         """The row of a key that was never trained."""
         weights = initial_weights(self.initial, self.seed, self.table, key, self.dim)
-        units, step = self._encode(key, weights, np.float32(self.precision.step), 0)
-        return np.concatenate([units * (step if self.precision.row_scaled else self.step), self._initial_state()])
+        units, step = self._encode(key, weights, np.float32(self.precision.scale), 0)
+        return np.concatenate([units * (step if self.precision.row_scaled else self.scale), self._initial_state()])
 
     def _initial_state(self) -> Floats:
         return np.full(self.optimizer.state_floats(self.dim), initial_state(self.optimizer), np.float32)
@@ -141,15 +141,15 @@ class ReferenceTable:
         if key not in self.rows:
             return self.initial_row(key)
         row = self.rows[key].copy()
-        row[: self.dim] *= self.steps.get(key, self.step)
+        row[: self.dim] *= self.scales.get(key, self.scale)
         return row
 
     def store(self, key: int, row: Floats, number: int | None) -> Floats:
         """What step `number` has made of a row, rounded as it rounds; none: to the nearest. Returns its units."""
-        units, step = self._encode(key, row[: self.dim], self.step, number)
+        units, step = self._encode(key, row[: self.dim], self.scale, number)
         self.rows[key] = np.concatenate([units, row[self.dim :]])
         if self.precision.row_scaled:
-            self.steps[key] = step
+            self.scales[key] = step
         return units
 
     def read(self, keys: Sequence[int] | npt.NDArray[Any]) -> Floats:
@@ -212,10 +212,10 @@ class ReferenceTable:
             optimize(self.optimizer, row, g, step, self.optimizer.lr if lr is None else lr)
             units = self.store(key, row, step)
             if self.learned is not None:
-                total += step_gradient(self.precision, row[: self.dim], units, self.step, g)
+                total += scale_gradient(self.precision, row[: self.dim], units, self.scale, g)
         if self.learned is not None:
-            self.learned = self.learned.after(total * UNIT, step, self.precision.learn)
-            self.step = np.float32(self.learned.step)
+            self.learned = self.learned.after(total * UNIT, step, self.precision.scale_lr)
+            self.scale = np.float32(self.learned.scale)
 
 
 def _bags(ids: int, offsets: Sequence[int] | npt.NDArray[Any] | None, pooling: Pooling) -> list[range]:

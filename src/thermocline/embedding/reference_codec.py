@@ -64,7 +64,7 @@ def encode(precision: Precision, x: Floats, step: np.float32, chance: list[int] 
     return (floor + up).astype(np.float32), step
 
 
-def step_gradient(precision: Precision, x: Floats, units: Floats, step: np.float32, gradient: Floats) -> int:
+def scale_gradient(precision: Precision, x: Floats, units: Floats, step: np.float32, gradient: Floats) -> int:
     """What one row adds to the gradient of the table's step: x as updated, its units, the weights' gradient."""
     most = 2 ** (precision.bits - 1) - 1
     total = 0

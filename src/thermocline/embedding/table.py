@@ -19,8 +19,8 @@ from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import Kind, Precision, note_with, noted
 from thermocline.errors import FormatError, require_type, whole_number
-from thermocline.tiers.dram import MemTier, Pins, Policy
-from thermocline.tiers.dram_backend import MemTraining
+from thermocline.tiers.dram import DramTier, Pins, Policy
+from thermocline.tiers.dram_backend import DramBackend
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.cpu_affinity import cores
 from thermocline.utils.text_format import format_size, parse_size
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from thermocline.distributed.sharded_backend import Ranks
     from thermocline.tiers.hbm import HbmTier
-    from thermocline.tiers.hbm_backend import HbmPart, HbmPrepared, HbmTraining
+    from thermocline.tiers.hbm_backend import HbmBackend, HbmPart, HbmPrepared
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -118,13 +118,13 @@ class Table:
         """The ranks whose tables together are this one: what `tc.prefetch` asks; none: this process alone."""
         self.hbm: HbmTier | None = None
         """The rows on the GPU, above `tier`."""
-        self.gpu: HbmTraining | None = None
+        self.gpu: HbmBackend | None = None
         """Batches on it: what `tc.prefetch` asks."""
-        self._training: Any  # MemTraining, or the same as gpu: their arguments go together
+        self._training: Any  # DramBackend, or the same as gpu: their arguments go together
         self._device = _training_device(device, self._hbm_budget)
         if threads is None and self._device is not None:
             self._tier_options["threads"] = _threads_beside_gpu(cores())
-        self._tier: MemTier
+        self._dram: DramTier
         self.store: SsdStore | None = None
         self.checkpoint_store: SsdStore | None = None
         """Where a memory-only table's rows are saved, and were restored from: set by `tc.Checkpoints`."""
@@ -138,32 +138,32 @@ class Table:
         self.store = None
         if self._ssd_path is not None:
             self.store = self.open_store(self._ssd_path, create=epoch is None, epoch=epoch)
-        self.tier = MemTier(self.dim, self.optimizer, budget=self._mem_budget, store=self.store, **self._tier_options)
+        self.dram = DramTier(self.dim, self.optimizer, budget=self._mem_budget, store=self.store, **self._tier_options)
         if self.store is not None:
-            self.recall(self.store)
+            self.restore_scale(self.store)
 
     @property
-    def tier(self) -> MemTier:
+    def dram(self) -> DramTier:
         """The rows in memory."""
-        return self._tier
+        return self._dram
 
-    @tier.setter
-    def tier(self, tier: MemTier) -> None:
-        self._tier = tier
+    @dram.setter
+    def dram(self, tier: DramTier) -> None:
+        self._dram = tier
         if self._device is None:
-            self._training = MemTraining(tier, self._threads)
+            self._training = DramBackend(tier, self._threads)
             return
         if self.hbm is not None:
             assert self.gpu is not None
             self.hbm.reset(tier)
-            self.gpu.recall_step()
+            self.gpu.restore_scale()
             return
         from thermocline.tiers.hbm import HbmTier
-        from thermocline.tiers.hbm_backend import HbmTraining
+        from thermocline.tiers.hbm_backend import HbmBackend
 
         assert self._hbm_budget is not None
         self.hbm = HbmTier(tier, budget=self._hbm_budget, device=self._device, name=self.name)
-        self._training = self.gpu = HbmTraining(self.hbm, self.dim, self.optimizer)
+        self._training = self.gpu = HbmBackend(self.hbm, self.dim, self.optimizer)
 
     def open_store(self, path: str | os.PathLike[str], **options: Any) -> SsdStore:
         """A store for rows of this table, opened with the table's own settings and `options` of `SsdStore.open`."""
@@ -234,10 +234,10 @@ class Table:
         return parts
 
     def bind(
-        self, tier: MemTier, parts: dict[BagSpec, Part], working_set: WorkingSet, slots: Slots, pins: Pins
+        self, tier: DramTier, parts: dict[BagSpec, Part], working_set: WorkingSet, slots: Slots, pins: Pins
     ) -> Prepared:
         """Ready to train: the slots of the working set's keys in `tier`, which `pins` hold."""
-        return MemTraining.prepare(tier, parts, working_set, slots, pins)
+        return DramBackend.prepare(tier, parts, working_set, slots, pins)
 
     def prepare(self, batch: Batch) -> Prepared | HbmPrepared:
         """Pulls and pins the batch's rows: what `tc.prefetch` does ahead of time. Let go of its pins when done."""
@@ -248,7 +248,7 @@ class Table:
             self.gpu.load(planned)
             return prepared
         parts, working_set = self.collect(batch)
-        tier = self.tier
+        tier = self.dram
         pins = tier.pin(working_set.keys)
         return self.bind(tier, parts, working_set, pins.slots(), pins)
 
@@ -277,7 +277,7 @@ class Table:
     ) -> None:
         """Called by backward: the gradient of one pooled part, used in place; `step` asks whether it is unchanged."""
         pins = prepared.pins
-        if pins is None or prepared.tier is not self.tier or not pins.hold():
+        if pins is None or prepared.tier is not self.dram or not pins.acquire():
             raise RuntimeError(
                 f"backward through rows of table {self.name!r} that were "
                 + ("only read" if pins is None else "given back: call it before the loop asks for the next batch")
@@ -287,7 +287,7 @@ class Table:
 
     # ---- the update
 
-    def settle(self) -> None:
+    def reduce_gradients(self) -> None:
         """Sums what backward has collected: from now on, autograd's memory may change."""
         if self._gradients and self._summed is None:
             self._summed = self._training.sums(self._in_order())
@@ -299,7 +299,7 @@ class Table:
         """
         if not self._gradients:
             return 0.0
-        self.settle()
+        self.reduce_gradients()
         norm: float = self._training.norm(self._summed[1])
         return norm
 
@@ -309,7 +309,7 @@ class Table:
         lr         for this step only; default: `table.lr`
         scale      multiplies every gradient (1 / loss scale under AMP, 1 / steps when accumulating)
         max_norm   scales all gradients of the table down if their joint norm is above; returns the norm found.
-                   Together with other gradients: `gradient_norm`, then `scale`
+                   CollectiveRunner with other gradients: `gradient_norm`, then `scale`
         """
         step, rate = self.step_count + 1, self.lr if lr is None else lr
         norm = None
@@ -337,7 +337,7 @@ class Table:
         """Throws away what backward has collected (an AMP step that overflowed)."""
         self._summed = None
         while self._gradients:
-            self._gradients.pop().pins.let_go()
+            self._gradients.pop().pins.release()
         while self._after_step:
             self._after_step.pop()()
 
@@ -359,53 +359,53 @@ class Table:
         """
         if self.store is None:
             raise ValueError(f"table {self.name!r} has no ssd to commit to")
-        self.write_down()
-        self.tier.flush()
+        self.write_back()
+        self.dram.flush()
         return self.store.commit(self.commit_note(note))
 
     def commit_note(self, note: bytes) -> bytes:
         """What a commit of this table's rows notes: below fp32, one line more says how to read them."""
-        return note_with(note, self.precision, self.tier.learned)
+        return note_with(note, self.precision, self.dram.learned)
 
-    def recall(self, store: SsdStore) -> None:
+    def restore_scale(self, store: SsdStore) -> None:
         """Of a table that learns its step: goes on with the one that the store's commit has."""
         learned = noted(store.note)[1] if store.epoch else None
         if learned is not None:
-            self.tier.recall(learned)
+            self.dram.set_scale(learned)
             if self.gpu is not None:
-                self.gpu.recall_step()
+                self.gpu.restore_scale()
 
-    def write_down(self) -> None:
+    def write_back(self) -> None:
         """Copies every row that changed in HBM into memory: `tier` then has all there is. Between steps only."""
         if self.hbm is not None and self.gpu is not None:
-            self.hbm.write_down()
-            self.gpu.note_step()
+            self.hbm.write_back()
+            self.gpu.save_scale()
 
     def rows(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Floats]]:
         """Every trained row once, keys and float32[n, dim + state], in bounded memory. Between steps only."""
-        self.write_down()
+        self.write_back()
         store = self.store or self.checkpoint_store
         if store is None:
-            yield from self.tier.dirty_rows(batch_rows)  # never flushed: all that were trained
+            yield from self.dram.dirty_rows(batch_rows)  # never flushed: all that were trained
             return
-        self.tier.flush(store)
+        self.dram.flush(store)
         for keys, rows in store.scan(batch_rows=batch_rows):
-            yield keys, self.tier.decode(rows.view(np.float32))
+            yield keys, self.dram.decode(rows.view(np.float32))
 
     def read(self, keys: Any) -> Floats:
         """float32[n, dim + state]: rows as they are; keys never trained give their initial row."""
         if self.hbm is None or self.gpu is None:
-            return self.tier.read(keys)
-        self.gpu.note_step()
+            return self.dram.read(keys)
+        self.gpu.save_scale()
         return self.hbm.read(keys)
 
-    def sources(self) -> dict[str, int]:
+    def tier_counts(self) -> dict[str, int]:
         """Rows of training batches so far, by where they were: in HBM if there is one, in memory, on SSD, or new."""
         if self.hbm is not None:
             gpu = self.hbm.stats()
             came = {"mem": gpu.from_mem, "ssd": gpu.from_ssd, "new": gpu.initialised}
             return {"hbm": gpu.rows - sum(came.values()), **came}
-        stats = self.tier.stats()
+        stats = self.dram.stats()
         return {"mem": stats.hits, "ssd": stats.from_store, "new": stats.initialised}
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ class Codec:
     row_scaled: bool
     stochastic: bool
     dim: int
-    step: torch.Tensor
+    scale: torch.Tensor
     """float32[1]: what the codes of a table are multiplied by."""
     keys: torch.Tensor
     """int64 per slot: the key whose row is there."""
@@ -43,10 +43,10 @@ class Codec:
     @classmethod
     def of(cls, precision: Any, dim: int, keys: torch.Tensor, table_mix: int) -> Codec:
         """Of a precision in thermocline.embedding.precision."""
-        step = torch.full((1,), precision.step, dtype=torch.float32, device=keys.device)
+        scale = torch.full((1,), precision.scale, dtype=torch.float32, device=keys.device)
         kind, bits, stochastic = precision.code, precision.bits, precision.stochastic
-        gradient = torch.zeros(1, dtype=torch.int64, device=keys.device) if precision.learn else None
-        return cls(kind, bits, precision.row_scaled, stochastic, dim, step, keys, table_mix, gradient)
+        gradient = torch.zeros(1, dtype=torch.int64, device=keys.device) if precision.scale_lr else None
+        return cls(kind, bits, precision.row_scaled, stochastic, dim, scale, keys, table_mix, gradient)
 
     @property
     def number(self) -> int:
@@ -162,7 +162,7 @@ def _store_codes(
 
 
 @triton.jit
-def _add_step_gradient(x, scale, codes, gradient, inside, into, BITS: tl.constexpr):
+def _add_scale_gradient(x, scale, codes, gradient, inside, into, BITS: tl.constexpr):
     """Integers: a sum in any order."""
     least = -(1 << (BITS - 1)) * 1.0
     most = ((1 << (BITS - 1)) - 1) * 1.0
@@ -201,7 +201,7 @@ def store_weights(
         scale = tl.broadcast_to(scale, x.shape)
         codes = _quantize(x, scale, bits24, BITS, STOCHASTIC)
         if CODEC >= 1024:
-            _add_step_gradient(x, scale, codes, gradient, inside, into, BITS)
+            _add_scale_gradient(x, scale, codes, gradient, inside, into, BITS)
         _store_codes(weights, slot, cols, live, codes, DIM, STRIDE, BITS, ROW)
     else:
         if KIND > 0:
@@ -214,7 +214,7 @@ def decode_reference(weights: torch.Tensor, codec: Codec | None) -> torch.Tensor
     if codec is None or codec.kind != INT:
         return weights.to(torch.float32)
     words = weights.contiguous()
-    scale = words[:, :1].view(torch.float32) if codec.row_scaled else codec.step
+    scale = words[:, :1].view(torch.float32) if codec.row_scaled else codec.scale
     bits = words[:, int(codec.row_scaled) :].long() & 0xFFFFFFFF
     bits = torch.cat([bits, torch.zeros_like(bits[:, :1])], 1)
     bit = torch.arange(codec.dim, device=words.device) * codec.bits
@@ -223,11 +223,11 @@ def decode_reference(weights: torch.Tensor, codec: Codec | None) -> torch.Tensor
     return code.to(torch.float32) * scale
 
 
-def step_gradient_reference(x: torch.Tensor, words: torch.Tensor, gradient: torch.Tensor, codec: Codec) -> int:
+def scale_gradient_reference(x: torch.Tensor, words: torch.Tensor, gradient: torch.Tensor, codec: Codec) -> int:
     """What these rows add to the gradient of the table's step: x as updated, its codes, the weights' gradients."""
-    one = dataclasses.replace(codec, step=torch.ones_like(codec.step))
+    one = dataclasses.replace(codec, scale=torch.ones_like(codec.scale))
     most = 2 ** (codec.bits - 1) - 1
-    q = x / codec.step
+    q = x / codec.scale
     code = decode_reference(words, one)
     code = torch.where(q > most, float(most), torch.where(q < -most - 1, float(-most - 1), code))
     error = code - q
@@ -243,7 +243,7 @@ def encode_reference(x: torch.Tensor, keys: torch.Tensor, number: int, codec: Co
         dtype = _TYPES[codec.kind]
         return round_rows_reference(x, keys, codec.table_mix, number, dtype) if codec.stochastic else x.to(dtype)
     most = 2 ** (codec.bits - 1) - 1
-    scale = codec.step
+    scale = codec.scale
     if codec.row_scaled:
         scale = x.abs().amax(1, keepdim=True) / torch.full((), most, dtype=torch.float32, device=x.device)
     q = (x / scale).nan_to_num(nan=0.0, posinf=most, neginf=-most - 1).clamp(-most - 1, most)

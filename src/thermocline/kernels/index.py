@@ -89,7 +89,7 @@ def _blocks_for(entries: int) -> int:
     return max(1, -(-entries // ENTRIES)) | 1
 
 
-# ---- parts of kernels; all tensors are one-dimensional, a lane per key
+# ---- parts of kernels; all tensors are one-dimensional, a comm per key
 
 
 @triton.jit
@@ -152,10 +152,10 @@ def search(words, halves, key, active, blocks, strides):
 
 @triton.jit
 def compare_and_swap(pointer, parked, compare, value, mask):
-    """64-bit compare-and-swap where `mask`; what was there before. `parked`: a private word per lane, for idle lanes.
+    """64-bit compare-and-swap where `mask`; what was there before. `parked`: a private word per comm, for idle comms.
 
-    Triton's atomic_cas takes no mask, and idle lanes parked on memory cost as much as busy ones: on a GPU the
-    instruction is predicated instead. One thread per lane: the tensors must not be smaller than the program's threads.
+    Triton's atomic_cas takes no mask, and idle comms parked on memory cost as much as busy ones: on a GPU the
+    instruction is predicated instead. One thread per comm: the tensors must not be smaller than the program's threads.
     """
     if NATIVE:
         old = tl.inline_asm_elementwise(
@@ -199,7 +199,7 @@ def _claim_step(words, parked, name, block, stride, blocks, active, found, numbe
 def claim(words, parked, key, active, blocks, strides):
     """An entry for every key: the one that has it, or the first empty one, taken. Lanes may share a key.
 
-    Gives the entry's block and number, and whether this lane took it; block -1 where the index has no room.
+    Gives the entry's block and number, and whether this comm took it; block -1 where the index has no room.
     """
     name, block, stride = home(key, blocks, strides)
     found = tl.full(key.shape, -1, tl.int64)

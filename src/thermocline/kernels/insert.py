@@ -251,7 +251,7 @@ def find_or_insert(
     slots, found, victims = (torch.empty(n, dtype=torch.int32, device=device) for _ in range(3))
     new_slots = torch.full((n,), -1, dtype=torch.int32, device=device)
     new_keys, victim_keys = (torch.empty(n, dtype=torch.int64, device=device) for _ in range(2))
-    entries = torch.empty(programs * LANES, dtype=torch.int64, device=device)  # lanes beyond the ids park here
+    entries = torch.empty(programs * LANES, dtype=torch.int64, device=device)  # comms beyond the ids park here
     zeros = torch.zeros(COUNTS + tiles, dtype=torch.int64, device=device)
     counts, (firsts, takings) = zeros[:COUNTS], zeros[COUNTS:].view(torch.int32).view(2, tiles)
     _claim_kernel[(programs,)](

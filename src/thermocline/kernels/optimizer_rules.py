@@ -107,9 +107,9 @@ def store_state(
 
 @triton.jit
 def mean_of_squares(g, cols, DIM: tl.constexpr):
-    """Per row: lane j of 16 adds squares j, j + 16, ... in that order; then halves are added; divided by DIM.
+    """Per row: comm j of 16 adds squares j, j + 16, ... in that order; then halves are added; divided by DIM.
 
-    A sum of which all terms but one are zero is exact in any order: that is how a lane's n-th term is taken out.
+    A sum of which all terms but one are zero is exact in any order: that is how a comm's n-th term is taken out.
     """
     ROWS: tl.constexpr = g.shape[0]
     LANES: tl.constexpr = 16 if g.shape[1] > 16 else g.shape[1]
@@ -117,16 +117,16 @@ def mean_of_squares(g, cols, DIM: tl.constexpr):
     squares = tl.where(cols[None, :] < DIM, g * g, 0.0)
     squares = tl.reshape(squares, [ROWS, TERMS, LANES])
     nth = tl.arange(0, TERMS)[None, :, None]
-    lanes = tl.sum(tl.where(nth == 0, squares, 0.0), axis=1)
+    comms = tl.sum(tl.where(nth == 0, squares, 0.0), axis=1)
     for term in tl.static_range(1, TERMS):
-        lanes = lanes + tl.sum(tl.where(nth == term, squares, 0.0), axis=1)
+        comms = comms + tl.sum(tl.where(nth == term, squares, 0.0), axis=1)
     if LANES >= 16:
-        lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 8]), axis=1)
+        comms = tl.sum(tl.reshape(comms, [ROWS, 2, 8]), axis=1)
     if LANES >= 8:
-        lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 4]), axis=1)
+        comms = tl.sum(tl.reshape(comms, [ROWS, 2, 4]), axis=1)
     if LANES >= 4:
-        lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 2]), axis=1)
-    return tl.div_rn(tl.sum(lanes, axis=1), tl.full([ROWS], DIM, tl.float32))
+        comms = tl.sum(tl.reshape(comms, [ROWS, 2, 2]), axis=1)
+    return tl.div_rn(tl.sum(comms, axis=1), tl.full([ROWS], DIM, tl.float32))
 
 
 @triton.jit
@@ -193,10 +193,10 @@ def mean_of_squares_reference(g: torch.Tensor) -> torch.Tensor:
     squares = torch.zeros(rows, -(-dim // 16) * 16, dtype=torch.float32, device=g.device)
     squares[:, :dim] = g * g
     terms = squares.view(rows, -1, 16)
-    lanes = terms[:, 0]
+    comms = terms[:, 0]
     for nth in range(1, terms.shape[1]):
-        lanes = lanes + terms[:, nth]
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes[:, 0] / torch.full((), dim, dtype=torch.float32, device=g.device)
+        comms = comms + terms[:, nth]
+    while comms.shape[1] > 1:
+        half = comms.shape[1] // 2
+        comms = comms[:, :half] + comms[:, half:]
+    return comms[:, 0] / torch.full((), dim, dtype=torch.float32, device=g.device)

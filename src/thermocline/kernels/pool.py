@@ -80,7 +80,7 @@ def pool_rows(
         return out
     common = {"DIM": dim, "STRIDE": weights.stride(0), "WEIGHTED": factors is not None, "CODEC": number}
     common["COLS"] = row_block(dim)
-    step = weights if codec is None else codec.step
+    step = weights if codec is None else codec.scale
     factors = weights if factors is None else factors
     if offsets is None:
         items = tile_rows(dim, GATHER_ELEMENTS)

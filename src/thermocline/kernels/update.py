@@ -18,7 +18,7 @@ from thermocline.kernels.codec import (
     encode_reference,
     load_weights,
     number_of,
-    step_gradient_reference,
+    scale_gradient_reference,
     store_weights,
 )
 from thermocline.kernels.launch import EXACT, blocks, row_block, tile_rows
@@ -261,7 +261,7 @@ def _common(weights: torch.Tensor, step: Step, codec: Codec | None) -> tuple[obj
     if codec is None:
         return step.constants, weights, weights, weights, 0, step.number
     into = codec.keys if codec.gradient is None else codec.gradient  # not used if none
-    return step.constants, codec.step, into, codec.keys, codec.table_mix, step.number
+    return step.constants, codec.scale, into, codec.keys, codec.table_mix, step.number
 
 
 def _layout(weights: torch.Tensor, state: torch.Tensor | None, step: Step, codec: Codec | None) -> dict[str, object]:
@@ -330,7 +330,7 @@ def apply_gradients_reference(
     stored = w if codec is None else encode_reference(w, codec.keys[here], step.number, codec)
     weights[here] = stored
     if codec is not None and codec.gradient is not None:
-        codec.gradient.add_(step_gradient_reference(w, stored, sums * step.scale, codec))
+        codec.gradient.add_(scale_gradient_reference(w, stored, sums * step.scale, codec))
     if state is not None and s is not None:
         state[here] = s
 

@@ -32,8 +32,8 @@ from thermocline.embedding.arrays import Keys
 from thermocline.embedding.table import Table
 from thermocline.errors import BudgetError
 from thermocline.pipeline.executor import Pipeline, StageStats
-from thermocline.pipeline.window_sync import Company, company_of
-from thermocline.tiers.dram import MemTier, Pins
+from thermocline.pipeline.window_sync import WindowSync, window_sync_for
+from thermocline.tiers.dram import DramTier, Pins
 from thermocline.utils.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class _Window:
     batches: list[Batch]
     collected: dict[Table, list[Any]] = dataclasses.field(default_factory=dict)
     """Per table and batch: what `Table.collect` gave."""
-    pinned: dict[Table, tuple[MemTier, Pins, Slots | None]] = dataclasses.field(default_factory=dict)
+    pinned: dict[Table, tuple[DramTier, Pins, Slots | None]] = dataclasses.field(default_factory=dict)
     """Per table: the pins of the window's unique keys and whose they are; and the places of each batch's keys among
     them, joined; none: of a single batch, in order."""
     staged: dict[Table, StagedIds] = dataclasses.field(default_factory=dict)
@@ -59,7 +59,7 @@ class _Window:
     """Per table with an HBM tier: the pins of the window's slots there."""
     between: dict[Table, Planned] = dataclasses.field(default_factory=dict)
     """Per table over several ranks: who asks whom."""
-    said: int = 0
+    flags: int = 0
     """What the ranks said with it, together: see `prefetch`."""
     last: bool = False
     """Over several ranks: none of them has more; this window is empty."""
@@ -79,24 +79,24 @@ class Prefetch:
         depth: int,
         pull_window: int,
         training: bool,
-        say: Callable[[], int],
+        flags_fn: Callable[[], int],
     ) -> None:
         if pull_window < 1:
             raise ValueError(f"pull_window is {pull_window}: at least 1 batch per pull")
-        company = company_of(tables, training, say)
+        sync = window_sync_for(tables, training, flags_fn)
         # Apart from this object, which can then be dropped while the stages run.
-        stages = _Stages(tables, company)
+        stages = _Stages(tables, sync)
         self._training = training
-        self.said = 0
+        self.flags = 0
         """What the ranks said, together, with the window that the last batch is the first of; else 0. At the end: what
         they said with their last word that there are no more."""
         self._pipeline: Pipeline[_Window] = Pipeline(
-            _windows(loader, pull_window, company),
+            _windows(loader, pull_window, sync),
             stages.training if training else [("pull", stages.read)],
             depth=depth,
             finish=stages.finish,
             on_stop=stages.give_up,
-            on_closed=company.leave if company is not None else lambda items: None,
+            on_closed=sync.drain if sync is not None else lambda items: None,
         )
         self._ready: Iterator[Batch] = iter(())
 
@@ -104,11 +104,11 @@ class Prefetch:
         return self
 
     def __next__(self) -> Batch:
-        self.said = 0
+        self.flags = 0
         for batch in self._ready:
             return self._delivered(batch)
         window = next(self._pipeline)
-        self.said = window.said
+        self.flags = window.flags
         if window.last:
             self.close()
             raise StopIteration
@@ -142,9 +142,9 @@ class Prefetch:
 class _Stages:
     """What happens to a window on its way. Each stage runs on one thread, in order."""
 
-    def __init__(self, tables: Sequence[Table], company: Company | None) -> None:
+    def __init__(self, tables: Sequence[Table], sync: WindowSync | None) -> None:
         self._tables = list(dict.fromkeys(tables))
-        self._company = company
+        self._sync = sync
         self._lock = threading.Lock()  # by itself on the caller's thread: a Condition's could stay taken on Ctrl-C
         self._changed = threading.Condition(self._lock)
         self._outstanding = 0  # windows pulled and not yet trained
@@ -152,7 +152,7 @@ class _Stages:
 
     @property
     def training(self) -> list[tuple[str, Callable[[_Window], _Window]]]:
-        asking = [] if self._company is None else [("ask", functools.partial(self.ask, self._company))]
+        asking = [] if self._sync is None else [("ask", functools.partial(self.ask, self._sync))]
         return [("collect", self.collect), *asking, ("pull", self.pull), ("load", self.load)]
 
     def collect(self, window: _Window) -> _Window:
@@ -164,10 +164,10 @@ class _Stages:
                 window.collected[table] = [table.collect(batch) for batch in window.batches]
         return window
 
-    def ask(self, company: Company, window: _Window) -> _Window:
+    def ask(self, sync: WindowSync, window: _Window) -> _Window:
         """Keys to their owners. A stage of its own: it never waits for room, so no rank waits for another's room."""
-        with company.together():
-            if self._meet(window, company):
+        with sync.together():
+            if self._meet(window, sync):
                 for table, collected in window.collected.items():
                     assert table.ranks is not None
                     window.between[table] = table.ranks.plan(collected)
@@ -198,20 +198,20 @@ class _Stages:
         return window
 
     @staticmethod
-    def _meet(window: _Window, company: Company) -> bool:
+    def _meet(window: _Window, sync: WindowSync) -> bool:
         """As many batches on each rank, empty ones where there are fewer. False: none has any."""
-        most, window.said = company.meet(len(window.batches))
+        most, window.flags = sync.agree(len(window.batches))
         window.last = most == 0
         for _ in range(most - len(window.batches)):
-            empty = company.empty_batch()
+            empty = sync.empty_batch()
             window.batches.append(empty)
             for table, collected in window.collected.items():
                 collected.append(table.collect(empty))
         return not window.last
 
-    def _pin(self, table: Table, keys: Keys) -> tuple[MemTier, Pins]:
-        def pin() -> tuple[MemTier, Pins]:
-            tier = table.tier
+    def _pin(self, table: Table, keys: Keys) -> tuple[DramTier, Pins]:
+        def pin() -> tuple[DramTier, Pins]:
+            tier = table.dram
             return tier, tier.pin(keys)
 
         return self._when_there_is_room(pin)
@@ -253,8 +253,8 @@ class _Stages:
 
     def read(self, window: _Window) -> _Window:
         """The only stage of evaluation."""
-        with contextlib.nullcontext() if self._company is None else self._company.together():
-            if self._company is not None and not self._meet(window, self._company):
+        with contextlib.nullcontext() if self._sync is None else self._sync.together():
+            if self._sync is not None and not self._meet(window, self._sync):
                 return window
             for batch in window.batches:
                 for table in self._tables:
@@ -266,11 +266,11 @@ class _Stages:
         for batch in window.batches:
             batch.prepared = {}
         while window.pinned:
-            window.pinned.popitem()[1][1].let_go()
+            window.pinned.popitem()[1][1].release()
         while window.between:
-            window.between.popitem()[1].let_go()
+            window.between.popitem()[1].release()
         while window.on_gpu:
-            window.on_gpu.popitem()[1].let_go()
+            window.on_gpu.popitem()[1].release()
         with self._lock:
             if window.outstanding:
                 window.outstanding = False
@@ -284,17 +284,17 @@ class _Stages:
             self._changed.notify_all()
 
 
-def _windows(loader: Iterable[Batch], size: int, company: Company | None) -> Iterator[_Window]:
+def _windows(loader: Iterable[Batch], size: int, sync: WindowSync | None) -> Iterator[_Window]:
     batches = iter(loader)
     while window := list(itertools.islice(batches, size)):
         # Copies: a loader may give the same batch again while this one is still in flight.
         copies = [copy.copy(batch) for batch in window]
         for batch in copies:
             batch.prepared = {}
-        if company is not None:
-            company.seen(copies[-1])
+        if sync is not None:
+            sync.seen(copies[-1])
         yield _Window(copies)
-    while company is not None:  # other ranks may have more
+    while sync is not None:  # other ranks may have more
         yield _Window([])
 
 
@@ -304,7 +304,7 @@ def prefetch(
     depth: int = 4,
     pull_window: int = 1,
     training: bool = True,
-    say: Callable[[], int] = lambda: 0,
+    flags_fn: Callable[[], int] = lambda: 0,
 ) -> Prefetch:
     """Iterates over `loader` with the rows of `tables` pulled ahead; use it in a for loop.
 
@@ -320,4 +320,4 @@ def prefetch(
         raise ValueError("prefetch needs the tables whose rows it is to pull")
     if training:
         keep_freed_memory()
-    return Prefetch(loader, tables, depth, pull_window, training, say)
+    return Prefetch(loader, tables, depth, pull_window, training, flags_fn)

@@ -20,23 +20,25 @@ from thermocline.embedding.table import Table
 from thermocline.errors import RankError
 
 if TYPE_CHECKING:
-    from thermocline.distributed.communicator import Lane
+    from thermocline.distributed.communicator import Communicator
     from thermocline.distributed.sharded_backend import Ranks
 
 _NO_KEYS = np.empty(0, np.uint64)
 
 
-class Company:
+class WindowSync:
     """The pipelines of all ranks, as one of them sees them. `meet` runs on one thread, in window order."""
 
-    def __init__(self, tables: Sequence[Table], ranks: Sequence[Ranks], training: bool, say: Callable[[], int]) -> None:
+    def __init__(
+        self, tables: Sequence[Table], ranks: Sequence[Ranks], training: bool, flags_fn: Callable[[], int]
+    ) -> None:
         self._tables = tables
         self._ranks = ranks
         self._training = training
-        self._say = say
+        self._flags_fn = flags_fn
         groups = ranks[0].groups
-        self._lane: Lane = groups.ahead if training else groups.read
-        self._lane.claim()
+        self._comm: Communicator = groups.ahead if training else groups.read
+        self._comm.claim()
         self._met = 0
         self._ended = self._left = False
         self._fit = True
@@ -49,31 +51,31 @@ class Company:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """All that the ranks do about one window. If it fails here, this rank can keep nobody company any more."""
-        self._fit, self._lane.user = False, threading.get_ident()
+        """All that the ranks do about one window. If it fails here, this rank can keep nobody sync any more."""
+        self._fit, self._comm.user = False, threading.get_ident()
         yield
-        self._fit, self._lane.user = True, -1
+        self._fit, self._comm.user = True, -1
 
-    def meet(self, batches: int) -> tuple[int, int]:
+    def agree(self, batches: int) -> tuple[int, int]:
         """The most batches that any rank's next window has, and what the ranks say together."""
         if self._ended:
             return 0, 0
-        found = self._lane.all_gather(np.array([batches, self._say()], np.int64), "asked who has more batches")
+        found = self._comm.all_gather(np.array([batches, self._flags_fn()], np.int64), "asked who has more batches")
         self._met += 1
         most = int(found[:, 0].max())
         self._ended = most == 0
         return most, int(np.bitwise_or.reduce(found[:, 1]))
 
-    def leave(self, windows: int) -> None:
+    def drain(self, windows: int) -> None:
         """The pipeline ends: the others may count on this rank for so many windows in all."""
         if self._left:
             return
         with contextlib.suppress(RankError):  # they are gone, too
             while self._met < windows and not self._ended and self._fit:
                 with self.together():
-                    most, _ = self.meet(0)
+                    most, _ = self.agree(0)
                     self._take_part(most)
-        self._left, self._lane.user = True, None
+        self._left, self._comm.user = True, None
 
     def _take_part(self, batches: int) -> None:
         """In what the others do about a window, asking for nothing: in the order in which the stages do it."""
@@ -97,11 +99,11 @@ class Company:
         return empty
 
 
-def company_of(tables: Sequence[Table], training: bool, say: Callable[[], int]) -> Company | None:
+def window_sync_for(tables: Sequence[Table], training: bool, flags_fn: Callable[[], int]) -> WindowSync | None:
     """None: the tables are this process's alone."""
     over = [table.ranks for table in dict.fromkeys(tables) if table.ranks is not None]
     if not over:
         return None
     if len(over) < len(set(tables)) or any(ranks.groups is not over[0].groups for ranks in over):
         raise ValueError("tables over several ranks need a pipeline without others, and the same groups")
-    return Company(tables, over, training, say)
+    return WindowSync(tables, over, training, flags_fn)

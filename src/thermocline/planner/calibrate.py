@@ -30,7 +30,7 @@ from thermocline.planner.calibrate_ranks import measure_pair
 from thermocline.planner.dense_timing import inside_training
 from thermocline.planner.hardware import Cpu, Disk, Gpu, Hardware, Links
 from thermocline.planner.op_counter import reference_seconds
-from thermocline.tiers.dram import MemTier
+from thermocline.tiers.dram import DramTier
 from thermocline.tiers.ssd import SsdStats, SsdStore
 from thermocline.training.callbacks import Callback
 from thermocline.training.trainer import Trainer
@@ -129,7 +129,7 @@ def _row_costs(dim: int) -> dict[str, float]:
     With as many threads as a training has, and a network between pooling and update, as there: both cost caches.
     """
     ads = SyntheticAds(keys=_KEYS, fields=_FIELDS, batch_size=_BATCH, tensors=False)
-    tier = MemTier(dim, Adagrad(lr=0.01), budget=_KEYS * (8 * dim + 90) + (4 << 20))
+    tier = DramTier(dim, Adagrad(lr=0.01), budget=_KEYS * (8 * dim + 90) + (4 << 20))
     for piece in np.array_split(_all_keys(ads), 16):
         tier.push(piece, tier.initial_rows(piece))
     network = torch.nn.Sequential(torch.nn.Linear(_FIELDS * dim, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
@@ -165,7 +165,7 @@ def _row_costs(dim: int) -> dict[str, float]:
             laps.add("sum", len(batch.ids))
             tier.apply_gradients(slots, sums)
             laps.add("apply", len(slots))
-        pins.let_go()
+        pins.release()
         laps.add("pull_row", 0)
     costs = laps.costs()
     apart = costs["sum"] + unique * costs["apply"]
@@ -284,7 +284,7 @@ def _cycle(path: Path, dim: int, pull_row: float) -> _Cycle:
     ads = SyntheticAds(keys=_DISK_KEYS, fields=16, batch_size=1200, tensors=False)
     keys = _all_keys(ads)
     with SsdStore.open(path, row_bytes=8 * dim, mem_budget="64MB", min_log_bytes=8 * dim * _DISK_KEYS // 32) as store:
-        tier = MemTier(dim, Adagrad(lr=0.01), budget=(8 * dim + 60) * _DISK_KEYS // 4, store=store)
+        tier = DramTier(dim, Adagrad(lr=0.01), budget=(8 * dim + 60) * _DISK_KEYS // 4, store=store)
         for first in range(0, len(keys), 50_000):
             piece = keys[first : first + 50_000]
             store.put(piece, tier.initial_rows(piece).view(np.uint8).reshape(len(piece), -1))
@@ -296,7 +296,7 @@ def _cycle(path: Path, dim: int, pull_row: float) -> _Cycle:
                 start, own = time.process_time(), time.thread_time()
             pins = tier.pin(some)
             tier.core.mark_dirty(pins.slots())
-            pins.let_go()
+            pins.release()
         used, own = time.process_time() - start, time.thread_time() - own
         after, ended = tier.stats(), store.stats()
     missed, hit = after.misses - before.misses, after.hits - before.hits

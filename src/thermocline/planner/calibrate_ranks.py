@@ -24,7 +24,7 @@ import torch.distributed as dist
 from thermocline.batch import WorkingSet
 from thermocline.config.dense_sync import DenseSync
 from thermocline.data.synthetic import SyntheticAds
-from thermocline.distributed.communicator import Groups, Lane
+from thermocline.distributed.communicator import Communicator, Groups
 from thermocline.distributed.dense_sync import DenseParameters
 from thermocline.distributed.launch import child_environment
 from thermocline.distributed.row_exchange import Exchange, Sent
@@ -95,20 +95,20 @@ def main(meeting: str, rank: int) -> None:
 def _step(groups: Groups, dim: int, examples: int) -> dict[str, float]:
     """Processor seconds of a step's exchanges, by this rank, and its unique keys."""
     exchange = Exchange(groups.topology, threads=1)
-    lane, rank = groups.train, groups.topology.rank
+    comm, rank = groups.train, groups.topology.rank
     ads = SyntheticAds(keys=400_000, fields=26, batch_size=examples, tensors=False)
     asked, moved, keys = [], [], []
     for number in range(TIMES):
         mine = WorkingSet.of(ads.batch(2 * number + rank).ids, threads=1).keys
         start = time.process_time()
-        lane.all_gather(np.zeros(2, np.int64), "asked who has more batches")
-        (route,) = exchange.plan(lane, [mine], Sent())
+        comm.all_gather(np.zeros(2, np.int64), "asked who has more batches")
+        (route,) = exchange.plan(comm, [mine], Sent())
         asked.append(time.process_time() - start)
         owned = torch.ones(len(route.owned), dim)
         rows = torch.empty(len(mine), dim)
         start = time.process_time()
-        exchange.rows(lane, route, functools.partial(take_rows, owned), rows, Sent())
-        exchange.gradients(lane, route, rows, None, Sent())
+        exchange.rows(comm, route, functools.partial(take_rows, owned), rows, Sent())
+        exchange.gradients(comm, route, rows, None, Sent())
         moved.append(time.process_time() - start)
         keys.append(len(mine))
     return {"ask": float(np.median(asked)), "exchange": float(np.median(moved)), "keys": float(np.mean(keys))}
@@ -142,13 +142,13 @@ def _average(groups: Groups, count: int) -> float:
     return _median(sync.after_backward, time.process_time)
 
 
-def _wall(lane: Lane, floats: int, times: int) -> float:
+def _wall(comm: Communicator, floats: int, times: int) -> float:
     """Seconds of an all-to-all of so many floats from each to each."""
     out, into = torch.ones(2 * floats), torch.empty(2 * floats)
     sizes = [4 * floats, 4 * floats]
 
     def swap() -> None:
-        pieces = lane.swap("node", out.view(torch.uint8), sizes, sizes, "measured the link")
+        pieces = comm.all_to_all("node", out.view(torch.uint8), sizes, sizes, "measured the link")
         torch.cat([piece.view(torch.float32) for piece in pieces], out=into)
 
     return _median(swap, time.perf_counter, times)

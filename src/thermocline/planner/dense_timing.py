@@ -108,7 +108,7 @@ class _Training:
         self._optimizer.zero_grad()
         self._taken.append((network, self._lap()))
         assert prepared.pins is not None
-        prepared.pins.let_go()
+        prepared.pins.release()
 
     def found(self) -> Inside:
         middle = np.median(np.array(self._taken[_WARM:]), axis=0)

@@ -27,7 +27,7 @@ from thermocline.planner.cost_model import Cluster, DenseOptimizer, Workload
 from thermocline.planner.dense_timing import Inside, Timed, inside_training, shared
 from thermocline.planner.hardware import Hardware
 from thermocline.planner.op_counter import reference_seconds, work_of
-from thermocline.tiers.dram import MemTier
+from thermocline.tiers.dram import DramTier
 from thermocline.training.run import row_optimizer
 from thermocline.utils.text_format import parse_size
 
@@ -124,7 +124,7 @@ def cluster_of(config: Config, work: Workload, node: Hardware, *, nodes: int, ra
 def _rows_in(config: Config, dim: int, budget: float) -> float:
     """Rows that so many bytes of memory hold, index and metadata counted."""
     probe = 16_000_000
-    tier = MemTier(dim, row_optimizer(config), budget=probe, threads=1, precision=config.precision)
+    tier = DramTier(dim, row_optimizer(config), budget=probe, threads=1, precision=config.precision)
     return budget / probe * tier.capacity
 
 

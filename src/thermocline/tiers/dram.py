@@ -20,7 +20,7 @@ from thermocline.embedding.arrays import Floats, Keys, Offsets, Pooling, as_keys
 from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.optimizers import Optimizer, initial_state
 from thermocline.embedding.precision import FP32, Precision
-from thermocline.embedding.quant_scale import UNIT, LearnedStep
+from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.cpu_affinity import cores
 from thermocline.utils.text_format import format_size, parse_size
@@ -33,7 +33,7 @@ _POLICIES = {"lru_lfu": 0, "lru": 1, "lfu": 2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MemStats:
+class DramStats:
     """A tier's counters at one moment; work is counted from the tier's beginning."""
 
     capacity: int
@@ -76,7 +76,7 @@ class MemStats:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Lookup:
-    """A batch's rows, pinned, and everything training needs to find them. Made by `MemTier.lookup`."""
+    """A batch's rows, pinned, and everything training needs to find them. Made by `DramTier.lookup`."""
 
     working_set: WorkingSet
     slots: Slots
@@ -97,7 +97,7 @@ class Lookup:
         return len(self.id_slots) if self.offsets is None else len(self.offsets) - 1
 
 
-class MemTier:
+class DramTier:
     """Rows of one table in memory: `dim` weights, then the optimizer's state.
 
     Rows are given and taken as float32[n, dim + state]. With a `precision` below fp32 they are stored as codes, and the
@@ -168,13 +168,13 @@ class MemTier:
         self.precision = precision
         """As given."""
         self.seed, self.table = _word(seed, "seed"), _word(table, "table")
-        self.learned = LearnedStep(precision.step) if precision.learn else None
+        self.learned = LearnedScale(precision.scale) if precision.scale_lr else None
         """Where a step that is learned stands."""
         self._optimizer = optimizer
         self._policy = policy
         self._store = store
         self._threads = threads or cores()
-        self._core = core.MemTier(
+        self._core = core.DramTier(
             dim=dim,
             optimizer=optimizer.code,
             budget=parse_size(budget, "budget"),
@@ -191,8 +191,8 @@ class MemTier:
                 precision.bits,
                 precision.stochastic,
                 precision.row_scaled,
-                precision.step,
-                precision.learn > 0,
+                precision.scale,
+                precision.scale_lr > 0,
             ),
             store=None if store is None else store._core,
         )
@@ -257,12 +257,12 @@ class MemTier:
     def learn(self, gradient: int, step: int) -> None:
         """After step number `step`: what it gave as the gradient of a step that is learned, else nothing happens."""
         if self.learned is not None:
-            self.recall(self.learned.after(gradient * UNIT, step, self.precision.learn))
+            self.set_scale(self.learned.after(gradient * UNIT, step, self.precision.scale_lr))
 
-    def recall(self, learned: LearnedStep) -> None:
+    def set_scale(self, learned: LearnedScale) -> None:
         """What codes mean from now on. While no other call looks into rows."""
         self.learned = learned
-        self._core.set_step(learned.step)
+        self._core.set_scale(learned.scale)
 
     def release(self, lookup: Lookup, *, dirty: bool = True) -> None:
         """Unpins the rows of a lookup; `dirty` says that they were updated."""
@@ -396,9 +396,9 @@ class MemTier:
         """Raises `ThermoclineError` unless the books balance; `idle`: no call in progress and nothing pinned."""
         self._core.check(idle)
 
-    def stats(self) -> MemStats:
+    def stats(self) -> DramStats:
         """Counters and bytes."""
-        return MemStats(**self._core.stats())
+        return DramStats(**self._core.stats())
 
     @property
     def dim(self) -> int:
@@ -433,10 +433,10 @@ class MemTier:
     def __repr__(self) -> str:
         below = "memory only" if self._store is None else f"over {self._store!r}"
         size = format_size(self._core.stats()["budget"])
-        return f"MemTier(dim={self._dim}, {self._optimizer}, {size}, {self.capacity} rows, {self._policy}, {below})"
+        return f"DramTier(dim={self._dim}, {self._optimizer}, {size}, {self.capacity} rows, {self._policy}, {below})"
 
     @property
-    def core(self) -> core.MemTier:
+    def core(self) -> core.DramTier:
         """The C++ tier: `tc.Table` trains on it directly."""
         return self._core
 

@@ -11,13 +11,13 @@ import numpy as np
 
 from thermocline.batch import Floats, Slots, WorkingSet
 from thermocline.embedding.batch_plan import BagSpec, Gradient, Part, Prepared
-from thermocline.tiers.dram import MemTier, Pins
+from thermocline.tiers.dram import DramTier, Pins
 
 
-class MemTraining:
+class DramBackend:
     """Batches of one table on its memory tier."""
 
-    def __init__(self, tier: MemTier, threads: int | None) -> None:
+    def __init__(self, tier: DramTier, threads: int | None) -> None:
         self._tier = tier
         self._threads = threads
 
@@ -25,7 +25,7 @@ class MemTraining:
 
     @staticmethod
     def prepare(
-        tier: MemTier, parts: dict[BagSpec, Part], working_set: WorkingSet, slots: Slots, pins: Pins
+        tier: DramTier, parts: dict[BagSpec, Part], working_set: WorkingSet, slots: Slots, pins: Pins
     ) -> Prepared:
         """Ready to train: the slots of the working set's keys in `tier`, which `pins` hold."""
         if len(parts) == 1:  # the usual case, in one go

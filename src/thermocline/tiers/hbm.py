@@ -30,7 +30,7 @@ from thermocline.kernels.insert import BYTES_PER_SLOT, Plan, Residents, find_or_
 from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rebuild import entries_reference, rebuild
 from thermocline.kernels.rows import copy_out
-from thermocline.tiers.dram import MemTier
+from thermocline.tiers.dram import DramTier
 from thermocline.tiers.hbm_transfer import Fetch, Mover, as_words
 from thermocline.utils.text_format import format_size
 
@@ -94,7 +94,7 @@ class HbmPins:
         """When the rows are in their slots; none on a CPU, or before they were loaded."""
         return None if self.fetch is None else self.fetch.ready
 
-    def hold(self) -> bool:
+    def acquire(self) -> bool:
         """One more holder; false if all have let go already."""
         with self._lock:
             if self._holders == 0:
@@ -102,7 +102,7 @@ class HbmPins:
             self._holders += 1
             return True
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """One holder fewer."""
         with self._lock:
             self._holders -= 1
@@ -132,11 +132,11 @@ def bytes_for(rows: int, floats: int) -> int:
 class HbmTier:
     """Rows of one table on the GPU.
 
-    Thread safety: windows are planned by one thread at a time; `read` and `write_down` may be called by another,
+    Thread safety: windows are planned by one thread at a time; `read` and `write_back` may be called by another,
     between steps. Training may go on meanwhile, on slots that are pinned.
     """
 
-    def __init__(self, mem: MemTier, *, budget: int, device: torch.device, name: str) -> None:
+    def __init__(self, mem: DramTier, *, budget: int, device: torch.device, name: str) -> None:
         """A tier with no rows yet; `device` "cpu" is for tests, under Triton's interpreter."""
         floats = mem.row_bytes // 4
         capacity = row_capacity(budget, floats)
@@ -171,7 +171,7 @@ class HbmTier:
             torch.cuda.synchronize(device)  # once: everything above was filled on the caller's stream
 
     @property
-    def mem(self) -> MemTier:
+    def mem(self) -> DramTier:
         """The tier below."""
         return self._mover.mem
 
@@ -201,7 +201,7 @@ class HbmTier:
             try:
                 self._fill(pins, ids)
             except BaseException:
-                pins.let_go()  # not when the garbage collector finds it: a traceback may hold it for long
+                pins.release()  # not when the garbage collector finds it: a traceback may hold it for long
                 raise
             return pins
 
@@ -295,7 +295,7 @@ class HbmTier:
     # ---- rows as they are
 
     def read(self, keys: Any) -> Floats:
-        """float32[n, dim + state], as `MemTier.read`: rows that are here, or those below."""
+        """float32[n, dim + state], as `DramTier.read`: rows that are here, or those below."""
         wanted = as_keys(keys)
         with self._lock, self._on_stream():
             self._mover.drain()
@@ -324,7 +324,7 @@ class HbmTier:
             rows[torch.from_numpy(here).to(self.device)] = buffer
             return rows, None if self._stream is None else self._stream.record_event()
 
-    def write_down(self) -> None:
+    def write_back(self) -> None:
         """Pushes every changed row into the memory tier; between steps."""
         with self._lock, self._on_stream():
             self._mover.drain()
@@ -340,7 +340,7 @@ class HbmTier:
                 dirty[piece.long()] = 0
             self._synchronize()
 
-    def reset(self, mem: MemTier) -> None:
+    def reset(self, mem: DramTier) -> None:
         """Forgets all rows, and goes on above another memory tier."""
         with self._lock, self._on_stream():
             self._wait_for_training()

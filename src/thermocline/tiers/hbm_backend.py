@@ -16,7 +16,7 @@ import torch
 
 from thermocline.batch import Slots, WorkingSet
 from thermocline.embedding.batch_plan import BagSpec, Part, Remote
-from thermocline.embedding.quant_scale import UNIT, LearnedStep
+from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.kernels.codec import Codec
 from thermocline.kernels.gradient_index import find_occurrences
 from thermocline.kernels.launch import stream_ahead
@@ -25,7 +25,7 @@ from thermocline.kernels.pool import pool_rows
 from thermocline.kernels.random import table_mix
 from thermocline.kernels.segments import Segments, find_segments
 from thermocline.kernels.update import apply_gradients, sum_gradients, update_rows
-from thermocline.tiers.dram import MemTier
+from thermocline.tiers.dram import DramTier
 from thermocline.tiers.hbm import HbmPins, HbmTier, StagedIds
 
 
@@ -52,7 +52,7 @@ class HbmPart:
 class HbmPrepared:
     """A batch's rows of one table: pinned in the arena, or copied for evaluation."""
 
-    tier: MemTier
+    tier: DramTier
     """The one below, as in `Prepared`: reopening a table replaces it."""
     parts: dict[Any, HbmPart]
     pins: HbmPins | None
@@ -99,7 +99,7 @@ class HbmPrepared:
         self.used_on = stream
 
 
-class HbmTraining:
+class HbmBackend:
     """Batches of one table on its HBM tier. `prepare` runs on one thread, the rest on the caller's."""
 
     def __init__(self, tier: HbmTier, dim: int, optimizer: Any) -> None:
@@ -108,8 +108,8 @@ class HbmTraining:
         self._optimizer = optimizer
         mem = tier.mem
         self._codec = Codec.of(mem.precision, dim, tier.residents.keys, table_mix(mem.seed, mem.table))
-        self._learned: LearnedStep | None = None
-        self.recall_step()
+        self._learned: LearnedScale | None = None
+        self.restore_scale()
         self._stream = stream_ahead(tier.device)
 
     # ---- ahead of training
@@ -288,20 +288,20 @@ class HbmTraining:
     def _learn(self, number: int) -> None:
         if self._learned is not None and self._codec.gradient is not None:
             gradient = self._codec.gradient.double() * UNIT
-            self._learned = self._learned.after(gradient, number, self.tier.mem.precision.learn)
-            self._codec.step.copy_(self._learned.step)
+            self._learned = self._learned.after(gradient, number, self.tier.mem.precision.scale_lr)
+            self._codec.scale.copy_(self._learned.scale)
             self._codec.gradient.zero_()
 
-    def recall_step(self) -> None:
+    def restore_scale(self) -> None:
         """Goes on with the one that the memory tier has."""
         learned = self.tier.mem.learned
         if learned is not None:
             values = (torch.tensor([value], dtype=torch.float64) for value in dataclasses.astuple(learned))
-            self._learned = LearnedStep(*(value.to(self.tier.device) for value in values))
-            self._codec.step.copy_(self._learned.step)
+            self._learned = LearnedScale(*(value.to(self.tier.device) for value in values))
+            self._codec.scale.copy_(self._learned.scale)
 
-    def note_step(self) -> None:
+    def save_scale(self) -> None:
         """Tells the memory tier; waits for the device."""
         if self._learned is not None:
-            values = torch.cat([self._learned.step, self._learned.mean, self._learned.size])
-            self.tier.mem.recall(LearnedStep(*values.tolist()))
+            values = torch.cat([self._learned.scale, self._learned.mean, self._learned.size])
+            self.tier.mem.set_scale(LearnedScale(*values.tolist()))

@@ -27,7 +27,7 @@ from thermocline.kernels.evict import EVICTED, NEW
 from thermocline.kernels.insert import Plan
 from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rows import copy_in, copy_out
-from thermocline.tiers.dram import MemTier
+from thermocline.tiers.dram import DramTier
 
 _STAGINGS = 3  # of rows on their way, in each direction
 
@@ -53,7 +53,7 @@ class Fetch:
 class Mover:
     """Moves rows of one table. `leave` belongs to the planner; `fetch` and `drain` may be called by any thread."""
 
-    def __init__(self, mem: MemTier, arena: torch.Tensor, name: str) -> None:
+    def __init__(self, mem: DramTier, arena: torch.Tensor, name: str) -> None:
         self.mem = mem
         self.failed: str | None = None
         """Why rows were lost: nothing here can be trusted any more."""
@@ -188,7 +188,7 @@ class Mover:
                 self.failed = f"{type(error).__name__}: {error}"
                 raise
 
-    def reset(self, mem: MemTier) -> None:
+    def reset(self, mem: DramTier) -> None:
         """Forgets what is on its way, and goes on above another memory tier."""
         with self._fetching:
             if self._pushing is not None:

@@ -65,7 +65,7 @@ class MetricsFile(Callback):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         kept = [line for line in lines if _is_of_the_past(line, trainer.progress)]
-        atomic_file.publish(self._path, "".join(f"{line}\n" for line in kept).encode())
+        atomic_file.atomic_write(self._path, "".join(f"{line}\n" for line in kept).encode())
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         with self._path.open("a") as file:

@@ -23,7 +23,7 @@ def write_scores(path: str | os.PathLike[str], scores: Iterable[Floats]) -> int:
     target = Path(path)
     write = writer_of(target)
     atomic_file.make_writable(target.parent, "the folder of --out")
-    with atomic_file.appearing(target) as temporary:
+    with atomic_file.atomic_path(target) as temporary:
         return write(temporary, scores)
 
 

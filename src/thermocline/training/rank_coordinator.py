@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from thermocline.config.dense_sync import DenseSync
-from thermocline.distributed.collective_errors import Together
+from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.embedding.table import Table
 from thermocline.training.metrics import ExactMetrics
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 INTERRUPT, SAVE, STOP = 1, 2, 4
 
 
-class Crew:
+class RankCoordinator:
     """Made by every rank's trainer."""
 
     def __init__(
@@ -35,8 +35,8 @@ class Crew:
         optimizers: Sequence[torch.optim.Optimizer],
         dense_sync: DenseSync,
     ) -> None:
-        self._together = Together.of(tables)
-        self.world, self.leads = self._together.world, self._together.leads
+        self._collective = CollectiveRunner.of(tables)
+        self.world, self.is_rank0 = self._collective.world, self._collective.is_rank0
         self.groups: Groups | None = None
         self.sync: DenseParameters | None = None
         """Keeps the dense parameters of all ranks together; none: there is one rank."""
@@ -52,17 +52,17 @@ class Crew:
 
     # ---- what only one of them knows
 
-    def say(self, interrupted: bool, save: bool, stop: bool) -> int:
+    def local_flags(self, interrupted: bool, save: bool, stop: bool) -> int:
         """What this rank asks for; the clock's word is rank 0's. Asked for a save once, it waits for that."""
-        save = save and self.leads and not self._said & SAVE
+        save = save and self.is_rank0 and not self._said & SAVE
         self._said |= SAVE * save
         return INTERRUPT * interrupted | SAVE * save | STOP * stop
 
-    def hear(self, said: int) -> None:
+    def merge_flags(self, said: int) -> None:
         """What all ranks asked for with the batch at hand."""
         self._heard |= said
 
-    def asked(self, what: int, here: bool) -> bool:
+    def requested(self, what: int, here: bool) -> bool:
         """Whether it is to be done now: because it is so here, or, in a crew, because all have heard of it."""
         return here if self.world == 1 else bool(self._heard & what)
 

@@ -24,7 +24,7 @@ from thermocline.config.data import Split
 from thermocline.config.schema import Config, OptimizerName, Tiers
 from thermocline.data.features import Features
 from thermocline.data.open import check_paths, has_split, open_data
-from thermocline.distributed.collective_errors import Together
+from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import join_ranks, local_world, topology_of
 from thermocline.embedding.initializers import Normal
 from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
@@ -118,7 +118,7 @@ class Run:
                 self.table = self._table(read_only)
             except LockError as error:  # the store has the words of a library; who holds it is in them
                 who = re.search(r"process (\d+)", str(error))
-                raise atomic_file.taken(Path(config.tiers.ssd or ""), "tiers.ssd", who and who[1]) from None
+                raise atomic_file.lock_error(Path(config.tiers.ssd or ""), "tiers.ssd", who and who[1]) from None
             undo.callback(self.table.close)
             self.model = build(config.model, self.table, fields, dense)
             if self.table.hbm is not None:
@@ -229,9 +229,9 @@ class Run:
 
     def fit(self, *, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
         """Trains, saves and tests as the config says; see `tc.Trainer.fit`. One process at a time in a folder."""
-        together, run_dir = Together.of([self.table]), Path(self.config.train.run_dir)
+        together, run_dir = CollectiveRunner.of([self.table]), Path(self.config.train.run_dir)
         with contextlib.ExitStack() as held:
-            together.first("took the run's folder", lambda: held.enter_context(atomic_file.held(run_dir)))
+            together.broadcast("took the run's folder", lambda: held.enter_context(atomic_file.lock_dir(run_dir)))
             return self._fit(resume, callbacks)
 
     def _fit(self, resume: bool, callbacks: Sequence[Callback]) -> Result:
@@ -351,6 +351,6 @@ class _Papers(Callback):
     def write(self) -> None:
         run_dir = Path(self._config.train.run_dir)
         atomic_file.make_folder(run_dir)
-        atomic_file.publish(run_dir / "config.toml", self._config.located().to_toml().encode())
+        atomic_file.atomic_write(run_dir / "config.toml", self._config.located().to_toml().encode())
         if self._features is not None:
-            atomic_file.publish(run_dir / "features.json", json.dumps(self._features.to_json()).encode())
+            atomic_file.atomic_write(run_dir / "features.json", json.dumps(self._features.to_json()).encode())

@@ -43,7 +43,7 @@ class Meter:
         self._examples = 0
         self._loss = 0.0
         self._steps = 0
-        self._rows = {table.name: table.sources() for table in self._tables}
+        self._rows = {table.name: table.tier_counts() for table in self._tables}
         self._stages: dict[str, StageStats] = {}
 
     @property
@@ -87,7 +87,7 @@ class Meter:
         """Shares of the rows by where they were (`Table.sources`); none: there were no rows."""
         before = self._rows[table.name]
         # With a GPU rows are pulled before they count as trained: at the beginning more come than were used.
-        counts = {tier: max(0, now - before[tier]) for tier, now in table.sources().items()}
+        counts = {tier: max(0, now - before[tier]) for tier, now in table.tier_counts().items()}
         total = sum(counts.values())
         return {tier: count / total if total else None for tier, count in counts.items()}
 

@@ -30,7 +30,7 @@ from thermocline.pipeline.prefetch import prefetch
 from thermocline.training.callbacks import Callback, MetricsFile, Row, TensorBoard, finite
 from thermocline.training.display import Display
 from thermocline.training.metrics import ExactMetrics
-from thermocline.training.rank_coordinator import INTERRUPT, SAVE, STOP, Crew
+from thermocline.training.rank_coordinator import INTERRUPT, SAVE, STOP, RankCoordinator
 from thermocline.training.signals import caught_signals
 from thermocline.training.state import Progress, Result
 from thermocline.training.throughput import Meter
@@ -70,7 +70,7 @@ class Trainer:
         self.config = config or TrainConfig()
         self.loss = loss
         self.tables = tables_of(model)
-        self._crew = Crew(self.tables, model, self.optimizers, dense_sync or DenseSync())
+        self._ranks = RankCoordinator(self.tables, model, self.optimizers, dense_sync or DenseSync())
         self.progress = Progress()
         self.position: Any = None
         """Of the last trained batch."""
@@ -115,26 +115,26 @@ class Trainer:
             self._call("on_start")
             with caught_signals(self._checkpoints is not None) as caught:
                 ways: dict[str, Any] = {"depth": config.depth, "pull_window": config.pull_window}
-                ways["say"] = lambda: self._crew.say(bool(caught), self._clock_says_save(), self._stop)
-                while not self.finished and not self._crew.asked(INTERRUPT, bool(caught)):
+                ways["flags_fn"] = lambda: self._ranks.local_flags(bool(caught), self._clock_says_save(), self._stop)
+                while not self.finished and not self._ranks.requested(INTERRUPT, bool(caught)):
                     with prefetch(self._rest_of_epoch(train), *self.tables, **ways) as batches:
                         self._stages = batches.stats
                         for batch in batches:
-                            self._crew.hear(batches.said)
+                            self._ranks.merge_flags(batches.flags)
                             loss = self.train_step(batch)
                             if loss is None:
                                 continue  # more batches make this step
                             self._after_step(loss, valid)
-                            if self.finished or self._crew.asked(INTERRUPT, bool(caught)):
+                            if self.finished or self._ranks.requested(INTERRUPT, bool(caught)):
                                 break
                         else:
-                            self._crew.hear(batches.said)
+                            self._ranks.merge_flags(batches.flags)
                             if self._losses:
                                 self._after_step(self._update(), valid)
                             self._end_epoch(valid)
-                interrupted = self._crew.asked(INTERRUPT, bool(caught))
+                interrupted = self._ranks.requested(INTERRUPT, bool(caught))
                 step = self._finish(valid, interrupted=interrupted)
-                trained = int(self._crew.total(self.progress.examples - already)[0])
+                trained = int(self._ranks.total(self.progress.examples - already)[0])
                 if interrupted and not caught:  # another rank was: all end alike
                     caught.append(signal.SIGTERM)
             seconds = self._meter.seconds
@@ -156,7 +156,7 @@ class Trainer:
         """Whether there is nothing left to train."""
         progress, config = self.progress, self.config
         out_of_steps = config.steps is not None and progress.step >= config.steps
-        stop = self._crew.asked(STOP, self._stop)
+        stop = self._ranks.requested(STOP, self._stop)
         return stop or progress.stopped or out_of_steps or progress.epoch >= config.epochs
 
     @property
@@ -175,7 +175,7 @@ class Trainer:
 
         A batch of no examples, of a rank whose data has run out, only takes part in the update.
         """
-        if batch.examples == 0 and self._crew.world > 1:
+        if batch.examples == 0 and self._ranks.world > 1:
             self._losses.append(torch.zeros(()))
         else:
             self._losses.append(self._backward(batch))
@@ -200,10 +200,10 @@ class Trainer:
     def _update(self) -> torch.Tensor:
         """One step of everything, by the mean of the gradients that wait for it; returns the mean of their losses."""
         self._set_rates()
-        if self._crew.sync is not None:
+        if self._ranks.sync is not None:
             for table in self.tables:  # autograd may have given a dense gradient the memory of a row's
-                table.settle()
-            self._crew.after_backward()
+                table.reduce_gradients()
+            self._ranks.after_backward()
         grads = [p.grad for p in self._dense_parameters() if p.grad is not None]
         scale = self._clipped(1 / len(self._losses), grads)
         for table in self.tables:  # before dense gradients change: their memory may be the same
@@ -214,7 +214,7 @@ class Trainer:
             optimizer.step()
         self._forget_gradients()
         self.progress.step += 1
-        self._crew.after_step(self.progress.step)
+        self._ranks.after_step(self.progress.step)
         loss = torch.stack([loss.cpu() for loss in self._losses]).mean()
         self._losses = []
         return loss
@@ -224,7 +224,7 @@ class Trainer:
         clip = self.config.clip_norm
         if clip is None:
             return scale
-        dense = self._crew.norm(float(torch.nn.utils.get_total_norm(grads)))
+        dense = self._ranks.norm(float(torch.nn.utils.get_total_norm(grads)))
         norm = scale * math.hypot(dense, *(table.gradient_norm() for table in self.tables))
         if not math.isfinite(norm):
             step = self.progress.step
@@ -261,7 +261,7 @@ class Trainer:
         if valid is not None and config.valid_every is not None and step % config.valid_every == 0:
             self.validate(valid)
         due = config.checkpoint_every is not None and step % config.checkpoint_every == 0
-        if due or self._crew.asked(SAVE, self._clock_says_save()):
+        if due or self._ranks.requested(SAVE, self._clock_says_save()):
             self.save()
 
     def _clock_says_save(self) -> bool:
@@ -287,7 +287,7 @@ class Trainer:
     def evaluate(self, data: Iterable[Batch]) -> Row:
         """Exact AUC, logloss, normalised entropy and calibration on `data`. Changes nothing."""
         metrics = ExactMetrics()
-        self._crew.merge()
+        self._ranks.merge()
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
@@ -299,7 +299,7 @@ class Trainer:
         finally:
             for module, training in modes.items():
                 module.training = training
-        figures = self._crew.joined(metrics).compute()
+        figures = self._ranks.joined(metrics).compute()
         if not figures["examples"]:
             raise ValueError(
                 "there are no batches to evaluate on: a generator runs only once; give a list or a loader whose "
@@ -338,7 +338,7 @@ class Trainer:
 
     def _log(self) -> None:
         row = {**self._meter.row(self._stages), "rate": self._rate(self.progress.step - 1)}
-        row["examples"], row["examples_per_s"] = self._crew.total(self.progress.examples, row["examples_per_s"])
+        row["examples"], row["examples_per_s"] = self._ranks.total(self.progress.examples, row["examples_per_s"])
         self._report("train", {**row, "examples": int(row["examples"])})
 
     # ---- begin, save, end
@@ -364,7 +364,7 @@ class Trainer:
             if self._checkpoints is None:
                 made = Checkpoints(
                     self._run_dir, self.tables, self.model, self.optimizers, keep=config.keep,
-                    dense_sync=self._crew.sync,
+                    dense_sync=self._ranks.sync,
                 )  # fmt: skip
                 self._checkpoints = made
             if resume:
@@ -377,7 +377,7 @@ class Trainer:
                 raise ThermoclineError(
                     f"{self._run_dir} already has a run: resume=True goes on with it, or use another folder"
                 )
-        self._crew.begin()
+        self._ranks.begin()
         self._epoch_batches = _batches_of(train)
         self.ending = _BY_AN_ERROR
         self._callbacks = [*self._own_callbacks(), *self._given_callbacks]
@@ -385,7 +385,7 @@ class Trainer:
         self.model.train()
 
     def _own_callbacks(self) -> Iterator[Callback]:
-        if not self._crew.leads:
+        if not self._ranks.is_rank0:
             return
         if self._run_dir is not None:
             yield MetricsFile(self._run_dir / "metrics.jsonl")
@@ -399,10 +399,10 @@ class Trainer:
         if saved is not None:
             self.progress, self.position = Progress(**saved.extra["trainer"]), saved.position
             metrics = saved.extra["metrics"]
-            if saved.world != self._crew.world:  # the ranks have other parts of the data now: the epoch begins anew
+            if saved.world != self._ranks.world:  # the ranks have other parts of the data now: the epoch begins anew
                 self.progress.batch, metrics = 0, None
                 trained = sum(extra["trainer"]["examples"] for extra in saved.extras)
-                self.progress.examples = trained if self._crew.leads else 0
+                self.progress.examples = trained if self._ranks.is_rank0 else 0
             self._saved = dataclasses.replace(self.progress)
         # Restoring has made new tiers, which count from 0.
         self._meter = Meter(self.tables, metrics)
@@ -422,11 +422,11 @@ class Trainer:
         if self._checkpoints is None:
             return
         start = time.monotonic()
-        self._crew.merge()
+        self._ranks.merge()
         with self._meter.away():
             extra = {"trainer": dataclasses.asdict(self.progress), "metrics": self._meter.state()}
             checkpoint = self._checkpoints.save(self.progress.step, self.position, extra, tag=tag)
-        self._crew.saved()
+        self._ranks.saved()
         self._saved, self._saved_at = dataclasses.replace(self.progress), time.monotonic()
         self.save_seconds = self._saved_at - start
         self._call("on_checkpoint", checkpoint)
@@ -441,7 +441,7 @@ class Trainer:
         if interrupted:
             self.ending = f"interrupted and saved at step {progress.step}: --resume (resume=True) goes on from there"
             return progress.step
-        examples = int(self._crew.total(progress.examples)[0])
+        examples = int(self._ranks.total(progress.examples)[0])
         self.ending = f"finished after {plural(progress.step, 'step')}, {plural(examples, 'example')}"
         if self.config.patience is None or progress.best_auc is None or self._checkpoints is None:
             return progress.step

@@ -23,22 +23,22 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def publish(path: Path, data: bytes) -> None:
+def atomic_write(path: Path, data: bytes) -> None:
     """The file appears whole and durable, or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
         file.write(data)
-        reached("run.file_written")
+        failpoint("run.file_written")
         file.flush()
         os.fsync(file.fileno())
-    reached("run.file_synced")
+    failpoint("run.file_synced")
     os.replace(temporary, path)
-    reached("run.file_renamed")
+    failpoint("run.file_renamed")
     sync_folder(path.parent)
 
 
 @contextlib.contextmanager
-def appearing(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """A name to write a large file under; it gets its own once it is whole. Not synced: what can be made again."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -72,7 +72,7 @@ def make_writable(folder: Path, key: str) -> None:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def lock_dir(folder: Path) -> Iterator[None]:
     """Makes train.run_dir, and keeps others out who ask alike; the system lets go when the process ends, any way."""
     make_writable(folder, "train.run_dir")
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -81,13 +81,13 @@ def held(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise taken(folder, "train.run_dir") from None
+                raise lock_error(folder, "train.run_dir") from None
         yield
     finally:
         os.close(fd)
 
 
-def taken(folder: Path, key: str, process: str | None = None) -> ConfigError:
+def lock_error(folder: Path, key: str, process: str | None = None) -> ConfigError:
     """What to raise where another process trains in the folder that `key` of a config names."""
     who = "another training" if process is None else f"another training (process {process})"
     return ConfigError(
@@ -110,7 +110,7 @@ def remove_folder(path: Path) -> None:
         shutil.rmtree(gone)
     path.rename(gone)
     sync_folder(path.parent)
-    reached("run.folder_gone")
+    failpoint("run.folder_gone")
     shutil.rmtree(gone)
 
 
@@ -156,7 +156,7 @@ _kill_at, _, _count = os.environ.get("THERMOCLINE_KILL_AT", "").partition(":")
 _left = int(_count) if _count.isdigit() else 1
 
 
-def reached(point: str) -> None:
+def failpoint(point: str) -> None:
     """Named points of a save, where crash tests kill the process: THERMOCLINE_KILL_AT=point:count, as in the core."""
     global _left
     if point == _kill_at:
