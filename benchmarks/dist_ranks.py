@@ -122,10 +122,10 @@ def exchange_speed(groups: Groups, hops: str, batch: int, steps: int, every: int
             train(emb(found), found, step)
             if step == WARM:  # before the next batch asks for rows
                 dist.barrier()
-                begin = time.perf_counter(), link_bytes(), dataclasses.asdict(table.ranks.traffic)
+                begin = time.perf_counter(), link_bytes(), dataclasses.asdict(table.backend.traffic)
         dist.barrier()
         seconds = time.perf_counter() - begin[0]
-        after = dataclasses.asdict(table.ranks.traffic)
+        after = dataclasses.asdict(table.backend.traffic)
         for kind in ("keys", "rows", "gradients"):
             for figure in ("items_between", "bytes_between"):
                 figures[f"{kind}_{figure}"] = after[kind][figure] - begin[2][kind][figure]

@@ -6,15 +6,17 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import torch
 from mpi4py import MPI
 
 from baselines.mpi_ps.route import Buffer, Route, Router, exchange
-from thermocline.batch import Batch, Floats, Slots, WorkingSet
-from thermocline.embedding.batch_plan import BagSpec, Part, Prepared
+from thermocline.batch import Batch, Slots, WorkingSet
+from thermocline.embedding.batch_plan import BagInputs
 from thermocline.embedding.optimizers import SGD, Optimizer
 from thermocline.embedding.table import Table
+from thermocline.embedding.table_spec import TableSpec
 from thermocline.tiers.dram import DramTier, Pins
-from thermocline.tiers.dram_backend import DramBackend
+from thermocline.tiers.dram_backend import DramBackend, DramBag, DramBatchPlan
 
 NOTHING = np.empty(0, np.uint64)
 
@@ -25,13 +27,14 @@ class Planned:
 
     batch: Batch | None
     """None: the rank has no examples left, and serves others."""
-    collected: tuple[dict[BagSpec, Part], WorkingSet] | None = None
+    inputs: BagInputs | None = None
+    working_set: WorkingSet | None = None
     route: Route | None = None
     pins: Pins | None = None
     """Of the rows this owner gives; none: they are only read."""
     asked: Slots | None = None
     """Per key that was asked for: where its row is pinned."""
-    prepared: Prepared | None = None
+    prepared: DramBatchPlan | None = None
 
     @property
     def examples(self) -> int:
@@ -55,17 +58,35 @@ class Planned:
             pins.release()
 
 
+class PsBackend(DramBackend):
+    """Pools rows that `PsTable.fetch` has received. They have no optimizer state."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        super().__init__(spec)
+        self._stateless = DramTier(spec.dim, SGD(lr=1), budget="1MB", threads=spec.threads)
+
+    def pool(self, plan: DramBatchPlan, bag: DramBag) -> torch.Tensor:
+        """See `RowBackend.pool`."""
+        source, out = bag.source, np.empty((bag.bags, self.spec.dim), np.float32)
+        assert plan.rows is not None
+        assert bag.slots is not None
+        self._stateless.core.pool_buffer(plan.rows, bag.slots, source.offsets, source.weights, source.mean, out)
+        return torch.from_numpy(out)
+
+
 class PsTable(Table):
     """As `tc.Table` to models and bags; `plan`, `fetch` and `push` take the place of `prepare` and `step`.
 
     All three are collective: every rank calls them equally often. `plan` may run on another thread than the others.
     """
 
+    backend: PsBackend
+
     def __init__(self, comm: MPI.Comm, dim: int, optimizer: Optimizer, *, threads: int, **options: Any) -> None:
-        super().__init__(dim, optimizer, threads=threads, device="cpu", **options)
+        super().__init__(
+            dim, optimizer, threads=threads, make_backend=lambda spec, device, epoch: PsBackend(spec), **options
+        )
         self._comm = comm
-        # Rows that come from owners have no state: the kernels of a tier whose rows have none pool them.
-        self._pulled = DramTier(dim, SGD(lr=1), budget="1MB", threads=threads)
         self._rows_in, self._rows_out, self._sums = Buffer(np.float32), Buffer(np.float32), Buffer(np.float32)
 
     # ---- ahead of the step
@@ -73,20 +94,20 @@ class PsTable(Table):
     def gather(self, work: Planned) -> Planned:
         """The share's unique keys. Not collective."""
         if work.batch is not None:
-            work.collected = self.collect(work.batch)
+            window = self.backend.stage([self.inputs(work.batch)])
+            work.inputs, work.working_set = window.inputs[0], window.working_sets[0]
         return work
 
     def plan(self, work: Planned, router: Router, *, training: bool) -> Planned:
         """Exchanges keys; owners pin the rows they will be asked for, or only look at them."""
-        keys = NOTHING if work.collected is None else work.collected[1].keys
+        keys = NOTHING if work.working_set is None else work.working_set.keys
         work.route = route = router.route(keys, work.examples)
         if training:
             work.pins = self.dram.pin(route.asked.keys)
             work.asked = work.pins.slots()[route.asked.inverse]
-        if work.collected is not None:
-            # Pins of another rank's keys stand for this rank's: its gradients hold them until the push.
-            prepared = DramBackend.prepare(self.dram, *work.collected, route.places, work.pins)  # type: ignore[arg-type]
-            work.prepared = prepared
+        if work.inputs is not None and work.working_set is not None:
+            # The pins are of the keys that other ranks use here: this rank's gradients own them until the push.
+            work.prepared = self.backend.plan_batch(work.inputs, work.working_set, route.places, work.pins)
         return work
 
     # ---- the step
@@ -105,13 +126,6 @@ class PsTable(Table):
         if work.batch is not None and work.prepared is not None:
             work.batch.prepared[self] = dataclasses.replace(work.prepared, rows=rows)
 
-    def pool(self, prepared: Any, part: Any) -> Floats:
-        """float32[bags, dim], of the rows that `fetch` brought."""
-        out = np.empty((part.bags, self.dim), np.float32)
-        index, offsets = part.id_slots, part.offsets
-        self._pulled.core.pool_buffer(prepared.rows, index, offsets, part.weights, part.mean, out)
-        return out
-
     def push(self, work: Planned) -> None:
         """The gradients of the share's keys to their owners, which add them up in rank order and update once."""
         route = work.route
@@ -119,10 +133,12 @@ class PsTable(Table):
         assert work.pins is not None
         sums = self._sums.take(len(route.places), self.dim)
         if work.batch is not None:
-            places, found = self._training.sums(self._in_order())
-            if len(places) != len(sums):
-                raise ValueError(f"{len(sums) - len(places)} keys got no gradient: every bag must be part of the loss")
-            sums[places] = found
+            self.reduce_gradients()
+            assert self._reduced is not None
+            rows, values = self._reduced.slots.numpy(), self._reduced.values.numpy()
+            if len(rows) != len(sums):
+                raise ValueError(f"{len(sums) - len(rows)} keys got no gradient: every bag must be part of the loss")
+            sums[rows] = values
             if work.weight != 1:
                 sums *= np.float32(work.weight)
         self.discard_gradients()

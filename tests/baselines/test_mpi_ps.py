@@ -156,7 +156,8 @@ def simulate(config: tc.Config, ranks: int) -> tuple[Rows, np.ndarray[Any, Any]]
             label = torch.as_tensor(batch.label, dtype=torch.float32)
             torch.nn.functional.binary_cross_entropy_with_logits(logits, label).backward()
             keys = batch.prepared[table].working_set.keys.tolist()
-            _, grads = table._training.sums(table._in_order())
+            table.reduce_gradients()
+            grads = table._reduced.values.numpy()
             for key, grad in zip(keys, grads, strict=True):
                 grad = grad if weight == 1 else grad * weight
                 sums[key] = sums[key] + grad if key in sums else grad

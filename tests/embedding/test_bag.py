@@ -205,7 +205,7 @@ def test_backward_in_evaluation_says_so(table: tc.Table, how: str) -> None:
     source = iter([batch]) if how == "by hand" else tc.prefetch([batch], table, training=how == "for training")
     batch = next(source)
     loss = bag(batch).sum()
-    with pytest.raises(RuntimeError, match=r"only read: call model.train\(\)"):
+    with pytest.raises(RuntimeError, match=r"rows read for evaluation: call model.train\(\)"):
         loss.backward()
     before = table.read(all_keys([batch]))
     table.step()
@@ -265,7 +265,7 @@ def test_backward_after_the_loop_moved_on_is_an_error(table: tc.Table) -> None:
     bag = tc.EmbeddingBag(table, 3)
     kept = [bag(batch).sum() for batch in tc.prefetch(make_batches(3), table, depth=1)]
     for loss in kept:
-        with pytest.raises(RuntimeError, match="given back: call it before the loop asks for the next batch"):
+        with pytest.raises(RuntimeError, match="released: call it before the loop asks for the next batch"):
             loss.backward()
     table.dram.check()
 
@@ -303,10 +303,10 @@ def test_a_bag_made_while_the_pipeline_runs(table: tc.Table) -> None:
 def test_a_dropped_bag_is_prepared_for_no_more(table: tc.Table) -> None:
     (batch,) = make_batches(1)
     bag, other = tc.EmbeddingBag(table, [0]), tc.EmbeddingBag(table, [1])
-    assert len(table.collect(batch)[0]) == 2
+    assert len(table.inputs(batch)) == 2
     del other
     gc.collect()
-    assert [spec.fields for spec in table.collect(batch)[0]] == [bag.fields]
+    assert [spec.fields for spec in table.inputs(batch)] == [bag.fields]
 
 
 def test_a_users_module_with_ordinary_optimizers() -> None:
@@ -347,7 +347,7 @@ def test_a_bags_arguments(table: tc.Table) -> None:
         ([], "sum", "0 fields"),
         (2, ["sum"], "2 fields with 1 poolings"),
         (1, "max", "'max'"),
-        (2, "none", "a bag of its own"),
+        (2, "none", "use a separate bag for each"),
     ):
         with pytest.raises(ValueError, match=match):
             tc.EmbeddingBag(table, fields, pooling=pooling)  # type: ignore[arg-type]

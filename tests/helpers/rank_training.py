@@ -258,7 +258,7 @@ def train_rank(groups: Groups, job: Job, way: Way, folder: str) -> dict[str, Any
         if table.hbm is not None:
             table.hbm.check()
         table.close()
-    traffic = {name: table.ranks.traffic for name, table in tables.items()}
+    traffic = {name: table.backend.traffic for name, table in tables.items()}
     return {
         **rows, "dense": weights_of(model), "count": count, "empty": empty, "stats": stats, "traffic": traffic,
         "hbm": hbm,

@@ -96,7 +96,7 @@ def test_batches_carry_what_they_came_with() -> None:
 
 def test_arguments() -> None:
     table = a_table()
-    with pytest.raises(ValueError, match="needs the tables"):
+    with pytest.raises(ValueError, match="needs at least one table"):
         tc.prefetch([])
     with pytest.raises(ValueError, match="pull_window is 0"):
         tc.prefetch([], table, pull_window=0)
@@ -257,10 +257,16 @@ def break_stage(stage: str, tables: list[tc.Table], at: int, monkeypatch: pytest
 
     if stage == "pull":
         pin, broken = DramTier.pin, fails_sometimes(DramTier.pin, stage)
-        monkeypatch.setattr(DramTier, "pin", lambda self, k: (broken if self is tables[-1].tier else pin)(self, k))
+        monkeypatch.setattr(DramTier, "pin", lambda self, k: (broken if self is tables[-1].dram else pin)(self, k))
     else:
-        method = {"collect": "collect", "load": "bind", "read": "prepare_read"}[stage]
-        setattr(tables[-1], method, fails_sometimes(getattr(tables[-1], method), stage))
+        table = tables[-1]
+        calls_per_batch = {
+            "collect": (table, "inputs"),
+            "load": (table.backend, "plan_batch"),
+            "read": (table, "prepare_read"),
+        }
+        owner, method = calls_per_batch[stage]
+        setattr(owner, method, fails_sometimes(getattr(owner, method), stage))
 
 
 @pytest.mark.parametrize("depth", [1, 4])

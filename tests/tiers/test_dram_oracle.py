@@ -156,7 +156,7 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.stats().dirty == 0
         self.store.commit()
         rows = {key: row.copy() for key, row in self.table.rows.items()}
-        self.committed = (rows, dict(self.table.steps), self.step)
+        self.committed = (rows, dict(self.table.scales), self.step)
 
     @precondition(lambda self: self.store)
     @rule()
@@ -165,7 +165,7 @@ class TierMachine(RuleBasedStateMachine):
         self.store.close()
         self.store = tc.SsdStore.open(self.folder / "s", **SMALL)
         rows, steps, self.step = self.committed
-        self.table.steps = dict(steps)
+        self.table.scales = dict(steps)
         self.table.rows = {key: row.copy() for key, row in rows.items()}
         self.held.clear()
         self.begin()

@@ -156,7 +156,7 @@ def test_pins_end_however_a_loop_is_left() -> None:
     the_tier(table).check()
     stale = bag(batches[5])
     table.step()
-    with pytest.raises(RuntimeError, match="given back"):
+    with pytest.raises(RuntimeError, match="released"):
         stale.sum().backward()
 
 

@@ -31,7 +31,7 @@ import torch
 
 from thermocline import __version__
 from thermocline.checkpoint import state_tree
-from thermocline.checkpoint.table_stores import Stores
+from thermocline.checkpoint.table_stores import TableStores
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.frozen_adam import require_whole
 from thermocline.embedding.table import Table
@@ -107,7 +107,7 @@ class Checkpoints:
         self._read_only = read_only
         self._dense_sync = dense_sync
         self._run_dir = Path(run_dir)
-        self._stores = Stores(self._run_dir, self.tables, self._collective, read_only=read_only)
+        self._stores = TableStores(self._run_dir, self.tables, self._collective, read_only=read_only)
         self._folder = self._run_dir / "checkpoints"
         self._manifests: dict[int, dict[str, Json]] = {}
         """By number: those that stay."""

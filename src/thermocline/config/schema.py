@@ -21,8 +21,8 @@ from thermocline.config.loader import Flag
 from thermocline.config.model import ModelConfig
 from thermocline.config.train import TrainConfig
 from thermocline.embedding.precision import Precision
+from thermocline.embedding.table_spec import Policy
 from thermocline.errors import ConfigError, require
-from thermocline.tiers.dram import Policy
 from thermocline.utils.text_format import Size, parse_size
 
 OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]

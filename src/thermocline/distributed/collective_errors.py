@@ -26,12 +26,12 @@ class CollectiveRunner:
     @classmethod
     def of(cls, tables: Sequence[Table]) -> CollectiveRunner:
         """Of the tables' ranks. Called from the training thread, between steps."""
-        over = {id(table.ranks.groups): table.ranks.groups for table in tables if table.ranks is not None}
-        if not over:
+        groups = [table.groups for table in tables]
+        if all(group is None for group in groups):
             return cls()
-        if len(over) > 1 or any(table.ranks is None for table in tables):
-            raise ValueError("either all tables are over the ranks of one job, or none is")
-        return cls(next(iter(over.values())).train)
+        if groups[0] is None or any(group is not groups[0] for group in groups):
+            raise ValueError("either all tables are shared by the ranks of one job, or none is")
+        return cls(groups[0].train)
 
     def gather(self, what: str, work: Callable[[], T]) -> list[T]:
         """What `work()` gave on every rank, by rank. Raises on every rank if it raised on any."""

@@ -1,4 +1,4 @@
-"""`JoinedTable`: the rows of all ranks' stores in one process, read only: evaluates what several ranks have trained."""
+"""`ShardReaderTable`: the rows of all ranks' stores in one process, read only, to evaluate a model trained by ranks."""
 
 from __future__ import annotations
 
@@ -9,71 +9,81 @@ from typing import Any
 
 import numpy as np
 
-from thermocline.batch import Batch, Floats
+from thermocline.batch import Floats
 from thermocline.distributed.key_sharding import owner_of
-from thermocline.embedding.arrays import Keys, as_keys
-from thermocline.embedding.batch_plan import BagSpec, Prepared
+from thermocline.embedding.arrays import Keys
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.table import Table
+from thermocline.embedding.table_spec import TableSpec
 from thermocline.tiers.dram import DramTier
+from thermocline.tiers.dram_backend import DramBackend
+from thermocline.tiers.host_rows import make_dram_tier, open_store
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.text_format import parse_size
 
 
-class JoinedTable(Table):
-    """Made empty; `tc.Checkpoints(read_only=True).restore()` opens the stores that a checkpoint names.
+class ShardReaderBackend(DramBackend):
+    """Reads each key from the store of the rank that owns it. Budgets are divided among the stores."""
 
-    `ssd` is the folder of all ranks' folders. The budgets are divided among their stores.
-    """
-
-    def __init__(
-        self, dim: int, optimizer: Optimizer, *, ssd: str | os.PathLike[str] | None = None, **options: Any
-    ) -> None:
-        super().__init__(dim, optimizer, **options)
-        self.root = None if ssd is None else Path(ssd)
+    def __init__(self, spec: TableSpec, root: Path | None) -> None:
+        super().__init__(spec)
+        self.root = root
+        """Folder of all ranks' folders; None: the stores are read into DRAM."""
         self._stores: list[SsdStore] = []
         self._tiers: list[DramTier] = []
 
     def open_ranks(self, sources: Sequence[tuple[Path, int]]) -> None:
-        """The rows of these folders' epochs, by rank. Without `ssd` all of them are read into memory."""
+        """Open (folder, epoch) of each rank, by rank. Without `root` all rows are read into DRAM."""
         self.close()
-        share = parse_size(self._store_options["mem_budget"], "ssd_mem") // len(sources)
+        share = parse_size(self.spec.store_options["mem_budget"], "ssd_mem") // len(sources)
         for path, epoch in sources:
-            store = self.open_store(path, epoch=epoch, read_only=True, mem_budget=share)
+            store = open_store(self.spec, path, epoch=epoch, read_only=True, mem_budget=share)
             self._stores.append(store)
             if self.root is not None:
-                budget = self._mem_budget // len(sources)
-                self._tiers.append(DramTier(self.dim, self.optimizer, budget=budget, store=store, **self._tier_options))
+                self._tiers.append(make_dram_tier(self.spec, budget=self.spec.mem // len(sources), store=store))
             else:
                 for keys, rows in store.scan():
-                    self.dram.push_stored(keys, rows.view(np.float32), dirty=False)
+                    self.host.dram.push_stored(keys, rows.view(np.float32), dirty=False)
 
-    def read(self, keys: Any) -> Floats:
-        """float32[n, dim + state]: from the rank that owns each key."""
-        wanted = as_keys(keys)
+    def read(self, keys: Keys) -> Floats:
         if not self._tiers:
-            return super().read(wanted)
-        owners = owner_of(wanted, len(self._tiers))
-        rows = np.empty((len(wanted), self.dram.floats), np.float32)
+            return super().read(keys)
+        owners = owner_of(keys, len(self._tiers))
+        rows = np.empty((len(keys), self.host.dram.floats), np.float32)
         for rank, tier in enumerate(self._tiers):
-            mine = owners == rank
-            rows[mine] = tier.read(wanted[mine])
+            owned = owners == rank
+            rows[owned] = tier.read(keys[owned])
         return rows
 
-    def rows(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Floats]]:
-        """Every trained row once, store by store."""
-        for store in self._stores:
-            for keys, rows in store.scan(batch_rows=batch_rows):
-                yield keys, self.dram.decode(rows.view(np.float32))
-
-    def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> Prepared:
-        """As of `Table`."""
-        parts, working_set = self.collect(batch, specs)
-        return Prepared(self.dram, parts, working_set, None, None, self.read(working_set.keys))
+    def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
+        for shard in self._stores:
+            for keys, rows in shard.scan(batch_rows=batch_rows):
+                yield keys, self.host.dram.decode(rows.view(np.float32))
 
     def close(self) -> None:
-        """Closes all stores."""
         super().close()
         self._tiers = []
         while self._stores:
             self._stores.pop().close()
+
+
+class ShardReaderTable(Table):
+    """A read-only table. `tc.Checkpoints(read_only=True).restore()` opens the stores that a checkpoint names.
+
+    `ssd` is the folder of all ranks' folders.
+    """
+
+    backend: ShardReaderBackend
+
+    def __init__(
+        self, dim: int, optimizer: Optimizer, *, ssd: str | os.PathLike[str] | None = None, **options: Any
+    ) -> None:
+        root = None if ssd is None else Path(ssd)
+        super().__init__(
+            dim, optimizer, make_backend=lambda spec, device, epoch: ShardReaderBackend(spec, root), **options
+        )
+
+    @property
+    def store_root(self) -> Path | None:
+        """Folder of all ranks' stores; None: the checkpoint's run folder has them."""
+        return self.backend.root

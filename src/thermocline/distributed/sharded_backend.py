@@ -1,215 +1,306 @@
-"""Batches of a table over several ranks: keys travel ahead, rows when the batch is trained, gradients in its step.
+"""`ShardedBackend`: rows spread over ranks by the hash of their key. Implements `embedding/backend.py`.
 
-plan     the keys of a window's batches go to their owners            (thread "pull", in window order, everywhere)
-pin      the owner pins what any rank asks of it
-prepare  places and gradient plans per bag, as for a table of one rank
-fetch    row values, after the owner has applied the preceding step   (the caller's thread, from here on)
-sums     gradients back; each owner has the sum over all ranks of its keys
+Each rank stores and trains the rows it owns through a local backend (DRAM or HBM). For a window:
+
+    exchange   keys of all batches go to their owners                  communicator `groups.ahead`
+    pin        each owner pins the rows that any rank uses             no communication
+    prepare    plan pooling and sums on rows yet to be received        no communication
+    fetch      owners send the values, after the preceding step        communicator `groups.train`, from here on
+    reduce     gradients go to the owners, which sum them over ranks
+
+`exchange` never waits for memory, so no rank waits for another rank's memory. Every method marked collective is called
+by all ranks, in the same order, with the same number of batches; otherwise the call blocks until the communicator's
+timeout and raises `RankError`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from thermocline.batch import WorkingSet
+from thermocline.batch import Floats, WorkingSet
 from thermocline.distributed.communicator import Communicator, Groups
 from thermocline.distributed.row_exchange import Exchange, Route
 from thermocline.distributed.row_reduce import RowSum, take_rows
-from thermocline.embedding.batch_plan import Remote
-from thermocline.tiers.dram_backend import DramBackend
-
-if TYPE_CHECKING:
-    from thermocline.distributed.sharded_table import ShardedTable
+from thermocline.embedding.arrays import Keys, Rows
+from thermocline.embedding.backend import ShardBackend, ShardPins, Tiers
+from thermocline.embedding.batch_plan import BagInputs, Gradient, Pins, ReducedGradients
+from thermocline.embedding.quant_scale import LearnedScale
+from thermocline.embedding.table_spec import TableSpec
+from thermocline.tiers.ssd import SsdStore
 
 _NO_KEYS = np.empty(0, np.uint64)
 
-Collected = tuple[dict[Any, Any], WorkingSet]
+
+@dataclasses.dataclass(slots=True, eq=False)
+class RemoteBatch:
+    """The part of a batch plan that concerns other ranks (`plan.remote`)."""
+
+    route: Route
+    slots: Any
+    """Slots of the keys that this rank owns, in the route's order."""
+    step: int | None = None
+    """`step_count` when the values arrived; None: not yet."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Planned:
-    """A window's batches of one table, between the ranks."""
+class ShardedWindow:
+    """See `RowWindow`."""
 
-    collected: Sequence[Collected]
-    routes: list[Route]
-    tier: Any = None
-    pins: Any = None
-    slots: list[Any] = dataclasses.field(default_factory=list)
-    """Per batch: of the keys that this rank owns."""
+    inputs: list[BagInputs]
+    working_sets: list[WorkingSet]
+    routes: list[Route] = dataclasses.field(default_factory=list)
+    owned: ShardPins | None = None
+    """Rows of this rank that any rank uses in the window; slots per batch."""
+    pins: Pins | None = None
+    """The pins of `owned`, until the window releases them."""
 
     def release(self) -> None:
-        """Unpins, if nobody else holds the pins."""
-        if self.pins is not None:
-            pins, self.pins = self.pins, None
+        pins, self.pins = self.pins, None
+        if pins is not None:
             pins.release()
 
 
-class Ranks:
-    """The other ranks, as one table sees them."""
+class ShardedBackend:
+    """See `RowBackend`. `local` trains the rows that this rank owns."""
 
-    def __init__(self, table: ShardedTable, groups: Groups, exchange: Exchange) -> None:
-        self._table = table
+    groups: Groups
+
+    def __init__(self, spec: TableSpec, local: ShardBackend, groups: Groups, exchange: Exchange) -> None:
+        self.spec = spec
+        self.local = local
         self.groups = groups
-        self.exchange = exchange
         self.traffic = exchange.traffic
+        """Bytes sent, by purpose."""
+        self._row_exchange = exchange
+        self._open: list[Any] = []
+        """Plans fetched since the last step: their rows stay pinned here for all ranks."""
+
+    @property
+    def step_count(self) -> int:
+        return self.local.step_count
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self.local.step_count = count
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
+    @property
+    def tiers(self) -> Tiers:
+        return self.local.tiers
 
     # ---- ahead of training
 
-    def plan(self, collected: Sequence[Collected], comm: Communicator | None = None) -> Planned:
-        """All ranks call it, window by window, with as many batches."""
-        keys = [working_set.keys for _, working_set in collected]
-        return Planned(collected, self.exchange.plan(comm or self.groups.ahead, keys, self.traffic.keys))
+    def stage(self, inputs: Sequence[BagInputs]) -> ShardedWindow:
+        return ShardedWindow(list(inputs), [self._working_set(batch) for batch in inputs])
 
-    def plan_nothing(self, batches: int) -> None:
-        """Takes part in a window's plan, asking for nothing."""
-        self.exchange.plan(self.groups.ahead, [_NO_KEYS] * batches, self.traffic.keys)
+    def exchange(self, window: ShardedWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
+        window.inputs += padding
+        window.working_sets += [self._working_set(batch) for batch in padding]
+        keys = [working_set.keys for working_set in window.working_sets]
+        window.routes = self._route_keys(keys, self.groups.ahead if ahead else self.groups.train)
 
-    def read_nothing(self) -> None:
-        """Takes part in what others read of one batch, for evaluation."""
-        self.read(_NO_KEYS, torch.empty(0, self._table.dim))
+    def exchange_nothing(self, batches: int) -> None:
+        """Take part in `exchange` of a window of `batches` without using any row. Collective."""
+        self._route_keys([_NO_KEYS] * batches, self.groups.ahead)
 
-    def pin(self, planned: Planned) -> None:
-        """What any rank asks of this one. Raises `BudgetError` when it cannot all be in memory at once."""
-        table, owned = self._table, [route.owned for route in planned.routes]
-        tier = table.dram
-        if table.hbm is not None:
-            planned.pins = table.hbm.pin(table.hbm.stage(owned))
-            planned.slots = list(planned.pins.slots.split([len(keys) for keys in owned]))
-        else:
-            union = WorkingSet.of(np.concatenate(owned))
-            planned.pins = tier.pin(union.keys)
-            slots = planned.pins.slots()[union.inverse]
-            planned.slots = np.split(slots, np.cumsum([len(keys) for keys in owned])[:-1])
-        planned.tier = tier
+    def _route_keys(self, keys: list[Keys], comm: Communicator) -> list[Route]:
+        return self._row_exchange.plan(comm, keys, self.traffic.keys)
 
-    def load(self, planned: Planned) -> None:
-        """Brings the rows to the GPU, if that is where they are trained."""
-        if self._table.hbm is not None:
-            self._table.hbm.load(planned.pins)
-            for route in planned.routes:
-                route.move(self._table.hbm.device)
+    def pin(self, window: ShardedWindow) -> None:
+        window.owned = self.local.pin_keys([route.owned for route in window.routes])
+        window.pins = window.owned.pins
 
-    def prepare(self, planned: Planned) -> list[Any]:
-        """Ready but for the rows' values."""
-        gpu = self._table.gpu
-        if gpu is not None:
-            inverse = np.concatenate([working_set.inverse for _, working_set in planned.collected])
-            batches: list[Any] = list(gpu.prepare([parts for parts, _ in planned.collected], planned.pins, inverse))
-        else:
-            batches = [
-                DramBackend.prepare(planned.tier, parts, ws, np.arange(len(ws), dtype=np.uint32), planned.pins)
-                for parts, ws in planned.collected
-            ]
-        for batch, route, slots in zip(batches, planned.routes, planned.slots, strict=True):
-            batch.remote = Remote(route, slots)
-        return batches
+    def prepare(self, window: ShardedWindow) -> Sequence[Any]:
+        assert window.owned is not None
+        plans = self.local.prepare_remote(window.inputs, window.working_sets, window.owned)
+        for plan, route, slots in zip(plans, window.routes, window.owned.slots, strict=True):
+            plan.remote = RemoteBatch(route, slots)
+        return plans
+
+    def load(self, window: ShardedWindow) -> None:
+        assert window.owned is not None
+        self.local.load_keys(window.owned)
+        for route in window.routes:
+            route.move(self.device)
+
+    def _working_set(self, inputs: BagInputs) -> WorkingSet:
+        ids = np.concatenate([_NO_KEYS, *(source.ids for source in inputs.values())])
+        return WorkingSet.of(ids, threads=self.spec.threads)
 
     # ---- training
 
-    def fetch(self, prepared: Any) -> None:
-        """The rows of a batch, as they are now: all ranks call it, batch by batch."""
-        table = self._table
-        count, step = len(prepared.remote.route.keys), table.step_count
-        if table.gpu is not None:
-            prepared.use()
-        rows, out = table.empty_rows(count)
-        owned = functools.partial(self._give, prepared.remote.slots)
-        self.exchange.rows(self.groups.train, prepared.remote.route, owned, out, self.traffic.rows, step)
-        prepared.rows, prepared.remote.step = rows, step
+    def fetch(self, plan: Any) -> None:
+        """See `RowBackend.fetch`. The plan's rows stay pinned until the next step."""
+        remote: RemoteBatch = plan.remote
+        plan.use()
+        rows, out = self.local.row_buffer(len(remote.route.keys))
+        give = functools.partial(self.local.read_weights, remote.slots)
+        self._row_exchange.rows(self.groups.train, remote.route, give, out, self.traffic.rows, self.step_count)
+        plan.rows, remote.step = rows, self.step_count
+        if not plan.pins.acquire():
+            raise RuntimeError(f"table {self.spec.name!r}: fetch of a batch whose rows were released")
+        self._open.append(plan)
 
-    def _give(self, slots: Any, places: torch.Tensor, out: torch.Tensor) -> None:
-        """The weights of rows that this rank owns, as they are now."""
-        if self._table.gpu is None:
-            self._table.training.weights(slots[places.numpy()], out.numpy())
-            return
-        if slots.is_cuda:  # made on the planner's stream
-            slots.record_stream(torch.cuda.current_stream(slots.device))
-        out.copy_(self._table.training.weights(slots[places.to(slots.device)]))
+    def is_current(self, plan: Any) -> bool:
+        return self.local.is_current(plan)
 
-    def sums(self, batches: Sequence[Any], gradients: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Keys, slots and summed gradients of the keys that this rank owns: all ranks call it, step by step.
+    def pool(self, plan: Any, bag: Any) -> torch.Tensor:
+        remote: RemoteBatch | None = plan.remote
+        if remote is not None and remote.step != self.step_count:
+            state = "have not been fetched yet" if remote.step is None else "are those before the last step"
+            raise RuntimeError(
+                f"table {self.spec.name!r}: the rows of this batch {state}: the order is batch, forward, backward, "
+                "step, then the next batch"
+            )
+        return self.local.pool(plan, bag)
 
-        batches     fetched since the last step, as many on every rank
-        gradients   what backward has left of them here, in the order of the forward passes
-        """
-        table = self._table
-        route = self.exchange.joined([batch.remote.route for batch in batches])
-        device = torch.device("cpu") if table.hbm is None else table.hbm.device
-        values, present = self._mine(batches, gradients, len(route.keys), device)
-        total, has = self.exchange.gradients(
-            self.groups.train, route, values, present, self.traffic.gradients, table.step_count
+    def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients:
+        """See `RowBackend.reduce`: the sums over all ranks of the keys that this rank owns."""
+        if not self._open:
+            raise RuntimeError(f"table {self.spec.name!r}: a step without a batch since the last one")
+        route = self._row_exchange.joined([plan.remote.route for plan in self._open])
+        values, present = self._local_sums(gradients, len(route.keys))
+        total, has = self._row_exchange.gradients(
+            self.groups.train, route, values, present, self.traffic.gradients, self.step_count
         )
-        slots = self._slots(batches, device)
+        slots = self._owned_slots()
         if bool(has.all()):
-            return route.owned, slots, total
-        return route.owned[has.cpu().numpy()], slots[has], total[has]
+            return ReducedGradients(slots, total, route.owned)
+        return ReducedGradients(slots[has], total[has], route.owned[has.cpu().numpy()])
 
-    def _mine(
-        self, batches: Sequence[Any], gradients: Sequence[Any], count: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's own sums, a row per key of the route, and which of them it has; none: all."""
-        if not gradients:
-            nothing = RowSum(count, self._table.dim, device)
+    def _local_sums(self, gradients: Sequence[Gradient], count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return this rank's sums, one row per key of the joined route, and which rows exist; None: all."""
+        reduced = self.local.reduce(self._renumbered(gradients) if len(self._open) > 1 else gradients)
+        if reduced is None:
+            nothing = RowSum(count, self.spec.dim, self.device)
             return nothing.values, nothing.present
-        if len(batches) > 1:
-            gradients = self._renumbered(batches, gradients)
-        places, sums = (_tensor(found) for found in self._table.training.sums(gradients))
-        if len(places) == count and torch.equal(places, torch.arange(count, dtype=places.dtype, device=device)):
-            return sums, None  # the usual case: they are in the route's order
-        mine = RowSum(count, self._table.dim, device)
-        mine.add(places.long(), sums)
-        return mine.values, mine.present
+        rows = reduced.slots
+        if len(rows) == count and torch.equal(rows, torch.arange(count, dtype=rows.dtype, device=rows.device)):
+            return reduced.values, None  # the common case: already in the route's order
+        sums = RowSum(count, self.spec.dim, self.device)
+        sums.add(rows.long(), reduced.values)
+        return sums.values, sums.present
 
-    def _renumbered(self, batches: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """The same gradients with places among the keys of all batches, in the joined route's order."""
-        keys = [batch.remote.route.keys for batch in batches]
+    def _renumbered(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Replace rows of a batch's own buffer by rows of the joined route: for several batches per step."""
+        keys = [plan.remote.route.keys for plan in self._open]
         joined = WorkingSet.of(np.concatenate(keys))
-        places = np.split(joined.inverse, np.cumsum([len(own) for own in keys])[:-1])
-        of_batch = {id(batch): own for batch, own in zip(batches, places, strict=True)}
-        changed = []
-        for gradient in gradients:
-            own, part = of_batch[id(gradient.prepared)], gradient.part
-            if self._table.gpu is None:
-                part = dataclasses.replace(part, id_slots=own[part.id_slots])
-            else:
-                index = torch.from_numpy(own.view(np.int32)).to(part.slots.device)
-                part = dataclasses.replace(part, slots=index[part.slots.long()])
-            changed.append(dataclasses.replace(gradient, part=part))
-        return changed
+        indices = np.split(joined.inverse, np.cumsum([len(part) for part in keys])[:-1])
+        index_of = {id(plan): index for plan, index in zip(self._open, indices, strict=True)}
+        return [
+            dataclasses.replace(gradient, bag=self.local.renumber(gradient.bag, index_of[id(gradient.plan)]))
+            for gradient in gradients
+        ]
 
-    @staticmethod
-    def _slots(batches: Sequence[Any], device: torch.device) -> torch.Tensor:
-        """Of the joined route's owned keys."""
-        slots = torch.cat([_tensor(batch.remote.slots).to(device) for batch in batches])
-        if len(batches) == 1:
+    def _owned_slots(self) -> torch.Tensor:
+        """Return the slots of the joined route's owned keys."""
+        slots = torch.cat([_as_tensor(plan.remote.slots).to(self.device) for plan in self._open])
+        if len(self._open) == 1:
             return slots
-        found = WorkingSet.of(np.concatenate([batch.remote.route.owned for batch in batches]))
-        first = found.order[found.starts[:-1]].astype(np.int64)
-        return slots[torch.from_numpy(first).to(device)]
+        unique = WorkingSet.of(np.concatenate([plan.remote.route.owned for plan in self._open]))
+        first = unique.order[unique.starts[:-1]].astype(np.int64)
+        return slots[torch.from_numpy(first).to(self.device)]
+
+    def norm(self, reduced: ReducedGradients) -> float:
+        """See `RowBackend.norm`: of the mean over ranks, equal on all ranks."""
+        order = np.argsort(reduced.keys)  # one order, however the keys arrived
+        ordered = reduced.values[torch.from_numpy(order).to(self.device)]
+        own = self.local.norm(dataclasses.replace(reduced, values=ordered))
+        norms = self.groups.train.all_gather(np.array([own]), "summed gradients")
+        return math.hypot(*norms[:, 0].tolist()) / self.groups.topology.world
+
+    def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
+        """See `RowBackend.apply`: applies the mean over ranks."""
+        if len(reduced.slots):
+            self.local.apply(reduced, step, lr, scale / self.groups.topology.world)
+
+    def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:
+        self.apply(self.reduce(gradients), step, lr, scale)
+
+    def end_step(self) -> None:
+        while self._open:
+            self._open.pop().pins.release()
 
     # ---- evaluation
 
-    def read(self, keys: Any, out: torch.Tensor) -> None:
-        """Fills the first numbers of each key's row, as many as `out` has, from their owners; inserts nothing.
+    def read_batch(self, inputs: BagInputs) -> Any:
+        working_set = self._working_set(inputs)
+        weights = torch.empty(len(working_set), self.spec.dim)
+        self._read_from_owners(working_set.keys, weights)
+        rows, out = self.local.row_buffer(len(working_set))
+        out.copy_(weights)
+        return self.local.plan_rows(inputs, working_set, rows)
 
-        All ranks call it.
-        """
+    def read_nothing(self) -> None:
+        """Take part in `read_batch` without reading any row. Collective."""
+        self._read_from_owners(_NO_KEYS, torch.empty(0, self.spec.dim))
+
+    def read(self, keys: Keys) -> Floats:
+        state = self.spec.optimizer.state_floats(self.spec.dim)
+        out = torch.empty(len(keys), self.spec.dim + state)
+        self._read_from_owners(keys, out)
+        return out.numpy()
+
+    def _read_from_owners(self, keys: Keys, out: torch.Tensor) -> None:
+        """Fill `out` with the first floats of each key's row."""
         comm = self.groups.read
         comm.require_free()
-        (route,) = self.exchange.plan(comm, [keys], self.traffic.read_keys)
-        owned = torch.from_numpy(np.ascontiguousarray(self._table.read_here(route.owned)[:, : out.shape[1]]))
+        (route,) = self._row_exchange.plan(comm, [keys], self.traffic.read_keys)
+        owned = torch.from_numpy(np.ascontiguousarray(self.local.read(route.owned)[:, : out.shape[1]]))
         give = functools.partial(take_rows, owned)
-        self.exchange.rows(comm, route, give, out, self.traffic.read_rows, self._table.step_count)
+        self._row_exchange.rows(comm, route, give, out, self.traffic.read_rows, self.step_count)
+
+    # ---- durability and inspection: each rank's own rows
+
+    def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
+        return self.local.rows(store, batch_rows)
+
+    def flush(self, store: SsdStore | None = None) -> None:
+        self.local.flush(store)
+
+    def write_back(self) -> None:
+        self.local.write_back()
+
+    def reopen(self, epoch: int | None = None) -> None:
+        self.local.reopen(epoch)
+
+    def move_store(self, path: Path, *, clear: bool = False) -> None:
+        self.local.move_store(path, clear=clear)
+
+    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> Callable[[], None]:
+        return self.local.replace_rows(pieces, scale)
+
+    def import_rows(self, keys: Keys, rows: Rows) -> None:
+        self.local.import_rows(keys, rows)
+
+    @property
+    def learned_scale(self) -> LearnedScale | None:
+        return self.local.learned_scale
+
+    def set_learned_scale(self, scale: LearnedScale) -> None:
+        self.local.set_learned_scale(scale)
+
+    def tier_counts(self) -> Mapping[str, int]:
+        return self.local.tier_counts()
+
+    def require_idle(self) -> None:
+        self.local.require_idle()
+
+    def close(self) -> None:
+        self.local.close()
 
 
-def _tensor(array: Any) -> torch.Tensor:
-    """uint32 slots become int32: torch can do nothing with the former."""
-    if isinstance(array, torch.Tensor):
-        return array
-    return torch.from_numpy(array.view(np.int32) if array.dtype == np.uint32 else array)
+def _as_tensor(slots: Any) -> torch.Tensor:
+    """Slots as int32: torch has few operations on uint32."""
+    return slots if isinstance(slots, torch.Tensor) else torch.from_numpy(slots.view(np.int32))

@@ -1,103 +1,122 @@
-"""What a batch is to a table: parts that are pooled alike, rows pinned for it, gradients that wait for a step."""
+"""The parts of a batch that one table reads, and the gradients that backward leaves for the next step.
+
+`BagInput` is the host-side input of one bag. Each backend turns it into its own prepared form (`BatchPlan.bags`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import numpy as np
-
-from thermocline.batch import Floats, Offsets, Slots, WorkingSet
-from thermocline.core import core
+from thermocline.batch import Batch, Floats, Offsets
 from thermocline.embedding.arrays import Keys
-from thermocline.tiers.dram import DramTier, Pins
 
 if TYPE_CHECKING:
-    from thermocline.tiers.hbm import HbmPins
+    import torch
 
 Pooling = Literal["sum", "mean", "none"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BagSpec:
-    """What one bag reads of a batch: fields that are pooled alike, and their places among the bag's outputs."""
+    """Fields that one bag pools alike, and their positions among the bag's outputs."""
 
     fields: tuple[int, ...]
     pooling: Pooling
-    places: tuple[int, ...] = dataclasses.field(compare=False)  # bags that differ in these share a part
+    positions: tuple[int, ...] = dataclasses.field(compare=False)  # bags that differ only here share an input
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Part:
-    """One BagSpec's share of a prepared batch."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class BagInput:
+    """Ids, offsets and weights that one BagSpec selects from a batch."""
 
     ids: Keys
     offsets: Offsets | None
+    """Bag b pools ids[offsets[b] : offsets[b + 1]]; None: one vector per id."""
     weights: Floats | None
     mean: bool
     first_id: int
-    """Where its ids stand among those of the batch's other parts."""
-    id_slots: Slots | None = None
-    """Per id: where its row is pinned; none when rows were copied for evaluation."""
-
-    plan: tuple[Slots, Floats | None] | None = None
+    """Index of its first id among the ids of all inputs of the batch."""
 
     @property
     def bags(self) -> int:
-        """Vectors it pools to."""
+        """Number of pooled vectors."""
         return len(self.ids) if self.offsets is None else len(self.offsets) - 1
 
-    def gradient_plan(self, tier: core.DramTier) -> tuple[Slots, Floats | None]:
-        """Per id: the row of the part's gradient that belongs to it, and what it is multiplied by."""
-        if self.plan is None:
-            order = np.arange(len(self.ids), dtype=np.uint32)
-            self.plan = tier.plan(order, order, order, self.offsets, self.weights, self.mean)[1:]
-        return self.plan
+    @property
+    def id_range(self) -> slice:
+        """Its ids among the ids of all inputs of the batch."""
+        return slice(self.first_id, self.first_id + len(self.ids))
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Prepared:
-    """A batch's rows of one table, shared by all bags on the table: pinned, or copied for evaluation.
+BagInputs = Mapping[BagSpec, BagInput]
+"""All that one table reads of one batch."""
 
-    The pipeline holds the pins until the loop moves on, every gradient until the step. A holder forgets its pins before
-    it lets go: an interrupt in between leaves them to the garbage collector, never to a second let_go.
+
+def select_inputs(batch: Batch, specs: Sequence[BagSpec]) -> dict[BagSpec, BagInput]:
+    """Cut a batch into the inputs of these bags. Touches no rows."""
+    inputs: dict[BagSpec, BagInput] = {}
+    first = 0
+    for spec in specs:
+        ids, offsets, weights = batch.select(spec.fields)
+        inputs[spec] = BagInput(
+            ids, None if spec.pooling == "none" else offsets, weights, spec.pooling == "mean", first
+        )
+        first += len(ids)
+    return inputs
+
+
+class Pins(Protocol):
+    """Shared ownership of the slots of one window: the rows stay in their slots until the last owner releases."""
+
+    def acquire(self) -> bool:
+        """Add an owner. Return False if the last owner has already released."""
+
+    def release(self) -> None:
+        """Remove an owner; the last one unpins the rows."""
+
+
+class BatchPlan(Protocol):
+    """The rows of one table that a batch reads, ready to be pooled: pinned for training, or copied for evaluation.
+
+    The pipeline owns the pins until the loop asks for the next batch; every gradient owns them until the step. An owner
+    drops its reference before it calls `release`, so that an interrupt in between cannot release twice.
     """
 
-    tier: DramTier
-    parts: dict[BagSpec, Part]
-    working_set: WorkingSet
-    slots: Slots | None
-    """Per unique key: where its row is pinned."""
-    pins: Pins | None
-    """Of these slots, and perhaps of other batches in the same window."""
-    rows: Floats | None = None
-    """Per unique key: a copy of its row, for evaluation, or from the rank that owns it."""
-    plan: tuple[Slots, Floats | None] | None = None
-    """Of the only part, in the working set's order: `Part.gradient_plan` per occurrence."""
-    remote: Remote | None = None
-    """Of a table over several ranks: `slots` are then places in the working set."""
+    @property
+    def bags(self) -> Mapping[BagSpec, Any]:
+        """The prepared inputs."""
 
+    @property
+    def pins(self) -> Pins | None:
+        """None: the rows are copies; backward through them is an error."""
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Remote:
-    """What the ranks have agreed about a batch."""
-
-    route: Any  # dist.exchange.Route
-    slots: Any
-    """Of the keys that this rank owns, in the route's order: pinned here, for all ranks."""
-    step: int | None = None
-    """The table's steps when the rows came; none: they have not come yet."""
+    def use(self) -> None:
+        """Make the current device stream wait until the plan and its rows are ready. Does nothing on a CPU."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Gradient:
-    """Of one pooled part, since backward."""
+    """The gradient of one pooled bag, kept from backward to the step."""
 
     order: int
-    prepared: Any  # all of one kind: those of the CPU, or of the GPU
-    pins: Pins | HbmPins
-    part: Any
-    grad: Any
+    """Number of its forward pass: gradients are summed in this order."""
+    plan: Any
+    pins: Pins
+    bag: Any
+    values: torch.Tensor
+    """float32[bags, dim], on the backend's device."""
     unchanged: Callable[[], bool]
-    """Whether grad's memory is as backward left it: autograd may give the same memory to others."""
+    """Whether the memory of `values` is as backward left it: autograd may hand it to a dense parameter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ReducedGradients:
+    """One summed gradient per unique key of a step."""
+
+    slots: Any
+    """Location of each row, in the backend's own terms."""
+    values: Any
+    keys: Any = None
+    """The keys themselves, where the backend needs them."""

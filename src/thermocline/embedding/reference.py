@@ -195,20 +195,37 @@ class ReferenceTable:
         scale: float = 1.0,
     ) -> None:
         """One optimizer step: `grad` has one row per bag."""
-        gradients: dict[int, list[Floats]] = {}
-        for b, places in enumerate(_bags(len(ids), offsets, pooling)):
-            for p in places:
+        occurrences: dict[int, list[Floats]] = {}
+        self.collect_gradients(occurrences, ids, grad, offsets, pooling, weights)
+        sums = {key: sum_in_blocks(gradients) for key, gradients in occurrences.items()}
+        self.apply_sums(sums, step=step, lr=lr, scale=scale)
+
+    @staticmethod
+    def collect_gradients(
+        occurrences: dict[int, list[Floats]],
+        ids: Sequence[int] | npt.NDArray[Any],
+        grad: Floats,
+        offsets: Sequence[int] | npt.NDArray[Any] | None,
+        pooling: Pooling,
+        weights: Sequence[float] | npt.NDArray[Any] | None,
+    ) -> None:
+        """Append to `occurrences` the gradient of each id, in order, under its key."""
+        for b, positions in enumerate(_bags(len(ids), offsets, pooling)):
+            for p in positions:
                 g = np.array(grad[b], np.float32)
                 if weights is not None or pooling == "mean":
                     coefficient = np.float32(1.0 if weights is None else weights[p])
                     if pooling == "mean":
-                        coefficient = coefficient / np.float32(len(places))
+                        coefficient = coefficient / np.float32(len(positions))
                     g = g * coefficient
-                gradients.setdefault(int(ids[p]), []).append(g)
+                occurrences.setdefault(int(ids[p]), []).append(g)
+
+    def apply_sums(self, sums: dict[int, Floats], *, step: int, lr: float | None = None, scale: float = 1.0) -> None:
+        """Apply one optimizer step per key to summed gradients."""
         total = 0
-        for key, occurrences in gradients.items():
+        for key, summed in sums.items():
             row = self.row(key)
-            g = sum_in_blocks(occurrences) * np.float32(scale)
+            g = summed * np.float32(scale)
             optimize(self.optimizer, row, g, step, self.optimizer.lr if lr is None else lr)
             units = self.store(key, row, step)
             if self.learned is not None:

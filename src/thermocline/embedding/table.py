@@ -1,46 +1,50 @@
-"""A table: rows of one layout in HBM, memory and on SSD, trained through `tc.EmbeddingBag`, one update per step."""
+"""`tc.Table`: rows of one layout, trained through `tc.EmbeddingBag`, one update per unique key and step."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
-import numpy as np
-
-from thermocline.batch import Batch, Floats, Slots, WorkingSet
-from thermocline.embedding.arrays import Keys
-from thermocline.embedding.batch_plan import BagSpec, Gradient, Part, Prepared
+from thermocline.batch import Batch, Floats
+from thermocline.embedding.arrays import Keys, as_keys
+from thermocline.embedding.backend import RowBackend, RowWindow, ShardBackend
+from thermocline.embedding.batch_plan import BagInputs, BagSpec, BatchPlan, Gradient, ReducedGradients, select_inputs
 from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.optimizers import Optimizer
-from thermocline.embedding.precision import Kind, Precision, note_with, noted
-from thermocline.errors import FormatError, require_type, whole_number
-from thermocline.tiers.dram import DramTier, Pins, Policy
-from thermocline.tiers.dram_backend import DramBackend
-from thermocline.tiers.ssd import SsdStore
-from thermocline.utils.cpu_affinity import cores
+from thermocline.embedding.precision import Kind, Precision, note_with
+from thermocline.embedding.table_spec import Policy, TableSpec
+from thermocline.errors import require_type, whole_number
+from thermocline.tiers.host_rows import open_store
 from thermocline.utils.text_format import format_size, parse_size
 
 if TYPE_CHECKING:
     import torch
 
-    from thermocline.distributed.sharded_backend import Ranks
+    from thermocline.distributed.communicator import Groups
+    from thermocline.tiers.dram import DramTier
     from thermocline.tiers.hbm import HbmTier
-    from thermocline.tiers.hbm_backend import HbmBackend, HbmPart, HbmPrepared
+    from thermocline.tiers.ssd import SsdStore
 
 Device = Literal["auto", "cpu", "cuda"]
+BackendFactory = Callable[[TableSpec, str, int | None], RowBackend]
+"""(spec, device, epoch) -> backend: `device` is the table's argument, `epoch` the commit to open."""
 
 
 class Table:
-    """Rows by 64-bit key: `dim` weights and the optimizer's state, in HBM (`hbm`), DRAM (`mem`), SSD (`ssd`).
+    """Rows by 64-bit key: `dim` weights and the optimizer's state, in HBM (`hbm`), DRAM (`mem`) and SSD (`ssd`).
 
-    No vocabulary is declared: a key exists once it has been trained. Training is bit for bit the same whatever the
-    budgets. Without `ssd` all rows must fit `mem`.
+    No vocabulary is declared: a key exists once it has been trained. Training gives the same bits whatever the budgets.
+    Without `ssd` all rows must fit `mem`.
+
+    A table collects gradients and decides when rows change; its `backend` stores rows and computes
+    (`embedding/backend.py`).
     """
+
+    backend: RowBackend
 
     def __init__(
         self,
@@ -61,255 +65,229 @@ class Table:
         ssd_options: Mapping[str, Any] | None = None,
         epoch: int | None = None,
         device: Device = "auto",
+        make_backend: BackendFactory | None = None,
     ) -> None:
-        """Opens the table; with `ssd`, on the rows of the store's newest commit, or of `epoch`.
+        """Open the table; with `ssd`, on the rows of the store's newest commit, or of `epoch`.
 
-        hbm      bytes of GPU memory for hot rows, their index and metadata; bags then give vectors on the GPU
-        mem      bytes of DRAM for rows, their index and metadata
-        ssd      folder of the store that holds the rows which do not fit; made if it is not there
-        threads  of one call of the memory tier; default: all cores, less two beside a GPU. No result depends on it
-        name     tells tables apart: initial rows are a function of (seed, name, key); checkpoints are by name
-        precision   how weights are stored, everywhere: "fp32", "fp16", "bf16", "int8" .. "int2", or a `tc.Precision`
-        ssd_mem, ssd_filter_bits   DRAM of the store itself (its index), and how much of it spares reads of new keys
-        ssd_options   any others of `SsdStore.open`
-        device   where training runs: "cuda", "cpu", or "auto": with `hbm`, on the GPU if there is one
+        hbm          bytes of GPU memory for rows, their index and metadata; bags then give vectors on the GPU
+        mem          bytes of DRAM for rows, their index and metadata
+        ssd          folder of the store that holds the rows beyond DRAM; created if missing
+        name         initial rows are a function of (seed, name, key); checkpoints identify tables by name
+        precision    stored precision of weights: "fp32", "fp16", "bf16", "int8" .. "int2", or a `tc.Precision`
+        threads      threads of one host operation; default: all cores, less two beside a GPU. No result depends on it
+        ssd_mem      bytes of DRAM for the store's index and buffers
+        ssd_filter_bits   bits per key of that index which avoid reads of new keys
+        ssd_options  further arguments of `SsdStore.open`
+        device       "cuda", "cpu", or "auto": with `hbm`, the GPU if there is one
+        make_backend a `RowBackend` other than the built-in ones
         """
         dim, seed = whole_number(dim, "dim"), whole_number(seed, "seed")
-        threads = None if threads is None else whole_number(threads, "threads")
         require_type(optimizer, Optimizer, "optimizer", "SGD, Adagrad, RowWiseAdagrad or Adam, such as Adagrad(lr=0.1)")
         require_type(initial, Initial | None, "initial", "Uniform, Normal or Constant, such as Uniform(scale=0.01)")
         require_type(ssd, str | os.PathLike | None, "ssd", "a folder's name, or None")
         require_type(name, str, "name", "text")
         if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
             raise ValueError(f"name is {name!r}: letters, digits, '-', '_' and '.' make a table's name")
-        self.dim = dim
-        self.optimizer = optimizer
-        self.precision = Precision.of(precision)
-        self.name = name
+        stored = Precision.of(precision)
+        self.spec = TableSpec(
+            name=name,
+            dim=dim,
+            optimizer=optimizer,
+            precision=stored,
+            initial=Uniform() if initial is None else initial,
+            seed=seed,
+            policy=policy,
+            threads=None if threads is None else whole_number(threads, "threads"),
+            hbm=None if hbm is None else parse_size(hbm, "hbm"),
+            mem=parse_size(mem, "mem"),
+            ssd=None if ssd is None else Path(ssd),
+            store_options={
+                "row_bytes": stored.row_bytes(dim, optimizer),
+                "mem_budget": ssd_mem,
+                "filter_bits": ssd_filter_bits,
+                **(ssd_options or {}),
+            },
+        )
         self.lr = optimizer.lr
         """Learning rate of the next steps."""
-        self.step_count = 0
-        """Steps so far: Adam's bias correction counts them."""
-        self._hbm_budget = None if hbm is None else parse_size(hbm, "hbm")
-        self._mem_budget = parse_size(mem, "mem")
-        self._ssd_path = None if ssd is None else os.fspath(ssd)
-        self._tier_options: dict[str, Any] = {
-            "policy": policy,
-            "threads": threads,
-            "seed": seed,
-            "table": int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"),
-            "initial": initial,
-            "precision": self.precision,
-        }
-        self._store_options: dict[str, Any] = {
-            "row_bytes": self.precision.row_bytes(dim, optimizer),
-            "mem_budget": ssd_mem,
-            "filter_bits": ssd_filter_bits,
-            **(ssd_options or {}),
-        }
-        self._threads = threads
+        self.checkpoint_store: SsdStore | None = None
+        """Store of a table without `ssd`, where `tc.Checkpoints` saves its rows."""
         self._specs: weakref.WeakKeyDictionary[Any, tuple[BagSpec, ...]] = weakref.WeakKeyDictionary()
-        self._specs_lock = threading.Lock()  # bags are made while a pipeline collects
+        self._specs_lock = threading.Lock()  # bags may be made while a pipeline collects
         self._gradients: list[Gradient] = []
-        self._summed: Any = None  # of all of them, once `gradient_norm` was asked
+        self._reduced: ReducedGradients | None = None
+        """Sums of `_gradients`, once `reduce_gradients` has computed them."""
         self._forwards = 0
         self._after_step: list[Callable[[], None]] = []
-        self.ranks: Ranks | None = None
-        """The ranks whose tables together are this one: what `tc.prefetch` asks; none: this process alone."""
-        self.hbm: HbmTier | None = None
-        """The rows on the GPU, above `tier`."""
-        self.gpu: HbmBackend | None = None
-        """Batches on it: what `tc.prefetch` asks."""
-        self._training: Any  # DramBackend, or the same as gpu: their arguments go together
-        self._device = _training_device(device, self._hbm_budget)
-        if threads is None and self._device is not None:
-            self._tier_options["threads"] = _threads_beside_gpu(cores())
-        self._dram: DramTier
-        self.store: SsdStore | None = None
-        self.checkpoint_store: SsdStore | None = None
-        """Where a memory-only table's rows are saved, and were restored from: set by `tc.Checkpoints`."""
-        self.reopen(epoch)
+        self.backend = (make_backend or make_local_backend)(self.spec, device, epoch)
 
-    def reopen(self, epoch: int | None = None) -> None:
-        """Forgets everything since a commit and opens that one: the newest, or `epoch`. Without `ssd`: an empty one."""
-        self.discard_gradients()
-        if self.store is not None:
-            self.store.close()
-        self.store = None
-        if self._ssd_path is not None:
-            self.store = self.open_store(self._ssd_path, create=epoch is None, epoch=epoch)
-        self.dram = DramTier(self.dim, self.optimizer, budget=self._mem_budget, store=self.store, **self._tier_options)
-        if self.store is not None:
-            self.restore_scale(self.store)
+    # ---- description
 
     @property
-    def dram(self) -> DramTier:
-        """The rows in memory."""
-        return self._dram
+    def name(self) -> str:
+        """Name of the table."""
+        return self.spec.name
 
-    @dram.setter
-    def dram(self, tier: DramTier) -> None:
-        self._dram = tier
-        if self._device is None:
-            self._training = DramBackend(tier, self._threads)
-            return
-        if self.hbm is not None:
-            assert self.gpu is not None
-            self.hbm.reset(tier)
-            self.gpu.restore_scale()
-            return
-        from thermocline.tiers.hbm import HbmTier
-        from thermocline.tiers.hbm_backend import HbmBackend
+    @property
+    def dim(self) -> int:
+        """Weights per row."""
+        return self.spec.dim
 
-        assert self._hbm_budget is not None
-        self.hbm = HbmTier(tier, budget=self._hbm_budget, device=self._device, name=self.name)
-        self._training = self.gpu = HbmBackend(self.hbm, self.dim, self.optimizer)
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of the rows."""
+        return self.spec.optimizer
 
-    def open_store(self, path: str | os.PathLike[str], **options: Any) -> SsdStore:
-        """A store for rows of this table, opened with the table's own settings and `options` of `SsdStore.open`."""
-        store = SsdStore.open(path, **{**self._store_options, **options})
-        if store.epoch and (was := noted(store.note)[0]) != self.precision.layout:
-            store.close()
-            raise FormatError(
-                f"{store.path} has rows of precision {was}, but table {self.name!r} has {self.precision.layout}: open "
-                "it with the precision it was made with"
-            )
-        return store
+    @property
+    def precision(self) -> Precision:
+        """The stored precision of weights."""
+        return self.spec.precision
 
     @property
     def layout(self) -> dict[str, Any]:
-        """What makes rows and their updates what they are, as JSON: two tables that differ here cannot share rows."""
-        optimizer = dataclasses.asdict(self.optimizer)
-        del optimizer["lr"]  # changes from step to step
-        initial: Any = self._tier_options["initial"] or Uniform()
-        return {
-            "dim": self.dim,
-            "optimizer": {"kind": type(self.optimizer).__name__, **optimizer},
-            "seed": self._tier_options["seed"],
-            "initial": {"kind": type(initial).__name__, **dataclasses.asdict(initial)},
-            "precision": self.precision.layout,
-        }
+        """See `TableSpec.layout`."""
+        return self.spec.layout
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the bags' outputs."""
+        return self.backend.device
+
+    @property
+    def groups(self) -> Groups | None:
+        """The ranks that share the table; None: this process alone."""
+        return self.backend.groups
+
+    @property
+    def dram(self) -> DramTier:
+        """The DRAM tier, for inspection and direct access to rows."""
+        tier = self.backend.tiers.dram
+        if tier is None:
+            raise AttributeError(f"table {self.name!r} has no DRAM tier: its backend is {type(self.backend).__name__}")
+        return tier
+
+    @property
+    def hbm(self) -> HbmTier | None:
+        """The HBM tier; None: rows are trained elsewhere."""
+        return self.backend.tiers.hbm
+
+    @property
+    def store(self) -> SsdStore | None:
+        """The SSD store; None: the table was opened without `ssd`."""
+        return self.backend.tiers.ssd
+
+    @property
+    def store_root(self) -> Path | None:
+        """Folder of the table's store, or of all ranks' stores; None: the table was opened without `ssd`."""
+        return self.spec.ssd
+
+    @property
+    def step_count(self) -> int:
+        """Steps applied so far."""
+        return self.backend.step_count
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self.backend.step_count = count
 
     @property
     def pending_gradients(self) -> int:
-        """How many backward passes through a bag no step has applied yet."""
+        """Number of backward passes through a bag that no step has applied yet."""
         return len(self._gradients)
 
     # ---- bags
 
     def register(self, bag: Any, specs: tuple[BagSpec, ...]) -> None:
-        """A bag says what it will read, so that batches can be prepared before it asks."""
+        """Register what a bag reads, so that batches can be prepared before its forward pass."""
         with self._specs_lock:
             self._specs[bag] = specs
 
-    def _wanted(self) -> list[BagSpec]:
-        """All registered specs, each once, in an order that does not depend on memory addresses."""
+    def _registered(self) -> list[BagSpec]:
+        """Return all registered specs once, in an order that does not depend on memory addresses."""
         with self._specs_lock:
-            wanted = {spec for specs in self._specs.values() for spec in specs}
-        return sorted(wanted, key=lambda s: (s.fields, s.pooling))
+            specs = {spec for registered in self._specs.values() for spec in registered}
+        return sorted(specs, key=lambda spec: (spec.fields, spec.pooling))
 
     @property
-    def fields_read(self) -> int:
-        """A batch needs at least so many fields."""
-        return 1 + max((field for spec in self._wanted() for field in spec.fields), default=0)
+    def min_fields(self) -> int:
+        """Number of fields that a batch needs at least."""
+        return 1 + max((field for spec in self._registered() for field in spec.fields), default=0)
 
-    # ---- a batch's life
+    # ---- batches
 
-    def collect(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> tuple[dict[BagSpec, Part], WorkingSet]:
-        """The parts of the batch that the bags will read, and their working set. Touches no rows."""
-        parts = self.parts(batch, specs)
-        lists = [part.ids for part in parts.values()]
-        joined = lists[0] if len(lists) == 1 else np.concatenate([np.empty(0, np.uint64), *lists])
-        return parts, WorkingSet.of(joined, threads=self._threads)
+    def inputs(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> BagInputs:
+        """Select the inputs of the registered bags, or of `specs`. Touches no rows."""
+        return select_inputs(batch, self._registered() if specs is None else specs)
 
-    def parts(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> dict[BagSpec, Part]:
-        """Without the working set: on a GPU the dedup is the GPU's."""
-        parts: dict[BagSpec, Part] = {}
-        first = 0
-        for spec in self._wanted() if specs is None else specs:
-            ids, offsets, weights = batch.select(spec.fields)
-            none = spec.pooling == "none"
-            parts[spec] = Part(ids, None if none else offsets, weights, spec.pooling == "mean", first)
-            first += len(ids)
-        return parts
+    def stage(self, batches: Sequence[Batch]) -> RowWindow:
+        """Begin a window of batches: the first stage of `tc.prefetch`."""
+        return self.backend.stage([self.inputs(batch) for batch in batches])
 
-    def bind(
-        self, tier: DramTier, parts: dict[BagSpec, Part], working_set: WorkingSet, slots: Slots, pins: Pins
-    ) -> Prepared:
-        """Ready to train: the slots of the working set's keys in `tier`, which `pins` hold."""
-        return DramBackend.prepare(tier, parts, working_set, slots, pins)
+    def prepare(self, batch: Batch) -> BatchPlan:
+        """Pull and pin the rows of one batch now: all stages of `tc.prefetch` in order. Release its pins when done.
 
-    def prepare(self, batch: Batch) -> Prepared | HbmPrepared:
-        """Pulls and pins the batch's rows: what `tc.prefetch` does ahead of time. Let go of its pins when done."""
-        if self.gpu is not None:
-            collected = [self.parts(batch)]
-            planned = self.gpu.pin(self.gpu.stage(collected))
-            (prepared,) = self.gpu.prepare(collected, planned)
-            self.gpu.load(planned)
-            return prepared
-        parts, working_set = self.collect(batch)
-        tier = self.dram
-        pins = tier.pin(working_set.keys)
-        return self.bind(tier, parts, working_set, pins.slots(), pins)
+        Collective over ranks.
+        """
+        backend = self.backend
+        window = self.stage([batch])
+        backend.exchange(window, ahead=False)
+        backend.pin(window)
+        (plan,) = backend.prepare(window)
+        backend.load(window)
+        backend.fetch(plan)
+        return plan
 
-    def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> Prepared | HbmPrepared:
-        """Copies of the batch's rows, for evaluation: inserts nothing, visits nothing."""
-        copies: Prepared | HbmPrepared = self._training.prepare_read(*self.collect(batch, specs))
-        return copies
+    def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> BatchPlan:
+        """Copy the rows of one batch for evaluation. Inserts nothing. Collective over ranks."""
+        return self.backend.read_batch(self.inputs(batch, specs))
 
-    def pool(self, prepared: Any, part: Any) -> Floats | torch.Tensor:
-        """float32[bags, dim], where training runs."""
-        pooled: Floats | torch.Tensor = self._training.pool(prepared, part)
-        return pooled
+    def usable(self, plan: BatchPlan, specs: Sequence[BagSpec], training: bool) -> bool:
+        """Return whether the plan has these bags' inputs, current rows and, for training, pins."""
+        pinned = plan.pins is not None or not training
+        return pinned and self.backend.is_current(plan) and plan.bags.keys() >= set(specs)
 
     def next_forward(self) -> int:
-        """Numbers forward passes: gradients are summed in this order, whatever order backward takes."""
+        """Number the forward passes: gradients are summed in this order, whatever the order of backward."""
         self._forwards += 1
         return self._forwards
 
     def add_gradient(
-        self,
-        order: int,
-        prepared: Prepared | HbmPrepared,
-        part: Part | HbmPart,
-        grad: Floats | torch.Tensor,
-        unchanged: Callable[[], bool] = lambda: True,
+        self, order: int, plan: BatchPlan, bag: Any, values: torch.Tensor, unchanged: Callable[[], bool] = lambda: True
     ) -> None:
-        """Called by backward: the gradient of one pooled part, used in place; `step` asks whether it is unchanged."""
-        pins = prepared.pins
-        if pins is None or prepared.tier is not self.dram or not pins.acquire():
+        """Keep the gradient of one pooled bag until the step. Called by backward; `values` are used in place."""
+        pins = plan.pins
+        if pins is None:
+            raise RuntimeError(f"backward through rows of table {self.name!r} that were read for evaluation")
+        if not self.backend.is_current(plan) or not pins.acquire():
             raise RuntimeError(
-                f"backward through rows of table {self.name!r} that were "
-                + ("only read" if pins is None else "given back: call it before the loop asks for the next batch")
+                f"backward through rows of table {self.name!r} that were released: call it before the loop asks for "
+                "the next batch"
             )
-        self._summed = None
-        self._gradients.append(Gradient(order, prepared, pins, part, grad, unchanged))
+        self._reduced = None
+        self._gradients.append(Gradient(order, plan, pins, bag, values, unchanged))
 
-    # ---- the update
+    # ---- steps
 
     def reduce_gradients(self) -> None:
-        """Sums what backward has collected: from now on, autograd's memory may change."""
-        if self._gradients and self._summed is None:
-            self._summed = self._training.sums(self._in_order())
+        """Sum the collected gradients per key now; their memory may change afterwards. Collective over ranks."""
+        if self._reduced is None:
+            self._reduced = self.backend.reduce(self._ordered_gradients())
 
     def gradient_norm(self) -> float:
-        """The joint norm of everything backward has collected since the last step: to clip it with other gradients.
+        """Return the joint norm of all gradients since the last step, to clip it with other gradients.
 
-        Its sums are what `step` will apply: from now on, autograd's memory may change.
+        Calls `reduce_gradients`. Collective over ranks: the norm of the mean over ranks.
         """
-        if not self._gradients:
-            return 0.0
         self.reduce_gradients()
-        norm: float = self._training.norm(self._summed[1])
-        return norm
+        return 0.0 if self._reduced is None else self.backend.norm(self._reduced)
 
     def step(self, *, lr: float | None = None, scale: float = 1.0, max_norm: float | None = None) -> float | None:
-        """Applies everything backward has collected since the last step: one update per unique key.
+        """Apply all gradients since the last step: one update per unique key. Collective over ranks.
 
-        lr         for this step only; default: `table.lr`
-        scale      multiplies every gradient (1 / loss scale under AMP, 1 / steps when accumulating)
-        max_norm   scales all gradients of the table down if their joint norm is above; returns the norm found.
-                   CollectiveRunner with other gradients: `gradient_norm`, then `scale`
+        lr         learning rate of this step only; default: `table.lr`
+        scale      factor of every gradient (1 / loss scale under AMP, 1 / batches when accumulating)
+        max_norm   scale all gradients of the table down if their joint norm is larger; returns the norm before.
+                   To clip together with other gradients use `gradient_norm`, then `scale`
         """
         step, rate = self.step_count + 1, self.lr if lr is None else lr
         norm = None
@@ -317,124 +295,115 @@ class Table:
             if max_norm is not None:
                 norm = abs(scale) * self.gradient_norm()
                 scale *= max_norm / norm if norm > max_norm else 1.0
-            self._apply(step, rate, scale)
+            if self._reduced is not None:
+                self.backend.apply(self._reduced, step, rate, scale)
+            else:
+                self.backend.update(self._ordered_gradients(), step, rate, scale)
             self.step_count = step
         finally:
             self.discard_gradients()
         return norm
 
-    def _apply(self, step: int, lr: float, scale: float) -> None:
-        if self._summed is not None:
-            self._training.apply(*self._summed, step, lr, scale)
-        elif self._gradients:
-            self._training.update(self._in_order(), step, lr, scale)
-
     def on_step(self, callback: Callable[[], None]) -> None:
-        """Called once, after the next step."""
+        """Call `callback` once, after the next step."""
         self._after_step.append(callback)
 
     def discard_gradients(self) -> None:
-        """Throws away what backward has collected (an AMP step that overflowed)."""
-        self._summed = None
+        """Drop the collected gradients, for instance of an AMP step that overflowed. All ranks or none."""
+        self._reduced = None
         while self._gradients:
             self._gradients.pop().pins.release()
         while self._after_step:
             self._after_step.pop()()
+        self.backend.end_step()
 
-    def _in_order(self) -> list[Gradient]:
-        """What backward has collected, in the order of the forward passes."""
-        if not all(g.unchanged() for g in self._gradients):
+    def _ordered_gradients(self) -> list[Gradient]:
+        """Return the collected gradients in the order of their forward passes."""
+        if not all(gradient.unchanged() for gradient in self._gradients):
             raise RuntimeError(
                 f"table {self.name!r}: a gradient was changed in place between backward and step, perhaps as that of a "
                 "dense parameter that shares its memory: call table.step() before dense gradients are clipped or zeroed"
             )
-        return sorted(self._gradients, key=lambda g: g.order)
+        return sorted(self._gradients, key=lambda gradient: gradient.order)
 
-    # ---- what survives
+    # ---- durability
+
+    def reopen(self, epoch: int | None = None) -> None:
+        """Drop everything since a commit, the newest or `epoch`, and open it. Without `ssd`: an empty table."""
+        self.discard_gradients()
+        self.backend.reopen(epoch)
+
+    def open_store(self, path: str | os.PathLike[str], **options: Any) -> SsdStore:
+        """Open a store of rows of this table. `options` replace the table's own of `SsdStore.open`."""
+        return open_store(self.spec, path, **options)
 
     def commit(self, note: bytes = b"") -> int:
-        """Makes everything up to the last step durable in the table's store; returns its epoch.
+        """Make everything up to the last step durable in the table's store; return its epoch.
 
-        Costs what has changed since the last commit. A run with several tables and a dense model uses `tc.Checkpoints`.
+        The cost is proportional to the rows changed since the last commit. A run with several tables and a dense model
+        uses `tc.Checkpoints`.
         """
         if self.store is None:
             raise ValueError(f"table {self.name!r} has no ssd to commit to")
-        self.write_back()
-        self.dram.flush()
+        self.backend.flush()
         return self.store.commit(self.commit_note(note))
 
     def commit_note(self, note: bytes) -> bytes:
-        """What a commit of this table's rows notes: below fp32, one line more says how to read them."""
-        return note_with(note, self.precision, self.dram.learned)
-
-    def restore_scale(self, store: SsdStore) -> None:
-        """Of a table that learns its step: goes on with the one that the store's commit has."""
-        learned = noted(store.note)[1] if store.epoch else None
-        if learned is not None:
-            self.dram.set_scale(learned)
-            if self.gpu is not None:
-                self.gpu.restore_scale()
+        """Return the note of a commit of this table's rows: below fp32 it records the precision."""
+        return note_with(note, self.precision, self.backend.learned_scale)
 
     def write_back(self) -> None:
-        """Copies every row that changed in HBM into memory: `tier` then has all there is. Between steps only."""
-        if self.hbm is not None and self.gpu is not None:
-            self.hbm.write_back()
-            self.gpu.save_scale()
+        """Copy every row that changed in HBM to DRAM: `table.dram` is then complete. Between steps only."""
+        self.backend.write_back()
 
     def rows(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Floats]]:
-        """Every trained row once, keys and float32[n, dim + state], in bounded memory. Between steps only."""
-        self.write_back()
-        store = self.store or self.checkpoint_store
-        if store is None:
-            yield from self.dram.dirty_rows(batch_rows)  # never flushed: all that were trained
-            return
-        self.dram.flush(store)
-        for keys, rows in store.scan(batch_rows=batch_rows):
-            yield keys, self.dram.decode(rows.view(np.float32))
+        """Iterate over every trained row once: keys and float32[n, dim + state]. Between steps; memory is bounded."""
+        return self.backend.rows(self.checkpoint_store, batch_rows)
 
     def read(self, keys: Any) -> Floats:
-        """float32[n, dim + state]: rows as they are; keys never trained give their initial row."""
-        if self.hbm is None or self.gpu is None:
-            return self.dram.read(keys)
-        self.gpu.save_scale()
-        return self.hbm.read(keys)
+        """Return float32[n, dim + state]; a key never trained gives its initial row. Collective over ranks."""
+        return self.backend.read(as_keys(keys))
 
-    def tier_counts(self) -> dict[str, int]:
-        """Rows of training batches so far, by where they were: in HBM if there is one, in memory, on SSD, or new."""
-        if self.hbm is not None:
-            gpu = self.hbm.stats()
-            came = {"mem": gpu.from_mem, "ssd": gpu.from_ssd, "new": gpu.initialised}
-            return {"hbm": gpu.rows - sum(came.values()), **came}
-        stats = self.dram.stats()
-        return {"mem": stats.hits, "ssd": stats.from_store, "new": stats.initialised}
+    def tier_counts(self) -> Mapping[str, int]:
+        """Return rows of training batches so far by the tier they were in: "hbm", "mem", "ssd", "new"."""
+        return self.backend.tier_counts()
 
     def close(self) -> None:
-        """Closes the store, or the one that its checkpoints are in. What was not committed is gone."""
+        """Close the table's stores. What was not committed is lost."""
         self.discard_gradients()
-        store = self.store or self.checkpoint_store
-        if store is not None:
-            store.close()
+        self.backend.close()
+        if self.checkpoint_store is not None:
+            self.checkpoint_store.close()
 
     def __repr__(self) -> str:
-        place = "memory only" if self._ssd_path is None else f"ssd={self._ssd_path!r}"
-        gpu = "" if self.hbm is None else f"hbm={format_size(self.hbm.budget)} on {self.hbm.device}, "
-        size = format_size(self._mem_budget)
-        kind = "" if self.precision.kind == "fp32" else f"{self.precision.kind}, "
-        return f"Table({self.name!r}, dim={self.dim}, {kind}{self.optimizer}, {gpu}mem={size}, {place})"
+        spec = self.spec
+        place = "memory only" if spec.ssd is None else f"ssd={str(spec.ssd)!r}"
+        hbm = "" if self.hbm is None else f"hbm={format_size(self.hbm.budget)} on {self.hbm.device}, "
+        kind = "" if spec.precision.kind == "fp32" else f"{spec.precision.kind}, "
+        return (
+            f"Table({spec.name!r}, dim={spec.dim}, {kind}{spec.optimizer}, {hbm}mem={format_size(spec.mem)}, {place})"
+        )
 
 
-def _threads_beside_gpu(count: int) -> int:
-    """Planning and launching kernels have threads of their own, which the GPU waits for: two cores are left to them."""
-    return count - 2 if count >= 8 else count
+def make_local_backend(spec: TableSpec, device: str, epoch: int | None = None) -> ShardBackend:
+    """Make the backend of one process: HBM where the table has `hbm` and there is a GPU, else DRAM."""
+    target = _training_device(device, spec.hbm)
+    if target is None:
+        from thermocline.tiers.dram_backend import DramBackend
+
+        return DramBackend(spec, epoch=epoch)
+    from thermocline.tiers.hbm_backend import HbmBackend
+
+    return HbmBackend(spec, target, epoch=epoch)
 
 
 def _training_device(device: str, hbm: int | None) -> torch.device | None:
-    """Where rows are trained on; none: in the memory tier."""
+    """Return the GPU that trains rows; None: they are trained in DRAM."""
     if device not in ("auto", "cpu", "cuda", "interpreter"):  # the last: kernels interpreted on a CPU, for tests
         raise ValueError(f"device is {device!r}: it is one of auto, cpu, cuda")
     if hbm is None:
         if device == "cuda":
-            raise ValueError("device is 'cuda', but there is no hbm: say how many bytes of the GPU rows may take")
+            raise ValueError("device is 'cuda', but there is no hbm: set the bytes of GPU memory that rows may use")
         return None
     if device == "cpu":
         return None

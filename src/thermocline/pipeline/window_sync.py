@@ -1,8 +1,9 @@
-"""Pipelines of several ranks, side by side: window by window they agree who still has batches.
+"""Keeps the pipelines of several ranks in step: per window, the ranks agree on the number of batches.
 
-Every pipeline does the same collectives in the same order, whenever its threads come to them. A rank whose loop is left
-early still owes the others those that its stages were allowed to begin: `leave` makes up for them, with empty windows.
-All ranks leave at the same batch, so all owe as many, and none waits for ever.
+Every pipeline makes the same collective calls in the same order, each when its own threads reach them. A rank whose
+loop is left early still has to take part in the collectives that the other ranks' stages may already have begun:
+`drain` does so with empty windows. All ranks leave at the same batch, so each drains the same number and none blocks
+for ever.
 """
 
 from __future__ import annotations
@@ -21,75 +22,69 @@ from thermocline.errors import RankError
 
 if TYPE_CHECKING:
     from thermocline.distributed.communicator import Communicator
-    from thermocline.distributed.sharded_backend import Ranks
+    from thermocline.distributed.sharded_table import ShardedTable
 
 _NO_KEYS = np.empty(0, np.uint64)
 
 
 class WindowSync:
-    """The pipelines of all ranks, as one of them sees them. `meet` runs on one thread, in window order."""
+    """One rank's side of the agreement. `agree` runs on one thread, in window order."""
 
-    def __init__(
-        self, tables: Sequence[Table], ranks: Sequence[Ranks], training: bool, flags_fn: Callable[[], int]
-    ) -> None:
+    def __init__(self, tables: Sequence[ShardedTable], training: bool, flags_fn: Callable[[], int]) -> None:
         self._tables = tables
-        self._ranks = ranks
         self._training = training
         self._flags_fn = flags_fn
-        groups = ranks[0].groups
+        groups = tables[0].backend.groups
         self._comm: Communicator = groups.ahead if training else groups.read
         self._comm.claim()
-        self._met = 0
-        self._ended = self._left = False
-        self._fit = True
-        """Whether this rank stands where the others believe it to."""
-        self._last: Batch | None = None
-
-    def seen(self, batch: Batch) -> None:
-        """The last batch so far: empty ones take after it."""
-        self._last = batch
+        self._agreed = 0
+        self._ended = self._drained = False
+        self._in_step = True
+        """False while a collective part is under way, and for ever if it failed: this rank must skip later ones."""
+        self.template: Batch | None = None
+        """The last batch of the loader: empty batches get its fields, weights, dense features and position."""
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """All that the ranks do about one window. If it fails here, this rank can keep nobody sync any more."""
-        self._fit, self._comm.user = False, threading.get_ident()
+    def collective(self) -> Iterator[None]:
+        """Mark the collective calls of one window. If they fail, this rank skips all later ones."""
+        self._in_step, self._comm.user = False, threading.get_ident()
         yield
-        self._fit, self._comm.user = True, -1
+        self._in_step, self._comm.user = True, -1
 
     def agree(self, batches: int) -> tuple[int, int]:
-        """The most batches that any rank's next window has, and what the ranks say together."""
+        """Return the largest number of batches in any rank's next window, and the ranks' combined flags. Collective."""
         if self._ended:
             return 0, 0
-        found = self._comm.all_gather(np.array([batches, self._flags_fn()], np.int64), "asked who has more batches")
-        self._met += 1
-        most = int(found[:, 0].max())
+        gathered = self._comm.all_gather(np.array([batches, self._flags_fn()], np.int64), "agreed on a window")
+        self._agreed += 1
+        most = int(gathered[:, 0].max())
         self._ended = most == 0
-        return most, int(np.bitwise_or.reduce(found[:, 1]))
+        return most, int(np.bitwise_or.reduce(gathered[:, 1]))
 
     def drain(self, windows: int) -> None:
-        """The pipeline ends: the others may count on this rank for so many windows in all."""
-        if self._left:
+        """Take part in collectives until `windows` were agreed on in all, then free the communicator."""
+        if self._drained:
             return
-        with contextlib.suppress(RankError):  # they are gone, too
-            while self._met < windows and not self._ended and self._fit:
-                with self.together():
+        with contextlib.suppress(RankError):  # the other ranks have ended as well
+            while self._agreed < windows and not self._ended and self._in_step:
+                with self.collective():
                     most, _ = self.agree(0)
-                    self._take_part(most)
-        self._left, self._comm.user = True, None
+                    self._join_empty(most)
+        self._drained, self._comm.user = True, None
 
-    def _take_part(self, batches: int) -> None:
-        """In what the others do about a window, asking for nothing: in the order in which the stages do it."""
+    def _join_empty(self, batches: int) -> None:
+        """Take part in one window's exchange without any key, in the order in which the stages call."""
         if self._training:
-            for ranks in self._ranks if batches else ():
-                ranks.plan_nothing(batches)
+            for table in self._tables if batches else ():
+                table.backend.exchange_nothing(batches)
         else:
-            for _, ranks in itertools.product(range(batches), self._ranks):
-                ranks.read_nothing()
+            for _, table in itertools.product(range(batches), self._tables):
+                table.backend.read_nothing()
 
     def empty_batch(self) -> Batch:
-        """Of no examples: for a rank that has run out of data."""
-        like = self._last
-        fields = like.fields if like is not None else max(table.fields_read for table in self._tables)
+        """Make a batch without examples, for a rank whose data has ended."""
+        like = self.template
+        fields = like.fields if like is not None else max(table.min_fields for table in self._tables)
         empty = Batch(_NO_KEYS, np.zeros(1, np.int64), fields)
         if like is not None:
             empty.weights = None if like.weights is None else like.weights[:0]
@@ -100,10 +95,10 @@ class WindowSync:
 
 
 def window_sync_for(tables: Sequence[Table], training: bool, flags_fn: Callable[[], int]) -> WindowSync | None:
-    """None: the tables are this process's alone."""
-    over = [table.ranks for table in dict.fromkeys(tables) if table.ranks is not None]
-    if not over:
+    """Return the agreement of the ranks that share the tables; None: this process alone has them."""
+    groups = [table.groups for table in dict.fromkeys(tables)]
+    if all(group is None for group in groups):
         return None
-    if len(over) < len(set(tables)) or any(ranks.groups is not over[0].groups for ranks in over):
-        raise ValueError("tables over several ranks need a pipeline without others, and the same groups")
-    return WindowSync(tables, over, training, flags_fn)
+    if any(group is not groups[0] for group in groups):
+        raise ValueError("all tables of a pipeline must be shared by the same ranks: give every table the same groups")
+    return WindowSync(list(dict.fromkeys(tables)), training, flags_fn)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thermocline.data.key_counts import Counted
-from thermocline.tiers.dram import Policy
+from thermocline.embedding.table_spec import Policy
 
 Numbers = npt.NDArray[np.float64]
 _SINGLES = 1024

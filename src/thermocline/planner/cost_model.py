@@ -9,10 +9,10 @@ from typing import Any, Literal
 from thermocline.config.dense_sync import Way
 from thermocline.config.distributed import Hops, Wire
 from thermocline.distributed.wire_format import width
+from thermocline.embedding.table_spec import Policy
 from thermocline.errors import require
 from thermocline.planner.cache_model import Popularity
 from thermocline.planner.hardware import Hardware, tail_of
-from thermocline.tiers.dram import Policy
 
 DenseOptimizer = Literal["sgd", "adagrad", "adam"]
 KEY_BYTES = 8

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,13 @@ from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.optimizers import Optimizer, initial_state
 from thermocline.embedding.precision import FP32, Precision
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
+from thermocline.embedding.table_spec import Policy
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.cpu_affinity import cores
 from thermocline.utils.text_format import format_size, parse_size
 
 Step = core.Step
 Pins = core.Pins
-Policy = Literal["lru_lfu", "lru", "lfu"]
 
 _POLICIES = {"lru_lfu": 0, "lru": 1, "lfu": 2}
 

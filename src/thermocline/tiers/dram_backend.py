@@ -1,113 +1,325 @@
-"""A batch in the memory tier: pooled vectors, and one update per unique key, on the rows where they lie.
-
-`hbm_train.py` is the same on a GPU.
-"""
+"""`DramBackend`: rows trained where they are in DRAM, by C++ kernels. Implements `embedding/backend.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from thermocline.batch import Floats, Slots, WorkingSet
-from thermocline.embedding.batch_plan import BagSpec, Gradient, Part, Prepared
+from thermocline.core import core
+from thermocline.embedding.arrays import Keys, Rows
+from thermocline.embedding.backend import ShardPins, Tiers
+from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients
+from thermocline.embedding.quant_scale import LearnedScale
+from thermocline.embedding.table_spec import TableSpec
 from thermocline.tiers.dram import DramTier, Pins
+from thermocline.tiers.host_rows import HostRows
+from thermocline.tiers.ssd import SsdStore
+
+GradientIndex = tuple[Slots, Floats | None]
+"""Per occurrence of a key: the row of the pooled gradient that belongs to it, and its coefficient."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class DramBag:
+    """A bag input with the location of its rows."""
+
+    source: BagInput
+    slots: Slots | None
+    """Per id: the slot of its row; in a plan with `rows`, the row's index there. None in evaluation."""
+    _gradient_index: GradientIndex | None = None
+
+    @property
+    def bags(self) -> int:
+        """Number of pooled vectors."""
+        return self.source.bags
+
+    def gradient_index(self, tier: core.DramTier) -> GradientIndex:
+        """Compute, once, the gradient row and coefficient of each id."""
+        if self._gradient_index is None:
+            source, order = self.source, np.arange(len(self.source.ids), dtype=np.uint32)
+            self._gradient_index = tier.plan(order, order, order, source.offsets, source.weights, source.mean)[1:]
+        return self._gradient_index
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class DramBatchPlan:
+    """See `BatchPlan`."""
+
+    dram: DramTier
+    """The tier of its slots: reopening the table replaces it."""
+    bags: dict[BagSpec, DramBag]
+    working_set: WorkingSet
+    slots: Slots | None = None
+    """Per unique key: the slot of its row."""
+    pins: Pins | None = None
+    """Pins of these slots, and of the other batches of the window."""
+    rows: Floats | None = None
+    """Per unique key: a copy of its row, for evaluation or received from the rank that owns it."""
+    gradient_index: GradientIndex | None = None
+    """For a plan with one bag: its gradient index in the working set's order."""
+    remote: Any = None
+    """State of the sharded backend."""
+
+    def use(self) -> None:
+        """Nothing: no stream runs behind the host."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class DramWindow:
+    """See `RowWindow`."""
+
+    inputs: list[BagInputs]
+    working_sets: list[WorkingSet]
+    dram: DramTier | None = None
+    keys: Keys | None = None
+    """Unique keys of all batches."""
+    index: Slots | None = None
+    """Per key of each working set, in order: its index in `keys`. None: the window has one batch."""
+    pins: Pins | None = None
+
+    def release(self) -> None:
+        pins, self.pins = self.pins, None
+        if pins is not None:
+            pins.release()
 
 
 class DramBackend:
-    """Batches of one table on its memory tier."""
+    """See `RowBackend` and `ShardBackend`."""
 
-    def __init__(self, tier: DramTier, threads: int | None) -> None:
-        self._tier = tier
-        self._threads = threads
+    groups = None
+
+    def __init__(self, spec: TableSpec, *, epoch: int | None = None) -> None:
+        self.spec = spec
+        self.host = HostRows(spec, epoch=epoch)
+        self.step_count = 0
+        self.device = torch.device("cpu")
+
+    @property
+    def tiers(self) -> Tiers:
+        return Tiers(dram=self.host.dram, ssd=self.host.store)
 
     # ---- ahead of training
 
-    @staticmethod
-    def prepare(
-        tier: DramTier, parts: dict[BagSpec, Part], working_set: WorkingSet, slots: Slots, pins: Pins
-    ) -> Prepared:
-        """Ready to train: the slots of the working set's keys in `tier`, which `pins` hold."""
-        if len(parts) == 1:  # the usual case, in one go
-            (part,) = parts.values()
-            part.id_slots, rows, coefs = tier.core.plan(
-                slots, working_set.inverse, working_set.order, part.offsets, part.weights, part.mean
-            )
-            return Prepared(tier, parts, working_set, slots, pins, plan=(rows, coefs))
-        id_slots = slots[working_set.inverse]
-        for part in parts.values():
-            part.id_slots = id_slots[part.first_id : part.first_id + len(part.ids)]
-            part.gradient_plan(tier.core)
-        return Prepared(tier, parts, working_set, slots, pins)
+    def stage(self, inputs: Sequence[BagInputs]) -> DramWindow:
+        return DramWindow(list(inputs), [self._working_set(batch) for batch in inputs])
 
-    def prepare_read(self, parts: dict[BagSpec, Part], working_set: WorkingSet) -> Prepared:
-        """Copies of a batch's rows, for evaluation."""
-        return Prepared(self._tier, parts, working_set, None, None, self._tier.read(working_set.keys))
+    def exchange(self, window: DramWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
+        """Nothing: this process has all rows."""
+
+    def pin(self, window: DramWindow) -> None:
+        if window.keys is None:
+            keys = [working_set.keys for working_set in window.working_sets]
+            if len(keys) == 1:
+                window.keys = keys[0]
+            else:
+                union = WorkingSet.of(np.concatenate(keys))
+                window.keys, window.index = union.keys, union.inverse
+        dram = self.host.dram
+        window.pins = dram.pin(window.keys)
+        window.dram = dram
+
+    def prepare(self, window: DramWindow) -> list[DramBatchPlan]:
+        assert window.dram is not None
+        assert window.pins is not None
+        slots, plans, first = window.pins.slots(), [], 0
+        for inputs, working_set in zip(window.inputs, window.working_sets, strict=True):
+            end = first + len(working_set)
+            of_batch = slots if window.index is None else slots[window.index[first:end]]
+            plans.append(self.plan_batch(inputs, working_set, of_batch, window.pins, window.dram))
+            first = end
+        return plans
+
+    def load(self, window: DramWindow) -> None:
+        """Nothing: `pin` has read the rows into their slots."""
+
+    def plan_batch(
+        self, inputs: BagInputs, working_set: WorkingSet, slots: Slots, pins: Pins | None, dram: DramTier | None = None
+    ) -> DramBatchPlan:
+        """Plan one batch whose unique keys have these slots."""
+        dram = dram or self.host.dram
+        if len(inputs) == 1:  # the common case, in one C++ call
+            ((spec, source),) = inputs.items()
+            id_slots, rows, coefs = dram.core.plan(
+                slots, working_set.inverse, working_set.order, source.offsets, source.weights, source.mean
+            )
+            bags = {spec: DramBag(source, id_slots)}
+            return DramBatchPlan(dram, bags, working_set, slots, pins, gradient_index=(rows, coefs))
+        id_slots = slots[working_set.inverse]
+        bags = {spec: DramBag(source, id_slots[source.id_range]) for spec, source in inputs.items()}
+        for bag in bags.values():
+            bag.gradient_index(dram.core)
+        return DramBatchPlan(dram, bags, working_set, slots, pins)
+
+    def _working_set(self, inputs: BagInputs) -> WorkingSet:
+        lists = [source.ids for source in inputs.values()]
+        ids = lists[0] if len(lists) == 1 else np.concatenate([np.empty(0, np.uint64), *lists])
+        return WorkingSet.of(ids, threads=self.spec.threads)
 
     # ---- training
 
-    def pool(self, prepared: Prepared, part: Part) -> Floats:
-        """float32[bags, dim]."""
-        out = np.empty((part.bags, self._tier.dim), np.float32)
-        if prepared.rows is None:
-            assert part.id_slots is not None
-            self._tier.core.pool(part.id_slots, part.offsets, part.weights, part.mean, out)
-        else:
-            index = prepared.working_set.inverse[part.first_id : part.first_id + len(part.ids)]
-            self._tier.core.pool_buffer(prepared.rows, index, part.offsets, part.weights, part.mean, out)
-        return out
+    def fetch(self, plan: DramBatchPlan) -> None:
+        """Nothing: rows are pooled in their slots."""
 
-    def weights(self, slots: Slots, out: Floats) -> None:
-        """float32[slots, dim]: copies of pinned rows, without their state, into `out`."""
-        self._tier.core.pool(slots, None, None, False, out)
+    def is_current(self, plan: DramBatchPlan) -> bool:
+        return plan.dram is self.host.dram
+
+    def pool(self, plan: DramBatchPlan, bag: DramBag) -> torch.Tensor:
+        source, dram = bag.source, self.host.dram
+        out = np.empty((bag.bags, dram.dim), np.float32)
+        if plan.rows is None:
+            assert bag.slots is not None
+            dram.core.pool(bag.slots, source.offsets, source.weights, source.mean, out)
+        else:
+            index = plan.working_set.inverse[source.id_range]
+            dram.core.pool_buffer(plan.rows, index, source.offsets, source.weights, source.mean, out)
+        return torch.from_numpy(out)
+
+    def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients | None:
+        if not gradients:
+            return None
+        slots, starts, rows, coefs, values = self._combine(gradients)
+        sums = np.empty((len(slots), self.spec.dim), np.float32)
+        self.host.dram.core.sum_gradients(starts, rows, coefs, values, sums)
+        return ReducedGradients(torch.from_numpy(slots.view(np.int32)), torch.from_numpy(sums))
+
+    def norm(self, reduced: ReducedGradients) -> float:
+        return float(np.sqrt(np.square(reduced.values.numpy(), dtype=np.float64).sum()))
+
+    def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
+        slots, dram = reduced.slots.numpy().view(np.uint32), self.host.dram
+        dram.core.mark_dirty(slots)
+        dram.apply_gradients(slots, reduced.values.numpy(), step=step, lr=lr, scale=scale)
 
     def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:
-        """One step: sums and optimizer in one pass."""
-        slots, starts, rows, coefs, grads = self._combine(gradients)
-        self._tier.core.mark_dirty(slots)  # first: whatever happens next, a row that changed is known to have
-        gradient = self._tier.core.update(slots, starts, rows, coefs, grads, self._tier.step(step, lr, scale))
-        self._tier.learn(gradient, step)
+        if gradients:
+            slots, starts, rows, coefs, values = self._combine(gradients)
+            dram = self.host.dram
+            dram.core.mark_dirty(slots)  # before rows change: a failure after this must not leave a clean changed row
+            scale_gradient = dram.core.update(slots, starts, rows, coefs, values, dram.step(step, lr, scale))
+            dram.learn(scale_gradient, step)
 
-    def sums(self, gradients: Sequence[Gradient]) -> tuple[Slots, Floats]:
-        """Slots and summed gradients of the unique keys."""
-        slots, starts, rows, coefs, grads = self._combine(gradients)
-        sums = np.empty((len(slots), self._tier.dim), np.float32)
-        self._tier.core.sum_gradients(starts, rows, coefs, grads, sums)
-        return slots, sums
-
-    @staticmethod
-    def norm(sums: Floats) -> float:
-        """In double, so that no order of threads shows."""
-        return float(np.sqrt(np.square(sums, dtype=np.float64).sum()))
-
-    def apply(self, slots: Slots, sums: Floats, step: int, lr: float, scale: float) -> None:
-        """The second half of a step whose sums were asked for."""
-        self._tier.core.mark_dirty(slots)
-        self._tier.apply_gradients(slots, sums, step=step, lr=lr, scale=scale)
+    def end_step(self) -> None:
+        """Nothing: gradients own the only pins that outlive a batch."""
 
     def _combine(self, gradients: Sequence[Gradient]) -> tuple[Slots, Slots, Slots, Floats | None, Floats]:
-        """Slots of the unique keys, and which rows of the joined gradients belong to each, in example order."""
-        one = gradients[0].prepared
-        if len(gradients) == 1 and one.plan is not None:
-            assert one.slots is not None
-            return one.slots, one.working_set.starts, *one.plan, gradients[0].grad
-        plans = [g.part.gradient_plan(self._tier.core) for g in gradients]
-        grads = gradients[0].grad if len(gradients) == 1 else np.concatenate([g.grad for g in gradients])
-        firsts = np.cumsum([0, *(len(g.grad) for g in gradients[:-1])]).astype(np.uint32)
-        rows = [plan[0] + first for plan, first in zip(plans, firsts, strict=True)]
-        grad_rows = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        """Return slots of the unique keys, segment starts, and per occurrence in segment order the row of the
+        concatenated gradients and its coefficient."""
+        first = gradients[0].plan
+        if len(gradients) == 1 and first.gradient_index is not None:
+            return first.slots, first.working_set.starts, *first.gradient_index, gradients[0].values.numpy()
+        indices = [g.bag.gradient_index(self.host.dram.core) for g in gradients]
+        lists = [g.values.numpy() for g in gradients]
+        values = lists[0] if len(lists) == 1 else np.concatenate(lists)
+        starts = np.cumsum([0, *(len(part) for part in lists[:-1])]).astype(np.uint32)
+        rows = np.concatenate([index[0] + start for index, start in zip(indices, starts, strict=True)])
         coefs = None
-        if any(plan[1] is not None for plan in plans):
+        if any(index[1] is not None for index in indices):
             coefs = np.concatenate(
-                [np.ones(len(plan[0]), np.float32) if plan[1] is None else plan[1] for plan in plans]
+                [np.ones(len(index[0]), np.float32) if index[1] is None else index[1] for index in indices]
             )
-        if all(g.prepared is one for g in gradients) and [g.part for g in gradients] == list(one.parts.values()):
-            # Every part of one batch, once. Its working set is the one needed.
-            working_set, slots = one.working_set, one.slots
-            assert slots is not None
+        if all(g.plan is first for g in gradients) and [g.bag for g in gradients] == list(first.bags.values()):
+            working_set, slots = first.working_set, first.slots  # each bag of one batch, once
         else:
-            working_set = WorkingSet.of(np.concatenate([g.part.ids for g in gradients]), threads=self._threads)
-            id_slots = np.concatenate([g.part.id_slots for g in gradients])
+            working_set = WorkingSet.of(
+                np.concatenate([g.bag.source.ids for g in gradients]), threads=self.spec.threads
+            )
+            id_slots = np.concatenate([g.bag.slots for g in gradients])
             slots = id_slots[working_set.order[working_set.starts[:-1]]]
         order = working_set.order
-        return slots, working_set.starts, grad_rows[order], None if coefs is None else coefs[order], grads
+        return slots, working_set.starts, rows[order], None if coefs is None else coefs[order], values
+
+    # ---- evaluation
+
+    def read_batch(self, inputs: BagInputs) -> DramBatchPlan:
+        working_set = self._working_set(inputs)
+        return self._evaluation_plan(inputs, working_set, self.read(working_set.keys))
+
+    def _evaluation_plan(self, inputs: BagInputs, working_set: WorkingSet, rows: Floats) -> DramBatchPlan:
+        bags = {spec: DramBag(source, None) for spec, source in inputs.items()}
+        return DramBatchPlan(self.host.dram, bags, working_set, rows=rows)
+
+    def read(self, keys: Keys) -> Floats:
+        return self.host.dram.read(keys)
+
+    # ---- durability
+
+    def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
+        return self.host.rows(store, batch_rows)
+
+    def flush(self, store: SsdStore | None = None) -> None:
+        self.host.dram.flush(store)
+
+    def write_back(self) -> None:
+        """Nothing: DRAM is the top tier."""
+
+    def reopen(self, epoch: int | None = None) -> None:
+        self.host.reopen(epoch)
+
+    def move_store(self, path: Path, *, clear: bool = False) -> None:
+        self.host.move_store(path, clear=clear)
+
+    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> Callable[[], None]:
+        replaced = self.host.replace_rows(pieces, scale)
+        return lambda: setattr(self.host, "dram", replaced)
+
+    def import_rows(self, keys: Keys, rows: Rows) -> None:
+        self.host.import_rows(keys, rows)
+
+    @property
+    def learned_scale(self) -> LearnedScale | None:
+        return self.host.dram.learned
+
+    def set_learned_scale(self, scale: LearnedScale) -> None:
+        self.host.dram.set_scale(scale)
+
+    # ---- inspection
+
+    def tier_counts(self) -> dict[str, int]:
+        stats = self.host.dram.stats()
+        return {"mem": stats.hits, "ssd": stats.from_store, "new": stats.initialised}
+
+    def require_idle(self) -> None:
+        self.host.require_idle()
+
+    def close(self) -> None:
+        self.host.close()
+
+    # ---- ShardBackend
+
+    def pin_keys(self, key_lists: Sequence[Keys]) -> ShardPins:
+        union = WorkingSet.of(np.concatenate(key_lists))
+        dram = self.host.dram
+        pins = dram.pin(union.keys)
+        slots = pins.slots()[union.inverse]
+        return ShardPins(pins, np.split(slots, np.cumsum([len(keys) for keys in key_lists])[:-1]), dram)
+
+    def load_keys(self, owned: ShardPins) -> None:
+        """Nothing: `pin_keys` has read the rows into their slots."""
+
+    def prepare_remote(
+        self, inputs: Sequence[BagInputs], working_sets: Sequence[WorkingSet], owned: ShardPins
+    ) -> list[DramBatchPlan]:
+        return [
+            self.plan_batch(batch, working_set, np.arange(len(working_set), dtype=np.uint32), owned.pins, owned.tier)
+            for batch, working_set in zip(inputs, working_sets, strict=True)
+        ]
+
+    def row_buffer(self, count: int) -> tuple[Floats, torch.Tensor]:
+        rows = np.empty((count, self.host.dram.floats), np.float32)  # whole rows; nothing reads their state
+        return rows, torch.from_numpy(rows)[:, : self.spec.dim]
+
+    def plan_rows(self, inputs: BagInputs, working_set: WorkingSet, rows: Floats) -> DramBatchPlan:
+        return self._evaluation_plan(inputs, working_set, rows)
+
+    def read_weights(self, slots: Slots, index: torch.Tensor, out: torch.Tensor) -> None:
+        self.host.dram.core.pool(slots[index.numpy()], None, None, False, out.numpy())
+
+    def renumber(self, bag: DramBag, index: Slots) -> DramBag:
+        assert bag.slots is not None
+        return dataclasses.replace(bag, slots=index[bag.slots])

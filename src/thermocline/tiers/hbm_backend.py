@@ -1,22 +1,28 @@
-"""A batch on the GPU: its bags' slots and segments, pooled vectors, and one update per unique key.
+"""`HbmBackend`: rows trained in GPU memory, by Triton kernels, above the DRAM tier. Implements `embedding/backend.py`.
 
-The same as `mem_train.py`, with torch tensors on the device. Everything here runs on the caller's stream, but
-`prepare`, which runs ahead on a stream of its own; tensors made there are told which stream uses them.
+Streams: `prepare` and `read_batch` run on a stream that works ahead of training; `HbmTier` has its own for planning and
+for row transfers. Everything else runs on the caller's current stream. A tensor made on one stream and used on another
+is recorded there (`record_stream`), and the user waits for the producer's event (`HbmBatchPlan.use`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from thermocline.batch import Slots, WorkingSet
-from thermocline.embedding.batch_plan import BagSpec, Part, Remote
+from thermocline.batch import Floats, WorkingSet
+from thermocline.embedding.arrays import Keys, Rows, as_keys
+from thermocline.embedding.backend import ShardPins, Tiers
+from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
+from thermocline.embedding.table_spec import TableSpec
+from thermocline.errors import ThermoclineError
 from thermocline.kernels.codec import Codec
 from thermocline.kernels.gradient_index import find_occurrences
 from thermocline.kernels.launch import stream_ahead
@@ -27,71 +33,77 @@ from thermocline.kernels.segments import Segments, find_segments
 from thermocline.kernels.update import apply_gradients, sum_gradients, update_rows
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.hbm import HbmPins, HbmTier, StagedIds
+from thermocline.tiers.host_rows import HostRows
+from thermocline.tiers.ssd import SsdStore
+from thermocline.utils.cpu_affinity import cores
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class HbmPart:
-    """One bag's share of a batch."""
+class HbmBag:
+    """A bag input on the device."""
 
     slots: torch.Tensor
-    """int32 per id: of the arena, or of `HbmPrepared.rows` in evaluation."""
+    """int32 per id: a slot of the arena; in a plan with `rows`, a row of it."""
     offsets: torch.Tensor | None
     weights: torch.Tensor | None
     mean: bool
 
     @property
     def bags(self) -> int:
-        """Vectors it pools to."""
+        """Number of pooled vectors."""
         return len(self.slots) if self.offsets is None else len(self.offsets) - 1
 
     def tensors(self) -> list[torch.Tensor]:
+        """Tensors that a stream must record before it uses the bag."""
         return [tensor for tensor in (self.slots, self.offsets, self.weights) if tensor is not None]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class HbmPrepared:
-    """A batch's rows of one table: pinned in the arena, or copied for evaluation."""
+class HbmBatchPlan:
+    """See `BatchPlan`."""
 
-    tier: DramTier
-    """The one below, as in `Prepared`: reopening a table replaces it."""
-    parts: dict[Any, HbmPart]
+    dram: DramTier
+    """The tier below: reopening the table replaces it."""
+    bags: dict[BagSpec, HbmBag]
     pins: HbmPins | None
     ready: torch.cuda.Event | None
+    """Recorded after the plan's tensors were computed; None without CUDA."""
     segments: Segments | None = None
-    """The dedup of all parts' ids, one after the other."""
-    counted: torch.Tensor | None = None
-    """Its counts on the host, at `ready`; none: they are known."""
-    plan: tuple[torch.Tensor, torch.Tensor | None] | None = None
-    """Of the only part, in the segments' order: rows and factors of its gradient."""
+    """Ids of all bags, concatenated and grouped by slot."""
+    counts: torch.Tensor | None = None
+    """Counts of the segments in page-locked memory, valid after `ready`; None: already known."""
+    gradient_index: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    """For a plan with one bag: per occurrence in segment order, the row of its gradient and the coefficient."""
     rows: torch.Tensor | None = None
-    """Per unique key: a copy of its row, for evaluation."""
+    """Per unique key: a copy of its row, for evaluation or received from the rank that owns it."""
     stored: bool = False
-    """Whether they are as rows are stored, not float32."""
+    """Whether `rows` have the stored precision; else float32."""
     used_on: Any = None
-    served: bool = False
-    """Whether its rows were counted."""
-    remote: Remote | None = None
-    """As in `Prepared`."""
+    """The stream that `use` prepared."""
+    counted: bool = False
+    """Whether its rows are in `HbmStats.rows`."""
+    remote: Any = None
+    """State of the sharded backend."""
 
     def use(self) -> None:
-        """The current stream is about to use it."""
+        """Make the current stream wait for the plan's tensors and for the rows of its slots."""
         if self.ready is None:
-            return  # on a CPU
-        stream = torch.cuda.current_stream(next(iter(self.parts.values())).slots.device)
+            return
+        stream = torch.cuda.current_stream(next(iter(self.bags.values())).slots.device)
         if self.used_on == stream:
             return
         stream.wait_event(self.ready)
-        if self.segments is not None and self.counted is not None:
+        if self.segments is not None and self.counts is not None:
             self.ready.synchronize()  # long past, unless nothing runs ahead
-            self.segments, self.counted = self.segments.known(*self.counted.tolist()), None
+            self.segments, self.counts = self.segments.known(*self.counts.tolist()), None
         if self.pins is not None:
             assert self.pins.ready is not None, "rows that were not loaded"
             stream.wait_event(self.pins.ready)
-        tensors = [tensor for part in self.parts.values() for tensor in part.tensors()]
+        tensors = [tensor for bag in self.bags.values() for tensor in bag.tensors()]
         if self.segments is not None:
-            tensors.append(self.segments.order)  # all its lists are one piece of memory
-        if self.plan is not None:
-            tensors += [tensor for tensor in self.plan if tensor is not None]
+            tensors.append(self.segments.order)  # all its lists share one allocation
+        if self.gradient_index is not None:
+            tensors += [tensor for tensor in self.gradient_index if tensor is not None]
         if self.rows is not None:
             tensors.append(self.rows)
         for tensor in tensors:
@@ -99,105 +111,111 @@ class HbmPrepared:
         self.used_on = stream
 
 
-class HbmBackend:
-    """Batches of one table on its HBM tier. `prepare` runs on one thread, the rest on the caller's."""
+@dataclasses.dataclass(slots=True, eq=False)
+class HbmWindow:
+    """See `RowWindow`."""
 
-    def __init__(self, tier: HbmTier, dim: int, optimizer: Any) -> None:
-        self.tier = tier
-        self.dim = dim
-        self._optimizer = optimizer
-        mem = tier.mem
-        self._codec = Codec.of(mem.precision, dim, tier.residents.keys, table_mix(mem.seed, mem.table))
-        self._learned: LearnedScale | None = None
-        self.restore_scale()
-        self._stream = stream_ahead(tier.device)
+    inputs: list[BagInputs]
+    ids: StagedIds | None
+    """Ids of all batches on the device, until they are pinned."""
+    pins: HbmPins | None = None
+
+    def release(self) -> None:
+        pins, self.pins = self.pins, None
+        if pins is not None:
+            pins.release()
+
+
+class HbmBackend:
+    """See `RowBackend` and `ShardBackend`."""
+
+    groups = None
+
+    def __init__(self, spec: TableSpec, device: torch.device, *, epoch: int | None = None) -> None:
+        assert spec.hbm is not None
+        threads = _threads_beside_gpu(cores()) if spec.threads is None else spec.threads
+        self.spec = spec
+        self.host = HostRows(spec, threads=threads, epoch=epoch)
+        self.hbm = HbmTier(self.host.dram, budget=spec.hbm, device=device, name=spec.name)
+        self.step_count = 0
+        self.device = device
+        mix = table_mix(self.host.dram.seed, self.host.dram.table)
+        self._codec = Codec.of(spec.precision, spec.dim, self.hbm.residents.keys, mix)
+        self._scale: LearnedScale | None = None
+        """The learned scale as float64 tensors on the device, so that no step waits for the host."""
+        self._load_scale()
+        self._stream = stream_ahead(device)
+
+    @property
+    def tiers(self) -> Tiers:
+        return Tiers(hbm=self.hbm, dram=self.host.dram, ssd=self.host.store)
 
     # ---- ahead of training
 
-    def stage(self, collected: Sequence[Mapping[BagSpec, Part]]) -> StagedIds:
-        """The ids of a window's batches, given their parts, on their way to the GPU. Touches no rows."""
-        return self.tier.stage([part.ids for parts in collected for part in parts.values()])
+    def stage(self, inputs: Sequence[BagInputs]) -> HbmWindow:
+        ids = self.hbm.stage([source.ids for batch in inputs for source in batch.values()])
+        return HbmWindow(list(inputs), ids)
 
-    def pin(self, ids: StagedIds) -> HbmPins:
-        """The slots of staged ids."""
-        return self.tier.pin(ids)
+    def exchange(self, window: HbmWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
+        """Nothing: this process has all rows."""
 
-    def load(self, pins: HbmPins) -> None:
-        """Brings the rows."""
-        self.tier.load(pins)
+    def pin(self, window: HbmWindow) -> None:
+        assert window.ids is not None
+        window.pins = self.hbm.pin(window.ids)
+        window.ids = None
 
-    def prepare(
-        self, collected: Sequence[Mapping[BagSpec, Part]], pins: HbmPins, places: Slots | None = None
-    ) -> list[HbmPrepared]:
-        """A window's batches, given their parts and the pins of all their ids, in order. Needs no rows.
+    def prepare(self, window: HbmWindow) -> list[HbmBatchPlan]:
+        assert window.pins is not None
+        assert window.pins.slots is not None
+        return self._plan(window.inputs, window.pins.slots, window.pins)
 
-        places   instead of the pins' slots: per id, its place among rows that come from other ranks
-        """
-        first, batches = 0, []
+    def load(self, window: HbmWindow) -> None:
+        assert window.pins is not None
+        self.hbm.load(window.pins)
+
+    def _plan(self, inputs: Sequence[BagInputs], slots: torch.Tensor, pins: HbmPins) -> list[HbmBatchPlan]:
+        """Plan batches, given the slot of every id of all batches in order."""
+        first, plans = 0, []
         with self._ahead(None):
-            slots = pins.slots if places is None else self._to_device(places.view(np.int32))
-            assert slots is not None
             if self._stream is not None:
                 slots.record_stream(self._stream)
-            for parts in collected:
-                begin, mine = first, {}
-                for spec, part in parts.items():
-                    mine[spec] = self._upload(part, slots[first : first + len(part.ids)])
-                    first += len(part.ids)
-                batches.append(self._bind(mine, slots[begin:first].clone(), pins))
+            for batch in inputs:
+                begin, bags = first, {}
+                for spec, source in batch.items():
+                    bags[spec] = self._upload(source, slots[first : first + len(source.ids)])
+                    first += len(source.ids)
+                plans.append(self._plan_batch(bags, slots[begin:first].clone(), pins))
             ready = None if self._stream is None else self._stream.record_event()
-        for batch in batches:
-            batch.ready = ready
-        return batches
+        for plan in plans:
+            plan.ready = ready
+        return plans
 
-    def _bind(self, parts: dict[Any, HbmPart], slots: torch.Tensor, pins: HbmPins) -> HbmPrepared:
-        segments, counted, plan = find_segments(slots), None, None
+    def _plan_batch(self, bags: dict[BagSpec, HbmBag], slots: torch.Tensor, pins: HbmPins) -> HbmBatchPlan:
+        segments, counts, gradient_index = find_segments(slots), None, None
         if self._stream is None:
             segments = segments.known(*segments.counts.tolist())
         else:
-            counted = torch.empty(3, dtype=torch.int32, pin_memory=True).copy_(segments.counts, non_blocking=True)
-        if len(parts) == 1:
-            (part,) = parts.values()
-            plan = self._occurrences(part, segments.order)
-        return HbmPrepared(pins.mem, parts, pins, None, segments, counted, plan)
+            counts = torch.empty(3, dtype=torch.int32, pin_memory=True).copy_(segments.counts, non_blocking=True)
+        if len(bags) == 1:
+            (bag,) = bags.values()
+            gradient_index = self._gradient_index(bag, segments.order)
+        return HbmBatchPlan(pins.mem, bags, pins, None, segments, counts, gradient_index)
 
-    def prepare_read(self, parts: Mapping[BagSpec, Part], working_set: WorkingSet) -> HbmPrepared:
-        """Copies of a batch's rows, for evaluation: inserts nothing."""
-        prepared = self.prepare_rows(parts, working_set, *self.tier.read_to_device(working_set.keys))
-        prepared.stored = True
-        return prepared
+    def _gradient_index(self, bag: HbmBag, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return find_occurrences(len(bag.slots), order, bag.offsets, bag.weights, bag.mean, self.device)
 
-    def prepare_rows(
-        self,
-        parts: Mapping[BagSpec, Part],
-        working_set: WorkingSet,
-        rows: torch.Tensor,
-        ready: torch.cuda.Event | None,
-    ) -> HbmPrepared:
-        """The same, given the rows of the unique keys and when they are ready."""
-        mem = self.tier.mem
-        mine, first = {}, 0
-        with self._ahead(ready):
-            inverse = self._to_device(working_set.inverse.view(np.int32))
-            for spec, part in parts.items():
-                mine[spec] = self._upload(part, inverse[first : first + len(part.ids)])
-                first += len(part.ids)
-            if self._stream is not None:
-                rows.record_stream(self._stream)
-                ready = self._stream.record_event()
-        return HbmPrepared(mem, mine, None, ready, rows=rows)
-
-    def _upload(self, part: Part, slots: torch.Tensor) -> HbmPart:
-        offsets = None if part.offsets is None else self._to_device(part.offsets)
-        weights = None if part.weights is None else self._to_device(part.weights)
-        return HbmPart(slots.clone(), offsets, weights, part.mean)
+    def _upload(self, source: BagInput, slots: torch.Tensor) -> HbmBag:
+        offsets = None if source.offsets is None else self._to_device(source.offsets)
+        weights = None if source.weights is None else self._to_device(source.weights)
+        return HbmBag(slots.clone(), offsets, weights, source.mean)
 
     def _to_device(self, array: Any) -> torch.Tensor:
         host = torch.from_numpy(np.ascontiguousarray(array))
-        return host.pin_memory().to(self.tier.device, non_blocking=True) if self._stream is not None else host
+        return host.pin_memory().to(self.device, non_blocking=True) if self._stream is not None else host
 
     @contextlib.contextmanager
     def _ahead(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """Run on the stream ahead of training, after an event."""
         if self._stream is None:
             yield
         else:
@@ -208,100 +226,236 @@ class HbmBackend:
 
     # ---- training
 
-    def pool(self, prepared: HbmPrepared, part: HbmPart) -> torch.Tensor:
-        """float32[bags, dim]."""
-        prepared.use()
-        if prepared.segments is not None and not prepared.served:
-            prepared.served = True
-            self.tier.rows += prepared.segments.sizes[0]
-        rows = self.tier.arena if prepared.rows is None else prepared.rows
-        codec = self._codec if prepared.rows is None or prepared.stored else None
-        weights = rows[:, : self.dim] if codec is None else codec.weights(rows)
-        pooled = pool_rows(weights, part.slots, part.offsets, part.weights, mean=part.mean, codec=codec)
-        self.tier.used_by_training()
+    def fetch(self, plan: HbmBatchPlan) -> None:
+        """Nothing: rows are pooled in their slots."""
+
+    def is_current(self, plan: HbmBatchPlan) -> bool:
+        return plan.dram is self.host.dram
+
+    def pool(self, plan: HbmBatchPlan, bag: HbmBag) -> torch.Tensor:
+        plan.use()
+        if plan.segments is not None and not plan.counted:
+            plan.counted = True
+            self.hbm.rows += plan.segments.sizes[0]
+        rows = self.hbm.arena if plan.rows is None else plan.rows
+        codec = self._codec if plan.rows is None or plan.stored else None
+        weights = rows[:, : self.spec.dim] if codec is None else codec.weights(rows)
+        pooled = pool_rows(weights, bag.slots, bag.offsets, bag.weights, mean=bag.mean, codec=codec)
+        self.hbm.used_by_training()
         return pooled
 
-    def weights(self, slots: torch.Tensor) -> torch.Tensor:
-        """float32[slots, dim]: copies of pinned rows, without their state."""
-        weights = pool_rows(self._codec.weights(self.tier.arena), slots, codec=self._codec)
-        self.tier.used_by_training()
-        return weights
-
-    def combine(self, gradients: Sequence[Any]) -> tuple[Segments, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """The dedup of what backward has collected, and which row of the joined gradients belongs to an occurrence."""
-        for gradient in gradients:
-            gradient.prepared.use()
-        one = gradients[0].prepared
-        if len(gradients) == 1 and one.plan is not None:
-            return one.segments, *one.plan, gradients[0].grad
-        plans = [self._occurrences(g.part, None) for g in gradients]
-        grads = gradients[0].grad if len(gradients) == 1 else torch.cat([g.grad for g in gradients])
-        firsts = np.cumsum([0, *(len(g.grad) for g in gradients[:-1])]).tolist()
-        grad_rows = torch.cat([plan[0] + first for plan, first in zip(plans, firsts, strict=True)])
-        coefs = None
-        if any(plan[1] is not None for plan in plans):
-            coefs = torch.cat(
-                [torch.ones(len(plan[0]), device=grads.device) if plan[1] is None else plan[1] for plan in plans]
-            )
-        if all(g.prepared is one for g in gradients) and [g.part for g in gradients] == list(one.parts.values()):
-            segments = one.segments
-        else:
-            segments = find_segments(torch.cat([g.part.slots for g in gradients]))
-        order = segments.order.long()
-        return segments, grad_rows[order], None if coefs is None else coefs[order], grads
-
-    def _occurrences(self, part: HbmPart, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return find_occurrences(len(part.slots), order, part.offsets, part.weights, part.mean, self.tier.device)
-
-    def update(self, gradients: Sequence[Any], number: int, lr: float, scale: float) -> None:
-        """One step: sums and optimizer in one pass."""
-        segments, grad_rows, coefs, grads = self.combine(gradients)
-        step = Step.of(self._optimizer, number, lr=lr, scale=scale)
-        self.tier.mark_dirty(segments.slots[: segments.sizes[0]], segments.counts)
-        arena = self.tier.arena
-        weights, state = self._codec.weights(arena), self._codec.state(arena)
-        update_rows(weights, state, segments, grads, grad_rows, coefs, step, self._codec)
-        self._learn(number)
-        self.tier.used_by_training()
-
-    def sums(self, gradients: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots and summed gradients of the unique keys: waits for the device."""
-        segments, grad_rows, coefs, grads = self.combine(gradients)
+    def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients | None:
+        """See `RowBackend.reduce`. Blocks on the device."""
+        if not gradients:
+            return None
+        segments, rows, coefs, values = self._combine(gradients)
         segments = segments.known(*segments.counts.tolist())
-        return segments.slots[: segments.sizes[0]], sum_gradients(segments, grads, grad_rows, coefs)
+        return ReducedGradients(segments.slots[: segments.sizes[0]], sum_gradients(segments, values, rows, coefs))
 
-    @staticmethod
-    def norm(sums: torch.Tensor) -> float:
-        """In double; waits for the device."""
-        return float(sums.double().square().sum().sqrt())
+    def norm(self, reduced: ReducedGradients) -> float:
+        return float(reduced.values.double().square().sum().sqrt())
 
-    def apply(self, slots: torch.Tensor, sums: torch.Tensor, number: int, lr: float, scale: float) -> None:
-        """The second half of a step whose sums were asked for."""
-        self.tier.mark_dirty(slots, torch.full((1,), len(slots), device=slots.device))
-        arena, step = self.tier.arena, Step.of(self._optimizer, number, lr=lr, scale=scale)
-        apply_gradients(self._codec.weights(arena), self._codec.state(arena), slots, sums, step, self._codec)
-        self._learn(number)
-        self.tier.used_by_training()
+    def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
+        slots = reduced.slots
+        self.hbm.mark_dirty(slots, torch.full((1,), len(slots), device=slots.device))
+        arena, rule = self.hbm.arena, Step.of(self.spec.optimizer, step, lr=lr, scale=scale)
+        apply_gradients(self._codec.weights(arena), self._codec.state(arena), slots, reduced.values, rule, self._codec)
+        self._update_scale(step)
+        self.hbm.used_by_training()
 
-    # ---- a step that is learned: on the device, so that nobody waits for it
+    def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:
+        if not gradients:
+            return
+        segments, rows, coefs, values = self._combine(gradients)
+        rule = Step.of(self.spec.optimizer, step, lr=lr, scale=scale)
+        self.hbm.mark_dirty(segments.slots[: segments.sizes[0]], segments.counts)
+        arena = self.hbm.arena
+        weights, state = self._codec.weights(arena), self._codec.state(arena)
+        update_rows(weights, state, segments, values, rows, coefs, rule, self._codec)
+        self._update_scale(step)
+        self.hbm.used_by_training()
 
-    def _learn(self, number: int) -> None:
-        if self._learned is not None and self._codec.gradient is not None:
+    def end_step(self) -> None:
+        """Nothing: gradients own the only pins that outlive a batch."""
+
+    def _combine(
+        self, gradients: Sequence[Gradient]
+    ) -> tuple[Segments, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Return the segments of all ids and, per occurrence in segment order, the row of the concatenated gradients
+        and its coefficient."""
+        for gradient in gradients:
+            gradient.plan.use()
+        first = gradients[0].plan
+        if len(gradients) == 1 and first.gradient_index is not None:
+            return first.segments, *first.gradient_index, gradients[0].values
+        indices = [self._gradient_index(g.bag, None) for g in gradients]
+        values = gradients[0].values if len(gradients) == 1 else torch.cat([g.values for g in gradients])
+        starts = np.cumsum([0, *(len(g.values) for g in gradients[:-1])]).tolist()
+        rows = torch.cat([index[0] + start for index, start in zip(indices, starts, strict=True)])
+        coefs = None
+        if any(index[1] is not None for index in indices):
+            coefs = torch.cat(
+                [torch.ones(len(index[0]), device=values.device) if index[1] is None else index[1] for index in indices]
+            )
+        if all(g.plan is first for g in gradients) and [g.bag for g in gradients] == list(first.bags.values()):
+            segments = first.segments
+        else:
+            segments = find_segments(torch.cat([g.bag.slots for g in gradients]))
+        order = segments.order.long()
+        return segments, rows[order], None if coefs is None else coefs[order], values
+
+    # ---- evaluation
+
+    def read_batch(self, inputs: BagInputs) -> HbmBatchPlan:
+        ids = np.concatenate([np.empty(0, np.uint64), *(source.ids for source in inputs.values())])
+        working_set = WorkingSet.of(ids, threads=self.spec.threads)
+        plan = self._evaluation_plan(inputs, working_set, *self.hbm.read_to_device(working_set.keys))
+        plan.stored = True
+        return plan
+
+    def _evaluation_plan(
+        self, inputs: BagInputs, working_set: WorkingSet, rows: torch.Tensor, ready: torch.cuda.Event | None
+    ) -> HbmBatchPlan:
+        bags = {}
+        with self._ahead(ready):
+            inverse = self._to_device(working_set.inverse.view(np.int32))
+            for spec, source in inputs.items():
+                bags[spec] = self._upload(source, inverse[source.id_range])
+            if self._stream is not None:
+                rows.record_stream(self._stream)
+                ready = self._stream.record_event()
+        return HbmBatchPlan(self.host.dram, bags, None, ready, rows=rows)
+
+    def read(self, keys: Keys) -> Floats:
+        self._save_scale()
+        return self.hbm.read(as_keys(keys))
+
+    # ---- durability
+
+    def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
+        self.write_back()
+        return self.host.rows(store, batch_rows)
+
+    def flush(self, store: SsdStore | None = None) -> None:
+        self.write_back()
+        self.host.dram.flush(store)
+
+    def write_back(self) -> None:
+        self.hbm.write_back()
+        self._save_scale()
+
+    def reopen(self, epoch: int | None = None) -> None:
+        self.host.reopen(epoch)
+        self._reset()
+
+    def move_store(self, path: Path, *, clear: bool = False) -> None:
+        self.host.move_store(path, clear=clear)
+        self._reset()
+
+    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> Callable[[], None]:
+        self.write_back()  # a failure below leaves the old rows in the old DRAM tier
+        replaced = self.host.replace_rows(pieces, scale)
+        self._reset()
+
+        def undo() -> None:
+            self.host.dram = replaced
+            self._reset()
+
+        return undo
+
+    def import_rows(self, keys: Keys, rows: Rows) -> None:
+        self.host.import_rows(keys, rows)
+
+    def _reset(self) -> None:
+        """Drop all rows of the HBM tier and continue above the current DRAM tier."""
+        self.hbm.reset(self.host.dram)
+        self._load_scale()
+
+    # ---- the learned scale: updated on the device, saved to the DRAM tier on demand
+
+    @property
+    def learned_scale(self) -> LearnedScale | None:
+        self._save_scale()
+        return self.host.dram.learned
+
+    def set_learned_scale(self, scale: LearnedScale) -> None:
+        self.host.dram.set_scale(scale)
+        self._load_scale()
+
+    def _update_scale(self, step: int) -> None:
+        if self._scale is not None and self._codec.gradient is not None:
             gradient = self._codec.gradient.double() * UNIT
-            self._learned = self._learned.after(gradient, number, self.tier.mem.precision.scale_lr)
-            self._codec.scale.copy_(self._learned.scale)
+            self._scale = self._scale.after(gradient, step, self.spec.precision.scale_lr)
+            self._codec.scale.copy_(self._scale.scale)
             self._codec.gradient.zero_()
 
-    def restore_scale(self) -> None:
-        """Goes on with the one that the memory tier has."""
-        learned = self.tier.mem.learned
+    def _load_scale(self) -> None:
+        learned = self.host.dram.learned
         if learned is not None:
             values = (torch.tensor([value], dtype=torch.float64) for value in dataclasses.astuple(learned))
-            self._learned = LearnedScale(*(value.to(self.tier.device) for value in values))
-            self._codec.scale.copy_(self._learned.scale)
+            self._scale = LearnedScale(*(value.to(self.device) for value in values))
+            self._codec.scale.copy_(self._scale.scale)
 
-    def save_scale(self) -> None:
-        """Tells the memory tier; waits for the device."""
-        if self._learned is not None:
-            values = torch.cat([self._learned.scale, self._learned.mean, self._learned.size])
-            self.tier.mem.set_scale(LearnedScale(*values.tolist()))
+    def _save_scale(self) -> None:
+        """Copy the scale to the DRAM tier. Blocks on the device."""
+        if self._scale is not None:
+            values = torch.cat([self._scale.scale, self._scale.mean, self._scale.size])
+            self.host.dram.set_scale(LearnedScale(*values.tolist()))
+
+    # ---- inspection
+
+    def tier_counts(self) -> dict[str, int]:
+        stats = self.hbm.stats()
+        below = {"mem": stats.from_mem, "ssd": stats.from_ssd, "new": stats.initialised}
+        return {"hbm": stats.rows - sum(below.values()), **below}
+
+    def require_idle(self) -> None:
+        self.host.require_idle()
+        if windows := self.hbm.stats().windows:
+            raise ThermoclineError(
+                f"table {self.spec.name!r} has {windows} windows pinned: close the pipeline before restore()"
+            )
+
+    def close(self) -> None:
+        self.host.close()
+
+    # ---- ShardBackend
+
+    def pin_keys(self, key_lists: Sequence[Keys]) -> ShardPins:
+        pins = self.hbm.pin(self.hbm.stage(key_lists))
+        assert pins.slots is not None
+        return ShardPins(pins, list(torch.split(pins.slots, [len(keys) for keys in key_lists])), self.hbm)
+
+    def load_keys(self, owned: ShardPins) -> None:
+        self.hbm.load(owned.pins)
+
+    def prepare_remote(
+        self, inputs: Sequence[BagInputs], working_sets: Sequence[WorkingSet], owned: ShardPins
+    ) -> list[HbmBatchPlan]:
+        inverse = np.concatenate([working_set.inverse for working_set in working_sets])
+        with self._ahead(None):
+            index = self._to_device(inverse.view(np.int32))
+        return self._plan(inputs, index, owned.pins)
+
+    def row_buffer(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = torch.empty(count, self.spec.dim, device=self.device)
+        return weights, weights
+
+    def plan_rows(self, inputs: BagInputs, working_set: WorkingSet, rows: torch.Tensor) -> HbmBatchPlan:
+        return self._evaluation_plan(inputs, working_set, rows, None)
+
+    def read_weights(self, slots: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+        if slots.is_cuda:  # allocated on the planning stream
+            slots.record_stream(torch.cuda.current_stream(slots.device))
+        weights = self._codec.weights(self.hbm.arena)
+        out.copy_(pool_rows(weights, slots[index.to(slots.device)], codec=self._codec))
+        self.hbm.used_by_training()
+
+    def renumber(self, bag: HbmBag, index: Any) -> HbmBag:
+        rows = torch.from_numpy(index.view(np.int32)).to(bag.slots.device)
+        return dataclasses.replace(bag, slots=rows[bag.slots.long()])
+
+
+def _threads_beside_gpu(count: int) -> int:
+    """Leave two of eight or more cores to the threads that plan and launch kernels: the GPU waits for those."""
+    return count - 2 if count >= 8 else count

@@ -40,11 +40,11 @@ class RankCoordinator:
         self.groups: Groups | None = None
         self.sync: DenseParameters | None = None
         """Keeps the dense parameters of all ranks together; none: there is one rank."""
-        ranks = tables[0].ranks
-        if ranks is not None and self.world > 1:
+        groups = tables[0].groups
+        if groups is not None and self.world > 1:
             from thermocline.distributed.dense_sync import DenseParameters
 
-            self.groups = ranks.groups
+            self.groups = groups
             self.sync = DenseParameters.make(
                 model.parameters(), optimizers, self.groups, dense_sync, buffers=model.buffers()
             )

@@ -151,9 +151,9 @@ class Run:
             hops, wire = config.dist.hops, config.dist.wire
             return ShardedTable(dim, optimizer, groups=self.groups, hops=hops, wire=wire, **options)
         if read_only and saved_by_ranks(config.train.run_dir):
-            from thermocline.distributed.shard_reader import JoinedTable
+            from thermocline.distributed.shard_reader import ShardReaderTable
 
-            return JoinedTable(dim, optimizer, **options)
+            return ShardReaderTable(dim, optimizer, **options)
         return Table(dim, optimizer, ssd_options={"read_only": True} if read_only else None, **options)
 
     def _sharing_gpu(self) -> int:

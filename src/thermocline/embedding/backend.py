@@ -1,0 +1,233 @@
+"""`RowBackend`: the one interface for where rows are stored and trained. Read this file first.
+
+A `tc.Table` owns a backend and never asks which one it is. Four implementations:
+
+    tiers/dram_backend.py              rows are trained in DRAM, by C++ kernels
+    tiers/hbm_backend.py               rows are trained in GPU memory, by Triton kernels, above the DRAM tier
+    distributed/sharded_backend.py     rows are spread over ranks; each rank trains its own through one of the two above
+    embedding/reference_backend.py     a Python dict; slow, the specification that tests compare with
+
+The path of a batch. Window: the batches that share one pull. Each stage is one thread that handles windows in order;
+the pipeline (`pipeline/prefetch.py`) runs the stages of different windows at the same time.
+
+    stage      thread     call                      effect
+    collect    collect    stage(inputs)             deduplicate keys or send ids to the device; touches no rows
+    exchange   exchange   exchange(window)          send keys to the ranks that own them; only over several ranks
+    pull       pull       pin(window)               give every key a slot and keep it there; reads missing rows from SSD
+    load       load       prepare(window)           plan pooling and gradient sums per batch; needs slots, not values
+    load       load       load(window)              bring the values into the slots
+    train      caller     fetch, pool, update       read and change rows, batch by batch
+    -          caller     window.release()          after the last batch of the window
+
+Rows are pulled, never copied, so a batch pulled early still sees what earlier batches wrote. The result therefore does
+not depend on how far any stage runs ahead.
+
+Extension points. New row state (counters, timestamps) belongs to the row layout (`TableSpec`) and is updated in `pin`
+order or in `update`. Look-ahead hints are a window that is staged but not pinned yet: `stage` sees all keys of the
+future in batch order. Deletion at a step boundary is a call beside `write_back`. Named fields arrive in `BagInputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from thermocline.batch import Floats, Slots, WorkingSet
+from thermocline.embedding.arrays import Keys, Rows
+from thermocline.embedding.batch_plan import BagInputs, BatchPlan, Gradient, ReducedGradients
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from thermocline.distributed.communicator import Groups
+    from thermocline.embedding.quant_scale import LearnedScale
+    from thermocline.tiers.dram import DramTier
+    from thermocline.tiers.hbm import HbmTier
+    from thermocline.tiers.ssd import SsdStore
+
+
+class Tiers(NamedTuple):
+    """The tiers of a backend, for inspection (`stats()`, `check()`). None: the backend has no such tier."""
+
+    hbm: HbmTier | None = None
+    dram: DramTier | None = None
+    ssd: SsdStore | None = None
+
+
+class RowWindow(Protocol):
+    """The rows of one table for the batches of one window. Its content belongs to the backend that made it."""
+
+    def release(self) -> None:
+        """Give up the window's ownership of its pins. May be called at any stage, and twice."""
+
+
+class RowBackend(Protocol):
+    """Rows of one table. Unless stated otherwise a method runs on the thread that trains, between two batches."""
+
+    step_count: int
+    """Training steps applied so far; Adam's bias correction depends on it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of pooled vectors and gradients."""
+
+    @property
+    def groups(self) -> Groups | None:
+        """The ranks over which rows are spread; None: this process has all rows. Every rank then makes the same calls
+        in the same order."""
+
+    @property
+    def tiers(self) -> Tiers:
+        """The tiers of this process."""
+
+    # ---- ahead of training
+
+    def stage(self, inputs: Sequence[BagInputs]) -> RowWindow:
+        """Begin a window with the inputs of its batches. Thread: collect. Blocks on nothing."""
+
+    def exchange(self, window: Any, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
+        """Send the window's keys to their owners. Thread: exchange, or the caller's with `ahead=False`. Collective.
+
+        padding   inputs of batches without examples, so that every rank has the same number of batches
+        Raises `RankError` if a rank is lost. Does nothing for a backend without ranks.
+        """
+
+    def pin(self, window: Any) -> None:
+        """Give every key of the window a slot and pin it. Thread: pull. Blocks on SSD reads.
+
+        Raises `BudgetError`, and changes nothing, if the rows do not fit beside those pinned by earlier windows; the
+        caller may try again after one of those was released.
+        """
+
+    def prepare(self, window: Any) -> Sequence[BatchPlan]:
+        """Plan each batch of a pinned window. Thread: load. Blocks on nothing."""
+
+    def load(self, window: Any) -> None:
+        """Bring the values of a pinned window into their slots. Thread: load. Blocks on SSD reads and device copies."""
+
+    # ---- training
+
+    def fetch(self, plan: Any) -> None:
+        """Make the plan's row values current before its forward pass. Collective over ranks; else does nothing."""
+
+    def is_current(self, plan: Any) -> bool:
+        """Whether the plan refers to the rows as they are now: reopening a table invalidates earlier plans."""
+
+    def pool(self, plan: Any, bag: Any) -> torch.Tensor:
+        """Return float32[bags, dim] on `device`: each bag's rows added left to right, divided for mean."""
+
+    def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients | None:
+        """Sum the gradients of each unique key, in the order given, in blocks of 64. None: there is nothing to apply.
+
+        Later changes of the gradients' memory have no effect. Collective over ranks.
+        """
+
+    def norm(self, reduced: ReducedGradients) -> float:
+        """Return the joint L2 norm, computed in double. Blocks on the device. Collective over ranks."""
+
+    def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
+        """Apply one optimizer step per unique key to reduced gradients, multiplied by `scale`."""
+
+    def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:
+        """Do `reduce` and `apply` in one pass. Collective over ranks."""
+
+    def end_step(self) -> None:
+        """Release what batches since the last step still hold. Called after each step and when gradients are
+        discarded."""
+
+    # ---- evaluation
+
+    def read_batch(self, inputs: BagInputs) -> BatchPlan:
+        """Copy a batch's rows. Inserts nothing; a key never trained gives its initial row. Any one thread.
+
+        Collective over ranks.
+        """
+
+    def read(self, keys: Keys) -> Floats:
+        """Return float32[n, dim + state] by key, as `read_batch`. Collective over ranks."""
+
+    # ---- durability; between steps
+
+    def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
+        """Iterate over every trained row of this process once, in bounded memory. `store`: where checkpoints are."""
+
+    def flush(self, store: SsdStore | None = None) -> None:
+        """Write every row changed since the last flush to the table's own store, or to `store`."""
+
+    def write_back(self) -> None:
+        """Copy every row changed in HBM to the DRAM tier."""
+
+    def reopen(self, epoch: int | None = None) -> None:
+        """Drop all changes since a commit of the table's own store: the newest, or `epoch`. Without one: no rows."""
+
+    def move_store(self, path: Path, *, clear: bool = False) -> None:
+        """Use the store in another folder from now on, emptied first if `clear`, opened on its newest commit."""
+
+    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> Callable[[], None]:
+        """Replace all rows by stored rows that are already durable. Return a function that undoes it.
+
+        Raises what `pieces` raises; then the old rows are in place.
+        """
+
+    def import_rows(self, keys: Keys, rows: Rows) -> None:
+        """Add stored rows that no commit of this table has yet."""
+
+    @property
+    def learned_scale(self) -> LearnedScale | None:
+        """State of a learned quantization scale; None: the precision has none. Blocks on the device."""
+
+    def set_learned_scale(self, scale: LearnedScale) -> None:
+        """Continue from a saved scale."""
+
+    # ---- inspection
+
+    def tier_counts(self) -> Mapping[str, int]:
+        """Rows of trained batches so far, by the tier they were found in: "hbm", "mem", "ssd", "new"."""
+
+    def require_idle(self) -> None:
+        """Raise `ThermoclineError` if any row is pinned: a pipeline is still running."""
+
+    def close(self) -> None:
+        """Close the table's own store. What was not committed is lost."""
+
+
+class ShardBackend(RowBackend, Protocol):
+    """A backend that can serve as one rank's part of a sharded table: rows by key list instead of by batch."""
+
+    def pin_keys(self, key_lists: Sequence[Keys]) -> ShardPins:
+        """Pin the rows of each list; keys may repeat between lists. As `pin` otherwise."""
+
+    def load_keys(self, owned: ShardPins) -> None:
+        """As `load`, for the result of `pin_keys`."""
+
+    def prepare_remote(
+        self, inputs: Sequence[BagInputs], working_sets: Sequence[WorkingSet], owned: ShardPins
+    ) -> Sequence[Any]:
+        """Plan batches whose rows arrive from other ranks, in the order of their working sets, before each batch.
+
+        owned   rows of this rank that other ranks use in the same window: the plans own their pins
+        """
+
+    def row_buffer(self, count: int) -> tuple[Any, torch.Tensor]:
+        """Allocate `count` rows to receive; return them and a view of their weights, float32[count, dim]."""
+
+    def plan_rows(self, inputs: BagInputs, working_set: WorkingSet, rows: Any) -> Any:
+        """Plan an evaluation batch on received rows, in the order of the working set."""
+
+    def read_weights(self, slots: Any, index: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy the weights of pinned rows slots[index] to `out`."""
+
+    def renumber(self, bag: Any, index: Slots) -> Any:
+        """Return the bag with received row r replaced by index[r]."""
+
+
+class ShardPins(NamedTuple):
+    """Pinned rows of one rank's shard."""
+
+    pins: Any
+    slots: list[Any]
+    """Per key list: the slot of each key."""
+    tier: Any
+    """The tier that has the rows: reopening the table replaces it."""

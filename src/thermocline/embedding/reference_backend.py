@@ -1,0 +1,212 @@
+"""`ReferenceBackend`: rows in one Python dict. The specification of `RowBackend`, written to be read, not to be fast.
+
+Shares no code with the other backends: no slots, no deduplication by sorting, no planned sums. Tests train a whole
+model through it and compare every bit.
+
+    table = tc.Table(16, tc.Adagrad(lr=0.1), make_backend=ReferenceBackend.make)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from thermocline.batch import Floats
+from thermocline.embedding.arrays import Keys, Rows
+from thermocline.embedding.backend import Tiers
+from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, Pooling, ReducedGradients
+from thermocline.embedding.quant_scale import LearnedScale
+from thermocline.embedding.reference import ReferenceTable, sum_in_blocks
+from thermocline.embedding.table_spec import TableSpec
+from thermocline.errors import ThermoclineError
+from thermocline.tiers.ssd import SsdStore
+
+
+class _Pins:
+    """Counts owners; the dict needs no pins, but a plan used too late must be noticed as elsewhere."""
+
+    def __init__(self, backend: ReferenceBackend) -> None:
+        self._backend = backend
+        self._owners = 1
+        backend.windows += 1
+
+    def acquire(self) -> bool:
+        if self._owners == 0:
+            return False
+        self._owners += 1
+        return True
+
+    def release(self) -> None:
+        self._owners -= 1
+        if self._owners == 0:
+            self._backend.windows -= 1
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Plan:
+    table: ReferenceTable
+    bags: dict[BagSpec, BagInput]
+    pins: _Pins | None
+
+    def use(self) -> None:
+        """Nothing: no stream runs behind the host."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Window:
+    inputs: list[BagInputs]
+    pins: _Pins | None = None
+
+    def release(self) -> None:
+        pins, self.pins = self.pins, None
+        if pins is not None:
+            pins.release()
+
+
+class ReferenceBackend:
+    """See `RowBackend`. Rows are fp32 and stay in memory; checkpoints save them all."""
+
+    groups = None
+    tiers = Tiers()
+    device = torch.device("cpu")
+
+    def __init__(self, spec: TableSpec) -> None:
+        if spec.ssd is not None or spec.precision.kind != "fp32":
+            raise ValueError("the reference backend keeps fp32 rows in memory: give neither ssd nor precision")
+        self.spec = spec
+        self.step_count = 0
+        self.windows = 0
+        """Pinned windows."""
+        self.table = self._empty()
+
+    @classmethod
+    def make(cls, spec: TableSpec, device: str, epoch: int | None) -> ReferenceBackend:
+        """Make the backend, as `tc.Table(make_backend=...)` calls it."""
+        return cls(spec)
+
+    def _empty(self) -> ReferenceTable:
+        spec = self.spec
+        return ReferenceTable(spec.dim, spec.optimizer, seed=spec.seed, table=spec.table_id, initial=spec.initial)
+
+    # ---- ahead of training
+
+    def stage(self, inputs: Sequence[BagInputs]) -> _Window:
+        return _Window(list(inputs))
+
+    def exchange(self, window: _Window, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
+        """Nothing: this process has all rows."""
+
+    def pin(self, window: _Window) -> None:
+        window.pins = _Pins(self)
+
+    def prepare(self, window: _Window) -> list[_Plan]:
+        return [_Plan(self.table, dict(inputs), window.pins) for inputs in window.inputs]
+
+    def load(self, window: _Window) -> None:
+        """Nothing: the dict has all rows."""
+
+    # ---- training
+
+    def fetch(self, plan: _Plan) -> None:
+        """Nothing: rows are read by `pool`."""
+
+    def is_current(self, plan: _Plan) -> bool:
+        return plan.table is self.table
+
+    def pool(self, plan: _Plan, bag: BagInput) -> torch.Tensor:
+        return torch.from_numpy(self.table.pool(bag.ids, bag.offsets, _pooling(bag), bag.weights))
+
+    def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients | None:
+        if not gradients:
+            return None
+        occurrences: dict[int, list[Floats]] = {}
+        for gradient in gradients:
+            bag = gradient.bag
+            self.table.collect_gradients(
+                occurrences, bag.ids, gradient.values.numpy(), bag.offsets, _pooling(bag), bag.weights
+            )
+        return ReducedGradients(None, {key: sum_in_blocks(listed) for key, listed in occurrences.items()})
+
+    def norm(self, reduced: ReducedGradients) -> float:
+        sums: dict[int, Floats] = reduced.values
+        return float(np.sqrt(np.square(np.stack(list(sums.values())), dtype=np.float64).sum()))
+
+    def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
+        self.table.apply_sums(reduced.values, step=step, lr=lr, scale=scale)
+
+    def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:
+        reduced = self.reduce(gradients)
+        if reduced is not None:
+            self.apply(reduced, step, lr, scale)
+
+    def end_step(self) -> None:
+        """Nothing."""
+
+    # ---- evaluation
+
+    def read_batch(self, inputs: BagInputs) -> _Plan:
+        return _Plan(self.table, dict(inputs), None)
+
+    def read(self, keys: Keys) -> Floats:
+        return self.table.read(keys)
+
+    # ---- durability: every flush writes all rows
+
+    def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
+        keys = np.fromiter(self.table.rows, np.uint64, len(self.table.rows))
+        for first in range(0, len(keys), batch_rows):
+            piece = keys[first : first + batch_rows]
+            yield piece, self.table.read(piece)
+
+    def flush(self, store: SsdStore | None = None) -> None:
+        assert store is not None
+        for keys, rows in self.rows(None, 65536):
+            store.put(keys, rows.view(np.uint8))
+
+    def write_back(self) -> None:
+        """Nothing: there is one place for rows."""
+
+    def reopen(self, epoch: int | None = None) -> None:
+        self.table = self._empty()
+
+    def move_store(self, path: Path, *, clear: bool = False) -> None:
+        raise ThermoclineError("the reference backend has no store")
+
+    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> Callable[[], None]:
+        replaced, fresh = self.table, self._empty()
+        for keys, rows in pieces:
+            fresh.push(keys, rows.view(np.float32))
+        self.table = fresh
+        return lambda: setattr(self, "table", replaced)
+
+    def import_rows(self, keys: Keys, rows: Rows) -> None:
+        self.table.push(keys, rows.view(np.float32))
+
+    learned_scale = None
+
+    def set_learned_scale(self, scale: LearnedScale) -> None:
+        raise ThermoclineError("the reference backend keeps fp32 rows: there is no scale")
+
+    # ---- inspection
+
+    def tier_counts(self) -> dict[str, int]:
+        return {"mem": 0, "ssd": 0, "new": 0}
+
+    def require_idle(self) -> None:
+        if self.windows:
+            raise ThermoclineError(
+                f"table {self.spec.name!r} has {self.windows} windows pinned: close the pipeline before restore()"
+            )
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def _pooling(bag: BagInput) -> Pooling:
+    if bag.offsets is None:
+        return "none"
+    return "mean" if bag.mean else "sum"

@@ -1,0 +1,127 @@
+"""The rows of a table below the GPU: a DRAM tier, and the SSD store under it if the table has one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thermocline.batch import Floats
+from thermocline.embedding.arrays import Keys, Rows
+from thermocline.embedding.precision import noted
+from thermocline.embedding.quant_scale import LearnedScale
+from thermocline.embedding.table_spec import TableSpec
+from thermocline.errors import FormatError, ThermoclineError
+from thermocline.tiers.dram import DramTier
+from thermocline.tiers.ssd import SsdStore
+from thermocline.utils import atomic_file
+
+
+def open_store(spec: TableSpec, path: str | os.PathLike[str], **options: Any) -> SsdStore:
+    """Open a store for rows of this table. `options` replace those of the spec.
+
+    Raises `FormatError` if the store has rows of another precision.
+    """
+    store = SsdStore.open(path, **{**spec.store_options, **options})
+    if store.epoch and (saved := noted(store.note)[0]) != spec.precision.layout:
+        store.close()
+        raise FormatError(
+            f"{store.path} has rows of precision {saved}, but table {spec.name!r} has {spec.precision.layout}: open "
+            "it with the precision it was created with"
+        )
+    return store
+
+
+def make_dram_tier(spec: TableSpec, *, budget: int, store: SsdStore | None, threads: int | None = None) -> DramTier:
+    """Make an empty DRAM tier for rows of this table."""
+    return DramTier(
+        spec.dim,
+        spec.optimizer,
+        budget=budget,
+        store=store,
+        policy=spec.policy,
+        threads=threads or spec.threads,
+        seed=spec.seed,
+        table=spec.table_id,
+        initial=spec.initial,
+        precision=spec.precision,
+    )
+
+
+class HostRows:
+    """DRAM tier and store of one table. `dram` and `store` are replaced when the table is reopened."""
+
+    dram: DramTier
+    store: SsdStore | None
+
+    def __init__(self, spec: TableSpec, *, threads: int | None = None, epoch: int | None = None) -> None:
+        self._spec = spec
+        self._threads = threads
+        self._path = spec.ssd
+        self.store = None
+        self.reopen(epoch)
+
+    def reopen(self, epoch: int | None = None) -> None:
+        """Open the store on a commit, the newest or `epoch`, below an empty DRAM tier."""
+        self.close()
+        self.store = None
+        if self._path is not None:
+            self.store = open_store(self._spec, self._path, create=epoch is None, epoch=epoch)
+        self.dram = self._empty_tier()
+        if self.store is not None and self.store.epoch:
+            scale = noted(self.store.note)[1]
+            if scale is not None:
+                self.dram.set_scale(scale)
+
+    def _empty_tier(self) -> DramTier:
+        return make_dram_tier(self._spec, budget=self._spec.mem, store=self.store, threads=self._threads)
+
+    def move_store(self, path: Path, *, clear: bool) -> None:
+        """See `RowBackend.move_store`."""
+        self.close()
+        if clear and path.exists():
+            atomic_file.remove_folder(path)
+        self._path = path
+        self.reopen()
+
+    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> DramTier:
+        """Fill a new DRAM tier with stored rows and use it. Return the tier it replaces."""
+        fresh = self._empty_tier()
+        if scale is not None:
+            fresh.set_scale(scale)
+        for keys, rows in pieces:
+            fresh.push_stored(keys, rows.view(np.float32), dirty=False)
+        replaced, self.dram = self.dram, fresh
+        return replaced
+
+    def import_rows(self, keys: Keys, rows: Rows) -> None:
+        """See `RowBackend.import_rows`."""
+        if self.store is not None:
+            self.store.put(keys, rows)
+        else:
+            self.dram.push_stored(keys, rows.view(np.float32), unique=True)
+
+    def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
+        """See `RowBackend.rows`."""
+        store = self.store or store
+        if store is None:
+            yield from self.dram.dirty_rows(batch_rows)  # never flushed: these are all trained rows
+            return
+        self.dram.flush(store)
+        for keys, rows in store.scan(batch_rows=batch_rows):
+            yield keys, self.dram.decode(rows.view(np.float32))
+
+    def require_idle(self) -> None:
+        """See `RowBackend.require_idle`."""
+        if pinned := self.dram.stats().pinned:
+            raise ThermoclineError(
+                f"table {self._spec.name!r} has {pinned} rows pinned: close the pipeline before restore()"
+            )
+
+    def close(self) -> None:
+        """Close the store."""
+        if self.store is not None:
+            self.store.close()
