@@ -56,8 +56,12 @@ class Sizes:
 
 class Ours:
     def __init__(self, sizes: Sizes, optimizer: str, threads: int) -> None:
+        sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+        from helpers import dram
+
         import thermocline as tc
 
+        self.dram = dram
         kinds = {
             "sgd": tc.SGD(lr=LR),
             "adagrad": tc.Adagrad(lr=LR, eps=EPS),
@@ -81,13 +85,13 @@ class Ours:
     def step(self, batch: int, number: int, watch: Stopwatch) -> np.ndarray[Any, Any]:
         working_set = self.working_set(self.sizes.keys[batch], threads=self.threads)
         watch.lap("dedup")
-        lookup = self.tier.lookup(working_set, self.sizes.offsets)
+        lookup = self.dram.lookup(self.tier, working_set, self.sizes.offsets)
         watch.lap("pull+plan")
-        self.tier.pool(lookup, out=self.out)
+        self.dram.pool(self.tier, lookup, out=self.out)
         watch.lap("pool")
-        self.tier.update(lookup, self.sizes.grad, step=number)
+        self.dram.update(self.tier, lookup, self.sizes.grad, step=number)
         watch.lap("update")
-        self.tier.release(lookup)
+        self.dram.release(self.tier, lookup)
         watch.lap("release")
         return self.out
 

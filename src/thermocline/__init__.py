@@ -73,7 +73,6 @@ _HOME = {
     "Uniform": "embedding.initializers",
     "HbmStats": "tiers.hbm",
     "HbmTier": "tiers.hbm",
-    "Lookup": "tiers.dram",
     "DramStats": "tiers.dram",
     "DramTier": "tiers.dram",
     "Adagrad": "embedding.optimizers",
@@ -134,7 +133,7 @@ if TYPE_CHECKING:
         ThermoclineError as ThermoclineError,
     )
     from thermocline.pipeline.prefetch import prefetch as prefetch
-    from thermocline.tiers.dram import DramStats as DramStats, DramTier as DramTier, Lookup as Lookup
+    from thermocline.tiers.dram import DramStats as DramStats, DramTier as DramTier
     from thermocline.tiers.hbm import HbmStats as HbmStats, HbmTier as HbmTier
     from thermocline.tiers.ssd import SsdStats as SsdStats, SsdStore as SsdStore
     from thermocline.training.callbacks import Callback as Callback

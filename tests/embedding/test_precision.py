@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from helpers import dram
 from helpers.ssd import SMALL
 
 import thermocline as tc
@@ -285,9 +286,9 @@ LEARNED = Precision(kind="int8", range=1.0, scale_lr=0.01)
 def train_a_little(table: tc.Table, first: int) -> None:
     random = np.random.default_rng(first)
     for step in range(first, first + 5):
-        lookup = table.dram.lookup(random.integers(0, 30, 50).astype(np.uint64))
-        table.dram.update(lookup, random.normal(size=(50, 4)).astype(np.float32), step=step)
-        table.dram.release(lookup)
+        lookup = dram.lookup(table.dram, random.integers(0, 30, 50).astype(np.uint64))
+        dram.update(table.dram, lookup, random.normal(size=(50, 4)).astype(np.float32), step=step)
+        dram.release(table.dram, lookup)
 
 
 def test_a_learned_step_survives_in_the_store(tmp_path: Path) -> None:
@@ -361,9 +362,11 @@ def test_a_learned_step_of_large_gradients() -> None:
     tier = make_tier(128, Precision(kind="int8", range=4.0, scale_lr=0.01), tc.SGD(lr=1e-3), budget="8MB")
     keys = np.arange(10_000, dtype=np.uint64)
     for step in range(1, 4):
-        lookup = tier.lookup(keys)
-        tier.update(lookup, np.random.default_rng(step).normal(0, 10, (len(keys), 128)).astype(np.float32), step=step)
-        tier.release(lookup)
+        lookup = dram.lookup(tier, keys)
+        dram.update(
+            tier, lookup, np.random.default_rng(step).normal(0, 10, (len(keys), 128)).astype(np.float32), step=step
+        )
+        dram.release(tier, lookup)
     assert tier.learned is not None
     assert tier.learned.scale == pytest.approx(tier.precision.scale * 0.99**3, rel=1e-3)
 

@@ -30,7 +30,8 @@ from helpers.train import (
 
 import thermocline as tc
 from thermocline.embedding.optimizers import Optimizer
-from thermocline.tiers.dram import DramStats, Policy
+from thermocline.embedding.table_spec import Policy
+from thermocline.tiers.dram import DramStats
 
 if TYPE_CHECKING:
     from thermocline.tiers.hbm import HbmStats

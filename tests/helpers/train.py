@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 import thermocline as tc
+from thermocline.embedding.batch_plan import Pooling
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import FP32
 from thermocline.embedding.reference import sum_in_blocks
-from thermocline.tiers.dram import Pooling
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": tc.SGD(lr=0.1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers import dram
 from helpers.kernels import exact_segments, floats, random_offsets, same_bits, slots_of_sizes
 
 import thermocline as tc
@@ -83,10 +84,10 @@ def test_pooling(case: tuple[Kind, float | None, str, int, Optimizer], device: s
         pooled = pool_rows(weights, slots, cuts, by, mean=mean, codec=rows.codec)
         same_bits(pooled, pool_rows_reference(weights, slots, cuts, by, mean=mean, codec=rows.codec))
         kind = "none" if cuts is None else "mean" if mean else "sum"
-        lookup = rows.tier.lookup(ids, None if cuts is None else cuts.cpu().numpy(), pooling=kind,
+        lookup = dram.lookup(rows.tier, ids, None if cuts is None else cuts.cpu().numpy(), pooling=kind,
                                   weights=None if by is None else by.cpu().numpy())  # fmt: skip
-        same_bits(pooled, torch.from_numpy(rows.tier.pool(lookup)).to(device))
-        rows.tier.release(lookup, dirty=False)
+        same_bits(pooled, torch.from_numpy(dram.pool(rows.tier, lookup)).to(device))
+        dram.release(rows.tier, lookup, dirty=False)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}-{c[2]}-{c[3]}")
@@ -108,9 +109,9 @@ def test_steps(case: tuple[Kind, float | None, str, int, Optimizer], device: str
             apply_gradients(*rows.parts(rows.arena), segments.slots[: len(sums)], sums, step, rows.codec)
         update_rows_reference(*rows.parts(twin), segments, grads, None, None, step, rows.codec)
         same_bits(rows.arena, twin)
-        lookup = rows.tier.lookup(ids)
-        rows.tier.update(lookup, grads.cpu().numpy(), step=number)
-        rows.tier.release(lookup)
+        lookup = dram.lookup(rows.tier, ids)
+        dram.update(rows.tier, lookup, grads.cpu().numpy(), step=number)
+        dram.release(rows.tier, lookup)
         rows.same_as_tier()
 
 
@@ -130,8 +131,8 @@ def test_gradient_of_a_learned_step(device: str) -> None:
     step = Step.of(SGD(lr=0.1), 4, scale=0.5)
     update_rows(codec.weights(arena), None, exact_segments(slots), grads, None, None, step, codec)
     update_rows_reference(other.weights(twin), None, exact_segments(slots), grads, None, None, step, other)
-    lookup = tier.lookup(slots.cpu().numpy().astype(np.uint64))
-    summed = tier.sum_gradients(lookup, grads.cpu().numpy())
+    lookup = dram.lookup(tier, slots.cpu().numpy().astype(np.uint64))
+    summed = dram.sum_gradients(tier, lookup, grads.cpu().numpy())
     total = tier.core.apply_gradients(lookup.slots, summed, tier.step(4, None, 0.5))
     assert codec.gradient is not None
     assert other.gradient is not None

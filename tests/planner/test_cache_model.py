@@ -9,8 +9,8 @@ import pytest
 
 import thermocline as tc
 from thermocline.data import key_stats
+from thermocline.embedding.table_spec import Policy
 from thermocline.planner.cache_model import Popularity
-from thermocline.tiers.dram import Policy
 
 WORLDS = {
     "one id per field": {"keys": 50_000, "fields": 8},

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import dram
 from helpers.ssd import SMALL
 
 import thermocline as tc
@@ -23,10 +24,10 @@ def small_store(path: Path, row_bytes: int) -> tc.SsdStore:
 
 def test_a_training_loop() -> None:
     tier = tc.DramTier(4, tc.SGD(lr=1.0), budget="1MB", initial=tc.Constant(value=1.0))
-    lookup = tier.lookup(keys_of(5, 6, 5), [0, 2, 3])
-    assert tier.pool(lookup).tolist() == [[2] * 4, [1] * 4]
-    tier.update(lookup, np.array([[1] * 4, [10] * 4], np.float32))
-    tier.release(lookup)
+    lookup = dram.lookup(tier, keys_of(5, 6, 5), [0, 2, 3])
+    assert dram.pool(tier, lookup).tolist() == [[2] * 4, [1] * 4]
+    dram.update(tier, lookup, np.array([[1] * 4, [10] * 4], np.float32))
+    dram.release(tier, lookup)
     assert tier.read([5, 6, 7])[:, 0].tolist() == [-10, 0, 1]
     stats = tier.stats()
     assert (stats.resident, stats.dirty, stats.pinned, stats.misses) == (2, 2, 0, 2)
@@ -38,13 +39,13 @@ def test_torch_tensors_are_taken_without_copies() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed: tensors as arguments are NOT tested")
     tier = tc.DramTier(4, tc.SGD(lr=1.0), budget="1MB", initial=tc.Constant())
     ids = torch.tensor([-1, 2**62, -1])  # int64 bit patterns
-    lookup = tier.lookup(ids, torch.tensor([0, 2, 3]))
+    lookup = dram.lookup(tier, ids, torch.tensor([0, 2, 3]))
     out = torch.ones(2, 4)
-    tier.pool(lookup, out=out)
+    dram.pool(tier, lookup, out=out)
     assert out.abs().sum() == 0
     grad = torch.ones(2, 4, requires_grad=True)
-    tier.update(lookup, grad)
-    tier.release(lookup)
+    dram.update(tier, lookup, grad)
+    dram.release(tier, lookup)
     assert tier.read(keys_of(2**64 - 1, 2**62))[:, 0].tolist() == [-2, -1]
 
 
@@ -76,7 +77,7 @@ def test_a_working_set_that_does_not_fit_names_budget_and_need(tmp_path: Path) -
         with pytest.raises(
             tc.BudgetError, match=f"working set of {need} rows .* 100000 bytes holds {tier.capacity} rows"
         ):
-            tier.lookup(np.arange(need, dtype=np.uint64))
+            dram.lookup(tier, np.arange(need, dtype=np.uint64))
         tier.check()
         slots = tier.pull(np.arange(tier.capacity, dtype=np.uint64))  # and exactly what fits, fits
         tier.unpin(slots)
@@ -104,9 +105,9 @@ def test_larger_than_memory_survives_commit_and_reopen(tmp_path: Path) -> None:
     for step in range(1, 40):
         ids = random.integers(0, 4000, 300).astype(np.uint64)
         grad = random.normal(size=(300, 4)).astype(np.float32)
-        lookup = tier.lookup(ids)
-        tier.update(lookup, grad, step=step)
-        tier.release(lookup)
+        lookup = dram.lookup(tier, ids)
+        dram.update(tier, lookup, grad, step=step)
+        dram.release(tier, lookup)
         table.update(ids, grad, None, "none", step=step)
     stats = tier.stats()
     assert stats.evictions > 3 * tier.capacity
@@ -178,9 +179,9 @@ def test_results_and_plans_do_not_depend_on_threads(tmp_path: Path, threads: int
             tier = tc.DramTier(4, tc.Adagrad(), budget="300KB", store=store, threads=number, shards=4)
             random = np.random.default_rng(1)
             for step in range(1, 15):
-                lookup = tier.lookup(random.integers(0, 9000, 4000).astype(np.uint64), np.arange(0, 4001, 40))
-                tier.update(lookup, random.normal(size=(100, 4)).astype(np.float32), step=step)
-                tier.release(lookup)
+                lookup = dram.lookup(tier, random.integers(0, 9000, 4000).astype(np.uint64), np.arange(0, 4001, 40))
+                dram.update(tier, lookup, random.normal(size=(100, 4)).astype(np.float32), step=step)
+                dram.release(tier, lookup)
             return tier.read(range(9000)).tobytes(), tier.stats()
 
     rows, stats = life(threads)
@@ -203,11 +204,11 @@ def test_pulls_of_other_batches_while_one_trains(tmp_path: Path) -> None:
             try:
                 for _ in range(60):
                     ids = random.integers(0, 3000, 200).astype(np.uint64)
-                    lookup = tier.lookup(ids)
+                    lookup = dram.lookup(tier, ids)
                     with turn:  # rows are changed by one thread at a time; pulls and evictions go on meanwhile
-                        tier.update(lookup, -np.ones((200, 4), np.float32))
+                        dram.update(tier, lookup, -np.ones((200, 4), np.float32))
                         np.add.at(counts, ids, 1)
-                    tier.release(lookup)
+                    dram.release(tier, lookup)
             except BaseException as error:
                 errors.append(error)
 
@@ -247,21 +248,15 @@ def test_wrong_arguments_are_explained(tmp_path: Path) -> None:
     ids = keys_of(1, 2, 3)
     for offsets in ([1, 3], [0, 2], [0, 3, 2, 3], [0, 4]):
         with pytest.raises(tc.ThermoclineError, match="offsets must begin with 0"):
-            tier.lookup(ids, offsets)
-    with pytest.raises(ValueError, match="needs offsets"):
-        tier.lookup(ids, pooling="mean")
-    with pytest.raises(ValueError, match="takes no offsets"):
-        tier.lookup(ids, [0, 3], pooling="none")
-    with pytest.raises(ValueError, match=r"weights has shape \(2,\)"):
-        tier.lookup(ids, weights=np.ones(2, np.float32))
+            dram.lookup(tier, ids, offsets)
     tier.check()  # none of them left a pin
-    lookup = tier.lookup(ids, [0, 3])
-    with pytest.raises(ValueError, match=r"grad has shape \(2, 4\)"):
-        tier.update(lookup, np.ones((2, 4), np.float32))
+    lookup = dram.lookup(tier, ids, [0, 3])
+    with pytest.raises(ValueError, match=r"sums has shape \(2, 4\)"):
+        tier.apply_gradients(lookup.slots, np.ones((2, 4), np.float32))
     with pytest.raises(TypeError, match="float32"):
-        tier.update(lookup, np.ones((1, 4)))
-    with pytest.raises(ValueError, match="steps count from 1"):
-        tier.update(lookup, np.ones((1, 4), np.float32), step=0)
+        tier.apply_gradients(lookup.slots, np.ones((3, 4)))
+    with pytest.raises(ValueError, match="step is 0: it must be at least 1"):
+        dram.update(tier, lookup, np.ones((1, 4), np.float32), step=0)
     with pytest.raises(tc.ThermoclineError, match="no slot"):
         tier.unpin(np.array([10**6], np.uint32))
     with pytest.raises(tc.ThermoclineError, match="flush without a store"):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import dram
 from hypothesis import given, strategies as st
 
 import thermocline as tc
+from thermocline.embedding.batch_plan import Pooling
 from thermocline.embedding.initializers import Initial
 from thermocline.embedding.optimizers import Optimizer
-from thermocline.tiers.dram import Pooling
 
 OPTIMIZERS: list[Optimizer] = [
     tc.SGD(lr=0.1),
@@ -57,19 +59,19 @@ class Pair:
         weights = self.random.normal(size=len(ids)).astype(np.float32) if weighted else None
         self.step += 1
         same_bits(
-            self.tier.evaluate(ids, offsets, pooling=pooling, weights=weights),
+            dram.evaluate(self.tier, ids, offsets, pooling=pooling, weights=weights),
             self.pooled(ids, offsets, pooling, weights),
         )
-        lookup = self.tier.lookup(ids, offsets, pooling=pooling, weights=weights)
-        out = self.tier.pool(lookup)
+        lookup = dram.lookup(self.tier, ids, offsets, pooling=pooling, weights=weights)
+        out = dram.pool(self.tier, lookup)
         same_bits(out, self.pooled(ids, offsets, pooling, weights))
         grad = self.random.normal(size=out.shape).astype(np.float32)
         if fused:
-            self.tier.update(lookup, grad, step=self.step, lr=lr, scale=scale)
+            dram.update(self.tier, lookup, grad, step=self.step, lr=lr, scale=scale)
         else:
-            sums = self.tier.sum_gradients(lookup, grad)
+            sums = dram.sum_gradients(self.tier, lookup, grad)
             self.tier.apply_gradients(lookup.slots, sums, step=self.step, lr=lr, scale=scale)
-        self.tier.release(lookup)
+        dram.release(self.tier, lookup)
         self.table.update(ids, grad, offsets, pooling, weights, step=self.step, lr=lr, scale=scale)
         keys = [*np.unique(ids), 2**63]
         same_bits(self.tier.read(np.array(keys, np.uint64)), self.table.read(keys))
@@ -136,9 +138,9 @@ def test_special_values(special: float) -> None:
         ids = np.array([1, 2, 1, 3], np.uint64)
         grad = np.full((2, 17), special, np.float32)
         grad[1] = -grad[1]
-        lookup = pair.tier.lookup(ids, [0, 2, 4])
-        pair.tier.update(lookup, grad)
-        pair.tier.release(lookup)
+        lookup = dram.lookup(pair.tier, ids, [0, 2, 4])
+        dram.update(pair.tier, lookup, grad)
+        dram.release(pair.tier, lookup)
         with np.errstate(all="ignore"):
             pair.table.update(ids, grad, [0, 2, 4])
         got, want = pair.tier.read(ids), pair.table.read(ids)
@@ -173,7 +175,9 @@ def test_any_batches(data: st.DataObject) -> None:
 def test_every_instruction_set_gives_the_same_bits() -> None:
     # The choice is made once per process, from THERMOCLINE_ISA.
     program = """
+import sys; sys.path.append(sys.argv[1])
 import numpy as np, thermocline as tc, hashlib
+from helpers import dram
 digest = hashlib.sha256()
 for dim in (1, 4, 8, 10, 16, 37, 64, 128):
     for optimizer in (tc.SGD(), tc.Adagrad(), tc.RowWiseAdagrad(), tc.Adam()):
@@ -181,10 +185,10 @@ for dim in (1, 4, 8, 10, 16, 37, 64, 128):
         random = np.random.default_rng(dim)
         for step in range(1, 4):
             ids = random.integers(0, 300, 2000).astype(np.uint64)
-            lookup = tier.lookup(ids, np.arange(0, 2001, 20), pooling="mean")
-            out = tier.pool(lookup)
-            tier.update(lookup, random.normal(size=out.shape).astype(np.float32), step=step)
-            tier.release(lookup)
+            lookup = dram.lookup(tier, ids, np.arange(0, 2001, 20), pooling="mean")
+            out = dram.pool(tier, lookup)
+            dram.update(tier, lookup, random.normal(size=out.shape).astype(np.float32), step=step)
+            dram.release(tier, lookup)
             digest.update(out.tobytes())
         digest.update(tier.read(np.arange(300, dtype=np.uint64)).tobytes())
 print(tier.stats().kernels, digest.hexdigest())
@@ -192,7 +196,7 @@ print(tier.stats().kernels, digest.hexdigest())
     seen = {}
     for isa in ("base", "avx2", "avx512"):
         result = subprocess.run(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", program, str(Path(__file__).parents[1])],
             env={**os.environ, "THERMOCLINE_ISA": isa},
             capture_output=True,
             text=True,

@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import dram
 from helpers.ssd import SMALL
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import thermocline as tc
+from thermocline.embedding.batch_plan import Pooling
 from thermocline.embedding.optimizers import Optimizer
-from thermocline.tiers.dram import Policy, Pooling
+from thermocline.embedding.table_spec import Policy
 
 OPTIMIZERS: list[Optimizer] = [tc.SGD(lr=0.1), tc.Adagrad(lr=0.1), tc.RowWiseAdagrad(lr=0.1), tc.Adam(lr=0.01)]
 PRECISIONS = [
@@ -104,15 +106,15 @@ class TierMachine(RuleBasedStateMachine):
         offsets = None
         if pooling != "none":
             offsets = np.sort(np.concatenate([[0], random.integers(0, len(ids) + 1, 5), [len(ids)]]))
-        lookup = self.tier.lookup(ids, offsets, pooling=pooling, weights=weights)
-        out = self.tier.pool(lookup)
+        lookup = dram.lookup(self.tier, ids, offsets, pooling=pooling, weights=weights)
+        out = dram.pool(self.tier, lookup)
         np.testing.assert_array_equal(
             out.view(np.uint32), self.table.pool(ids, offsets, pooling, weights).view(np.uint32)
         )
         grad = random.normal(size=out.shape).astype(np.float32)
         self.step += 1
-        self.tier.update(lookup, grad, step=self.step)
-        self.tier.release(lookup)
+        dram.update(self.tier, lookup, grad, step=self.step)
+        dram.release(self.tier, lookup)
         self.table.update(ids, grad, offsets, pooling, weights, step=self.step)
 
     @rule(keys=st.lists(keys_near, max_size=30))

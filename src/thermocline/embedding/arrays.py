@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,6 @@ Keys = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Offsets = npt.NDArray[np.int64]
-Pooling = Literal["sum", "mean", "none"]
 
 
 def as_numpy(value: Any, what: str) -> npt.NDArray[Any]:
@@ -98,23 +97,3 @@ def out_of(out: Any, shape: tuple[int, ...]) -> Floats:
     if not array.flags.writeable or (not np.shares_memory(array, as_numpy(out, "out")) and array.size):
         raise ValueError("out must be a contiguous array that can be written")
     return array
-
-
-def bags_of(
-    ids: int, offsets: Any, pooling: Pooling | None, weights: Any
-) -> tuple[Offsets | None, Floats | None, bool]:
-    """Offsets, weights and whether to divide, as the core takes them."""
-    kind = pooling or ("none" if offsets is None else "sum")
-    if kind not in ("sum", "mean", "none"):
-        raise ValueError(f"pooling is {kind!r}: it is one of sum, mean, none")
-    if (kind == "none") != (offsets is None):
-        raise ValueError(f"pooling {kind!r} {'takes no' if kind == 'none' else 'needs'} offsets")
-    factors = None if weights is None else floats_of(weights, (ids,), "weights")
-    if offsets is None:
-        return None, factors, False
-    cuts = np.ascontiguousarray(offsets if isinstance(offsets, (list, tuple)) else as_numpy(offsets, "offsets"))
-    if cuts.ndim != 1 or len(cuts) < 1 or cuts.dtype.kind not in "iu":
-        raise ValueError(
-            f"offsets have shape {cuts.shape} of {cuts.dtype}: needed are bags + 1 integers from 0 to {ids}"
-        )
-    return cuts.astype(np.int64, copy=False), factors, kind == "mean"

@@ -1,0 +1,109 @@
+"""A whole training through `tc.Trainer` on the reference backend, a plain dict, gives the bits of the DRAM backend.
+
+The reference shares no code with planning, deduplication or sums, so this tests the interface itself: anything that
+`Table`, `prefetch`, `Checkpoints` or `Trainer` assumes beyond `RowBackend` fails here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.train import bits
+
+import thermocline as tc
+from thermocline.embedding.reference_backend import ReferenceBackend
+
+OPTIMIZERS = {
+    "sgd": tc.SGD(lr=0.5),
+    "adagrad": tc.Adagrad(lr=0.2),
+    "rowwise": tc.RowWiseAdagrad(lr=0.2),
+    "adam": tc.Adam(lr=0.02, weight_decay=1e-4),
+}
+ADS: dict[str, Any] = {"keys": 400, "fields": 3, "batch_size": 32, "examples": 32 * 24, "seed": 5}
+
+
+class Model(torch.nn.Module):
+    """Two bags on one table, one of them pooled by mean, and a small network."""
+
+    def __init__(self, table: tc.Table) -> None:
+        super().__init__()
+        self.all_fields = tc.EmbeddingBag(table, 3)
+        self.last_field = tc.EmbeddingBag(table, [2], pooling="mean")
+        torch.manual_seed(1)
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(4 * table.dim, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        pooled = torch.cat([self.all_fields(batch), self.last_field(batch)], 1)
+        return self.mlp(pooled.flatten(1)).squeeze(1)
+
+
+def train(
+    optimizer: str,
+    backend: Any,
+    run_dir: Path | None = None,
+    *,
+    steps: int | None = None,
+    resume: bool = False,
+    **config: Any,
+) -> tuple[tc.Table, Model, dict[str, Any]]:
+    """Train two epochs with validation and clipping; return the table, the model and the last validation."""
+    ads = tc.SyntheticAds(**ADS)
+    table = tc.Table(8, OPTIMIZERS[optimizer], mem="4MB", seed=3, make_backend=backend)
+    model = Model(table)
+    dense = torch.optim.Adam(model.parameters(), lr=1e-3)
+    settings = tc.TrainConfig(epochs=2, steps=steps, clip_norm=0.5, display=False, torch_threads=1, **config)
+    trainer = tc.Trainer(model, dense, run_dir=run_dir, config=settings)
+    result = trainer.fit(ads, valid=ads.split("valid", examples=200), resume=resume)
+    return table, model, dict(result.progress.valid)
+
+
+def state(table: tc.Table, model: Model) -> dict[str, Any]:
+    """Return every row and every dense parameter as bytes."""
+    rows = {int(key): row.tobytes() for keys, values in table.rows() for key, row in zip(keys, values, strict=True)}
+    return {"rows": rows, "dense": [bits(parameter) for parameter in model.parameters()], "steps": table.step_count}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("pipeline", [{"depth": 1}, {"depth": 4, "pull_window": 3, "accumulate": 2}], ids=str)
+def test_trainer_gives_the_bits_of_the_dram_backend(optimizer: str, pipeline: dict[str, Any]) -> None:
+    expected_table, expected_model, expected = train(optimizer, None, **pipeline)
+    table, model, valid = train(optimizer, ReferenceBackend.make, **pipeline)
+    assert isinstance(table.backend, ReferenceBackend)
+    assert len(table.backend.table.rows) > 200
+    assert state(table, model) == state(expected_table, expected_model)
+    assert valid["auc"] == expected["auc"]
+    assert valid["logloss"] == expected["logloss"]
+
+
+def test_checkpoints_and_resume(tmp_path: Path) -> None:
+    """Stop after 13 of 48 steps, resume in a new process state, and end with the bits of a run never stopped."""
+    expected = state(*train("adagrad", None)[:2])
+    train("adagrad", ReferenceBackend.make, tmp_path, steps=13, checkpoint_every=5)
+    table, model, _ = train("adagrad", ReferenceBackend.make, tmp_path, resume=True)
+    assert state(table, model) == expected
+
+
+def test_a_reference_checkpoint_opens_on_the_dram_backend(tmp_path: Path) -> None:
+    expected = state(*train("adam", None)[:2])
+    train("adam", ReferenceBackend.make, tmp_path, steps=20, checkpoint_every=20)
+    table, model, _ = train("adam", None, tmp_path, resume=True)
+    assert state(table, model) == expected
+
+
+def test_direct_loop_without_a_pipeline() -> None:
+    """A bag prepares a batch itself, and backward after the step is refused as on every backend."""
+    batch = next(iter(tc.SyntheticAds(**ADS)))
+    table = tc.Table(8, tc.SGD(lr=0.1), make_backend=ReferenceBackend.make)
+    bag = tc.EmbeddingBag(table, 3)
+    pooled = bag(batch)
+    pooled.sum().backward()
+    table.step()
+    assert np.abs(table.read(batch.ids) - tc.Table(8, tc.SGD(lr=0.1)).read(batch.ids)).max() > 0
+    with pytest.raises(RuntimeError, match="released"):
+        pooled.sum().backward()
+    with pytest.raises(AttributeError, match="has no DRAM tier: its backend is ReferenceBackend"):
+        _ = table.dram
