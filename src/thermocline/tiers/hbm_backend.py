@@ -18,9 +18,9 @@ from thermocline.batch import Slots, WorkingSet
 from thermocline.embedding.batch_plan import BagSpec, Part, Remote
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.kernels.codec import Codec
-from thermocline.kernels.gradient_index import find_occurrences
+from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.launch import stream_ahead
-from thermocline.kernels.optimizer_rules import Step
+from thermocline.kernels.optimizer_rules import OptimizerStep
 from thermocline.kernels.pool import pool_rows
 from thermocline.kernels.random import table_mix
 from thermocline.kernels.segments import Segments, find_segments
@@ -251,12 +251,12 @@ class HbmBackend:
         return segments, grad_rows[order], None if coefs is None else coefs[order], grads
 
     def _occurrences(self, part: HbmPart, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return find_occurrences(len(part.slots), order, part.offsets, part.weights, part.mean, self.tier.device)
+        return index_gradients(len(part.slots), order, part.offsets, part.weights, part.mean, self.tier.device)
 
     def update(self, gradients: Sequence[Any], number: int, lr: float, scale: float) -> None:
         """One step: sums and optimizer in one pass."""
         segments, grad_rows, coefs, grads = self.combine(gradients)
-        step = Step.of(self._optimizer, number, lr=lr, scale=scale)
+        step = OptimizerStep.of(self._optimizer, number, lr=lr, scale=scale)
         self.tier.mark_dirty(segments.slots[: segments.sizes[0]], segments.counts)
         arena = self.tier.arena
         weights, state = self._codec.weights(arena), self._codec.state(arena)
@@ -278,7 +278,7 @@ class HbmBackend:
     def apply(self, slots: torch.Tensor, sums: torch.Tensor, number: int, lr: float, scale: float) -> None:
         """The second half of a step whose sums were asked for."""
         self.tier.mark_dirty(slots, torch.full((1,), len(slots), device=slots.device))
-        arena, step = self.tier.arena, Step.of(self._optimizer, number, lr=lr, scale=scale)
+        arena, step = self.tier.arena, OptimizerStep.of(self._optimizer, number, lr=lr, scale=scale)
         apply_gradients(self._codec.weights(arena), self._codec.state(arena), slots, sums, step, self._codec)
         self._learn(number)
         self.tier.used_by_training()
