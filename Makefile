@@ -46,6 +46,7 @@ lint: setup
 	$(PYTHON) -m ruff check $(PY_FILES)
 	$(PYTHON) -m ruff format --check $(PY_FILES)
 	$(PYTHON) -m mypy
+	PYTHONPATH=src:. $(PYTHON) -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo --no-cache
 	$(dir $(VENV_PYTHON))clang-format --dry-run -Werror $(CPP_FILES)
 
 format: setup

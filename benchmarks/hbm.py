@@ -20,15 +20,14 @@ from typing import Any
 import torch
 from common import Claim, console, environment, print_claims, spread, write_json
 from gpu_time import Work, time_ms
+from hbm_rows import assign_rows, find_rows, read_or_initialize
 
 from thermocline.kernels.evict import EVICTED, LOST, NEW, SHORT
 from thermocline.kernels.find import find
 from thermocline.kernels.index import Index
-from thermocline.kernels.initial import UNIFORM, InitialRows
-from thermocline.kernels.insert import Plan, Residents, find_or_insert
-from thermocline.kernels.random import mix64_reference
-from thermocline.kernels.rows import assign, copy_in, copy_out, find_rows
-from thermocline.kernels.serve import serve
+from thermocline.kernels.insert import InsertPlan, Residents, find_or_insert
+from thermocline.kernels.random import mix64_reference, table_mix
+from thermocline.kernels.rows import copy_in, copy_out
 
 KEYS = 2**20
 HITS = 0.6
@@ -102,7 +101,7 @@ class Bench:
         keys = torch.cat([self.residents.keys[place], self.new_keys(KEYS - there)])
         return keys[torch.randperm(KEYS, device="cuda")]
 
-    def insert(self, keys: torch.Tensor, new: int | None = None) -> Plan:
+    def insert(self, keys: torch.Tensor, new: int | None = None) -> InsertPlan:
         """`new` of them are not there; default: all. Whatever was there before may leave."""
         plan = find_or_insert(
             self.index, self.residents, keys, used=self.used, now=self.now, completed=self.now - 1, unique=True
@@ -120,13 +119,13 @@ def operations(bench: Bench, rounds: int) -> dict[str, list[float]]:
     rows = torch.empty(KEYS, bench.dim, device="cuda").normal_()
     out = torch.empty(KEYS, bench.dim, device="cuda")
     all_of_them = torch.tensor([KEYS], device="cuda")
-    init = InitialRows.of(UNIFORM, 0.01, 0.0, 1, 2)
+    mix = table_mix(1, 2)
     full = bench.used == bench.slots
-    plans: list[Plan] = []
+    plans: list[InsertPlan] = []
 
     def find_or_insert_rows(keys: torch.Tensor, new: int) -> None:
         plan = bench.insert(keys, new)
-        serve(plan, bench.arena, out, bench.dim, init)
+        read_or_initialize(plan, bench.arena, out, mix, 0.01)
         plans.append(plan)
 
     def insert_rows(keys: torch.Tensor, new: int) -> None:
@@ -141,7 +140,7 @@ def operations(bench: Bench, rounds: int) -> dict[str, list[float]]:
         "find slots, all there": seconds(lambda n: find(bench.index, there[n % 4], out=slots), rounds),
         "find rows": seconds(lambda n: find_rows(bench.index, bench.arena, read[n % 4], out), rounds),
         "find rows, all there": seconds(lambda n: find_rows(bench.index, bench.arena, there[n % 4], out), rounds),
-        "assign": seconds(lambda n: assign(bench.index, bench.arena, read[n % 4], rows), rounds),
+        "assign": seconds(lambda n: assign_rows(bench.index, bench.arena, read[n % 4], rows), rounds),
         "find or insert slots, all there": seconds(lambda n: bench.insert(there[n % 4], 0), rounds // 2),
     }
     new = KEYS - int(KEYS * HITS)

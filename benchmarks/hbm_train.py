@@ -29,10 +29,10 @@ from common import Claim, console, environment, print_claims, spread, write_json
 from gpu_time import Work, time_ms
 
 from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer
-from thermocline.kernels.gradient_index import find_occurrences
+from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.index import Index
 from thermocline.kernels.insert import Residents, find_or_insert
-from thermocline.kernels.optimizer_rules import Step
+from thermocline.kernels.optimizer_rules import OptimizerStep
 from thermocline.kernels.pool import pool_rows
 from thermocline.kernels.random import mix64_reference
 from thermocline.kernels.segments import Segments, find_segments
@@ -134,7 +134,7 @@ def plan(table: Hbm, keys: torch.Tensor, offsets: torch.Tensor | None, known: tu
         segments = segments.known(*known)
     rows, coefs = (None, None)
     if offsets is not None:
-        rows, coefs = find_occurrences(len(keys), segments.order, offsets, None, False, "cuda")
+        rows, coefs = index_gradients(len(keys), segments.order, offsets, None, False, "cuda")
     return Batch(keys, slots, offsets, segments, rows, coefs)
 
 
@@ -164,7 +164,7 @@ class Steps:
 
     def update(self, batch: Batch) -> None:
         self.number += 1
-        step = Step.of(self.table.optimizer, self.number)
+        step = OptimizerStep.of(self.table.optimizer, self.number)
         update_rows(self.table.weights, self.table.state, batch.segments, self.grad, batch.grad_rows, batch.coefs, step)
 
     def train(self, batch: Batch) -> None:

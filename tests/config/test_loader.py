@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, strategies as st
 
 from thermocline.config.data import Data, Numeric, Synth
+from thermocline.config.lr_schedule import Schedule
 from thermocline.config.model import ModelConfig
 from thermocline.config.schema import MAY_CHANGE, Config, Tiers, Train, check_resume, differences, loader
 from thermocline.config.train import TrainConfig
 from thermocline.errors import ConfigError
-from thermocline.training.lr_schedule import Schedule
 from thermocline.training.run import gpu_budget
 
 EXAMPLE = """

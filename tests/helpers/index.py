@@ -1,4 +1,4 @@
-"""A GPU table's index and residents beside their references, which every operation is checked against."""
+"""Index and residents of a GPU table, checked against a second pair that only the references change."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import torch
 from thermocline.kernels.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, SHORT
 from thermocline.kernels.find import find, find_reference
 from thermocline.kernels.index import EMPTY_KEY, ENTRIES, Index
-from thermocline.kernels.insert import Plan, ReferencePlan, Residents, find_or_insert, find_or_insert_reference
+from thermocline.kernels.insert import InsertPlan, ReferencePlan, Residents, find_or_insert, find_or_insert_reference
 from thermocline.kernels.rebuild import entries_reference, rebuild
 
-# Keys that a careless index would trip over: its marker, the marker's second name, the ends of both number ranges.
+# Keys that are special to the index or to integers: EMPTY_KEY, its alias, the limits of int64 and uint64.
 ODD_KEYS = [EMPTY_KEY, EMPTY_KEY ^ 1, 0, 1, -1, 2**63 - 1, -(2**63)]
 
 
 def random_keys(count: int, device: str, seed: int, unique: bool = True) -> torch.Tensor:
-    """Keys from all 2^64, the odd ones first."""
+    """Random 64-bit keys that include ODD_KEYS, shuffled."""
     draw = torch.Generator().manual_seed(seed)
     keys = torch.randint(-(2**63), 2**63 - 1, (2 * count + 8,), generator=draw, dtype=torch.int64)
     keys = torch.cat([torch.tensor(ODD_KEYS), keys])
@@ -25,8 +25,8 @@ def random_keys(count: int, device: str, seed: int, unique: bool = True) -> torc
     return kept[torch.randperm(len(kept), generator=draw)].to(device)
 
 
-class Table:
-    """Index and residents, and a second pair that only the references change."""
+class IndexPair:
+    """Index and residents that kernels change, and residents that only the references change."""
 
     def __init__(self, slots: int, entries: int, device: str) -> None:
         self.index = Index.empty(entries, device)
@@ -36,8 +36,8 @@ class Table:
 
     def insert(
         self, keys: torch.Tensor, now: int, completed: int = 0, unique: bool = False, count_visits: bool = False
-    ) -> tuple[Plan, ReferencePlan]:
-        """Inserts in both, and compares everything that can be seen of it."""
+    ) -> tuple[InsertPlan, ReferencePlan]:
+        """Insert into both, and compare all results."""
         options = {"used": self.used, "now": now, "completed": completed, "count_visits": count_visits}
         plan = find_or_insert(self.index, self.residents, keys, unique=unique, **options)  # type: ignore[arg-type]
         expected = find_or_insert_reference(self.expected, keys, **options)
@@ -49,12 +49,12 @@ class Table:
         self.occupied += counts[CLAIMED.value] - counts[EMPTIED.value]
         assert self.occupied == int((self.index.words.view(-1, 8)[:, :ENTRIES] != EMPTY_KEY).sum())
         assert torch.equal(plan.slots, expected.slots)
-        assert torch.equal(plan.found, expected.found)
+        assert torch.equal(plan.resident_slots, expected.resident_slots)
         if not expected.short:
             self.used = min(self.residents.capacity, self.used + counts[NEW.value])
             for name in ("new_keys", "new_slots", "victims", "victim_keys"):
-                its = getattr(expected, name)
-                assert torch.equal(getattr(plan, name)[: len(its)], its), name
+                values = getattr(expected, name)
+                assert torch.equal(getattr(plan, name)[: len(values)], values), name
         self.check()
         return plan, expected
 
@@ -64,7 +64,7 @@ class Table:
         self.check()
 
     def check(self) -> None:
-        """The index has exactly the residents, each once."""
+        """Compare the residents; the index must contain each of them exactly once."""
         assert torch.equal(self.residents.keys, self.expected.keys)
         assert torch.equal(self.residents.last_use, self.expected.last_use)
         keys, slots = entries_reference(self.index)

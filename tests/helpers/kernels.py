@@ -1,4 +1,4 @@
-"""What the tests of the training ops share: comparing bits, batches with hot keys, rows inside a larger arena."""
+"""Helpers of the kernel tests: comparison of bits, batches with hot slots, rows in a larger arena."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from thermocline.kernels.segments import Segments, find_segments
 
 _INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
-# Segments of one id, around one block, around two, and many blocks.
+# Sizes of segments: one id, around one block, around two blocks, and several blocks.
 SIZES = [1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 192, 300]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Equal to the bit, NaN too."""
+    """Assert equal shape, type, device and bits, also of NaN."""
     assert a.shape == b.shape
     assert a.dtype == b.dtype
     assert a.device == b.device
@@ -26,20 +26,20 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def slots_of_sizes(sizes: list[int], random: np.random.Generator, device: str) -> torch.Tensor:
-    """int32: ids of as many slots as there are sizes, each as often, shuffled."""
+    """int32 slots, shuffled: as many different ones as there are sizes, each repeated by its size."""
     chosen = random.choice(2 * len(sizes) + 3, size=len(sizes), replace=False)
     ids = random.permutation(np.repeat(chosen, sizes)).astype(np.int32)
     return torch.from_numpy(ids).to(device)
 
 
 def random_slots(ids: int, slots: int, random: np.random.Generator, device: str) -> torch.Tensor:
-    """int32: a power law, so that few slots are hot and most are seen once."""
+    """int32 slots from a power law: few are hot, most occur once."""
     ranks = (slots ** random.random(ids)).astype(np.int64) - 1
     return torch.from_numpy(random.permutation(slots)[ranks].astype(np.int32)).to(device)
 
 
 def random_offsets(ids: int, random: np.random.Generator, device: str) -> torch.Tensor:
-    """int64: bags of several sizes, empty ones among them, also at both ends."""
+    """int64 offsets of bags of several sizes, with empty bags also at both ends."""
     cuts = np.sort(random.integers(0, ids + 1, size=max(1, ids // 3)))
     return torch.from_numpy(np.concatenate([[0, 0], cuts, [ids, ids]])).to(device)
 
@@ -49,7 +49,7 @@ def floats(shape: tuple[int, ...], random: np.random.Generator, device: str) -> 
 
 
 class Arena:
-    """Rows with a gap after each, filled with NaN: the gap must stay as it is."""
+    """Rows of weights and state, each followed by a gap of NaN that must stay unchanged."""
 
     def __init__(
         self, slots: int, dim: int, state: int, random: np.random.Generator, device: str, *, gap: int = 3
@@ -71,7 +71,7 @@ class Arena:
 
 
 def exact_segments(slots: torch.Tensor) -> Segments:
-    """With its counts read by the host, as training has them."""
-    found = find_segments(slots)
-    segments, hot, blocks = found.counts.tolist()
-    return found.known(segments, hot, blocks)
+    """Segments with exact sizes on the host, as in training."""
+    result = find_segments(slots)
+    segments, hot, blocks = result.counts.tolist()
+    return result.known(segments, hot, blocks)

@@ -1,4 +1,4 @@
-"""Ops run on the GPU if there is one, else under Triton's interpreter: `thermocline.kernels` chooses on import."""
+"""Kernels run on the GPU if there is one, else under Triton's interpreter: `thermocline.kernels` selects it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN and the largest integers: who reads what nobody wrote is found out."""
+    """Fill torch.empty with NaN and the largest integers, so that reads of uninitialized memory change results."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

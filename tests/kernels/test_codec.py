@@ -1,4 +1,4 @@
-"""Rows of codes on the GPU: pooled and updated as in plain torch, and as in the memory tier, bit for bit."""
+"""Rows in reduced precision: pooling and updates equal plain torch and the DRAM tier, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import thermocline as tc
 from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from thermocline.embedding.precision import Kind, Precision
 from thermocline.kernels.codec import Codec
-from thermocline.kernels.optimizer_rules import Step
+from thermocline.kernels.optimizer_rules import OptimizerStep
 from thermocline.kernels.pool import pool_rows, pool_rows_reference
 from thermocline.kernels.random import table_mix
 from thermocline.kernels.update import apply_gradients, sum_gradients, update_rows, update_rows_reference
@@ -42,7 +42,7 @@ CASES: list[tuple[Kind, float | None, str, int, Optimizer]] = [
 
 
 class Rows:
-    """The same rows in a memory tier and in an arena, with garbage after each of the arena's."""
+    """The same rows in a DRAM tier and in an arena, where a constant follows each row."""
 
     def __init__(self, case: tuple[Kind, float | None, str, int, Optimizer], device: str) -> None:
         kind, limit, rounding, self.dim, self.optimizer = case
@@ -54,7 +54,7 @@ class Rows:
         )
         rows = self.random.normal(size=(SLOTS, self.dim + self.optimizer.state_floats(self.dim))) * 0.2
         rows[:, self.dim :] **= 2
-        rows[3, : self.dim] = 0  # a row's own step can be zero
+        rows[3, : self.dim] = 0  # gives a row scale of zero
         self.tier.push(self.keys, rows.astype(np.float32))
         stored = self.tier.read_stored(self.keys)
         self.arena = torch.full((SLOTS, stored.shape[1] + 1), 7.25, device=device)
@@ -66,7 +66,7 @@ class Rows:
         state = self.codec.state(arena[:, :-1])
         return self.codec.weights(arena), state
 
-    def same_as_tier(self) -> None:
+    def check_tier(self) -> None:
         stored = torch.from_numpy(self.tier.read_stored(self.keys)).to(self.arena.device)
         same_bits(self.arena[:, :-1].contiguous(), stored)
         assert (self.arena[:, -1] == 7.25).all()
@@ -80,19 +80,19 @@ def test_pooling(case: tuple[Kind, float | None, str, int, Optimizer], device: s
     offsets = random_offsets(30, rows.random, device)
     factors = floats((30,), rows.random, device)
     ids = rows.keys[slots.cpu().numpy()]
-    for cuts, by, mean in [(offsets, factors, True), (offsets, None, False), (None, factors, False)]:
-        pooled = pool_rows(weights, slots, cuts, by, mean=mean, codec=rows.codec)
-        same_bits(pooled, pool_rows_reference(weights, slots, cuts, by, mean=mean, codec=rows.codec))
-        kind = "none" if cuts is None else "mean" if mean else "sum"
-        lookup = dram.lookup(rows.tier, ids, None if cuts is None else cuts.cpu().numpy(), pooling=kind,
-                                  weights=None if by is None else by.cpu().numpy())  # fmt: skip
+    for bag_offsets, id_weights, mean in [(offsets, factors, True), (offsets, None, False), (None, factors, False)]:
+        pooled = pool_rows(weights, slots, bag_offsets, id_weights, mean=mean, codec=rows.codec)
+        same_bits(pooled, pool_rows_reference(weights, slots, bag_offsets, id_weights, mean=mean, codec=rows.codec))
+        kind = "none" if bag_offsets is None else "mean" if mean else "sum"
+        lookup = dram.lookup(rows.tier, ids, None if bag_offsets is None else bag_offsets.cpu().numpy(), pooling=kind,
+                                  weights=None if id_weights is None else id_weights.cpu().numpy())  # fmt: skip
         same_bits(pooled, torch.from_numpy(dram.pool(rows.tier, lookup)).to(device))
         dram.release(rows.tier, lookup, dirty=False)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}-{c[2]}-{c[3]}")
 def test_steps(case: tuple[Kind, float | None, str, int, Optimizer], device: str) -> None:
-    """A step in one go and one in two halves, a hot key among the keys."""
+    """One step by `update_rows` and one by its two halves, with a hot key."""
     rows = Rows(case, device)
     twin = rows.arena.clone()
     sizes = [1, 2, 3, 66, 1]
@@ -101,7 +101,7 @@ def test_steps(case: tuple[Kind, float | None, str, int, Optimizer], device: str
     ids = rows.keys[slots.cpu().numpy()]
     for number in (1, 2):
         grads = floats((len(slots), rows.dim), rows.random, device)
-        step = Step.of(rows.optimizer, number)
+        step = OptimizerStep.of(rows.optimizer, number)
         if number < 2:
             update_rows(*rows.parts(rows.arena), segments, grads, None, None, step, rows.codec)
         else:
@@ -112,11 +112,11 @@ def test_steps(case: tuple[Kind, float | None, str, int, Optimizer], device: str
         lookup = dram.lookup(rows.tier, ids)
         dram.update(rows.tier, lookup, grads.cpu().numpy(), step=number)
         dram.release(rows.tier, lookup)
-        rows.same_as_tier()
+        rows.check_tier()
 
 
-def test_gradient_of_a_learned_step(device: str) -> None:
-    """Weights inside the range and outside: the kernels', plain torch's and the memory tier's integer."""
+def test_gradient_of_a_learned_scale(device: str) -> None:
+    """Weights inside and outside the range: the kernels, plain torch and the DRAM tier give the same integer."""
     keys = np.arange(40, dtype=np.uint64)
     precision = Precision(kind="int4", range=0.3, scale_lr=0.01)
     tier = tc.DramTier(12, SGD(lr=0.1), precision=precision, seed=SEED, table=TABLE, budget="1MB", threads=1)
@@ -128,7 +128,7 @@ def test_gradient_of_a_learned_step(device: str) -> None:
     codec, other = (Codec.of(precision, 12, of_slot, table_mix(SEED, TABLE)) for _ in range(2))
     slots = slots_of_sizes([1, 2, 3, 70, 1], random, device)
     grads = floats((len(slots), 12), random, device)
-    step = Step.of(SGD(lr=0.1), 4, scale=0.5)
+    step = OptimizerStep.of(SGD(lr=0.1), 4, scale=0.5)
     update_rows(codec.weights(arena), None, exact_segments(slots), grads, None, None, step, codec)
     update_rows_reference(other.weights(twin), None, exact_segments(slots), grads, None, None, step, other)
     lookup = dram.lookup(tier, slots.cpu().numpy().astype(np.uint64))
@@ -139,10 +139,10 @@ def test_gradient_of_a_learned_step(device: str) -> None:
     assert int(codec.gradient) == int(other.gradient) == total != 0
 
 
-def test_refuses_what_does_not_fit(device: str) -> None:
+def test_weights_of_another_type_raise(device: str) -> None:
     rows = Rows(CASES[0], device)
     slots = torch.zeros(2, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=r"weights are torch.int32: give the codec"):
+    with pytest.raises(ValueError, match=r"weights are torch.int32: pass the codec"):
         pool_rows(rows.codec.weights(rows.arena), slots)
-    with pytest.raises(ValueError, match=r"weights are torch.float32: those of this codec are torch.int32"):
+    with pytest.raises(ValueError, match=r"weights are torch.float32: this codec needs torch.int32"):
         pool_rows(rows.arena, slots, codec=rows.codec)

@@ -1,10 +1,10 @@
-"""The index's ops against their references: find, find-or-insert with and without eviction, rebuild, clear."""
+"""Index kernels against their references: find, find_or_insert with and without eviction, rebuild, clear."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers.index import ODD_KEYS, Table, random_keys
+from helpers.index import ODD_KEYS, IndexPair, random_keys
 
 from thermocline.kernels.evict import COUNTS, EVICTED, LOST, SHORT, VISITS, choose_victims, choose_victims_reference
 from thermocline.kernels.find import LANES, find
@@ -19,30 +19,30 @@ BIG = pytest.param(1_000_003, marks=pytest.mark.gpu)
 @pytest.mark.parametrize("unique", [True, False])
 @pytest.mark.parametrize("count", [*SIZES, BIG])
 def test_insert_then_find(count: int, unique: bool, device: str) -> None:
-    table = Table(max(1, count), 2 * count, device)
+    table = IndexPair(max(1, count), 2 * count, device)
     keys = random_keys(count, device, seed=count, unique=unique)
     table.insert(keys, now=1, unique=unique)  # all miss
     table.insert(keys, now=2, unique=unique)  # all hit
     table.check_find(keys)
-    table.check_find(random_keys(count, device, seed=count + 1))  # few or none of them
+    table.check_find(random_keys(count, device, seed=count + 1))  # few or none are resident
     table.check_find(keys[:0])
 
 
-def test_an_empty_index_finds_nothing(device: str) -> None:
+def test_find_in_an_empty_index(device: str) -> None:
     index = Index.empty(100, device)
     assert find(index, random_keys(50, device, seed=1)).tolist() == [-1] * 50
     assert 100 <= index.entries < 110
 
 
-def test_all_ids_are_one_key(device: str) -> None:
+def test_one_key_for_all_ids(device: str) -> None:
     for key in ODD_KEYS:
-        table = Table(4, 8, device)
+        table = IndexPair(4, 8, device)
         plan, _ = table.insert(torch.full((5 * LANES + 1,), key, device=device), now=1)
         assert plan.slots.unique().tolist() == [0]
 
 
 def test_hits_and_misses_in_one_batch(device: str) -> None:
-    table = Table(700, 1000, device)
+    table = IndexPair(700, 1000, device)
     keys = random_keys(600, device, seed=3)
     table.insert(keys[:300], now=1)
     mixed = keys[torch.randint(0, 600, (900,), generator=torch.Generator().manual_seed(1)).to(device)]
@@ -53,22 +53,22 @@ def test_hits_and_misses_in_one_batch(device: str) -> None:
 @pytest.mark.parametrize("load", [0.5, 0.75, 0.9, 1.0])
 @pytest.mark.parametrize("entries", [5, 10, 150, pytest.param(4_000_000, marks=pytest.mark.gpu)])
 def test_load_factors(entries: int, load: float, device: str) -> None:
-    """Long searches that run through full blocks and around the end; a full index still ends every search."""
+    """Long searches through full blocks and around the end; searches end also in a full index."""
     count = int(entries * load)
     keys = random_keys(count, device, seed=entries)
-    table = Table(count, entries, device)
+    table = IndexPair(count, entries, device)
     table.insert(keys, now=1)
     table.check_find(keys)
     table.check_find(random_keys(count, device, seed=entries + 1))
 
 
-def test_an_index_without_room_says_so(device: str) -> None:
-    table = Table(100, 2 * ENTRIES, device)
-    room = table.index.entries
-    keys = random_keys(room + 6, device, seed=1)
+def test_full_index_reports_lost_ids(device: str) -> None:
+    table = IndexPair(100, 2 * ENTRIES, device)
+    entries = table.index.entries
+    keys = random_keys(entries + 6, device, seed=1)
     keys = keys[keys != EMPTY_KEY]
     plan = find_or_insert(table.index, table.residents, keys, used=0, now=1, completed=0)
-    assert plan.counts[LOST.value] == len(keys) - room
+    assert plan.counts[LOST.value] == len(keys) - entries
     assert len(entries_reference(table.index)[0]) == 0  # nothing was inserted
     assert (plan.slots < 0).all()
 
@@ -76,8 +76,8 @@ def test_an_index_without_room_says_so(device: str) -> None:
 @pytest.mark.parametrize("scale", [1, pytest.param(20000, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("count_visits", [False, True])
 def test_eviction_over_many_batches(count_visits: bool, scale: int, device: str) -> None:
-    """Batches in flight overlap: who is pinned never leaves; the index is rebuilt when removed keys crowd it."""
-    table = Table(80 * scale, 160 * scale, device)
+    """Batches in flight overlap: pinned slots are never evicted. The index is rebuilt when removed keys fill it."""
+    table = IndexPair(80 * scale, 160 * scale, device)
     pool = random_keys(400 * scale, device, seed=9)
     draw = torch.Generator().manual_seed(5)
     evicted = rebuilds = 0
@@ -94,20 +94,20 @@ def test_eviction_over_many_batches(count_visits: bool, scale: int, device: str)
     assert rebuilds > 0
 
 
-def test_rows_that_come_again_stay(device: str) -> None:
-    """Two of three batches bring the same keys, the third others: those leave."""
-    table = Table(100, 300, device)
+def test_frequent_rows_are_kept(device: str) -> None:
+    """Two of three batches have the same keys, the third has others: only those are evicted."""
+    table = IndexPair(100, 300, device)
     keys = random_keys(400, device, seed=3)
     for now in range(1, 19):
         ids = keys[:60] if now % 3 else keys[60 + 15 * (now // 3) :][:15]
         plan, _ = table.insert(ids, now=now, completed=now - 1, count_visits=True)
-        assert int(plan.counts[EVICTED.value]) == 0 or now % 3 == 0, "of the keys that come again none has left"
+        assert int(plan.counts[EVICTED.value]) == 0 or now % 3 == 0, "a frequent key was evicted"
     assert int(plan.counts[EVICTED.value]) == 15
 
 
 def test_renumber(device: str) -> None:
-    """Long runs: ages and pins are what they were before the numbers were lowered."""
-    table = Table(50, 150, device)
+    """Ages and pins are unchanged after batch numbers are lowered."""
+    table = IndexPair(50, 150, device)
     keys = random_keys(120, device, seed=4)
     for now in (1, 2, 3):
         table.insert(keys[20 * (now - 1) :][:20] if now < 3 else keys[:10], now=now, count_visits=True)
@@ -115,19 +115,19 @@ def test_renumber(device: str) -> None:
         residents.renumber(2)
     _, expected = table.insert(keys[60:80], now=2, completed=0, count_visits=True)
     assert len(expected.victims) == 10
-    assert not set(expected.victims.tolist()) & set(range(10)), "those of batch 3, now 1, are pinned"
+    assert not set(expected.victims.tolist()) & set(range(10)), "slots of batch 3, renumbered to 1, are pinned"
     table.check_find(keys)
 
 
-def test_pinned_slots_never_leave(device: str) -> None:
-    """All slots are needed by batches in flight: the new keys find no room, and nothing has changed."""
-    table = Table(100, 300, device)
+def test_pinned_slots_are_never_evicted(device: str) -> None:
+    """Too few slots are evictable: `short` is the number of missing slots, and nothing is inserted."""
+    table = IndexPair(100, 300, device)
     keys = random_keys(260, device, seed=2)
     table.insert(keys[:60], now=1)
     table.insert(keys[60:100], now=2)
     before = table.residents.keys.clone()
     _, expected = table.insert(torch.cat([keys[50:60], keys[100:161]]), now=3, completed=1)
-    assert expected.short == 61 - 50  # keys 0 to 49 might leave
+    assert expected.short == 61 - 50  # keys 0 to 49 are evictable
     assert torch.equal(table.residents.keys, before)
     plan, expected = table.insert(torch.cat([keys[50:60], keys[100:150]]), now=4, completed=1)
     assert sorted(plan.victims[:50].tolist()) == list(range(50))
@@ -137,13 +137,13 @@ def test_pinned_slots_never_leave(device: str) -> None:
 
 @pytest.mark.parametrize("capacity", [1, 4095, 4096, 4097, 10000, pytest.param(20_000_000, marks=pytest.mark.gpu)])
 def test_choose_victims(capacity: int, device: str) -> None:
-    """Oldest first, those used often later, then by slot; ages beyond the histogram count as equal."""
+    """Oldest first, frequent ones later, then by slot; ages above the last class count as equal."""
     draw = torch.Generator().manual_seed(capacity)
     batch = torch.randint(0, 3000, (capacity,), generator=draw, dtype=torch.int32)
     visits = torch.randint(0, 8, (capacity,), generator=draw, dtype=torch.int32)
     last_use = ((batch << VISITS.value) | visits).to(device)
-    may = int((batch <= 2500).sum())
-    for need in sorted({0, 1, capacity // 3, may, may + 1}):
+    evictable = int((batch <= 2500).sum())
+    for need in sorted({0, 1, capacity // 3, evictable, evictable + 1}):
         counts = torch.zeros(COUNTS, dtype=torch.int64, device=device)
         counts[EVICTED.value] = need
         victims = torch.full((capacity + 2,), -77, dtype=torch.int32, device=device)
@@ -158,7 +158,7 @@ def test_choose_victims(capacity: int, device: str) -> None:
 
 
 def test_rebuild_and_clear(device: str) -> None:
-    table = Table(300, 500, device)
+    table = IndexPair(300, 500, device)
     keys = random_keys(300, device, seed=4)
     table.insert(keys, now=1)
     rebuild(table.index, table.residents, table.used)
@@ -171,9 +171,9 @@ def test_rebuild_and_clear(device: str) -> None:
     assert find(table.index, keys).max() == -1
 
 
-def test_a_removed_key_comes_back(device: str) -> None:
-    """Its entry may still be there, or be empty again, or another's."""
-    table = Table(8, 15, device)
+def test_removed_key_is_inserted_again(device: str) -> None:
+    """Its entry may still exist, be empty, or belong to another key."""
+    table = IndexPair(8, 15, device)
     keys = random_keys(24, device, seed=6)
     for now in range(1, 30):
         if table.occupied > 12:
@@ -182,12 +182,12 @@ def test_a_removed_key_comes_back(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_the_same_slots_in_every_run(device: str) -> None:
-    """Races decide where entries lie, nothing else."""
+def test_slots_are_deterministic(device: str) -> None:
+    """Races change only the positions of entries in the index."""
     pool = random_keys(300_000, device, seed=1)
     runs = []
     for _ in range(10):
-        table = Table(200_000, 400_000, device)
+        table = IndexPair(200_000, 400_000, device)
         seen = []
         for now in range(1, 6):
             ids = pool[(torch.arange(400_000, device=device) * 7919 * now) % len(pool)][: 100_000 * 2]

@@ -1,4 +1,4 @@
-"""Gather + pool against plain torch and the reference table: the same bits for every dim, pooling and row stride."""
+"""Pooling against plain torch: equal bits for every dim, pooling, weights and row stride."""
 
 from __future__ import annotations
 
@@ -52,24 +52,24 @@ def test_bags_around_a_tile(bags: int, device: str) -> None:
     same_bits(pool_rows(arena.weights, slots), pool_rows_reference(arena.weights, slots))
 
 
-def test_nothing(device: str) -> None:
+def test_empty_batches(device: str) -> None:
     weights = torch.ones(3, 4, device=device)
-    none = torch.zeros(0, dtype=torch.int32, device=device)
-    assert pool_rows(weights, none).shape == (0, 4)
-    assert pool_rows(weights, none, torch.zeros(1, dtype=torch.int64, device=device)).shape == (0, 4)
+    empty = torch.zeros(0, dtype=torch.int32, device=device)
+    assert pool_rows(weights, empty).shape == (0, 4)
+    assert pool_rows(weights, empty, torch.zeros(1, dtype=torch.int64, device=device)).shape == (0, 4)
     same_bits(
-        pool_rows(weights, none, torch.zeros(3, dtype=torch.int64, device=device)), torch.zeros(2, 4, device=device)
+        pool_rows(weights, empty, torch.zeros(3, dtype=torch.int64, device=device)), torch.zeros(2, 4, device=device)
     )
 
 
-def test_minus_zero_stays(device: str) -> None:
+def test_minus_zero_is_kept(device: str) -> None:
     weights = torch.full((2, 4), -0.0, device=device)
     slots = torch.tensor([0, 1], dtype=torch.int32, device=device)
     offsets = torch.tensor([0, 2], device=device)
     same_bits(pool_rows(weights, slots, offsets), torch.full((1, 4), -0.0, device=device))
 
 
-def test_a_bag_does_not_see_its_neighbours(device: str) -> None:
+def test_nan_stays_in_its_bag(device: str) -> None:
     weights = torch.ones(3, 4, device=device)
     weights[2] = float("nan")
     slots = torch.tensor([0, 2, 2, 1], dtype=torch.int32, device=device)
@@ -100,13 +100,13 @@ def test_random(ids: list[int], dim: int, mean: bool, weighted: bool) -> None:
     )
 
 
-def test_refuses_what_it_cannot_read(device: str) -> None:
+def test_wrong_arguments_raise(device: str) -> None:
     slots = torch.zeros(2, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="strides"):
         pool_rows(torch.ones(4, 4, device=device).t()[:2], slots)
     with pytest.raises(ValueError, match="offsets"):
         pool_rows(torch.ones(4, 4, device=device), slots, mean=True)
-    with pytest.raises(ValueError, match=r"out is .* needed is contiguous float32\[2, 4\]"):
+    with pytest.raises(ValueError, match=r"out is .* must be contiguous float32\[2, 4\]"):
         pool_rows(torch.ones(4, 4, device=device), slots, out=torch.ones(3, 4, device=device))
 
 
@@ -127,7 +127,7 @@ def test_large(dim: int, state: int, device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_beyond_31_bits_of_elements(device: str) -> None:
+def test_more_than_2_to_the_31_elements(device: str) -> None:
     arena = torch.empty(2**31 // 128 + 5, 128, device=device)
     last = len(arena) - 1
     arena[last] = torch.arange(128.0, device=device)

@@ -1,4 +1,4 @@
-"""The dedup of a batch against plain torch: every list, every count, around every block boundary."""
+"""Segments of a batch against plain torch: every list and count, around every block boundary."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def check(slots: torch.Tensor) -> None:
-    found, wanted = find_segments(slots), find_segments_reference(slots)
-    same_bits(found.counts, wanted.counts)
-    segments, hot, blocks = wanted.sizes
-    assert all(have <= most for have, most in zip(wanted.sizes, capacities(len(slots)), strict=True))
-    same_bits(found.order, wanted.order)
-    same_bits(found.slots[:segments], wanted.slots)
-    same_bits(found.starts[: segments + 1], wanted.starts)
-    same_bits(found.hot[:hot], wanted.hot)
-    same_bits(found.hot_blocks[: hot + 1], wanted.hot_blocks)
-    same_bits(found.block_starts[:blocks], wanted.block_starts)
-    same_bits(found.block_ends[:blocks], wanted.block_ends)
+    result, expected = find_segments(slots), find_segments_reference(slots)
+    same_bits(result.counts, expected.counts)
+    segments, hot, blocks = expected.sizes
+    assert all(size <= bound for size, bound in zip(expected.sizes, capacities(len(slots)), strict=True))
+    same_bits(result.order, expected.order)
+    same_bits(result.slots[:segments], expected.slots)
+    same_bits(result.starts[: segments + 1], expected.starts)
+    same_bits(result.hot[:hot], expected.hot)
+    same_bits(result.hot_blocks[: hot + 1], expected.hot_blocks)
+    same_bits(result.block_starts[:blocks], expected.block_starts)
+    same_bits(result.block_ends[:blocks], expected.block_ends)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -38,16 +38,16 @@ def test_all_different(ids: int, device: str) -> None:
     check(torch.randperm(ids, device=device).to(torch.int32))
 
 
-def test_every_size_at_once(device: str) -> None:
+def test_all_sizes_together(device: str) -> None:
     check(slots_of_sizes(SIZES * 3, np.random.default_rng(1), device))
 
 
-def test_most_blocks_that_ids_can_have(device: str) -> None:
-    """Segments of 65: two blocks each."""
+def test_largest_number_of_blocks(device: str) -> None:
+    """Segments of 65 ids have two blocks each."""
     check(slots_of_sizes([65] * 40, np.random.default_rng(2), device))
 
 
-def test_slots_up_to_the_largest(device: str) -> None:
+def test_largest_slot(device: str) -> None:
     check(torch.tensor([2**31 - 1, 0, 2**31 - 1, 5, 0], dtype=torch.int32, device=device))
 
 
@@ -57,14 +57,14 @@ def test_random(ids: list[int], hot: int) -> None:
     check(slots[torch.randperm(len(slots), generator=torch.Generator().manual_seed(len(ids)))].to(DEVICE))
 
 
-def test_known_counts_change_nothing_else(device: str) -> None:
-    found = find_segments(slots_of_sizes(SIZES, np.random.default_rng(3), device))
-    known = found.known(1, 2, 3)
+def test_known_changes_only_sizes(device: str) -> None:
+    segments = find_segments(slots_of_sizes(SIZES, np.random.default_rng(3), device))
+    known = segments.known(1, 2, 3)
     assert known.sizes == (1, 2, 3)
-    assert known.order is found.order
+    assert known.order is segments.order
 
 
-def test_refuses_other_types(device: str) -> None:
+def test_wrong_type_raises(device: str) -> None:
     with pytest.raises(ValueError, match="int32"):
         find_segments(torch.zeros(3, dtype=torch.int64, device=device))
 

@@ -1,4 +1,4 @@
-"""The sparse update against plain torch and the reference table: the same bits, whoever sums and however often."""
+"""Sparse updates against plain torch: equal bits for every dim, optimizer, pooling, precision and segment size."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowW
 from thermocline.embedding.precision import Precision
 from thermocline.kernels import INTERPRETED
 from thermocline.kernels.codec import Codec
-from thermocline.kernels.gradient_index import find_occurrences, find_occurrences_reference
-from thermocline.kernels.optimizer_rules import Step
+from thermocline.kernels.gradient_index import index_gradients, index_gradients_reference
+from thermocline.kernels.optimizer_rules import OptimizerStep
 from thermocline.kernels.segments import find_segments
 from thermocline.kernels.update import (
     apply_gradients,
@@ -50,17 +50,17 @@ def check(
     known: bool = True,
     grad: torch.Tensor | None = None,
 ) -> Arena:
-    """The kernel and plain torch, from the same rows; also rows never touched and the gap between rows."""
+    """Run the kernel and plain torch from the same rows; compares the whole arena, with unused rows and gaps."""
     device = str(slots.device.type)
     arena = Arena(max(int(slots.max()) + 4 if len(slots) else 4, 4), dim, optimizer.state_floats(dim), random, device)
     twin = arena.copy()
     segments = exact_segments(slots) if known else find_segments(slots)
     weights = floats((len(slots),), random, device) if weighted else None
-    rows, coefs = find_occurrences(len(slots), segments.order, offsets, weights, mean, device)
+    rows, coefs = index_gradients(len(slots), segments.order, offsets, weights, mean, device)
     bags = len(slots) if offsets is None else len(offsets) - 1
     for number in range(1, steps + 1):
         g = floats((bags, dim), random, device) if grad is None else grad
-        step = Step.of(optimizer, number, lr=0.03 * number, scale=0.7)
+        step = OptimizerStep.of(optimizer, number, lr=0.03 * number, scale=0.7)
         update_rows(arena.weights, arena.state, segments, g, rows, coefs, step)
         update_rows_reference(twin.weights, twin.state, segments, g, rows, coefs, step)
         same_bits(arena.all, twin.all)
@@ -83,7 +83,7 @@ def test_every_size_of_segment(optimizer: Optimizer, device: str) -> None:
 
 
 @pytest.mark.parametrize("blocks", [31, 32, 33, 65])
-def test_as_many_blocks_as_are_added_at_once(blocks: int, device: str) -> None:
+def test_block_counts_around_the_unrolled_loop(blocks: int, device: str) -> None:
     random = np.random.default_rng(blocks)
     check(slots_of_sizes([64 * blocks, 64 * blocks - 1, 64 * blocks + 1], random, device), 4, SGD(), random, steps=1)
 
@@ -137,22 +137,22 @@ def test_tiny_gradients_are_not_flushed_to_zero(optimizer: Optimizer, size: floa
         assert (arena.state[rows, :8] != 0).any()
 
 
-def test_minus_zero_stays(device: str) -> None:
+def test_minus_zero_is_kept(device: str) -> None:
     segments = exact_segments(torch.zeros(70, dtype=torch.int32, device=device))
     grads = torch.full((70, 4), -0.0, device=device)
     same_bits(sum_gradients(segments, grads, None, None), torch.full((1, 4), -0.0, device=device))
 
 
-def test_not_a_number_stays_in_its_row(device: str) -> None:
+def test_nan_stays_in_its_row(device: str) -> None:
     slots = torch.tensor([0, 1, 2, 1], dtype=torch.int32, device=device)
     weights = torch.ones(4, 8, device=device)
     grads = torch.ones(4, 8, device=device)
     grads[3, 5] = float("nan")
-    update_rows(weights, None, exact_segments(slots), grads, None, None, Step.of(SGD(), 1))
+    update_rows(weights, None, exact_segments(slots), grads, None, None, OptimizerStep.of(SGD(), 1))
     assert weights.isnan().nonzero().tolist() == [[1, 5]]
 
 
-def test_the_two_halves_are_the_whole(device: str) -> None:
+def test_sum_then_apply_equals_update(device: str) -> None:
     random = np.random.default_rng(11)
     slots = slots_of_sizes([1, 2, 5, 64, 65, 130], random, device)
     segments = exact_segments(slots)
@@ -162,13 +162,13 @@ def test_the_two_halves_are_the_whole(device: str) -> None:
     for optimizer in OPTIMIZERS:
         arena = Arena(40, 20, optimizer.state_floats(20), random, device)
         twin = arena.copy()
-        step = Step.of(optimizer, 3)
+        step = OptimizerStep.of(optimizer, 3)
         update_rows(arena.weights, arena.state, segments, grads, None, None, step)
         apply_gradients(twin.weights, twin.state, segments.slots[: len(sums)], sums, step)
         same_bits(arena.all, twin.all)
 
 
-@settings(max_examples=settings().max_examples // 4)  # each has dozens of launches, in Python
+@settings(max_examples=settings().max_examples // 4)  # each example has several launches
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=80), st.integers(0, 3), st.integers(1, 20), st.booleans())
 def test_random(ids: list[int], kind: int, dim: int, weighted: bool) -> None:
     random = np.random.default_rng(len(ids))
@@ -183,7 +183,7 @@ def test_random(ids: list[int], kind: int, dim: int, weighted: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
 def test_half_precision_rows(optimizer: Optimizer, dtype: torch.dtype, rounding: str, device: str) -> None:
-    """Weights in half precision, state in fp32, in one row of bytes."""
+    """Rows of half-precision weights and fp32 state."""
     random = np.random.default_rng(13)
     slots = slots_of_sizes([1, 2, 64, 65, 130], random, device)
     dim, state = 12, optimizer.state_floats(12)
@@ -201,41 +201,41 @@ def test_half_precision_rows(optimizer: Optimizer, dtype: torch.dtype, rounding:
 
     for number in (1, 2, 3):
         grads = floats((len(slots), dim), random, device)
-        step = Step.of(optimizer, number)
+        step = OptimizerStep.of(optimizer, number)
         update_rows(*parts(arena), segments, grads, None, None, step, codec)
         update_rows_reference(*parts(twin), segments, grads, None, None, step, codec)
         same_bits(arena, twin)
 
 
-def test_refuses_what_does_not_fit(device: str) -> None:
+def test_wrong_arguments_raise(device: str) -> None:
     slots = torch.zeros(2, dtype=torch.int32, device=device)
-    segments, rows, step = exact_segments(slots), torch.ones(3, 4, device=device), Step.of(Adam(), 1)
+    segments, rows, step = exact_segments(slots), torch.ones(3, 4, device=device), OptimizerStep.of(Adam(), 1)
     grads = torch.ones(2, 4, device=device)
-    with pytest.raises(ValueError, match="state has 0 floats per row: this optimizer has 8"):
+    with pytest.raises(ValueError, match="state has 0 floats per row: this optimizer needs 8"):
         update_rows(rows, None, segments, grads, None, None, step)
-    with pytest.raises(ValueError, match=r"needed is contiguous float32\[.., 4\]"):
-        update_rows(rows, None, segments, torch.ones(2, 5, device=device), None, None, Step.of(SGD(), 1))
-    with pytest.raises(ValueError, match="give the codec"):
-        update_rows(rows.half(), None, segments, grads, None, None, Step.of(SGD(), 1))
+    with pytest.raises(ValueError, match=r"must be contiguous float32\[.., 4\]"):
+        update_rows(rows, None, segments, torch.ones(2, 5, device=device), None, None, OptimizerStep.of(SGD(), 1))
+    with pytest.raises(ValueError, match="pass the codec"):
+        update_rows(rows.half(), None, segments, grads, None, None, OptimizerStep.of(SGD(), 1))
     with pytest.raises(ValueError, match="steps count from 1"):
-        Step.of(SGD(), 0)
+        OptimizerStep.of(SGD(), 0)
 
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("pooling", ["none", "sum", "mean"])
 @pytest.mark.parametrize("ids", [0, 1, 2, 1023, 1024, 1025])
-def test_occurrences(ids: int, pooling: str, weighted: bool, ordered: bool, device: str) -> None:
+def test_index_gradients(ids: int, pooling: str, weighted: bool, ordered: bool, device: str) -> None:
     random = np.random.default_rng(ids)
     offsets = None if pooling == "none" else random_offsets(ids, random, device)
     weights = floats((ids,), random, device) if weighted else None
     order = torch.randperm(ids, device=device).to(torch.int32) if ordered else None
-    found = find_occurrences(ids, order, offsets, weights, pooling == "mean", device)
-    wanted = find_occurrences_reference(ids, order, offsets, weights, pooling == "mean", device)
-    same_bits(found[0], wanted[0])
-    assert (found[1] is None) == (wanted[1] is None)
-    if found[1] is not None and wanted[1] is not None:
-        same_bits(found[1], wanted[1])
+    rows, coefs = index_gradients(ids, order, offsets, weights, pooling == "mean", device)
+    expected_rows, expected_coefs = index_gradients_reference(ids, order, offsets, weights, pooling == "mean", device)
+    same_bits(rows, expected_rows)
+    assert (coefs is None) == (expected_coefs is None)
+    if coefs is not None and expected_coefs is not None:
+        same_bits(coefs, expected_coefs)
 
 
 @pytest.mark.gpu
@@ -245,7 +245,7 @@ def test_large(optimizer: Optimizer, dim: int, device: str) -> None:
     random = np.random.default_rng(17)
     slots = random_slots(400_000, 200_000, random, device)
     first = check(slots, dim, optimizer, np.random.default_rng(19), weighted=dim == 64)
-    for known in (True, False):  # races would show as different bits
+    for known in (True, False):  # races would change bits
         again = check(slots, dim, optimizer, np.random.default_rng(19), weighted=dim == 64, known=known)
         same_bits(first.all, again.all)
 
@@ -257,12 +257,12 @@ def test_one_key_a_million_times(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_beyond_31_bits_of_elements(device: str) -> None:
+def test_more_than_2_to_the_31_elements(device: str) -> None:
     arena = torch.zeros(2**31 // 384 + 5, 384, device=device)
     last = len(arena) - 1
     slots = torch.tensor([last] * 70 + [last - 1], dtype=torch.int32, device=device)
     grads = torch.ones(71, 128, device=device)
-    step = Step.of(Adam(), 1)
+    step = OptimizerStep.of(Adam(), 1)
     update_rows(arena[:, :128], arena[:, 128:], exact_segments(slots), grads, None, None, step)
     assert (arena[last - 1 :] != 0).all()
     assert int(arena[: last - 1].count_nonzero()) == 0

@@ -1,4 +1,4 @@
-"""The live display and the plain lines: figures, rows by tier, queues, and the time left of data without a length."""
+"""Live display and plain lines: figures, rows per tier, queues, and the remaining time of data without a length."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from thermocline.training.display import Display
 from thermocline.training.trainer import TrainConfig, Trainer
 
 
-class Guessing:
-    """A loader that knows only about how long it is."""
+class EstimatedLoader:
+    """Six batches, without a length but with an estimate of it."""
 
-    def __init__(self, guess: int) -> None:
-        self.guess = guess
+    def __init__(self, estimate: int) -> None:
+        self.estimate = estimate
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(Ads(6))
 
     def estimated_batches(self) -> int:
-        return self.guess
+        return self.estimate
 
 
-class Watch(Callback):
+class RecordTotals(Callback):
+    """Records `total_steps` per step and, at step 9, a frame of the display."""
+
     def __init__(self, display: Display | None = None) -> None:
         self.display = display
         self.totals: list[int | None] = []
@@ -49,9 +51,9 @@ class Watch(Callback):
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path)
-    yield made
-    made.close()
+    world = World(tmp_path)
+    yield world
+    world.close()
 
 
 def fit(world: World, data: Any, callbacks: list[Callback], **config: Any) -> None:
@@ -59,39 +61,39 @@ def fit(world: World, data: Any, callbacks: list[Callback], **config: Any) -> No
     Trainer(world.model, world.optimizer, config=settings, callbacks=callbacks).fit(data)
 
 
-def test_the_live_display(world: World) -> None:
+def test_live_display(world: World) -> None:
     text = io.StringIO()
     display = Display(Console(file=text, force_terminal=True, width=100))
-    watch = Watch(display)
-    fit(world, Guessing(5), [display, watch])
+    recorder = RecordTotals(display)
+    fit(world, EstimatedLoader(5), [display, recorder])
     for words in ("epoch 2/2", "9/12", "s left", "loss 0.", "AUC 0.", "examples/s", "rows from", "a memory", "a SSD"):
-        assert words in watch.frame, watch.frame
-    shares = [float(share) for share in re.findall(r"[ab] (?:memory|SSD|new)\s+(\d+\.\d) %", watch.frame)]
+        assert words in recorder.frame, recorder.frame
+    shares = [float(share) for share in re.findall(r"[ab] (?:memory|SSD|new)\s+(\d+\.\d) %", recorder.frame)]
     assert len(shares) == 6
     assert sum(shares) == pytest.approx(200, abs=0.5)
-    assert re.search(r"stage\s+busy\s+waiting\s+blocked\s+queue", watch.frame)
-    assert re.search(r"pull\s+\d+ %\s+\d+ %\s+\d+ %\s+\d+\.\d", watch.frame)
+    assert re.search(r"stage\s+busy\s+waiting\s+blocked\s+queue", recorder.frame)
+    assert re.search(r"pull\s+\d+ %\s+\d+ %\s+\d+ %\s+\d+\.\d", recorder.frame)
     assert "finished after 12 steps" in text.getvalue()
 
 
-def test_the_number_of_steps_is_estimated_until_an_epoch_was_counted(world: World) -> None:
-    watch = Watch()
-    fit(world, Guessing(5), [watch])
-    assert watch.totals == [10] * 6 + [12] * 6
+def test_total_steps_are_estimated_in_the_first_epoch(world: World) -> None:
+    recorder = RecordTotals()
+    fit(world, EstimatedLoader(5), [recorder])
+    assert recorder.totals == [10] * 6 + [12] * 6
 
 
-def test_the_number_of_steps_is_the_smaller_limit(world: World) -> None:
-    watch = Watch()
-    fit(world, Guessing(5), [watch], steps=7)
-    assert watch.totals == [7] * 7
-    watch = Watch()
-    fit(world, Ads(3), [watch], steps=100)  # neither a length nor a guess
-    assert watch.totals == [100] * 3 + [6] * 3
+def test_total_steps_are_limited_by_config_and_data(world: World) -> None:
+    recorder = RecordTotals()
+    fit(world, EstimatedLoader(5), [recorder], steps=7)
+    assert recorder.totals == [7] * 7
+    recorder = RecordTotals()
+    fit(world, Ads(3), [recorder], steps=100)  # neither a length nor an estimate
+    assert recorder.totals == [100] * 3 + [6] * 3
 
 
 def test_plain_lines(world: World) -> None:
     text = io.StringIO()
-    fit(world, Guessing(6), [Display(Console(file=text, width=100))])
+    fit(world, EstimatedLoader(6), [Display(Console(file=text, width=100))])
     lines = [line for line in text.getvalue().splitlines() if line.startswith("epoch")]
     assert len(lines) == 4
     assert re.fullmatch(
@@ -103,8 +105,8 @@ def test_plain_lines(world: World) -> None:
     assert "left" not in lines[-1]
 
 
-@pytest.mark.parametrize(("seconds", "says"), [(7300.0, "2 h 01 min left"), (59.0, "0 min 59 s left")])
-def test_time_left(world: World, seconds: float, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seconds", "text"), [(7300.0, "2 h 01 min left"), (59.0, "0 min 59 s left")])
+def test_time_left(world: World, seconds: float, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     display = Display(Console(file=io.StringIO()))
     trainer = Trainer(world.model, world.optimizer, config=TrainConfig(steps=2))
     clock = [0.0]
@@ -112,10 +114,10 @@ def test_time_left(world: World, seconds: float, says: str, monkeypatch: pytest.
     display.on_start(trainer)
     assert display._left(trainer) == ""
     clock[0], trainer.progress.step = seconds, 1
-    assert display._left(trainer) == says
+    assert display._left(trainer) == text
 
 
-def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = [0.0]
     monkeypatch.setattr("thermocline.cli.progress_bar.time.monotonic", lambda: clock[0])
     with watched("counting", 5000) as advance:
@@ -126,7 +128,7 @@ def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert errors == "counting: 3,000 of about 5,000 examples\n"
 
 
-def test_long_work_on_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
     with watched("counting", 5000) as advance:

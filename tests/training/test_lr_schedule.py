@@ -1,4 +1,4 @@
-"""Learning rates and clipping: dense and sparse alike."""
+"""Learning-rate schedules, plateaus and gradient clipping, for dense parameters and tables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from helpers.run import Ads, Model, World
 
 import thermocline as tc
+from thermocline.config.lr_schedule import Schedule
 from thermocline.training.callbacks import Callback
-from thermocline.training.lr_schedule import Schedule
 from thermocline.training.trainer import TrainConfig, Trainer
 
 
-def test_schedules() -> None:
+def test_schedule_values_and_errors() -> None:
     assert [Schedule()(n) for n in (0, 10)] == [1, 1]
     warm = Schedule(warmup_steps=4)
     assert [warm(n) for n in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
@@ -30,28 +30,28 @@ def test_schedules() -> None:
             Schedule(**wrong)  # type: ignore[arg-type]
 
 
-def test_the_schedule_drives_dense_and_sparse_rates_alike() -> None:
+def test_schedule_multiplies_dense_and_sparse_rates() -> None:
     world = World(None)
     seen: list[tuple[float, ...]] = []
 
-    class Watch(Callback):
+    class RecordRates(Callback):
         def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
             dense = world.optimizer.param_groups[0]["lr"] / 0.01
             seen.append((dense, *(table.lr / table.optimizer.lr for table in world.tables)))
 
     schedule = Schedule(kind="step", warmup_steps=2, decay_steps=2)
     config = TrainConfig(schedule=schedule, display=False)
-    Trainer(world.model, world.optimizer, config=config, callbacks=[Watch()]).fit(Ads(7))
+    Trainer(world.model, world.optimizer, config=config, callbacks=[RecordRates()]).fit(Ads(7))
     for step, rates in enumerate(seen):
         assert rates == pytest.approx((schedule(step),) * 3)
 
 
-def test_a_plateau_lowers_all_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plateau_lowers_all_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(None)
     seen: list[tuple[float, ...]] = []
     logged: list[float] = []
 
-    class Watch(Callback):
+    class RecordRates(Callback):
         def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
             dense = world.optimizer.param_groups[0]["lr"] / 0.01
             seen.append((dense, *(table.lr / table.optimizer.lr for table in world.tables)))
@@ -61,7 +61,7 @@ def test_a_plateau_lowers_all_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
     aucs = iter([0.6, 0.5, 0.7, 0.7, 0.8])
     config = TrainConfig(epochs=5, plateau_factor=0.1, schedule=Schedule(warmup_steps=2), log_every=1, display=False)
-    trainer = Trainer(world.model, world.optimizer, config=config, callbacks=[Watch()])
+    trainer = Trainer(world.model, world.optimizer, config=config, callbacks=[RecordRates()])
     monkeypatch.setattr(trainer, "evaluate", lambda data: {"auc": next(aucs)})
     trainer.fit(Ads(2), Ads(1))
     expected = [0.5, 1, 1, 1, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01]  # equal is not better
@@ -70,7 +70,7 @@ def test_a_plateau_lowers_all_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("clip", [1e-3, 1e3])
-def test_clipping_is_torchs(clip: float) -> None:
+def test_clipping_matches_torch(clip: float) -> None:
     table = tc.Table(4, tc.SGD(lr=1.0), mem="1MB")
     before = table.read(np.arange(50, dtype=np.uint64))
 
@@ -95,19 +95,19 @@ def test_clipping_is_torchs(clip: float) -> None:
     peer = Net(peer_bag)
     logits = peer.out(peer_bag(torch.from_numpy(batch.ids.astype(np.int64)), torch.arange(0, 32, 4))).squeeze(1)
     torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.ones(8)).backward()
-    torch.nn.utils.clip_grad_norm_(peer.parameters(), clip)  # of the rows and the network together
+    torch.nn.utils.clip_grad_norm_(peer.parameters(), clip)  # one norm over rows and network
     torch.optim.SGD(peer.parameters(), lr=1.0).step()
     after = table.read(np.arange(50, dtype=np.uint64))
     np.testing.assert_allclose(after, peer_bag.weight.detach().numpy(), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(net.out.weight, peer.out.weight)
     changes = [after - before, net.out.weight.detach() - start[0], net.out.bias.detach() - start[1]]
-    moved = np.linalg.norm([np.linalg.norm(change) for change in changes])
-    assert (moved == pytest.approx(clip, rel=1e-3)) == (clip < 1)
+    distance = np.linalg.norm([np.linalg.norm(change) for change in changes])
+    assert (distance == pytest.approx(clip, rel=1e-3)) == (clip < 1)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_clipping_spans_tables_and_batches(accumulate: int) -> None:
-    """Two tables and a dense network: the norm of the mean gradient of all of them is the bound."""
+    """`clip_norm` bounds the norm of the mean gradient over two tables and a dense network."""
     tables = [tc.Table(dim, tc.SGD(lr=1.0), mem="1MB", name=name) for dim, name in ((4, "a"), (6, "b"))]
     model = Model(tables)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -124,8 +124,8 @@ def test_clipping_spans_tables_and_batches(accumulate: int) -> None:
     assert np.linalg.norm(norms) == pytest.approx(0.01, rel=1e-3)
 
 
-class Shares(torch.nn.Module):
-    """One example whose pooled vectors and dense parameter have one gradient between them: torch keeps one copy."""
+class SharedGradient(torch.nn.Module):
+    """One example whose pooled vectors and dense parameter share one gradient tensor."""
 
     def __init__(self, table: tc.Table) -> None:
         super().__init__()
@@ -135,26 +135,26 @@ class Shares(torch.nn.Module):
         return (self.bias.view(1, 1, 4) + self.bag(batch)).mul(1.0).sum((1, 2))
 
 
-def test_clipping_where_dense_and_sparse_gradients_share_memory() -> None:
+def test_clipping_with_a_shared_gradient_tensor() -> None:
     table = tc.Table(4, tc.SGD(lr=1.0), mem="1MB")
-    model = Shares(table)
+    model = SharedGradient(table)
     before = table.read([5])
     config = TrainConfig(clip_norm=1e-3, display=False)
     batch = tc.Batch.from_lists([[[5]]], label=np.ones(1, np.float32))
     Trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), config=config).fit([batch])
-    moved = np.linalg.norm([np.linalg.norm(table.read([5]) - before), np.linalg.norm(model.bias.detach())])
-    assert moved == pytest.approx(1e-3, rel=1e-3)
+    distance = np.linalg.norm([np.linalg.norm(table.read([5]) - before), np.linalg.norm(model.bias.detach())])
+    assert distance == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_gradients_without_a_norm_are_not_applied() -> None:
+def test_gradients_with_nan_norm_are_not_applied() -> None:
     table = tc.Table(4, tc.SGD(lr=1.0), mem="1MB")
-    model = Shares(table)
+    model = SharedGradient(table)
     before = table.read([5])
     trainer = Trainer(
         model,
         torch.optim.SGD(model.parameters(), lr=1.0),
         config=TrainConfig(clip_norm=1.0, display=False),
-        loss=lambda logits, label: (logits - logits.detach()).abs().sqrt().sum(),  # 0, with an infinite slope
+        loss=lambda logits, label: (logits - logits.detach()).abs().sqrt().sum(),  # loss 0, infinite gradient
     )
     with pytest.raises(FloatingPointError, match="norm of the gradients of step 0 is nan: nothing of it was applied"):
         trainer.fit([tc.Batch.from_lists([[[5]]], label=np.ones(1, np.float32))])

@@ -1,4 +1,4 @@
-"""Metrics against obvious ones; the streaming AUC against its own bound; states that go on exactly."""
+"""Metrics against direct computations, the streaming AUC against its error bound, and saved states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from thermocline.training.metrics import (
 METRICS: list[Callable[..., Metric]] = [AUC, StreamingAUC, LogLoss, NormalizedEntropy, Calibration]
 
 
-def obvious_auc(scores: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> float:
+def pairwise_auc(scores: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> float:
     positives, negatives = scores[labels == 1][:, None], scores[labels == 0][None]
     return float(((positives > negatives) + 0.5 * (positives == negatives)).mean())
 
@@ -44,7 +44,7 @@ def test_exact_auc_with_ties(examples: list[tuple[float, bool]]) -> None:
     if labels.min() == labels.max():
         assert math.isnan(auc(scores, labels))
     else:
-        assert auc(scores, labels) == pytest.approx(obvious_auc(scores, labels), abs=1e-12)
+        assert auc(scores, labels) == pytest.approx(pairwise_auc(scores, labels), abs=1e-12)
 
 
 def test_exact_auc_by_hand() -> None:
@@ -53,11 +53,11 @@ def test_exact_auc_by_hand() -> None:
     assert auc([1.0, 1.0, 1.0, 1.0], [0, 1, 0, 1]) == 0.5
     assert auc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1]) == 0.75
     assert math.isnan(auc([], []))
-    # Neighbouring doubles are no ties.
+    # Adjacent doubles are not ties.
     assert auc(np.array([0.5, np.nextafter(0.5, 1)]), [0, 1]) == 1.0
 
 
-def test_streaming_auc_is_within_its_bound() -> None:
+def test_streaming_auc_is_within_its_error_bound() -> None:
     for seed, bins in ((0, 1 << 16), (1, 1 << 16), (2, 256), (3, 16), (4, 2)):
         logits, labels = sample(50_000, seed)
         streaming = StreamingAUC(bins=bins)
@@ -66,18 +66,18 @@ def test_streaming_auc_is_within_its_bound() -> None:
         bound = streaming.error_bound()
         assert abs(streaming.compute() - auc(logits, labels)) <= bound + 1e-15
         if bins == 1 << 16:
-            assert bound < 1e-4  # as documented for logits of deviation 1
+            assert bound < 1e-4  # as documented for logits of standard deviation 1
             assert abs(streaming.compute() - auc(logits, labels)) < 2e-6  # in practice
 
 
 @given(st.lists(st.tuples(st.floats(-40, 40), st.booleans()), min_size=2, max_size=60), st.integers(2, 64))
-def test_streaming_auc_bound_holds_for_any_scores(examples: list[tuple[float, bool]], bins: int) -> None:
+def test_streaming_auc_error_bound_for_any_scores(examples: list[tuple[float, bool]], bins: int) -> None:
     scores = np.array([score for score, _ in examples])
     labels = np.array([label for _, label in examples], np.float32)
     streaming = StreamingAUC(bins=bins)
     streaming.update(scores, labels)
     if labels.min() < labels.max():
-        assert abs(streaming.compute() - obvious_auc(scores, labels)) <= streaming.error_bound() + 1e-12
+        assert abs(streaming.compute() - pairwise_auc(scores, labels)) <= streaming.error_bound() + 1e-12
     else:
         assert math.isnan(streaming.compute())
         assert math.isnan(streaming.error_bound())
@@ -107,7 +107,7 @@ def test_extreme_scores() -> None:
 
 
 @pytest.mark.parametrize("kind", METRICS)
-def test_no_examples_and_one_kind_of_label(kind: Callable[..., Metric]) -> None:
+def test_no_examples_and_one_class(kind: Callable[..., Metric]) -> None:
     metric = kind()
     assert math.isnan(metric.compute())
     metric.update([0.3, 0.1], [0, 0])
@@ -118,7 +118,7 @@ def test_no_examples_and_one_kind_of_label(kind: Callable[..., Metric]) -> None:
 
 @pytest.mark.parametrize("kind", [*METRICS, ExactMetrics, StreamingMetrics])
 @pytest.mark.parametrize("logits", [True, False])
-def test_a_state_goes_on_exactly(kind: Callable[..., Any], logits: bool) -> None:
+def test_loaded_state_continues_exactly(kind: Callable[..., Any], logits: bool) -> None:
     scores, labels = sample(3000)
     if not logits:
         scores = 1 / (1 + np.exp(-scores))
@@ -127,14 +127,14 @@ def test_a_state_goes_on_exactly(kind: Callable[..., Any], logits: bool) -> None
         whole.update(scores[first : first + 1000], labels[first : first + 1000])
     before.update(scores[:1000], labels[:1000])
     after = kind(logits=logits).load_state_dict(json.loads(json.dumps(before.state_dict())))
-    before.update(scores[1000:], labels[1000:])  # no longer the state's
+    before.update(scores[1000:], labels[1000:])  # must not change the state already taken
     for first in (1000, 2000):
         after.update(scores[first : first + 1000], labels[first : first + 1000])
     assert after.compute() == whole.compute()
     assert after.state_dict() == whole.state_dict()
 
 
-def test_states_of_others_are_refused() -> None:
+def test_state_of_another_metric_raises() -> None:
     with pytest.raises(ValueError, match=r"LogLoss\(logits=True\).*Calibration"):
         Calibration().load_state_dict(LogLoss().state_dict())
     with pytest.raises(ValueError, match="logits=False"):
@@ -143,7 +143,7 @@ def test_states_of_others_are_refused() -> None:
         StreamingAUC().load_state_dict(StreamingAUC(bins=16).state_dict())
 
 
-def test_all_at_once() -> None:
+def test_all_metrics_together() -> None:
     logits, labels = sample(5000)
     exact, streaming = ExactMetrics(), StreamingMetrics()
     exact.update(logits, labels)
@@ -160,15 +160,15 @@ def test_all_at_once() -> None:
 
 
 @pytest.mark.parametrize("kind", [ExactMetrics, StreamingMetrics])
-def test_merged_metrics_are_those_of_all_examples(kind: type[ExactMetrics]) -> None:
+def test_merge_equals_all_examples(kind: type[ExactMetrics]) -> None:
     logits, labels = sample(1000)
-    whole, one, other = kind(), kind(), kind()
+    whole, first, second = kind(), kind(), kind()
     whole.update(logits, labels)
-    one.update(logits[:300], labels[:300])
-    other.update(logits[300:], labels[300:])
-    one.merge(other)
-    assert one.compute() == pytest.approx(whole.compute(), rel=1e-12)
-    assert one.compute()["auc"] == whole.compute()["auc"]
+    first.update(logits[:300], labels[:300])
+    second.update(logits[300:], labels[300:])
+    first.merge(second)
+    assert first.compute() == pytest.approx(whole.compute(), rel=1e-12)
+    assert first.compute()["auc"] == whole.compute()["auc"]
 
 
 def test_tensors() -> None:
@@ -202,5 +202,5 @@ def test_against_torchmetrics() -> None:
     functional = pytest.importorskip("torchmetrics.functional.classification", reason="torchmetrics is not installed")
     logits, labels = sample(20_000)
     logits = np.round(logits, 2)  # many ties
-    theirs = functional.binary_auroc(torch.from_numpy(logits), torch.from_numpy(labels).long())
-    assert auc(logits, labels) == pytest.approx(float(theirs), abs=1e-5)
+    expected = functional.binary_auroc(torch.from_numpy(logits), torch.from_numpy(labels).long())
+    assert auc(logits, labels) == pytest.approx(float(expected), abs=1e-5)

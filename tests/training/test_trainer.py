@@ -17,9 +17,9 @@ from helpers.run import EXAMPLES, Ads, World, differing
 from rich.console import Console
 
 import thermocline as tc
+from thermocline.config.lr_schedule import Schedule
 from thermocline.training.callbacks import Callback
 from thermocline.training.display import Display
-from thermocline.training.lr_schedule import Schedule
 from thermocline.training.trainer import TrainConfig, Trainer, tables_of
 
 TRAIN, VALID, TEST = Ads(7), Ads(4, seed=1), Ads(4, seed=2)

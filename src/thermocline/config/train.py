@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from thermocline.config.lr_schedule import Schedule
 from thermocline.errors import require
-from thermocline.training.lr_schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Everything that dereferences GPU memory, in Triton: one op per file, with its launcher and its plain-torch reference.
+"""GPU kernels in Triton: one operation per file, with its kernel, launcher and plain-torch reference.
 
-Importing this package makes Triton ready. Without a CUDA device that is its interpreter, which runs the same kernels on
-CPU tensors, one program after the other: for tests, at small sizes. No environment variable is set or left behind.
+Importing this package selects Triton's interpreter if there is no CUDA device: it runs the same kernels on CPU tensors,
+one program after another, which is only useful for tests at small sizes. Environment variables are left unchanged.
 """
 
 from __future__ import annotations
@@ -14,46 +14,57 @@ from typing import Any
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()
-"""Whether the kernels run on CPU tensors, in Python."""
+"""Whether kernels run on CPU tensors, in Python."""
 
 
-def _ready_triton() -> None:
-    if not INTERPRETED:
-        return
+def _select_interpreter() -> None:
     before = os.environ.get("TRITON_INTERPRET")
-    if "triton" in sys.modules and before != "1":
-        knobs = sys.modules["triton"].knobs
-        if not knobs.runtime.interpret:
-            raise ImportError(
-                "Triton was imported before thermocline.kernels and there is no CUDA device: its interpreter must be "
-                "chosen first. Import thermocline.kernels earlier, or set TRITON_INTERPRET=1"
-            )
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton's own library decides at import
+    if "triton" in sys.modules and before != "1" and not sys.modules["triton"].knobs.runtime.interpret:
+        raise ImportError(
+            "Triton was imported before thermocline.kernels, without a CUDA device and without its interpreter: "
+            "import thermocline.kernels first, or set TRITON_INTERPRET=1"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"  # read by Triton's library when it is imported
     try:
         import triton
         import triton.language
 
         triton.knobs.propagate_env = False
-        triton.knobs.runtime.interpret = True  # and its kernels when they are defined
+        triton.knobs.runtime.interpret = True  # read when a kernel is defined
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]
         else:
             os.environ["TRITON_INTERPRET"] = before
-    _one_launch_at_a_time()
+    _patch_interpreter()
 
 
-def _one_launch_at_a_time() -> None:
-    """The interpreter keeps which program it is at in globals: launches from several threads must take turns."""
+def _patch_interpreter() -> None:
+    """Serialize the interpreter's launches, and patch `triton.language` once per launch and module.
+
+    The interpreter keeps the current program in globals, so launches of several threads must not overlap. It also
+    patches `triton.language` on every call of a device function, which takes a third of a launch's time.
+    """
     from triton.runtime import interpreter
 
     launch, lock = interpreter.GridExecutor.__call__, threading.Lock()
+    patch_language = interpreter._patch_lang
+    patched_modules: set[str] = set()  # of the current launch
 
-    def in_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def serialized_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
         with lock:
+            patched_modules.clear()
             return launch(self, *args, **kwargs)
 
-    interpreter.GridExecutor.__call__ = in_turn
+    def call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn.__module__ not in patched_modules:
+            patch_language(self.fn)
+            patched_modules.add(self.fn.__module__)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = serialized_launch
+    interpreter.InterpretedFunction.__call__ = call_device_function
 
 
-_ready_triton()
+if INTERPRETED:
+    _select_interpreter()

@@ -1,8 +1,8 @@
-"""Weights as codes in an arena of words: the bits of csrc/dram/codec.h. Decoded at look-up, encoded after a step.
+"""Weights in reduced precision in the arena: the bits of csrc/dram/codec.h. Decoded by loads, encoded by stores.
 
-A kernel is given CODEC, the number of a `Codec`, and where weights lie: fp32, fp16 and bf16 as numbers of that type,
-integers as words, which hold codes of any width, lowest bit first, after the row's own step if it has one. Columns of a
-tile that stores begin at a multiple of 32, or are the whole row: then no two programs share a word.
+Kernels take CODEC, the number of a `Codec`, and a pointer to the weights: fp32, fp16 and bf16 as numbers of that type,
+integers as 32-bit words. The words of a row hold its scale, if it has one, then the packed codes, lowest bit first. The
+columns of a tile that is stored start at a multiple of 32, or are the whole row, so that programs never share a word.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.kernels.rounding import chance, chance_reference, nearest_half, round_row, round_rows_reference
+from thermocline.kernels.rounding import (
+    random_bits,
+    random_bits_reference,
+    round_nearest,
+    round_rows_reference,
+    round_stochastic,
+)
 
 FP32, FP16, BF16, INT = 0, 1, 2, 3
 _BF16, _INT = tl.constexpr(BF16), tl.constexpr(INT)
@@ -23,7 +29,7 @@ _TYPES = {FP32: torch.float32, FP16: torch.float16, BF16: torch.bfloat16, INT: t
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Codec:
-    """How the weights of an arena's rows are stored, and what rounding them depends on beside step and element."""
+    """Storage format of weights, and the inputs of their rounding apart from step and element."""
 
     kind: int
     """The `code` of a precision in thermocline.embedding.precision."""
@@ -32,17 +38,17 @@ class Codec:
     stochastic: bool
     dim: int
     scale: torch.Tensor
-    """float32[1]: what the codes of a table are multiplied by."""
+    """float32[1]: scale of all codes of the table, unless `row_scaled`."""
     keys: torch.Tensor
-    """int64 per slot: the key whose row is there."""
+    """int64[slots]: the key of the row in each slot."""
     table_mix: int
     """`random.table_mix(seed, table)`."""
     gradient: torch.Tensor | None = None
-    """int64[1]: where the gradient of a step that is learned is summed; none: it is not."""
+    """int64[1]: sum of the gradient of a learned scale, in fixed point; None if the scale is not learned."""
 
     @classmethod
     def of(cls, precision: Any, dim: int, keys: torch.Tensor, table_mix: int) -> Codec:
-        """Of a precision in thermocline.embedding.precision."""
+        """Codec of a precision in thermocline.embedding.precision."""
         scale = torch.full((1,), precision.scale, dtype=torch.float32, device=keys.device)
         kind, bits, stochastic = precision.code, precision.bits, precision.stochastic
         gradient = torch.zeros(1, dtype=torch.int64, device=keys.device) if precision.scale_lr else None
@@ -50,7 +56,7 @@ class Codec:
 
     @property
     def number(self) -> int:
-        """What kernels are compiled for; 0: fp32."""
+        """CODEC, for which kernels are compiled; 0 for fp32."""
         if self.kind == FP32:
             return 0
         learned = self.gradient is not None
@@ -58,35 +64,35 @@ class Codec:
 
     @property
     def words(self) -> int:
-        """Of a row's weights."""
+        """32-bit words of the weights of a row."""
         return self.row_scaled + -(-self.bits * self.dim // 32)
 
     def weights(self, arena: torch.Tensor) -> torch.Tensor:
-        """The weights of float32[slots, words of a row], as kernels take them."""
+        """View of the weights in an arena, float32[slots, words of a row], as kernels take it."""
         columns = self.words if self.kind == INT else self.dim
         return arena.view(_TYPES[self.kind])[:, :columns]
 
     def state(self, arena: torch.Tensor) -> torch.Tensor | None:
-        """The optimizer's state there; none if it has none."""
+        """View of the optimizer state in an arena; None if the optimizer has no state."""
         return arena[:, self.words :] if arena.shape[1] > self.words else None
 
 
-def number_of(weights: torch.Tensor, codec: Codec | None) -> int:
-    """CODEC of these weights; raises unless they are as the codec, or none, has them."""
+def codec_number(weights: torch.Tensor, codec: Codec | None) -> int:
+    """CODEC for `weights`; raises ValueError unless their type and strides fit `codec`."""
     if weights.dim() != 2 or weights.stride(1) != 1:
-        raise ValueError(f"weights have shape {list(weights.shape)} and strides {weights.stride()}: rows in one piece")
+        raise ValueError(f"weights have strides {weights.stride()}: they must be 2-dimensional with contiguous rows")
     if codec is None:
         if not weights.dtype.is_floating_point:
-            raise ValueError(f"weights are {weights.dtype}: give the codec that reads them")
+            raise ValueError(f"weights are {weights.dtype}: pass the codec that decodes them")
         return 0
     if weights.dtype != _TYPES[codec.kind]:
-        raise ValueError(f"weights are {weights.dtype}: those of this codec are {_TYPES[codec.kind]}")
+        raise ValueError(f"weights are {weights.dtype}: this codec needs {_TYPES[codec.kind]}")
     return codec.number
 
 
 @triton.jit
-def _load_codes(words, slot, cols, inside, step, STRIDE: tl.constexpr, BITS: tl.constexpr, ROW: tl.constexpr):
-    """float32[slots, cols]: codes times their step; not numbers to use where not `inside`."""
+def _load_codes(words, slot, cols, inside, table_scale, STRIDE: tl.constexpr, BITS: tl.constexpr, ROW: tl.constexpr):
+    """float32[slots, cols]: codes times scale; undefined where not `inside`."""
     bit = cols * BITS
     first = words + slot[:, None] * STRIDE + (ROW + bit // 32)[None, :]
     shift = (bit % 32)[None, :]
@@ -100,15 +106,15 @@ def _load_codes(words, slot, cols, inside, step, STRIDE: tl.constexpr, BITS: tl.
         scale = tl.load(words + slot[:, None] * STRIDE + 0 * cols[None, :], mask=inside, other=0)
         scale = scale.to(tl.float32, bitcast=True)
     else:
-        scale = tl.load(step)
+        scale = tl.load(table_scale)
     return number.to(tl.float32) * scale
 
 
 @triton.jit
-def load_weights(weights, slot, cols, inside, step, other, STRIDE: tl.constexpr, CODEC: tl.constexpr):
+def load_weights(weights, slot, cols, inside, table_scale, other, STRIDE: tl.constexpr, CODEC: tl.constexpr):
     """float32[slots, cols]; `other` where not `inside`."""
     if CODEC % 4 == _INT:
-        x = _load_codes(weights, slot, cols, inside, step, STRIDE, (CODEC // 16) % 64, (CODEC // 4) % 2)
+        x = _load_codes(weights, slot, cols, inside, table_scale, STRIDE, (CODEC // 16) % 64, (CODEC // 4) % 2)
         x = tl.where(inside, x, other)
     else:
         x = tl.load(weights + slot[:, None] * STRIDE + cols[None, :], mask=inside, other=other).to(tl.float32)
@@ -116,23 +122,23 @@ def load_weights(weights, slot, cols, inside, step, other, STRIDE: tl.constexpr,
 
 
 @triton.jit
-def _row_step(x, cols, DIM: tl.constexpr, BITS: tl.constexpr):
-    """The row's own step: NaN if a weight is."""
-    size = tl.where(cols[None, :] < DIM, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    largest = tl.max(size, axis=1)
+def _row_scale(x, cols, DIM: tl.constexpr, BITS: tl.constexpr):
+    """float32[rows]: largest absolute weight over largest code; NaN if a weight is NaN."""
+    magnitude = tl.where(cols[None, :] < DIM, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    largest = tl.max(magnitude, axis=1)
     largest = tl.where(largest > 0x7F800000, 0x7FC00000, largest).to(tl.float32, bitcast=True)
     return tl.div_rn(largest, tl.zeros_like(largest) + ((1 << (BITS - 1)) - 1))
 
 
 @triton.jit
 def _quantize(x, scale, bits24, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """int32: codes."""
+    """int32[rows, cols]: x / scale, clamped and rounded to codes."""
     q = tl.div_rn(x, scale)
     q = tl.where(q == q, q, 0.0)
     q = tl.minimum(tl.maximum(q, -(1 << (BITS - 1)) * 1.0), ((1 << (BITS - 1)) - 1) * 1.0)
     floor = tl.floor(q)
-    rest = q - floor
-    up = bits24.to(tl.float32) < rest * 16777216.0 if STOCHASTIC else rest >= 0.5
+    fraction = q - floor
+    up = bits24.to(tl.float32) < fraction * 16777216.0 if STOCHASTIC else fraction >= 0.5
     return floor.to(tl.int32) + up.to(tl.int32)
 
 
@@ -140,7 +146,7 @@ def _quantize(x, scale, bits24, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
 def _store_codes(
     weights, slot, cols, live, codes, DIM: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr, ROW: tl.constexpr
 ):  # fmt: skip
-    """Packs codes: as few as fill whole words are a group, and each word of a group is the sum of what they add."""
+    """Pack codes into words. A group is the fewest codes that fill whole words; a word is the sum of their bits."""
     COLS: tl.constexpr = codes.shape[1]
     FULL: tl.constexpr = 32 // BITS if 32 % BITS == 0 else 32
     GROUP: tl.constexpr = FULL if FULL < COLS else COLS
@@ -152,18 +158,18 @@ def _store_codes(
     first = tl.min(tl.reshape(cols, [GROUPS, GROUP]), axis=1) * BITS // 32
     bit = (tl.arange(0, GROUP) * BITS)[None, None, :]
     for nth in tl.static_range(WORDS):
-        at = bit - 32 * nth
-        left = tl.where((at >= 0) & (at < 32), codes << (at & 31), 0)
-        right = tl.where((at < 0) & (at > -BITS), codes >> ((-at) & 31), 0)
-        word = tl.sum(left | right, axis=2)
-        place = first + nth
-        mask = live[:, None] & (place < LAST)[None, :]
-        tl.store(weights + slot[:, None] * STRIDE + (ROW + place)[None, :], word.to(tl.int32), mask=mask)
+        shift = bit - 32 * nth
+        left = tl.where((shift >= 0) & (shift < 32), codes << (shift & 31), 0)
+        right = tl.where((shift < 0) & (shift > -BITS), codes >> ((-shift) & 31), 0)
+        value = tl.sum(left | right, axis=2)
+        word = first + nth
+        mask = live[:, None] & (word < LAST)[None, :]
+        tl.store(weights + slot[:, None] * STRIDE + (ROW + word)[None, :], value.to(tl.int32), mask=mask)
 
 
 @triton.jit
-def _add_scale_gradient(x, scale, codes, gradient, inside, into, BITS: tl.constexpr):
-    """Integers: a sum in any order."""
+def _add_scale_gradient(x, scale, codes, gradient, inside, scale_gradient, BITS: tl.constexpr):
+    """Add the gradient of the scale in fixed point: integer atomics give the same sum in any order."""
     least = -(1 << (BITS - 1)) * 1.0
     most = ((1 << (BITS - 1)) - 1) * 1.0
     q = tl.div_rn(x, scale)
@@ -172,45 +178,46 @@ def _add_scale_gradient(x, scale, codes, gradient, inside, into, BITS: tl.conste
     term = (gradient * gradient) * (error * tl.where((q < least) | (q > most), code, error))
     term = tl.where(inside & (term == term), term, 0.0)
     term = tl.minimum(tl.maximum(term, -0.00390625), 0.00390625) * 17592186044416.0
-    tl.atomic_add(into, tl.sum(tl.sum(term.to(tl.int64), axis=1), axis=0))
+    tl.atomic_add(scale_gradient, tl.sum(tl.sum(term.to(tl.int64), axis=1), axis=0))
 
 
 @triton.jit
 def store_weights(
-    weights, slot, cols, live, x, gradient, step, into, keys, table_mix, number,
+    weights, slot, cols, live, x, gradient, table_scale, scale_gradient, keys, table_mix, number,
     DIM: tl.constexpr, STRIDE: tl.constexpr, CODEC: tl.constexpr,
 ):  # fmt: skip
-    """Rows of float32, rounded as step `number` does; keys[slot] is whose row it is.
+    """Encode and store float32 rows `x`, rounded for step `number` and the keys in keys[slot].
 
-    gradient, into   of the weights, and where the one of a step that is learned is summed
+    gradient         float32[rows, cols]: gradient of the weights, read if the scale is learned
+    scale_gradient   int64[1]: receives the gradient of a learned scale
     """
     KIND: tl.constexpr = CODEC % 4
     STOCHASTIC: tl.constexpr = (CODEC // 8) % 2
     inside = live[:, None] & (cols[None, :] < DIM)
     bits24 = cols[None, :]
     if STOCHASTIC:
-        bits24 = chance(table_mix, tl.load(keys + slot, mask=live, other=0), number, cols)
+        bits24 = random_bits(table_mix, tl.load(keys + slot, mask=live, other=0), number, cols)
     if KIND == _INT:
         BITS: tl.constexpr = (CODEC // 16) % 64
         ROW: tl.constexpr = (CODEC // 4) % 2
-        scale = tl.load(step)
+        scale = tl.load(table_scale)
         if ROW:
-            scale = _row_step(x, cols, DIM, BITS)
+            scale = _row_scale(x, cols, DIM, BITS)
             tl.store(weights + slot * STRIDE, scale.to(tl.int32, bitcast=True), mask=live)
             scale = scale[:, None]
         scale = tl.broadcast_to(scale, x.shape)
         codes = _quantize(x, scale, bits24, BITS, STOCHASTIC)
         if CODEC >= 1024:
-            _add_scale_gradient(x, scale, codes, gradient, inside, into, BITS)
+            _add_scale_gradient(x, scale, codes, gradient, inside, scale_gradient, BITS)
         _store_codes(weights, slot, cols, live, codes, DIM, STRIDE, BITS, ROW)
     else:
         if KIND > 0:
-            x = round_row(x, bits24, KIND == _BF16) if STOCHASTIC else nearest_half(x, KIND == _BF16)
+            x = round_stochastic(x, bits24, KIND == _BF16) if STOCHASTIC else round_nearest(x, KIND == _BF16)
         tl.store(weights + slot[:, None] * STRIDE + cols[None, :], x, mask=inside)
 
 
 def decode_reference(weights: torch.Tensor, codec: Codec | None) -> torch.Tensor:
-    """float32[rows, dim] of weights as stored, in plain torch."""
+    """float32[rows, dim]: stored weights decoded in plain torch."""
     if codec is None or codec.kind != INT:
         return weights.to(torch.float32)
     words = weights.contiguous()
@@ -224,11 +231,11 @@ def decode_reference(weights: torch.Tensor, codec: Codec | None) -> torch.Tensor
 
 
 def scale_gradient_reference(x: torch.Tensor, words: torch.Tensor, gradient: torch.Tensor, codec: Codec) -> int:
-    """What these rows add to the gradient of the table's step: x as updated, its codes, the weights' gradients."""
-    one = dataclasses.replace(codec, scale=torch.ones_like(codec.scale))
+    """Gradient of the table's scale from updated rows `x`, their stored `words` and the gradient of the weights."""
+    unscaled = dataclasses.replace(codec, scale=torch.ones_like(codec.scale))
     most = 2 ** (codec.bits - 1) - 1
     q = x / codec.scale
-    code = decode_reference(words, one)
+    code = decode_reference(words, unscaled)
     code = torch.where(q > most, float(most), torch.where(q < -most - 1, float(-most - 1), code))
     error = code - q
     term = (gradient * gradient) * (error * torch.where((q > most) | (q < -most - 1), code, error))
@@ -236,7 +243,7 @@ def scale_gradient_reference(x: torch.Tensor, words: torch.Tensor, gradient: tor
 
 
 def encode_reference(x: torch.Tensor, keys: torch.Tensor, number: int, codec: Codec | None) -> torch.Tensor:
-    """Rows of `keys` as step `number` stores them, in plain torch."""
+    """float32 rows of int64 `keys` as stored by step `number`, in plain torch."""
     if codec is None or codec.kind == FP32:
         return x
     if codec.kind != INT:
@@ -248,17 +255,17 @@ def encode_reference(x: torch.Tensor, keys: torch.Tensor, number: int, codec: Co
         scale = x.abs().amax(1, keepdim=True) / torch.full((), most, dtype=torch.float32, device=x.device)
     q = (x / scale).nan_to_num(nan=0.0, posinf=most, neginf=-most - 1).clamp(-most - 1, most)
     floor = q.floor()
-    rest = q - floor
+    fraction = q - floor
     if codec.stochastic:
-        up = chance_reference(codec.table_mix, keys, number, x.shape[1]).to(torch.float32) < rest * 2.0**24
+        up = random_bits_reference(codec.table_mix, keys, number, x.shape[1]).to(torch.float32) < fraction * 2.0**24
     else:
-        up = rest >= 0.5
+        up = fraction >= 0.5
     codes = (floor + up).long() & (2**codec.bits - 1)
     bits = torch.zeros(len(x), codec.words - codec.row_scaled + 1, dtype=torch.int64, device=x.device)
     for i in range(codec.dim):
         word, shift = i * codec.bits // 32, i * codec.bits % 32
-        both = codes[:, i] << shift
-        bits[:, word] |= both & 0xFFFFFFFF
-        bits[:, word + 1] |= both >> 32
+        shifted = codes[:, i] << shift
+        bits[:, word] |= shifted & 0xFFFFFFFF
+        bits[:, word + 1] |= shifted >> 32
     words = torch.where(bits >= 2**31, bits - 2**32, bits)[:, :-1].to(torch.int32)
     return torch.cat([scale.view(torch.int32), words], 1) if codec.row_scaled else words

@@ -1,4 +1,4 @@
-"""mark: a flag per slot, set or cleared for a list of slots whose length only the device knows."""
+"""set_flags: one byte per slot, written for a list of slots whose length is in device memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ _TILE = 256
 
 
 @triton.jit(do_not_specialize=["value"])
-def _mark_kernel(flags, slots, count, value, TILE: tl.constexpr):
+def _set_flags_kernel(flags, slots, count, value, TILE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     live = i < tl.load(count)
     slot = tl.load(slots + i, mask=live, other=0)
     tl.store(flags + slot, tl.full([TILE], 0, tl.uint8) + value.to(tl.uint8), mask=live)
 
 
-def mark(flags: torch.Tensor, slots: torch.Tensor, count: torch.Tensor, value: int) -> None:
-    """flags[slots[i]] = value for i < count, a number in device memory, at most len(slots). Flags are uint8."""
-    _mark_kernel[(blocks(len(slots), _TILE),)](flags, slots, count, value, TILE=_TILE)
+def set_flags(flags: torch.Tensor, slots: torch.Tensor, count: torch.Tensor, value: int) -> None:
+    """flags[slots[i]] = value for i < count.
+
+    flags    uint8[slots of the table]
+    slots    int32[at least count]
+    count    int64[1], in device memory
+    """
+    _set_flags_kernel[(blocks(len(slots), _TILE),)](flags, slots, count, value, TILE=_TILE)
 
 
-def mark_reference(flags: torch.Tensor, slots: torch.Tensor, count: int, value: int) -> None:
-    """As `mark`."""
+def set_flags_reference(flags: torch.Tensor, slots: torch.Tensor, count: int, value: int) -> None:
+    """`set_flags` in plain torch."""
     flags[slots[:count].long()] = value

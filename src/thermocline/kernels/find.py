@@ -1,4 +1,4 @@
-"""find: keys to slots. Copies nothing, inserts nothing."""
+"""find: the slot of every key; copies and inserts nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thermocline.kernels.index import Index, search
 from thermocline.kernels.launch import blocks
 
 LANES = 32
-"""Keys of one program: one per thread of one warp, so that nobody waits for the longest search of others."""
+"""Keys per program: one per thread of a single warp, so that a long search delays only 31 others."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -22,7 +22,7 @@ def _find_kernel(keys, count, words, halves, blocks, strides, slots, LANES: tl.c
 
 
 def find(index: Index, keys: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """int32 per key: the slot of its row, -1 where it has none."""
+    """int32[keys]: the slot of each int64 key, -1 if the index does not hold it. Written to `out` if given."""
     keys = keys.contiguous()
     slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device) if out is None else out
     grid = (blocks(len(keys), LANES),)
@@ -30,10 +30,10 @@ def find(index: Index, keys: torch.Tensor, out: torch.Tensor | None = None) -> t
     return slots
 
 
-def find_reference(resident: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The same, where resident[slot] is the key whose row is in that slot."""
-    if len(resident) == 0:
+def find_reference(resident_keys: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """`find` in plain torch, where slot i holds the row of resident_keys[i]."""
+    if len(resident_keys) == 0:
         return torch.full((len(keys),), -1, dtype=torch.int32, device=keys.device)
-    ordered, slots = torch.sort(resident)
-    place = torch.searchsorted(ordered, keys.contiguous()).clamp(max=len(resident) - 1)
-    return torch.where(ordered[place] == keys, slots[place], -1).to(torch.int32)
+    ordered, slots = torch.sort(resident_keys)
+    position = torch.searchsorted(ordered, keys.contiguous()).clamp(max=len(resident_keys) - 1)
+    return torch.where(ordered[position] == keys, slots[position], -1).to(torch.int32)

@@ -1,13 +1,13 @@
-"""find_or_insert: a slot for every key of a batch; keys that are not there get one, others leave if they must.
+"""find_or_insert: a slot for every key of a batch. Inserts missing keys, and evicts others if slots are missing.
 
-    claim      every id finds the entry of its key, or takes an empty one; the slots that are hit are touched
-    count      ids that are first to miss a key: in that order, new keys are numbered
-    evict      `thermocline.kernels.evict`: as many slots as new keys lack, none of them pinned by this batch or another
-    settle     new keys get their slots; if there are not enough, all that was taken is given back
-    resolve    ids that missed a key but were not first
+    claim      finds or claims the index entry of every id, and updates last_use of resident keys
+    count      counts, per tile, the ids that are the first of a new key: they define the order of new keys
+    evict      `thermocline.kernels.evict`: chooses slots that are not pinned, as many as are missing
+    assign     gives slots to new keys; if too few slots are evictable, reverts all claimed entries
+    resolve    gives the other ids of a new key its slot
 
-Slots, new keys and victims are the same in every run: only where in the index an entry lies depends on timing, and
-nothing else depends on that. Nothing here waits for the host: what was counted stays on the GPU until someone reads it.
+Slots, new keys and victims are deterministic. Only the position of an entry in the index depends on timing, and no
+result depends on it. The host does not wait: all counts stay in device memory until the caller reads them.
 """
 
 from __future__ import annotations
@@ -34,72 +34,71 @@ from thermocline.kernels.evict import (
     used_again,
 )
 from thermocline.kernels.find import LANES, find_reference
-from thermocline.kernels.index import ABSENT, Index, claim, slot_of
+from thermocline.kernels.index import ABSENT, Index, claim, slot_offset
 from thermocline.kernels.launch import blocks
-from thermocline.kernels.segments import before
+from thermocline.kernels.segments import prefix_sum
 
-_TILE = 1024  # ids whose new keys are counted together
+_TILE = 1024  # ids per count of new keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Residents:
-    """Who is in which slot. Slots are given out from the first; once all are, by eviction only."""
+    """The key and the last use of every slot. Slots are assigned in ascending order, then by eviction."""
 
     keys: torch.Tensor
     """int64[slots]."""
     last_use: torch.Tensor
-    """int32[slots]: the newest batch that needs the slot, and how many did (evict.py); NEVER: not given out yet."""
+    """int32[slots]: the newest batch that needs the slot and a count of batches (evict.py); NEVER if never assigned."""
 
     @classmethod
     def empty(cls, slots: int, device: torch.device | str) -> Residents:
-        """Nobody."""
+        """Residents of `slots` unassigned slots."""
         return cls(
             torch.zeros(slots, dtype=torch.int64, device=device),
             torch.full((slots,), NEVER, dtype=torch.int32, device=device),
         )
 
     def clear(self) -> None:
-        """Nobody again."""
+        """Mark all slots as unassigned."""
         self.last_use.fill_(NEVER)
 
     def renumber(self, shift: int) -> None:
-        """Batches are called by numbers so much lower from now on; those before the first all count as number 0."""
+        """Subtract `shift` from all batch numbers, down to 0, so that they stay below NEWEST in long runs."""
         batch, visits = self.last_use >> VISITS.value, self.last_use & ((1 << VISITS.value) - 1)
         renamed = ((batch - shift).clamp(min=0) << VISITS.value) | visits
         self.last_use.copy_(torch.where(self.last_use == NEVER, self.last_use, renamed))
 
     @property
     def capacity(self) -> int:
-        """How many slots."""
         return len(self.keys)
 
 
 BYTES_PER_SLOT = 12
-"""Of Residents."""
+"""Bytes of `Residents` per slot."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """What find_or_insert decided, in device memory: lists as long as the batch, of which `counts` are valid."""
+class InsertPlan:
+    """Result of find_or_insert in device memory: lists as long as the batch, valid up to their element of `counts`."""
 
     slots: torch.Tensor
-    """int32 per id; -1 for those of new keys if there was no room."""
-    found: torch.Tensor
-    """int32 per id: its slot if the key was there, else -1."""
+    """int32[ids]: the slot of each id; -1 for new keys if slots were missing."""
+    resident_slots: torch.Tensor
+    """int32[ids]: the slot of each id whose key was resident, else -1."""
     new_keys: torch.Tensor
-    """counts[NEW] keys that were not there, in order of first occurrence."""
+    """int64: counts[NEW] keys that were not resident, in order of first occurrence."""
     new_slots: torch.Tensor
-    """Their slots; -1 beyond."""
+    """int32: the slots of `new_keys`; -1 from counts[NEW] on."""
     victims: torch.Tensor
-    """counts[EVICTED] slots, ascending, whose rows must leave before the new ones come."""
+    """int32: counts[EVICTED] slots, ascending, whose rows must be copied out prefix_sum new rows are copied in."""
     victim_keys: torch.Tensor
+    """int64: the keys of `victims`."""
     counts: torch.Tensor
-    """int64: by NEW, EVICTED, SHORT (slots that were missing: then nothing was inserted), CLAIMED and EMPTIED
-    (entries of the index taken and freed), LOST (ids the index had no room for)."""
+    """int64[COUNTS], by NEW, EVICTED, SHORT, CLAIMED, LOST, EMPTIED (evict.py). SHORT or LOST: nothing was inserted."""
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """What another stream than the plan's own reads to move rows."""
+        """Tensors that another stream reads to move rows."""
         return [self.new_slots, self.victims, self.victim_keys, self.counts]
 
 
@@ -114,10 +113,10 @@ def _claim_kernel(
     last_use,
     now,
     slots,
-    found,
+    resident_slots,
     entries,
     firsts,
-    takings,
+    claims,
     counts,
     UNIQUE: tl.constexpr,
     COUNT: tl.constexpr,
@@ -127,14 +126,14 @@ def _claim_kernel(
     i = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     active = i < count
     key = tl.load(keys + i, mask=active, other=0)
-    block, number, took = claim(words, entries + i, key, active, blocks, strides)
-    there = active & (block >= 0)
-    entry = slot_of(block, number)
-    slot = tl.load(halves + entry, mask=there & ~took, other=ABSENT, cache_modifier=".cg")
-    hit = there & (slot >= 0)
-    missing = there & (slot < 0)
+    block, number, claimed = claim(words, entries + i, key, active, blocks, strides)
+    present = active & (block >= 0)
+    entry = slot_offset(block, number)
+    slot = tl.load(halves + entry, mask=present & ~claimed, other=ABSENT, cache_modifier=".cg")
+    hit = present & (slot >= 0)
+    missing = present & (slot < 0)
     tl.store(slots + i, tl.where(hit, slot, -1), mask=active)
-    tl.store(found + i, tl.where(hit, slot, -1), mask=active)
+    tl.store(resident_slots + i, tl.where(hit, slot, -1), mask=active)
     tl.store(entries + i, tl.where(missing, entry, -1), mask=active)
     use = tl.zeros_like(slot) + ((now << VISITS) | 1)
     if COUNT:
@@ -145,11 +144,11 @@ def _claim_kernel(
         new = tl.sum(missing.to(tl.int32), 0)
         if new > 0:
             tl.atomic_add(firsts + tile, new, sem="relaxed")
-    else:  # of the ids that miss a key the first has the greatest value
+    else:  # the first id of a new key has the greatest value
         tl.atomic_max(halves + entry, (-2 - i).to(tl.int32), mask=missing, sem="relaxed")
-    taken = tl.sum(took.to(tl.int32), 0)
-    if taken > 0:  # counted per tile: one word for all would be a queue
-        tl.atomic_add(takings + tile, taken, sem="relaxed")
+    num_claimed = tl.sum(claimed.to(tl.int32), 0)
+    if num_claimed > 0:  # counted per tile, because atomics on one word would serialize
+        tl.atomic_add(claims + tile, num_claimed, sem="relaxed")
     lost = tl.sum((active & (block < 0)).to(tl.int64), 0)
     if lost > 0:
         tl.atomic_add(counts + LOST, lost, sem="relaxed")
@@ -171,14 +170,14 @@ def _count_kernel(entries, count, halves, firsts, TILE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "used", "now"])
-def _settle_kernel(
+def _assign_kernel(
     keys,
     count,
     halves,
     slots,
     entries,
     firsts,
-    takings,
+    claims,
     used,
     capacity,
     victims,
@@ -197,16 +196,18 @@ def _settle_kernel(
     first = _is_first(halves, entry, i, UNIQUE)
     enough = (tl.load(counts + SHORT) == 0) & (tl.load(counts + LOST) == 0)
     number = first.to(tl.int32)
-    earlier = before(firsts, tile, TILE)
+    earlier = prefix_sum(firsts, tile, TILE)
     rank = earlier + tl.cumsum(number, 0) - number
-    tl.atomic_add(counts + CLAIMED, tl.load(takings + tile).to(tl.int64), sem="relaxed")
+    tl.atomic_add(counts + CLAIMED, tl.load(claims + tile).to(tl.int64), sem="relaxed")
     if tile == tl.num_programs(0) - 1:
         tl.store(counts + NEW, (earlier + tl.sum(number, 0)).to(tl.int64))
-    place = used + rank
-    slot = tl.where(place < capacity, place, -1)
+    position = used + rank
+    slot = tl.where(position < capacity, position, -1)
     if enough:
         slot = tl.where(
-            place < capacity, place, tl.load(victims + place - capacity, mask=first & (place >= capacity), other=-1)
+            position < capacity,
+            position,
+            tl.load(victims + position - capacity, mask=first & (position >= capacity), other=-1),
         )
         key = tl.load(keys + i, mask=first, other=0)
         tl.store(slots + i, slot, mask=first)
@@ -235,25 +236,25 @@ def find_or_insert(
     completed: int,
     unique: bool = False,
     count_visits: bool = False,
-) -> Plan:
-    """Slots for all `keys`, which batch number `now` needs: until it is completed, none of them can leave.
+) -> InsertPlan:
+    """Find or assign slots for int64 `keys`, and pin them until batch `now` is completed.
 
-    used       slots given out so far: the caller adds counts[NEW], up to the capacity
-    completed  the newest batch whose slots are free to leave
-    unique     no key occurs twice in `keys`: saves two kernels
-    count_visits   rows that several batches needed stay longer; otherwise only their age counts
+    used          slots assigned so far; the caller adds counts[NEW], up to the capacity
+    completed     the newest completed batch: its slots and older ones may be evicted
+    unique        no key occurs twice in `keys`, which saves two kernels
+    count_visits  keep rows longer that several batches needed; otherwise only their age counts
     """
     if now >= NEWEST:
-        raise ValueError(f"batch number {now}: numbers go up to {NEWEST - 1}")
+        raise ValueError(f"batch number is {now}: must be below {NEWEST}; call Residents.renumber")
     keys = keys.contiguous()
     device, n = keys.device, len(keys)
     programs, tiles = blocks(n, LANES), blocks(n, _TILE)
-    slots, found, victims = (torch.empty(n, dtype=torch.int32, device=device) for _ in range(3))
+    slots, resident_slots, victims = (torch.empty(n, dtype=torch.int32, device=device) for _ in range(3))
     new_slots = torch.full((n,), -1, dtype=torch.int32, device=device)
     new_keys, victim_keys = (torch.empty(n, dtype=torch.int64, device=device) for _ in range(2))
-    entries = torch.empty(programs * LANES, dtype=torch.int64, device=device)  # comms beyond the ids park here
+    entries = torch.empty(programs * LANES, dtype=torch.int64, device=device)  # lanes past the ids use the rest
     zeros = torch.zeros(COUNTS + tiles, dtype=torch.int64, device=device)
-    counts, (firsts, takings) = zeros[:COUNTS], zeros[COUNTS:].view(torch.int32).view(2, tiles)
+    counts, (firsts, claims) = zeros[:COUNTS], zeros[COUNTS:].view(torch.int32).view(2, tiles)
     _claim_kernel[(programs,)](
         keys,
         n,
@@ -261,10 +262,10 @@ def find_or_insert(
         residents.last_use,
         now,
         slots,
-        found,
+        resident_slots,
         entries,
         firsts,
-        takings,
+        claims,
         counts,
         UNIQUE=unique,
         COUNT=count_visits,
@@ -278,14 +279,14 @@ def find_or_insert(
         _need_kernel[(1,)](firsts, tiles, residents.capacity - used, counts, TILE=_TILE)
         choose_victims(residents.last_use, now, completed, counts, victims)
         remove(index, residents.keys, victims, counts, victim_keys)
-    _settle_kernel[(tiles,)](
+    _assign_kernel[(tiles,)](
         keys,
         n,
         index.halves,
         slots,
         entries,
         firsts,
-        takings,
+        claims,
         used,
         residents.capacity,
         victims,
@@ -300,15 +301,15 @@ def find_or_insert(
     )
     if not unique:
         _resolve_kernel[(tiles,)](slots, entries, n, index.halves, TILE=_TILE)
-    return Plan(slots, found, new_keys, new_slots, victims, victim_keys, counts)
+    return InsertPlan(slots, resident_slots, new_keys, new_slots, victims, victim_keys, counts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ReferencePlan:
-    """A Plan's lists, as long as they are."""
+    """Lists of an `InsertPlan`, with exact lengths."""
 
     slots: torch.Tensor
-    found: torch.Tensor
+    resident_slots: torch.Tensor
     new_keys: torch.Tensor
     new_slots: torch.Tensor
     victims: torch.Tensor
@@ -319,26 +320,25 @@ class ReferencePlan:
 def find_or_insert_reference(
     residents: Residents, keys: torch.Tensor, *, used: int, now: int, completed: int, count_visits: bool = False
 ) -> ReferencePlan:
-    """The same on `residents` alone, which it changes."""
+    """`find_or_insert` in plain torch, without an index. Changes `residents`."""
     slots = find_reference(residents.keys[:used], keys)
-    once, most = (now << VISITS.value) | 1, (1 << VISITS.value) - 1
+    used_once, max_visits = (now << VISITS.value) | 1, (1 << VISITS.value) - 1
     hit = slots[slots >= 0].unique().long()
-    visits = ((residents.last_use[hit] & most) + 1).clamp(max=most)
+    visits = ((residents.last_use[hit] & max_visits) + 1).clamp(max=max_visits)
     residents.last_use[hit] = (now << VISITS.value) | (visits if count_visits else torch.ones_like(visits))
     missing = keys[slots < 0].tolist()
     new_keys = torch.tensor(list(dict.fromkeys(missing)), dtype=torch.int64, device=keys.device)
-    room = residents.capacity - used
-    need = max(0, len(new_keys) - room)
-    none = torch.empty(0, dtype=torch.int32, device=keys.device)
-    victims = choose_victims_reference(residents.last_use, now, completed, need) if need else none
+    need = max(0, len(new_keys) - (residents.capacity - used))
+    empty = torch.empty(0, dtype=torch.int32, device=keys.device)
+    victims = choose_victims_reference(residents.last_use, now, completed, need) if need else empty
     if victims is None:
-        may = int((residents.last_use >> VISITS.value <= completed).sum())
-        return ReferencePlan(slots, slots, new_keys, none, none, none.long(), need - may)
+        evictable = int((residents.last_use >> VISITS.value <= completed).sum())
+        return ReferencePlan(slots, slots, new_keys, empty, empty, empty.long(), need - evictable)
     fresh = torch.arange(used, min(used + len(new_keys), residents.capacity), dtype=torch.int32, device=keys.device)
     new_slots = torch.cat([fresh, victims])
     victim_keys = residents.keys[victims.long()]
     residents.keys[new_slots.long()] = new_keys
-    residents.last_use[new_slots.long()] = once
-    where = find_reference(new_keys, keys)
-    resolved = torch.where(slots >= 0, slots, new_slots[where.clamp(min=0).long()] if len(new_slots) else slots)
+    residents.last_use[new_slots.long()] = used_once
+    new_index = find_reference(new_keys, keys)
+    resolved = torch.where(slots >= 0, slots, new_slots[new_index.clamp(min=0).long()] if len(new_slots) else slots)
     return ReferencePlan(resolved, slots, new_keys, new_slots, victims, victim_keys, 0)

@@ -1,6 +1,6 @@
-"""What one step does to a row: the optimizers of csrc/dram/kernels.h, operation by operation.
+"""Optimizer updates of one row: the arithmetic of csrc/dram/kernels.h, operation by operation.
 
-No fused multiply-add, square root and division correctly rounded: launch with `launch.EXACT`.
+Square roots and divisions are correctly rounded. Launch with `launch.EXACT`, which excludes fused multiply-add.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 
 NONE, SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM = -1, 0, 1, 2, 3
-"""Codes of optimizers; none: sums are stored, not applied."""
+"""Codes of optimizers; NONE stores the sums of gradients without applying them."""
 _SGD, _ADAGRAD, _ROW_WISE = tl.constexpr(SGD), tl.constexpr(ADAGRAD), tl.constexpr(ROW_WISE_ADAGRAD)
 _ADAM = tl.constexpr(ADAM)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """One step's constants, computed in double; each is rounded to fp32 once, at the launch."""
+class OptimizerStep:
+    """Constants of one step, computed in double precision; each is rounded to fp32 once, at the launch."""
 
     optimizer: int
     """The `code` of an optimizer in thermocline.embedding.optimizers."""
@@ -29,39 +29,39 @@ class Step:
     eps: float
     weight_decay: float
     scale: float
-    """Multiplies every summed gradient."""
+    """Factor of every summed gradient."""
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
     step_size: float
     sqrt_bias2: float
     number: int
-    """The table's steps, counted from 1."""
+    """Step number of the table, counted from 1."""
 
     @classmethod
-    def of(cls, optimizer: Any, number: int, *, lr: float | None = None, scale: float = 1.0) -> Step:
-        """Of an optimizer in thermocline.embedding.optimizers."""
+    def of(cls, optimizer: Any, number: int, *, lr: float | None = None, scale: float = 1.0) -> OptimizerStep:
+        """Constants of step `number` of an optimizer in thermocline.embedding.optimizers; `lr` overrides its own."""
         if number < 1:
-            raise ValueError(f"step is {number}: steps count from 1")
-        rate = optimizer.lr if lr is None else lr
+            raise ValueError(f"step number is {number}: steps count from 1")
+        lr = optimizer.lr if lr is None else lr
         beta1, beta2 = getattr(optimizer, "beta1", 0.0), getattr(optimizer, "beta2", 0.0)
         return cls(
             optimizer=optimizer.code,
-            lr=rate,
+            lr=lr,
             eps=getattr(optimizer, "eps", 0.0),
             weight_decay=optimizer.weight_decay,
             scale=scale,
             one_minus_beta1=1.0 - beta1,
             beta2=beta2,
             one_minus_beta2=1.0 - beta2,
-            step_size=rate / (1.0 - math.pow(beta1, number)),
+            step_size=lr / (1.0 - math.pow(beta1, number)),
             sqrt_bias2=math.sqrt(1.0 - math.pow(beta2, number)),
             number=number,
         )
 
     @property
     def constants(self) -> tuple[float, ...]:
-        """What kernels take, in the order of `new_row`'s arguments."""
+        """Arguments of kernels, in the order that `new_row` reads them."""
         return (
             self.lr, self.eps, self.weight_decay, self.scale, self.one_minus_beta1, self.beta2, self.one_minus_beta2,
             self.step_size, self.sqrt_bias2,
@@ -69,24 +69,24 @@ class Step:
 
 
 def state_floats(optimizer: int, dim: int) -> int:
-    """Optimizer state per row, in floats."""
+    """Number of floats of optimizer state per row."""
     return {NONE: 0, SGD: 0, ADAGRAD: dim, ROW_WISE_ADAGRAD: 1, ADAM: 2 * dim}[optimizer]
 
 
 @triton.jit
 def load_state(state, slot, live, cols, OPTIMIZER: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr):
-    """The state of rows, as two tiles; those an optimizer does not have are the slots, to have something."""
+    """Optimizer state of rows as two tiles; `slot` in place of a tile that the optimizer does not have."""
     inside = live[:, None] & (cols[None, :] < DIM)
-    place = state + slot[:, None] * STRIDE + cols[None, :]
+    pointer = state + slot[:, None] * STRIDE + cols[None, :]
     first = slot
     second = slot
     if OPTIMIZER == _ADAGRAD:
-        first = tl.load(place, mask=inside, other=0.0)
+        first = tl.load(pointer, mask=inside, other=0.0)
     elif OPTIMIZER == _ROW_WISE:
         first = tl.load(state + slot * STRIDE, mask=live, other=0.0)
     elif OPTIMIZER == _ADAM:
-        first = tl.load(place, mask=inside, other=0.0)
-        second = tl.load(place + DIM, mask=inside, other=0.0)
+        first = tl.load(pointer, mask=inside, other=0.0)
+        second = tl.load(pointer + DIM, mask=inside, other=0.0)
     return first, second
 
 
@@ -95,21 +95,21 @@ def store_state(
     state, slot, live, cols, first, second, OPTIMIZER: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr
 ):
     inside = live[:, None] & (cols[None, :] < DIM)
-    place = state + slot[:, None] * STRIDE + cols[None, :]
+    pointer = state + slot[:, None] * STRIDE + cols[None, :]
     if OPTIMIZER == _ADAGRAD:
-        tl.store(place, first, mask=inside)
+        tl.store(pointer, first, mask=inside)
     elif OPTIMIZER == _ROW_WISE:
         tl.store(state + slot * STRIDE, first, mask=live)
     elif OPTIMIZER == _ADAM:
-        tl.store(place, first, mask=inside)
-        tl.store(place + DIM, second, mask=inside)
+        tl.store(pointer, first, mask=inside)
+        tl.store(pointer + DIM, second, mask=inside)
 
 
 @triton.jit
 def mean_of_squares(g, cols, DIM: tl.constexpr):
-    """Per row: comm j of 16 adds squares j, j + 16, ... in that order; then halves are added; divided by DIM.
+    """float32[rows]: lane j of 16 adds squares j, j + 16, ... in that order; then halves are added; divided by DIM.
 
-    A sum of which all terms but one are zero is exact in any order: that is how a comm's n-th term is taken out.
+    tl.sum has no fixed order. It is exact where all terms but one are zero: so the n-th term of each lane is selected.
     """
     ROWS: tl.constexpr = g.shape[0]
     LANES: tl.constexpr = 16 if g.shape[1] > 16 else g.shape[1]
@@ -117,21 +117,21 @@ def mean_of_squares(g, cols, DIM: tl.constexpr):
     squares = tl.where(cols[None, :] < DIM, g * g, 0.0)
     squares = tl.reshape(squares, [ROWS, TERMS, LANES])
     nth = tl.arange(0, TERMS)[None, :, None]
-    comms = tl.sum(tl.where(nth == 0, squares, 0.0), axis=1)
+    lanes = tl.sum(tl.where(nth == 0, squares, 0.0), axis=1)
     for term in tl.static_range(1, TERMS):
-        comms = comms + tl.sum(tl.where(nth == term, squares, 0.0), axis=1)
+        lanes = lanes + tl.sum(tl.where(nth == term, squares, 0.0), axis=1)
     if LANES >= 16:
-        comms = tl.sum(tl.reshape(comms, [ROWS, 2, 8]), axis=1)
+        lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 8]), axis=1)
     if LANES >= 8:
-        comms = tl.sum(tl.reshape(comms, [ROWS, 2, 4]), axis=1)
+        lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 4]), axis=1)
     if LANES >= 4:
-        comms = tl.sum(tl.reshape(comms, [ROWS, 2, 2]), axis=1)
-    return tl.div_rn(tl.sum(comms, axis=1), tl.full([ROWS], DIM, tl.float32))
+        lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 2]), axis=1)
+    return tl.div_rn(tl.sum(lanes, axis=1), tl.full([ROWS], DIM, tl.float32))
 
 
 @triton.jit
 def new_row(w, first, second, total, cols, constants, OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, DIM: tl.constexpr):
-    """Weights and state after the step, given the summed gradient; `constants` as in `Step.constants`."""
+    """Weights and state after the step for gradient sums `total`; `constants` is `OptimizerStep.constants`."""
     lr, eps, weight_decay, scale = constants[0], constants[1], constants[2], constants[3]
     one_minus_beta1, beta2, one_minus_beta2 = constants[4], constants[5], constants[6]
     step_size, sqrt_bias2 = constants[7], constants[8]
@@ -156,9 +156,9 @@ def new_row(w, first, second, total, cols, constants, OPTIMIZER: tl.constexpr, D
 
 
 def new_rows_reference(
-    weights: torch.Tensor, state: torch.Tensor | None, sums: torch.Tensor, step: Step
+    weights: torch.Tensor, state: torch.Tensor | None, sums: torch.Tensor, step: OptimizerStep
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weights and state of rows after the step, in plain torch: float32[rows, dim], float32[rows, state]."""
+    """`new_row` in plain torch: float32[rows, dim] weights and float32[rows, state floats] state."""
     w, dim = weights, weights.shape[1]
     g = sums * step.scale
     if step.weight_decay != 0:
@@ -176,27 +176,27 @@ def new_rows_reference(
     m, v = state[:, :dim], state[:, dim:]
     m = m + (g - m) * step.one_minus_beta1
     v = v * step.beta2 + (g * step.one_minus_beta2) * g
-    # A tensor, not a number: torch may multiply by the reciprocal of a number.
+    # A tensor, because torch may replace the division by a number by a multiplication with its reciprocal.
     bias = torch.full((), step.sqrt_bias2, dtype=torch.float32, device=v.device)
     w = w - (m * step.step_size) / (square_root(v) / bias + step.eps)
     return w, torch.cat([m, v], 1)
 
 
 def square_root(x: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded, which torch's own is not on every CPU: the root in double is never too close to a tie."""
+    """Correctly rounded fp32 square root, unlike torch.sqrt on some CPUs. A root in double is never near a tie."""
     return x.double().sqrt().float()
 
 
 def mean_of_squares_reference(g: torch.Tensor) -> torch.Tensor:
-    """As `mean_of_squares`."""
+    """`mean_of_squares` in plain torch."""
     rows, dim = g.shape
     squares = torch.zeros(rows, -(-dim // 16) * 16, dtype=torch.float32, device=g.device)
     squares[:, :dim] = g * g
     terms = squares.view(rows, -1, 16)
-    comms = terms[:, 0]
+    lanes = terms[:, 0]
     for nth in range(1, terms.shape[1]):
-        comms = comms + terms[:, nth]
-    while comms.shape[1] > 1:
-        half = comms.shape[1] // 2
-        comms = comms[:, :half] + comms[:, half:]
-    return comms[:, 0] / torch.full((), dim, dtype=torch.float32, device=g.device)
+        lanes = lanes + terms[:, nth]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0] / torch.full((), dim, dtype=torch.float32, device=g.device)

@@ -1,4 +1,4 @@
-"""Gather + pool: each bag's rows, read where they lie, added left to right; mean divides; an empty bag is zero."""
+"""pool_rows: sum or mean of the rows of each bag, read from the arena and added left to right; 0 for an empty bag."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.kernels.codec import Codec, decode_reference, load_weights, number_of
+from thermocline.kernels.codec import Codec, codec_number, decode_reference, load_weights
 from thermocline.kernels.launch import EXACT, blocks, row_block, tile_rows
 from thermocline.kernels.ordered_sum import sum_rows
 
 GATHER_ELEMENTS, POOL_ELEMENTS = 512, 256
-"""Of one program, a warp: measured on an H200, docs/benchmarks.md."""
+"""Elements per program of one warp, tuned on an H200: docs/benchmarks.md."""
 
 
 @triton.jit(do_not_specialize=["ids"])
 def _gather_kernel(
-    weights, slots, factors, out, ids, step,
+    weights, slots, factors, out, ids, scale,
     DIM: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, CODEC: tl.constexpr,
     ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    i = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
     cols = tl.arange(0, COLS)
-    slot = tl.load(slots + place, mask=place < ids, other=0).to(tl.int64)
-    inside = (place[:, None] < ids) & (cols[None, :] < DIM)
-    x = load_weights(weights, slot, cols, inside, step, 0.0, STRIDE, CODEC)
+    slot = tl.load(slots + i, mask=i < ids, other=0).to(tl.int64)
+    inside = (i[:, None] < ids) & (cols[None, :] < DIM)
+    x = load_weights(weights, slot, cols, inside, scale, 0.0, STRIDE, CODEC)
     if WEIGHTED:
-        x = x * tl.load(factors + place, mask=place < ids, other=0.0)[:, None]
-    # Written once, read by others: it should not push rows out of the cache.
-    tl.store(out + place[:, None] * DIM + cols[None, :], x, mask=inside, cache_modifier=".cs")
+        x = x * tl.load(factors + i, mask=i < ids, other=0.0)[:, None]
+    # Streaming store: the result must not evict rows from the cache.
+    tl.store(out + i[:, None] * DIM + cols[None, :], x, mask=inside, cache_modifier=".cs")
 
 
 @triton.jit(do_not_specialize=["bags"])
 def _pool_kernel(
-    weights, slots, factors, offsets, out, bags, step,
+    weights, slots, factors, offsets, out, bags, scale,
     DIM: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, CODEC: tl.constexpr, MEAN: tl.constexpr,
     ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def _pool_kernel(
     cols = tl.arange(0, COLS)
     begin = tl.load(offsets + bag, mask=bag < bags, other=0)
     end = tl.load(offsets + bag + 1, mask=bag < bags, other=0)
-    total = sum_rows(begin, end, slots, factors, weights, cols, step, DIM, STRIDE, WEIGHTED, True, CODEC)
+    total = sum_rows(begin, end, slots, factors, weights, cols, scale, DIM, STRIDE, WEIGHTED, True, CODEC)
     size = (end - begin)[:, None]
     if MEAN:
         by = tl.maximum(size, 1).to(tl.float32)
@@ -60,37 +60,38 @@ def pool_rows(
     out: torch.Tensor | None = None,
     codec: Codec | None = None,
 ) -> torch.Tensor:
-    """float32[bags, dim].
+    """float32[bags, dim]: the pooled rows; one vector per id if `offsets` is None.
 
-    weights   float32[slots, dim], or as `codec.weights` gives them; each row contiguous, rows any stride apart
+    weights   float32[slots, dim], or `codec.weights(arena)`; each row contiguous, any stride between rows
     slots     int32[ids]: the row of each id
-    offsets   int64[bags + 1], from 0 to ids; none: one vector per id
-    factors   float32[ids]: what each row is multiplied by, or none
+    offsets   int64[bags + 1], from 0 to ids
+    factors   float32[ids], multiplied with the rows; None if all are 1
+    out       float32[bags, dim], contiguous: where to write the result
     """
-    number = number_of(weights, codec)
+    number = codec_number(weights, codec)
     if offsets is None and mean:
-        raise ValueError("a mean needs offsets: without them every id is a bag of its own")
+        raise ValueError("mean=True needs offsets: without them every id is one bag")
     dim = weights.shape[1] if codec is None else codec.dim
     bags = len(slots) if offsets is None else len(offsets) - 1
     if out is None:
         out = torch.empty(bags, dim, dtype=torch.float32, device=weights.device)
     elif out.shape != (bags, dim) or out.dtype != torch.float32 or not out.is_contiguous():
-        raise ValueError(f"out is {out.dtype}{list(out.shape)}: needed is contiguous float32[{bags}, {dim}]")
+        raise ValueError(f"out is {out.dtype}{list(out.shape)}: must be contiguous float32[{bags}, {dim}]")
     if bags == 0:
         return out
     common = {"DIM": dim, "STRIDE": weights.stride(0), "WEIGHTED": factors is not None, "CODEC": number}
     common["COLS"] = row_block(dim)
-    step = weights if codec is None else codec.scale
+    scale = weights if codec is None else codec.scale
     factors = weights if factors is None else factors
     if offsets is None:
         items = tile_rows(dim, GATHER_ELEMENTS)
         _gather_kernel[(blocks(bags, items),)](
-            weights, slots, factors, out, bags, step, **common, ITEMS=items, num_warps=1, **EXACT,
+            weights, slots, factors, out, bags, scale, **common, ITEMS=items, num_warps=1, **EXACT,
         )  # fmt: skip
     else:
         items = tile_rows(dim, POOL_ELEMENTS)
         _pool_kernel[(blocks(bags, items),)](
-            weights, slots, factors, offsets, out, bags, step,
+            weights, slots, factors, offsets, out, bags, scale,
             **common, MEAN=mean, ITEMS=items, num_warps=1, **EXACT,
         )  # fmt: skip
     return out
@@ -105,11 +106,11 @@ def pool_rows_reference(
     mean: bool = False,
     codec: Codec | None = None,
 ) -> torch.Tensor:
-    """The same in plain torch: the n-th row of every bag at a time."""
+    """`pool_rows` in plain torch: adds the n-th row of every bag at a time."""
 
-    def rows(places: torch.Tensor) -> torch.Tensor:
-        x = decode_reference(weights[slots[places].long()], codec)
-        return x if factors is None else x * factors[places][:, None]
+    def rows(positions: torch.Tensor) -> torch.Tensor:
+        x = decode_reference(weights[slots[positions].long()], codec)
+        return x if factors is None else x * factors[positions][:, None]
 
     if offsets is None:
         return rows(torch.arange(len(slots), device=slots.device))
@@ -117,7 +118,7 @@ def pool_rows_reference(
     dim = weights.shape[1] if codec is None else codec.dim
     out = torch.zeros(len(sizes), dim, dtype=torch.float32, device=weights.device)
     for nth in range(int(sizes.max()) if len(sizes) else 0):
-        here = (sizes > nth).nonzero()[:, 0]
-        x = rows(offsets[here] + nth)
-        out[here] = x if nth == 0 else out[here] + x
+        bags = (sizes > nth).nonzero()[:, 0]
+        x = rows(offsets[bags] + nth)
+        out[bags] = x if nth == 0 else out[bags] + x
     return out / sizes.clamp(min=1).to(torch.float32)[:, None] if mean else out

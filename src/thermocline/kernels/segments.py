@@ -1,8 +1,8 @@
-"""The dedup of a batch: its ids grouped by slot, and hot slots cut into blocks. One stable sort, reused by every op.
+"""find_segments: deduplicates a batch. Groups its ids by slot with one stable sort, and splits hot slots into blocks.
 
-A segment is a slot's occurrences, in example order. Segments of more than BLOCK occurrences are hot: several programs
-sum them, a block each, and the block sums are added left to right. Nothing here waits for the device: lists have
-room for the worst case, and `counts` says how much of them is used.
+A segment is the occurrences of one slot, in example order. Segments of more than BLOCK occurrences are hot: several
+programs sum them, one block each, and the block sums are added left to right. The host does not wait for the device:
+lists are allocated for the worst case, and `counts` holds their used lengths.
 """
 
 from __future__ import annotations
@@ -16,70 +16,70 @@ import triton.language as tl
 from thermocline.kernels.launch import blocks
 
 BLOCK = 64
-"""Gradients of one key are added in blocks of this many occurrences."""
+"""Number of occurrences per block of a sum of gradients."""
 
 _TILE = 512
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Segments:
-    """Which ids share a slot. All int32, on the device."""
+    """Ids grouped by slot: int32 lists in device memory."""
 
     order: torch.Tensor
-    """[ids] Positions of ids, grouped by slot, ascending within a slot."""
+    """[ids]: positions of ids, grouped by slot, ascending within a slot."""
     slots: torch.Tensor
-    """[<= ids] The slot of each segment, ascending."""
+    """[<= ids]: the slot of each segment, ascending."""
     starts: torch.Tensor
-    """[<= ids + 1] Segment u is order[starts[u] : starts[u + 1]]."""
+    """[<= ids + 1]: segment u is order[starts[u] : starts[u + 1]]."""
     hot: torch.Tensor
     """Numbers of the hot segments, ascending."""
     hot_blocks: torch.Tensor
     """Hot segment h has blocks hot_blocks[h] to hot_blocks[h + 1]."""
     block_starts: torch.Tensor
-    """Of each block of a hot segment, in `order`."""
+    """First index in `order` of each block of a hot segment."""
     block_ends: torch.Tensor
     counts: torch.Tensor
-    """[3] Segments, hot segments, blocks of hot segments."""
+    """[3]: number of segments, of hot segments, and of blocks of hot segments."""
     sizes: tuple[int, int, int]
-    """The same on the host: exact once `known` was called, before that upper bounds."""
+    """Upper bounds of `counts` on the host; exact in the result of `known`."""
 
     @property
     def ids(self) -> int:
         return len(self.order)
 
     def known(self, segments: int, hot: int, blocks: int) -> Segments:
-        """The same with its counts, which the caller has read: later launches are no larger than needed."""
+        """Copy with exact `sizes`, which the caller has read from `counts`: later launches use smaller grids."""
         return dataclasses.replace(self, sizes=(segments, hot, blocks))
 
 
 def capacities(ids: int) -> tuple[int, int, int]:
-    """The most segments, hot segments and blocks of hot segments that so many ids can have."""
+    """Largest possible number of segments, hot segments and blocks of hot segments of `ids` ids."""
     hot = ids // (BLOCK + 1)
     return ids, hot, ids // BLOCK + hot
 
 
 @triton.jit
-def before(counts, index, TILE: tl.constexpr):
-    """The sum of the first `index` counts."""
+def prefix_sum(counts, end, TILE: tl.constexpr):
+    """int32: the sum of counts[:end]."""
     total = tl.zeros([TILE], tl.int32)
-    for first in range(0, index, TILE):
-        place = first + tl.arange(0, TILE)
-        total += tl.load(counts + place, mask=place < index, other=0)
+    for first in range(0, end, TILE):
+        i = first + tl.arange(0, TILE)
+        total += tl.load(counts + i, mask=i < end, other=0)
     return tl.sum(total)
 
 
 @triton.jit
-def _heads(slots, place, ids, rounds, BLOCK: tl.constexpr):
-    """Per place of the sorted slots: its slot, whether a segment begins there, and its blocks if it is hot."""
-    live = place < ids
-    slot = tl.load(slots + place, mask=live, other=-1)
-    left = tl.load(slots + place - 1, mask=live & (place > 0), other=-1)
-    head = live & ((place == 0) | (slot != left))
-    # Hot: the same slot a whole block later. Its end is searched for, by halves, in those tiles that have one.
-    later = tl.load(slots + place + BLOCK, mask=head & (place + BLOCK < ids), other=-1)
+def _heads(slots, i, ids, rounds, BLOCK: tl.constexpr):
+    """Per index `i` into the sorted slots: its slot, whether a segment starts there, and its blocks if it is hot."""
+    live = i < ids
+    slot = tl.load(slots + i, mask=live, other=-1)
+    left = tl.load(slots + i - 1, mask=live & (i > 0), other=-1)
+    head = live & ((i == 0) | (slot != left))
+    # A segment is hot if the same slot follows BLOCK elements later. Tiles with hot segments search for their ends.
+    later = tl.load(slots + i + BLOCK, mask=head & (i + BLOCK < ids), other=-1)
     hot = head & (later == slot)
-    low = place + BLOCK  # of the segment, if it is hot
-    high = tl.where(hot, ids, low + 1)  # not of the segment
+    low = i + BLOCK  # inside the segment, if it is hot
+    high = tl.where(hot, ids, low + 1)  # past the segment
     if tl.max(hot.to(tl.int32)) > 0:
         for _ in range(rounds):
             search = high - low > 1
@@ -87,7 +87,7 @@ def _heads(slots, place, ids, rounds, BLOCK: tl.constexpr):
             same = tl.load(slots + middle, mask=search, other=-1) == slot
             low = tl.where(search & same, middle, low)
             high = tl.where(search & (same == 0), middle, high)
-    return slot, head, tl.where(hot, (high - place + BLOCK - 1) // BLOCK, 0)
+    return slot, head, tl.where(hot, (high - i + BLOCK - 1) // BLOCK, 0)
 
 
 @triton.jit(do_not_specialize=["ids", "tiles", "rounds"])
@@ -105,16 +105,16 @@ def _write_kernel(
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    place = tile * TILE + tl.arange(0, TILE)
-    live = place < ids
-    tl.store(order + place, tl.load(positions + place, mask=live, other=0).to(tl.int32), mask=live)
-    slot, head, blocks = _heads(sorted_slots, place, ids, rounds, BLOCK)
-    first = before(tile_counts, tile, TILE)
-    first_hot = before(tile_counts + tiles, tile, TILE)
-    first_block = before(tile_counts + 2 * tiles, tile, TILE)
+    i = tile * TILE + tl.arange(0, TILE)
+    live = i < ids
+    tl.store(order + i, tl.load(positions + i, mask=live, other=0).to(tl.int32), mask=live)
+    slot, head, blocks = _heads(sorted_slots, i, ids, rounds, BLOCK)
+    first = prefix_sum(tile_counts, tile, TILE)
+    first_hot = prefix_sum(tile_counts + tiles, tile, TILE)
+    first_block = prefix_sum(tile_counts + 2 * tiles, tile, TILE)
     segment = first + tl.cumsum(head.to(tl.int32)) - 1
     tl.store(slots + segment, slot, mask=head)
-    tl.store(starts + segment, place, mask=head)
+    tl.store(starts + segment, i, mask=head)
     is_hot = blocks > 0
     nth_hot = first_hot + tl.cumsum(is_hot.to(tl.int32)) - 1
     block = first_block + tl.cumsum(blocks) - blocks
@@ -122,27 +122,27 @@ def _write_kernel(
     tl.store(hot_blocks + nth_hot, block, mask=is_hot)
     if tile == tiles - 1:
         segments = first + tl.sum(head.to(tl.int32))
-        all_hot = first_hot + tl.sum(is_hot.to(tl.int32))
-        all_blocks = first_block + tl.sum(blocks)
+        num_hot = first_hot + tl.sum(is_hot.to(tl.int32))
+        num_blocks = first_block + tl.sum(blocks)
         tl.store(starts + segments, ids)
-        tl.store(hot_blocks + all_hot, all_blocks)
+        tl.store(hot_blocks + num_hot, num_blocks)
         tl.store(counts, segments)
-        tl.store(counts + 1, all_hot)
-        tl.store(counts + 2, all_blocks)
+        tl.store(counts + 1, num_hot)
+        tl.store(counts + 2, num_blocks)
 
 
 @triton.jit(do_not_specialize=["rounds"])
 def _blocks_kernel(
     starts, hot, hot_blocks, block_starts, block_ends, counts, rounds, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    all_hot = tl.load(counts + 1)
-    all_blocks = tl.load(counts + 2)
+    num_hot = tl.load(counts + 1)
+    num_blocks = tl.load(counts + 2)
     first = tl.program_id(0) * TILE
-    if first < all_blocks:
+    if first < num_blocks:
         block = first + tl.arange(0, TILE)
-        live = block < all_blocks
-        low = tl.zeros([TILE], tl.int32)  # the last hot segment that begins with this block or before
-        high = low + all_hot
+        live = block < num_blocks
+        low = tl.zeros([TILE], tl.int32)  # the last hot segment that starts at or prefix_sum this block
+        high = low + num_hot
         for _ in range(rounds):
             search = live & (high - low > 1)
             middle = low + (high - low) // 2
@@ -158,24 +158,24 @@ def _blocks_kernel(
 
 
 def find_segments(slots: torch.Tensor) -> Segments:
-    """Groups ids by slot: `slots` is int32[ids], not negative. No read by the host, so `sizes` are upper bounds."""
+    """Group ids by slot: `slots` is int32[ids], not negative. `sizes` of the result are upper bounds."""
     if slots.dtype != torch.int32 or slots.dim() != 1 or not slots.is_contiguous():
-        raise ValueError(f"slots are {slots.dtype}{list(slots.shape)}: needed is one contiguous row of int32")
+        raise ValueError(f"slots are {slots.dtype}{list(slots.shape)}: must be contiguous int32[ids]")
     ids = len(slots)
-    most, tiles = capacities(ids), blocks(ids, _TILE)
-    segments, hot, hot_blocks = most
+    max_sizes, tiles = capacities(ids), blocks(ids, _TILE)
+    segments, hot, hot_blocks = max_sizes
     sizes = [ids, segments, segments + 1, hot, hot + 1, hot_blocks, hot_blocks, 3, 3 * tiles]
-    # One piece of memory: asking for each of them would take longer than the kernels do. Each begins at 16 bytes:
-    # kernels are compiled anew for pointers that do not.
-    room = [-(-size // 4) * 4 for size in sizes]
-    lists = torch.empty(sum(room), dtype=torch.int32, device=slots.device).split(room)
+    # One allocation, because nine would take longer than the kernels. Each list is aligned to 16 bytes, because Triton
+    # compiles another kernel for pointers that are not.
+    padded = [-(-size // 4) * 4 for size in sizes]
+    lists = torch.empty(sum(padded), dtype=torch.int32, device=slots.device).split(padded)
     result = Segments(
         order=lists[0][:ids], slots=lists[1], starts=lists[2], hot=lists[3], hot_blocks=lists[4],
-        block_starts=lists[5], block_ends=lists[6], counts=lists[7][:3], sizes=most,
+        block_starts=lists[5], block_ends=lists[6], counts=lists[7][:3], sizes=max_sizes,
     )  # fmt: skip
     if ids == 0:
-        for end in (result.starts, result.hot_blocks, result.counts):
-            end.zero_()
+        for ends in (result.starts, result.hot_blocks, result.counts):
+            ends.zero_()
         return result
     values, positions = torch.sort(slots, stable=True)
     common = {"ids": ids, "tiles": tiles, "rounds": ids.bit_length(), "BLOCK": BLOCK, "TILE": _TILE}
@@ -189,7 +189,7 @@ def find_segments(slots: torch.Tensor) -> Segments:
 
 
 def find_segments_reference(slots: torch.Tensor) -> Segments:
-    """The same lists in plain torch, without room to spare."""
+    """`find_segments` in plain torch, with lists of exact length."""
     ids = len(slots)
     values, order = torch.sort(slots, stable=True)
     unique, sizes = torch.unique_consecutive(values, return_counts=True)
@@ -203,8 +203,8 @@ def find_segments_reference(slots: torch.Tensor) -> Segments:
     block_starts = starts[hot[owner]] + nth * BLOCK
     block_ends = torch.minimum(block_starts + BLOCK, ends[hot[owner]])
     assert int(starts[-1]) == ids
-    found = (len(unique), len(hot), len(owner))
-    counts = torch.tensor(found, device=slots.device)
+    exact_sizes = (len(unique), len(hot), len(owner))
+    counts = torch.tensor(exact_sizes, device=slots.device)
     parts = [order, unique, starts, hot, firsts, block_starts, block_ends, counts]
     order, unique, starts, hot, firsts, block_starts, block_ends, counts = (part.to(torch.int32) for part in parts)
-    return Segments(order, unique, starts, hot, firsts, block_starts, block_ends, counts, found)
+    return Segments(order, unique, starts, hot, firsts, block_starts, block_ends, counts, exact_sizes)

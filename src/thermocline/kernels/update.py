@@ -1,9 +1,9 @@
-"""The sparse update: each key's gradients summed in the fixed order, then the optimizer, in one pass over the rows.
+"""update_rows: the sparse update. Sums the gradients of each key in a fixed order and applies the optimizer.
 
-The order of every sum: a segment's occurrences as listed, added left to right in blocks of 64, then the block sums
-left to right. Two launches. The first has a program per tile of items: blocks of hot segments, whose sums go to a
-buffer, and whole segments of the others, whose rows it updates. The second adds up the hot segments' block sums and
-updates their rows. No atomics: a row is written by one program.
+Order of every sum: the occurrences of a segment, left to right in blocks of 64, then the block sums left to right.
+There are two launches. The first sums the blocks of hot segments into a buffer; it sums all other segments and updates
+their rows. The second adds the block sums of hot segments and updates their rows. `sum_gradients` and `apply_gradients`
+are the two halves. There are no atomics on floats: each row is written by one program.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import triton.language as tl
 
 from thermocline.kernels.codec import (
     Codec,
+    codec_number,
     decode_reference,
     encode_reference,
     load_weights,
-    number_of,
     scale_gradient_reference,
     store_weights,
 )
@@ -25,7 +25,7 @@ from thermocline.kernels.launch import EXACT, blocks, row_block, tile_rows
 from thermocline.kernels.optimizer_rules import (
     NONE,
     ROW_WISE_ADAGRAD,
-    Step,
+    OptimizerStep,
     load_state,
     new_row,
     new_rows_reference,
@@ -43,11 +43,11 @@ _BLOCK = tl.constexpr(BLOCK)
 @triton.jit
 def _finish(
     weights, state, slot, live, w, first, second, total, cols, out, item,
-    constants, unit, into, keys, table_mix, step,
+    constants, scale, scale_gradient, keys, table_mix, number,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, CODEC: tl.constexpr, DIM: tl.constexpr,
     W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Applies the sums to the rows, or only stores them (OPTIMIZER below 0)."""
+    """Apply the sums `total` to the rows, or store them in `out` if OPTIMIZER is negative."""
     inside = live[:, None] & (cols[None, :] < DIM)
     if OPTIMIZER < 0:
         tl.store(out + item.to(tl.int64)[:, None] * DIM + cols[None, :], total, mask=inside)
@@ -55,30 +55,32 @@ def _finish(
         w, first, second = new_row(w, first, second, total, cols, constants, OPTIMIZER, DECAY, DIM)
         store_state(state, slot, live, cols, first, second, OPTIMIZER, DIM, S_STRIDE)
         gradient = total * constants[3]
-        store_weights(weights, slot, cols, live, w, gradient, unit, into, keys, table_mix, step, DIM, W_STRIDE, CODEC)
+        store_weights(
+            weights, slot, cols, live, w, gradient, scale, scale_gradient, keys, table_mix, number, DIM, W_STRIDE, CODEC
+        )  # fmt: skip
 
 
 @triton.jit
 def _load(
-    weights, state, slot, live, cols, unit,
+    weights, state, slot, live, cols, scale,
     OPTIMIZER: tl.constexpr, CODEC: tl.constexpr, DIM: tl.constexpr, W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Weights and state of rows, asked for before the gradients are summed."""
+    """Weights and state of rows, loaded before the gradients are summed to hide latency."""
     w = tl.zeros([slot.shape[0], cols.shape[0]], tl.float32)
     first = slot
     second = slot
     if OPTIMIZER >= 0:
         inside = live[:, None] & (cols[None, :] < DIM)
-        w = load_weights(weights, slot, cols, inside, unit, 0.0, W_STRIDE, CODEC)
+        w = load_weights(weights, slot, cols, inside, scale, 0.0, W_STRIDE, CODEC)
         first, second = load_state(state, slot, live, cols, OPTIMIZER, DIM, S_STRIDE)
     return w, first, second
 
 
-@triton.jit(do_not_specialize=["segments", "hot_blocks", "block_programs", "table_mix", "step"])
+@triton.jit(do_not_specialize=["segments", "hot_blocks", "block_programs", "table_mix", "number"])
 def _update_kernel(
     weights, state, out, partial, starts, slots, block_starts, block_ends, counts, rows, coefs, grads,
     segments, hot_blocks, block_programs,
-    constants, unit, into, keys, table_mix, step,
+    constants, scale, scale_gradient, keys, table_mix, number,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, CODEC: tl.constexpr, WEIGHTED: tl.constexpr, DIM: tl.constexpr,
     W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -89,11 +91,11 @@ def _update_kernel(
         begin = tl.load(block_starts + item, mask=item < hot_blocks, other=0)
         end = tl.load(block_ends + item, mask=item < hot_blocks, other=0)
         live = item < tl.minimum(hot_blocks, tl.load(counts + 2))
-        begin = tl.where(live, begin, 0)  # what was read past the lists' ends is no place
+        begin = tl.where(live, begin, 0)  # elements past the end of the lists are undefined
         end = tl.where(live, end, 0)
-        total = sum_rows(begin, end, rows, coefs, grads, cols, unit, DIM, DIM, WEIGHTED, True, 0)
-        place = partial + item.to(tl.int64)[:, None] * DIM + cols[None, :]
-        tl.store(place, total, mask=live[:, None] & (cols[None, :] < DIM))
+        total = sum_rows(begin, end, rows, coefs, grads, cols, scale, DIM, DIM, WEIGHTED, True, 0)
+        pointer = partial + item.to(tl.int64)[:, None] * DIM + cols[None, :]
+        tl.store(pointer, total, mask=live[:, None] & (cols[None, :] < DIM))
     else:
         item = (program - block_programs) * ITEMS + tl.arange(0, ITEMS)
         begin = tl.load(starts + item, mask=item < segments, other=0)
@@ -102,18 +104,18 @@ def _update_kernel(
         live = (item < tl.minimum(segments, tl.load(counts))) & (end - begin <= _BLOCK)
         begin = tl.where(live, begin, 0)
         end = tl.where(live, end, 0)
-        w, first, second = _load(weights, state, slot, live, cols, unit, OPTIMIZER, CODEC, DIM, W_STRIDE, S_STRIDE)
-        total = sum_rows(begin, end, rows, coefs, grads, cols, unit, DIM, DIM, WEIGHTED, True, 0)
+        w, first, second = _load(weights, state, slot, live, cols, scale, OPTIMIZER, CODEC, DIM, W_STRIDE, S_STRIDE)
+        total = sum_rows(begin, end, rows, coefs, grads, cols, scale, DIM, DIM, WEIGHTED, True, 0)
         _finish(
             weights, state, slot, live, w, first, second, total, cols, out, item,
-            constants, unit, into, keys, table_mix, step, OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE,
+            constants, scale, scale_gradient, keys, table_mix, number, OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["hot_segments", "table_mix", "step"])
+@triton.jit(do_not_specialize=["hot_segments", "table_mix", "number"])
 def _hot_kernel(
     weights, state, out, partial, hot, hot_blocks, slots, counts, hot_segments,
-    constants, unit, into, keys, table_mix, step,
+    constants, scale, scale_gradient, keys, table_mix, number,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, CODEC: tl.constexpr, DIM: tl.constexpr,
     W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -124,18 +126,18 @@ def _hot_kernel(
     begin = tl.load(hot_blocks + nth, mask=live, other=0)
     end = tl.load(hot_blocks + nth + 1, mask=live, other=0)
     slot = tl.load(slots + item, mask=live, other=0).to(tl.int64)
-    w, first, second = _load(weights, state, slot, live, cols, unit, OPTIMIZER, CODEC, DIM, W_STRIDE, S_STRIDE)
-    total = sum_rows(begin, end, partial, partial, partial, cols, unit, DIM, DIM, False, False, 0)
+    w, first, second = _load(weights, state, slot, live, cols, scale, OPTIMIZER, CODEC, DIM, W_STRIDE, S_STRIDE)
+    total = sum_rows(begin, end, partial, partial, partial, cols, scale, DIM, DIM, False, False, 0)
     _finish(
         weights, state, slot, live, w, first, second, total, cols, out, item,
-        constants, unit, into, keys, table_mix, step, OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE,
+        constants, scale, scale_gradient, keys, table_mix, number, OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "table_mix", "step"])
+@triton.jit(do_not_specialize=["count", "table_mix", "number"])
 def _apply_kernel(
     weights, state, sums, slots, count,
-    constants, unit, into, keys, table_mix, step,
+    constants, scale, scale_gradient, keys, table_mix, number,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, CODEC: tl.constexpr, DIM: tl.constexpr,
     W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -143,16 +145,16 @@ def _apply_kernel(
     cols = tl.arange(0, COLS)
     live = item < count
     slot = tl.load(slots + item, mask=live, other=0).to(tl.int64)
-    w, first, second = _load(weights, state, slot, live, cols, unit, OPTIMIZER, CODEC, DIM, W_STRIDE, S_STRIDE)
-    place = sums + item.to(tl.int64)[:, None] * DIM + cols[None, :]
-    total = tl.load(place, mask=live[:, None] & (cols[None, :] < DIM), other=0.0)
+    w, first, second = _load(weights, state, slot, live, cols, scale, OPTIMIZER, CODEC, DIM, W_STRIDE, S_STRIDE)
+    pointer = sums + item.to(tl.int64)[:, None] * DIM + cols[None, :]
+    total = tl.load(pointer, mask=live[:, None] & (cols[None, :] < DIM), other=0.0)
     _finish(
         weights, state, slot, live, w, first, second, total, cols, sums, item,
-        constants, unit, into, keys, table_mix, step, OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE,
+        constants, scale, scale_gradient, keys, table_mix, number, OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE,
     )  # fmt: skip
 
 
-_NO_STEP = Step(NONE, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1)
+_NO_STEP = OptimizerStep(NONE, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1)
 
 
 def update_rows(
@@ -162,17 +164,17 @@ def update_rows(
     grads: torch.Tensor,
     grad_rows: torch.Tensor | None,
     coefs: torch.Tensor | None,
-    step: Step,
+    step: OptimizerStep,
     codec: Codec | None = None,
 ) -> None:
-    """Applies one step to the rows of `segments`, in place.
+    """Apply one optimizer step to the rows of `segments`, in place.
 
-    weights    float32[slots, dim], or as `codec.weights` gives them; each row contiguous, rows any stride apart
-    state      float32[slots, state of the optimizer], likewise; none for SGD
+    weights    float32[slots, dim], or `codec.weights(arena)`; each row contiguous, any stride between rows
+    state      float32[slots, state floats], strided likewise; None for SGD
     grads      float32[.., dim], contiguous
-    grad_rows  int32, in the order of `segments.order`: the row of `grads` that belongs to an occurrence; none: the
-               occurrence's own position
-    coefs      float32, in the same order: what it is multiplied by; none: 1
+    grad_rows  int32[ids], in the order of `segments.order`: the row of `grads` of each occurrence; None for
+               `segments.order` itself
+    coefs      float32[ids], in the same order: factor of each gradient; None if all are 1
     """
     _check_rows(weights, state, step, codec)
     _launch(weights, state, None, segments, grads, grad_rows, coefs, step, codec)
@@ -181,9 +183,10 @@ def update_rows(
 def sum_gradients(
     segments: Segments, grads: torch.Tensor, grad_rows: torch.Tensor | None, coefs: torch.Tensor | None
 ) -> torch.Tensor:
-    """float32[segments.sizes[0], dim]: the first half of `update_rows`, for what must see all sums first.
+    """float32[segments.sizes[0], dim]: the sum of the gradients of each segment; arguments as in `update_rows`.
 
-    Rows past the segments' count, when that is not known on the host, are left as they were: not numbers to use.
+    The first half of `update_rows`, for clipping and for exchange between ranks. Rows past segments.counts[0] are
+    undefined.
     """
     out = torch.empty(segments.sizes[0], grads.shape[1], dtype=torch.float32, device=grads.device)
     _launch(out, None, out, segments, grads, grad_rows, coefs, _NO_STEP, None)
@@ -195,10 +198,10 @@ def apply_gradients(
     state: torch.Tensor | None,
     slots: torch.Tensor,
     sums: torch.Tensor,
-    step: Step,
+    step: OptimizerStep,
     codec: Codec | None = None,
 ) -> None:
-    """The second half: row slots[i] takes the gradient sums[i]. No slot may repeat."""
+    """Second half of `update_rows`: apply gradient sums[i] to row slots[i]. No slot may repeat."""
     _check_rows(weights, state, step, codec)
     count, dim = sums.shape
     if count == 0:
@@ -218,17 +221,17 @@ def _launch(
     grads: torch.Tensor,
     grad_rows: torch.Tensor | None,
     coefs: torch.Tensor | None,
-    step: Step,
+    step: OptimizerStep,
     codec: Codec | None,
 ) -> None:
     dim = weights.shape[1] if codec is None else codec.dim
     if grads.dtype != torch.float32 or not grads.is_contiguous() or grads.dim() != 2 or grads.shape[1] != dim:
-        raise ValueError(f"grads are {grads.dtype}{list(grads.shape)}: needed is contiguous float32[.., {dim}]")
+        raise ValueError(f"grads are {grads.dtype}{list(grads.shape)}: must be contiguous float32[.., {dim}]")
     count, hot, hot_blocks = segments.sizes
     if count == 0:
         return
     items = _items(dim, step)
-    sums = weights if out is None else out  # not used if none
+    sums = weights if out is None else out  # `weights` is a placeholder
     partial = torch.empty(hot_blocks, dim, dtype=torch.float32, device=grads.device)
     common = _common(weights, step, codec)
     layout = _layout(weights, state, step, codec)
@@ -241,8 +244,8 @@ def _launch(
         **layout, WEIGHTED=coefs is not None, ITEMS=items, COLS=row_block(dim), **_LAUNCH,
     )  # fmt: skip
     if hot:
-        # Few rows, long sums, and nothing but their length counts: one column per thread, so that many are in flight.
-        # What is taken over a row, a mean or its own step, needs all of it in one program.
+        # Hot rows are few and their sums long: with one column per thread, more of them run in parallel.
+        # A mean over the row or a row scale needs the whole row in one program.
         whole = step.optimizer == ROW_WISE_ADAGRAD or (codec is not None and codec.row_scaled)
         cols = row_block(dim) if whole else min(32, row_block(dim))
         items = tile_rows(cols, 32)
@@ -252,19 +255,21 @@ def _launch(
         )  # fmt: skip
 
 
-def _items(dim: int, step: Step) -> int:
-    """Of one program, a warp: measured on an H200, docs/benchmarks.md. Tiles of state leave room for fewer rows."""
+def _items(dim: int, step: OptimizerStep) -> int:
+    """Rows per program of one warp, tuned on an H200: docs/benchmarks.md. Fewer if tiles of state need registers."""
     return tile_rows(dim, 256 if dim >= 64 and state_floats(step.optimizer, dim) <= 1 else 128)
 
 
-def _common(weights: torch.Tensor, step: Step, codec: Codec | None) -> tuple[object, ...]:
+def _common(weights: torch.Tensor, step: OptimizerStep, codec: Codec | None) -> tuple[object, ...]:
     if codec is None:
-        return step.constants, weights, weights, weights, 0, step.number
-    into = codec.keys if codec.gradient is None else codec.gradient  # not used if none
-    return step.constants, codec.scale, into, codec.keys, codec.table_mix, step.number
+        return step.constants, weights, weights, weights, 0, step.number  # `weights` is a placeholder
+    scale_gradient = codec.keys if codec.gradient is None else codec.gradient  # `keys` is a placeholder
+    return step.constants, codec.scale, scale_gradient, codec.keys, codec.table_mix, step.number
 
 
-def _layout(weights: torch.Tensor, state: torch.Tensor | None, step: Step, codec: Codec | None) -> dict[str, object]:
+def _layout(
+    weights: torch.Tensor, state: torch.Tensor | None, step: OptimizerStep, codec: Codec | None
+) -> dict[str, object]:
     return {
         "OPTIMIZER": step.optimizer,
         "DECAY": step.weight_decay != 0,
@@ -275,19 +280,19 @@ def _layout(weights: torch.Tensor, state: torch.Tensor | None, step: Step, codec
     }
 
 
-def _check_rows(weights: torch.Tensor, state: torch.Tensor | None, step: Step, codec: Codec | None) -> None:
-    if number_of(weights, codec) == 0 and weights.dtype != torch.float32:
-        raise ValueError(f"weights are {weights.dtype}: give the codec that rounding them depends on")
+def _check_rows(weights: torch.Tensor, state: torch.Tensor | None, step: OptimizerStep, codec: Codec | None) -> None:
+    if codec_number(weights, codec) == 0 and weights.dtype != torch.float32:
+        raise ValueError(f"weights are {weights.dtype}: pass the codec that rounds them")
     need = state_floats(step.optimizer, weights.shape[1] if codec is None else codec.dim)
     have = 0 if state is None else state.shape[1]
     if have != need or (state is not None and (state.dtype != torch.float32 or state.stride(1) != 1)):
-        raise ValueError(f"state has {have} floats per row: this optimizer has {need}, float32, in one piece")
+        raise ValueError(f"state has {have} floats per row: this optimizer needs {need}, contiguous float32")
 
 
 def sum_gradients_reference(
     segments: Segments, grads: torch.Tensor, grad_rows: torch.Tensor | None, coefs: torch.Tensor | None
 ) -> torch.Tensor:
-    """The sums in plain torch: the n-th occurrence of every block of 64 at a time, then the n-th block of every key."""
+    """`sum_gradients` in plain torch: adds the n-th occurrence of every block, then the n-th block of every segment."""
     count = int(segments.counts[0])
     starts = segments.starts[: count + 1].long()
     sizes = starts.diff()
@@ -298,20 +303,20 @@ def sum_gradients_reference(
     begin = starts[owner] + (torch.arange(len(owner), device=grads.device) - first_block[owner]) * BLOCK
     end = torch.minimum(begin + BLOCK, starts[owner + 1])
 
-    def gradient(places: torch.Tensor) -> torch.Tensor:
-        g = grads[rows[places]]
-        return g if coefs is None else g * coefs[places][:, None]
+    def gradient(positions: torch.Tensor) -> torch.Tensor:
+        g = grads[rows[positions]]
+        return g if coefs is None else g * coefs[positions][:, None]
 
     sums = gradient(begin)
     for nth in range(1, BLOCK):
-        here = (begin + nth < end).nonzero()[:, 0]
-        if len(here) == 0:
+        longer = (begin + nth < end).nonzero()[:, 0]
+        if len(longer) == 0:
             break
-        sums[here] = sums[here] + gradient(begin[here] + nth)
+        sums[longer] = sums[longer] + gradient(begin[longer] + nth)
     total = sums[first_block[:-1]]
     for nth in range(1, int(block_counts.max()) if count else 0):
-        here = (block_counts > nth).nonzero()[:, 0]
-        total[here] = total[here] + sums[first_block[here] + nth]
+        longer = (block_counts > nth).nonzero()[:, 0]
+        total[longer] = total[longer] + sums[first_block[longer] + nth]
     return total
 
 
@@ -320,19 +325,19 @@ def apply_gradients_reference(
     state: torch.Tensor | None,
     slots: torch.Tensor,
     sums: torch.Tensor,
-    step: Step,
+    step: OptimizerStep,
     codec: Codec | None = None,
 ) -> None:
     """`apply_gradients` in plain torch."""
-    here = slots.long()
-    before = decode_reference(weights[here], codec)
-    w, s = new_rows_reference(before, None if state is None else state[here], sums, step)
-    stored = w if codec is None else encode_reference(w, codec.keys[here], step.number, codec)
-    weights[here] = stored
+    rows = slots.long()
+    before = decode_reference(weights[rows], codec)
+    w, s = new_rows_reference(before, None if state is None else state[rows], sums, step)
+    stored = w if codec is None else encode_reference(w, codec.keys[rows], step.number, codec)
+    weights[rows] = stored
     if codec is not None and codec.gradient is not None:
         codec.gradient.add_(scale_gradient_reference(w, stored, sums * step.scale, codec))
     if state is not None and s is not None:
-        state[here] = s
+        state[rows] = s
 
 
 def update_rows_reference(
@@ -342,7 +347,7 @@ def update_rows_reference(
     grads: torch.Tensor,
     grad_rows: torch.Tensor | None,
     coefs: torch.Tensor | None,
-    step: Step,
+    step: OptimizerStep,
     codec: Codec | None = None,
 ) -> None:
     """`update_rows` in plain torch."""

@@ -17,7 +17,7 @@ from thermocline.embedding.optimizers import SGD
 from thermocline.embedding.table import Table
 from thermocline.models import ModelConfig, build, parameter_groups, row_dim
 from thermocline.planner.cost_model import DenseOptimizer
-from thermocline.training.throughput import Meter
+from thermocline.training.throughput import ThroughputMeter
 from thermocline.utils.malloc import keep_freed_memory
 
 _KEYS = 100_000
@@ -75,7 +75,7 @@ class _Training:
         self._model: Any = build(config, self._table, fields, dense)
         self._model.features.bag.register_forward_hook(self._rows_are_there)
         self._optimizer = _OPTIMIZERS[optimizer](parameter_groups(config, self._model), lr=1e-9)
-        self._meter = Meter([self._table])
+        self._meter = ThroughputMeter([self._table])
         self._clock = (0.0, 0.0)
         self._taken: list[tuple[Timed, Timed]] = []
 

@@ -22,11 +22,11 @@ import torch
 from thermocline.batch import Floats
 from thermocline.embedding.arrays import Keys, as_keys
 from thermocline.errors import BudgetError, ThermoclineError
-from thermocline.kernels.dirty_flags import mark
+from thermocline.kernels.dirty_flags import set_flags
 from thermocline.kernels.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, NEWEST, SHORT
 from thermocline.kernels.find import find
 from thermocline.kernels.index import Index
-from thermocline.kernels.insert import BYTES_PER_SLOT, Plan, Residents, find_or_insert
+from thermocline.kernels.insert import BYTES_PER_SLOT, InsertPlan, Residents, find_or_insert
 from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rebuild import entries_reference, rebuild
 from thermocline.kernels.rows import copy_out
@@ -226,7 +226,7 @@ class HbmTier:
         self._mover.check()
         self._mover.fetch(pins.fetch)
 
-    def _plan(self, keys: torch.Tensor, number: int) -> tuple[Plan, list[int]]:
+    def _plan(self, keys: torch.Tensor, number: int) -> tuple[InsertPlan, list[int]]:
         completed = self._completed()
         if number - self._first >= NEWEST:
             self.residents.renumber(completed - self._first)
@@ -272,7 +272,7 @@ class HbmTier:
 
     def mark_dirty(self, slots: torch.Tensor, count: torch.Tensor) -> None:
         """The rows of the first `count` slots, a number in device memory, are about to change."""
-        mark(self._mover.dirty, slots, count, 1)
+        set_flags(self._mover.dirty, slots, count, 1)
 
     def _release(self, number: int) -> None:
         with self._books:

@@ -24,9 +24,9 @@ from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import ThermoclineError
 from thermocline.kernels.codec import Codec
-from thermocline.kernels.gradient_index import find_occurrences
+from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.launch import stream_ahead
-from thermocline.kernels.optimizer_rules import Step
+from thermocline.kernels.optimizer_rules import OptimizerStep
 from thermocline.kernels.pool import pool_rows
 from thermocline.kernels.random import table_mix
 from thermocline.kernels.segments import Segments, find_segments
@@ -202,7 +202,7 @@ class HbmBackend:
         return HbmBatchPlan(pins.mem, bags, pins, None, segments, counts, gradient_index)
 
     def _gradient_index(self, bag: HbmBag, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return find_occurrences(len(bag.slots), order, bag.offsets, bag.weights, bag.mean, self.device)
+        return index_gradients(len(bag.slots), order, bag.offsets, bag.weights, bag.mean, self.device)
 
     def _upload(self, source: BagInput, slots: torch.Tensor) -> HbmBag:
         offsets = None if source.offsets is None else self._to_device(source.offsets)
@@ -258,7 +258,7 @@ class HbmBackend:
     def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
         slots = reduced.slots
         self.hbm.mark_dirty(slots, torch.full((1,), len(slots), device=slots.device))
-        arena, rule = self.hbm.arena, Step.of(self.spec.optimizer, step, lr=lr, scale=scale)
+        arena, rule = self.hbm.arena, OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
         apply_gradients(self._codec.weights(arena), self._codec.state(arena), slots, reduced.values, rule, self._codec)
         self._update_scale(step)
         self.hbm.used_by_training()
@@ -267,7 +267,7 @@ class HbmBackend:
         if not gradients:
             return
         segments, rows, coefs, values = self._combine(gradients)
-        rule = Step.of(self.spec.optimizer, step, lr=lr, scale=scale)
+        rule = OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
         self.hbm.mark_dirty(segments.slots[: segments.sizes[0]], segments.counts)
         arena = self.hbm.arena
         weights, state = self._codec.weights(arena), self._codec.state(arena)

@@ -22,9 +22,9 @@ import torch
 
 from thermocline.batch import Floats
 from thermocline.errors import ThermoclineError
-from thermocline.kernels.dirty_flags import mark
+from thermocline.kernels.dirty_flags import set_flags
 from thermocline.kernels.evict import EVICTED, NEW
-from thermocline.kernels.insert import Plan
+from thermocline.kernels.insert import InsertPlan
 from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rows import copy_in, copy_out
 from thermocline.tiers.dram import DramTier
@@ -78,7 +78,9 @@ class Mover:
 
     # ---- the planner's side; on its stream
 
-    def leave(self, plan: Plan, number: int, new: int, evicted: int, trained: Sequence[torch.cuda.Event]) -> Fetch:
+    def leave(
+        self, plan: InsertPlan, number: int, new: int, evicted: int, trained: Sequence[torch.cuda.Event]
+    ) -> Fetch:
         """Takes the victims out of their slots once training has passed these events; queues who comes instead."""
         slots, count = plan.new_slots[:new], plan.counts[NEW.value :]
         try:
@@ -89,7 +91,7 @@ class Mover:
                 if evicted:
                     self._push_later(plan, evicted)
                 if new:
-                    mark(self.dirty, slots, count, 0)
+                    set_flags(self.dirty, slots, count, 0)
                 vacated = self._event()
         except BaseException as error:  # the plan is made: the victims' rows are nobody's now
             self.failed = f"{type(error).__name__}: {error}"
@@ -98,7 +100,7 @@ class Mover:
         self._queue.append(fetch)  # without the lock: whoever fetches holds it for long
         return fetch
 
-    def _push_later(self, plan: Plan, evicted: int) -> None:
+    def _push_later(self, plan: InsertPlan, evicted: int) -> None:
         staging = self._leaving[0]
         self._leaving.rotate()
         rows = staging.room(evicted)

@@ -1,4 +1,4 @@
-"""What may listen to a run, and two that always do: metrics.jsonl and TensorBoard."""
+"""Callbacks of a training run, and the two that write metrics.jsonl and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -19,52 +19,55 @@ if TYPE_CHECKING:
     from thermocline.training.trainer import Trainer
 
 Row = dict[str, Any]
-"""One event of a run, as JSON: "event", "step", "epoch" and the event's own figures."""
+"""One event of a run as JSON values: "event", "step", "epoch" and the figures of the event."""
 
 
 def finite(value: Any) -> Any:
-    """The same figures with None for what is not defined: JSON has no NaN."""
+    """Replace NaN and infinities by None in nested dicts, because JSON has neither."""
     if isinstance(value, dict):
         return {name: finite(item) for name, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Callback:
-    """Override what you need; all are called on the training thread, between steps. `trainer.stop()` ends the run."""
+    """Base class with empty methods; override any of them.
+
+    All methods run on the training thread, between steps. `trainer.stop()` ends the run.
+    """
 
     def on_start(self, trainer: Trainer) -> None:
-        """Once, before the first step; `trainer.progress` says where a resumed run stands."""
+        """Called once, before the first step; `trainer.progress` is the position of a resumed run."""
 
     def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
-        """After every step."""
+        """Called after every step."""
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
-        """Every `log_every` steps: training metrics, speed, hit rates, stages."""
+        """Called every `log_every` steps with training metrics, throughput, hit rates and stage times."""
 
     def on_validation(self, trainer: Trainer, row: Row) -> None:
-        """After every validation, and after the test at the end ("event" tells)."""
+        """Called after every validation and after the final test; row["event"] is "valid" or "test"."""
 
     def on_epoch(self, trainer: Trainer) -> None:
-        """After every epoch and its validation."""
+        """Called after every epoch and its validation."""
 
     def on_checkpoint(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
-        """After every save."""
+        """Called after every save."""
 
     def on_end(self, trainer: Trainer) -> None:
-        """Once, however the run ended: `trainer.progress` says how far it came."""
+        """Called once at the end of the run, also after an error; `trainer.progress` is the final position."""
 
 
 class MetricsFile(Callback):
-    """run_dir/metrics.jsonl: one line per event; the test's is the last."""
+    """Writes run_dir/metrics.jsonl: one line per event, the test last."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def on_start(self, trainer: Trainer) -> None:
-        # A resumed run writes again what came after its checkpoint, and its end.
+        # A resumed run repeats the events after its checkpoint: drop them, and the test, from the file.
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_text().splitlines() if self._path.exists() else []
-        kept = [line for line in lines if _is_of_the_past(line, trainer.progress)]
+        kept = [line for line in lines if _precedes(line, trainer.progress)]
         atomic_file.atomic_write(self._path, "".join(f"{line}\n" for line in kept).encode())
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
@@ -74,18 +77,18 @@ class MetricsFile(Callback):
     on_validation = on_log
 
 
-def _is_of_the_past(line: str, progress: Progress) -> bool:
+def _precedes(line: str, progress: Progress) -> bool:
     try:
         row = json.loads(line)
     except ValueError:
-        return False  # the line that a crash tore
-    # The checkpoint may be older than a validation at its own step: at the end of an epoch.
+        return False  # a line truncated by a crash
+    # A checkpoint at the end of an epoch may precede the validation of the same step.
     last = progress.validated if row["event"] == "valid" else progress.step
     return bool(row["step"] <= last and row["event"] != "test")
 
 
 class TensorBoard(Callback):
-    """run_dir/tensorboard: every number of every event, as a scalar by step."""
+    """Writes run_dir/tensorboard: every number of every event as a scalar by step."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -101,7 +104,7 @@ class TensorBoard(Callback):
         self._purge = trainer.progress.step + 1
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
-        if self._writer is None:  # not before the first step: the import takes a second
+        if self._writer is None:  # the import takes a second: delay it until the first log
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._path), purge_step=self._purge)

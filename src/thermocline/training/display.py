@@ -1,4 +1,4 @@
-"""What a run says while it runs: a live display on a terminal, plain lines anywhere else."""
+"""Progress of a run: a live display on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TIERS = {"hbm": "HBM", "mem": "memory", "ssd": "SSD", "new": "new"}
 
 
 class Display(Callback):
-    """Made by the trainer. `console`: where to; default: stdout."""
+    """Prints progress to `console`, by default stdout."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -31,10 +31,10 @@ class Display(Callback):
         self._task = TaskID(0)
         self._epochs = 1
         self._row: Row | None = None
-        self._sources: dict[str, dict[str, float]] = {}
-        """Per table, where its rows came from; of an earlier log if the pipeline was ahead and pulled nothing since."""
-        self._first = 0
-        self._began = 0.0
+        self._tier_shares: dict[str, dict[str, float]] = {}
+        """Per table, the share of rows per tier: from the last log in which the pipeline pulled rows."""
+        self._first_step = 0
+        self._start_time = 0.0
         columns = (
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -43,17 +43,17 @@ class Display(Callback):
         )
         self._progress = Progress(*columns, console=self._console, expand=True)
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     # ---- events
 
     def on_start(self, trainer: Trainer) -> None:
         self._epochs = trainer.config.epochs
-        self._first = step = trainer.progress.step
-        self._began = time.monotonic()
+        self._first_step = step = trainer.progress.step
+        self._start_time = time.monotonic()
         if step:
-            self._say(f"resumed at step {step}")
+            self._print(f"resumed at step {step}")
         if not self._console.is_terminal:
             return
         self._task = self._progress.add_task("training", total=trainer.total_steps, completed=step, left="")
@@ -76,9 +76,9 @@ class Display(Callback):
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         self._row = row
-        self._sources |= {name: shares for name, shares in row["tables"].items() if shares["mem"] is not None}
+        self._tier_shares |= {name: shares for name, shares in row["tables"].items() if shares["mem"] is not None}
         if self._live is None:
-            self._say(self._line(trainer, row))
+            self._print(self._line(trainer, row))
         else:
             self._update(trainer)
 
@@ -86,46 +86,46 @@ class Display(Callback):
         figures = "  ".join(
             f"{name} {row[name]:.4f}" for name in ("auc", "logloss", "ne", "calibration") if row.get(name) is not None
         )
-        self._say(f"{row['event']} at step {row['step']}: {figures}  ({row['examples']:,} examples)")
+        self._print(f"{row['event']} at step {row['step']}: {figures}  ({row['examples']:,} examples)")
 
     def on_checkpoint(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
         if checkpoint.tag is None:
-            self._say(f"saved step {checkpoint.step} in {trainer.save_seconds:.2f} s")
+            self._print(f"saved step {checkpoint.step} in {trainer.save_seconds:.2f} s")
 
     def on_end(self, trainer: Trainer) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        self._say(trainer.ending)
+        self._print(trainer.ending)
 
-    # ---- what it looks like
+    # ---- rendering
 
     def _left(self, trainer: Trainer) -> str:
-        """Time left, at the average speed of this process, validations and checkpoints counted."""
+        """Remaining time, from the mean time per step of this process including validations and saves."""
         step, total = trainer.progress.step, trainer.total_steps
-        if total is None or step <= self._first or step >= total:
+        if total is None or step <= self._first_step or step >= total:
             return ""
-        seconds = round((time.monotonic() - self._began) / (step - self._first) * (total - step))
+        seconds = round((time.monotonic() - self._start_time) / (step - self._first_step) * (total - step))
         hours, minutes = seconds // 3600, seconds // 60 % 60
         return f"{hours} h {minutes:02} min left" if hours else f"{minutes} min {seconds % 60:02} s left"
 
     def _line(self, trainer: Trainer, row: Row) -> str:
         named = len(row["tables"]) > 1
         parts = [f"epoch {row['epoch'] + 1}/{self._epochs}  step {row['step']}", *_figures(row)]
-        for name, sources in self._sources.items():
-            shares = ", ".join(f"{_TIERS[tier]} {100 * share:.1f} %" for tier, share in sources.items())
-            parts.append(f"{name if named else 'rows'}: {shares}")
-        parts.append(f"queue {_ready(row):.1f}/{trainer.config.depth}")
+        for name, shares in self._tier_shares.items():
+            text = ", ".join(f"{_TIERS[tier]} {100 * share:.1f} %" for tier, share in shares.items())
+            parts.append(f"{name if named else 'rows'}: {text}")
+        parts.append(f"queue {_queue_length(row):.1f}/{trainer.config.depth}")
         if left := self._left(trainer):
             parts.append(left)
         return "  ".join(parts)
 
     def render(self) -> RenderableType:
-        """The display as it is now."""
+        """Build the current state of the live display."""
         parts: list[RenderableType] = [self._progress]
         if self._row is not None:
-            parts += [Text("   ".join(_figures(self._row)), style="bold"), Text(), _rows(self._sources)]
-            parts += [Text(), _stages(self._row)]
+            parts += [Text("   ".join(_figures(self._row)), style="bold"), Text(), _tier_grid(self._tier_shares)]
+            parts += [Text(), _stage_grid(self._row)]
         return Panel(Group(*parts), title="thermocline", title_align="left", border_style="dim")
 
 
@@ -134,8 +134,8 @@ def _figures(row: Row) -> list[str]:
     return [f"loss {row['loss']:.4f}", *scores, f"{row['examples_per_s']:,.0f} examples/s"]
 
 
-def _ready(row: Row) -> float:
-    """Batches that wait for the training step, on average."""
+def _queue_length(row: Row) -> float:
+    """Mean number of batches that wait for the training step."""
     before = [stage["fill"] for name, stage in row["stages"].items() if name != "train"]
     return before[-1] if before else 0.0
 
@@ -147,21 +147,21 @@ def _grid(*names: str) -> Grid:
     return grid
 
 
-def _rows(sources: dict[str, dict[str, float]]) -> Grid:
-    """Where the rows of the latest batches came from."""
+def _tier_grid(tier_shares: dict[str, dict[str, float]]) -> Grid:
+    """Share of rows per tier, one line per table and tier."""
     grid = _grid("rows from", "share", "")
-    for name, shares in sources.items():
+    for name, shares in tier_shares.items():
         for tier, share in shares.items():
             bar = ProgressBar(total=1, completed=share, width=30)
-            grid.add_row(f"{name} " * (len(sources) > 1) + _TIERS[tier], f"{100 * share:.1f} %", bar)
+            grid.add_row(f"{name} " * (len(tier_shares) > 1) + _TIERS[tier], f"{100 * share:.1f} %", bar)
     return grid
 
 
-def _stages(row: Row) -> Grid:
-    """Where the time of each stage went since the last log."""
+def _stage_grid(row: Row) -> Grid:
+    """Shares of the time since the last log that each stage was busy, waiting and blocked."""
     grid = _grid("stage", "busy", "waiting", "blocked", "queue")
     for name, stage in row["stages"].items():
-        # An item's time is booked when it ends: a long one may have begun before the last log.
+        # Time is added when an item ends, so a long item can add time from before the last log.
         shares = (f"{min(100, 100 * stage[kind]):.0f} %" for kind in ("busy", "wait", "blocked"))
         grid.add_row(name, *shares, f"{stage['fill']:.1f}" if name != "train" else "")
     return grid

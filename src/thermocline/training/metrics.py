@@ -1,8 +1,8 @@
-"""How good the predictions are: AUC (exact, and streaming in fixed memory), logloss, normalised entropy, calibration.
+"""Metrics of binary predictions: AUC (exact, or streaming in fixed memory), log loss, normalized entropy, calibration.
 
-Each is a small accumulator: `update(scores, labels)` per batch, `compute()` at any time, `state_dict()` as JSON, from
-which another one goes on exactly. Scores are logits; with `logits=False` probabilities. NumPy arrays or torch tensors;
-labels are 0 or 1. What is not defined (no examples, one kind of label) computes to NaN.
+Each metric is an accumulator: `update(scores, labels)` per batch, `compute()` at any time. `state_dict()` returns JSON
+values from which another instance continues exactly. Scores are logits, or probabilities with `logits=False`; labels
+are 0 or 1. Both are NumPy arrays, torch tensors or lists. Undefined values (no examples, one class) are NaN.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _Array = npt.NDArray[Any]
 
 
 class Metric(abc.ABC):
-    """One figure over all examples seen. Not thread-safe."""
+    """One number over all examples since the last reset. Not thread-safe."""
 
     def __init__(self, *, logits: bool = True) -> None:
         self.logits = logits
         self.reset()
 
     def update(self, scores: Any, labels: Any) -> None:
-        """One batch: as many scores as labels, of any shape."""
+        """Add one batch: `scores` and `labels` of equal size and any shape."""
         self._add(*_checked(scores, labels))
 
     @abc.abstractmethod
     def reset(self) -> None:
-        """Forgets all examples."""
+        """Remove all examples."""
 
     @abc.abstractmethod
     def compute(self) -> float:
-        """Over everything since the last reset."""
+        """Return the metric over all examples since the last reset."""
 
     @abc.abstractmethod
     def _add(self, scores: _Array, labels: _Array) -> None: ...
@@ -54,15 +54,15 @@ class Metric(abc.ABC):
     def _load(self, state: Mapping[str, Any]) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the state as JSON values."""
         return {"metric": type(self).__name__, "logits": self.logits, **self._state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
-        """Goes on where `state` was taken."""
+        """Replace the state by a `state_dict()` of the same metric."""
         if state.get("metric") != type(self).__name__ or state.get("logits") != self.logits:
             raise ValueError(
-                f"this is the state of {state.get('metric')}(logits={state.get('logits')}): it cannot go on in "
-                f"{type(self).__name__}(logits={self.logits})"
+                f"the state belongs to {state.get('metric')}(logits={state.get('logits')}): "
+                f"it cannot be loaded into {type(self).__name__}(logits={self.logits})"
             )
         self._load(state)
         return self
@@ -72,7 +72,7 @@ class Metric(abc.ABC):
 
 
 def auc(scores: Any, labels: Any) -> float:
-    """The exact area under the ROC curve: how often a positive scores above a negative, ties counting half."""
+    """Exact area under the ROC curve: share of (positive, negative) pairs ranked correctly, ties counted half."""
     values, classes = _checked(scores, labels)
     order = np.argsort(values, kind="stable")
     values, classes = values[order], classes[order]
@@ -84,7 +84,7 @@ def auc(scores: Any, labels: Any) -> float:
 
 
 def _area(positives: _Array, negatives: _Array) -> float:
-    """From counts per score, scores ascending. Whole numbers up to the last division."""
+    """Area from counts per score, in ascending order of scores. Integer arithmetic up to the last division."""
     total = int(positives.sum()) * int(negatives.sum())
     if total == 0:
         return math.nan
@@ -94,10 +94,10 @@ def _area(positives: _Array, negatives: _Array) -> float:
 
 
 class AUC(Metric):
-    """Exact. Keeps every score: 4 to 8 bytes per example and 1 for its label, so it is for test sets."""
+    """Exact AUC. Keeps all scores, 5 to 9 bytes per example: suitable for test sets."""
 
     def reset(self) -> None:
-        """Forgets all examples."""
+        """Remove all examples."""
         self._scores: list[_Array] = []
         self._labels: list[_Array] = []
 
@@ -106,7 +106,7 @@ class AUC(Metric):
         self._labels.append(labels.astype(np.uint8))
 
     def compute(self) -> float:
-        """The area: see `auc`."""
+        """Return the exact area, see `auc`."""
         return auc(_join(self._scores, np.float32), _join(self._labels, np.uint8))
 
     def _merge(self, other: Self) -> None:
@@ -124,37 +124,37 @@ class AUC(Metric):
 
 
 class StreamingAUC(Metric):
-    """AUC in fixed memory (16 bytes per bin, 1 MB): logits are counted in equal bins over [-limit, limit].
+    """AUC in fixed memory (16 bytes per bin, 1 MB): a histogram of logits with equal bins over [-limit, limit].
 
-    Scores of one bin count as ties, as do those beyond the limits: wrong by at most half the share of (positive,
-    negative) pairs that share a bin. `error_bound()` gives that for the data seen. Ahead of time: with bins of width
-    w = 2 * limit / bins and negatives nowhere denser than d per unit of logit, at most w * d / 2; for logits with
-    deviation 1 and the default bins 0.0001, in practice far less.
+    Logits outside the range fall into the outer bins. Scores in one bin count as ties, so the error is at most half
+    the share of (positive, negative) pairs in a common bin: `error_bound()` for the data so far. A priori, with bins of
+    width w = 2 * limit / bins and a density of negatives of at most d per unit of logit, the error is at most
+    w * d / 2: 0.0001 for logits of standard deviation 1 and the default bins, and far less in practice.
     """
 
     def __init__(self, *, bins: int = 1 << 16, limit: float = 16.0, logits: bool = True) -> None:
         if bins < 2 or not 0 < limit < math.inf:
-            raise ValueError(f"bins is {bins}, limit {limit}: at least 2 bins over a finite range")
+            raise ValueError(f"bins is {bins}, limit is {limit}: use at least 2 bins and a positive, finite limit")
         self.bins, self.limit = bins, limit
         super().__init__(logits=logits)
 
     def reset(self) -> None:
-        """Forgets all examples."""
+        """Remove all examples."""
         self._counts = np.zeros((2, self.bins), np.int64)  # negatives, positives
 
     def _add(self, scores: _Array, labels: _Array) -> None:
         logits = scores if self.logits else _logit(scores)
-        places = (np.clip(logits, -self.limit, self.limit) + self.limit) * (self.bins / (2 * self.limit))
-        bins = np.minimum(places.astype(np.int64), self.bins - 1)
-        # Where they are: a histogram of every bin per batch costs more than the batch, and its room in the caches.
+        positions = (np.clip(logits, -self.limit, self.limit) + self.limit) * (self.bins / (2 * self.limit))
+        bins = np.minimum(positions.astype(np.int64), self.bins - 1)
+        # In place: np.bincount would allocate and add all bins per batch, which costs more than the batch itself.
         np.add.at(self._counts.reshape(-1), bins + self.bins * labels.astype(np.int64), 1)
 
     def compute(self) -> float:
-        """The area, `error_bound()` from the exact one at most."""
+        """Return the area; it differs from the exact one by at most `error_bound()`."""
         return _area(self._counts[1], self._counts[0])
 
     def error_bound(self) -> float:
-        """How far from exact `compute()` can be."""
+        """Return the largest possible difference between `compute()` and the exact AUC."""
         negatives, positives = self._counts.astype(np.float64)
         pairs = negatives.sum() * positives.sum()
         return float((negatives * positives).sum() / (2 * pairs)) if pairs else math.nan
@@ -168,19 +168,19 @@ class StreamingAUC(Metric):
     def _load(self, state: Mapping[str, Any]) -> None:
         if (state["bins"], state["limit"]) != (self.bins, self.limit):
             raise ValueError(
-                f"the state has {state['bins']} bins up to {state['limit']}, this metric {self.bins} up to {self.limit}"
+                f"the state has {state['bins']} bins, limit {state['limit']}: this metric has {self.bins}, {self.limit}"
             )
         self._counts = _decode(state["counts"]).reshape(2, self.bins).copy()
 
 
-# ---- metrics that are sums
+# ---- metrics computed from sums
 
 
 class _Sums(Metric):
-    """What the others are made of, in double."""
+    """Sums of labels, predictions and log losses, in double precision."""
 
     def reset(self) -> None:
-        """Forgets all examples."""
+        """Remove all examples."""
         self.examples = 0
         self._clicks = 0
         self._loss = self._predicted = 0.0
@@ -223,34 +223,34 @@ class _Sums(Metric):
 
 
 class LogLoss(_Sums):
-    """Mean binary cross entropy, in nats. Probabilities of 0 and 1 are taken as their dtype's epsilon off."""
+    """Mean binary cross entropy, in nats. Probabilities are clipped by the epsilon of their dtype."""
 
     def compute(self) -> float:
-        """The mean."""
+        """Return the mean."""
         return self.logloss
 
 
 class NormalizedEntropy(_Sums):
-    """Logloss over that of always predicting the mean label: 1 has learned nothing, lower is better."""
+    """Log loss divided by that of a constant prediction of the mean label; lower is better, 1 is no better than it."""
 
     def compute(self) -> float:
-        """The ratio."""
+        """Return the ratio."""
         return self.ne
 
 
 class Calibration(_Sums):
-    """Mean prediction over mean label: 1 is right, 1.1 promises 10 % too many clicks."""
+    """Mean prediction divided by mean label: 1 is calibrated, 1.1 predicts 10 % too many positives."""
 
     def compute(self) -> float:
-        """The ratio."""
+        """Return the ratio."""
         return self.calibration
 
 
-# ---- all of them
+# ---- all metrics together
 
 
 class ExactMetrics:
-    """All metrics at once, with exact AUC: for test sets."""
+    """All metrics together, with exact AUC: for test sets."""
 
     _auc_type: type[AUC] | type[StreamingAUC] = AUC
 
@@ -259,25 +259,25 @@ class ExactMetrics:
         self._sums = LogLoss(logits=logits)
 
     def update(self, scores: Any, labels: Any) -> None:
-        """One batch."""
+        """Add one batch."""
         checked = _checked(scores, labels)
         self._auc._add(*checked)
         self._sums._add(*checked)
 
     def merge(self, other: Self) -> None:
-        """Adds what another one of this kind has seen: another rank's."""
+        """Add the examples of another instance, for example of another rank."""
         self._auc._merge(other._auc)  # type: ignore[arg-type]
         self._sums._merge(other._sums)
 
     def joined(self, groups: Groups) -> Self:
-        """What all ranks have seen, on all of them the same. All ranks call it."""
-        whole = type(self)(logits=self._sums.logits)
+        """Merge the metrics of all ranks; collective, with the same result on every rank."""
+        merged = type(self)(logits=self._sums.logits)
         for state in groups.train.all_gather_object(self.state_dict(), "joined metrics"):
-            whole.merge(type(self)(logits=self._sums.logits).load_state_dict(state))
-        return whole
+            merged.merge(type(self)(logits=self._sums.logits).load_state_dict(state))
+        return merged
 
     def compute(self) -> dict[str, float]:
-        """auc, logloss, ne (normalised entropy), calibration; and the number of examples."""
+        """Return auc, logloss, ne (normalized entropy), calibration and the number of examples."""
         sums = self._sums
         return {
             "auc": self._auc.compute(),
@@ -288,23 +288,23 @@ class ExactMetrics:
         }
 
     def reset(self) -> None:
-        """Forgets all examples."""
+        """Remove all examples."""
         self._auc.reset()
         self._sums.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the state as JSON values."""
         return {"auc": self._auc.state_dict(), "sums": self._sums.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
-        """Goes on where `state` was taken."""
+        """Replace the state by a `state_dict()` of the same metric."""
         self._auc.load_state_dict(state["auc"])
         self._sums.load_state_dict(state["sums"])
         return self
 
 
 class StreamingMetrics(ExactMetrics):
-    """All metrics at once in fixed memory, AUC by `StreamingAUC`: for training."""
+    """All metrics together in fixed memory, with `StreamingAUC`: for training."""
 
     _auc_type = StreamingAUC
 
@@ -313,22 +313,20 @@ class StreamingMetrics(ExactMetrics):
 
 
 def _checked(scores: Any, labels: Any) -> tuple[_Array, _Array]:
-    """One-dimensional scores (float32 or float64, no NaN) and labels (0 or 1)."""
+    """Return one-dimensional scores (float32 or float64, no NaN) and labels (0 or 1)."""
     values, classes = _floats(scores, "scores"), _floats(labels, "labels")
     if values.shape != classes.shape:
-        raise ValueError(f"{len(values)} scores with {len(classes)} labels: there is one label per score")
+        raise ValueError(f"{len(values)} scores with {len(classes)} labels: pass one label per score")
     if np.isnan(values).any():
-        raise ValueError("a score is NaN: the model has diverged, or its inputs hold NaN")
+        raise ValueError("a score is NaN: the model diverged, or its inputs contain NaN")
     if not ((classes == 0) | (classes == 1)).all():
         wrong = classes[(classes != 0) & (classes != 1)][0]
-        raise ValueError(
-            f"a label is {wrong}: labels are 0 or 1; a reader makes them so by data.label_threshold (4: ratings from 4)"
-        )
+        raise ValueError(f"a label is {wrong}: labels must be 0 or 1. To convert ratings, set data.label_threshold")
     return values, classes
 
 
 def _floats(value: Any, what: str) -> _Array:
-    if hasattr(value, "detach"):  # a torch tensor, maybe on a GPU, maybe of a dtype that NumPy lacks
+    if hasattr(value, "detach"):  # a torch tensor, possibly on a GPU or of a dtype without a NumPy equivalent
         value = value.detach().cpu()
         if value.dtype.itemsize < 4:
             value = value.float()
@@ -338,7 +336,7 @@ def _floats(value: Any, what: str) -> _Array:
 
 def _logit(probabilities: _Array) -> _Array:
     if len(probabilities) and not (probabilities.min() >= 0 and probabilities.max() <= 1):
-        raise ValueError("a probability lies outside [0, 1]: for logits, make the metric with logits=True")
+        raise ValueError("a probability is outside [0, 1]: for logits, construct the metric with logits=True")
     epsilon = float(np.finfo(probabilities.dtype).eps)
     p = np.clip(probabilities.astype(np.float64), epsilon, 1 - epsilon)
     return np.log(p) - np.log1p(-p)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM that wait for the end of a step."""
+"""Delays SIGINT and SIGTERM until the end of a training step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def caught_signals(active: bool) -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM only fill the list; when the block ends, they end the program. A second one does at once.
+    """Append SIGINT and SIGTERM to the returned list, and exit when the block ends; a second signal exits at once.
 
-    One that the process ignores (a background job, nohup) stays ignored; so does one that is not Python's to handle.
+    Signals that the process ignores (a background job, nohup) or that Python does not handle are left as they are.
+    Does nothing if not `active`, or outside the main thread.
     """
     caught: list[int] = []
     if not active or threading.current_thread() is not threading.main_thread():
@@ -25,8 +26,8 @@ def caught_signals(active: bool) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         caught.append(number)
 
-    ours = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) not in (signal.SIG_IGN, None)]
-    before = {number: signal.signal(number, handle) for number in ours}
+    handled = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, handle) for number in handled}
     try:
         yield caught
     finally:

@@ -1,4 +1,4 @@
-"""How far a run has come, and what came of it."""
+"""Position of a training run, and its result."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from thermocline.training.callbacks import Row
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """How far a run has come: saved with every checkpoint."""
+    """Position of a run, saved with every checkpoint."""
 
     epoch: int = 0
     """Epochs completed."""
     batch: int = 0
-    """Batches trained of the current epoch."""
+    """Batches of the current epoch that were trained."""
     step: int = 0
     examples: int = 0
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Learning rate of each table before the schedule."""
+    """Learning rate per table name, before the schedule's multiplier."""
     validated: int = 0
     """Step of the last validation."""
     best_auc: float | None = None
     best_step: int = 0
     stale: int = 0
-    """Validations since the best."""
+    """Validations since the one with the best AUC."""
     plateau: float = 1.0
-    """What learning rates are multiplied by, for validations without a better AUC."""
+    """Multiplier of all learning rates, lowered after validations without a better AUC."""
     stopped: bool = False
-    """Whether patience has run out."""
+    """Whether training stopped early: `stale` reached the patience."""
     valid: Row | None = None
-    """The last validation; where patience is set, the best."""
+    """Metrics of the last validation, or of the best one if patience is set."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """What `Trainer.fit` returns; the model and its tables hold what was trained, or the best of it."""
+    """Return value of `Trainer.fit`. The model and tables hold the last step, or the best with patience."""
 
     progress: Progress
     test: Row | None
-    """auc, logloss, ne, calibration, examples; examples_per_s: of training in this process, if there was any."""
+    """auc, logloss, ne, calibration, examples; and examples_per_s of training if this process trained a step."""
     seconds: float
-    """Of training in this process; validation and checkpoints not counted."""
+    """Training time of this process, without validations and checkpoints."""
     examples: int
-    """Trained in that time."""
+    """Examples trained in `seconds`."""

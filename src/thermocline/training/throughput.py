@@ -1,4 +1,4 @@
-"""Figures of a run between two logs: training metrics, speed, where rows came from, what the stages did."""
+"""Figures between two logs of a run: training metrics, throughput, rows per tier, time per pipeline stage."""
 
 from __future__ import annotations
 
@@ -14,32 +14,35 @@ from thermocline.pipeline.executor import StageStats
 from thermocline.training.metrics import StreamingMetrics
 
 
-class Meter:
-    """Fed by every step, read by every log. Examples are scored before they are trained on, so its AUC is honest."""
+class ThroughputMeter:
+    """Accumulates figures per step and returns them per log.
+
+    Metrics are progressive: every example is scored before the step that trains on it.
+    """
 
     def __init__(self, tables: Sequence[Table], state: dict[str, Any] | None = None) -> None:
-        """state: of a meter whose epoch this one goes on with."""
+        """state: `state()` of the meter whose epoch is continued."""
         self._tables = tables
         self._began = time.perf_counter()
-        self._away = self._away_before = 0.0
+        self._paused = self._paused_before = 0.0
         self.new_epoch()
         if state is not None:
             self._metrics.load_state_dict(state)
         self.restart()
 
     def new_epoch(self) -> None:
-        """Metrics are of one epoch: later ones have seen the examples."""
+        """Reset the metrics: from the second epoch on, the model was already trained on every example."""
         self._metrics = StreamingMetrics()
 
     def state(self) -> dict[str, Any]:
-        """The epoch's metrics, as JSON."""
+        """Metrics of the current epoch as JSON values."""
         return self._metrics.state_dict()
 
     def restart(self) -> None:
-        """Counts from now on."""
+        """Reset all figures except the metrics of the epoch."""
         self._since = time.perf_counter()
-        self._away_before += self._away
-        self._away = 0.0
+        self._paused_before += self._paused
+        self._paused = 0.0
         self._examples = 0
         self._loss = 0.0
         self._steps = 0
@@ -48,34 +51,34 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Of training, from the meter's beginning."""
-        return time.perf_counter() - self._began - self._away_before - self._away
+        """Training time since construction, without pauses."""
+        return time.perf_counter() - self._began - self._paused_before - self._paused
 
     def add(self, logits: torch.Tensor, label: torch.Tensor, loss: float) -> None:
-        """One step."""
+        """Add one step."""
         self._metrics.update(logits, label)
         self._loss += loss
         self._examples += len(label)
         self._steps += 1
 
     @contextlib.contextmanager
-    def away(self) -> Iterator[None]:
-        """Time that is not training: validation, checkpoints."""
+    def paused(self) -> Iterator[None]:
+        """Exclude the time of a block from training time: validation, checkpoints."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self._away += time.perf_counter() - start
+            self._paused += time.perf_counter() - start
 
     def row(self, stages: Sequence[StageStats]) -> dict[str, Any]:
-        """Everything since the last one, and then counts anew; metrics since the epoch's beginning."""
+        """Return the figures since the last call and reset them; metrics cover the epoch so far."""
         wall = time.perf_counter() - self._since
         row = {
             "loss": self._loss / max(1, self._steps),
             **self._metrics.compute(),
-            "examples_per_s": self._examples / max(wall - self._away, 1e-9),
-            "tables": {table.name: self._sources(table) for table in self._tables},
-            "stages": {stage.name: self._shares(stage, wall) for stage in stages},
+            "examples_per_s": self._examples / max(wall - self._paused, 1e-9),
+            "tables": {table.name: self._tier_shares(table) for table in self._tables},
+            "stages": {stage.name: self._stage_shares(stage, wall) for stage in stages},
         }
         self.restart()
         self._stages = {
@@ -83,18 +86,18 @@ class Meter:
         }
         return row
 
-    def _sources(self, table: Table) -> dict[str, float | None]:
-        """Shares of the rows by where they were (`Table.sources`); none: there were no rows."""
+    def _tier_shares(self, table: Table) -> dict[str, float | None]:
+        """Share of rows per tier (`Table.tier_counts`); None if no row was trained."""
         before = self._rows[table.name]
-        # With a GPU rows are pulled before they count as trained: at the beginning more come than were used.
+        # With a GPU, rows are counted when pulled, before they are trained: a count may lag behind at the start.
         counts = {tier: max(0, now - before[tier]) for tier, now in table.tier_counts().items()}
         total = sum(counts.values())
         return {tier: count / total if total else None for tier, count in counts.items()}
 
-    def _shares(self, stage: StageStats, wall: float) -> dict[str, float]:
-        """Shares of the time; `fill`: items ready for the next stage, on average."""
+    def _stage_shares(self, stage: StageStats, wall: float) -> dict[str, float]:
+        """Shares of the wall time; `fill` is the mean number of items ready for the next stage."""
         before = self._stages.get(stage.name)
-        if before is None or before.items > stage.items:  # another epoch's pipeline
+        if before is None or before.items > stage.items:  # the pipeline of another epoch
             before = StageStats(stage.name)
         shares = {}
         for name in ("busy", "wait", "blocked"):

@@ -33,7 +33,7 @@ from thermocline.training.metrics import ExactMetrics
 from thermocline.training.rank_coordinator import INTERRUPT, SAVE, STOP, RankCoordinator
 from thermocline.training.signals import caught_signals
 from thermocline.training.state import Progress, Result
-from thermocline.training.throughput import Meter
+from thermocline.training.throughput import ThroughputMeter
 from thermocline.utils.text_format import plural
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -87,7 +87,7 @@ class Trainer:
         self._stop = False
         self._losses: list[torch.Tensor] = []
         """Of the batches whose gradients wait for the next step."""
-        self._meter = Meter(self.tables)
+        self._meter = ThroughputMeter(self.tables)
         self._stages: Sequence[StageStats] = ()
         self._saved: Progress | None = None
         self._saved_at = 0.0
@@ -310,7 +310,7 @@ class Trainer:
     def validate(self, valid: Iterable[Batch]) -> Row:
         """Evaluates, and remembers the best: by AUC."""
         progress, config, patience = self.progress, self.config, self.config.patience
-        with self._meter.away():
+        with self._meter.paused():
             figures = self.evaluate(valid)
         defined = math.isfinite(figures["auc"])
         if config.needs_validation and not defined:
@@ -351,7 +351,7 @@ class Trainer:
         if config.torch_threads is not None:
             torch.set_num_threads(config.torch_threads)
         self.progress = Progress(rates={table.name: table.optimizer.lr for table in self.tables})
-        self.position, self._stop, self._saved, self._meter = None, False, None, Meter(self.tables)
+        self.position, self._stop, self._saved, self._meter = None, False, None, ThroughputMeter(self.tables)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group.setdefault("initial_lr", group["lr"])
         used = [table.store.path for table in self.tables if table.store is not None and table.store.epoch > 0]
@@ -405,7 +405,7 @@ class Trainer:
                 self.progress.examples = trained if self._ranks.is_rank0 else 0
             self._saved = dataclasses.replace(self.progress)
         # Restoring has made new tiers, which count from 0.
-        self._meter = Meter(self.tables, metrics)
+        self._meter = ThroughputMeter(self.tables, metrics)
 
     def _rest_of_epoch(self, train: Any) -> Iterable[Batch]:
         progress = self.progress
@@ -423,7 +423,7 @@ class Trainer:
             return
         start = time.monotonic()
         self._ranks.merge()
-        with self._meter.away():
+        with self._meter.paused():
             extra = {"trainer": dataclasses.asdict(self.progress), "metrics": self._meter.state()}
             checkpoint = self._checkpoints.save(self.progress.step, self.position, extra, tag=tag)
         self._ranks.saved()
