@@ -54,29 +54,31 @@ def run_ssd(scale: float, digest: Digest) -> dict[str, float]:
     rows, batch, row_bytes, steps = 500_000, 40_000, 128, max(4, round(40 * scale))
     random, timer = np.random.default_rng(1), StepTimer()
     keys = random.permutation(np.arange(1, rows + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    with tempfile.TemporaryDirectory(prefix="thermocline-compare-") as folder:
-        with tc.SsdStore.open(Path(folder) / "store", row_bytes=row_bytes, mem_budget="64MB") as store:
-            for piece in np.array_split(keys, 10):
-                store.put(piece, np.repeat(piece, row_bytes // 8).view(np.uint8).reshape(len(piece), row_bytes))
-            store.commit()
-            store.merge()
-            picks = [random.choice(rows, batch, replace=False) for _ in range(2 * steps)]
-            timer.start()
-            for step in range(steps):
-                found, values = store.get(keys[picks[2 * step]])
-                digest.add(found)
-                digest.add(values[:1000])
-                store.put(keys[picks[2 * step + 1]], values)
-                if step % 4 == 3:
-                    store.commit()
-            store.merge()
-            figures = timer.stop(steps)
-            digest.add(store.get(keys[:50_000])[1])
+    with (
+        tempfile.TemporaryDirectory(prefix="thermocline-compare-") as folder,
+        tc.SsdStore.open(Path(folder) / "store", row_bytes=row_bytes, mem_budget="64MB") as store,
+    ):
+        for piece in np.array_split(keys, 10):
+            store.put(piece, np.repeat(piece, row_bytes // 8).view(np.uint8).reshape(len(piece), row_bytes))
+        store.commit()
+        store.merge()
+        picks = [random.choice(rows, batch, replace=False) for _ in range(2 * steps)]
+        timer.start()
+        for step in range(steps):
+            found, values = store.get(keys[picks[2 * step]])
+            digest.add(found)
+            digest.add(values[:1000])
+            store.put(keys[picks[2 * step + 1]], values)
+            if step % 4 == 3:
+                store.commit()
+        store.merge()
+        figures = timer.stop(steps)
+        digest.add(store.get(keys[:50_000])[1])
     return figures
 
 
 def run_mem(scale: float, digest: Digest) -> dict[str, float]:
-    """Deduplicate ids, pin rows in the DRAM tier, apply one gradient per unique key, unpin; evaluate every tenth step."""
+    """Deduplicate ids, pin rows in the DRAM tier, apply one gradient per unique key, unpin; sometimes evaluate."""
     tier_class = tc.DramTier if hasattr(tc, "DramTier") else tc.MemTier  # its name before the redesign
     ads = tc.SyntheticAds(keys=500_000, fields=FIELDS, batch_size=8192, tensors=False)
     tier = tier_class(DIM, tc.Adagrad(lr=0.05), budget="128MB")

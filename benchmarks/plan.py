@@ -14,7 +14,7 @@ Target   Every ratio within 1 +- 0.2, and the medians.
 
 from __future__ import annotations
 
-import thermocline as tc  # before torch: see benchmarks/train.py
+import thermocline as tc  # before torch: sets OMP_WAIT_POLICY
 
 # isort: split
 import argparse

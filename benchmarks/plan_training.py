@@ -6,7 +6,7 @@ measured ones. Rank 0 prints one line of JSON: processor seconds of all ranks, w
 
 from __future__ import annotations
 
-import thermocline as tc  # before torch: see benchmarks/train.py
+import thermocline as tc  # before torch: sets OMP_WAIT_POLICY
 
 # isort: split
 import dataclasses
