@@ -20,10 +20,9 @@ def check_config(config: Config, ranks: int) -> None:
     train = config.train
     supported = {"accumulate": 1, "clip_norm": None, "patience": None, "plateau_factor": 1.0}
     for name, value in supported.items():
-        if getattr(train, name) != value:
-            raise ConfigError(
-                f"train.{name} is {getattr(train, name)}: the MPI baseline does not support it; remove it"
-            )
+        given = getattr(train, name)
+        if given != value:
+            raise ConfigError(f"train.{name} is {given}: the MPI baseline does not support it; remove it")
     if config.precision.kind != "fp32":
         raise ConfigError(f"precision.kind is {config.precision.kind}: the MPI baseline supports fp32 rows only")
     if train.batch_size < ranks:

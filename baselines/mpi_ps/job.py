@@ -129,7 +129,7 @@ class Job:
                 self._validate()
 
     def _time_is_up(self) -> bool:
-        """Whether this rank stops. Ranks use their own clocks: the last mini-batches lack examples of the first to stop."""
+        """Whether this rank stops, by its own clock: the last mini-batches lack examples of ranks that stop first."""
         return self._limit is not None and self.seconds >= self._limit and self.step >= 2 * self.config.train.log_every
 
     def train_step(self, work: StepPlan) -> None:
@@ -176,7 +176,7 @@ class Job:
     def _planned(
         self, data: Iterable[Batch], comm: MPI.Comm, *, training: bool, steps: int | None = None
     ) -> Pipeline[StepPlan]:
-        """Plan steps ahead, in order. All ranks end together: a rank whose data ends first continues without batches."""
+        """Plan steps ahead, in order. All ranks end together: a rank without data left continues without batches."""
         router, ended = Router(comm, self.threads), False
 
         def plan(work: StepPlan) -> StepPlan:
