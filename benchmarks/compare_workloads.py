@@ -65,8 +65,8 @@ def run_ssd(scale: float, digest: Digest) -> dict[str, float]:
         picks = [random.choice(rows, batch, replace=False) for _ in range(2 * steps)]
         timer.start()
         for step in range(steps):
-            found, values = store.get(keys[picks[2 * step]])
-            digest.add(found)
+            present, values = store.get(keys[picks[2 * step]])
+            digest.add(present)
             digest.add(values[:1000])
             store.put(keys[picks[2 * step + 1]], values)
             if step % 4 == 3:

@@ -179,7 +179,7 @@ def copy_bandwidth() -> float:
     return 2 * len(source) / median * 1000
 
 
-def step_claim(keys: int, rounds: int, bandwidth: float, found: dict[str, Any]) -> list[Claim]:
+def step_claim(keys: int, rounds: int, bandwidth: float, figures: dict[str, Any]) -> list[Claim]:
     claims = []
     for optimizer in (SGD(), Adam()):
         name = type(optimizer).__name__
@@ -202,7 +202,7 @@ def step_claim(keys: int, rounds: int, bandwidth: float, found: dict[str, Any]) 
         # optimizer state are read, and the row is written.
         least = (unique + ids) * row + ids * row + unique * 2 * table.arena.stride(0) * 4
         floor = least / bandwidth * 1000
-        found[name] = {
+        figures[name] = {
             "rows": FEATURES * keys,
             "sizes": sizes,
             "milliseconds": {part: spread(values) for part, values in times.items()},
@@ -224,7 +224,7 @@ def step_claim(keys: int, rounds: int, bandwidth: float, found: dict[str, Any]) 
     return claims
 
 
-def torch_claim(keys: int, rounds: int, found: dict[str, Any]) -> list[Claim]:
+def torch_claim(keys: int, rounds: int, figures: dict[str, Any]) -> list[Claim]:
     """Bags of 10 ids. torch gets row numbers instead of keys: it has no hash table."""
     claims = []
     ids = FEATURES * IDS_PER_FEATURE // 10 * 10
@@ -248,7 +248,7 @@ def torch_claim(keys: int, rounds: int, found: dict[str, Any]) -> list[Claim]:
             theirs.zero_grad()
 
         peer = spread(time_ms(train, rounds))
-        found[name] = {"ours everything": ours, "ours training stream": stream, "torch sparse": peer}
+        figures[name] = {"ours everything": ours, "ours training stream": stream, "torch sparse": peer}
         value = peer["median"] / ours["median"]
         detail = f"{ours['median']:.2f} ms, of it {stream['median']:.2f} training; torch {peer['median']:.2f} ms"
         claims.append(Claim(f"{name}: torch.nn.EmbeddingBag + torch.optim", value, 1.5, detail=detail))
@@ -257,7 +257,7 @@ def torch_claim(keys: int, rounds: int, found: dict[str, Any]) -> list[Claim]:
     return claims
 
 
-def growth_claim(sizes: tuple[int, int], rounds: int, found: dict[str, Any]) -> list[Claim]:
+def growth_claim(sizes: tuple[int, int], rounds: int, figures: dict[str, Any]) -> list[Claim]:
     medians = []
     for keys in sizes:
         table = Hbm(16, Adagrad(), keys)
@@ -270,8 +270,8 @@ def growth_claim(sizes: tuple[int, int], rounds: int, found: dict[str, Any]) -> 
             "find or insert": time_ms(lambda n, s=steps: s.table.plan(s.of(n).keys), rounds),
             "segments": time_ms(lambda n, s=steps: find_segments(s.of(n).slots), rounds),
         }
-        found[f"{keys:.0e}"] = {part: spread(values) for part, values in times.items()}
-        found[f"{keys:.0e}"]["sizes"] = [list(batch.segments.sizes) for batch in steps.batches]
+        figures[f"{keys:.0e}"] = {part: spread(values) for part, values in times.items()}
+        figures[f"{keys:.0e}"]["sizes"] = [list(batch.segments.sizes) for batch in steps.batches]
         medians.append(spread(times["everything"])["median"])
         del table, steps
         torch.cuda.empty_cache()
@@ -298,13 +298,13 @@ def main() -> None:
     torch.cuda.empty_cache()
     claims: list[Claim] = []
     for name in args.only.split(","):
-        found: dict[str, Any] = record.setdefault(name, {})
+        figures: dict[str, Any] = record.setdefault(name, {})
         if name == "step":
-            claims += step_claim(keys, rounds, bandwidth, found)
+            claims += step_claim(keys, rounds, bandwidth, figures)
         elif name == "torch":
-            claims += torch_claim(keys // 4, rounds, found)
+            claims += torch_claim(keys // 4, rounds, figures)
         elif name == "growth":
-            claims += growth_claim(growth, rounds, found)
+            claims += growth_claim(growth, rounds, figures)
         else:
             parser.error(f"--only {name}: choose from step, torch, growth")
     console.print(f"{record['gpu']}, device copy {bandwidth / 1e9:,.0f} GB/s, commit {record['commit']}")

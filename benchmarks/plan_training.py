@@ -167,10 +167,10 @@ def main(training: Training, folder: Path) -> None:
         model, dense_optimizers(config, model), config=settings, callbacks=[clock], dense_sync=config.dist.dense_sync
     )
     trainer.fit(ads)
-    if groups is None:
-        all_gather = lambda values: values[None]  # noqa: E731
-    else:
-        all_gather = lambda values: groups.train.all_gather(values, "ended")  # noqa: E731
+
+    def all_gather(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return values[None] if groups is None else groups.train.all_gather(values, "ending")
+
     figures: dict[str, Any] = {
         **clock.result(all_gather),
         "mem_rows": float(table.dram.capacity) * world,

@@ -123,7 +123,7 @@ def _exchange_costs(groups: Groups, dim: int, examples: int, repeats: int) -> _E
     for number in range(repeats):
         keys = WorkingSet.of(ads.batch(2 * number + rank).ids, threads=1).keys
         start = time.process_time()
-        comm.all_gather(np.zeros(2, np.int64), "asked who has more batches")
+        comm.all_gather(np.zeros(2, np.int64), "agreeing on the next window")
         (route,) = exchange.plan(comm, [keys], Sent())
         route_seconds.append(time.process_time() - start)
         owned = torch.ones(len(route.owned), dim)
@@ -172,7 +172,7 @@ def _all_to_all_seconds(comm: Communicator, floats: int, repeats: int) -> float:
     sizes = [4 * floats, 4 * floats]
 
     def exchange() -> None:
-        pieces = comm.all_to_all("node", source.view(torch.uint8), sizes, sizes, "measured the link")
+        pieces = comm.all_to_all("node", source.view(torch.uint8), sizes, sizes, "measuring the link")
         torch.cat([piece.view(torch.float32) for piece in pieces], out=target)
 
     return _median_seconds(exchange, time.perf_counter, repeats)

@@ -154,7 +154,7 @@ class StepCost:
 
     terms: tuple[CostTerm, ...]
     examples: int
-    """Of all ranks."""
+    """Examples per step of all ranks."""
     figures: dict[str, float]
     """Counts per step behind the terms: unique keys, hit rates, rows."""
 

@@ -31,9 +31,9 @@ class CpuTime(NamedTuple):
     """Processor seconds per step."""
 
     total: float
-    """Of all threads."""
+    """All threads."""
     caller: float
-    """Of the calling thread."""
+    """The calling thread."""
 
 
 class DenseTiming(NamedTuple):
