@@ -17,7 +17,7 @@ FUZZ_SECONDS = 300
 FUZZ_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/data/parse*.cc)) csrc/data/columns.cc csrc/data/parse_fuzz_test.cc
 
 .PHONY: cpp-tests demo test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize fuzz bench \
-  clean iproute2 setup browser
+  clean commit-file iproute2 setup browser
 
 demo: build-inplace
 	$(PYTHON) examples/demo.py
@@ -101,6 +101,10 @@ fuzz:
 
 bench: build-inplace
 	for file in $(wildcard benchmarks/ssd.py benchmarks/mem.py benchmarks/read.py); do $(PYTHON) $$file --quick || exit 1; done
+
+# For a machine without .git: benchmarks record this commit. Git ignores benchmarks/COMMIT, so copy it with the tree.
+commit-file: setup
+	@$(PYTHON) benchmarks/common.py
 
 clean:
 	rm -rf $(BUILD) .venv .venv.lock src/thermocline/core/_core*.so

@@ -1,1 +1,1 @@
-"""What Thermocline is compared with, built from the same parts: same data, models, optimizers and C++ kernels."""
+"""Systems that Thermocline is compared with, built from its data readers, models, optimizers and C++ kernels."""

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the record of where it ran, a table of claims against targets, the JSON file."""
+"""Shared by all benchmarks: the record of machine and commit, the table of claims, progress bars, the JSON file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import resource
 import statistics
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+FOLDER = Path(__file__).resolve().parent
 
 console = Console(highlight=False)
 if not console.is_terminal:
@@ -27,7 +30,7 @@ if not console.is_terminal:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """One measured figure against its target. `at_most`: smaller is better."""
+    """A measured figure and its target; `at_most`: the target is an upper bound."""
 
     name: str
     value: float
@@ -42,16 +45,16 @@ class Claim:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 20th and 80th percentile, and how many values."""
+    """Median, 20th and 80th percentile, and number of values."""
     ordered = sorted(values)
     pick = [ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8)]
     return {"median": statistics.median(ordered), "p20": pick[0], "p80": pick[1], "count": len(ordered)}
 
 
 def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
-    """Machine, versions and commit; no names of hosts or folders."""
-    info = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
-    info = {key.strip(): value.strip() for key, value in info.items()}
+    """Date, commit, machine and versions of `packages`, without host or folder names."""
+    lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
+    cpuinfo = {key.strip(): value.strip() for key, value in lines}
     versions = {}
     for name in packages:
         try:
@@ -60,8 +63,8 @@ def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
             versions[name] = "not installed"
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _git_commit(),
-        "cpu": info.get("model name", platform.machine()),
+        "commit": commit(),
+        "cpu": cpuinfo.get("model name", platform.machine()),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "kernel": platform.release(),
@@ -70,20 +73,27 @@ def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
     }
 
 
-def _git_commit() -> str:
+def commit() -> str:
+    """Short commit of this checkout, with "+changes" if csrc, src or benchmarks differ from it.
+
+    Without a git repository the commit is read from benchmarks/COMMIT: `make commit-file` writes it before the tree is
+    copied to a machine without .git. "unknown" if there is neither.
+    """
+
     def git(*args: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *args]
+        command = ["git", "-C", str(FOLDER), *args]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", "../csrc", "../src", ".")
         return git("rev-parse", "--short", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        file = FOLDER / "COMMIT"
+        return file.read_text().strip() if file.exists() else "unknown"
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """Busy time of the whole machine and of this process with its finished children."""
+    """(processor seconds of the machine, processor seconds of this process and its finished children)."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     busy = sum(int(fields[i]) for i in (1, 2, 3, 6, 7)) / os.sysconf("SC_CLK_TCK")
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -92,13 +102,22 @@ def cpu_seconds() -> tuple[float, float]:
 
 @contextmanager
 def noise() -> Iterator[dict[str, float]]:
-    """Yields a dict that afterwards says how busy others kept the machine: {"others_cpu": share of all cores}."""
-    out: dict[str, float] = {}
-    start, (busy, own) = time.perf_counter(), cpu_seconds()
-    yield out
-    after = cpu_seconds()
+    """Measure the load of other processes: yields a dict that gets {"others_cpu": fraction of all cores} on exit."""
+    figures: dict[str, float] = {}
+    start, (machine_before, process_before) = time.perf_counter(), cpu_seconds()
+    yield figures
+    machine, process = cpu_seconds()
     capacity = (time.perf_counter() - start) * (os.cpu_count() or 1)
-    out["others_cpu"] = max(0.0, (after[0] - busy - (after[1] - own)) / capacity)
+    figures["others_cpu"] = max(0.0, (machine - machine_before - (process - process_before)) / capacity)
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a live bar; yields a function that sets the number of units done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.update(task, completed=done)
 
 
 def print_claims(title: str, claims: Sequence[Claim]) -> None:
@@ -114,7 +133,12 @@ def print_claims(title: str, claims: Sequence[Claim]) -> None:
 
 
 def write_json(path: str | os.PathLike[str], record: dict[str, Any], claims: Sequence[Claim]) -> None:
-    """Adds the claims to the record and writes it."""
+    """Write `record` with its claims to `path`."""
     record = {**record, "claims": [{**dataclasses.asdict(claim), "met": claim.met} for claim in claims]}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":  # make commit-file
+    (FOLDER / "COMMIT").write_text(commit() + "\n")
+    print(f"benchmarks/COMMIT: {commit()}")

@@ -1,6 +1,6 @@
-"""Our store and its rivals behind one small interface, each set up as its own authors advise for this job.
+"""Engines of benchmarks/ssd.py: our store, RocksDB and LMDB behind one interface, configured as their authors advise.
 
-Keys and rows change their form (lists of bytes for the rivals, sorted) outside the timed calls: `as_keys`, `as_rows`.
+Keys and rows are converted (for the peers, to sorted lists of bytes) outside the timed calls: `as_keys`, `as_rows`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-PEERS = Path(__file__).resolve().parent.parent / ".cache" / "peers"
-RIVALS = {"rocksdb": ("rocksdict", "rocksdict==0.3.29"), "lmdb": ("lmdb", "lmdb==3.0.0")}  # module, package
+PEER_PACKAGES = Path(__file__).resolve().parent.parent / ".cache" / "peers"
+PEERS = {"rocksdb": ("rocksdict", "rocksdict==0.3.29"), "lmdb": ("lmdb", "lmdb==3.0.0")}  # module, package
 
 U64 = npt.NDArray[np.uint64]
 ODD, STEP = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
 
 
 class Data:
-    """`rows` rows of `row_bytes` bytes: key and row are functions of a number, so nothing has to be kept."""
+    """`rows` rows of `row_bytes` bytes; key and row are functions of an index, so that no data is stored."""
 
     def __init__(self, rows: int, row_bytes: int) -> None:
         self.rows, self.row_bytes, self.words = rows, row_bytes, row_bytes // 8
 
     def keys(self, index: npt.NDArray[np.integer[Any]]) -> U64:
-        """Distinct for distinct numbers, and spread over all 64 bits (splitmix64)."""
+        """Distinct keys of distinct indices, uniform over 64 bits (splitmix64)."""
         z = (index.astype(np.uint64) + np.uint64(1)) * ODD
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -50,24 +50,24 @@ class Data:
         return self.keys(rng.choice(self.rows, count, replace=False))
 
     def check(self, keys: U64, rows: npt.NDArray[np.uint8]) -> None:
-        """Every row is one of its key, of some version."""
+        """Raise SystemExit unless every row is a version of the row of its key."""
         words = rows.view(np.uint64).reshape(len(keys), self.words)
         version = words[:, :1] - (keys * ODD)[:, None]
         expected = version + np.arange(self.words, dtype=np.uint64) * STEP + (keys * ODD)[:, None]
         if not (words == expected).all() or (version > np.uint64(1 << 20)).any():
-            raise SystemExit("a benchmark read rows that nobody wrote: its figures mean nothing")
+            raise SystemExit("wrong results: rows that were read were never written")
 
 
 def installed(kind: str) -> bool:
-    """Whether the engine can be used; a rival that is missing is installed beside the repository's caches, once."""
-    if kind not in RIVALS:
+    """Whether the engine is available; a missing peer is installed once into .cache/peers."""
+    if kind not in PEERS:
         return True
-    module, package = RIVALS[kind]
-    if str(PEERS) not in sys.path:
-        sys.path.append(str(PEERS))
+    module, package = PEERS[kind]
+    if str(PEER_PACKAGES) not in sys.path:
+        sys.path.append(str(PEER_PACKAGES))
     if importlib.util.find_spec(module) is None:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "--target", str(PEERS), package], capture_output=True)
+        subprocess.run([*pip, "--target", str(PEER_PACKAGES), package], capture_output=True)
         importlib.invalidate_caches()
     return importlib.util.find_spec(module) is not None
 
@@ -81,14 +81,14 @@ def folder_bytes(path: Path) -> int:
 
 
 def drop_cache(path: Path) -> None:
-    """Empties the page cache of a folder's files, also of their mappings in this process."""
+    """Empty the page cache of the files in a folder, including mappings of this process."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     prefix = str(path.resolve()) + os.sep
     for line in Path("/proc/self/maps").read_text().splitlines():
         if prefix in line:
             start, end = (int(x, 16) for x in line.split()[0].split("-"))
-            libc.madvise(start, end - start, 4)  # MADV_DONTNEED: unmaps pages of a file, loses nothing
+            libc.madvise(start, end - start, 4)  # MADV_DONTNEED: unmaps pages, keeps the file's data
     for file in path.iterdir():
         with contextlib.suppress(FileNotFoundError):
             fd = os.open(file, os.O_RDONLY)
@@ -97,7 +97,7 @@ def drop_cache(path: Path) -> None:
 
 
 def in_threads(count: int, items: list[bytes], work: Callable[[list[bytes]], list[bytes]]) -> list[bytes]:
-    """work(items), cut into `count` neighbouring parts that run at once."""
+    """work(items), split into `count` contiguous parts that run in parallel."""
     if count == 1:
         return work(items)
     parts: list[list[bytes]] = [[] for _ in range(count)]
@@ -119,7 +119,7 @@ def cut(data: npt.NDArray[Any], size: int) -> list[bytes]:
 
 
 class Engine:
-    """One engine on one folder. Subclasses say how; `threads` is how many threads a get uses."""
+    """One engine on one folder; `threads` is the number of threads of a get."""
 
     name = ""
     thread_choices: tuple[int, ...] = (1,)
@@ -129,7 +129,7 @@ class Engine:
         self.threads = self.thread_choices[-1]
 
     def load(self, progress: Callable[[int], None]) -> None:
-        """Fills an empty folder with all rows, in the engine's best final state; calls progress(rows so far)."""
+        """Write all rows to an empty folder, in the best state for reads; call progress(rows so far)."""
         raise NotImplementedError
 
     def open(self) -> None:
@@ -138,8 +138,8 @@ class Engine:
     def close(self) -> None:
         raise NotImplementedError
 
-    def reduce_gradients(self) -> None:
-        """Back to the best state for reads, should an earlier run have written: everything merged or compacted."""
+    def compact(self) -> None:
+        """Merge or compact everything: the best state for reads, also after an earlier run that wrote."""
 
     def as_keys(self, keys: U64) -> Any:
         return cut(np.sort(keys).astype(">u8"), 8)
@@ -153,7 +153,7 @@ class Engine:
         raise NotImplementedError
 
     def check(self, keys: U64, result: Any) -> None:
-        """The rows that get gave for these keys are right."""
+        """Raise SystemExit unless `result` contains the rows of `keys`."""
         rows = np.frombuffer(b"".join(result), dtype=np.uint8)
         self.data.check(np.sort(keys), rows.reshape(len(keys), self.data.row_bytes))
 
@@ -164,17 +164,17 @@ class Engine:
         raise NotImplementedError
 
     def after_get(self) -> None:
-        """Called before and after measured work that must leave no memory behind."""
+        """Empty the page cache of the engine's files, between timed batches."""
         drop_cache(self.path)
 
     def counters(self) -> dict[str, float]:
-        """Figures of the engine's own books."""
+        """Counters of the engine."""
         return {}
 
 
 class Ours(Engine):
     name = "thermocline"
-    out: npt.NDArray[np.uint8] | None = None  # where get writes
+    out: npt.NDArray[np.uint8] | None = None  # output buffer of get
 
     def open(self) -> None:
         import thermocline as tc
@@ -187,7 +187,7 @@ class Ours(Engine):
     def load(self, progress: Callable[[int], None]) -> None:
         self.open()
         step = 500_000
-        done = int(self.store.note or b"0")  # a load that was cut short goes on
+        done = int(self.store.note or b"0")  # continues an interrupted load
         while done < self.data.rows:
             keys = self.data.keys(np.arange(done, min(done + step, self.data.rows)))
             self.store.put(keys, self.data.values(keys))
@@ -199,7 +199,7 @@ class Ours(Engine):
         self._commit(b"%d" % done)
         self.close()
 
-    def reduce_gradients(self) -> None:
+    def compact(self) -> None:
         self.store.merge()
 
     def as_keys(self, keys: U64) -> U64:
@@ -216,7 +216,7 @@ class Ours(Engine):
     def check(self, keys: U64, result: Any) -> None:
         found, rows = result
         if not found.all():
-            raise SystemExit("a benchmark did not find rows that are there: its figures mean nothing")
+            raise SystemExit("wrong results: existing keys were not found")
         self.data.check(keys, rows)
 
     def put(self, rows: Any) -> None:
@@ -284,20 +284,22 @@ class RocksDb(Engine):
         self._check_filters()
 
     def _check_filters(self) -> None:
-        """Filters that are configured but not used are an easy mistake: absent keys must be stopped by them."""
+        """Raise SystemExit unless the Bloom filters reject absent keys: a configured filter may not be in use."""
         before = self.tickers().get("bloom.filter.useful", 0)
         rng = np.random.default_rng(1)
         self.db.get(cut(rng.integers(0, 2**63, 1000, dtype=np.uint64), 8))
         self.filtered = (self.tickers().get("bloom.filter.useful", 0) - before) / 1000
         if self.filtered < 0.95:
-            raise SystemExit(f"RocksDB's Bloom filters stopped {self.filtered:.0%} of absent keys: they are not in use")
+            raise SystemExit(
+                f"RocksDB's Bloom filters rejected {self.filtered:.0%} of absent keys: they are not in use"
+            )
 
     def close(self) -> None:
         self.db.close()
         del self.db
 
     def load(self, progress: Callable[[int], None]) -> None:
-        """Sorted files, taken into the last level: what a full compaction would leave."""
+        """Ingest sorted files into the last level, the state after a full compaction."""
         import rocksdict as rd
 
         keys = np.sort(self.data.keys(np.arange(self.data.rows)))
@@ -313,12 +315,12 @@ class RocksDb(Engine):
             writer.finish()
             progress(at + len(part))
         db = rd.Rdict(str(self.path), self._options())
-        how = rd.IngestExternalFileOptions()
-        how.set_move_files(True)
-        db.ingest_external_file(files, how)
+        ingest_options = rd.IngestExternalFileOptions()
+        ingest_options.set_move_files(True)
+        db.ingest_external_file(files, ingest_options)
         db.close()
 
-    def reduce_gradients(self) -> None:
+    def compact(self) -> None:
         levels = {file["level"] for file in self.db.live_files()}
         if levels != {6}:
             self.db.flush()
@@ -339,8 +341,8 @@ class RocksDb(Engine):
         self.db.flush_wal(sync=True)
 
     def tickers(self) -> dict[str, int]:
-        found = re.findall(r"^rocksdb\.(\S+) COUNT : (\d+)$", self.options.get_statistics() or "", re.M)
-        return {name: int(count) for name, count in found}
+        tickers = re.findall(r"^rocksdb\.(\S+) COUNT : (\d+)$", self.options.get_statistics() or "", re.M)
+        return {name: int(count) for name, count in tickers}
 
     def counters(self) -> dict[str, float]:
         t = self.tickers()
@@ -349,12 +351,12 @@ class RocksDb(Engine):
         memory["mem_cache"] = self.cache.get_usage()
         written = t.get("wal.bytes", 0) + t.get("flush.write.bytes", 0) + t.get("compact.write.bytes", 0)
         stall = t.get("stall.micros", 0) / 1e6
-        own = {"mem_total": sum(memory.values()), "bytes_written": written, "stall_seconds": stall}
-        return {**memory, **own, "absent_keys_filtered": self.filtered}
+        totals = {"mem_total": sum(memory.values()), "bytes_written": written, "stall_seconds": stall}
+        return {**memory, **totals, "absent_keys_filtered": self.filtered}
 
 
 class Lmdb(Engine):
-    """Sorted keys, no readahead. Its memory is the page cache: see after_get and warm_up."""
+    """Sorted keys, no readahead. Its memory is the page cache: see `after_get`."""
 
     name = "lmdb"
     thread_choices = (1, 8, 32)
@@ -383,7 +385,7 @@ class Lmdb(Engine):
         self.close()
 
     def get(self, keys: list[bytes]) -> list[bytes]:
-        if self.writing is not None:  # what is not committed is seen by its own transaction, which has one thread
+        if self.writing is not None:  # uncommitted rows are visible in their transaction only, which has one thread
             return [self.writing.get(key) for key in keys]
 
         def work(part: list[bytes]) -> list[bytes]:
@@ -415,7 +417,7 @@ def opened(engine: Engine) -> Iterator[Engine]:
 
 
 def prepare(engine: Engine, progress: Callable[[int], None]) -> None:
-    """Loads the folder unless an earlier run has."""
+    """Load the folder unless an earlier run has loaded it."""
     ready = engine.path.with_suffix(".ready")
     if ready.exists():
         return

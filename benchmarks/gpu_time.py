@@ -1,4 +1,4 @@
-"""How GPU benchmarks measure: events around each piece of work, the L2 cache filled with something else before it."""
+"""Timing of GPU benchmarks: CUDA events around each piece of work, with the L2 cache flushed before it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def time_ms(
     flush_bytes: int = 512 * 2**20,
     ahead_cycles: int = 2_000_000,
 ) -> list[float]:
-    """Milliseconds of work(0), work(1) ... on the device, after `warm` that do not count; `before` each, untimed.
+    """Device milliseconds of work(0), work(1) ..., after `warm` untimed calls; `before` runs untimed before each.
 
-    The device sleeps `ahead_cycles` first, so that the host is done launching before the first kernel begins.
+    The device first sleeps for `ahead_cycles`, so that the host has launched all kernels before the first one starts.
     """
     flush = torch.empty(flush_bytes, dtype=torch.int8, device="cuda")
     events = []

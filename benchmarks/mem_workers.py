@@ -1,9 +1,9 @@
-"""The engines of benchmarks/mem.py, each in a process of its own: reads "step N" lines, answers with milliseconds.
+"""Engine processes of benchmarks/mem.py: each reads "step N" lines and prints the milliseconds of that step as JSON.
 
     python benchmarks/mem_workers.py ENGINE OPTIMIZER FOLDER THREADS
 
-FOLDER has ids.npy, keys.npy (int64 rows and 64-bit keys of the same batches) and sizes.json. Runs in any Python that
-has NumPy and the engine: FBGEMM lives in an environment without this package.
+FOLDER contains ids.npy and keys.npy (row numbers and 64-bit keys of the same batches) and sizes.json. Needs NumPy and
+the engine only: the environment of FBGEMM does not contain this package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EPS = 1e-8
 
 
 class Stopwatch:
-    """Milliseconds between laps, by name."""
+    """Wall milliseconds between laps, by name."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
@@ -36,7 +36,7 @@ class Stopwatch:
 
 class Engine(Protocol):
     def step(self, batch: int, number: int, watch: Stopwatch) -> np.ndarray[Any, Any]:
-        """One training step; returns the pooled vectors of before it."""
+        """Run one training step; return the pooled vectors before the update."""
 
 
 class Sizes:
@@ -56,12 +56,8 @@ class Sizes:
 
 class Ours:
     def __init__(self, sizes: Sizes, optimizer: str, threads: int) -> None:
-        sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-        from helpers import dram
-
         import thermocline as tc
 
-        self.dram = dram
         kinds = {
             "sgd": tc.SGD(lr=LR),
             "adagrad": tc.Adagrad(lr=LR, eps=EPS),
@@ -85,13 +81,18 @@ class Ours:
     def step(self, batch: int, number: int, watch: Stopwatch) -> np.ndarray[Any, Any]:
         working_set = self.working_set(self.sizes.keys[batch], threads=self.threads)
         watch.lap("dedup")
-        lookup = self.dram.lookup(self.tier, working_set, self.sizes.offsets)
+        tier, offsets = self.tier.core, self.sizes.offsets
+        pins = self.tier.pin(working_set.keys)
+        slots = pins.slots()
+        id_slots, grad_rows, coefs = tier.plan(slots, working_set.inverse, working_set.order, offsets, None, False)
         watch.lap("pull+plan")
-        self.dram.pool(self.tier, lookup, out=self.out)
+        tier.pool(id_slots, offsets, None, False, self.out)
         watch.lap("pool")
-        self.dram.update(self.tier, lookup, self.sizes.grad, step=number)
+        tier.mark_dirty(slots)
+        step = self.tier.step(number, None, 1.0)
+        tier.update(slots, working_set.starts, grad_rows, coefs, self.sizes.grad, step)
         watch.lap("update")
-        self.dram.release(self.tier, lookup)
+        pins.release()
         watch.lap("release")
         return self.out
 

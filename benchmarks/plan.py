@@ -1,20 +1,20 @@
-"""Checks `thermocline plan` against the machine it runs on: predicted and measured step times of small trainings.
+"""Accuracy of `thermocline plan`: predicted against measured step times of random small trainings.
 
-    python benchmarks/plan.py [--seed N] [--cases N] [--hardware FILE] [--json FILE [--again]] [--dir FOLDER]
-
-The machine is measured first (`thermocline plan --measure`). Then trainings are drawn by chance, from `--seed`: models,
-sizes, batches, optimizers, ranks, memory. Each is predicted before it runs, with warm caches and all rows there, by
-`tc.Trainer`, in processes of its own. Two figures of each are compared: processor seconds per step, which other load
-disturbs little, and wall seconds per step, which mean something on a quiet machine only: how busy others kept it is
-printed beside. So is the machine's own speed before and after each training, as two probes see it, over that when it
-was measured: a virtual machine's varies, which no model can know. So `--again` adds a whole round, machine, predictions
-and trainings, to those of the file: what counts of each figure is its median over the rounds. A seed whose errors
-someone has looked at to change the model is no test any more: take another.
+Claim    Predicted processor time and wall time per step are within 20 % of the measured ones.
+Method   The machine is calibrated first. Trainings are drawn at random from `--seed` (models, sizes, batches,
+         optimizers, ranks, memory). Each is predicted, then run by `tc.Trainer` in separate processes with warm caches
+         and all rows present. Other load affects processor time little; wall time needs an idle machine, so the load
+         of other processes is printed. Two probes record the speed of the machine before and after each training,
+         relative to the calibration: the speed of a virtual machine varies. `--again` adds a round (calibration,
+         predictions, trainings) to a result file; the median over rounds counts. A seed whose errors were used to
+         change the model is not a test any more: take another.
+Command  python benchmarks/plan.py --seed N [--cases N] [--hardware FILE] [--json FILE [--again]] [--dir FOLDER]
+Target   Every ratio within 1 +- 0.2, and the medians.
 """
 
 from __future__ import annotations
 
-import thermocline as tc  # before torch: see benchmarks/train.py
+import thermocline as tc  # before torch: sets OMP_WAIT_POLICY
 
 # isort: split
 import argparse
@@ -35,37 +35,37 @@ from common import Claim, console, environment, noise, print_claims, write_json
 from plan_training import Training
 
 from thermocline.planner.calibrate import measure
-from thermocline.planner.cost_model import Cluster, Prediction, predict
+from thermocline.planner.cost_model import Cluster, StepCost, predict
 from thermocline.planner.hardware import Hardware
-from thermocline.planner.op_counter import reference_seconds
+from thermocline.planner.op_counter import reference_network_seconds
 from thermocline.planner.workload import workload_of
 
 WITHIN = 0.2
 KINDS = ("memory", "memory + SSD", "2 ranks", "memory", "2 ranks, memory + SSD", "memory")
-"""In turns."""
+"""Kinds of the trainings, in this order, repeated."""
 SECONDS = 2.0
-"""Of the part that is measured, as predicted."""
+"""Predicted duration of the measured steps."""
 
 
-def drawn(rng: random.Random, kind: str) -> Training:
-    """A training by chance; sizes are spread evenly by their logarithm."""
+def draw_training(rng: random.Random, kind: str) -> Training:
+    """Draw a random training; sizes are uniform in their logarithm."""
 
-    def about(low: float, high: float) -> int:
+    def log_uniform(low: float, high: float) -> int:
         return round(low * (high / low) ** rng.random())
 
     fields = rng.randint(6, 40)
     ranks, ssd = (2 if "ranks" in kind else 1), "SSD" in kind
     return Training(
-        keys=about(300_000, 600_000 if ssd else 1_500_000),
+        keys=log_uniform(300_000, 600_000 if ssd else 1_500_000),
         fields=fields,
         nonzeros=fields * rng.choice((1, 1, 2, 3)),
         zipf=rng.choice((0.9, 1.05, 1.2)),
         model=rng.choice(("lr", "fm", "dnn", "widedeep", "deepfm", "dcn", "dcnv2", "dlrm")),
-        dim=about(4, 64),
-        hidden=tuple(about(32, 512) for _ in range(rng.randint(1, 3))),
+        dim=log_uniform(4, 64),
+        hidden=tuple(log_uniform(32, 512) for _ in range(rng.randint(1, 3))),
         dropout=rng.choice((0.0, 0.2)),
         batch_norm=rng.random() < 0.3,
-        batch=about(500, 6000) // ranks,
+        batch=log_uniform(500, 6000) // ranks,
         window=rng.choice((1, 1, 3)),
         optimizer=rng.choice(("sgd", "adagrad", "rowwise_adagrad", "adam")),
         dense_optimizer=rng.choice(("sgd", "adagrad", "adam", "adam")),
@@ -76,18 +76,18 @@ def drawn(rng: random.Random, kind: str) -> Training:
     )
 
 
-def long_enough(training: Training, predicted: Prediction) -> Training:
-    """With steps for some seconds; and with SSD, until memory has been filled several times over, and merging runs."""
+def with_steps(training: Training, predicted: StepCost) -> Training:
+    """Set steps for `SECONDS`, and warm steps: with SSD, until DRAM has been filled several times and merging runs."""
     steps = round(min(600, max(12, SECONDS / predicted.seconds)))
     warm = 20
     if training.share < 1:
-        filled = training.keys * training.share / max(1.0, predicted.figures["from_disk"])
-        warm = round(min(400, max(60, 3 * filled)))
+        steps_to_fill = training.keys * training.share / max(1.0, predicted.figures["from_disk"])
+        warm = round(min(400, max(60, 3 * steps_to_fill)))
     return dataclasses.replace(training, steps=steps, warm=warm)
 
 
 def run(training: Training, folder: Path) -> dict[str, Any]:
-    """Trains in processes of its own; what they measured."""
+    """Train in separate processes; return the figures that rank 0 printed."""
     spec = folder / "training.json"
     spec.write_text(json.dumps(dataclasses.asdict(training)))
     program = [str(Path(__file__).with_name("plan_training.py")), str(spec), str(folder)]
@@ -101,25 +101,25 @@ def run(training: Training, folder: Path) -> dict[str, Any]:
     out = subprocess.run(
         [sys.executable, *program], env=env, stdout=subprocess.PIPE, text=True, timeout=600, check=True
     )
-    found: dict[str, Any] = json.loads(out.stdout.splitlines()[-1])
-    return found
+    figures: dict[str, Any] = json.loads(out.stdout.splitlines()[-1])
+    return figures
 
 
 class Probes:
-    """Processor time of a network and of deduplicating ids, over what it was at first."""
+    """Processor time of a network and of deduplication, relative to the first measurement."""
 
     def __init__(self) -> None:
         self._ids = [tc.SyntheticAds(keys=400_000, fields=26, batch_size=4096, seed=n).batch(0).ids for n in range(8)]
-        self._first = self._now()
+        self._first = self._measure()
 
-    def _now(self) -> np.ndarray[Any, Any]:
+    def _measure(self) -> np.ndarray[Any, Any]:
         start = time.process_time()
         for ids in self._ids:
             tc.WorkingSet.of(ids)
-        return np.array([reference_seconds(3), time.process_time() - start])
+        return np.array([reference_network_seconds(3), time.process_time() - start])
 
     def __call__(self) -> dict[str, float]:
-        network, dedup = (self._now() / self._first).tolist()
+        network, dedup = (self._measure() / self._first).tolist()
         return {"network": network, "dedup": dedup}
 
 
@@ -127,16 +127,16 @@ def compare(training: Training, hardware: Hardware, folder: Path, probes: Probes
     work = workload_of(training.config())
     rows = float("inf") if training.share == 1 else training.keys * training.share
     predicted = predict(work, Cluster(mem_rows=rows, ranks=training.ranks), hardware)
-    training = long_enough(training, predicted)
+    training = with_steps(training, predicted)
     before = probes()
     with tempfile.TemporaryDirectory(dir=folder) as name, noise() as others:
         measured = run(training, Path(name))
-    slower = {"before": before, "after": probes()}
-    if training.share < 1:  # a budget in bytes holds so many rows
+    slowdown = {"before": before, "after": probes()}
+    if training.share < 1:  # with the number of rows that fit the budget in bytes
         predicted = predict(work, Cluster(mem_rows=measured["mem_rows"], ranks=training.ranks), hardware)
     return {
         "training": dataclasses.asdict(training),
-        "measured": {**measured, **others, "slower": slower},
+        "measured": {**measured, **others, "slower": slowdown},
         "predicted": predicted.to_json(),
         "processor_ratio": predicted.processor_seconds / measured["processor_seconds"],
         "wall_ratio": predicted.seconds / measured["step_seconds"],
@@ -145,30 +145,30 @@ def compare(training: Training, hardware: Hardware, folder: Path, probes: Probes
 
 def title(number: int, training: Training) -> str:
     t = training
-    words = f"{number + 1}: {t.model}, dim {t.dim}, {t.nonzeros} ids, batch {t.batch}"
-    words += f" x {t.ranks} ranks" if t.ranks > 1 else ""
-    return words + (f", {t.share:.0%} of the rows in memory" if t.share < 1 else "")
+    text = f"{number + 1}: {t.model}, dim {t.dim}, {t.nonzeros} ids, batch {t.batch}"
+    text += f" x {t.ranks} ranks" if t.ranks > 1 else ""
+    return text + (f", {t.share:.0%} of the rows in memory" if t.share < 1 else "")
 
 
 def over_rounds(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each training's figures, medians over the rounds."""
+    """Figures per training, medians over the rounds."""
     out = {}
     for name in rounds[0]["results"]:
-        found = [one["results"][name] for one in rounds]
+        runs = [one["results"][name] for one in rounds]
 
-        def median(side: str, figure: str, found: list[Any] = found) -> float:
-            return float(np.median([one[side][figure] for one in found]))
+        def median(side: str, figure: str, runs: list[Any] = runs) -> float:
+            return float(np.median([run[side][figure] for run in runs]))
 
         figures = ("processor_seconds", "step_seconds")
         measured = {figure: median("measured", figure) for figure in (*figures, "hits", "others_cpu")}
         predicted = {figure: median("predicted", figure) for figure in figures}
-        predicted["hits"] = float(np.median([one["predicted"]["figures"]["hits"] for one in found]))
-        slower = [value for one in found for when in one["measured"]["slower"].values() for value in when.values()]
+        predicted["hits"] = float(np.median([run["predicted"]["figures"]["hits"] for run in runs]))
+        slowdowns = [value for run in runs for when in run["measured"]["slower"].values() for value in when.values()]
         out[name] = {
-            "training": found[0]["training"],
+            "training": runs[0]["training"],
             "measured": measured,
             "predicted": predicted,
-            "slower": [min(slower), max(slower)],
+            "slower": [min(slowdowns), max(slowdowns)],
             "processor_ratio": predicted["processor_seconds"] / measured["processor_seconds"],
             "wall_ratio": predicted["step_seconds"] / measured["step_seconds"],
         }
@@ -179,56 +179,58 @@ def claims_of(results: dict[str, Any]) -> list[Claim]:
     out = []
     for name, result in results.items():
         measured, predicted = result["measured"], result["predicted"]
-        for what, key in (("processor", "processor_seconds"), ("wall", "step_seconds")):
-            off = abs(result[f"{what}_ratio"] - 1)
-            detail = f"predicted {predicted[key] * 1e3:.2f}, measured {measured[key] * 1e3:.2f} ms a step"
-            if what == "wall":
+        for clock, key in (("processor", "processor_seconds"), ("wall", "step_seconds")):
+            error = abs(result[f"{clock}_ratio"] - 1)
+            detail = f"predicted {predicted[key] * 1e3:.2f}, measured {measured[key] * 1e3:.2f} ms per step"
+            if clock == "wall":
                 least, most = result["slower"]
-                detail += f"; others had {measured['others_cpu']:.0%} of the cores; probes took {least:.2f} to "
-                detail += f"{most:.2f} times as long as at first"
+                detail += f"; other processes used {measured['others_cpu']:.0%} of the cores; probes took {least:.2f} "
+                detail += f"to {most:.2f} times their first duration"
                 if result["training"]["share"] < 1:
-                    detail += f"; hits {predicted['hits']:.3f} and {measured['hits']:.3f}"
-            out.append(Claim(f"{name}: {what} time off by", off, WITHIN, unit="", at_most=True, detail=detail))
-    for what in ("processor", "wall"):
-        off = [abs(result[f"{what}_ratio"] - 1) for result in results.values()]
-        within = sum(value <= WITHIN for value in off)
-        detail = f"{within} of {len(off)} within {WITHIN:.0%}, worst {max(off):.0%}"
-        out.append(Claim(f"median: {what} time off by", float(np.median(off)), WITHIN, "", True, detail))
+                    detail += f"; hit rate {predicted['hits']:.3f} predicted, {measured['hits']:.3f} measured"
+            out.append(Claim(f"{name}: error of {clock} time", error, WITHIN, unit="", at_most=True, detail=detail))
+    for clock in ("processor", "wall"):
+        errors = [abs(result[f"{clock}_ratio"] - 1) for result in results.values()]
+        within = sum(error <= WITHIN for error in errors)
+        detail = f"{within} of {len(errors)} within {WITHIN:.0%}, worst {max(errors):.0%}"
+        out.append(Claim(f"median error of {clock} time", float(np.median(errors)), WITHIN, "", True, detail))
     return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write results there")
-    parser.add_argument("--again", action="store_true", help="one more round, beside those in the file of --json")
-    parser.add_argument("--hardware", metavar="FILE", help="figures of this machine measured before")
-    parser.add_argument("--dir", help="folder for the data; default: a new one beside the other temporary files")
-    parser.add_argument("--seed", type=int, default=0, help="which trainings are drawn")
-    parser.add_argument("--cases", type=int, default=12, help="how many")
-    parser.add_argument("--only", type=int, nargs="*", help="of them, these numbers")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--again", action="store_true", help="add a round to the file of --json")
+    parser.add_argument("--hardware", metavar="FILE", help="calibration of this machine; default: calibrate now")
+    parser.add_argument("--dir", help="folder for the data; default: a temporary folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random trainings")
+    parser.add_argument("--cases", type=int, default=12, help="number of trainings")
+    parser.add_argument("--only", type=int, nargs="*", help="run only these numbers")
     args = parser.parse_args()
     rounds: list[dict[str, Any]] = []
     if args.again:
         if not args.json:
-            parser.error("--again needs --json: the file with the rounds before")
+            parser.error("--again needs --json FILE: the file with the earlier rounds")
         before = json.loads(Path(args.json).read_text())
         if before["seed"] != args.seed:
-            parser.error(f"{args.json} is of seed {before['seed']}, not {args.seed}")
+            parser.error(f"{args.json} has --seed {before['seed']}, not {args.seed}")
         rounds = before["rounds"]
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
         if args.hardware:
             hardware = Hardware.load(args.hardware)
         else:
-            hardware = measure(name, lambda: console.print("measured a part of the machine"))
+            hardware = measure(name, lambda: console.print("calibrated a part of the machine"))
         probes, results, rng = Probes(), dict[str, Any](), random.Random(args.seed)
         for number in range(args.cases):
-            training = drawn(rng, KINDS[number % len(KINDS)])
+            training = draw_training(rng, KINDS[number % len(KINDS)])
             if args.only and number + 1 not in args.only:
                 continue
-            words = title(number, training)
-            console.print(words)
-            results[words] = found = compare(training, hardware, Path(name), probes)
-            console.print(f"  processor {found['processor_ratio']:.2f}, wall {found['wall_ratio']:.2f} of the measured")
+            name_of_case = title(number, training)
+            console.print(name_of_case)
+            results[name_of_case] = result = compare(training, hardware, Path(name), probes)
+            console.print(
+                f"  predicted / measured: processor {result['processor_ratio']:.2f}, wall {result['wall_ratio']:.2f}"
+            )
     rounds.append({"hardware": hardware.to_toml(), "results": results})
     claims = claims_of(over_rounds(rounds))
     if args.json:

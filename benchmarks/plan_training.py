@@ -1,12 +1,12 @@
-"""One training of benchmarks/plan.py, in processes of its own: `python benchmarks/plan_training.py SPEC.json FOLDER`.
+"""One training of benchmarks/plan.py: `python benchmarks/plan_training.py SPEC.json FOLDER`.
 
-Alone or as ranks that torchrun has started. All rows are there before it begins; then warm steps, and those that are
-measured. Rank 0 prints one line of JSON: processor seconds of all ranks together, wall seconds, hits.
+Runs as one process or as ranks started by torchrun. All rows exist before the first step; warm steps precede the
+measured ones. Rank 0 prints one line of JSON: processor seconds of all ranks, wall seconds, hit rate.
 """
 
 from __future__ import annotations
 
-import thermocline as tc  # before torch: see benchmarks/train.py
+import thermocline as tc  # before torch: sets OMP_WAIT_POLICY
 
 # isort: split
 import dataclasses
@@ -56,8 +56,6 @@ every = {every}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """One workload."""
-
     keys: int
     fields: int
     nonzeros: int
@@ -73,9 +71,9 @@ class Training:
     dense_optimizer: str = "adam"
     ranks: int = 1
     every: int = 1
-    """Of dense_sync."""
+    """dist.dense_sync.every."""
     share: float = 1.0
-    """Of the rows that are in memory; 1: all, without SSD."""
+    """Fraction of the rows that fit in DRAM; 1: all, without SSD."""
     warm: int
     steps: int
 
@@ -85,7 +83,7 @@ class Training:
         return tc.Config.parse(COMMON.format(**values)).resolve()
 
     def memory(self) -> int:
-        """Bytes for the share of its rows, of all ranks together."""
+        """Bytes of DRAM for `share` of the rows, all ranks together."""
         config = self.config()
         dim = row_dim(config.model)
         row_bytes = 4 * (dim + row_optimizer(config).state_floats(dim))
@@ -93,7 +91,7 @@ class Training:
 
 
 class Clock(Callback):
-    """Time and processor time of the steps after the warm ones."""
+    """Wall and processor time of the measured steps."""
 
     def __init__(self, training: Training, table: tc.Table) -> None:
         self._training, self._table = training, table
@@ -115,9 +113,9 @@ class Clock(Callback):
         else:
             self._end = now
 
-    def result(self, everyone: Any) -> dict[str, float]:
-        """Summed over ranks, but for the wall clock."""
-        spent = everyone(self._end - self._start)
+    def result(self, all_gather: Any) -> dict[str, float]:
+        """Figures per step: sums over ranks, but the maximum of the wall time."""
+        spent = all_gather(self._end - self._start)
         steps = self._training.steps
         _, processor, hits, misses, put, written = spent.sum(0).tolist()
         return {
@@ -129,13 +127,13 @@ class Clock(Callback):
         }
 
     def threads(self) -> dict[str, float]:
-        """Processor seconds per step of this rank's own threads, by their name."""
+        """Processor seconds per step of this rank's threads, by name."""
         before, after = self._threads
         return {name: (used - before.get(name, 0.0)) / self._training.steps for name, used in after.items()}
 
 
 def thread_seconds() -> dict[str, float]:
-    """Processor time of each thread that Python knows; those of kernels together, as "kernels"."""
+    """Processor time of each Python thread by name; all other threads together as "kernels"."""
     names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
     sums: dict[str, float] = {}
     for task in Path("/proc/self/task").iterdir():
@@ -169,21 +167,24 @@ def main(training: Training, folder: Path) -> None:
         model, dense_optimizers(config, model), config=settings, callbacks=[clock], dense_sync=config.dist.dense_sync
     )
     trainer.fit(ads)
-    everyone = (lambda found: found[None]) if groups is None else lambda found: groups.train.all_gather(found, "ended")
-    found: dict[str, Any] = {
-        **clock.result(everyone),
+
+    def all_gather(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return values[None] if groups is None else groups.train.all_gather(values, "ending")
+
+    figures: dict[str, Any] = {
+        **clock.result(all_gather),
         "mem_rows": float(table.dram.capacity) * world,
         "threads": clock.threads(),
     }
     if rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(figures), flush=True)
     table.close()
     if groups is not None:
         groups.close()
 
 
 def fill(table: tc.Table, keys: Any, rank: int, world: int) -> None:
-    """Every key has a row, in memory or on SSD, before training begins."""
+    """Insert the initial rows of this rank's keys: into DRAM, or into the SSD store if there is one."""
     if world > 1:
         keys = keys[owner_of(keys, world) == rank]
     for piece in pieces(keys):
@@ -197,5 +198,5 @@ def fill(table: tc.Table, keys: Any, rank: int, world: int) -> None:
 
 
 if __name__ == "__main__":
-    found = json.loads(Path(sys.argv[1]).read_text())
-    main(Training(**{**found, "hidden": tuple(found["hidden"])}), Path(sys.argv[2]))
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    main(Training(**{**spec, "hidden": tuple(spec["hidden"])}), Path(sys.argv[2]))

@@ -1,11 +1,16 @@
-"""The SSD store against RocksDB, LMDB and the raw device: ratios measured in one run, docs/benchmarks.md has figures.
+"""The SSD store against RocksDB, LMDB and the raw device.
 
-    python benchmarks/ssd.py --quick                   under two minutes, small sizes
-    python benchmarks/ssd.py --json FILE               everything at full size: about half an hour, 40 GB of disk
-    python benchmarks/ssd.py --only get --keep --json FILE    one piece; FILE gathers the pieces of one configuration
-
-Claims: get (random rows against the rivals), cycle (get, put, commit; also amplification and DRAM per key), floor
-(share of the raw read of the same pages), growth (that share at ten times the keys).
+Claims   get       random rows: 5x the best peer
+         cycle     get, put, commit: 5x the best peer; write amplification <= 8, space amplification <= 1.6, DRAM <= 4
+                   bytes per key
+         floor     80 % of the speed of raw reads of the same pages
+         growth    that fraction at ten times the keys >= 0.9 of the fraction before
+Method   All engines run in one process each, on the same rows and memory budget; the page cache of their files is
+         emptied before each timed batch. `get` alternates between engines. `cycle` runs one engine after the other,
+         because background work of one would disturb the next; its figures are those of the steady state.
+Command  python benchmarks/ssd.py --quick                  small sizes, under two minutes
+         python benchmarks/ssd.py --json FILE              full size, half an hour, 40 GB of disk
+         python benchmarks/ssd.py --only get --keep --json FILE     one claim; FILE collects claims of equal sizes
 """
 
 from __future__ import annotations
@@ -20,15 +25,13 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Claim, console, environment, noise, print_claims, spread, write_json
-from engines import ENGINES, RIVALS, Data, Engine, Ours, folder_bytes, installed, opened, prepare
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from common import Claim, console, environment, noise, print_claims, progress_bar, spread, write_json
+from engines import ENGINES, PEERS, Data, Engine, Ours, folder_bytes, installed, opened, prepare
 
 CLAIMS = ("get", "cycle", "floor", "growth")
 Result = dict[str, Any]
@@ -39,9 +42,9 @@ class Sizes:
     rows: int
     row_bytes: int
     batch: int
-    """Keys of one get or put."""
+    """Keys per get or put."""
     budget: int
-    """Bytes of memory of each engine."""
+    """Bytes of memory per engine."""
     rounds: int
     """Batches per engine and choice of threads in `get`, and of each kind in `floor`."""
     cycles: dict[str, int]
@@ -72,17 +75,8 @@ QUICK = dataclasses.replace(
 )
 
 
-@contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Any]:
-    """A live bar; yields a function of the number done so far."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda done: bar.update(task, completed=done)
-
-
 def ready(kind: str, folder: Path, data: Data, budget: int, *, writes: bool = False) -> Engine:
-    """The engine with its rows loaded, not opened."""
+    """Engine with its rows loaded, not opened."""
     name = f"{kind}-{data.rows}x{data.row_bytes}"
     engine = ENGINES[kind](folder / name, data, budget, writes=writes)
     if not engine.path.with_suffix(".ready").exists():
@@ -101,7 +95,7 @@ def timed(call: Any, *args: Any) -> tuple[float, Any]:
 
 
 def run_get(sizes: Sizes, folder: Path, kinds: list[str]) -> Result:
-    """Batches of all engines in turn, ours between any two of the others'."""
+    """Time batches of all engines alternately, with one of ours between two batches of peers."""
     data = Data(sizes.rows, sizes.row_bytes)
     rng = np.random.default_rng(11)
     engines = {kind: ready(kind, folder, data, sizes.budget) for kind in kinds}
@@ -118,14 +112,14 @@ def run_get(sizes: Sizes, folder: Path, kinds: list[str]) -> Result:
 
     with ExitStack() as stack:
         for engine in engines.values():
-            stack.enter_context(opened(engine)).settle()
-        rivals = [(e, t) for kind, e in engines.items() if kind != "ours" for t in e.thread_choices]
-        total = sizes.rounds * max(1, len(rivals))
+            stack.enter_context(opened(engine)).compact()
+        peers = [(e, t) for kind, e in engines.items() if kind != "ours" for t in e.thread_choices]
+        total = sizes.rounds * max(1, len(peers))
         with noise() as around, progress_bar(f"get of {sizes.batch:,} random rows", total) as progress:
             for done in range(total):
                 batch(engines["ours"], "ours")
-                if rivals:
-                    engine, engine.threads = rivals[done % len(rivals)]
+                if peers:
+                    engine, engine.threads = peers[done % len(peers)]
                     batch(engine, f"{engine.name}, {engine.threads} threads")
                 progress(done + 1)
         counters = {engine.name: engine.counters() for engine in engines.values()}
@@ -145,23 +139,23 @@ def device_writes() -> int:
 
 
 def fastest_threads(engine: Engine, rng: np.random.Generator, batch: int) -> int:
-    """The choice of threads with the shortest get."""
-    taken = {}
+    """Number of threads with the shortest get."""
+    seconds = {}
     for threads in engine.thread_choices:
         engine.threads = threads
         engine.after_get()
-        taken[threads] = timed(engine.get, engine.as_keys(engine.data.sample(rng, batch)))[0]
-    return min(taken, key=taken.__getitem__)
+        seconds[threads] = timed(engine.get, engine.as_keys(engine.data.sample(rng, batch)))[0]
+    return min(seconds, key=seconds.__getitem__)
 
 
 def cycle_process(kind: str, sizes: Sizes, folder: Path) -> Result:
-    """One engine's whole run, in a process of its own: memory and writes are this engine's alone."""
-    # A fixed threshold: large arrays of this benchmark go back to the system, and leave no holes that count as used.
+    """Run the cycles of one engine in a separate process, so that memory and writes are those of this engine only."""
+    # A fixed threshold: large arrays are returned to the system when freed, and are not counted as used.
     ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
     data = Data(sizes.rows, sizes.row_bytes)
     rng = np.random.default_rng(22)
     engine = ready(kind, folder, data, sizes.budget, writes=True)
-    # The benchmark's own buffers, of a get and of a put, exist before memory is counted.
+    # The benchmark's buffers of a get and a put are allocated before memory is counted.
     get_keys, put_rows = engine.as_keys(data.sample(rng, sizes.batch)), engine.as_rows(data.sample(rng, sizes.batch), 0)
     before = resident_bytes()
     cycles = sizes.cycles[kind]
@@ -196,7 +190,7 @@ def cycle_process(kind: str, sizes: Sizes, folder: Path) -> Result:
 def summarise_cycles(
     kind: str, engine: Engine, sizes: Sizes, records: list[Result], wall: float, floor: Result | None
 ) -> Result:
-    """Figures of the steady state: from the first commit after merging (or, for rivals, a third of the run) began."""
+    """Figures of the steady state: from the first commit after merging began; peers: after a third of the cycles."""
     every = sizes.commit_every
     merging = next((i for i, r in enumerate(records) if r.get("merges", 1) > 0), len(records) - every)
     skip = merging if kind == "ours" else len(records) // 3
@@ -237,7 +231,7 @@ def summarise_cycles(
 
 
 def run_cycle(sizes: Sizes, folder: Path, kinds: list[str]) -> Result:
-    """Engines one after the other: each has background work that would weigh on the next."""
+    """Run the engines one after the other: background work of one would disturb the next."""
     out = {}
     spawn = multiprocessing.get_context("spawn")
     for kind in kinds:
@@ -251,9 +245,10 @@ def run_cycle(sizes: Sizes, folder: Path, kinds: list[str]) -> Result:
 
 
 def floor_of(engine: Ours, sizes: Sizes, rng: np.random.Generator) -> Result:
-    """Gets and raw reads of the pages of such gets, in turn, on fresh keys."""
+    """Alternate gets and raw reads of the pages of such gets, on new random keys."""
     gets, floors = [], []
-    engine.get(engine.as_keys(engine.data.sample(rng, sizes.batch)))  # the device is measured, buffers exist
+    # Untimed: the store measures the device and allocates its buffers.
+    engine.get(engine.as_keys(engine.data.sample(rng, sizes.batch)))
     before = engine.counters()
     for _ in range(4 * sizes.rounds):
         keys = engine.data.sample(rng, sizes.batch)
@@ -276,7 +271,7 @@ def run_floor(sizes: Sizes, folder: Path, data: Data | None = None) -> Result:
     engine = ready("ours", folder, data, sizes.budget)
     assert isinstance(engine, Ours)
     with opened(engine), progress_bar(f"floor at {data.rows:,} rows", 1) as progress:
-        engine.settle()
+        engine.compact()
         with noise() as around:
             result = floor_of(engine, sizes, np.random.default_rng(33))
         stats = engine.counters()
@@ -285,7 +280,7 @@ def run_floor(sizes: Sizes, folder: Path, data: Data | None = None) -> Result:
 
 
 def run_growth(sizes: Sizes, folder: Path) -> Result:
-    """The two sizes in turn, three times, so that a noisy minute hits both."""
+    """Measure both sizes alternately, three times, so that other load affects both."""
     small, large = sizes.growth_rows
     runs: dict[str, list[Result]] = {str(small): [], str(large): []}
     for rows in (small, large):
@@ -304,27 +299,27 @@ def claims_of(results: Result, sizes: Sizes) -> list[Claim]:
     out = []
     if "get" in results:
         rates = {k: v["median"] for k, v in results["get"]["rows_per_second"].items()}
-        mine = rates.pop("ours")
+        ours = rates.pop("ours")
         if rates:
             best = max(rates, key=rates.__getitem__)
-            detail = f"{mine:,.0f} rows/s against {rates[best]:,.0f} ({best})"
-            out.append(Claim("get of random rows", mine / rates[best], 5, detail=detail))
+            detail = f"{ours:,.0f} rows/s against {rates[best]:,.0f} ({best})"
+            out.append(Claim("get of random rows", ours / rates[best], 5, detail=detail))
     cycle = results.get("cycle", {})
     if "ours" in cycle:
-        mine = cycle["ours"]
+        ours = cycle["ours"]
         rates = {k: v["rows_per_second"]["overall"] for k, v in cycle.items() if k != "ours"}
-        rate = mine["rows_per_second"]["overall"]
+        rate = ours["rows_per_second"]["overall"]
         if rates:
             best = max(rates, key=rates.__getitem__)
             detail = f"{rate:,.0f} rows/s against {rates[best]:,.0f} ({best})"
             out.append(Claim("sustained cycle", rate / rates[best], 5, detail=detail))
-        detail = f"of {mine['steady_cycles']} cycles, {mine['rows_put_share']:.2f} times the rows put"
-        out.append(Claim("write amplification", mine["write_amplification"], 8, at_most=True, detail=detail))
-        detail = f"largest folder seen, against {8 + sizes.row_bytes} bytes per live row"
-        out.append(Claim("space amplification", mine["space_amplification"], 1.6, at_most=True, detail=detail))
-        detail = f"its own count; the whole process grew by {mine['rss_per_key']:.2f}"
-        out.append(Claim("DRAM per key", mine["dram_per_key"], 4, "bytes", at_most=True, detail=detail))
-        share = mine["floor"]["share_of_medians"]
+        detail = f"of {ours['steady_cycles']} cycles, {ours['rows_put_share']:.2f} times the rows put"
+        out.append(Claim("write amplification", ours["write_amplification"], 8, at_most=True, detail=detail))
+        detail = f"largest folder size, against {8 + sizes.row_bytes} bytes per live row"
+        out.append(Claim("space amplification", ours["space_amplification"], 1.6, at_most=True, detail=detail))
+        detail = f"counted by the store; the process grew by {ours['rss_per_key']:.2f}"
+        out.append(Claim("DRAM per key", ours["dram_per_key"], 4, "bytes", at_most=True, detail=detail))
+        share = ours["floor"]["share_of_medians"]
         out.append(Claim("share of the floor, log in use", share, 0.8, detail="after the last cycle"))
     if "floor" in results:
         floor = results["floor"]
@@ -352,7 +347,9 @@ def print_rates(results: Result) -> None:
     busy = [r.get("others_cpu", 0.0) for r in (results.get("get", {}), results.get("floor", {}))]
     busy += [r.get("others_cpu", 0.0) for r in results.get("cycle", {}).values()]
     if max(busy) > 0.1:
-        console.print(f"[yellow]others used up to {max(busy):.0%} of the processors: times and ratios suffer[/]")
+        console.print(
+            f"[yellow]other processes used up to {max(busy):.0%} of the cores: times and ratios are not reliable[/]"
+        )
 
 
 def disk_needed(sizes: Sizes, wanted: list[str], kinds: list[str]) -> int:
@@ -364,13 +361,13 @@ def disk_needed(sizes: Sizes, wanted: list[str], kinds: list[str]) -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, under two minutes")
-    parser.add_argument("--json", metavar="FILE", help="write results there; pieces of one configuration are gathered")
+    parser.add_argument("--json", metavar="FILE", help="write results to FILE, which collects claims of equal sizes")
     parser.add_argument("--rows", type=int, help="rows of get, cycle and floor")
-    parser.add_argument("--cycles", type=int, help="cycles of our store; the rivals' in proportion")
-    parser.add_argument("--dir", help="folder for the data; default: a new one beside the other temporary files")
-    parser.add_argument("--only", help=f"some of {','.join(CLAIMS)}")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="ours and any of the rivals (default: all)")
-    parser.add_argument("--keep", action="store_true", help="leave the data, for the next piece")
+    parser.add_argument("--cycles", type=int, help="cycles of our store; those of the peers in proportion")
+    parser.add_argument("--dir", help="folder for the data; default: a temporary folder")
+    parser.add_argument("--only", help=f"comma-separated claims of {','.join(CLAIMS)}")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated engines (default: all)")
+    parser.add_argument("--keep", action="store_true", help="keep the data for the next run")
     return parser.parse_args()
 
 
@@ -388,18 +385,18 @@ def main() -> None:
         raise SystemExit(f"--only {','.join(unknown)}: choose from {','.join(CLAIMS)}")
     kinds = [kind for kind in ENGINES if kind in args.engines.split(",")]
     for kind in [k for k in kinds if not installed(k)]:
-        console.print(f"[yellow]skipped: {kind}, because {RIVALS[kind][1]} cannot be installed here[/]")
+        console.print(f"[yellow]skipped: {kind}, because {PEERS[kind][1]} cannot be installed[/]")
         kinds.remove(kind)
     folder = Path(args.dir or tempfile.mkdtemp(prefix="thermocline-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
     need, free = disk_needed(sizes, wanted, kinds), shutil.disk_usage(folder).free
     if need > free:
-        console.print(f"[yellow]about {need / 1e9:.0f} GB of disk are needed, {free / 1e9:.0f} GB are free[/]")
-    note = "small sizes: figures say little about full size" if args.quick else "full size"
+        console.print(f"[yellow]about {need / 1e9:.0f} GB of disk needed, {free / 1e9:.0f} GB free[/]")
+    note = "small sizes, not comparable to full size" if args.quick else "full size"
     console.print(
         f"{note}; {sizes.rows:,} rows of {sizes.row_bytes} bytes, batches of {sizes.batch:,}, {sizes.budget >> 20} MB "
-        "of memory each.\nOurs and RocksDB read past the page cache (O_DIRECT); the page cache of every engine's files "
-        "is emptied before\neach timed batch (MADV_DONTNEED, POSIX_FADV_DONTNEED). The disk's host may cache for all."
+        "of memory each.\nOurs and RocksDB bypass the page cache (O_DIRECT); the page cache of every engine's files is "
+        "emptied before\neach timed batch (MADV_DONTNEED, POSIX_FADV_DONTNEED). The host of a virtual disk may cache."
     )
     results: Result = {}
     if args.json and Path(args.json).exists():
@@ -415,7 +412,7 @@ def main() -> None:
             else:
                 results[name] = run_floor(sizes, folder) if name == "floor" else run_growth(sizes, folder)
             if args.json:
-                record = {"environment": environment(["numpy", *(module for module, _ in RIVALS.values())])}
+                record = {"environment": environment(["numpy", *(module for module, _ in PEERS.values())])}
                 record |= {"sizes": dataclasses.asdict(sizes), "quick": args.quick, "results": results}
                 write_json(args.json, record, claims_of(results, sizes))
     finally:

@@ -1,23 +1,26 @@
-"""The training loop against itself in memory and against plain PyTorch: ratios measured in one run.
+"""The training loop: rows in memory against memory + SSD, and against plain PyTorch; the cost of checkpoints.
 
-    python benchmarks/train.py --quick                  under two minutes, small sizes
-    python benchmarks/train.py --json FILE              full size: half an hour, 12 GB of memory, 10 GB of disk
-    python benchmarks/train.py --only torch --json FILE    one piece; FILE gathers the pieces of one configuration
-
-Claims: ssd (a tenth of the rows in memory against all of them; overlap of the stages), torch (all in memory against
-nn.EmbeddingBag + torch.optim, FM and DNN), checkpoint (of 1 % dirty rows against all), every (share of the time that a
-checkpoint every so many steps takes). All rows exist before the first step. Sides take turns and see the same batches,
-made outside the timing; both have the same torch threads; figures are medians.
+Claims   ssd          10 % of the rows in memory + SSD >= 0.8 of the speed in memory; step time <= 1.15 of the slowest
+                      stage or of processor time / cores
+         torch        all rows in memory, against nn.EmbeddingBag + torch.optim: FM >= 2x, DNN >= 1x
+         checkpoint   save with 1 % dirty rows <= 3 % of the time of a full save
+         every        saves every N steps <= 5 % of the time
+Method   All rows exist before the first step. Both sides train the same batches, generated outside the timing, with the
+         same torch threads, alternating lap by lap; figures are medians. Losses must agree.
+Command  python benchmarks/train.py --quick                       small sizes, under two minutes
+         python benchmarks/train.py --json FILE                   full size: half an hour, 12 GB of DRAM, 10 GB of disk
+         python benchmarks/train.py --only torch --json FILE      one claim; FILE collects claims of equal sizes
 """
 
 from __future__ import annotations
 
-import thermocline as tc  # before torch, as a user is told to: OpenMP reads how to wait when torch loads it
+import thermocline as tc  # before torch: sets OMP_WAIT_POLICY, which OpenMP reads when torch loads it
 
 # isort: split
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -30,8 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Claim, console, environment, noise, print_claims, spread, write_json
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from common import Claim, console, environment, noise, print_claims, progress_bar, spread, write_json
 from train_sides import LR, Fm, Lap, Mlp, Ours, Plain, all_keys, same_start
 
 from thermocline.data.synthetic import SyntheticAds
@@ -45,20 +47,20 @@ Result = dict[str, Any]
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     keys: int
-    """Of the DNN's data; all have rows."""
+    """Keys of the DNN's data; all have rows."""
     preset: str
-    """Of the FM."""
+    """Preset of the FM's data."""
     batch: int
     warm: int
-    """Untimed laps before those with SSD: memory fills with what is popular, as it has in any but the first minute."""
+    """Untimed laps with SSD, in which the popular rows enter memory."""
     rounds: int
-    """Timed laps of each side."""
+    """Timed laps per side."""
     steps: int
-    """Of one lap."""
+    """Steps per lap."""
     saved_rows: int
-    """Of the checkpointed table."""
+    """Rows of the checkpointed table."""
     every: int
-    """Steps from checkpoint to checkpoint."""
+    """Steps between checkpoints."""
     checkpoints: int
 
 
@@ -88,12 +90,11 @@ QUICK = dataclasses.replace(
 
 
 @contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A live bar; yields a function that advances it."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
+def counted(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a progress bar; yields a function that adds one."""
+    number = itertools.count(1)
+    with progress_bar(title, total) as progress:
+        yield lambda: progress(next(number))
 
 
 def dnn_data(sizes: Sizes) -> SyntheticAds:
@@ -109,13 +110,13 @@ def lap_batches(ads: SyntheticAds, lap: int, steps: int) -> list[tc.Batch]:
 
 
 def in_memory(dim: int, keys: int) -> tc.Table:
-    """Room for every key."""
+    """Table with a budget for every key."""
     row = 8 * dim
     return tc.Table(dim, tc.Adagrad(lr=LR), mem=round(keys * (row + 56) * 1.05) + (32 << 20))
 
 
 def on_ssd(dim: int, keys: int, share: float, path: Path, sizes: Sizes) -> tc.Table:
-    """Room for a share of the keys, but at least for the batches in flight."""
+    """Table with a budget for `share` of the keys, but at least for the batches in flight."""
     table = in_memory(dim, keys)
     stats = table.dram.stats()
     table.close()
@@ -130,7 +131,7 @@ def summary(laps: list[Lap]) -> Result:
 
 
 def overlap(lap: Lap) -> float:
-    """Step time over what bounds it: the slowest stage, or all processor time spread over the cores."""
+    """Step time over its lower bound: the slowest stage, or processor time / cores."""
     cores = len(os.sched_getaffinity(0))
     return lap.seconds / max(*lap.stages.values(), lap.cpu_seconds / cores)
 
@@ -145,7 +146,7 @@ def run_ssd(sizes: Sizes, folder: Path) -> Result:
         "ssd": Ours(on_ssd(DIM, len(keys), 0.1, folder / "ssd", sizes), FIELDS, dnn(), depth=DEPTH),
     }
     laps: dict[str, list[Lap]] = {name: [] for name in sides}
-    with progress_bar("memory against memory + SSD", sizes.rounds + sizes.warm + 1) as advance:
+    with counted("memory against memory + SSD", sizes.rounds + sizes.warm + 1) as advance:
         for side in sides.values():
             side.fill(keys)
         advance()
@@ -162,14 +163,14 @@ def run_ssd(sizes: Sizes, folder: Path) -> Result:
     stats = {name: side.table.dram.stats() for name, side in sides.items()}
     hits = {name: (s.hits - before[name].hits, s.misses - before[name].misses) for name, s in stats.items()}
     if any(a.loss != b.loss for a, b in zip(*laps.values(), strict=True)):
-        raise SystemExit("the training with SSD differs from the one in memory: their losses are not the same bits")
+        raise SystemExit("wrong results: losses with SSD and in memory are not bit-identical")
     for side in sides.values():
         side.close()
     return {
         **{name: summary(values) for name, values in laps.items()},
         "overlap": {name: spread([overlap(lap) for lap in values]) for name, values in laps.items()},
         "memory_rows": {name: s.capacity for name, s in stats.items()},
-        "hit_rate": {name: found / (found + missed) for name, (found, missed) in hits.items()},
+        "hit_rate": {name: hit / (hit + missed) for name, (hit, missed) in hits.items()},
     }
 
 
@@ -180,11 +181,11 @@ def duel(title: str, ads: SyntheticAds, dim: int, top: Callable[[], torch.nn.Mod
     keys = all_keys(ads)
     ours = Ours(in_memory(dim, len(keys)), ads.fields, same_start(top), depth=DEPTH)
     laps: dict[str, list[Lap]] = {"ours": [], "torch": []}
-    with progress_bar(title, sizes.rounds + 2) as advance:
+    with counted(title, sizes.rounds + 2) as advance:
         ours.fill(keys)
         plain = Plain(ours.table.dram.initial_rows, keys, ads.fields, dim, same_start(top))
         advance()
-        for lap in range(sizes.rounds + 1):  # one untimed
+        for lap in range(sizes.rounds + 1):  # the first is untimed
             batches = lap_batches(ads, lap, sizes.steps)
             indexed = plain.indexed(batches)
             turns = [("ours", lambda b=batches: ours.run(b)), ("torch", lambda i=indexed: plain.run(i))]
@@ -194,11 +195,11 @@ def duel(title: str, ads: SyntheticAds, dim: int, top: Callable[[], torch.nn.Mod
                     laps[name].append(taken)
             advance()
     ours.close()
-    apart = max(abs(a.loss - b.loss) for a, b in zip(*laps.values(), strict=True))
-    if apart > 0.01:
-        raise SystemExit(f"{title}: the two trainings differ, their losses are {apart:.4f} apart")
+    difference = max(abs(a.loss - b.loss) for a, b in zip(*laps.values(), strict=True))
+    if difference > 0.01:
+        raise SystemExit(f"{title}: losses of ours and torch differ by {difference:.4f}")
     gc.collect()
-    return {**{name: summary(values) for name, values in laps.items()}, "losses_apart": apart}
+    return {**{name: summary(values) for name, values in laps.items()}, "losses_apart": difference}
 
 
 def run_torch(sizes: Sizes) -> Result:
@@ -213,7 +214,7 @@ def run_torch(sizes: Sizes) -> Result:
 
 
 def run_checkpoint(sizes: Sizes, folder: Path) -> Result:
-    """Saves of a table in memory with all rows dirty, and with 1 %."""
+    """Time saves of a table in memory with all rows dirty, and with 1 %."""
     table, model = in_memory(DIM, sizes.saved_rows), dnn()
     dense = torch.optim.Adagrad(model.parameters(), lr=LR)
     rng, seconds = np.random.default_rng(5), {"full": [], "dirty": []}
@@ -234,7 +235,7 @@ def run_checkpoint(sizes: Sizes, folder: Path) -> Result:
         checkpoints.save(step)
         seconds[kind].append(time.perf_counter() - start)
 
-    with progress_bar("checkpoints", 2) as advance:
+    with counted("checkpoints", 2) as advance:
         for _ in range(2):
             save("full", keys)
             for _ in range(5):
@@ -246,13 +247,13 @@ def run_checkpoint(sizes: Sizes, folder: Path) -> Result:
 
 
 def run_every(sizes: Sizes, folder: Path) -> Result:
-    """Training with a checkpoint every so many steps, while the pipeline runs ahead."""
+    """Time checkpoints during training, while the pipeline prefetches."""
     ads, keys = dnn_data(sizes), all_keys(dnn_data(sizes))
     side = Ours(on_ssd(DIM, len(keys), 0.1, folder / "every", sizes), FIELDS, dnn(), depth=DEPTH)
     checkpoints = tc.Checkpoints(folder / "every-run", [side.table], side.top, side.dense)
     shares, saves = [], []
     ads.examples = sizes.every * sizes.checkpoints * sizes.batch
-    with progress_bar(f"a checkpoint every {sizes.every} steps", sizes.checkpoints + 1) as advance:
+    with counted(f"a checkpoint every {sizes.every} steps", sizes.checkpoints + 1) as advance:
         side.fill(keys)
         checkpoints.save(0)
         advance()
@@ -315,13 +316,13 @@ def claims_of(results: Result) -> list[Claim]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, under two minutes")
-    parser.add_argument("--json", metavar="FILE", help="write results there; pieces of one configuration are gathered")
+    parser.add_argument("--json", metavar="FILE", help="write results to FILE, which collects claims of equal sizes")
     parser.add_argument("--keys", type=int, help="keys of the DNN's data")
-    parser.add_argument("--rounds", type=int, help="timed laps of each side")
-    parser.add_argument("--steps", type=int, help="steps of a lap")
+    parser.add_argument("--rounds", type=int, help="timed laps per side")
+    parser.add_argument("--steps", type=int, help="steps per lap")
     parser.add_argument("--torch-threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    parser.add_argument("--dir", help="folder for the data; default: a new one beside the other temporary files")
-    parser.add_argument("--only", help=f"some of {','.join(CLAIMS)}")
+    parser.add_argument("--dir", help="folder for the data; default: a temporary folder")
+    parser.add_argument("--only", help=f"comma-separated claims of {','.join(CLAIMS)}")
     return parser.parse_args()
 
 
@@ -334,10 +335,10 @@ def main() -> None:
     if unknown := set(wanted) - set(CLAIMS):
         raise SystemExit(f"--only {','.join(unknown)}: choose from {','.join(CLAIMS)}")
     torch.set_num_threads(args.torch_threads)
-    torch.sparse.check_sparse_tensor_invariants.disable()  # as it is by default, but then with a warning
+    torch.sparse.check_sparse_tensor_invariants.disable()  # the default, set explicitly to avoid a warning
     folder = Path(args.dir or tempfile.mkdtemp(prefix="thermocline-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
-    note = "small sizes: figures say little about full size" if args.quick or given else "full size"
+    note = "small sizes, not comparable to full size" if args.quick or given else "full size"
     console.print(
         f"{note}; DNN {'x'.join(map(str, HIDDEN))}, {FIELDS} fields, {sizes.keys:,} keys, Zipf {ZIPF}, batches of "
         f"{sizes.batch}; FM preset {sizes.preset};\nAdagrad everywhere; {args.torch_threads} torch threads; "
@@ -348,7 +349,7 @@ def main() -> None:
     if args.json and Path(args.json).exists():
         old = json.loads(Path(args.json).read_text())
         results = old["results"] if old["sizes"] == setup else {}
-    pieces = {
+    runs = {
         "ssd": lambda: run_ssd(sizes, folder),
         "torch": lambda: run_torch(sizes),
         "checkpoint": lambda: run_checkpoint(sizes, folder),
@@ -357,10 +358,10 @@ def main() -> None:
     try:
         for name in wanted:
             with noise() as busy:
-                fresh = pieces[name]()
-            results[name] = {**fresh, **busy}
+                result = runs[name]()
+            results[name] = {**result, **busy}
             if busy["others_cpu"] > 0.1:
-                console.print(f"[yellow]{name}: others used {busy['others_cpu']:.0%} of the machine meanwhile[/]")
+                console.print(f"[yellow]{name}: other processes used {busy['others_cpu']:.0%} of the cores[/]")
             if args.json:
                 record = {"environment": environment(["thermocline", "numpy", "torch"]), "sizes": setup}
                 write_json(args.json, {**record, "quick": args.quick, "results": results}, claims_of(results))

@@ -1,4 +1,4 @@
-"""The trainings that benchmarks/train.py compares: ours, and the same models in plain PyTorch."""
+"""Trainings that benchmarks/train.py compares: ours, and the same models in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from thermocline.data.synthetic import SyntheticAds
 from thermocline.pipeline.executor import StageStats
 
 LR = 0.05
-CHUNK = 1 << 18  # keys at a time while tables are filled
+CHUNK = 1 << 18
+"""Keys per call while tables are filled."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lap:
-    """Some steps of one side."""
+    """Timed steps of one side."""
 
     steps: int
     examples: int
@@ -30,7 +31,7 @@ class Lap:
     cpu_seconds: float
     loss: float
     stages: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Busy seconds of each pipeline stage."""
+    """Busy seconds per pipeline stage."""
 
     @property
     def rate(self) -> float:
@@ -58,7 +59,7 @@ class Mlp(torch.nn.Module):
 
 
 class Fm(torch.nn.Module):
-    """Factorisation machine: the first of a row's weights is linear, the others are the factors."""
+    """Factorization machine: the first weight of a row is linear, the others are factors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Fm(torch.nn.Module):
 
 
 def all_keys(ads: SyntheticAds) -> np.ndarray:
-    """Every key of the data, field by field."""
+    """All keys of the data, field by field."""
     return ads.some_keys(0, sum(ads.keys))
 
 
@@ -87,7 +88,7 @@ def pieces(keys: np.ndarray) -> Iterator[np.ndarray]:
 
 
 class Ours:
-    """A table with all its rows there, and a model on it."""
+    """A table of thermocline and a model on it."""
 
     def __init__(self, table: tc.Table, fields: int, top: torch.nn.Module, *, depth: int = 4) -> None:
         self.table, self.top, self.depth = table, top, depth
@@ -95,7 +96,7 @@ class Ours:
         self.dense = torch.optim.Adagrad(top.parameters(), lr=LR)
 
     def fill(self, keys: np.ndarray) -> None:
-        """As if every key had been trained: rows are in the store, or in memory where there is none."""
+        """Insert the initial rows of `keys`: into the store, or into memory without a store."""
         for piece in pieces(keys):
             rows = self.table.dram.initial_rows(piece)
             if self.table.store is None:
@@ -127,7 +128,7 @@ class Ours:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Indexed:
-    """A batch for nn.EmbeddingBag: row numbers instead of keys."""
+    """Batch for nn.EmbeddingBag: row numbers instead of keys."""
 
     rows: torch.Tensor
     offsets: torch.Tensor
@@ -135,10 +136,10 @@ class Indexed:
 
 
 class Plain:
-    """nn.EmbeddingBag with sparse gradients, torch.optim.Adagrad: a row for each key, found by number, not by hash."""
+    """nn.EmbeddingBag with sparse gradients and torch.optim.Adagrad: a row per key, addressed by number."""
 
     def __init__(self, initial: Any, keys: np.ndarray, fields: int, dim: int, top: torch.nn.Module) -> None:
-        self.keys = np.sort(keys)  # keys are hashed, so neighbours here are no neighbours in popularity
+        self.keys = np.sort(keys)  # keys are hashed: adjacent rows differ in popularity
         self.fields, self.dim, self.top = fields, dim, top
         weights = torch.empty(len(keys), dim)
         for first in range(0, len(keys), CHUNK):
@@ -178,6 +179,6 @@ def train_step(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def same_start(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """A model with the same weights at every call."""
+    """Model with equal initial weights at every call."""
     torch.manual_seed(0)
     return make()

@@ -66,7 +66,7 @@ def _predict(setup: Setup, work: Work) -> Json:
     from thermocline.planner.cost_model import predict
     from thermocline.planner.workload import cluster_of, workload_of
 
-    node = measure(work.folder, on=1)  # as each rank has: kernels by several threads cost more
+    node = measure(work.folder, num_cores=1)  # as each rank has: kernels by several threads cost more
     wanted = config(setup, 1)
     load = workload_of(wanted)
 

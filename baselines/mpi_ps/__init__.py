@@ -1,16 +1,15 @@
-"""The classic answer to tables larger than one machine's memory: a parameter server in the RAM of MPI's ranks.
+"""In-memory parameter server on MPI: rows are sharded over the DRAM of the ranks.
 
-Every rank is worker and server. Keys are owned by hash; no row is ever anywhere else. Per step a rank
+Every rank is worker and server. A key is owned by the rank of its hash; a row exists at its owner only. One step:
 
-1. reads its share of the mini-batch and dedups it,                       read, collect
-2. asks the owners for the unique keys; owners dedup and pin them,        plan: Alltoall of counts, Alltoallv of keys
-3. gets their weights,                                                    pull: Alltoallv of rows
-4. runs the model forward and backward,                                   compute
-5. sends one gradient per unique key to its owner, which adds them        push: Alltoallv, then one update per key
-   in rank order and applies the optimizer once,
-6. adds up the dense gradients of all ranks and steps.                    dense: Iallreduce, begun before the push
+1. read this rank's part of the mini-batch and deduplicate its ids         stages read, collect
+2. send the unique keys to their owners, which pin their rows              plan: Alltoall of counts, Alltoallv of keys
+3. receive the weights of these keys                                       pull: Alltoallv of rows
+4. forward and backward                                                    compute
+5. send one gradient per unique key to its owner, which adds them in       push: Alltoallv, then one update per key
+   rank order and applies the optimizer once
+6. sum the dense gradients of all ranks, dense optimizer step              dense: Iallreduce, started before the push
 
-Reading, dedup and key exchange of the next steps run ahead on threads of their own (`train.depth`), the last on a
-communicator of its own. Rows and gradients move within their step: nothing is ever stale. It has no tier below memory
-and no checkpoints.
+Steps 1 and 2 of later mini-batches run ahead on pipeline threads (`train.depth`), with a separate communicator. Rows
+and gradients move within their step, so no row is stale. There is no tier below DRAM and there are no checkpoints.
 """

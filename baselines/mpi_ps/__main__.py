@@ -1,4 +1,4 @@
-"""`mpirun -n N python -m baselines.mpi_ps config.toml`: the config of `thermocline train`, trained by N ranks."""
+"""`mpirun -n N python -m baselines.mpi_ps config.toml`: train a config of `thermocline train` with N ranks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from thermocline.errors import ConfigError
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m baselines.mpi_ps", description=__doc__)
-    parser.add_argument("config", help="as of `thermocline train`; tiers.mem is per rank, tiers.ssd is not used")
+    parser.add_argument("config", help="config of `thermocline train`; tiers.mem is per rank, tiers.ssd is ignored")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="such as train.lr=0.01")
-    parser.add_argument("--seconds", type=float, help="train for about as long, if the config does not end before")
+    parser.add_argument("--seconds", type=float, help="stop training after about this many seconds")
     args = parser.parse_args()
     comm = MPI.COMM_WORLD
     config = Config.load(args.config, args.set)
     job = Job(config, seconds=args.seconds)
     if comm.rank == 0:
-        unused = ", tiers.ssd is not used: all rows must fit tiers.mem" if config.tiers.ssd is not None else ""
-        print(f"{comm.size} ranks with {job.threads} threads each, {config.tiers.mem} for rows{unused}", flush=True)
+        note = "; tiers.ssd is ignored: all rows must fit tiers.mem" if config.tiers.ssd is not None else ""
+        print(f"{comm.size} ranks with {job.threads} threads each, {config.tiers.mem} for rows{note}", flush=True)
     row = job.fit()
     if row is not None:
         print(json.dumps(row))
 
 
 if __name__ == "__main__":
-    # One rank's error ends all: the others wait for it in a collective.
+    # An error of one rank aborts all ranks: the others would wait for it in a collective.
     try:
         main()
     except SystemExit:

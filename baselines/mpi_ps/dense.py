@@ -1,4 +1,4 @@
-"""Dense gradients of all ranks, added up by MPI while the sparse ones travel."""
+"""Sum of the dense gradients of all ranks, by MPI, concurrent with the exchange of row gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 
 class DenseSum:
-    """One flat buffer: all gradients, then the loss. Its sum is begun before the push and waited for after it."""
+    """Sums one flat buffer (all gradients, then the loss); started before the push, completed after it."""
 
     def __init__(self, comm: MPI.Comm, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._comm = comm
@@ -21,10 +21,10 @@ class DenseSum:
         self._request: MPI.Request | None = None
 
     def begin(self, loss: float, weight: float) -> None:
-        """Of this rank's examples; weight 0: it had none."""
+        """Start the sum; `weight` scales this rank's gradients and loss, and is 0 for a rank without examples."""
         self._loss = loss
         if self._comm.size == 1:
-            return  # the gradients are where they should be
+            return  # the gradients are already in place
         if weight == 0:
             self._flat.zero_()
         else:
@@ -36,7 +36,7 @@ class DenseSum:
         self._request = self._comm.Iallreduce(MPI.IN_PLACE, self._flat.numpy())
 
     def finish(self) -> float:
-        """Every parameter's gradient is now the mean over all ranks; returns that of the loss."""
+        """Wait for the sum, set every gradient to the mean over all ranks, and return the mean loss."""
         if self._request is not None:
             self._request.Wait()
             self._request = None

@@ -1,4 +1,4 @@
-"""`Job`: one rank of a training; every rank makes one of the same config and calls the same methods."""
+"""`Job`: one rank of a training. Collective: every rank creates a job of one config and calls the same methods."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import thermocline  # noqa: F401  (before torch: its waiting threads then leave the cores to others)
+import thermocline  # noqa: F401  (before torch: sets OMP_WAIT_POLICY, so that waiting threads do not spin)
 
 # isort: split
 import torch
 from mpi4py import MPI
 
 from baselines.mpi_ps.dense import DenseSum
+from baselines.mpi_ps.input_shard import check_config, open_shard
 from baselines.mpi_ps.route import Router
-from baselines.mpi_ps.share import check, open_share
-from baselines.mpi_ps.table import Planned, PsTable
+from baselines.mpi_ps.table import PsTable, StepPlan
 from thermocline.batch import Batch
 from thermocline.config.schema import Config
 from thermocline.data.open import check_paths, has_split
@@ -37,29 +37,29 @@ PHASES = ("wait", "pull", "compute", "push", "dense")
 
 
 class Job:
-    """Trains a config's model. Row budgets are per rank; threads are the cores over the ranks that share them.
+    """Trains the model of a config. The row budget is per rank; threads default to cores / ranks of the machine.
 
-    seconds   of training, after which no rank begins another mini-batch; none: all that the config says
+    seconds   training time after which no rank starts another mini-batch; default: the end of the config
     """
 
     def __init__(self, config: Config, comm: MPI.Intracomm = MPI.COMM_WORLD, *, seconds: float | None = None) -> None:
         self.config = config = config.resolve()
-        check(config, comm.size)
+        check_config(config, comm.size)
         self.comm, self.rank, self.ranks = comm.Dup(), comm.rank, comm.size
-        self._ahead = comm.Dup()  # collectives of two threads must not meet on one communicator
-        self._aside = comm.Dup()
-        several = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self.depth = config.train.depth if several else 1
-        self.threads = config.tiers.threads or _cores_each(comm)
+        # Collectives of different threads need different communicators.
+        self._plan_comm, self._eval_comm = comm.Dup(), comm.Dup()
+        multi_threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.depth = config.train.depth if multi_threaded else 1
+        self.threads = config.tiers.threads or _cores_per_rank(comm)
         torch.set_num_threads(config.train.torch_threads or self.threads)
         if not has_split(config.data, "train"):
-            raise ConfigError("data.train is missing: it must name at least one file")
+            raise ConfigError("data.train is missing: name at least one file")
         check_paths(config.data, ["train", "valid", "test"])
-        train: Any = open_share(config, "train", self.rank, self.ranks, None)
+        train: Any = open_shard(config, "train", self.rank, self.ranks, None)
         self.train_data = train
         features = getattr(train, "features", None)
-        self.valid_data = open_share(config, "valid", self.rank, self.ranks, features)
-        self.test_data = open_share(config, "test", self.rank, self.ranks, features)
+        self.valid_data = open_shard(config, "valid", self.rank, self.ranks, features)
+        self.test_data = open_shard(config, "test", self.rank, self.ranks, features)
         seed = config.train.seed
         torch.manual_seed(seed)
         self.table = PsTable(
@@ -77,13 +77,13 @@ class Job:
         self._dense = DenseSum(self.comm, [p for group in groups for p in group["params"]])
         self._rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         if self.rank:
-            torch.manual_seed(seed + self.rank)  # every rank drops out others; the first, those of a single process
+            torch.manual_seed(seed + self.rank)  # dropout differs between ranks; rank 0 equals a single process
         self.step = self.epoch = self.examples = 0
         self._limit = seconds
         self.seconds = 0.0
-        """Of training: evaluation is not counted."""
+        """Training time, without evaluation."""
         self.phases = dict.fromkeys(PHASES, 0.0)
-        """Seconds of the training thread, by what it did."""
+        """Seconds of the training thread per phase."""
         self._logged = (0, 0.0)
         self._loss = 0.0
         self._metrics = StreamingMetrics()
@@ -92,7 +92,7 @@ class Job:
     # ---- training
 
     def fit(self) -> Row | None:
-        """Trains and tests as the config says; writes metrics.jsonl. Returns the test's line, on the first rank."""
+        """Train and test, and write metrics.jsonl. Return the line of the test on rank 0, None on other ranks."""
         train = self.config.train
         self._begin()
         while self.epoch < train.epochs and (train.steps is None or self.step < train.steps):
@@ -110,8 +110,8 @@ class Job:
         every, before = self.config.train.valid_every, self.step
         self.comm.Barrier()
         since = time.perf_counter()
-        data = itertools.takewhile(lambda batch: not self._over(), self.train_data)
-        with self._planned(data, self._ahead, training=True, steps=steps) as pipeline:
+        data = itertools.takewhile(lambda batch: not self._time_is_up(), self.train_data)
+        with self._planned(data, self._plan_comm, training=True, steps=steps) as pipeline:
             for work in self._until_all_end(pipeline):
                 self._phase("wait", since)
                 self.train_step(work)
@@ -122,21 +122,21 @@ class Job:
                     self._validate()
                 since = time.perf_counter()
         if self.step == before:
-            raise ConfigError("the training data has no examples")
+            raise ConfigError("data.train has no examples")
         if steps is None or self.step - before < steps:
             self.epoch += 1
             if every is None:
                 self._validate()
 
-    def _over(self) -> bool:
-        """Each rank by its own clock: the last mini-batches lack the examples of those that end first."""
+    def _time_is_up(self) -> bool:
+        """Whether this rank stops, by its own clock: the last mini-batches lack examples of ranks that stop first."""
         return self._limit is not None and self.seconds >= self._limit and self.step >= 2 * self.config.train.log_every
 
-    def train_step(self, work: Planned) -> None:
-        """One mini-batch of all ranks: pull, forward and backward, push."""
+    def train_step(self, work: StepPlan) -> None:
+        """Train one mini-batch of all ranks: pull, forward and backward, push."""
         table, start = self.table, time.perf_counter()
         self._set_rates()
-        table.fetch(work)
+        table.pull(work)
         start = self._phase("pull", start)
         loss = 0.0
         if work.batch is not None:
@@ -171,53 +171,53 @@ class Job:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
 
-    # ---- what is planned ahead
+    # ---- planning ahead
 
     def _planned(
         self, data: Iterable[Batch], comm: MPI.Comm, *, training: bool, steps: int | None = None
-    ) -> Pipeline[Planned]:
-        """Steps in order, keys exchanged. Ranks end together, so those whose data ends first go on with nothing."""
-        router, over = Router(comm, self.threads), False
+    ) -> Pipeline[StepPlan]:
+        """Plan steps ahead, in order. All ranks end together: a rank without data left continues without batches."""
+        router, ended = Router(comm, self.threads), False
 
-        def plan(work: Planned) -> Planned:
-            nonlocal over
-            if not over:
+        def plan(work: StepPlan) -> StepPlan:
+            nonlocal ended
+            if not ended:
                 self.table.plan(work, router, training=training)
-                over = work.total == 0
+                ended = work.total == 0
             return work
 
         batches: Iterator[Batch | None] = itertools.chain(data, itertools.repeat(None))
-        source = (Planned(batch) for batch in itertools.islice(batches, steps))
-        stages: list[tuple[str, Callable[[Any], Any]]] = [("collect", self.table.gather), ("plan", plan)]
-        return Pipeline(source, stages, depth=self.depth, finish=Planned.release)
+        source = (StepPlan(batch) for batch in itertools.islice(batches, steps))
+        stages: list[tuple[str, Callable[[Any], Any]]] = [("collect", self.table.deduplicate), ("plan", plan)]
+        return Pipeline(source, stages, depth=self.depth, finish=StepPlan.release)
 
     @staticmethod
-    def _until_all_end(pipeline: Iterable[Planned]) -> Iterator[Planned]:
+    def _until_all_end(pipeline: Iterable[StepPlan]) -> Iterator[StepPlan]:
         return itertools.takewhile(lambda work: work.total > 0, pipeline)
 
     # ---- evaluation and figures
 
     def evaluate(self, data: Iterable[Batch]) -> Row:
-        """Exact metrics over all ranks' shares, the same on every rank. Changes nothing."""
+        """Exact metrics over the data of all ranks, equal on every rank. Changes no row."""
         metrics = ExactMetrics()
-        for buffer in self.model.buffers():  # batch norm's statistics are of a rank's own examples: the first's count
+        for buffer in self.model.buffers():  # batch norm statistics are per rank: those of rank 0 are used
             self.comm.Bcast(buffer.data.numpy(), root=0)
         self.model.eval()
-        with torch.no_grad(), self._planned(data, self._aside, training=False) as pipeline:
+        with torch.no_grad(), self._planned(data, self._eval_comm, training=False) as pipeline:
             for work in self._until_all_end(pipeline):
-                self.table.fetch(work)
+                self.table.pull(work)
                 if work.batch is not None:
                     metrics.update(self.model(work.batch), torch.as_tensor(work.batch.label, dtype=torch.float32))
         self.model.train()
-        figures: Row = self._of_all(metrics).compute()
+        figures: Row = self._merge_metrics(metrics).compute()
         return figures
 
-    def _of_all(self, metrics: M) -> M:
-        """What all ranks have seen."""
-        first, *others = self.comm.allgather(metrics)
+    def _merge_metrics(self, metrics: M) -> M:
+        """Metrics over all ranks."""
+        merged, *others = self.comm.allgather(metrics)
         for other in others:
-            first.merge(other)
-        return first  # type: ignore[no-any-return]
+            merged.merge(other)
+        return merged  # type: ignore[no-any-return]
 
     def _validate(self) -> None:
         if self.valid_data is not None:
@@ -227,7 +227,7 @@ class Job:
         (examples, seconds), every = self._logged, self.config.train.log_every
         figures = {
             "loss": self._loss / every,
-            **self._of_all(self._metrics).compute(),
+            **self._merge_metrics(self._metrics).compute(),
             "examples_per_s": (self.examples - examples) / (self.seconds - seconds),
             "examples": self.examples,
             "phases": dict(self.phases),
@@ -244,16 +244,16 @@ class Job:
     def _write(self, event: str, figures: Row) -> Row | None:
         if self.rank:
             return None
-        where = {"step": self.step, "epoch": self.epoch, "ranks": self.ranks, "seconds": self.seconds}
-        row: Row = finite({"event": event, **where, **figures})
+        position = {"step": self.step, "epoch": self.epoch, "ranks": self.ranks, "seconds": self.seconds}
+        row: Row = finite({"event": event, **position, **figures})
         with self._lines.open("a") as file:
             file.write(json.dumps(row) + "\n")
         return row
 
 
-def _cores_each(comm: MPI.Intracomm) -> int:
-    """Cores over the ranks of this machine; fewer where the rank is bound to fewer."""
-    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    ranks = int(here.size)
-    here.Free()
+def _cores_per_rank(comm: MPI.Intracomm) -> int:
+    """Cores of the machine / its ranks, at most the cores that this rank may use."""
+    machine = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    ranks = int(machine.size)
+    machine.Free()
     return max(1, min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks))

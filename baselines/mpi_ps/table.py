@@ -1,4 +1,4 @@
-"""`PsTable`: a table whose rows lie in the memory of their owners, one shard per rank."""
+"""`PsTable`: a table sharded over the DRAM of the ranks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from thermocline.embedding.table_spec import TableSpec
 from thermocline.tiers.dram import DramTier, Pins
 from thermocline.tiers.dram_backend import DramBackend, DramBag, DramBatchPlan
 
-NOTHING = np.empty(0, np.uint64)
+NO_KEYS = np.empty(0, np.uint64)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Planned:
-    """A rank's share of one step, with everything known that does not depend on the rows' values."""
+class StepPlan:
+    """One step of this rank: everything that does not depend on the values of rows."""
 
     batch: Batch | None
-    """None: the rank has no examples left, and serves others."""
+    """None: the rank has no examples left and only serves other ranks."""
     inputs: BagInputs | None = None
     working_set: WorkingSet | None = None
     route: Route | None = None
     pins: Pins | None = None
-    """Of the rows this owner gives; none: they are only read."""
-    asked: Slots | None = None
-    """Per key that was asked for: where its row is pinned."""
+    """Pins of the requested rows of this owner; None in evaluation."""
+    requested_slots: Slots | None = None
+    """Per requested key: slot of its row."""
     prepared: DramBatchPlan | None = None
 
     @property
@@ -48,7 +48,7 @@ class Planned:
 
     @property
     def weight(self) -> float:
-        """The share's size over the ranks' mean: a rank's loss is the mean over its own examples."""
+        """Examples of this rank / mean over ranks: the loss of a rank is the mean over its examples."""
         assert self.route is not None
         return self.examples * len(self.route.examples) / self.total
 
@@ -59,10 +59,11 @@ class Planned:
 
 
 class PsBackend(DramBackend):
-    """Pools rows that `PsTable.fetch` has received. They have no optimizer state."""
+    """Pools rows that `PsTable.pull` has received."""
 
     def __init__(self, spec: TableSpec) -> None:
         super().__init__(spec)
+        # Received rows have no optimizer state: kernels of a tier without state pool them.
         self._stateless = DramTier(spec.dim, SGD(lr=1), budget="1MB", threads=spec.threads)
 
     def pool(self, plan: DramBatchPlan, bag: DramBag) -> torch.Tensor:
@@ -75,9 +76,9 @@ class PsBackend(DramBackend):
 
 
 class PsTable(Table):
-    """As `tc.Table` to models and bags; `plan`, `fetch` and `push` take the place of `prepare` and `step`.
+    """A `tc.Table` for models and bags, with `plan`, `pull` and `push` instead of `prepare` and `step`.
 
-    All three are collective: every rank calls them equally often. `plan` may run on another thread than the others.
+    These three are collective: every rank calls them equally often. `plan` may run on another thread than the others.
     """
 
     backend: PsBackend
@@ -91,61 +92,61 @@ class PsTable(Table):
 
     # ---- ahead of the step
 
-    def gather(self, work: Planned) -> Planned:
-        """The share's unique keys. Not collective."""
+    def deduplicate(self, work: StepPlan) -> StepPlan:
+        """Collect the unique keys of the batch. Not collective."""
         if work.batch is not None:
             window = self.backend.stage([self.inputs(work.batch)])
             work.inputs, work.working_set = window.inputs[0], window.working_sets[0]
         return work
 
-    def plan(self, work: Planned, router: Router, *, training: bool) -> Planned:
-        """Exchanges keys; owners pin the rows they will be asked for, or only look at them."""
-        keys = NOTHING if work.working_set is None else work.working_set.keys
+    def plan(self, work: StepPlan, router: Router, *, training: bool) -> StepPlan:
+        """Exchange keys; in training, pin the rows requested from this owner."""
+        keys = NO_KEYS if work.working_set is None else work.working_set.keys
         work.route = route = router.route(keys, work.examples)
         if training:
-            work.pins = self.dram.pin(route.asked.keys)
-            work.asked = work.pins.slots()[route.asked.inverse]
+            work.pins = self.dram.pin(route.requested.keys)
+            work.requested_slots = work.pins.slots()[route.requested.inverse]
         if work.inputs is not None and work.working_set is not None:
-            # The pins are of the keys that other ranks use here: this rank's gradients own them until the push.
-            work.prepared = self.backend.plan_batch(work.inputs, work.working_set, route.places, work.pins)
+            # The pins of requested keys stand for those of this rank's keys: gradients hold them until the push.
+            work.prepared = self.backend.plan_batch(work.inputs, work.working_set, route.reply_index, work.pins)
         return work
 
     # ---- the step
 
-    def fetch(self, work: Planned) -> None:
-        """The weights of the share's keys, as they are now, from their owners."""
+    def pull(self, work: StepPlan) -> None:
+        """Receive the current weights of this rank's keys from their owners."""
         assert work.route is not None
-        route, asked = work.route, len(work.route.asked.inverse)
-        if work.asked is not None:
-            out = self._rows_out.take(asked, self.dim)
-            self.dram.core.pool(work.asked, None, None, False, out)
+        route, requested = work.route, work.route.requested
+        if work.requested_slots is not None:
+            reply = self._rows_out.take(len(requested.inverse), self.dim)
+            self.dram.core.pool(work.requested_slots, None, None, False, reply)
         else:
-            out = self.dram.read(route.asked.keys)[route.asked.inverse, : self.dim]
-        rows = self._rows_in.take(len(route.places), self.dim)
-        exchange(self._comm, out, route.received, rows, route.sent)
+            reply = self.dram.read(requested.keys)[requested.inverse, : self.dim]
+        rows = self._rows_in.take(len(route.reply_index), self.dim)
+        exchange(self._comm, reply, route.recv_counts, rows, route.send_counts)
         if work.batch is not None and work.prepared is not None:
             work.batch.prepared[self] = dataclasses.replace(work.prepared, rows=rows)
 
-    def push(self, work: Planned) -> None:
-        """The gradients of the share's keys to their owners, which add them up in rank order and update once."""
+    def push(self, work: StepPlan) -> None:
+        """Send the gradients of this rank's keys to their owners, which add them in rank order and update once."""
         route = work.route
         assert route is not None
         assert work.pins is not None
-        sums = self._sums.take(len(route.places), self.dim)
+        sums = self._sums.take(len(route.reply_index), self.dim)
         if work.batch is not None:
             self.reduce_gradients()
             assert self._reduced is not None
-            rows, values = self._reduced.slots.numpy(), self._reduced.values.numpy()
-            if len(rows) != len(sums):
-                raise ValueError(f"{len(sums) - len(rows)} keys got no gradient: every bag must be part of the loss")
-            sums[rows] = values
+            index, key_sums = self._reduced.slots.numpy(), self._reduced.values.numpy()
+            if len(index) != len(sums):
+                raise ValueError(f"{len(sums) - len(index)} keys have no gradient: every bag must be part of the loss")
+            sums[index] = key_sums
             if work.weight != 1:
                 sums *= np.float32(work.weight)
         self.discard_gradients()
-        asked, slots = route.asked, work.pins.slots()
-        grads = self._rows_out.take(len(asked.inverse), self.dim)
-        exchange(self._comm, sums, route.sent, grads, route.received)
+        requested, slots = route.requested, work.pins.slots()
+        grads = self._rows_out.take(len(requested.inverse), self.dim)
+        exchange(self._comm, sums, route.send_counts, grads, route.recv_counts)
         self.step_count += 1
         step = self.dram.step(self.step_count, self.lr, 1 / self._comm.size)
         self.dram.core.mark_dirty(slots)
-        self.dram.core.update(slots, asked.starts, asked.order, None, grads, step)
+        self.dram.core.update(slots, requested.starts, requested.order, None, grads, step)

@@ -1,4 +1,4 @@
-"""One rank of the tests: `mpirun -n N python ranks.py CONFIG...` trains each config and leaves its rows beside it."""
+"""One rank of the tests: `mpirun -n N python ranks.py CONFIG...` trains each config and saves rows and weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main() -> None:
         keys = np.concatenate([piece[0].copy() for piece in pieces])
         rows = np.concatenate([piece[1].copy() for piece in pieces])
         dense = np.concatenate([p.detach().numpy().reshape(-1) for p in job.model.parameters()])
-        job.table.dram.check()  # nothing is pinned any more
+        job.table.dram.check()  # no row is pinned
         np.savez(Path(name).with_suffix(f".{job.rank}.npz"), keys=keys, rows=rows, dense=dense)
         if row is not None:
             Path(name).with_suffix(".json").write_text(json.dumps(row))

@@ -1,8 +1,8 @@
-"""A machine with round figures, for tests of `thermocline plan`."""
+"""Hardware with round figures, for tests of the planner."""
 
 from __future__ import annotations
 
-from thermocline.planner.hardware import Cpu, Disk, Gpu, Hardware, Links
+from thermocline.planner.hardware import Cpu, Disk, Gpu, Hardware, LinkSpeeds
 
 CPU = Cpu(
     cores=4,
@@ -19,22 +19,22 @@ CPU = Cpu(
     apply_row_ns=4.0,
     apply_float_ns=1.0,
     apply_tail_ns=0.5,
-    network_ms=0.1,
+    dense_reference_ms=0.1,
     example_ns=50.0,
     step_us=1000.0,
-    ahead_us=400.0,
-    ask_key_ns=20.0,
-    ask_us=100.0,
+    prefetch_us=400.0,
+    route_key_ns=20.0,
+    route_us=100.0,
     exchange_key_ns=30.0,
     exchange_float_ns=4.0,
     exchange_us=200.0,
-    average_float_ns=3.0,
-    average_us=50.0,
+    allreduce_float_ns=3.0,
+    allreduce_us=50.0,
 )
 DISK = Disk(
     read_us=4.0, page_us=1.0, page_bytes=4096, write_gbs=0.5, write_amplification=5.0, miss_row_ns=5000.0,
-    miss_page_ns=1000.0, miss_own=0.5,
+    miss_page_ns=1000.0, miss_thread_share=0.5,
 )  # fmt: skip
-LINKS = Links(node_gbs=10.0, node_us=10.0, network_gbs=1.0, network_us=50.0, data_gbs=1.0)
+LINKS = LinkSpeeds(node_gbs=10.0, node_us=10.0, network_gbs=1.0, network_us=50.0, data_gbs=1.0)
 GPU = Gpu(count=2, memory=10**10, hbm_gbs=1000.0, random_gbs=500.0, tflops=10.0, step_us=1000.0, host_gbs=10.0)
-NODE = Hardware(name="round", source="made up", cpu=CPU, disk=DISK, links=LINKS, gpu=GPU)
+NODE = Hardware(name="round", source="test figures", cpu=CPU, disk=DISK, links=LINKS, gpu=GPU)

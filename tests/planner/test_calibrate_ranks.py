@@ -1,4 +1,4 @@
-"""Two ranks of this machine, measured."""
+"""Errors of measuring with two ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from thermocline.errors import ThermoclineError
-from thermocline.planner.calibrate_ranks import measure_pair
+from thermocline.planner.calibrate_ranks import measure_ranks
 
 
-def test_a_rank_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rank_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(ThermoclineError, match="two ranks on this machine: one ended with 1"):
-        measure_pair(limit=20)
+    with pytest.raises(ThermoclineError, match="measuring two ranks failed: a rank exited with status 1"):
+        measure_ranks(timeout=20)

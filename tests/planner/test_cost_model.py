@@ -1,4 +1,4 @@
-"""Predictions against sums by hand, and how they move with the cluster."""
+"""Predicted costs against sums computed by hand, and their dependence on the cluster."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from helpers.planner import CPU, DISK, LINKS, NODE
 
-from thermocline.planner.cache_model import Popularity
-from thermocline.planner.cost_model import KEPT_BUSY, Cluster, Prediction, Workload, predict
-from thermocline.planner.hardware import Hardware, paper_node, tail_of
+from thermocline.planner.cache_model import KeyDistribution
+from thermocline.planner.cost_model import MAX_CORE_UTILIZATION, Cluster, CostTerm, StepCost, Workload, predict
+from thermocline.planner.hardware import Hardware, paper_node, scalar_tail
 
-# 2 keys in every example, and 8 of 8000 others: unique keys of n examples are 2 + 8000 * (1 - 0.999^n).
-POPULARITY = Popularity(np.array([2.0, 8000.0]), np.array([1.0, 0.001]))
+# 2 keys in every example, and 8 of 8000 others on average: U(n) = 2 + 8000 * (1 - 0.999^n).
+KEYS = KeyDistribution(np.array([2.0, 8000.0]), np.array([1.0, 0.001]))
 WORK = Workload(
-    name="hand",
-    popularity=POPULARITY,
+    name="by hand",
+    key_distribution=KEYS,
     fields=10,
     dim=8,
     row_bytes=64,
@@ -26,9 +26,9 @@ WORK = Workload(
     floats=1000.0,
     step_floats=100.0,
     dense_parameters=10_000,
-    network=3.0,
-    network_shared=0.75,
-    network_alone=2.0,
+    dense_time=3.0,
+    dense_parallel_share=0.75,
+    dense_time_1_thread=2.0,
     batch=100,
     read_ns=300.0,
 )
@@ -38,33 +38,38 @@ def unique(examples: float) -> float:
     return 2 + 8000 * (1 - 0.999**examples)
 
 
-def seconds(prediction: Prediction, what: str) -> float:
-    (found,) = [term.seconds for term in prediction.terms if what in term.what]
-    return found
+def term_of(cost: StepCost, description: str) -> CostTerm:
+    (term,) = [term for term in cost.terms if description in term.description]
+    return term
 
 
-def test_all_in_memory_is_the_sum_of_its_parts_over_the_cores() -> None:
+def seconds(cost: StepCost, description: str) -> float:
+    return term_of(cost, description).seconds
+
+
+def test_step_in_dram_is_the_sum_of_its_terms_over_the_cores() -> None:
     prediction = predict(WORK, Cluster(), NODE)
     rows = unique(100)
-    ahead = 100 * 300 + 1000 * (10 + 5) + rows * 50 + 1e3 * 400
+    prefetch = 100 * 300 + 1000 * (10 + 5) + rows * 50 + 1e3 * 400
     shared = 1000 * (2 + 8 * 0.5) * 2 + rows * (4 + 16 * 1)
     shared += 0.75 * 3 * 0.1e6
-    alone = 0.25 * 3 * 0.1e6 + 100 * 50 + 1e3 * 1000  # one thread's
-    assert prediction.processor_seconds == pytest.approx((ahead + shared + alone) * 1e-9)
-    assert prediction.by("resource")["cores"] == pytest.approx((ahead + shared + alone) / 4 / KEPT_BUSY * 1e-9)
+    alone = 0.25 * 3 * 0.1e6 + 100 * 50 + 1e3 * 1000  # one thread
+    assert prediction.processor_seconds == pytest.approx((prefetch + shared + alone) * 1e-9)
+    assert prediction.resources["cores"] == pytest.approx((prefetch + shared + alone) / 4 / MAX_CORE_UTILIZATION * 1e-9)
     assert prediction.seconds == pytest.approx((shared / 4 + alone) * 1e-9)
     assert prediction.slowest_resource == "cores"
     assert prediction.slowest_stage == "train"
     assert prediction.to_json()["examples_per_s"] == pytest.approx(100 / prediction.seconds)
 
 
-def test_lengths_without_a_kernel_cost_their_tail() -> None:
-    """Of 27 floats eleven come one by one, in every id, gradient and row; 32 have a kernel of their own."""
+def test_row_length_without_kernel_costs_its_scalar_tail() -> None:
+    """11 of 27 floats are processed one by one, per id, gradient and row; 32 floats have a compiled kernel."""
     even, odd = (dataclasses.replace(WORK, dim=dim, row_floats=2 * dim) for dim in (32, 27))
-    tails = {dim: tail_of(dim) for dim in (1, 8, 16, 17, 27, 64, 128, 129)}
+    tails = {dim: scalar_tail(dim) for dim in (1, 8, 16, 17, 27, 64, 128, 129)}
     assert tails == {1: 1, 8: 0, 16: 0, 17: 1, 27: 11, 64: 0, 128: 0, 129: 1}
     pooled, updated = (
-        [seconds(predict(work, Cluster(), NODE), what) * 4e9 for work in (even, odd)] for what in ("pooled", "updated")
+        [seconds(predict(work, Cluster(), NODE), text) * 4e9 for work in (even, odd)]
+        for text in ("pool rows", "update rows")
     )
     assert pooled == [pytest.approx(1000 * (2 + 32 * 0.5)), pytest.approx(1000 * (2 + 27 * 0.5 + 11 * 0.25))]
     rows = unique(100)
@@ -74,39 +79,38 @@ def test_lengths_without_a_kernel_cost_their_tail() -> None:
     ]
 
 
-def test_a_window_is_deduplicated_once_more() -> None:
+def test_window_is_deduplicated_again() -> None:
     one, many = (predict(dataclasses.replace(WORK, window=w), Cluster(), NODE) for w in (1, 10))
-    assert seconds(one, "ids to unique") == pytest.approx(1000 * 10e-9 / 4)
-    assert seconds(many, "ids to unique") == pytest.approx((1000 + unique(100)) * 10e-9 / 4)
+    assert seconds(one, "deduplicate ids") == pytest.approx(1000 * 10e-9 / 4)
+    assert seconds(many, "deduplicate ids") == pytest.approx((1000 + unique(100)) * 10e-9 / 4)
 
 
-def test_ranks_run_the_network_by_one_thread_each() -> None:
-    found = predict(WORK, Cluster(ranks=4), NODE)
-    (network,) = [term for term in found.terms if "the network" in term.what]
-    assert network.processor == pytest.approx(4 * 2.0 * 0.1e-3)
+def test_each_rank_runs_the_network_with_one_thread() -> None:
+    network = term_of(predict(WORK, Cluster(ranks=4), NODE), "dense network")
+    assert network.processor_seconds == pytest.approx(4 * 2.0 * 0.1e-3)
     assert network.seconds == pytest.approx(2.0 * 0.1e-3)
 
 
-def test_missing_rows_cost_pages_and_writes() -> None:
+def test_missing_rows_cost_page_reads_and_writes() -> None:
     prediction = predict(WORK, Cluster(mem_rows=4001), NODE)
     missing = prediction.figures["from_disk"]
-    assert missing == pytest.approx(unique(100) * (1 - POPULARITY.hit_rate(4001, 100)))
+    assert missing == pytest.approx(unique(100) * (1 - KEYS.hit_rate(4001, 100)))
     pages = 8002 * 72 / 4096
     wanted = pages * (1 - math.exp(-missing / pages))
     density = wanted / pages
     expected = sum(density * (1 - density) ** gap * (gap + 1) for gap in range(5)) + 4 * (1 - density) ** 5
-    assert seconds(prediction, "pages") == pytest.approx(wanted * expected * 1e-6)
-    assert seconds(prediction, "evicted rows") == pytest.approx(missing * 72 * 5 / 0.5e9)
+    assert seconds(prediction, "read pages") == pytest.approx(wanted * expected * 1e-6)
+    assert seconds(prediction, "write evicted rows") == pytest.approx(missing * 72 * 5 / 0.5e9)
     touched = wanted + missing * 72 * 5 / 4096
-    (looked_up,) = [term for term in prediction.terms if "looked up" in term.what]
-    assert looked_up.processor == pytest.approx(missing * 5e-6 + touched * 1e-6)
-    assert looked_up.seconds == pytest.approx(0.5 * looked_up.processor)  # one thread's, with others beside it
-    # A slow disk bounds the step, and is named.
+    lookup = term_of(prediction, "look up and verify")
+    assert lookup.processor_seconds == pytest.approx(missing * 5e-6 + touched * 1e-6)
+    assert lookup.seconds == pytest.approx(0.5 * lookup.processor_seconds)  # the share of the pulling thread
+    # A slow disk bounds the step.
     slow = dataclasses.replace(NODE, disk=dataclasses.replace(DISK, read_us=4000.0, page_us=1000.0))
     assert predict(WORK, Cluster(mem_rows=4001), slow).slowest_resource == "disk"
 
 
-def test_two_hops_carry_each_key_of_a_node_once() -> None:
+def test_two_hops_send_each_key_of_a_node_once() -> None:
     cluster = Cluster(nodes=2, ranks=4)
     two, flat = (predict(dataclasses.replace(WORK, hops=hops), cluster, NODE) for hops in ("two", "flat"))  # type: ignore[arg-type]
     per_key = 8 * WORK.dim + 1 / 8
@@ -115,45 +119,47 @@ def test_two_hops_carry_each_key_of_a_node_once() -> None:
     assert seconds(flat, "gradients between nodes") == pytest.approx(4 * unique(100) / 2 * per_key / 1e9 + fixed)
     assert seconds(two, "keys between nodes") == pytest.approx(unique(400) / 2 * 8 / 1e9 + 3e-6 * LINKS.network_us)
     assert seconds(two, "gradients within the node") > seconds(flat, "gradients within the node")
-    # Cores handle every key of a rank; with two hops, those of a node once more.
+    # Cores handle every key of a rank; with two hops, the keys of a node again.
     handled = 4 * unique(100), 4 * unique(100) + unique(400)
     for prediction, keys in zip((flat, two), handled, strict=True):
         cost = keys * (30 + 8 * 4) + 4 * 200e3
-        assert seconds(prediction, "packed, sent, summed") == pytest.approx(cost * 1e-9 / 4)
+        assert seconds(prediction, "pack, send and sum") == pytest.approx(cost * 1e-9 / 4)
     half = predict(dataclasses.replace(WORK, wire="bf16"), cluster, NODE)
     saved = seconds(two, "gradients between nodes") - seconds(half, "gradients between nodes")
     assert saved == pytest.approx(unique(400) / 2 * 4 * WORK.dim / 1e9)
     assert not [term for term in predict(WORK, Cluster(), NODE).terms if "link" in term.resource]
 
 
-def test_dense_parameters_are_sent_as_often_as_they_are_averaged() -> None:
-    def sent(synced: float, syncs: float) -> float:
+def test_dense_sync_cost_is_proportional_to_averaged_floats() -> None:
+    def network_seconds(synced: float, syncs: float) -> float:
         work = dataclasses.replace(WORK, sync="all", synced=synced, syncs=syncs)
-        return seconds(predict(work, Cluster(nodes=4), NODE), "dense models merged (all)")
+        return seconds(predict(work, Cluster(nodes=4), NODE), "dense models averaged (all)")
 
-    assert sent(1, 1) == pytest.approx(8 * 10_000 * 0.75 / 1e9 + 2e-6 * LINKS.network_us)
-    assert sent(0.1, 0.05) == pytest.approx(8 * 1000 * 0.75 / 1e9 + 2e-6 * LINKS.network_us / 20)
-    assert seconds(predict(WORK, Cluster(nodes=4), NODE), "dense gradients, every step") == pytest.approx(sent(1, 1))
+    assert network_seconds(1, 1) == pytest.approx(8 * 10_000 * 0.75 / 1e9 + 2e-6 * LINKS.network_us)
+    assert network_seconds(0.1, 0.05) == pytest.approx(8 * 1000 * 0.75 / 1e9 + 2e-6 * LINKS.network_us / 20)
+    assert seconds(predict(WORK, Cluster(nodes=4), NODE), "dense gradients, every step") == pytest.approx(
+        network_seconds(1, 1)
+    )
 
 
-def test_a_window_pulls_popular_rows_once() -> None:
+def test_window_pulls_popular_rows_once() -> None:
     one, many = (predict(dataclasses.replace(WORK, window=w), Cluster(mem_rows=4001), NODE) for w in (1, 10))
     assert many.figures["pulled"] == pytest.approx(unique(1000) / 10)
     assert many.figures["pulled"] < one.figures["pulled"]
 
 
-def test_gpus() -> None:
+def test_gpu_terms() -> None:
     cluster = Cluster(ranks=2, gpu=True, hbm_rows=2000.0)
     prediction = predict(WORK, cluster, NODE)
     assert 0 < prediction.figures["hbm_hits"] < 1
     moved = unique(200) * (1 - prediction.figures["hbm_hits"]) / 2 * WORK.row_bytes
-    assert seconds(prediction, "rows up;") == pytest.approx(moved / 10e9)
+    assert seconds(prediction, "rows to HBM") == pytest.approx(moved / 10e9)
     assert seconds(prediction, "matrix") == pytest.approx(2 * 100 * 1e4 / 10e12)
-    with pytest.raises(ValueError, match="round has none"):
+    with pytest.raises(ValueError, match="'round' has no GPU"):
         predict(WORK, cluster, dataclasses.replace(NODE, gpu=None))
 
 
-def test_hardware_is_a_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_hardware_file_round_trip_and_errors(tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "node.toml"
     for node in (NODE, dataclasses.replace(NODE, gpu=None), paper_node(CPU)):
         path.write_text(node.to_toml())

@@ -1,8 +1,9 @@
-"""Workloads of configs and presets; the command line; measuring, made small."""
+"""Workloads of configs and presets, the `plan` command, and calibration at small sizes."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from typer.testing import CliRunner
 
 import thermocline as tc
 from thermocline.cli.main import app
-from thermocline.planner import calibrate as measuring, dense_timing, workload as workloads
+from thermocline.planner import calibrate, dense_timing, workload as workloads
 from thermocline.planner.hardware import Hardware
-from thermocline.planner.op_counter import work_of
+from thermocline.planner.op_counter import count_ops
 from thermocline.planner.workload import cluster_of, preset_config, workload_of
 
 CONFIG = """
@@ -41,9 +42,9 @@ optimizer = "adagrad"
 
 @pytest.fixture(autouse=True)
 def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How fast this machine is takes seconds to tell, and does not matter here."""
-    monkeypatch.setattr(workloads, "reference_seconds", lambda: 0.1)
-    monkeypatch.setattr(dense_timing, "_FEWEST", 1)
+    """Replace measurements of this machine's speed, which take seconds: these tests do not depend on it."""
+    monkeypatch.setattr(workloads, "reference_network_seconds", lambda: 0.1)
+    monkeypatch.setattr(dense_timing, "_MIN_STEPS", 1)
     monkeypatch.setattr(dense_timing, "_SECONDS", 0.0)
 
 
@@ -51,11 +52,11 @@ def config_of(model: str = "dnn", mem: str = "64MB", sets: tuple[str, ...] = ())
     return tc.Config.parse(CONFIG.format(model=model, mem=mem), sets)
 
 
-def test_the_work_of_a_network_is_counted() -> None:
+def test_operations_of_a_network_are_counted() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 1))
-    work = work_of(net, lambda examples: torch.zeros(examples, 5))
-    assert work.multiply_adds == 3 * (5 * 7 + 7)  # forward, and backward to inputs and weights
-    assert work.floats == 2 * 7  # ReLU, there and back
+    ops = count_ops(net, lambda examples: torch.zeros(examples, 5))
+    assert ops.multiply_adds == 3 * (5 * 7 + 7)  # forward, and gradients of inputs and weights
+    assert ops.floats == 2 * 7  # ReLU, forward and backward
 
 
 @pytest.mark.parametrize("model", ["lr", "fm", "dnn", "widedeep", "deepfm", "dcn", "dcnv2", "dlrm", "autoint"])
@@ -63,67 +64,67 @@ def test_every_model_has_a_workload(model: str) -> None:
     work = workload_of(config_of(model))
     assert work.dense_parameters > 0
     assert work.floats > 0
-    assert work.network > 0
-    assert 0 <= work.network_shared <= 1
+    assert work.dense_time > 0
+    assert 0 <= work.dense_parallel_share <= 1
     assert (work.multiply_adds > 0) == (model not in ("lr", "fm"))
-    assert work.popularity.nonzeros == pytest.approx(4, rel=1e-3)
+    assert work.key_distribution.ids_per_example == pytest.approx(4, rel=1e-3)
     assert work.read_ns > 0
 
 
-def test_a_network_is_timed_inside_a_training() -> None:
-    """By as many threads as asked for, which torch has back afterwards; more work takes longer."""
+def test_dense_timing_scales_with_the_network() -> None:
+    """The number of torch threads is restored; a larger network takes longer."""
     before = torch.get_num_threads()
     model = config_of().resolve().model
     small, large = (
-        dense_timing.inside_training(dataclasses.replace(model, hidden=hidden), 4, 3, 200, "adam", 1)
+        dense_timing.time_dense_network(dataclasses.replace(model, hidden=hidden), 4, 3, 200, "adam", 1)
         for hidden in ((10,), (2000, 500))
     )
     assert torch.get_num_threads() == before
     for part in (*small, *large):
-        assert part.own == pytest.approx(part.seconds, rel=0.5, abs=2e-3)  # nobody else has worked for it
-    assert small.network.seconds < large.network.seconds
-    assert small.optimizer.seconds < large.optimizer.seconds
+        assert part.caller == pytest.approx(part.total, rel=0.5, abs=2e-3)  # one thread: no other thread works
+    assert small.network.total < large.network.total
+    assert small.optimizer.total < large.optimizer.total
 
 
-def test_what_threads_share_is_told_by_ones_own_time() -> None:
-    assert dense_timing.shared(dense_timing.Timed(2.0, 1.0), 2) == pytest.approx(1)
-    assert dense_timing.shared(dense_timing.Timed(2.0, 2.0), 2) == 0
-    assert dense_timing.shared(dense_timing.Timed(4.0, 2.5), 4) == pytest.approx(0.5)
-    assert dense_timing.shared(dense_timing.Timed(2.0, 2.0), 1) == 1  # nothing is known of more
+def test_parallel_share_from_time_of_calling_thread() -> None:
+    assert dense_timing.parallel_share(dense_timing.CpuTime(2.0, 1.0), 2) == pytest.approx(1)
+    assert dense_timing.parallel_share(dense_timing.CpuTime(2.0, 2.0), 2) == 0
+    assert dense_timing.parallel_share(dense_timing.CpuTime(4.0, 2.5), 4) == pytest.approx(0.5)
+    assert dense_timing.parallel_share(dense_timing.CpuTime(2.0, 2.0), 1) == 1  # not observable with one thread
 
 
-def test_rows_below_fp32_are_smaller() -> None:
+def test_low_precision_rows_are_smaller() -> None:
     configs = [config_of(sets=(f"precision.kind={kind}",)) for kind in ("fp32", "int4")]
-    whole, few = (workload_of(config) for config in configs)
-    assert (whole.row_bytes, few.row_bytes) == (4 * 12, 4 * (1 + 1 + 6))  # one word of codes, one for the row's step
+    fp32, int4 = (workload_of(config) for config in configs)
+    assert (fp32.row_bytes, int4.row_bytes) == (4 * 12, 4 * (1 + 1 + 6))  # one word of codes, one for the row's scale
     rows = [
         cluster_of(config, work, NODE, nodes=1, ranks=1).mem_rows
-        for config, work in zip(configs, (whole, few), strict=True)
+        for config, work in zip(configs, (fp32, int4), strict=True)
     ]
     assert 1.1 * rows[0] < rows[1]
-    json.dumps(few.figures())
+    json.dumps(int4.figures())
 
 
-def test_hashed_keys_are_those_of_the_model() -> None:
-    work = workload_of(config_of(sets=("data.hashing.k=50", "data.hashing.fields=apart")))
-    assert 90 < work.popularity.keys <= 100  # two slots per bin
+def test_hashed_keys_are_counted_after_hashing() -> None:
+    work = workload_of(config_of(sets=("data.hashing.k=50", "data.hashing.fields=per_field")))
+    assert 90 < work.key_distribution.num_keys <= 100  # two slots per bin
     assert work.example_bytes == 0
 
 
-def test_files_are_counted(tmp_path: Path) -> None:
+def test_keys_of_files_are_counted(tmp_path: Path) -> None:
     ads = tc.SyntheticAds(keys=1000, fields=4, batch_size=100, examples=3000, tensors=False)
     ads.write(tmp_path / "ads.parquet")
     text = f"[data]\ntrain = [{json.dumps(str(tmp_path / 'ads.parquet'))}]\n[model]\nname = 'lr'\n"
     work = workload_of(tc.Config.parse(text, ["train.batch_size=100"]))
-    assert work.popularity.nonzeros == pytest.approx(4)
-    assert work.popularity.keys == len(np.unique(np.concatenate([batch.ids for batch in ads])))
+    assert work.key_distribution.ids_per_example == pytest.approx(4)
+    assert work.key_distribution.num_keys == len(np.unique(np.concatenate([batch.ids for batch in ads])))
     assert work.example_bytes == pytest.approx((tmp_path / "ads.parquet").stat().st_size / 3000, rel=0.05)
 
 
-def test_budgets_are_those_of_the_config() -> None:
+def test_cluster_uses_the_budgets_of_the_config() -> None:
     config = config_of(mem="1MB")
     work = workload_of(config)
-    with pytest.raises(tc.ConfigError, match=r"tiers\.mem of all ranks holds .* rows, but there are 20,000 keys"):
+    with pytest.raises(tc.ConfigError, match=r"tiers\.mem of all ranks holds .* rows, but the data has 20,000 keys"):
         cluster_of(config, work, NODE, nodes=1, ranks=1)
     config = config_of(mem="1MB", sets=("tiers.ssd=rows",))
     one = cluster_of(config, work, NODE, nodes=1, ranks=1)
@@ -147,31 +148,31 @@ SYNCS = [
 ]
 
 
-@pytest.mark.parametrize(("sets", "synced", "syncs", "way"), SYNCS)
-def test_dense_sync_is_the_configs(sets: tuple[str, ...], synced: float, syncs: float, way: str) -> None:
-    """In the steady state: tensors per merge over steps per merge, as `MergedModels` sends them."""
+@pytest.mark.parametrize(("sets", "synced", "syncs", "mode"), SYNCS)
+def test_dense_sync_volume_of_config(sets: tuple[str, ...], synced: float, syncs: float, mode: str) -> None:
+    """Steady state: tensors per average / steps per average, as `PeriodicAveraging` sends them."""
     flags = ("train.dense_optimizer=adam", *(f"dist.dense_sync.{flag}" for flag in sets))
     work = workload_of(config_of(sets=flags))
     assert (work.synced, work.syncs) == (pytest.approx(synced), pytest.approx(syncs))
-    assert work.sync == way
+    assert work.sync == mode
 
 
-def test_dense_sync_needs_moments_to_merge() -> None:
+def test_dense_sync_depends_on_optimizer_moments() -> None:
     params = workload_of(config_of(sets=("dist.dense_sync.every=5", "dist.dense_sync.merge=all")))
-    assert params.synced == pytest.approx(2 / 5)  # Adagrad's one
+    assert params.synced == pytest.approx(2 / 5)  # parameters and Adagrad's one moment
     with pytest.raises(tc.ConfigError, match=r'"v_frozen" needs train\.dense_optimizer "adam", not "adagrad"'):
         workload_of(config_of(sets=("dist.dense_sync.every=5",)))
 
 
-def test_a_preset_has_the_published_size() -> None:
+def test_preset_has_the_published_size() -> None:
     work = workload_of(preset_config("E/100000", ["train.batch_size=64", "train.pull_window=3"]))
     assert work.dense_parameters == pytest.approx(7e6, rel=0.01)
-    assert work.popularity.keys == pytest.approx(2e6)
-    assert work.popularity.nonzeros == pytest.approx(500, rel=1e-3)
+    assert work.key_distribution.num_keys == pytest.approx(2e6)
+    assert work.key_distribution.ids_per_example == pytest.approx(500, rel=1e-3)
     assert (work.batch, work.window) == (64, 3)
 
 
-def test_command(tmp_path: Path) -> None:
+def test_plan_command(tmp_path: Path) -> None:
     node, config = tmp_path / "node.toml", tmp_path / "ads.toml"
     node.write_text(NODE.to_toml())
     config.write_text(CONFIG.format(model="dnn", mem="64MB"))
@@ -188,16 +189,16 @@ def test_command(tmp_path: Path) -> None:
     work = json.loads(done.stdout)["workload"]
     assert (work["hops"], work["wire"], work["sync"], work["synced"]) == ("flat", "fp16", "v_frozen", 0.1)
     cluster = ["plan", "--preset", "B/100000", "--hardware", f"paper:{node}", "--nodes", "4"]
-    done = run(app, [*cluster, "--set", "dist.dense_sync.every=20"])
+    done = run(app, [*cluster, "--set", "dist.dense_sync.every=20"], env={"COLUMNS": "160"})
     assert done.exit_code == 0, done.output
-    for words in ("4 x 8 GPUs", "dense models merged (v_frozen), 0.1 numbers", "slowest resource", "assumed"):
-        assert words in " ".join(done.stdout.split()), words
+    for text in ("4 x 8 GPUs", "dense models averaged (v_frozen), 0.1 numbers", "slowest resource", "assumed"):
+        assert text in " ".join(done.stdout.split()), text
     for wrong in (["plan"], ["plan", str(config), "--preset", "E"], ["plan", str(config), "--hardware", str(config)]):
         done = run(app, wrong)
         assert done.exit_code == 2, done.output
 
 
-WRONG = [
+USAGE_ERRORS = [
     (["--preset", "Z"], "there is no preset 'Z': write one of A, B, C, D, E"),
     (["--preset", "E", "--set", "dist.hops=three"], "--set dist.hops"),
     (["--preset", "E", "--set", "train.batch=3"], "batch_size"),
@@ -205,24 +206,24 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("words", "says"), WRONG)
-def test_what_is_wrong_is_told_before_anything_is_measured(
-    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("arguments", "message"), USAGE_ERRORS)
+def test_usage_errors_are_raised_before_measuring(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(*args: object) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(measuring, "measure", measure)
+    monkeypatch.setattr(calibrate, "measure", measure)
     monkeypatch.chdir(tmp_path)
     Path("csv.toml").write_text('[data]\ntrain = ["no.csv"]\n')
-    done = CliRunner().invoke(app, ["plan", *words])
+    done = CliRunner().invoke(app, ["plan", *arguments])
     assert done.exit_code == 2, done.output
-    assert says in done.stderr
+    assert message in done.stderr
 
 
-def test_what_was_measured_is_said_and_how_to_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On stderr: --json leaves stdout to the report."""
-    monkeypatch.setattr(measuring, "measure", lambda *args: NODE)
+def test_measuring_is_reported_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """stdout contains the report only, as --json needs."""
+    monkeypatch.setattr(calibrate, "measure", lambda *args: NODE)
     monkeypatch.chdir(tmp_path)
     base = ["plan", "--preset", "B/100000"]
     done = CliRunner().invoke(app, [*base, "--hardware", "paper"])
@@ -237,20 +238,23 @@ def test_what_was_measured_is_said_and_how_to_keep_it(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.timeout(600)
-def test_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures of every part, of a sensible size; how good they are is benchmarks/plan.py's to say."""
-    small = {"_KEYS": 20_000, "_BATCH": 256, "_BATCHES": 3, "_ROUNDS": 1, "_DISK_KEYS": 100_000, "_DISK_CYCLES": 20}
+def test_calibration_measures_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part gives figures of a plausible size; benchmarks/plan.py measures their accuracy."""
+    small = {"_KEYS": 20_000, "_BATCH": 256, "_BATCH_PAIRS": 3, "_ROUNDS": 1, "_DISK_KEYS": 100_000, "_DISK_PULLS": 20}
+    small |= {"_TRAINING_STEPS": 10, "_TRAINING_ROUNDS": 1, "_WRITE_BYTES": 1 << 23}
     for name, value in small.items():
-        monkeypatch.setattr(measuring, name, value)
+        monkeypatch.setattr(calibrate, name, value)
+    few_repeats = functools.partial(calibrate.measure_ranks, repeats=5, training_steps=40)
+    monkeypatch.setattr(calibrate, "measure_ranks", few_repeats)
     done = CliRunner().invoke(app, ["plan", "--measure", str(tmp_path / "node.toml")])
     assert done.exit_code == 0, done.output
     node = Hardware.load(tmp_path / "node.toml")
     assert "measured" in node.source
     assert 1 < node.cpu.dedup_id_ns < 1000
-    assert 1 < node.cpu.network_ms < 10_000
+    assert 1 < node.cpu.dense_reference_ms < 10_000
     assert 0.1 < node.disk.read_us < 10_000
     assert 0.001 < node.links.node_gbs < 100
-    assert 1 < node.cpu.ask_key_ns < 10_000
+    assert 1 < node.cpu.route_key_ns < 10_000
     assert 10 < node.cpu.exchange_us < 1e6
-    assert 0.05 < node.cpu.average_float_ns < 1000
+    assert 0.05 < node.cpu.allreduce_float_ns < 1000
     assert (node.gpu is not None) == torch.cuda.is_available()

@@ -180,10 +180,10 @@ def print_plan(report: Row) -> None:
     )
     console.print(f"{cluster['nodes']} x {plural(cluster['ranks'], *kinds)}; {node['name']}: {node['source']}")
     table = Table(title=f"a step: {report['step_seconds'] * 1e3:.3g} ms, {report['examples_per_s']:,.0f} examples/s")
-    for column in ("stage", "resource", "ms", "what"):
+    for column in ("stage", "resource", "ms", "work"):
         table.add_column(column, justify="right" if column == "ms" else "left")
     for term in report["terms"]:
-        table.add_row(term["stage"], term["resource"], f"{term['seconds'] * 1e3:.3f}", term["what"])
+        table.add_row(term["stage"], term["resource"], f"{term['seconds'] * 1e3:.3f}", term["description"])
     console.print(table)
     for what in ("stages", "resources"):
         parts = sorted(report[what].items(), key=lambda item: -item[1])

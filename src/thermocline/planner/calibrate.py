@@ -1,6 +1,7 @@
-"""Measures this machine for `thermocline plan`, with the code that training runs. Takes about half a minute.
+"""Measures the hardware figures of this machine with the code that training runs, in about half a minute.
 
-Costs of cores are processor time, so that other load disturbs them little; rates of disk and links are wall time.
+Costs of cores are processor time, which other load on the machine affects little. Rates of disk, links and GPU are wall
+time.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from thermocline.embedding.arrays import Keys
 from thermocline.embedding.optimizers import Adagrad
 from thermocline.embedding.table import Table
 from thermocline.models import ModelConfig, build
-from thermocline.planner.calibrate_ranks import measure_pair
-from thermocline.planner.dense_timing import inside_training
-from thermocline.planner.hardware import Cpu, Disk, Gpu, Hardware, Links
-from thermocline.planner.op_counter import reference_seconds
+from thermocline.planner.calibrate_ranks import measure_ranks
+from thermocline.planner.dense_timing import time_dense_network
+from thermocline.planner.hardware import Cpu, Disk, Gpu, Hardware, LinkSpeeds
+from thermocline.planner.op_counter import reference_network_seconds
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.ssd import SsdStats, SsdStore
 from thermocline.training.callbacks import Callback
@@ -39,29 +40,34 @@ from thermocline.utils.malloc import keep_freed_memory
 
 T = TypeVar("T")
 PARTS = 6
-"""Of a measurement."""
+"""Number of calls of `advance` by `measure`."""
 _KEYS, _FIELDS, _BATCH = 400_000, 26, 4096
 _DIMS = (8, 64)
-"""Row lengths with kernels of their own."""
-_ODD = 15
-"""One without, whose floats are all beyond the last whole sixteen."""
-_DISK_KEYS, _DISK_CYCLES, _DISK_DIMS = 600_000, 120, (32, 2)
-_PAGE = 4096
+"""Row lengths with a compiled kernel: two lengths give the cost per row and per float."""
+_TAIL_DIM = 15
+"""Row length without one: all of its floats are in the scalar tail."""
+_BATCH_PAIRS = 25
+"""Pairs of batches per row length: one with the fused update, one with separate sum and apply."""
+_TRAINING_STEPS = 60
+"""Timed steps of a training without significant rows or layers, after half as many untimed steps."""
+_TRAINING_SIZES, _TRAINING_ROUNDS = (512, 16384), 3
+_DISK_KEYS, _DISK_PULLS, _DISK_DIMS = 600_000, 120, (32, 2)
+_PAGE_BYTES = 4096
+_WRITE_BYTES = 1 << 27
 _ROUNDS = 5
-_BATCHES = 25
 
 
 def measure(
     folder: str | os.PathLike[str] | None = None,
     advance: Callable[[], None] = lambda: None,
     *,
-    on: int | None = None,
+    num_cores: int | None = None,
 ) -> Hardware:
-    """All figures of this machine.
+    """Measure all figures of this machine.
 
-    folder    where its disk is measured
-    advance   called after each part
-    on        so many of its cores, as one of several ranks has; none: all
+    folder      folder on the disk to measure; default: the temporary folder
+    advance     called after each of `PARTS` parts
+    num_cores   cores to measure on, as one of several ranks has; default: all
     """
 
     def part(figures: T) -> T:
@@ -69,24 +75,24 @@ def measure(
         return figures
 
     keep_freed_memory()  # as training does
-    with contextlib.nullcontext() if on is None else _bound(on):
-        rows = part(_rows())
-        layers = {"network_ms": part(reference_seconds(3 * _ROUNDS)) * 1e3}
-        steps = part(_steps(rows))
-        disk = part(_disk(folder, rows["pull_row_ns"] * 1e-9))
-    pair = part(measure_pair())
-    measured = {name: pair.pop(name) for name in ("node_gbs", "node_us", "network_gbs", "network_us")}
-    links = Links(**measured, data_gbs=measured["network_gbs"])
-    gpu = part(_gpu())
+    with contextlib.nullcontext() if num_cores is None else _limit_cores(num_cores):
+        rows = part(_measure_rows())
+        dense = {"dense_reference_ms": part(reference_network_seconds(3 * _ROUNDS)) * 1e3}
+        steps = part(_measure_steps(rows))
+        disk = part(_measure_disk(folder, rows["pull_row_ns"] * 1e-9))
+    ranks = part(measure_ranks())
+    link_speeds = {name: ranks.pop(name) for name in ("node_gbs", "node_us", "network_gbs", "network_us")}
+    links = LinkSpeeds(**link_speeds, data_gbs=link_speeds["network_gbs"])
+    gpu = part(_measure_gpu())
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    cpu = Cpu(cores=cores(), memory=memory_of_machine(), **rows, **layers, **steps, **pair)
+    cpu = Cpu(cores=cores(), memory=memory_of_machine(), **rows, **dense, **steps, **ranks)
     source = f"measured {now}; the network's figures are those of two processes on this machine, over loopback"
     return Hardware(name=platform.machine(), source=source, cpu=cpu, disk=disk, links=links, gpu=gpu)
 
 
 @contextlib.contextmanager
-def _bound(count: int) -> Iterator[None]:
-    """To so many cores, torch's threads, too."""
+def _limit_cores(count: int) -> Iterator[None]:
+    """Limit this thread, its new threads and torch to `count` cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -96,46 +102,53 @@ def _bound(count: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _processor(work: Callable[[int], Any], rounds: int = _ROUNDS, calls: int = 6) -> float:
-    """Processor seconds of one call, the median of rounds; calls of a round get numbers, to see different data."""
+def _processor_seconds(work: Callable[[int], Any], calls: int) -> float:
+    """Median processor time of one call; calls are numbered, so that each can use different data."""
     work(0)
-    taken = []
-    for _ in range(rounds):
+    seconds = []
+    for _ in range(_ROUNDS):
         start = time.process_time()
         for number in range(calls):
             work(number)
-        taken.append((time.process_time() - start) / calls)
-    return float(np.median(taken))
+        seconds.append((time.process_time() - start) / calls)
+    return float(np.median(seconds))
 
 
 # ---- rows
 
 
-def _rows() -> dict[str, float]:
-    """Costs per id and row; those that depend on a row's length by two lengths, and one without a kernel of its own."""
-    small, large, odd = (_row_costs(dim) for dim in (*_DIMS, _ODD))
-    out = {name: small[name] for name in ("dedup_id", "pull_row", "plan_id")}  # whatever the rows' length
-    for name, once, floats in (("pool", "id", 1), ("sum", "id", 1), ("apply", "row", 2)):  # Adagrad's rows: two halves
-        each = max(large[name] - small[name], 1e-12) / (_DIMS[1] - _DIMS[0]) / floats
-        fixed = max(small[name] - _DIMS[0] * floats * each, 1e-11)
-        out |= {f"{name}_float": each, f"{name}_{once}": fixed}
-        out[f"{name}_tail"] = max(odd[name] - fixed - _ODD * floats * each, 1e-12) / _ODD
-    return {f"{name}_ns": seconds * 1e9 for name, seconds in out.items()}
+def _measure_rows() -> dict[str, float]:
+    """Costs per id, row and float, as fields of `Cpu`.
+
+    A cost is fixed + floats * per float at two row lengths with a compiled kernel; the excess at a row length without
+    one is the cost of the scalar tail.
+    """
+    short, long, tail = (_row_costs(dim) for dim in (*_DIMS, _TAIL_DIM))
+    costs = {name: short[name] for name in ("dedup_id", "pull_row", "plan_id")}  # independent of the row length
+    # Rows of Adagrad: as many floats of state as weights.
+    for name, unit, floats_per_weight in (("pool", "id", 1), ("sum", "id", 1), ("apply", "row", 2)):
+        per_float = max(long[name] - short[name], 1e-12) / (_DIMS[1] - _DIMS[0]) / floats_per_weight
+        fixed = max(short[name] - _DIMS[0] * floats_per_weight * per_float, 1e-11)
+        costs |= {f"{name}_float": per_float, f"{name}_{unit}": fixed}
+        excess = tail[name] - fixed - _TAIL_DIM * floats_per_weight * per_float
+        costs[f"{name}_tail"] = max(excess, 1e-12) / _TAIL_DIM
+    return {f"{name}_ns": seconds * 1e9 for name, seconds in costs.items()}
 
 
 def _row_costs(dim: int) -> dict[str, float]:
-    """Processor seconds per id or row of a training's kernels, in a training's order, on batches never seen before.
+    """Processor seconds per id or row of the kernels of a training step, in its order, on batches not seen before.
 
-    With as many threads as a training has, and a network between pooling and update, as there: both cost caches.
+    The kernels use as many threads as a training, and a network runs between pooling and update: both affect caches.
     """
     ads = SyntheticAds(keys=_KEYS, fields=_FIELDS, batch_size=_BATCH, tensors=False)
     tier = DramTier(dim, Adagrad(lr=0.01), budget=_KEYS * (8 * dim + 90) + (4 << 20))
     for piece in np.array_split(_all_keys(ads), 16):
         tier.push(piece, tier.initial_rows(piece))
     network = torch.nn.Sequential(torch.nn.Linear(_FIELDS * dim, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    laps, unique = _Laps(), 0.0
-    for number in range(2 * _BATCHES):
-        if number % 2 == 0:
+    laps, unique_share = _Laps(), 0.0
+    for number in range(2 * _BATCH_PAIRS):
+        fused = number % 2 == 1
+        if not fused:
             laps.start()
         batch = ads.batch(number)
         laps.add("read", 1)
@@ -144,10 +157,12 @@ def _row_costs(dim: int) -> dict[str, float]:
         pins = tier.pin(working_set.keys)
         slots = pins.slots()
         laps.add("pull_row", len(slots))
-        planned = tier.core.plan(slots, working_set.inverse, working_set.order, batch.offsets, None, False)
+        id_slots, grad_rows, coefs = tier.core.plan(
+            slots, working_set.inverse, working_set.order, batch.offsets, None, False
+        )
         laps.add("plan_id", len(batch.ids))
         pooled = np.empty((_BATCH * _FIELDS, dim), np.float32)
-        tier.core.pool(planned[0], batch.offsets, None, False, pooled)
+        tier.core.pool(id_slots, batch.offsets, None, False, pooled)
         laps.add("pool", len(batch.ids))
         inputs = torch.from_numpy(pooled).view(_BATCH, -1).requires_grad_()
         network(inputs).sum().backward()
@@ -155,85 +170,92 @@ def _row_costs(dim: int) -> dict[str, float]:
         grad = inputs.grad.view(-1, dim).numpy()
         laps.add("network", 1)
         tier.core.mark_dirty(slots)
-        if number % 2:  # as training does it, in one go
-            tier.core.update(slots, working_set.starts, planned[1], planned[2], grad, tier.step(number, None, 1.0))
+        if fused:  # as in training
+            tier.core.update(slots, working_set.starts, grad_rows, coefs, grad, tier.step(number, None, 1.0))
             laps.add("update", len(batch.ids))
-            unique += len(slots) / len(batch.ids) / _BATCHES
-        else:  # what of it is ids' and what rows'
+            unique_share += len(slots) / len(batch.ids) / _BATCH_PAIRS
+        else:
             sums = np.empty((len(slots), dim), np.float32)
-            tier.core.sum_gradients(working_set.starts, planned[1], planned[2], grad, sums)
+            tier.core.sum_gradients(working_set.starts, grad_rows, coefs, grad, sums)
             laps.add("sum", len(batch.ids))
             tier.apply_gradients(slots, sums)
             laps.add("apply", len(slots))
         pins.release()
         laps.add("pull_row", 0)
-    costs = laps.costs()
-    apart = costs["sum"] + unique * costs["apply"]
-    return costs | {name: costs[name] * costs["update"] / apart for name in ("sum", "apply")}
+    costs = laps.medians()
+    # Sum and apply are scaled so that together they cost as much as the fused update.
+    separate = costs["sum"] + unique_share * costs["apply"]
+    return costs | {name: costs[name] * costs["update"] / separate for name in ("sum", "apply")}
 
 
 class _Laps:
-    """Processor time between calls, by name, and what it was spent on; per batch, of which the median counts."""
+    """Processor time per unit of work, by name; the median over measured groups counts."""
 
     def __init__(self) -> None:
-        self._batches: list[dict[str, list[float]]] = []
-        self._since = 0.0
+        self._groups: list[dict[str, list[float]]] = []
+        self._last = 0.0
 
     def start(self) -> None:
-        self._batches.append({})
-        self._since = time.process_time()
+        """Begin a new group."""
+        self._groups.append({})
+        self._last = time.process_time()
 
     def add(self, name: str, units: int) -> None:
-        """What was done since the last call; several of one name in a batch add up."""
-        spent = self._batches[-1].setdefault(name, [0.0, 0.0])
-        spent[0] += time.process_time() - self._since
-        spent[1] += units
-        self._since = time.process_time()
+        """Add the processor time since the previous call, and `units` of work, to `name` in the current group."""
+        seconds_and_units = self._groups[-1].setdefault(name, [0.0, 0.0])
+        seconds_and_units[0] += time.process_time() - self._last
+        seconds_and_units[1] += units
+        self._last = time.process_time()
 
-    def costs(self) -> dict[str, float]:
-        def each(name: str) -> list[float]:
-            return [batch[name][0] / batch[name][1] for batch in self._batches]
+    def medians(self) -> dict[str, float]:
+        """Seconds per unit."""
 
-        return {name: float(np.median(each(name))) for name in self._batches[0]}
+        def per_unit(name: str) -> list[float]:
+            return [group[name][0] / group[name][1] for group in self._groups]
+
+        return {name: float(np.median(per_unit(name))) for name in self._groups[0]}
 
 
 def _all_keys(ads: SyntheticAds) -> Keys:
-    places = ((field, rank) for field, count in enumerate(ads.keys) for rank in range(count))
-    return np.fromiter((ads.key_of(*place) for place in places), np.uint64)
+    return ads.some_keys(0, sum(ads.keys))
 
 
 # ---- steps
 
 
-def _steps(rows: dict[str, float]) -> dict[str, float]:
-    """What a training with next to no rows and layers costs beside them, by two sizes of batches."""
-    settings = ModelConfig(name="lr")
+def _measure_steps(rows: dict[str, float]) -> dict[str, float]:
+    """Costs of a training beside rows and layers: logistic regression on one field, at two batch sizes."""
+    config = ModelConfig(name="lr")
 
     def step_seconds(size: int) -> tuple[float, float]:
-        steps = 60
+        """Remaining processor seconds per step of (the training thread, the prefetch threads)."""
+        steps = _TRAINING_STEPS
         ads = SyntheticAds(keys=1000, fields=1, batch_size=size)
         table = Table(1, Adagrad(lr=0.01), mem="4MB", threads=1)
-        model = build(settings, table, 1)
+        model = build(config, table, 1)
         dense = torch.optim.Adam(model.parameters())
         clock = _StepClock((steps // 2, steps + steps // 2))
-        config = TrainConfig(display=False, log_every=10**6, steps=2 * steps)
-        Trainer(model, dense, config=config, callbacks=[clock]).fit(ads)
-        used, trained = ((after - before) / steps for before, after in zip(*clock.times, strict=True))
-        known = (rows["pool_id_ns"] + rows["sum_id_ns"]) * 1e-9
-        layers = inside_training(settings, 1, 0, size, "adam", torch.get_num_threads())
-        ahead = used - trained - size * (rows["dedup_id_ns"] + rows["plan_id_ns"]) * 1e-9
-        own = layers.network.own + layers.optimizer.own
-        return trained - size * known - own, ahead - _processor(ads.batch, calls=steps)
+        settings = TrainConfig(display=False, log_every=10**6, steps=2 * steps)
+        Trainer(model, dense, config=settings, callbacks=[clock]).fit(ads)
+        total, trainer = ((after - before) / steps for before, after in zip(*clock.times, strict=True))
+        timing = time_dense_network(config, 1, 0, size, "adam", torch.get_num_threads())
+        dense_seconds = timing.network.caller + timing.optimizer.caller
+        row_seconds = size * (rows["pool_id_ns"] + rows["sum_id_ns"]) * 1e-9
+        plan_seconds = size * (rows["dedup_id_ns"] + rows["plan_id_ns"]) * 1e-9
+        read_seconds = _processor_seconds(ads.batch, calls=steps)
+        return trainer - row_seconds - dense_seconds, total - trainer - plan_seconds - read_seconds
 
-    sizes = (512, 16384)
-    small, large = (np.median([step_seconds(size) for _ in range(3)], axis=0) for size in sizes)
-    each = max(float(large[0] - small[0]), 1e-9) / (sizes[1] - sizes[0])
-    fixed = max(float(small[0]) - sizes[0] * each, 1e-6)
-    return {"example_ns": each * 1e9, "step_us": fixed * 1e6, "ahead_us": max(float(small[1]), 1e-6) * 1e6}
+    small, large = (
+        np.median([step_seconds(size) for _ in range(_TRAINING_ROUNDS)], axis=0) for size in _TRAINING_SIZES
+    )
+    per_example = max(float(large[0] - small[0]), 1e-9) / (_TRAINING_SIZES[1] - _TRAINING_SIZES[0])
+    per_step = max(float(small[0]) - _TRAINING_SIZES[0] * per_example, 1e-6)
+    prefetch = max(float(small[1]), 1e-6)
+    return {"example_ns": per_example * 1e9, "step_us": per_step * 1e6, "prefetch_us": prefetch * 1e6}
 
 
 class _StepClock(Callback):
-    """Processor time at some steps: of all threads, and of the one that trains."""
+    """Records processor time of all threads and of the training thread after the given steps."""
 
     def __init__(self, at: tuple[int, int]) -> None:
         self._at, self.times = at, list[tuple[float, float]]()
@@ -246,41 +268,43 @@ class _StepClock(Callback):
 # ---- disk
 
 
-def _disk(folder: str | os.PathLike[str] | None, pull_row: float) -> Disk:
-    """Two cycles, of long rows and of short ones, of which many share a page, tell costs of rows and pages apart."""
+def _measure_disk(folder: str | os.PathLike[str] | None, pull_row: float) -> Disk:
+    """Costs of the SSD store: long rows, one to a few per page, and short rows, many per page.
+
+    Processor seconds of a miss = row + pages * page: two row lengths give both costs.
+    """
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        long, short = (_cycle(Path(name) / f"store{dim}", dim, pull_row) for dim in _DISK_DIMS)
-        rate = _write_rate(Path(name) / "written")
-    # Seconds of a missing row are a + pages * b, by two kinds of rows.
+        long, short = (_measure_misses(Path(name) / f"store{dim}", dim, pull_row) for dim in _DISK_DIMS)
+        write_gbs = _measure_writes(Path(name) / "written")
     page = max((long.seconds - short.seconds) / (long.pages - short.pages), 1e-9)
     row = max(short.seconds - short.pages * page, 1e-9)
     return Disk(
         read_us=max(long.stats.read_cost_us, 1e-3),
         page_us=max(long.stats.page_cost_us, 1e-3),
-        page_bytes=_PAGE,
-        write_gbs=rate,
-        write_amplification=long.amplification,
+        page_bytes=_PAGE_BYTES,
+        write_gbs=write_gbs,
+        write_amplification=long.write_amplification,
         miss_row_ns=row * 1e9,
         miss_page_ns=page * 1e9,
-        miss_own=max(long.own, 1e-3),
+        miss_thread_share=max(long.thread_share, 1e-3),
     )
 
 
-class _Cycle(NamedTuple):
-    """Of one missing row, which another left for."""
+class _MissCost(NamedTuple):
+    """Cost of one row missing in DRAM, and of the row evicted for it."""
 
     seconds: float
-    """Of processors."""
-    own: float
-    """The share of them that is the pulling thread's."""
+    """Processor seconds, all threads."""
+    thread_share: float
+    """Fraction of them on the pulling thread."""
     pages: float
-    """Read, and written by the store and its merging."""
-    amplification: float
+    """Pages read, and pages written by log and merges."""
+    write_amplification: float
     stats: SsdStats
 
 
-def _cycle(path: Path, dim: int, pull_row: float) -> _Cycle:
-    """As training does it: a working set is pulled, its missing rows read, others evicted, the log merged."""
+def _measure_misses(path: Path, dim: int, pull_row: float) -> _MissCost:
+    """Pull working sets through a DRAM tier of a quarter of the rows, until it evicts and the store merges."""
     ads = SyntheticAds(keys=_DISK_KEYS, fields=16, batch_size=1200, tensors=False)
     keys = _all_keys(ads)
     with SsdStore.open(path, row_bytes=8 * dim, mem_budget="64MB", min_log_bytes=8 * dim * _DISK_KEYS // 32) as store:
@@ -289,26 +313,31 @@ def _cycle(path: Path, dim: int, pull_row: float) -> _Cycle:
             piece = keys[first : first + 50_000]
             store.put(piece, tier.initial_rows(piece).view(np.uint8).reshape(len(piece), -1))
         store.merge()
-        wanted = [WorkingSet.of(ads.batch(number).ids).keys for number in range(2 * _DISK_CYCLES)]
-        for number, some in enumerate(wanted):
-            if number == _DISK_CYCLES:  # memory is full and merging has begun
-                before, stats = tier.stats(), store.stats()
-                start, own = time.process_time(), time.thread_time()
-            pins = tier.pin(some)
+        working_sets = [WorkingSet.of(ads.batch(number).ids).keys for number in range(2 * _DISK_PULLS)]
+        for number, working_set in enumerate(working_sets):
+            if number == _DISK_PULLS:  # DRAM is full and merging has begun
+                tier_before, store_before = tier.stats(), store.stats()
+                start, thread_start = time.process_time(), time.thread_time()
+            pins = tier.pin(working_set)
             tier.core.mark_dirty(pins.slots())
             pins.release()
-        used, own = time.process_time() - start, time.thread_time() - own
-        after, ended = tier.stats(), store.stats()
-    missed, hit = after.misses - before.misses, after.hits - before.hits
-    written = ended.bytes_written - stats.bytes_written
-    pages = ended.pages_read - stats.pages_read + written / _PAGE
-    amplification = written / (ended.bytes_put - stats.bytes_put)
-    return _Cycle((used - hit * pull_row) / missed, own / used, pages / missed, amplification, ended)
+        seconds, thread_seconds = time.process_time() - start, time.thread_time() - thread_start
+        tier_after, store_after = tier.stats(), store.stats()
+    misses, hits = tier_after.misses - tier_before.misses, tier_after.hits - tier_before.hits
+    written = store_after.bytes_written - store_before.bytes_written
+    pages = store_after.pages_read - store_before.pages_read + written / _PAGE_BYTES
+    return _MissCost(
+        seconds=(seconds - hits * pull_row) / misses,
+        thread_share=thread_seconds / seconds,
+        pages=pages / misses,
+        write_amplification=written / (store_after.bytes_put - store_before.bytes_put),
+        stats=store_after,
+    )
 
 
-def _write_rate(file: Path) -> float:
+def _measure_writes(file: Path) -> float:
     """GB/s of large writes, synced."""
-    data = np.random.default_rng(0).bytes(1 << 24)
+    data = np.random.default_rng(0).bytes(_WRITE_BYTES // 8)
     rates = []
     for _ in range(3):
         begin = time.perf_counter()
@@ -324,7 +353,12 @@ def _write_rate(file: Path) -> float:
 # ---- GPU
 
 
-def _gpu() -> Gpu | None:
+_LAUNCHES_PER_STEP = 200
+"""Kernel launches of a training step, about."""
+
+
+def _measure_gpu() -> Gpu | None:
+    """Rates of the current GPU; None without CUDA."""
     if not torch.cuda.is_available():
         return None
     device = torch.device("cuda", torch.cuda.current_device())
@@ -340,21 +374,21 @@ def _gpu() -> Gpu | None:
 
     source = torch.empty(1 << 28, device=device)
     target = torch.empty_like(source)
-    copied = 8 * source.numel() / seconds(lambda: target.copy_(source))
+    copy_rate = 8 * source.numel() / seconds(lambda: target.copy_(source))
     rows, index = source.view(-1, 16), torch.randint(0, source.numel() // 16, (1 << 21,), device=device)
-    gathered = 4 * 16 * len(index) / seconds(lambda: rows[index])
+    gather_rate = 4 * 16 * len(index) / seconds(lambda: rows[index])
     a = torch.randn(4096, 4096, device=device)
-    flops = 2 * 4096**3 / seconds(lambda: a @ a)
+    flop_rate = 2 * 4096**3 / seconds(lambda: a @ a)
     host = torch.empty(1 << 26, pin_memory=True)
-    sent = 4 * host.numel() / seconds(lambda: target[: host.numel()].copy_(host, non_blocking=True))
+    host_rate = 4 * host.numel() / seconds(lambda: target[: host.numel()].copy_(host, non_blocking=True))
     small = torch.ones(8, device=device)
     launch = seconds(lambda: small.add_(1), 1000)
     return Gpu(
         count=torch.cuda.device_count(),
         memory=torch.cuda.mem_get_info()[1],
-        hbm_gbs=copied / 1e9,
-        random_gbs=gathered / 1e9,
-        tflops=flops / 1e12,
-        step_us=200 * launch * 1e6,  # a step of ours launches about so many kernels
-        host_gbs=sent / 1e9,
+        hbm_gbs=copy_rate / 1e9,
+        random_gbs=gather_rate / 1e9,
+        tflops=flop_rate / 1e12,
+        step_us=_LAUNCHES_PER_STEP * launch * 1e6,
+        host_gbs=host_rate / 1e9,
     )

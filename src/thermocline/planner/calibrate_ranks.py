@@ -1,7 +1,7 @@
-"""Two ranks of this machine: what shared memory and Gloo carry, and what exchanging rows and averaging costs cores.
+"""Measures link speeds and the processor time of row exchange and all-reduce, with two ranks on this machine.
 
-`measure_pair` starts them as processes of their own (`python -m thermocline.planner.calibrate_ranks`), one torch thread
-each, as torchrun does. They run the code that training runs.
+`measure_ranks` starts two processes (`python -m thermocline.planner.calibrate_ranks`) with one torch thread each, as
+torchrun does. They run the code that training runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,131 +38,155 @@ from thermocline.errors import ThermoclineError
 from thermocline.pipeline.prefetch import prefetch
 
 DIMS = (8, 64)
-BATCH, FEW = 4096, 16
-"""Examples of a step that shows costs per key, and of one that shows what is left without keys."""
-FLOATS, MESSAGE = 1_000_000, 2_000_000
-TIMES = 9
-STEPS = 200
-"""Of the training that shows what is left without keys."""
+BATCH, SMALL_BATCH = 4096, 16
+"""Examples per step: many keys show the cost per key, few keys the fixed cost."""
+FLOATS, MESSAGE_FLOATS = 1_000_000, 2_000_000
+REPEATS = 9
+TRAINING_STEPS, WARMUP_STEPS = 200, 20
 
 
-def measure_pair(limit: float = 120.0) -> dict[str, float]:
-    """Of an all-to-all within the node and by Gloo, and the figures of `hardware.Cpu` about ranks."""
-    local = {**child_environment(), "GLOO_SOCKET_IFNAME": "lo"}
-    with tempfile.TemporaryDirectory() as name:
-        command = [sys.executable, "-m", "thermocline.planner.calibrate_ranks", str(Path(name) / "meet")]
-        pair = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True, env=local) for n in range(2)]
-        both = []
+def measure_ranks(
+    timeout: float = 120.0, *, repeats: int = REPEATS, training_steps: int = TRAINING_STEPS
+) -> dict[str, float]:
+    """Measure the figures of `LinkSpeeds` (without data_gbs) and the fields of `Cpu` for several ranks.
+
+    timeout          seconds per rank
+    repeats          measurements per figure, of which the median counts
+    training_steps   timed steps of the training that shows the fixed cost of a step over ranks
+
+    Raise ThermoclineError if a rank fails.
+    """
+    env = {**child_environment(), "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "thermocline.planner.calibrate_ranks", str(Path(folder) / "rendezvous")]
+        command += [str(repeats), str(training_steps)]
+        ranks = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True, env=env) for n in range(2)]
+        figures = []
         try:
-            for rank in pair:
-                text = rank.communicate(timeout=limit)[0]
+            for rank in ranks:
+                output = rank.communicate(timeout=timeout)[0]
                 if rank.returncode:
-                    raise ThermoclineError(f"two ranks on this machine: one ended with {rank.returncode}, as it says")
-                both.append(json.loads(text))
+                    raise ThermoclineError(
+                        f"measuring two ranks failed: a rank exited with status {rank.returncode}, see its error above"
+                    )
+                figures.append(json.loads(output))
         finally:
-            for rank in pair:
+            for rank in ranks:
                 rank.kill()
                 rank.wait()
-    return {figure: sum(found[figure] for found in both) / 2 for figure in both[0]}
+    return {name: sum(of_rank[name] for of_rank in figures) / 2 for name in figures[0]}
 
 
-def main(meeting: str, rank: int) -> None:
-    """One of the two."""
+def main(rendezvous: str, repeats: int, training_steps: int, rank: int) -> None:
+    """Measure as one of the two ranks and print the figures as JSON."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     groups = Groups.make(Topology(2, rank, ((0, 1),)), timeout=60.0)
-    small, large = (_step(groups, dim, BATCH) for dim in DIMS)
-    few = _step(groups, DIMS[0], FEW)
-    each = max(large["exchange"] - small["exchange"], 1e-12) / (DIMS[1] - DIMS[0]) / large["keys"]
-    keys = (small["keys"] - few["keys"]) / 1e9
-    found = {
-        "ask_key_ns": (small["ask"] - few["ask"]) / keys,
-        "ask_us": few["ask"] * 1e6,
-        "exchange_key_ns": (small["exchange"] - few["exchange"]) / keys - DIMS[0] * each * 1e9,
-        "exchange_float_ns": each * 1e9,
-        "exchange_us": max(few["exchange"], _more(groups) - few["ask"]) * 1e6,
+    short, long = (_exchange_costs(groups, dim, BATCH, repeats) for dim in DIMS)
+    fixed = _exchange_costs(groups, DIMS[0], SMALL_BATCH, repeats)
+    per_float = max(long.exchange - short.exchange, 1e-12) / (DIMS[1] - DIMS[0]) / long.keys
+    keys = (short.keys - fixed.keys) / 1e9
+    figures = {
+        "route_key_ns": (short.route - fixed.route) / keys,
+        "route_us": fixed.route * 1e6,
+        "exchange_key_ns": (short.exchange - fixed.exchange) / keys - DIMS[0] * per_float * 1e9,
+        "exchange_float_ns": per_float * 1e9,
+        "exchange_us": max(fixed.exchange, _step_overhead(groups, training_steps) - fixed.route) * 1e6,
     }
-    none, many = (_average(groups, count) for count in (FEW, FLOATS))
-    found |= {"average_us": none * 1e6, "average_float_ns": (many - none) / FLOATS * 1e9}
+    latency, total = (_allreduce_seconds(groups, count, repeats) for count in (SMALL_BATCH, FLOATS))
+    figures |= {"allreduce_us": latency * 1e6, "allreduce_float_ns": (total - latency) / FLOATS * 1e9}
     for link in ("node", "network"):
-        found |= {f"{link}_us": _wall(groups.train, 1, 50) * 1e6}
-        found |= {f"{link}_gbs": 4 * MESSAGE / _wall(groups.train, MESSAGE, TIMES) / 1e9}
-        groups.train.box = None  # what is between nodes goes by Gloo
-    print(json.dumps({name: max(value, 1e-3) for name, value in found.items()}))
+        figures[f"{link}_us"] = _all_to_all_seconds(groups.train, 1, 50) * 1e6
+        seconds = _all_to_all_seconds(groups.train, MESSAGE_FLOATS, repeats)
+        figures[f"{link}_gbs"] = 4 * MESSAGE_FLOATS / seconds / 1e9
+        groups.train.box = None  # without shared memory, messages use Gloo, as between nodes
+    print(json.dumps({name: max(value, 1e-3) for name, value in figures.items()}))
     dist.destroy_process_group()
 
 
-def _step(groups: Groups, dim: int, examples: int) -> dict[str, float]:
-    """Processor seconds of a step's exchanges, by this rank, and its unique keys."""
+class _ExchangeCosts(NamedTuple):
+    """Median processor seconds of one step on this rank."""
+
+    route: float
+    """Send keys to their owners."""
+    exchange: float
+    """Exchange rows and gradients."""
+    keys: float
+    """Mean number of unique keys."""
+
+
+def _exchange_costs(groups: Groups, dim: int, examples: int, repeats: int) -> _ExchangeCosts:
     exchange = Exchange(groups.topology, threads=1)
     comm, rank = groups.train, groups.topology.rank
     ads = SyntheticAds(keys=400_000, fields=26, batch_size=examples, tensors=False)
-    asked, moved, keys = [], [], []
-    for number in range(TIMES):
-        mine = WorkingSet.of(ads.batch(2 * number + rank).ids, threads=1).keys
+    route_seconds, exchange_seconds, key_counts = [], [], []
+    for number in range(repeats):
+        keys = WorkingSet.of(ads.batch(2 * number + rank).ids, threads=1).keys
         start = time.process_time()
-        comm.all_gather(np.zeros(2, np.int64), "asked who has more batches")
-        (route,) = exchange.plan(comm, [mine], Sent())
-        asked.append(time.process_time() - start)
+        comm.all_gather(np.zeros(2, np.int64), "agreeing on the next window")
+        (route,) = exchange.plan(comm, [keys], Sent())
+        route_seconds.append(time.process_time() - start)
         owned = torch.ones(len(route.owned), dim)
-        rows = torch.empty(len(mine), dim)
+        rows = torch.empty(len(keys), dim)
         start = time.process_time()
         exchange.rows(comm, route, functools.partial(take_rows, owned), rows, Sent())
         exchange.gradients(comm, route, rows, None, Sent())
-        moved.append(time.process_time() - start)
-        keys.append(len(mine))
-    return {"ask": float(np.median(asked)), "exchange": float(np.median(moved)), "keys": float(np.mean(keys))}
+        exchange_seconds.append(time.process_time() - start)
+        key_counts.append(len(keys))
+    return _ExchangeCosts(
+        float(np.median(route_seconds)), float(np.median(exchange_seconds)), float(np.mean(key_counts))
+    )
 
 
-def _more(groups: Groups) -> float:
-    """Processor seconds that a step of next to nothing takes more over two ranks than in one process."""
-    optimizer = RowWiseAdagrad(lr=0.01)
-    taken = []
-    for ranks in (False, True):
-        own = {"groups": groups} if ranks else {}
-        kind: Any = ShardedTable if ranks else Table
-        with contextlib.closing(kind(DIMS[0], optimizer, mem=64 << 20, threads=1, **own)) as table:
+def _step_overhead(groups: Groups, steps: int) -> float:
+    """Processor seconds per step of a small training over two ranks, minus those in one process."""
+    seconds = []
+    for table_class, options in ((Table, {}), (ShardedTable, {"groups": groups})):
+        make_table: Any = table_class
+        table = make_table(DIMS[0], RowWiseAdagrad(lr=0.01), mem=64 << 20, threads=1, **options)
+        with contextlib.closing(table):
             bag = EmbeddingBag(table, 26)
-            ads = SyntheticAds(keys=10_000, fields=26, batch_size=FEW, examples=(20 + STEPS) * FEW)
+            examples = (WARMUP_STEPS + steps) * SMALL_BATCH
+            ads = SyntheticAds(keys=10_000, fields=26, batch_size=SMALL_BATCH, examples=examples)
             times = []
-            with prefetch(ads, table) as ready:
-                for batch in ready:
+            with prefetch(ads, table) as batches:
+                for batch in batches:
                     torch.autograd.backward(bag(batch).sum())
                     table.step()
                     times.append(time.process_time())
-            taken.append((times[-1] - times[19]) / STEPS)
-    return taken[1] - taken[0]
+            seconds.append((times[-1] - times[WARMUP_STEPS - 1]) / steps)
+    return seconds[1] - seconds[0]
 
 
-def _average(groups: Groups, count: int) -> float:
-    """Processor seconds of averaging so many gradients."""
+def _allreduce_seconds(groups: Groups, count: int, repeats: int) -> float:
+    """Processor seconds to average `count` gradients."""
     parameter = torch.nn.Parameter(torch.zeros(count))
     parameter.grad = torch.ones(count)
     sync = DenseParameters.make([parameter], [], groups, DenseSync())
-    return _median(sync.after_backward, time.process_time)
+    return _median_seconds(sync.after_backward, time.process_time, repeats)
 
 
-def _wall(comm: Communicator, floats: int, times: int) -> float:
-    """Seconds of an all-to-all of so many floats from each to each."""
-    out, into = torch.ones(2 * floats), torch.empty(2 * floats)
+def _all_to_all_seconds(comm: Communicator, floats: int, repeats: int) -> float:
+    """Wall seconds of an all-to-all of `floats` floats per pair of ranks."""
+    source, target = torch.ones(2 * floats), torch.empty(2 * floats)
     sizes = [4 * floats, 4 * floats]
 
-    def swap() -> None:
-        pieces = comm.all_to_all("node", out.view(torch.uint8), sizes, sizes, "measured the link")
-        torch.cat([piece.view(torch.float32) for piece in pieces], out=into)
+    def exchange() -> None:
+        pieces = comm.all_to_all("node", source.view(torch.uint8), sizes, sizes, "measuring the link")
+        torch.cat([piece.view(torch.float32) for piece in pieces], out=target)
 
-    return _median(swap, time.perf_counter, times)
+    return _median_seconds(exchange, time.perf_counter, repeats)
 
 
-def _median(work: Callable[[], Any], clock: Callable[[], float], times: int = TIMES) -> float:
-    taken = []
-    for _ in range(times):
+def _median_seconds(work: Callable[[], Any], clock: Callable[[], float], repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats):
         dist.barrier()
         start = clock()
         work()
-        taken.append(clock() - start)
-    return float(np.median(taken))
+        seconds.append(clock() - start)
+    return float(np.median(seconds))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

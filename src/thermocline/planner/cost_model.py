@@ -1,4 +1,26 @@
-"""A step's time, stage by stage, and the resource that bounds it. docs/plan.md has the formulas in words."""
+"""Predicts the time of one training step, per stage and per resource.
+
+Symbols: b examples per rank and step, z ids per example, R ranks per node, N nodes, W steps per pull window, d weights
+per row, U(n) expected unique keys of n examples (`KeyDistribution`), c cores of a node. Costs (`Cpu`) are processor
+seconds, rates (`Disk`, `LinkSpeeds`, `Gpu`) are bytes per second. Every term is seconds per step:
+
+    read              bR examples * read cost / c; bR * bytes per example / data rate
+    dedup, load       bRz ids * cost / c; with W > 1, R U(b) unique keys are deduplicated again over the window
+    pull DRAM         U(bRNW) / (WN) rows * cost / c
+    pull SSD          rows that miss in DRAM: pages read, evicted bytes * write amplification / write rate
+    route keys        unique keys sent to their owners, 8 bytes each, ahead of training
+    train, exchange   rows and gradients, per node between nodes: two hops U(bR) (N-1)/N, flat R U(b) (N-1)/N;
+                      per rank within the node: two hops U(b) (R-1)/R, flat U(b) (R-1)/(RN)
+    train, CPU        bRz ids pooled and summed, U(bRN)/N rows updated, dense network: cost / c; Python: one thread
+    train, GPU        random and sequential bytes / rate, matrix products / FLOPS, launches
+    train, dense      all-reduce within the node (n = R) and between nodes (n = N): 8 bytes * floats * (n-1)/n / rate
+
+Stages overlap, the terms of one stage run one after the other, and a resource serves one term at a time:
+
+    step = max(max over stages of the sum of `seconds`, max over resources of the sum of `busy_seconds`)
+
+The model describes the steady state: caches are warm and every key has a row.
+"""
 
 from __future__ import annotations
 
@@ -11,67 +33,70 @@ from thermocline.config.distributed import Hops, Wire
 from thermocline.distributed.wire_format import width
 from thermocline.embedding.table_spec import Policy
 from thermocline.errors import require
-from thermocline.planner.cache_model import Popularity
-from thermocline.planner.hardware import Hardware, tail_of
+from thermocline.planner.cache_model import KeyDistribution
+from thermocline.planner.hardware import Hardware, scalar_tail
 
 DenseOptimizer = Literal["sgd", "adagrad", "adam"]
 KEY_BYTES = 8
-KEPT_BUSY = 0.87
-"""Of the cores' time, when they are what bounds a step: overlapping stages do not fill them. Fitted to trainings."""
-FLOATS_MOVED = 2.5
-"""On a GPU: floats read or written for each that an operation writes."""
-SORT_PASSES = 16
-"""On a GPU: times an id is read or written to bring a batch's ids in the order of their slots."""
-OPTIMIZER_FLOATS = {"sgd": 3, "adagrad": 5, "adam": 7}
-"""Floats read or written per dense parameter and step: gradient, and twice weight and moments."""
+MAX_CORE_UTILIZATION = 0.87
+"""Utilization of the cores when they bound the step: overlapping stages do not fill them. Fitted to trainings."""
+_MAX_BRIDGED_PAGES = 15
+"""Largest gap that the SSD store reads instead of issuing another request, in pages."""
+_GPU_FLOATS_MOVED = 2.5
+"""GPU: floats read or written per float that an operation writes."""
+_GPU_SORT_PASSES = 16
+"""GPU: reads and writes per id to sort the ids of a batch by slot."""
+_GPU_PROBE_BYTES = 64
+"""GPU: bytes read per id to find its slot."""
+_OPTIMIZER_FLOATS = {"sgd": 3, "adagrad": 5, "adam": 7}
+"""Floats read or written per dense parameter and step: the gradient once, weight and moments twice."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model, its data, and how it is trained."""
+    """A model, its data and its training settings."""
 
     name: str
-    popularity: Popularity
+    key_distribution: KeyDistribution
     fields: int
     dim: int
     """Weights per row."""
     row_bytes: int
-    """Of a row as it is stored, weights and optimizer state."""
+    """Bytes of a stored row, weights and optimizer state."""
     row_floats: int
-    """Of a row as it is trained, weights and optimizer state."""
+    """Floats of a row during training, weights and optimizer state."""
     multiply_adds: float
-    """Of the dense network's matrix products, per example, forward and backward."""
+    """Matrix products of the dense network, forward and backward, per example."""
     floats: float
-    """Written by its other operations, per example, forward and backward."""
+    """Floats written by its other operations, per example."""
     step_floats: float
-    """Written by them per step."""
+    """Floats written by its other operations, per step."""
     dense_parameters: int
-    network: float
-    """Forward, loss, backward and dense optimizer of a step on cores, as timed inside a training somewhere: times
-    `network.reference_seconds` there."""
-    network_shared: float
-    """The part of that which all cores share; the rest is one thread's."""
-    network_alone: float
-    """The same by one thread, as each of several ranks runs it: no thread waits for another."""
+    dense_time: float
+    """Processor time of forward, loss, backward and dense optimizer, in units of the reference network
+    (`op_counter.reference_network_seconds` on the same machine), all cores."""
+    dense_parallel_share: float
+    """Fraction of `dense_time` that all cores share; one thread does the rest."""
+    dense_time_1_thread: float
+    """`dense_time` with one thread, as each of several ranks runs: no thread waits for another."""
     batch: int
     """Examples per rank and step."""
     window: int = 1
-    """Steps that share one pull from memory and SSD."""
+    """Steps that share one pull from DRAM and SSD."""
     dense_optimizer: DenseOptimizer = "adam"
     sync: Way = "gradients"
-    """What ranks average of their dense parameters: gradients, or what a merge of models does."""
+    """Synchronization of the dense parameters: gradients, or a mode of periodic averaging."""
     synced: float = 1.0
-    """How many numbers per dense parameter are averaged per step: 1 of gradients, 2/k of merges "v_frozen"."""
+    """Floats averaged per dense parameter and step: 1 for gradients, 2/k for "v_frozen" every k steps."""
     syncs: float = 1.0
-    """How often per step anything is averaged."""
+    """All-reduces per step."""
     hops: Hops = "two"
-    """Of keys, rows and gradients between nodes."""
     wire: Wire = "fp32"
-    """Of rows and gradients between nodes."""
+    """Precision of rows and gradients between nodes."""
     example_bytes: float = 0.0
-    """Of the training data as it is stored; 0: it is made up."""
+    """Stored bytes per example; 0 for generated data."""
     read_ns: float = 0.0
-    """Processor time to read one example, or to make it up."""
+    """Processor time to read or generate one example."""
     policy: Policy = "lru_lfu"
 
     def __post_init__(self) -> None:
@@ -79,24 +104,24 @@ class Workload:
             require(getattr(self, name) >= 1, f"Workload.{name}", getattr(self, name), "at least 1")
 
     def figures(self) -> dict[str, Any]:
-        """As JSON."""
-        own = (field.name for field in dataclasses.fields(self) if field.name != "popularity")
-        keys = {"keys": self.popularity.keys, "nonzeros": self.popularity.nonzeros}
-        return {**{name: getattr(self, name) for name in own}, **keys}
+        """Fields as JSON values; the key distribution as its number of keys and ids per example."""
+        names = (field.name for field in dataclasses.fields(self) if field.name != "key_distribution")
+        keys = {"keys": self.key_distribution.num_keys, "nonzeros": self.key_distribution.ids_per_example}
+        return {**{name: getattr(self, name) for name in names}, **keys}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal nodes, and what of them is used."""
+    """Equal nodes, and the part of each that the training uses."""
 
     nodes: int = 1
     ranks: int = 1
-    """Per node; with GPUs, one each."""
+    """Per node; with GPUs, one per GPU."""
     gpu: bool = False
     mem_rows: float = math.inf
-    """Rows that a node holds in memory."""
+    """Rows that fit in the DRAM tiers of a node."""
     hbm_rows: float = 0.0
-    """Rows that a GPU holds."""
+    """Rows that fit in the HBM tier of a GPU."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks"):
@@ -108,58 +133,66 @@ class Cluster:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Term:
-    """One piece of a step's work."""
+class CostTerm:
+    """One part of a step's work."""
 
     stage: str
     resource: str
-    """cores, disk, host link, node link, network, data link, GPU: what is busy meanwhile."""
+    """cores, disk, host link, node link, network, data link or GPU."""
     seconds: float
-    """It takes, if nothing else uses the node."""
-    what: str
-    processor: float = 0.0
-    """Processor seconds of the node; 0: none."""
-    busy: float = 0.0
-    """Seconds of the resource; of cores, those of all of them together, which are never all kept busy."""
+    """Duration on an otherwise idle node."""
+    description: str
+    processor_seconds: float = 0.0
+    """Processor time on all cores of the node; 0 if the resource is not the cores."""
+    busy_seconds: float = 0.0
+    """Time for which the resource is occupied: cores, processor time / cores / MAX_CORE_UTILIZATION."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a step takes."""
+class StepCost:
+    """Predicted cost of one step of all ranks."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[CostTerm, ...]
     examples: int
-    """Of all ranks."""
+    """Examples per step of all ranks."""
     figures: dict[str, float]
-    """What the terms are made of: unique keys, hit rates, bytes."""
+    """Counts per step behind the terms: unique keys, hit rates, rows."""
 
-    def by(self, what: Literal["stage", "resource"]) -> dict[str, float]:
-        """Seconds of each stage or resource, in order of first use."""
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds per stage, in order of first use."""
         sums: dict[str, float] = {}
         for term in self.terms:
-            name = getattr(term, what)
-            sums[name] = sums.get(name, 0.0) + (term.seconds if what == "stage" else term.busy)
+            sums[term.stage] = sums.get(term.stage, 0.0) + term.seconds
+        return sums
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Busy seconds per resource, in order of first use."""
+        sums: dict[str, float] = {}
+        for term in self.terms:
+            sums[term.resource] = sums.get(term.resource, 0.0) + term.busy_seconds
         return sums
 
     @property
     def seconds(self) -> float:
-        """Of a step: stages overlap, pieces of one stage follow one another, a resource does one thing at a time."""
-        return max(*self.by("stage").values(), *self.by("resource").values())
+        """Duration of the step: the slowest stage or the busiest resource."""
+        return max(*self.stages.values(), *self.resources.values())
 
     @property
     def slowest_stage(self) -> str:
-        stages = self.by("stage")
+        stages = self.stages
         return max(stages, key=lambda name: stages[name])
 
     @property
     def slowest_resource(self) -> str:
-        resources = self.by("resource")
+        resources = self.resources
         return max(resources, key=lambda name: resources[name])
 
     @property
     def processor_seconds(self) -> float:
-        """Of one node and step, on all its cores together."""
-        return sum(term.processor for term in self.terms)
+        """Processor time of one node, all cores."""
+        return sum(term.processor_seconds for term in self.terms)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -168,200 +201,210 @@ class Prediction:
             "slowest_stage": self.slowest_stage,
             "slowest_resource": self.slowest_resource,
             "processor_seconds": self.processor_seconds,
-            "stages": self.by("stage"),
-            "resources": self.by("resource"),
+            "stages": self.stages,
+            "resources": self.resources,
             "terms": [dataclasses.asdict(term) for term in self.terms],
             "figures": self.figures,
         }
 
 
-def predict(work: Workload, cluster: Cluster, hardware: Hardware) -> Prediction:
-    """One step of every rank, in the steady state: caches are warm, every key has a row."""
+def predict(work: Workload, cluster: Cluster, hardware: Hardware) -> StepCost:
+    """Predict one step of every rank in the steady state; ValueError if the cluster uses GPUs the hardware lacks."""
     if cluster.gpu and hardware.gpu is None:
-        raise ValueError(f"the cluster is to train on GPUs, but {hardware.name} has none")
-    counts = _Counts(work, cluster)
-    terms = [*_read(work, cluster.ranks, counts, hardware), *_pull(work, cluster, counts, hardware)]
-    terms += _exchange(work, cluster, counts, hardware)
-    terms += _train_gpu(work, counts, hardware) if cluster.gpu else _train_cpu(work, cluster, counts, hardware)
-    terms += _dense_sync(work, cluster, hardware)
-    kept = tuple(term for term in terms if term.seconds > 0)
-    return Prediction(kept, work.batch * cluster.world, counts.figures())
+        raise ValueError(f"cluster.gpu is True, but hardware {hardware.name!r} has no GPU: pass gpu=False")
+    counts = _RowCounts(work, cluster)
+    terms = [*_read_terms(work, cluster.ranks, counts, hardware), *_pull_terms(work, cluster, counts, hardware)]
+    terms += _exchange_terms(work, cluster, counts, hardware)
+    terms += _gpu_terms(work, counts, hardware) if cluster.gpu else _cpu_terms(work, cluster, counts, hardware)
+    terms += _dense_sync_terms(work, cluster, hardware)
+    nonzero = tuple(term for term in terms if term.seconds > 0)
+    return StepCost(nonzero, work.batch * cluster.world, counts.figures())
 
 
-class _Counts:
-    """How many rows are where, per step."""
+class _RowCounts:
+    """Ids and rows per step, of a node unless stated otherwise."""
 
     def __init__(self, work: Workload, cluster: Cluster) -> None:
-        unique = work.popularity.unique
-        self.examples = work.batch * cluster.ranks  # of a node
-        self.ids = self.examples * work.popularity.nonzeros
-        self.rank_unique = unique(work.batch)
-        self.node_unique = unique(self.examples)
-        self.world_unique = unique(self.examples * cluster.nodes)
-        pull = work.batch * cluster.world * work.window
-        self.pulled = unique(pull) / work.window / cluster.nodes  # of a node's own rows
+        keys = work.key_distribution
+        self.examples = work.batch * cluster.ranks
+        self.ids = self.examples * keys.ids_per_example
+        self.rank_unique = keys.unique_keys(work.batch)
+        self.node_unique = keys.unique_keys(self.examples)
+        self.world_unique = keys.unique_keys(self.examples * cluster.nodes)
+        window_examples = work.batch * cluster.world * work.window
+        self.pulled = keys.unique_keys(window_examples) / work.window / cluster.nodes  # rows that the node owns
         hbm = cluster.hbm_rows * cluster.world if cluster.gpu else 0.0
-        mem = cluster.mem_rows * cluster.nodes
-        self.hbm_hits = work.popularity.hit_rate(hbm, pull, "lru") if hbm else 0.0
-        # Rows in HBM are not also counted in memory: together they are one larger cache.
-        self.hits = work.popularity.hit_rate(mem + hbm, pull, work.policy)
-        self.from_memory = self.pulled * (1 - self.hbm_hits)
+        dram = cluster.mem_rows * cluster.nodes
+        self.hbm_hits = keys.hit_rate(hbm, window_examples, "lru") if hbm else 0.0
+        # A row is either in HBM or in DRAM: together they are one larger cache.
+        self.hits = keys.hit_rate(dram + hbm, window_examples, work.policy)
+        self.from_dram = self.pulled * (1 - self.hbm_hits)
         self.from_disk = self.pulled * (1 - self.hits)
 
     def figures(self) -> dict[str, float]:
-        """Per step, of a node unless a rank's."""
         names = ("ids", "rank_unique", "node_unique", "world_unique", "pulled", "hbm_hits", "hits", "from_disk")
         return {name: getattr(self, name) for name in names}
 
 
-def _on_cores(
-    stage: str, nanoseconds: float, hardware: Hardware, what: str, ranks: int = 1, shared: float = 1.0
-) -> Term:
-    """Work of which all cores of the node share a part; the rest is done by one thread of each rank."""
+def _cpu_term(
+    stage: str, nanoseconds: float, hardware: Hardware, description: str, ranks: int = 1, parallel_share: float = 1.0
+) -> CostTerm:
+    """Work on cores: all cores of the node share `parallel_share` of it, one thread per rank does the rest."""
     processor, cores = nanoseconds * 1e-9, hardware.cpu.cores
-    seconds = processor * (shared / cores + (1 - shared) / min(ranks, cores))
-    return Term(stage, "cores", seconds, what, processor, processor / cores / KEPT_BUSY)
+    seconds = processor * (parallel_share / cores + (1 - parallel_share) / min(ranks, cores))
+    return CostTerm(stage, "cores", seconds, description, processor, processor / cores / MAX_CORE_UTILIZATION)
 
 
-def _elsewhere(stage: str, resource: str, seconds: float, what: str) -> Term:
-    """Work of something else than cores."""
-    return Term(stage, resource, seconds, what, 0.0, seconds)
+def _device_term(stage: str, resource: str, seconds: float, description: str) -> CostTerm:
+    """Work of a resource other than the cores, which it occupies for its whole duration."""
+    return CostTerm(stage, resource, seconds, description, 0.0, seconds)
 
 
-def _read(work: Workload, ranks: int, counts: _Counts, hardware: Hardware) -> list[Term]:
-    ahead = 1e3 * hardware.cpu.ahead_us * ranks
+def _read_terms(work: Workload, ranks: int, counts: _RowCounts, hardware: Hardware) -> list[CostTerm]:
+    prefetch = 1e3 * hardware.cpu.prefetch_us * ranks
     terms = [
-        _on_cores("read", counts.examples * work.read_ns, hardware, "examples read and parsed, or made up"),
-        _on_cores("load", ahead, hardware, "threads ahead of training", ranks, 0.0),
+        _cpu_term("read", counts.examples * work.read_ns, hardware, "read and parse, or generate, examples"),
+        _cpu_term("load", prefetch, hardware, "prefetch threads: Python, queues", ranks, 0.0),
     ]
     if work.example_bytes:
         seconds = counts.examples * work.example_bytes / hardware.links.data_gbs * 1e-9
-        terms.append(_elsewhere("read", "data link", seconds, "bytes of examples"))
+        terms.append(_device_term("read", "data link", seconds, "bytes of examples"))
     return terms
 
 
-def _pull(work: Workload, cluster: Cluster, counts: _Counts, hardware: Hardware) -> list[Term]:
-    cpu, disk, terms = hardware.cpu, hardware.disk, []
+def _pull_terms(work: Workload, cluster: Cluster, counts: _RowCounts, hardware: Hardware) -> list[CostTerm]:
+    cpu, terms = hardware.cpu, []
     if not cluster.gpu:
-        deduped = counts.ids + (counts.rank_unique * cluster.ranks if work.window > 1 else 0.0)  # again over the window
-        terms.append(_on_cores("dedup", deduped * cpu.dedup_id_ns, hardware, "ids to unique keys"))
-        terms.append(_on_cores("pull MEM", counts.pulled * cpu.pull_row_ns, hardware, "rows found and pinned"))
-        terms.append(_on_cores("load", counts.ids * cpu.plan_id_ns, hardware, "slots and gradients of ids"))
-    elif counts.from_memory:
-        moved = counts.from_memory * (cpu.pull_row_ns + work.row_bytes / 4 * cpu.pool_float_ns)
-        terms.append(_on_cores("pull MEM", 2 * moved, hardware, "rows up to HBM and down again"))
+        window_keys = counts.rank_unique * cluster.ranks if work.window > 1 else 0.0
+        dedup = (counts.ids + window_keys) * cpu.dedup_id_ns
+        terms.append(_cpu_term("dedup", dedup, hardware, "deduplicate ids"))
+        terms.append(_cpu_term("pull DRAM", counts.pulled * cpu.pull_row_ns, hardware, "look up and pin rows"))
+        terms.append(_cpu_term("load", counts.ids * cpu.plan_id_ns, hardware, "slots and gradient index of ids"))
+    elif counts.from_dram:
         assert hardware.gpu is not None
-        size = counts.from_memory / cluster.ranks * work.row_bytes
-        terms.append(
-            _elsewhere("load", "host link", size / hardware.gpu.host_gbs * 1e-9, "rows up; down is the other way")
-        )
+        one_way = counts.from_dram * (cpu.pull_row_ns + work.row_bytes / 4 * cpu.pool_float_ns)
+        terms.append(_cpu_term("pull DRAM", 2 * one_way, hardware, "copy rows to and from HBM buffers"))
+        seconds = counts.from_dram / cluster.ranks * work.row_bytes / hardware.gpu.host_gbs * 1e-9
+        terms.append(_device_term("load", "host link", seconds, "rows to HBM; evicted rows use the other direction"))
     if counts.from_disk:
-        rows = counts.from_disk * work.window
-        wanted, seconds = _pages(work, cluster, rows, hardware)
-        terms.append(_elsewhere("pull SSD", "disk", seconds / work.window, "pages with missing rows"))
-        size = counts.from_disk * (work.row_bytes + KEY_BYTES) * disk.write_amplification
-        # By the thread that pulls: rows leave as others come.
-        terms.append(_elsewhere("pull SSD", "disk", size / disk.write_gbs * 1e-9, "evicted rows, and merging"))
-        cost = counts.from_disk * disk.miss_row_ns
-        cost += (wanted / work.window + size / disk.page_bytes) * disk.miss_page_ns
-        what = "rows looked up, verified; others evicted, merged"
-        looked_up = _on_cores("pull SSD", cost, hardware, what, cluster.ranks, 0.0)
-        terms.append(dataclasses.replace(looked_up, seconds=looked_up.seconds * disk.miss_own))
+        terms += _ssd_terms(work, cluster, counts, hardware)
     return terms
 
 
-def _pages(work: Workload, cluster: Cluster, rows: float, hardware: Hardware) -> tuple[float, float]:
-    """One get, of a node: pages with rows, and the seconds of reading them.
+def _ssd_terms(work: Workload, cluster: Cluster, counts: _RowCounts, hardware: Hardware) -> list[CostTerm]:
+    """Rows missing in DRAM are read; the pulling thread evicts as many rows, which the store appends and merges."""
+    disk = hardware.disk
+    pages, read_seconds = _page_reads(work, cluster, counts.from_disk * work.window, hardware)
+    evicted_bytes = counts.from_disk * (work.row_bytes + KEY_BYTES) * disk.write_amplification
+    cost = counts.from_disk * disk.miss_row_ns
+    cost += (pages / work.window + evicted_bytes / disk.page_bytes) * disk.miss_page_ns
+    lookup = _cpu_term("pull SSD", cost, hardware, "look up and verify rows; evict and merge rows", cluster.ranks, 0.0)
+    return [
+        _device_term("pull SSD", "disk", read_seconds / work.window, "read pages with missing rows"),
+        _device_term("pull SSD", "disk", evicted_bytes / disk.write_gbs * 1e-9, "write evicted rows, and merge"),
+        dataclasses.replace(lookup, seconds=lookup.seconds * disk.miss_thread_share),
+    ]
 
-    They come in the order of the hash; gaps are bridged where that is cheaper than another request.
+
+def _page_reads(work: Workload, cluster: Cluster, rows: float, hardware: Hardware) -> tuple[float, float]:
+    """(pages that contain requested rows, seconds to read them) of one get of `rows` rows on a node.
+
+    Rows are spread over P pages in hash order, so a page is requested with probability q = 1 - exp(-rows / P), and the
+    gap before it is g pages with probability q (1-q)^g. The store reads a gap of at most G = read_us / page_us pages
+    along, at page_us per page; a larger gap costs another request:
+
+        seconds per page = (1-q)^(G+1) * read_us + sum over g <= G of q (1-q)^g (g+1) * page_us
     """
     disk = hardware.disk
-    pages = work.popularity.keys / cluster.nodes * (work.row_bytes + KEY_BYTES) / disk.page_bytes
-    wanted = -pages * math.expm1(-rows / pages)
-    density = min(wanted / pages, 1.0)
-    most = int(min(disk.read_us / disk.page_us, 15.0))  # pages that the store reads rather than ask again
-    again = (1 - density) ** (most + 1)  # the next wanted page is further away
-    bridged = sum(density * (1 - density) ** gap * (gap + 1) for gap in range(most + 1))
-    return wanted, wanted * (again * disk.read_us + bridged * disk.page_us) * 1e-6
+    pages = work.key_distribution.num_keys / cluster.nodes * (work.row_bytes + KEY_BYTES) / disk.page_bytes
+    requested = -pages * math.expm1(-rows / pages)
+    density = min(requested / pages, 1.0)
+    max_gap = int(min(disk.read_us / disk.page_us, _MAX_BRIDGED_PAGES))
+    new_request = (1 - density) ** (max_gap + 1)
+    bridged = sum(density * (1 - density) ** gap * (gap + 1) for gap in range(max_gap + 1))
+    return requested, requested * (new_request * disk.read_us + bridged * disk.page_us) * 1e-6
 
 
-def _exchange(work: Workload, cluster: Cluster, counts: _Counts, hardware: Hardware) -> list[Term]:
-    """Keys to their owners ahead of time; then rows to the worker, gradients to the owner.
+def _exchange_terms(work: Workload, cluster: Cluster, counts: _RowCounts, hardware: Hardware) -> list[CostTerm]:
+    """Keys to their owners ahead of training; then rows to the workers and gradients to the owners.
 
-    Per rank within the node, per node between nodes.
+    Keys are counted per rank on the node link and per node on the network.
     """
     links, cpu, ranks, nodes = hardware.links, hardware.cpu, cluster.ranks, cluster.nodes
     if cluster.world == 1:
         return []
-    two = work.hops == "two" and nodes > 1
-    handled = counts.rank_unique * ranks + (counts.node_unique if two else 0.0)
-    near = counts.rank_unique * (ranks - 1) / (ranks if two or nodes == 1 else cluster.world)
-    far = (counts.node_unique if two else counts.rank_unique * ranks) * (nodes - 1) / nodes
+    two_hops = work.hops == "two" and nodes > 1
+    node_keys = counts.rank_unique * (ranks - 1) / (ranks if two_hops or nodes == 1 else cluster.world)
+    network_keys = (counts.node_unique if two_hops else counts.rank_unique * ranks) * (nodes - 1) / nodes
     terms = []
     if not cluster.gpu:
-        keys = handled * cpu.ask_key_ns + 1e3 * cpu.ask_us * ranks
+        handled = counts.rank_unique * ranks + (counts.node_unique if two_hops else 0.0)
+        keys = handled * cpu.route_key_ns + 1e3 * cpu.route_us * ranks
         rows = handled * (cpu.exchange_key_ns + work.dim * cpu.exchange_float_ns) + 1e3 * cpu.exchange_us * ranks
-        terms.append(_on_cores("ask", keys, hardware, "keys told to their owners", ranks, 0.0))
-        terms.append(_on_cores("train", rows, hardware, "rows and gradients packed, sent, summed", ranks, 0.0))
-    for name, keys, row, rate, delay, what in (
-        ("node link", near, 4 * work.dim, links.node_gbs, links.node_us, "within the node"),
-        ("network", far, width(work.wire, work.dim), links.network_gbs, links.network_us, "between nodes"),
+        terms.append(_cpu_term("route keys", keys, hardware, "send keys to their owners", ranks, 0.0))
+        terms.append(_cpu_term("train", rows, hardware, "pack, send and sum rows and gradients", ranks, 0.0))
+    for link, keys, row_bytes, rate, latency, scope in (
+        ("node link", node_keys, 4 * work.dim, links.node_gbs, links.node_us, "within the node"),
+        ("network", network_keys, width(work.wire, work.dim), links.network_gbs, links.network_us, "between nodes"),
     ):
         if keys:
-            terms.append(_elsewhere("ask", name, keys * KEY_BYTES / rate * 1e-9 + 3e-6 * delay, f"keys {what}"))
-            seconds = keys * (2 * row + 1 / 8) / rate * 1e-9 + 2e-6 * delay
-            terms.append(_elsewhere("train", name, seconds, f"rows and gradients {what}, hops: {work.hops}"))
+            seconds = keys * KEY_BYTES / rate * 1e-9 + 3e-6 * latency
+            terms.append(_device_term("route keys", link, seconds, f"keys {scope}"))
+            # A row, a gradient and a presence bit per key.
+            seconds = keys * (2 * row_bytes + 1 / 8) / rate * 1e-9 + 2e-6 * latency
+            terms.append(_device_term("train", link, seconds, f"rows and gradients {scope}, hops: {work.hops}"))
     return terms
 
 
-def _train_cpu(work: Workload, cluster: Cluster, counts: _Counts, hardware: Hardware) -> list[Term]:
+def _cpu_terms(work: Workload, cluster: Cluster, counts: _RowCounts, hardware: Hardware) -> list[CostTerm]:
     cpu, dim, ranks = hardware.cpu, work.dim, cluster.ranks
-    tail = tail_of(dim)
+    tail = scalar_tail(dim)
     pool = counts.ids * (cpu.pool_id_ns + dim * cpu.pool_float_ns + tail * cpu.pool_tail_ns)
-    grads = counts.ids * (cpu.sum_id_ns + dim * cpu.sum_float_ns + tail * cpu.sum_tail_ns)
-    updated = counts.world_unique / cluster.nodes  # each by its owner, once
-    rows = updated * (cpu.apply_row_ns + work.row_floats * cpu.apply_float_ns + tail * cpu.apply_tail_ns)
-    network = ranks * (work.network if ranks == 1 else work.network_alone) * cpu.network_ms * 1e6
-    rest = counts.examples * cpu.example_ns + 1e3 * ranks * cpu.step_us
+    sum_gradients = counts.ids * (cpu.sum_id_ns + dim * cpu.sum_float_ns + tail * cpu.sum_tail_ns)
+    updated = counts.world_unique / cluster.nodes  # each row once, by its owner
+    update = updated * (cpu.apply_row_ns + work.row_floats * cpu.apply_float_ns + tail * cpu.apply_tail_ns)
+    dense = ranks * (work.dense_time if ranks == 1 else work.dense_time_1_thread) * cpu.dense_reference_ms * 1e6
+    python = counts.examples * cpu.example_ns + 1e3 * ranks * cpu.step_us
+    share = work.dense_parallel_share
     return [
-        _on_cores("train", pool, hardware, "rows gathered and pooled"),
-        _on_cores("train", network, hardware, "the network, both ways, and its optimizer", ranks, work.network_shared),
-        _on_cores("train", grads + rows, hardware, "gradients summed, rows updated"),
-        _on_cores("train", rest, hardware, "metrics, Python", ranks, 0.0),
+        _cpu_term("train", pool, hardware, "gather and pool rows"),
+        _cpu_term("train", dense, hardware, "dense network, forward and backward, and its optimizer", ranks, share),
+        _cpu_term("train", sum_gradients + update, hardware, "sum gradients, update rows"),
+        _cpu_term("train", python, hardware, "metrics, Python", ranks, 0.0),
     ]
 
 
-def _train_gpu(work: Workload, counts: _Counts, hardware: Hardware) -> list[Term]:
-    """Of one GPU; all of them work at once."""
+def _gpu_terms(work: Workload, counts: _RowCounts, hardware: Hardware) -> list[CostTerm]:
+    """Work of one GPU; the GPUs run in parallel."""
     gpu = hardware.gpu
     assert gpu is not None
-    ids, unique = work.batch * work.popularity.nonzeros, counts.rank_unique
-    random = ids * (64 + 4 * work.dim) + ids * 4 * work.dim + unique * 2 * work.row_bytes
-    streamed = ids * KEY_BYTES * SORT_PASSES
-    streamed += 4 * FLOATS_MOVED * (work.batch * work.floats + work.step_floats)
-    streamed += 4 * OPTIMIZER_FLOATS[work.dense_optimizer] * work.dense_parameters
-    products = 2 * work.batch * work.multiply_adds
+    ids, unique = work.batch * work.key_distribution.ids_per_example, counts.rank_unique
+    random = ids * (_GPU_PROBE_BYTES + 4 * work.dim) + ids * 4 * work.dim + unique * 2 * work.row_bytes
+    sequential = ids * KEY_BYTES * _GPU_SORT_PASSES
+    sequential += 4 * _GPU_FLOATS_MOVED * (work.batch * work.floats + work.step_floats)
+    sequential += 4 * _OPTIMIZER_FLOATS[work.dense_optimizer] * work.dense_parameters
+    flops = 2 * work.batch * work.multiply_adds
     return [
-        _elsewhere("train", "GPU", random / gpu.random_gbs * 1e-9, "keys found, rows pooled, gradients, updates"),
-        _elsewhere("train", "GPU", streamed / gpu.hbm_gbs * 1e-9, "ids sorted, activations, dense optimizer"),
-        _elsewhere("train", "GPU", products / gpu.tflops * 1e-12, "matrix products, forward and backward"),
-        _elsewhere("train", "GPU", gpu.step_us * 1e-6, "launches and Python"),
+        _device_term("train", "GPU", random / gpu.random_gbs * 1e-9, "find keys, pool rows, gradients, updates"),
+        _device_term("train", "GPU", sequential / gpu.hbm_gbs * 1e-9, "sort ids, activations, dense optimizer"),
+        _device_term("train", "GPU", flops / gpu.tflops * 1e-12, "matrix products, forward and backward"),
+        _device_term("train", "GPU", gpu.step_us * 1e-6, "launches and Python"),
     ]
 
 
-def _dense_sync(work: Workload, cluster: Cluster, hardware: Hardware) -> list[Term]:
-    """All-reduce within the node, then between nodes: each sends and receives what is averaged about twice."""
+def _dense_sync_terms(work: Workload, cluster: Cluster, hardware: Hardware) -> list[CostTerm]:
+    """All-reduce within the node, then between nodes: reduce-scatter and all-gather, (n-1)/n of the floats each."""
     cpu, links, floats, terms = hardware.cpu, hardware.links, work.synced * work.dense_parameters, []
-    what = "dense gradients" if work.sync == "gradients" else f"dense models merged ({work.sync})"
-    what += ", every step" if work.syncs == 1 else f", {work.synced:.3g} numbers per parameter and step"
-    for name, parts, rate, delay in (
+    text = "dense gradients" if work.sync == "gradients" else f"dense models averaged ({work.sync})"
+    text += ", every step" if work.syncs == 1 else f", {work.synced:.3g} numbers per parameter and step"
+    for link, members, rate, latency in (
         ("node link", cluster.ranks, links.node_gbs, links.node_us),
         ("network", cluster.nodes, links.network_gbs, links.network_us),
     ):
-        if parts > 1:
-            seconds = 8 * floats * (parts - 1) / parts / rate * 1e-9 + 2e-6 * delay * work.syncs
-            terms.append(_elsewhere("train", name, seconds, what))
+        if members > 1:
+            seconds = 8 * floats * (members - 1) / members / rate * 1e-9 + 2e-6 * latency * work.syncs
+            terms.append(_device_term("train", link, seconds, text))
     if cluster.world > 1 and not cluster.gpu:
-        cost = (floats * cpu.average_float_ns + 1e3 * work.syncs * cpu.average_us) * cluster.ranks
-        terms.append(_on_cores("train", cost, hardware, "dense parameters packed and averaged", cluster.ranks, 0.0))
+        cost = (floats * cpu.allreduce_float_ns + 1e3 * work.syncs * cpu.allreduce_us) * cluster.ranks
+        terms.append(_cpu_term("train", cost, hardware, "pack and average dense parameters", cluster.ranks, 0.0))
     return terms

@@ -1,7 +1,7 @@
-"""A model's network and its optimizer, timed inside a training: steps of made-up examples, one after the other.
+"""Processor time of a model's dense network and its optimizer, measured inside training steps on generated examples.
 
-By itself a network finds its inputs, its memory and its instructions in the caches, step after step. In a training
-working sets, rows and metrics come between, and its inputs are rows just gathered.
+A network that runs alone finds its inputs, weights and instructions in the CPU caches. In a training, deduplication,
+row updates and metrics run between its passes, and its inputs are rows gathered just before.
 """
 
 from __future__ import annotations
@@ -21,76 +21,92 @@ from thermocline.training.throughput import ThroughputMeter
 from thermocline.utils.malloc import keep_freed_memory
 
 _KEYS = 100_000
-_SECONDS, _WARM, _FEWEST, _MOST = 1.0, 3, 7, 100
-"""How long is timed, after some steps; steps at least and at most."""
+_WARMUP_STEPS = 3
+_SECONDS, _MIN_STEPS, _MAX_STEPS = 1.0, 7, 100
+"""Duration of the measurement, and bounds on its number of steps."""
 _OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
 
 
-class Timed(NamedTuple):
-    """Of a step."""
+class CpuTime(NamedTuple):
+    """Processor seconds per step."""
 
-    seconds: float
-    """Of processors."""
-    own: float
-    """Of them, those of the calling thread."""
+    total: float
+    """All threads."""
+    caller: float
+    """The calling thread."""
 
 
-class Inside(NamedTuple):
-    """The parts of a step that are the model's."""
+class DenseTiming(NamedTuple):
+    """Parts of a step that belong to the dense network."""
 
-    network: Timed
+    network: CpuTime
     """Forward, loss, backward."""
-    optimizer: Timed
-    """Of its parameters."""
+    optimizer: CpuTime
 
 
-def inside_training(
+def time_dense_network(
     config: ModelConfig, fields: int, dense: int, batch: int, optimizer: DenseOptimizer, threads: int
-) -> Inside:
-    """Medians over some steps, with so many threads of torch's and as many of the table's."""
+) -> DenseTiming:
+    """Measure medians over training steps, with `threads` torch threads and as many threads of the table.
+
+    fields    id fields per example
+    dense     dense features per example
+    batch     examples per step
+    """
     keep_freed_memory()  # as training does
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        training = _Training(config, fields, dense, batch, optimizer, threads)
-        for _ in range(_WARM):
+        training = _TimedTraining(config, fields, dense, batch, optimizer, threads)
+        for _ in range(_WARMUP_STEPS):
             training.step()
         end = time.perf_counter() + _SECONDS
-        while training.steps < _WARM + _FEWEST or (training.steps < _WARM + _MOST and time.perf_counter() < end):
+        min_steps, max_steps = _WARMUP_STEPS + _MIN_STEPS, _WARMUP_STEPS + _MAX_STEPS
+        while training.steps < min_steps or (training.steps < max_steps and time.perf_counter() < end):
             training.step()
-        return training.found()
+        return training.medians()
     finally:
         torch.set_num_threads(before)
 
 
-class _Training:
-    """As the loop in `train.py`, but everything on one thread's word, and with a clock."""
+def parallel_share(measured: CpuTime, threads: int) -> float:
+    """Fraction s of the work that all threads share; the calling thread does the rest alone.
+
+    caller / total = (1 - s) + s / threads. With one thread the fraction is not observable and taken as 1.
+    """
+    if threads == 1:
+        return 1.0
+    return min(1.0, max(0.0, (1 - measured.caller / measured.total) / (1 - 1 / threads)))
+
+
+class _TimedTraining:
+    """Training steps without a pipeline: every stage runs on the calling thread, and the dense parts are timed."""
 
     def __init__(
         self, config: ModelConfig, fields: int, dense: int, batch: int, optimizer: DenseOptimizer, threads: int
     ) -> None:
         self._ads = SyntheticAds(keys=max(_KEYS, fields), fields=fields, dense=dense, batch_size=batch)
-        size = _KEYS * (4 * row_dim(config) + 90) + (8 << 20) + 8 * batch * fields * row_dim(config)
-        self._table = Table(row_dim(config), SGD(lr=0.0), mem=size, device="cpu", threads=threads)
+        mem = _KEYS * (4 * row_dim(config) + 90) + (8 << 20) + 8 * batch * fields * row_dim(config)
+        self._table = Table(row_dim(config), SGD(lr=0.0), mem=mem, device="cpu", threads=threads)
         self._model: Any = build(config, self._table, fields, dense)
-        self._model.features.bag.register_forward_hook(self._rows_are_there)
+        self._model.features.bag.register_forward_hook(self._on_rows_pooled)
         self._optimizer = _OPTIMIZERS[optimizer](parameter_groups(config, self._model), lr=1e-9)
         self._meter = ThroughputMeter([self._table])
-        self._clock = (0.0, 0.0)
-        self._taken: list[tuple[Timed, Timed]] = []
+        self._last = (0.0, 0.0)
+        self._times: list[tuple[CpuTime, CpuTime]] = []
 
     @property
     def steps(self) -> int:
-        return len(self._taken)
+        return len(self._times)
 
-    def _lap(self) -> Timed:
-        """Since the last one."""
+    def _lap(self) -> CpuTime:
+        """Processor time since the previous call."""
         now = time.process_time(), time.thread_time()
-        lap = Timed(now[0] - self._clock[0], now[1] - self._clock[1])
-        self._clock = now
+        lap = CpuTime(now[0] - self._last[0], now[1] - self._last[1])
+        self._last = now
         return lap
 
-    def _rows_are_there(self, *_: object) -> None:
+    def _on_rows_pooled(self, *_: object) -> None:
         self._lap()
 
     def step(self) -> None:
@@ -100,23 +116,16 @@ class _Training:
         logits = self._model(batch)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.as_tensor(batch.label))
         loss.backward()  # type: ignore[no-untyped-call]
-        network = self._lap()  # since the rows were there
+        network = self._lap()  # since _on_rows_pooled
         self._meter.add(logits.detach(), batch.label, float(loss.detach()))
         self._table.step()
         self._lap()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._taken.append((network, self._lap()))
+        self._times.append((network, self._lap()))
         assert prepared.pins is not None
         prepared.pins.release()
 
-    def found(self) -> Inside:
-        middle = np.median(np.array(self._taken[_WARM:]), axis=0)
-        return Inside(*(Timed(*part) for part in middle.tolist()))
-
-
-def shared(timed: Timed, threads: int) -> float:
-    """The part of it that threads share: what one does alone, and its share of what all do, is its own time."""
-    if threads == 1:
-        return 1.0  # nothing can be told of more
-    return min(1.0, max(0.0, (1 - timed.own / timed.seconds) / (1 - 1 / threads)))
+    def medians(self) -> DenseTiming:
+        medians = np.median(np.array(self._times[_WARMUP_STEPS:]), axis=0)
+        return DenseTiming(*(CpuTime(*part) for part in medians.tolist()))

@@ -1,4 +1,7 @@
-"""What one node can do: the figures of predictions, as a TOML file that `thermocline plan --measure` writes."""
+"""Figures of one node: costs of cores, rates of disk, GPU and links. `thermocline plan --measure` writes them as TOML.
+
+A field's unit is the end of its name: `_ns` and `_us` are times, `_gbs` is 10^9 bytes per second.
+"""
 
 from __future__ import annotations
 
@@ -10,135 +13,136 @@ from typing import Self
 from thermocline.config import loader
 from thermocline.errors import ConfigError
 
-_KERNELS = (4, 8, 16, 32, 64, 128)
+_UNROLLED_DIMS = (4, 8, 16, 32, 64, 128)
+"""Row lengths with a compiled kernel of the DRAM tier: TC_FOR_DIM in csrc/dram/kernels_impl.h."""
 
 
-def tail_of(dim: int) -> int:
-    """Floats of a row that the memory tier's kernels take one by one: lengths of their own have none."""
-    return 0 if dim in _KERNELS else dim % 16
+def scalar_tail(dim: int) -> int:
+    """Floats of a row of `dim` weights that the DRAM tier's kernels process one by one instead of 16 at a time."""
+    return 0 if dim in _UNROLLED_DIMS else dim % 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cpu:
-    """Cores, and what Thermocline's own code costs on them: nanoseconds of processor time, however many share it."""
+    """Cores and memory of a node, and the processor time of Thermocline's operations, summed over all threads."""
 
     cores: int
     memory: int
     """Bytes of DRAM."""
     dedup_id_ns: float
-    """One id to its working set."""
+    """Deduplicate one id."""
     pull_row_ns: float
-    """One unique key found and pinned in memory, and let go again."""
+    """Look up, pin and unpin one unique key in the DRAM tier."""
     plan_id_ns: float
-    """One id's slot, and which gradient belongs to it."""
+    """Compute slot and gradient index of one id."""
     pool_id_ns: float
-    """One id's row found and added to its bag ..."""
+    """Add the row of one id to its bag: fixed part."""
     pool_float_ns: float
-    """... and each of its floats."""
+    """Per weight of that row."""
     pool_tail_ns: float
-    """... and once more those beyond the last sixteen, of a length that has no kernel of its own: `tail_of`."""
+    """Additionally per float of `scalar_tail(dim)`."""
     sum_id_ns: float
-    """One occurrence's gradient found and added to its key's ..."""
+    """Add the gradient of one id to the sum of its key: fixed part."""
     sum_float_ns: float
-    """... and each of its floats."""
+    """Per weight of that row."""
     sum_tail_ns: float
-    """... and once more its tail."""
+    """Additionally per float of `scalar_tail(dim)`."""
     apply_row_ns: float
-    """One row's optimizer step ..."""
+    """Optimizer step of one row: fixed part."""
     apply_float_ns: float
-    """... and each of its floats, weights and state."""
+    """Per float of that row, weights and optimizer state."""
     apply_tail_ns: float
-    """... and once more the tail of its weights."""
-    network_ms: float
-    """Forward and backward of `network.reference_seconds`, by which networks' times on other machines are told."""
+    """Additionally per float of `scalar_tail(dim)`."""
+    dense_reference_ms: float
+    """`op_counter.reference_network_seconds`: scales dense network times that were measured on another machine."""
     example_ns: float
-    """One example's share of a step beside all this: metrics, labels."""
+    """Per example: metrics, labels."""
     step_us: float
-    """A step's fixed cost: Python, autograd, metrics ..."""
-    ahead_us: float
-    """... and that of the threads ahead of it: Python, queues."""
-    ask_key_ns: float
-    """Over several ranks: one unique key of a rank told to its owner, both sides' work."""
-    ask_us: float
-    """A step's fixed cost of that, of each rank."""
+    """Fixed cost of a step on the training thread: Python, autograd, metrics."""
+    prefetch_us: float
+    """Fixed cost of a step on the prefetch threads: Python, queues."""
+    route_key_ns: float
+    """Several ranks: send one unique key to its owner, sender and receiver together."""
+    route_us: float
+    """Fixed cost of sending keys, per step and rank."""
     exchange_key_ns: float
-    """Over several ranks: one unique key's row fetched from its owner, its gradient brought there and added ..."""
+    """Several ranks: fetch the row of one unique key from its owner, return its gradient and add it: fixed part."""
     exchange_float_ns: float
-    """... and each of its weights."""
+    """Per weight of that row."""
     exchange_us: float
-    """A step's fixed cost of that, of each rank."""
-    average_float_ns: float
-    """Over several ranks: one dense number of a rank packed, averaged with the others' and put back."""
-    average_us: float
-    """The fixed cost of averaging, of each rank."""
+    """Fixed cost of exchanging rows and gradients, per step and rank."""
+    allreduce_float_ns: float
+    """Several ranks: pack, average and unpack one float of the dense parameters, per rank."""
+    allreduce_us: float
+    """Fixed cost of one all-reduce, per rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """The SSD store's device, with the concurrency the store uses."""
+    """Device of the SSD store, at the concurrency that the store uses."""
 
     read_us: float
-    """One random page, amortised over many in flight."""
+    """Read one random page, amortised over the requests in flight."""
     page_us: float
-    """One more page beside it."""
+    """Read one additional adjacent page in the same request."""
     page_bytes: int
     write_gbs: float
-    """GB/s of large sequential writes, synced."""
+    """Large sequential writes, synced."""
     write_amplification: float
-    """Bytes written per byte of rows that leave memory, merging included."""
+    """Bytes written per byte of evicted rows, merging included."""
     miss_row_ns: float
-    """Processor time of a row that memory lacks, looked up, and of one that leaves, appended and merged ..."""
+    """Processor time to look up one row missing in DRAM, and to append and merge one evicted row."""
     miss_page_ns: float
-    """... and of each page read or written for them, verified or checksummed."""
-    miss_own: float
-    """The share of that which the thread that pulls does itself; others, which read and merge, work beside it."""
+    """Processor time per page read or written for that: verify or compute its checksum."""
+    miss_thread_share: float
+    """Fraction of that processor time on the pulling thread; reader and merge threads do the rest concurrently."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One of a node's GPUs."""
+    """GPUs of a node; all rates are per GPU."""
 
     count: int
     memory: int
-    """Bytes of HBM."""
+    """Bytes of HBM per GPU."""
     hbm_gbs: float
-    """GB/s of a large copy, read plus write."""
+    """Large device copy, bytes read plus bytes written."""
     random_gbs: float
-    """GB/s of rows gathered from random places."""
+    """Gather of rows from random addresses."""
     tflops: float
-    """Of float32 matrix products, as torch runs them."""
+    """float32 matrix products by torch."""
     step_us: float
-    """A step's fixed cost: launches and Python."""
+    """Fixed cost of a step: kernel launches and Python."""
     host_gbs: float
-    """GB/s between DRAM and HBM, one way, per GPU."""
+    """Copy between DRAM and HBM, one direction."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
-    """Between ranks."""
+class LinkSpeeds:
+    """Bandwidth and latency between ranks, and bandwidth of the training data."""
 
     node_gbs: float
-    """GB/s per rank to other ranks of its node: NVLink, or shared memory."""
+    """Between ranks of one node, per rank: NVLink or shared memory."""
     node_us: float
     """Latency of one exchange within the node."""
     network_gbs: float
-    """GB/s per node to other nodes."""
+    """Between nodes, per node."""
     network_us: float
     """Latency of one exchange between nodes."""
     data_gbs: float
-    """GB/s per node at which training data arrives."""
+    """Training data to the node."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One node of a cluster of equal ones."""
+    """One node of a homogeneous cluster. Every figure is above 0."""
 
     name: str
     source: str
-    """Where the figures come from: measured, when and how; or assumed."""
+    """Origin of the figures: date and method of a measurement, or "assumed"."""
     cpu: Cpu
     disk: Disk
-    links: Links
+    links: LinkSpeeds
     gpu: Gpu | None = None
 
     def __post_init__(self) -> None:
@@ -148,28 +152,29 @@ class Hardware:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """From a TOML file."""
+        """Read a TOML file; raise ConfigError with the file's name if it is not readable or not complete."""
         try:
             return loader.build(cls, tomllib.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as hardware: {error}") from None
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}; `thermocline plan --measure {path}` writes a whole one") from None
+            raise ConfigError(f"{path}: {error}; `thermocline plan --measure {path}` writes a complete file") from None
 
     def to_toml(self) -> str:
-        """As a file that `load` reads to the same figures."""
+        """Text of a file that `load` reads back to equal figures."""
         return loader.to_toml(self)
 
 
-def paper_node(cpu: Cpu, costs: str = "as given") -> Hardware:
-    """A node of the source's cluster: 8 GPUs of 32 GB, 48 cores, 1 TB, NVMe RAID-0, 100 Gb RDMA.
+def paper_node(cpu: Cpu, cpu_source: str = "as given") -> Hardware:
+    """Node of the cluster of the hierarchical GPU parameter server paper (MLSys 2020), with the core costs of `cpu`.
 
-    Sizes and the network are the source's; other figures are those of that generation's data sheets (V100 SXM2, PCIe 3,
-    eight NVMe disks), at 80 % of the nominal rate where it is one. What a core does is `cpu`'s; `costs` says whence.
+    The paper gives 8 GPUs of 32 GB, 48 cores, 1 TB of DRAM, NVMe RAID-0 and 100 Gb/s RDMA. The other figures are
+    assumed from data sheets of that generation (V100 SXM2, PCIe 3, eight NVMe disks), nominal rates at 80 %.
+    `cpu_source` states the origin of `cpu`.
     """
     return Hardware(
-        name="a node of the source",
-        source=f"assumed: sizes of the source, rates of data sheets; costs of a core {costs}",
+        name="a node of the paper's cluster",
+        source=f"assumed: sizes of the paper, rates of data sheets; costs of a core {cpu_source}",
         cpu=dataclasses.replace(cpu, cores=48, memory=10**12),
         disk=Disk(
             read_us=0.5,
@@ -179,9 +184,9 @@ def paper_node(cpu: Cpu, costs: str = "as given") -> Hardware:
             write_amplification=6.5,
             miss_row_ns=1500.0,
             miss_page_ns=3000.0,
-            miss_own=0.5,
+            miss_thread_share=0.5,
         ),
-        links=Links(node_gbs=120.0, node_us=20.0, network_gbs=10.0, network_us=10.0, data_gbs=1.0),
+        links=LinkSpeeds(node_gbs=120.0, node_us=20.0, network_gbs=10.0, network_us=10.0, data_gbs=1.0),
         gpu=Gpu(
             count=8,
             memory=32 * 10**9,

@@ -1,7 +1,7 @@
-"""What a dense network does per example and per step: counted while it runs on two small batches; and its time here.
+"""Operation counts of a dense network, measured on two small batches, and the time of a reference network.
 
-What an operation costs depends on its shape (a narrow layer, a wide one, dropout's random numbers), so the network
-itself is run; `reference_seconds` says how fast the machine is on which that was done.
+The counts predict GPU time. CPU time depends on the shapes of the layers, so `dense_timing` runs the network itself;
+`reference_network_seconds` is the speed of the machine on which that was done.
 """
 
 from __future__ import annotations
@@ -16,32 +16,39 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-_SIZES = (16, 32)
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_BATCH_SIZES = (16, 32)
+_MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Work:
-    """Of forward and backward together."""
+class OpCounts:
+    """Operations of one forward and backward pass."""
 
     multiply_adds: float
-    """Of matrix products, per example."""
+    """Multiply-adds of matrix products, per example."""
     floats: float
-    """Written by all other operations, per example."""
+    """Floats written by all other operations, per example."""
     step_floats: float
-    """Written by them per step, whatever its size: gradients of parameters."""
+    """Floats written by all other operations, per step: independent of the batch size (parameter gradients)."""
 
 
-def work_of(network: torch.nn.Module, inputs: Callable[[int], torch.Tensor]) -> Work:
-    """Of a network; `inputs(examples)` makes some."""
-    small, large = (_count(network, inputs(size)) for size in _SIZES)
-    apart = _SIZES[1] - _SIZES[0]
-    each = (large[1] - small[1]) / apart
-    return Work((large[0] - small[0]) / apart, each, max(0.0, small[1] - _SIZES[0] * each))
+def count_ops(network: torch.nn.Module, make_inputs: Callable[[int], torch.Tensor]) -> OpCounts:
+    """Count the operations of `network` on `make_inputs(examples)`: counts at two batch sizes give slope and offset."""
+    (small_madds, small_floats), (large_madds, large_floats) = (
+        _count(network, make_inputs(size)) for size in _BATCH_SIZES
+    )
+    examples = _BATCH_SIZES[1] - _BATCH_SIZES[0]
+    floats = (large_floats - small_floats) / examples
+    return OpCounts(
+        multiply_adds=(large_madds - small_madds) / examples,
+        floats=floats,
+        step_floats=max(0.0, small_floats - _BATCH_SIZES[0] * floats),
+    )
 
 
 def _count(network: torch.nn.Module, inputs: torch.Tensor) -> tuple[float, float]:
-    flops, written = FlopCounterMode(display=False), _Written()
+    """(multiply-adds of matrix products, floats written by other operations)."""
+    flops, written = FlopCounterMode(display=False), _FloatsWritten()
     network.zero_grad()
     inputs.requires_grad_()
     with flops, written:
@@ -49,22 +56,22 @@ def _count(network: torch.nn.Module, inputs: torch.Tensor) -> tuple[float, float
     return flops.get_total_flops() / 2, written.floats
 
 
-def reference_seconds(rounds: int = 5) -> float:
-    """Processor time of a network of common shape, both ways: three hidden layers of 400, 4,096 examples."""
+def reference_network_seconds(rounds: int = 5) -> float:
+    """Processor seconds of forward and backward of the reference network: three layers of 400, 4,096 examples."""
     hidden = [torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.ReLU()) for _ in range(3)]
     network, inputs = torch.nn.Sequential(*hidden, torch.nn.Linear(400, 1)), torch.randn(4096, 400)
-    taken = []
+    seconds = []
     for _ in range(rounds + 1):
         network.zero_grad()
         inputs = inputs.detach().requires_grad_()
         start = time.process_time()
         network(inputs).sum().backward()
-        taken.append(time.process_time() - start)
-    return float(np.median(taken[1:]))
+        seconds.append(time.process_time() - start)
+    return float(np.median(seconds[1:]))
 
 
-class _Written(TorchDispatchMode):
-    """Floats that operations put into memory of their own: no views, no matrix products."""
+class _FloatsWritten(TorchDispatchMode):
+    """Counts the floats that operations write to new memory: views and matrix products are excluded."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,7 +79,7 @@ class _Written(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__.rstrip("_") not in _PRODUCTS and not func.is_view:
+        if func.overloadpacket.__name__.rstrip("_") not in _MATRIX_PRODUCTS and not func.is_view:
             tensors = out if isinstance(out, (tuple, list)) else (out,)
             self.floats += sum(t.numel() for t in tensors if isinstance(t, torch.Tensor))
         return out

@@ -1,4 +1,4 @@
-"""What a config or one of the source's models asks for: a `Workload`."""
+"""Builds the `Workload` and `Cluster` of a config, or of a model of the MLSys 2020 paper."""
 
 from __future__ import annotations
 
@@ -22,46 +22,60 @@ from thermocline.embedding.table import Table
 from thermocline.errors import ConfigError
 from thermocline.models import ModelConfig, build, row_dim
 from thermocline.models.layers import Model
-from thermocline.planner.cache_model import Popularity
+from thermocline.planner.cache_model import KeyDistribution
 from thermocline.planner.cost_model import Cluster, DenseOptimizer, Workload
-from thermocline.planner.dense_timing import Inside, Timed, inside_training, shared
+from thermocline.planner.dense_timing import CpuTime, DenseTiming, parallel_share, time_dense_network
 from thermocline.planner.hardware import Hardware
-from thermocline.planner.op_counter import reference_seconds, work_of
+from thermocline.planner.op_counter import count_ops, reference_network_seconds
 from thermocline.tiers.dram import DramTier
 from thermocline.training.run import row_optimizer
 from thermocline.utils.text_format import parse_size
 
-SAMPLE = 200_000
+SAMPLE_EXAMPLES = 200_000
 """Examples of files that are read to count keys."""
-_HBM_BYTES_PER_ROW = 40
-"""Index (two entries of 12.8 bytes per slot) and metadata beside a row on the GPU."""
-_TIMED = 2e10
-"""Multiply-adds that a network is timed with, at most: a second's work of a core."""
 _SAMPLE_IDS = 1_000_000
-"""Ids of generated data that are made up to see what that costs."""
+"""Ids of generated data that are generated to measure its cost."""
+_HBM_OVERHEAD_BYTES = 40
+"""Bytes per row of the HBM tier beside the row: index (two entries of 12.8 bytes per slot) and metadata."""
+_PROBE_BUDGET = 16_000_000
+"""Bytes of the DRAM tier that shows how many rows fit a budget."""
+_PRESET_MEMORY_SHARE = 0.8
+"""Fraction of a node's DRAM and HBM that a preset uses."""
+_MAX_TIMED_MULTIPLY_ADDS = 2e10
+"""Size of the batch with which a network is timed: about one second of a core."""
 
 
 def preset_config(name: str, sets: Sequence[str] = ()) -> Config:
-    """The config of the source's model A to E, at a scale (see `tc.SyntheticAds.preset`), changed by overrides."""
+    """Config of the paper's model A to E, scaled as in `tc.SyntheticAds.preset`, with `key=value` overrides `sets`."""
     try:
-        plan = Plan.of(name)
+        paper_model = Plan.of(name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    model = ModelConfig(name="dnn", dim=plan.dim, hidden=plan.hidden, dropout=0.0, batch_norm=False, embedding_l2=0.0)
+    model = ModelConfig(
+        name="dnn",
+        dim=paper_model.dim,
+        hidden=paper_model.hidden,
+        dropout=0.0,
+        batch_norm=False,
+        embedding_l2=0.0,
+    )
     data = Data(format="synth", synth=Synth(preset=name))
-    made = Config(data=data, model=model, train=Train(optimizer="rowwise_adagrad", dense_optimizer="adam"))
-    return Config.parse(made.to_toml(), sets, name=f"preset {name}")
+    config = Config(data=data, model=model, train=Train(optimizer="rowwise_adagrad", dense_optimizer="adam"))
+    return Config.parse(config.to_toml(), sets, name=f"preset {name}")
 
 
-def workload_of(config: Config, *, examples: int = SAMPLE) -> Workload:
-    """Of one rank; keys of files are counted in the first `examples`."""
+def workload_of(config: Config, *, examples: int = SAMPLE_EXAMPLES) -> Workload:
+    """Workload of one rank: reads or generates a sample of the data, and times the dense network.
+
+    examples   examples of files that are read to count keys
+    """
     config = config.resolve()
     train, optimizer = config.train, row_optimizer(config)
     dim = row_dim(config.model)
-    data = _data(config, examples)
+    data = _measure_data(config, examples)
     fields, dense = data.pop("fields"), data.pop("dense")
-    kind: Any = str(train.dense_optimizer).removeprefix("rowwise_")
-    synced, syncs = averaged(config.dist.dense_sync, kind)
+    dense_optimizer: Any = str(train.dense_optimizer).removeprefix("rowwise_")
+    synced, syncs = sync_volume(config.dist.dense_sync, dense_optimizer)
     return Workload(
         name=config.data.synth.preset or config.model.name,
         fields=fields,
@@ -71,86 +85,98 @@ def workload_of(config: Config, *, examples: int = SAMPLE) -> Workload:
         batch=train.batch_size,
         window=train.pull_window,
         policy=config.tiers.policy,
-        dense_optimizer=kind,
+        dense_optimizer=dense_optimizer,
         sync=config.dist.dense_sync.way,
         synced=synced,
         syncs=syncs,
         hops=config.dist.hops,
         wire=config.dist.wire,
-        **network_of(config.model, fields, dense, train.batch_size, kind),
+        **_measure_network(config.model, fields, dense, train.batch_size, dense_optimizer),
         **data,
     )
 
 
-def averaged(sync: DenseSync, optimizer: DenseOptimizer) -> tuple[float, float]:
-    """Per step, once a run is under way: numbers averaged per dense parameter, and how often any are."""
+def sync_volume(sync: DenseSync, optimizer: DenseOptimizer) -> tuple[float, float]:
+    """(floats averaged per dense parameter and step, all-reduces per step) in the steady state."""
     if sync.way == "gradients":
         return 1.0, 1.0
     if sync.way == "v_frozen" and optimizer != "adam":
         raise ConfigError(
             f'dist.dense_sync.merge "v_frozen" needs train.dense_optimizer "adam", not "{optimizer}"; "all" and '
-            '"params" take any'
+            '"params" accept any optimizer'
         )
     x, m, v = sync.periods()
-    periods = [x, m if optimizer == "adam" else None, v if optimizer != "sgd" else None]
-    due = [period for period in periods if period is not None]
-    # Merges that fall on one step are one message: inclusion and exclusion over the periods.
-    groups = (group for size in range(1, len(due) + 1) for group in itertools.combinations(due, size))
-    return sum(1 / period for period in due), sum((-1) ** (len(group) + 1) / math.lcm(*group) for group in groups)
+    all_periods = [x, m if optimizer == "adam" else None, v if optimizer != "sgd" else None]
+    periods = [period for period in all_periods if period is not None]
+    # Tensors that are averaged in the same step share one all-reduce: inclusion and exclusion over the periods.
+    subsets = (subset for size in range(1, len(periods) + 1) for subset in itertools.combinations(periods, size))
+    syncs = sum((-1) ** (len(subset) + 1) / math.lcm(*subset) for subset in subsets)
+    return sum(1 / period for period in periods), syncs
 
 
 def cluster_of(config: Config, work: Workload, node: Hardware, *, nodes: int, ranks: int | None) -> Cluster:
-    """Nodes with the config's budgets, which are a rank's; a model of the source gets 80 % of a node's memories."""
+    """Cluster of `nodes` nodes with the tier budgets of the config, which are per rank.
+
+    ranks   per node; default: one per GPU, or 1 without GPUs
+
+    A preset uses 80 % of a node's DRAM and HBM instead of the budgets. Raise ConfigError if the config needs a GPU that
+    the node lacks, or if the rows do not fit and there is no SSD tier.
+    """
     gpu = None if config.tiers.device == "cpu" else node.gpu
     if gpu is None and config.tiers.device == "cuda":
-        raise ConfigError(f'tiers.device is "cuda", but {node.name} has no GPU: it may be "auto" or "cpu"')
-    count = ranks or (1 if gpu is None else gpu.count)
-    tiers, whole = config.tiers, config.data.synth.preset is not None
-    mem = 0.8 * node.cpu.memory if whole else count * parse_size(tiers.mem, "tiers.mem")
+        raise ConfigError(f'tiers.device is "cuda", but {node.name} has no GPU: set it to "auto" or "cpu"')
+    ranks = ranks or (1 if gpu is None else gpu.count)
+    tiers, is_preset = config.tiers, config.data.synth.preset is not None
     hbm = 0.0
-    if gpu is not None:
-        given = gpu.memory / 2 if tiers.hbm is None else parse_size(tiers.hbm, "tiers.hbm")
-        hbm = 0.8 * gpu.memory if whole else given
-    rows = _rows_in(config, work.dim, mem)
-    if not whole and tiers.ssd is None and rows * nodes < work.popularity.keys:
+    if is_preset:
+        mem = _PRESET_MEMORY_SHARE * node.cpu.memory
+        hbm = _PRESET_MEMORY_SHARE * gpu.memory if gpu is not None else 0.0
+    else:
+        mem = ranks * parse_size(tiers.mem, "tiers.mem")
+        if gpu is not None:
+            hbm = gpu.memory / 2 if tiers.hbm is None else parse_size(tiers.hbm, "tiers.hbm")
+    mem_rows, num_keys = _rows_in(config, work.dim, mem), work.key_distribution.num_keys
+    if not is_preset and tiers.ssd is None and mem_rows * nodes < num_keys:
         raise ConfigError(
-            f"tiers.mem of all ranks holds {nodes * rows:,.0f} rows, but there are {work.popularity.keys:,.0f} keys "
-            "and no tiers.ssd: give more of one or the other"
+            f"tiers.mem of all ranks holds {nodes * mem_rows:,.0f} rows, but the data has {num_keys:,.0f} keys and "
+            "tiers.ssd is not set: raise tiers.mem or set tiers.ssd"
         )
-    hbm_rows = hbm / (work.row_bytes + _HBM_BYTES_PER_ROW)
-    return Cluster(nodes=nodes, ranks=count, gpu=gpu is not None, mem_rows=rows, hbm_rows=hbm_rows)
+    hbm_rows = hbm / (work.row_bytes + _HBM_OVERHEAD_BYTES)
+    return Cluster(nodes=nodes, ranks=ranks, gpu=gpu is not None, mem_rows=mem_rows, hbm_rows=hbm_rows)
 
 
 def _rows_in(config: Config, dim: int, budget: float) -> float:
-    """Rows that so many bytes of memory hold, index and metadata counted."""
-    probe = 16_000_000
-    tier = DramTier(dim, row_optimizer(config), budget=probe, threads=1, precision=config.precision)
-    return budget / probe * tier.capacity
+    """Rows that fit in `budget` bytes of DRAM, index and metadata included."""
+    tier = DramTier(dim, row_optimizer(config), budget=_PROBE_BUDGET, threads=1, precision=config.precision)
+    return budget / _PROBE_BUDGET * tier.capacity
 
 
-def _data(config: Config, examples: int) -> dict[str, Any]:
-    """Which keys come how often, and what reading costs here: some of the data is read."""
+def _measure_data(config: Config, examples: int) -> dict[str, Any]:
+    """Fields of `Workload` about the data, and its numbers of fields and dense features; reads a sample of it."""
     data, size = config.data, config.train.batch_size
     check_paths(data, ["train"])
     batches: Any = open_data(data, "train", batch_size=size, shuffle=False, labelled=None, tensors=False)
-    out = {"fields": batches.fields, "dense": batches.dense}
-    made_up = data.format == "synth"
-    if made_up and data.hashing is None:
-        popularity = Popularity.zipf(batches.keys, batches.zipf, sum(batches.nonzeros) / 2)
-        wanted = max(2 * size, round(_SAMPLE_IDS / popularity.nonzeros))
-        read = _Timed(itertools.islice(batches, -(-wanted // size)))
-        for _ in read:
+    shape = {"fields": batches.fields, "dense": batches.dense}
+    generated = data.format == "synth"
+    if generated and data.hashing is None:
+        keys = KeyDistribution.zipf(batches.keys, batches.zipf, sum(batches.nonzeros) / 2)
+        sample = max(2 * size, round(_SAMPLE_IDS / keys.ids_per_example))
+        reader = _TimedReader(itertools.islice(batches, -(-sample // size)))
+        for _ in reader:
             pass
-        return {**out, "popularity": popularity, "read_ns": read.nanoseconds}
-    read = _Timed(itertools.islice(batches, -(-examples // size)))
-    _, counts = key_stats.count(read)
-    stored = 0.0 if made_up else batches.bytes / max(1, batches.estimated_batches() * size)
-    popularity = Popularity.counted(counts, read.examples)
-    return {**out, "popularity": popularity, "read_ns": read.nanoseconds, "example_bytes": stored}
+        return {**shape, "key_distribution": keys, "read_ns": reader.nanoseconds_per_example}
+    reader = _TimedReader(itertools.islice(batches, -(-examples // size)))
+    _, counts = key_stats.count(reader)
+    return {
+        **shape,
+        "key_distribution": KeyDistribution.counted(counts, reader.examples),
+        "read_ns": reader.nanoseconds_per_example,
+        "example_bytes": 0.0 if generated else batches.bytes / max(1, batches.estimated_batches() * size),
+    }
 
 
-class _Timed:
-    """Batches, and the processor time that reading them took."""
+class _TimedReader:
+    """Iterates over batches and measures the processor time of reading them."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches = iter(batches)
@@ -168,13 +194,12 @@ class _Timed:
             yield batch
 
     @property
-    def nanoseconds(self) -> float:
-        """Per example."""
+    def nanoseconds_per_example(self) -> float:
         return 1e9 * self._seconds / max(1, self.examples)
 
 
-class _Score(torch.nn.Module):
-    """A model from the rows on: all that is neither keys nor tables."""
+class _DenseNetwork(torch.nn.Module):
+    """The part of a model after the embedding bag."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -184,29 +209,37 @@ class _Score(torch.nn.Module):
         return self.model.score(rows)
 
 
-def network_of(model: ModelConfig, fields: int, dense: int, batch: int, optimizer: DenseOptimizer) -> dict[str, Any]:
-    """What of a `Workload` is its model's network."""
+def _measure_network(
+    model: ModelConfig, fields: int, dense: int, batch: int, optimizer: DenseOptimizer
+) -> dict[str, Any]:
+    """Fields of `Workload` about the dense network: operations are counted, and its steps are timed on this machine."""
     dim = row_dim(model)
     table = Table(dim, SGD(lr=0.0), mem="1MB", device="cpu")
     built = build(model, table, fields, dense)
-    vectors = fields + (bool(dense) if model.name == "dlrm" else dense)  # DLRM makes one vector of all dense features
-    counted = work_of(_Score(built), lambda examples: torch.zeros(examples, vectors, dim))
-    timed = max(1, min(batch, round(_TIMED / max(1.0, counted.multiply_adds))))
+    vectors = fields + (bool(dense) if model.name == "dlrm" else dense)  # DLRM maps all dense features to one vector
+    ops = count_ops(_DenseNetwork(built), lambda examples: torch.zeros(examples, vectors, dim))
+    timed_batch = max(1, min(batch, round(_MAX_TIMED_MULTIPLY_ADDS / max(1.0, ops.multiply_adds))))
     threads = torch.get_num_threads()
-    before = reference_seconds()
-    found, alone = (inside_training(model, fields, dense, timed, optimizer, count) for count in (threads, 1))
-    usual = (before + reference_seconds()) / 2
+    reference_before = reference_network_seconds()
+    all_threads, one_thread = (
+        time_dense_network(model, fields, dense, timed_batch, optimizer, count) for count in (threads, 1)
+    )
+    reference = (reference_before + reference_network_seconds()) / 2
 
-    def whole(parts: Inside) -> Timed:
-        """Of a step of `batch` examples."""
-        return Timed(*(batch / timed * each + once for each, once in zip(parts.network, parts.optimizer, strict=True)))
+    def step_time(timing: DenseTiming) -> CpuTime:
+        """Time of a step of `batch` examples: the network scales with the batch, the optimizer does not."""
+        scale = batch / timed_batch
+        return CpuTime(
+            total=scale * timing.network.total + timing.optimizer.total,
+            caller=scale * timing.network.caller + timing.optimizer.caller,
+        )
 
     return {
-        "network": whole(found).seconds / usual,
-        "network_shared": shared(whole(found), threads),
-        "network_alone": whole(alone).seconds / usual,
-        "multiply_adds": counted.multiply_adds,
-        "floats": counted.floats,
-        "step_floats": counted.step_floats,
+        "dense_time": step_time(all_threads).total / reference,
+        "dense_parallel_share": parallel_share(step_time(all_threads), threads),
+        "dense_time_1_thread": step_time(one_thread).total / reference,
+        "multiply_adds": ops.multiply_adds,
+        "floats": ops.floats,
+        "step_floats": ops.step_floats,
         "dense_parameters": sum(parameter.numel() for parameter in built.parameters()),
     }

@@ -1,4 +1,4 @@
-"""A rank's share of a config: every mini-batch is cut into one piece per rank."""
+"""Input data of one rank: every mini-batch is split into one part per rank."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from thermocline.data.synthetic import SyntheticAds
 from thermocline.errors import ConfigError, DataError
 
 
-def check(config: Config, ranks: int) -> None:
-    """Raises `ConfigError` for what this trainer does not do and would change the result."""
+def check_config(config: Config, ranks: int) -> None:
+    """Raise ConfigError for settings that the baseline does not support and that would change the result."""
     train = config.train
-    plain = {"accumulate": 1, "clip_norm": None, "patience": None, "plateau_factor": 1.0}
-    for name, value in plain.items():
+    supported = {"accumulate": 1, "clip_norm": None, "patience": None, "plateau_factor": 1.0}
+    for name, value in supported.items():
         given = getattr(train, name)
         if given != value:
-            raise ConfigError(f"train.{name} is {given}: the MPI baseline has none of it; leave it out")
+            raise ConfigError(f"train.{name} is {given}: the MPI baseline does not support it; remove it")
     if config.precision.kind != "fp32":
-        raise ConfigError(f"precision.kind is {config.precision.kind}: the MPI baseline has rows of fp32 only")
+        raise ConfigError(f"precision.kind is {config.precision.kind}: the MPI baseline supports fp32 rows only")
     if train.batch_size < ranks:
         raise ConfigError(f"train.batch_size is {train.batch_size}: {ranks} ranks need at least one example each")
 
 
-class Pieces:
-    """A rank's piece of each mini-batch of generated ads, in order: together the pieces are the mini-batch.
+class SyntheticShard:
+    """This rank's part of each mini-batch of generated data; the parts of all ranks together are the mini-batch.
 
-    An example is a function of its number, so a rank makes its own and no others.
+    An example is a function of its number, so a rank generates its part only.
     """
 
     def __init__(self, ads: SyntheticAds, rank: int, ranks: int) -> None:
@@ -50,19 +50,19 @@ class Pieces:
                 yield next(iter(self._ads.seek(begin)))
 
 
-def open_share(
+def open_shard(
     config: Config, split: Split, rank: int, ranks: int, features: Features | None
 ) -> Iterable[Batch] | None:
-    """The rank's batches of a split; none: the config has no data for it. Files are dealt out by blocks.
+    """Batches of this rank; None if the config has no data for the split. Files are distributed by blocks.
 
-    features   of the training data; none: this is the training data
+    features   features of the training data; None for the training data itself
     """
     data, train = config.data, config.train
     if not has_split(data, split):
         return None
     if data.format == "synth":
         ads: Any = open_data(data, split, batch_size=train.batch_size)
-        return Pieces(ads, rank, ranks)
+        return SyntheticShard(ads, rank, ranks)
     size = train.batch_size * (rank + 1) // ranks - train.batch_size * rank // ranks
     shuffle = data.shuffle and split == "train"
     options: dict[str, Any] = {"batch_size": size, "seed": train.seed, "shuffle": shuffle, "features": features}
@@ -71,5 +71,5 @@ def open_share(
     except DataError:
         if split == "train" or ranks == 1:
             raise
-    # Too few blocks to deal out: small data, which the first rank can score alone.
+    # Fewer blocks than ranks: the first rank evaluates all of the data.
     return Reader(getattr(data, split), data, **options) if rank == 0 else []
