@@ -169,7 +169,7 @@ def main(training: Training, folder: Path) -> None:
         model, dense_optimizers(config, model), config=settings, callbacks=[clock], dense_sync=config.dist.dense_sync
     )
     trainer.fit(ads)
-    everyone = (lambda found: found[None]) if groups is None else lambda found: groups.train.all_gather(found, "ended")
+    everyone = (lambda found: found[None]) if groups is None else lambda found: groups.train.all_gather(found, "ending")
     found: dict[str, Any] = {
         **clock.result(everyone),
         "mem_rows": float(table.dram.capacity) * world,

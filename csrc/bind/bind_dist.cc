@@ -68,12 +68,12 @@ void bind_add_rows(FloatsOutArg totals, BytesArg present, PlacesArg places, Floa
 }
 
 void bind_raise_number(NumbersArg number, uint64_t to) {
-  require(number.shape(0) > 0, "raise_number: no number");
+  require(number.shape(0) > 0, "publish_sequence: no number");
   raise_number(number.data(), to);
 }
 
 bool bind_wait_for_number(NumbersArg number, uint64_t wanted, double seconds) {
-  require(number.shape(0) > 0, "wait_for_number: no number");
+  require(number.shape(0) > 0, "wait_sequence: no number");
   uint64_t* const shared = number.data();
   nb::gil_scoped_release release;
   return wait_for_number(shared, wanted, seconds);
@@ -85,8 +85,8 @@ void bind_dist(nb::module_& m) {
   m.def("take_rows", &bind_take_rows, "out"_a, "rows"_a, "places"_a);
   m.def("put_rows", &bind_put_rows, "out"_a, "rows"_a, "places"_a);
   m.def("add_rows", &bind_add_rows, "totals"_a, "present"_a, "places"_a, "rows"_a, "given"_a.none());
-  m.def("raise_number", &bind_raise_number, "number"_a, "to"_a);
-  m.def("wait_for_number", &bind_wait_for_number, "number"_a, "wanted"_a, "seconds"_a);
+  m.def("publish_sequence", &bind_raise_number, "number"_a, "to"_a);
+  m.def("wait_sequence", &bind_wait_for_number, "number"_a, "wanted"_a, "seconds"_a);
 }
 
 }  // namespace thermocline

@@ -171,7 +171,7 @@ def test_k_step_adam_of_an_earlier_version_is_told(tmp_path: Path, worlds: Any) 
     other.optimizer = FrozenAdam(other.model.parameters(), lr=0.01)
     before = dense_bits(other)
     again = checkpoints_of(other, tmp_path)
-    with pytest.raises(tc.FormatError, match=r"earlier version, without v_hat_ranks: .* one process, .* a new run"):
+    with pytest.raises(tc.FormatError, match=r"earlier version and lacks v_hat_ranks: .* one process .* a new run"):
         again.restore()
     assert dense_bits(other) == before != bits
     again.close()

@@ -19,7 +19,7 @@ import torch
 
 from thermocline.batch import WorkingSet
 from thermocline.distributed.communicator import Communicator, Groups
-from thermocline.distributed.row_exchange import Exchange, Route
+from thermocline.distributed.row_exchange import Route, RowExchange
 from thermocline.distributed.row_reduce import RowSum, take_rows
 from thermocline.embedding.batch_plan import Remote
 from thermocline.tiers.dram_backend import DramBackend
@@ -53,7 +53,7 @@ class Planned:
 class Ranks:
     """The other ranks, as one table sees them."""
 
-    def __init__(self, table: ShardedTable, groups: Groups, exchange: Exchange) -> None:
+    def __init__(self, table: ShardedTable, groups: Groups, exchange: RowExchange) -> None:
         self._table = table
         self.groups = groups
         self.exchange = exchange
@@ -120,7 +120,7 @@ class Ranks:
             prepared.use()
         rows, out = table.empty_rows(count)
         owned = functools.partial(self._give, prepared.remote.slots)
-        self.exchange.rows(self.groups.train, prepared.remote.route, owned, out, self.traffic.rows, step)
+        self.exchange.fetch_rows(self.groups.train, prepared.remote.route, owned, out, self.traffic.rows, step)
         prepared.rows, prepared.remote.step = rows, step
 
     def _give(self, slots: Any, places: torch.Tensor, out: torch.Tensor) -> None:
@@ -139,10 +139,10 @@ class Ranks:
         gradients   what backward has left of them here, in the order of the forward passes
         """
         table = self._table
-        route = self.exchange.joined([batch.remote.route for batch in batches])
+        route = self.exchange.merge_routes([batch.remote.route for batch in batches])
         device = torch.device("cpu") if table.hbm is None else table.hbm.device
         values, present = self._mine(batches, gradients, len(route.keys), device)
-        total, has = self.exchange.gradients(
+        total, has = self.exchange.reduce_gradients(
             self.groups.train, route, values, present, self.traffic.gradients, table.step_count
         )
         slots = self._slots(batches, device)
@@ -205,7 +205,7 @@ class Ranks:
         (route,) = self.exchange.plan(comm, [keys], self.traffic.read_keys)
         owned = torch.from_numpy(np.ascontiguousarray(self._table.read_here(route.owned)[:, : out.shape[1]]))
         give = functools.partial(take_rows, owned)
-        self.exchange.rows(comm, route, give, out, self.traffic.read_rows, self._table.step_count)
+        self.exchange.fetch_rows(comm, route, give, out, self.traffic.read_rows, self._table.step_count)
 
 
 def _tensor(array: Any) -> torch.Tensor:

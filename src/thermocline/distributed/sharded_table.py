@@ -15,7 +15,7 @@ from thermocline.batch import Batch, Floats
 from thermocline.config.distributed import Hops, Wire
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.key_sharding import rank_folder
-from thermocline.distributed.row_exchange import Exchange
+from thermocline.distributed.row_exchange import RowExchange
 from thermocline.distributed.sharded_backend import Ranks
 from thermocline.distributed.topology import Topology
 from thermocline.embedding.arrays import as_keys
@@ -65,7 +65,7 @@ class ShardedTable(Table):
                 "would learn its own scale"
             )
         salt: int = self._tier_options["table"] & (2**63 - 1)
-        self.ranks: Ranks = Ranks(self, groups, Exchange(t, hops=hops, wire=wire, salt=salt, threads=threads))
+        self.ranks: Ranks = Ranks(self, groups, RowExchange(t, hops=hops, wire=wire, salt=salt, threads=threads))
 
     @property
     def topology(self) -> Topology:
@@ -150,7 +150,7 @@ class ShardedTable(Table):
         ordered = sums[torch.from_numpy(order).to(sums.device)]
         mine = self._training.norm(ordered.numpy() if self.gpu is None else ordered)
         world = self.topology.world
-        norms = self.ranks.groups.train.all_gather(np.array([mine]), "summed gradients")
+        norms = self.ranks.groups.train.all_gather(np.array([mine]), "computing the gradient norm")
         return math.hypot(*norms[:, 0].tolist()) / world
 
     def _apply(self, step: int, lr: float, scale: float) -> None:

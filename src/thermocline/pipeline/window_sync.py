@@ -60,7 +60,7 @@ class WindowSync:
         """The most batches that any rank's next window has, and what the ranks say together."""
         if self._ended:
             return 0, 0
-        found = self._comm.all_gather(np.array([batches, self._flags_fn()], np.int64), "asked who has more batches")
+        found = self._comm.all_gather(np.array([batches, self._flags_fn()], np.int64), "agreeing on the next window")
         self._met += 1
         most = int(found[:, 0].max())
         self._ended = most == 0

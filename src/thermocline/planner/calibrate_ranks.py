@@ -27,7 +27,7 @@ from thermocline.data.synthetic import SyntheticAds
 from thermocline.distributed.communicator import Communicator, Groups
 from thermocline.distributed.dense_sync import DenseParameters
 from thermocline.distributed.launch import child_environment
-from thermocline.distributed.row_exchange import Exchange, Sent
+from thermocline.distributed.row_exchange import RowExchange, TrafficCounter
 from thermocline.distributed.row_reduce import take_rows
 from thermocline.distributed.sharded_table import ShardedTable
 from thermocline.distributed.topology import Topology
@@ -87,28 +87,28 @@ def main(meeting: str, rank: int) -> None:
     for link in ("node", "network"):
         found |= {f"{link}_us": _wall(groups.train, 1, 50) * 1e6}
         found |= {f"{link}_gbs": 4 * MESSAGE / _wall(groups.train, MESSAGE, TIMES) / 1e9}
-        groups.train.box = None  # what is between nodes goes by Gloo
+        groups.train.shm = None  # what is between nodes goes by Gloo
     print(json.dumps({name: max(value, 1e-3) for name, value in found.items()}))
     dist.destroy_process_group()
 
 
 def _step(groups: Groups, dim: int, examples: int) -> dict[str, float]:
     """Processor seconds of a step's exchanges, by this rank, and its unique keys."""
-    exchange = Exchange(groups.topology, threads=1)
+    exchange = RowExchange(groups.topology, threads=1)
     comm, rank = groups.train, groups.topology.rank
     ads = SyntheticAds(keys=400_000, fields=26, batch_size=examples, tensors=False)
     asked, moved, keys = [], [], []
     for number in range(TIMES):
         mine = WorkingSet.of(ads.batch(2 * number + rank).ids, threads=1).keys
         start = time.process_time()
-        comm.all_gather(np.zeros(2, np.int64), "asked who has more batches")
-        (route,) = exchange.plan(comm, [mine], Sent())
+        comm.all_gather(np.zeros(2, np.int64), "agreeing on the next window")
+        (route,) = exchange.plan(comm, [mine], TrafficCounter())
         asked.append(time.process_time() - start)
         owned = torch.ones(len(route.owned), dim)
         rows = torch.empty(len(mine), dim)
         start = time.process_time()
-        exchange.rows(comm, route, functools.partial(take_rows, owned), rows, Sent())
-        exchange.gradients(comm, route, rows, None, Sent())
+        exchange.fetch_rows(comm, route, functools.partial(take_rows, owned), rows, TrafficCounter())
+        exchange.reduce_gradients(comm, route, rows, None, TrafficCounter())
         moved.append(time.process_time() - start)
         keys.append(len(mine))
     return {"ask": float(np.median(asked)), "exchange": float(np.median(moved)), "keys": float(np.mean(keys))}
@@ -148,7 +148,7 @@ def _wall(comm: Communicator, floats: int, times: int) -> float:
     sizes = [4 * floats, 4 * floats]
 
     def swap() -> None:
-        pieces = comm.all_to_all("node", out.view(torch.uint8), sizes, sizes, "measured the link")
+        pieces = comm.all_to_all("node", out.view(torch.uint8), sizes, sizes, "measuring the link")
         torch.cat([piece.view(torch.float32) for piece in pieces], out=into)
 
     return _median(swap, time.perf_counter, times)

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from thermocline.config.dense_sync import Way
+from thermocline.config.dense_sync import Mode
 from thermocline.config.distributed import Hops, Wire
-from thermocline.distributed.wire_format import width
+from thermocline.distributed.wire_format import wire_bytes
 from thermocline.errors import require
 from thermocline.planner.cache_model import Popularity
 from thermocline.planner.hardware import Hardware, tail_of
@@ -58,7 +58,7 @@ class Workload:
     window: int = 1
     """Steps that share one pull from memory and SSD."""
     dense_optimizer: DenseOptimizer = "adam"
-    sync: Way = "gradients"
+    sync: Mode = "gradients"
     """What ranks average of their dense parameters: gradients, or what a merge of models does."""
     synced: float = 1.0
     """How many numbers per dense parameter are averaged per step: 1 of gradients, 2/k of merges "v_frozen"."""
@@ -305,7 +305,7 @@ def _exchange(work: Workload, cluster: Cluster, counts: _Counts, hardware: Hardw
         terms.append(_on_cores("train", rows, hardware, "rows and gradients packed, sent, summed", ranks, 0.0))
     for name, keys, row, rate, delay, what in (
         ("node link", near, 4 * work.dim, links.node_gbs, links.node_us, "within the node"),
-        ("network", far, width(work.wire, work.dim), links.network_gbs, links.network_us, "between nodes"),
+        ("network", far, wire_bytes(work.wire, work.dim), links.network_gbs, links.network_us, "between nodes"),
     ):
         if keys:
             terms.append(_elsewhere("ask", name, keys * KEY_BYTES / rate * 1e-9 + 3e-6 * delay, f"keys {what}"))

@@ -272,7 +272,7 @@ class ExactMetrics:
     def joined(self, groups: Groups) -> Self:
         """What all ranks have seen, on all of them the same. All ranks call it."""
         whole = type(self)(logits=self._sums.logits)
-        for state in groups.train.all_gather_object(self.state_dict(), "joined metrics"):
+        for state in groups.train.all_gather_object(self.state_dict(), "merging metrics"):
             whole.merge(type(self)(logits=self._sums.logits).load_state_dict(state))
         return whole
 
