@@ -187,7 +187,7 @@ def dense_bits(world: World) -> dict[str, bytes]:
 
 def test_rows_that_do_not_fit_are_a_budget_error_and_change_nothing(tmp_path: Path, worlds: Any) -> None:
     big = worlds(None)
-    big.tables[1].tier.push(np.arange(5000, dtype=np.uint64), np.zeros((5000, 7), np.float32))
+    big.tables[1].dram.push(np.arange(5000, dtype=np.uint64), np.zeros((5000, 7), np.float32))
     checkpoints_of(big, tmp_path).save(1)
     big.close()
     world = worlds(None, mem="60KB")

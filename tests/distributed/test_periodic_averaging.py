@@ -112,14 +112,13 @@ def test_bytes_between_nodes_are_the_merged_tensors_over_k() -> None:
             assert between == padded(count) // 2 * times, (count, times)
 
 
-@pytest.mark.parametrize("k", [2, 5, 50])
-def test_features_absent_from_the_merged_steps_do_not_diverge(k: int) -> None:
+def test_features_absent_from_the_merged_steps_do_not_diverge() -> None:
     """Most features are in no example of the first steps: their merged v is 0, so v_hat alone would divide by eps."""
-    one, two = run_ranks(
-        WORLDS["2 nodes"], train_sparse_features, [DenseSync(every=k, merge=merge) for merge in MERGES]
-    )
+    settings = [DenseSync(every=k, merge=merge) for k in (2, 5, 50) for merge in MERGES]
+    one, two = run_ranks(WORLDS["2 nodes"], train_sparse_features, settings)
     assert one == two
-    assert max(one) < 0.4  # 0.69 at the start; nan with v_hat alone
+    for sync, loss in zip(settings, one, strict=True):
+        assert loss < 0.4, sync  # 0.69 at the start; nan with v_hat alone
 
 
 def test_the_lower_bound_does_not_change_a_current_denominator() -> None:

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -316,4 +317,13 @@ if __name__ == "__main__":
     from thermocline.distributed.topology import Topology
 
     _serve()
-    _run_rank()
+    status = 1
+    try:
+        _run_rank()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:  # skips the interpreter's finalization, which takes a second of processor time with torch loaded
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

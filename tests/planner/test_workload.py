@@ -149,7 +149,7 @@ SYNCS = [
 
 @pytest.mark.parametrize(("sets", "synced", "syncs", "way"), SYNCS)
 def test_dense_sync_is_the_configs(sets: tuple[str, ...], synced: float, syncs: float, way: str) -> None:
-    """In the steady state: tensors per merge over steps per merge, as `MergedModels` sends them."""
+    """In the steady state: tensors per merge over steps per merge, as `PeriodicAveraging` sends them."""
     flags = ("train.dense_optimizer=adam", *(f"dist.dense_sync.{flag}" for flag in sets))
     work = workload_of(config_of(sets=flags))
     assert (work.synced, work.syncs) == (pytest.approx(synced), pytest.approx(syncs))

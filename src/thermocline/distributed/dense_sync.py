@@ -183,7 +183,7 @@ class _MergedTensor(NamedTuple):
 class PeriodicAveraging(DenseParameters):
     """k-step merging: every rank steps by itself, and models are averaged every k steps.
 
-    `DenseSync.merge` chooses what a merge averages, the three variants of k-step Adam:
+    `DenseSync.merge` chooses the tensors that a merge averages, the three variants of k-step Adam:
 
     - v_frozen: x and v. All ranks divide by the merged v until the next merge and update their own m and v. The first
       merges follow steps 1, 2, 4, 8, ... below k, so that a merged v exists from step 2 on and is never older than half
@@ -254,11 +254,11 @@ class PeriodicAveraging(DenseParameters):
 
     @torch.no_grad()
     def _merge(self, requested: list[bool]) -> bool:
-        """Average what is requested and has changed since its last merge.
+        """Average the requested tensors that have changed since their last merge.
 
         Unchanged tensors are skipped because the mean of equal numbers may differ from them by rounding.
         """
-        due = tuple(wanted and at < self._step for wanted, at in zip(requested, self._merged, strict=True))
+        due = tuple(request and at < self._step for request, at in zip(requested, self._merged, strict=True))
         if not any(due):
             return False
         entries = list(self._tensors(due))
