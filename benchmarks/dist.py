@@ -1,13 +1,13 @@
-"""Several ranks: examples/s and bytes against k, rows in one hop or two, accuracy of k-step merging.
+"""Training over several ranks: throughput and traffic by k, one hop against two, accuracy of k-step merging.
 
     python benchmarks/dist.py --quick
     python benchmarks/dist.py --only links,hops,ads --json FILE
     python benchmarks/dist.py --only movielens --movielens FOLDER --json FILE
 
-links and hops run on two "machines" of two ranks: network namespaces of this one, joined by a link of a given rate
-(tests/helpers/machines.py: Linux, root and iproute2). So four ranks share this machine's processors, and a link of 1
-Gbit/s is fast beside them. ads and movielens play four ranks in one process. FOLDER is as in benchmarks/accuracy.py.
-FILE gathers parts: each one that runs replaces its own.
+links and hops run on two virtual machines of two ranks: network namespaces joined by a link of a given rate
+(tests/helpers/machines.py: Linux, root and iproute2). The four ranks share this machine's processors, so a link of 1
+Gbit/s is fast in comparison. ads and movielens simulate four ranks in one process. FOLDER is that of
+benchmarks/accuracy.py. Results are added to FILE; a part that runs replaces its earlier result.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 import numpy as np
 from accuracy import write_split
 from common import Claim, console, environment, noise, print_claims, spread, write_json
-from dist_played import Task, accuracy_of
 from dist_ranks import WARM, exchange_data
-from helpers.machines import Machines, problem
+from dist_simulation import Task, accuracy_of
+from helpers.machines import Machines, unavailable_reason
 from rich.progress import track
 from rich.table import Table as Grid
 
@@ -42,45 +42,46 @@ KS = (1, 5, 10, 20, 50, 100)
 RATES = ("1gbit", "100mbit")
 BATCH = 256
 NODES = ((0, 1), (2, 3))
-ROOT = math.isqrt(sum(map(len, NODES)))
-"""What the rate of dense parameters is multiplied by where models are merged. A rank's own gradients are noisier than
-their mean, by up to the root of the number of ranks, and Adam divides by that: the same rate is a smaller step."""
+LR_FACTOR = math.isqrt(sum(map(len, NODES)))
+"""Factor of the dense learning rate with merged models. A rank's gradients are noisier than their mean, by up to the
+square root of the number of ranks, and Adam divides by that, so that the same rate gives smaller steps."""
 FACTORS = (1, 2)
-"""What both rates are multiplied by: each side has the choice of two."""
+"""Further factors of the dense learning rate: each mode uses the better of two."""
+# Records store DenseSync.mode under the key "way".
 MERGED = {"gradients": 1, "params": 1, "v_frozen": 2, "all": 3}
-"""Tensors per parameter that a merge sends."""
+"""Tensors per parameter that a synchronization sends, by mode."""
 Part = dict[str, Any]
 
 
-def results(ended: Any) -> list[Any]:
-    for rank, one in enumerate(ended):
-        if one.status:
-            raise SystemExit(f"rank {rank} failed:\n{one.output}")
-    return [one.result for one in ended]
+def results(ends: Any) -> list[Any]:
+    for rank, end in enumerate(ends):
+        if end.status:
+            raise SystemExit(f"rank {rank} failed:\n{end.output}")
+    return [end.result for end in ends]
 
 
 # ---- dense parameters over a link
 
 
 def links(args: argparse.Namespace) -> Part:
-    """Every k, over both rates, interleaved; what crosses per step."""
-    ways = [tc.DenseSync(every=k) for k in KS] + [tc.DenseSync(exact=True), tc.DenseSync(every=20, merge="params")]
-    ways.append(tc.DenseSync(every=20, merge="all"))
+    """Measure throughput and bytes per step for every k and rate, interleaved."""
+    settings = [tc.DenseSync(every=k) for k in KS] + [tc.DenseSync(exact=True), tc.DenseSync(every=20, merge="params")]
+    settings.append(tc.DenseSync(every=20, merge="all"))
     runs: list[Part] = []
-    with noise() as others, Machines(2) as machines:
+    with noise() as load, Machines(2) as machines:
         for number in track(range(args.rounds), "links", console=console):
             for rate in RATES:
                 for node in range(2):
-                    machines.shape(node, rate)
-                call = ("dist_ranks:dense_speeds", ways, BATCH, 5 if args.quick else 20)
-                found = results(machines.run(*call, seconds=1800, timeout=600))
-                for n in range(len(ways)):
-                    link = sum(rank[n]["link_per_step"] for rank in found[::2])
-                    sent = sum(rank[n]["sent_per_step"] for rank in found)
+                    machines.set_link(node, rate)
+                call = ("dist_ranks:dense_speeds", settings, BATCH, 5 if args.quick else 20)
+                ranks = results(machines.run(*call, seconds=1800, timeout=600))
+                for n in range(len(settings)):
+                    link = sum(rank[n]["link_per_step"] for rank in ranks[::2])
+                    sent = sum(rank[n]["sent_per_step"] for rank in ranks)
                     runs.append(
-                        {**found[0][n], "sent_per_step": sent, "link_per_step": link, "rate": rate, "round": number}
+                        {**ranks[0][n], "sent_per_step": sent, "link_per_step": link, "rate": rate, "round": number}
                     )
-    return {"batch_per_rank": BATCH, "parameters": 698_001, **others, "runs": runs}
+    return {"batch_per_rank": BATCH, "parameters": 698_001, **load, "runs": runs}
 
 
 def pick(runs: list[Part], figure: str, **which: Any) -> list[float]:
@@ -99,19 +100,23 @@ def links_claims(part: Part) -> list[Claim]:
         target = 2.0 if rate == "100mbit" else 1.0
         out.append(Claim(f"k = 20 over k = 1, {rate}/s", gain, target, detail="examples/s, median of rounds"))
     base = statistics.median(pick(runs, "sent_per_step", **plain))
-    for k, way in [(k, "v_frozen") for k in KS[1:]] + [(20, "params"), (20, "all")]:
-        sent = statistics.median(pick(runs, "sent_per_step", every=k, way=way))
+    for k, mode in [(k, "v_frozen") for k in KS[1:]] + [(20, "params"), (20, "all")]:
+        sent = statistics.median(pick(runs, "sent_per_step", every=k, way=mode))
         detail = (
-            f"{sent / 1e3:,.0f} KB a step between nodes, both ways, after the first k; all-reduce {base / 1e3:,.0f}"
+            f"{sent / 1e3:,.0f} KB per step between nodes, both directions, after step k; all-reduce {base / 1e3:,.0f}"
         )
-        share, target = sent / base * k, MERGED[way]
-        out.append(Claim(f"bytes of {way}, k = {k}, over all-reduce's / k", share, target, at_most=True, detail=detail))
+        share, target = sent / base * k, MERGED[mode]
+        out.append(
+            Claim(f"bytes of {mode}, k = {k}, over all-reduce's / k", share, target, at_most=True, detail=detail)
+        )
     return out
 
 
 def print_links(part: Part) -> None:
-    grid = Grid(title="examples/s (median, p20 to p80) and KB per step between nodes, both ways: counted, on the link")
-    for column in ("k", "way", *RATES, "counted", "on the link"):
+    grid = Grid(
+        title="examples/s (median, p20 to p80); KB per step between nodes, both directions: counted, on the link"
+    )
+    for column in ("k", "mode", *RATES, "counted", "on the link"):
         grid.add_column(column)
     runs = part["runs"]
     for key in dict.fromkeys((run["every"], run["way"], run["exact"]) for run in runs):
@@ -129,58 +134,60 @@ def print_links(part: Part) -> None:
 
 
 def hops(args: argparse.Namespace) -> Part:
-    """Flat against two hops, with k = 1 and k = 20."""
+    """Measure flat against two hops, with k = 1 and k = 20."""
     runs: list[Part] = []
-    steps = 20 if args.quick else 40  # whole periods of 20
-    with noise() as others, Machines(2) as machines:
+    steps = 20 if args.quick else 40  # a multiple of 20
+    with noise() as load, Machines(2) as machines:
         for number in track(range(args.rounds), "hops", console=console):
             for rate in RATES:
                 for node in range(2):
-                    machines.shape(node, rate)
-                for way in ("flat", "two"):
+                    machines.set_link(node, rate)
+                for hop_mode in ("flat", "two"):
                     for every in (1, 20):
-                        call = ("dist_ranks:exchange_speed", way, BATCH, steps, every)
-                        found = results(machines.run(*call, seconds=900, timeout=300))
+                        call = ("dist_ranks:exchange_speed", hop_mode, BATCH, steps, every)
+                        ranks = results(machines.run(*call, seconds=900, timeout=300))
                         total = {
-                            name: sum(rank[name] for rank in found) for name in found[0] if name.endswith("between")
+                            name: sum(rank[name] for rank in ranks) for name in ranks[0] if name.endswith("between")
                         }
-                        total |= {"link": sum(rank["link"] for rank in found[::2])}
-                        runs.append({**found[0], **total, "rate": rate, "round": number})
-    return {"batch_per_rank": BATCH, **others, "needed": rows_needed(steps), "runs": runs}
+                        total |= {"link": sum(rank["link"] for rank in ranks[::2])}
+                        runs.append({**ranks[0], **total, "rate": rate, "round": number})
+    return {"batch_per_rank": BATCH, **load, "needed": rows_needed(steps), "runs": runs}
 
 
 def hops_claims(part: Part) -> list[Claim]:
     runs, out = part["runs"], []
-    for rate in RATES if len({run["round"] for run in runs}) >= 3 else ():  # fewer are a look, no figure
+    for rate in RATES if len({run["round"] for run in runs}) >= 3 else ():  # fewer rounds are too noisy
         for every in (1, 20):
             which = {"rate": rate, "every": every}
-            pairs = zip(*(pick(runs, "examples_per_s", hops=way, **which) for way in ("two", "flat")), strict=True)
+            pairs = zip(
+                *(pick(runs, "examples_per_s", hops=hop_mode, **which) for hop_mode in ("two", "flat")), strict=True
+            )
             gain = statistics.median(two / flat for two, flat in pairs)
             out.append(Claim(f"two hops over flat, {rate}/s, k = {every}", gain, 1.0, detail="examples/s"))
-    for way, needed in part["needed"].items():
-        rows = statistics.median(pick(runs, "rows_items_between", hops=way))
-        detail = f"{rows:,.0f} rows; needed are {needed:,} (unique per {'node' if way == 'two' else 'rank'})"
-        name = f"rows between nodes, {way}, over those needed"
+    for hop_mode, needed in part["needed"].items():
+        rows = statistics.median(pick(runs, "rows_items_between", hops=hop_mode))
+        detail = f"{rows:,.0f} rows; required {needed:,} (unique per {'node' if hop_mode == 'two' else 'rank'})"
+        name = f"rows between nodes, {hop_mode}, over those required"
         out.append(Claim(name, rows / needed, 1.0, at_most=True, detail=detail))
     return out
 
 
 def rows_needed(steps: int) -> dict[str, int]:
-    """Rows that must cross between nodes: unique keys of each rank (flat), of each node (two), that the other owns."""
-    found = {"flat": 0, "two": 0}
+    """Return the rows that must cross between nodes: keys of the other node, unique per rank (flat) or node (two)."""
+    required = {"flat": 0, "two": 0}
     for step in itertools.islice(
         zip(*(exchange_data(rank, 4, BATCH, steps) for rank in range(4)), strict=True), WARM, None
     ):
         for node, ranks in enumerate(NODES):
             keys = [np.unique(step[rank].ids) for rank in ranks]
-            for way, asked in (("flat", keys), ("two", [np.unique(np.concatenate(keys))])):
-                found[way] += sum(int((owner_of(part, 4) // 2 != node).sum()) for part in asked)
-    return found
+            for hop_mode, requested in (("flat", keys), ("two", [np.unique(np.concatenate(keys))])):
+                required[hop_mode] += sum(int((owner_of(part, 4) // 2 != node).sum()) for part in requested)
+    return required
 
 
 def print_hops(part: Part) -> None:
-    grid = Grid(title="medians: examples/s; KB per step between nodes, both ways")
-    for column in ("hops", "k", *RATES, "keys", "rows", "gradients", "all of the link"):
+    grid = Grid(title="medians: examples/s; KB per step between nodes, both directions")
+    for column in ("hops", "k", *RATES, "keys", "rows", "gradients", "total on the link"):
         grid.add_column(column)
     runs = part["runs"]
     for key in dict.fromkeys((run["hops"], run["every"]) for run in runs):
@@ -196,26 +203,27 @@ def print_hops(part: Part) -> None:
 
 
 def accuracy(args: argparse.Namespace, task: Task, title: str) -> Part:
-    """Gradients averaged every step, at two dense rates; models merged every k steps, at `ROOT` times each of them.
+    """Train with gradients averaged every step at two dense rates, and models merged every k steps at `LR_FACTOR` times
+    these rates.
 
-    Per seed all begin with the same parameters and see the same examples, in the same order. Runs that are already
-    there, of the same task, are not repeated.
+    All runs of a seed start with the same parameters and see the same examples in the same order. Runs that the record
+    already has, with the same set-up, are not repeated.
     """
     setup = {n: value for n, value in dataclasses.asdict(task).items() if n not in ("folder", "seed", "dense_lr")}
     old = args.record.get(title, {})
     runs: list[Part] = list(old["runs"]) if old.get("setup") == setup else []
     part = {"ranks": sum(map(len, NODES)), "setup": setup, "runs": runs}
     merged = [tc.DenseSync(every=int(k), merge="v_frozen") for k in args.ks.split(",")]
-    ways = [(tc.DenseSync(), factor) for factor in FACTORS]
-    ways += [(sync, ROOT * factor) for factor, sync in itertools.product(FACTORS, merged)]
+    settings = [(tc.DenseSync(), factor) for factor in FACTORS]
+    settings += [(sync, LR_FACTOR * factor) for factor, sync in itertools.product(FACTORS, merged)]
     todo = [
-        (sync, {"way": sync.way, "every": sync.every, "dense_lr": task.lr * factor, "seed": task.seed + seed})
-        for (sync, factor), seed in itertools.product(ways, range(args.seeds))
+        (sync, {"way": sync.mode, "every": sync.every, "dense_lr": task.lr * factor, "seed": task.seed + seed})
+        for (sync, factor), seed in itertools.product(settings, range(args.seeds))
     ]
-    todo = [(sync, run) for sync, run in todo if not any(run.items() <= has.items() for has in runs)]
+    todo = [(sync, run) for sync, run in todo if not any(run.items() <= done.items() for done in runs)]
     for sync, run in track(todo, title, console=console):
-        own = dataclasses.replace(task, seed=run["seed"], dense_lr=run["dense_lr"])
-        runs.append({**run, **accuracy_of(NODES, own, sync)})
+        seeded = dataclasses.replace(task, seed=run["seed"], dense_lr=run["dense_lr"])
+        runs.append({**run, **accuracy_of(NODES, seeded, sync)})
         console.print(runs[-1])
         save(args, title, part)
     return part
@@ -227,51 +235,61 @@ def ads(args: argparse.Namespace) -> Part:
 
 def movielens(args: argparse.Namespace) -> Part:
     if args.movielens is None:
-        raise SystemExit("movielens needs --movielens FOLDER, as in benchmarks/accuracy.py")
+        raise SystemExit("movielens requires --movielens FOLDER, as in benchmarks/accuracy.py")
     with tempfile.TemporaryDirectory(prefix="thermocline-dist-") as folder:
         write_split(args.movielens, Path(folder), 2021)
         return accuracy(args, Task(folder, 8, BATCH, 1 if args.quick else 4, 0, 1e-3, 1e-3, 2021), "movielens")
 
 
 def by_seed(runs: list[Part], **which: Any) -> dict[int, Part]:
-    """Per seed: of the runs that are so, the one that validates best."""
-    own = sorted((run for run in runs if which.items() <= run.items()), key=lambda run: run["valid_auc"])
-    return {run["seed"]: run for run in own}
+    """Return, by seed, the matching run with the best validation AUC."""
+    matching = sorted((run for run in runs if which.items() <= run.items()), key=lambda run: run["valid_auc"])
+    return {run["seed"]: run for run in matching}
 
 
-def behind(base: dict[int, Part], own: dict[int, Part]) -> list[float]:
-    """Test AUC behind `base`, seed by seed."""
-    return [base[seed]["auc"] - own[seed]["auc"] for seed in sorted(base.keys() & own.keys())]
+def auc_loss(base: dict[int, Part], runs: dict[int, Part]) -> list[float]:
+    """Return by how much the test AUC of `runs` is below that of `base`, by seed."""
+    return [base[seed]["auc"] - runs[seed]["auc"] for seed in sorted(base.keys() & runs.keys())]
 
 
-def told(values: list[float]) -> str:
+def format_spread(values: list[float]) -> str:
     return f"{statistics.mean(values):+.4f} ({min(values):+.4f} to {max(values):+.4f})" if values else ""
 
 
 def accuracy_claims(part: Part, name: str) -> list[Claim]:
-    """Each side at the one of its two rates that validates better, seed by seed."""
+    """Compare both modes, each at its rate with the better validation AUC, by seed."""
     runs, out = part["runs"], []
     for k in (k for k in KS if 1 < k <= 50):
-        values = behind(by_seed(runs, way="gradients"), by_seed(runs, way="v_frozen", every=k))
+        values = auc_loss(by_seed(runs, way="gradients"), by_seed(runs, way="v_frozen", every=k))
         if values:
             claim = f"{name}: AUC of k = {k} behind averaged gradients"
-            detail = f"{told(values)}, {len(values)} seeds, each at its better rate"
+            detail = f"{format_spread(values)}, {len(values)} seeds, each at its better rate"
             out.append(Claim(claim, statistics.mean(values), 0.001, "", True, detail))
     return out
 
 
 def print_accuracy(part: Part) -> None:
     runs = part["runs"]
-    grid = Grid(title="test AUC, mean of seeds; behind averaged gradients and merging every step: mean (least to most)")
-    for column in ("", "dense rate", "AUC", "gradients at the same rate", f"at 1/{ROOT} of it", "merged every step"):
+    grid = Grid(title="test AUC, mean of seeds; loss against averaged gradients and against k = 1: mean (min to max)")
+    for column in (
+        "",
+        "dense rate",
+        "AUC",
+        "gradients at the same rate",
+        f"at 1/{LR_FACTOR} of it",
+        "merged every step",
+    ):
         grid.add_column(column)
-    for way, k, rate in sorted({(run["way"], run["every"], run["dense_lr"]) for run in runs}):
-        own = by_seed(runs, way=way, every=k, dense_lr=rate)
-        bases = [by_seed(runs, way="gradients", dense_lr=rate), by_seed(runs, way="gradients", dense_lr=rate / ROOT)]
+    for mode, k, rate in sorted({(run["way"], run["every"], run["dense_lr"]) for run in runs}):
+        own = by_seed(runs, way=mode, every=k, dense_lr=rate)
+        bases = [
+            by_seed(runs, way="gradients", dense_lr=rate),
+            by_seed(runs, way="gradients", dense_lr=rate / LR_FACTOR),
+        ]
         bases.append(by_seed(runs, way="v_frozen", every=1, dense_lr=rate))
-        what = "gradients averaged" if way == "gradients" else f"merged, k = {k}"
+        name = "gradients averaged" if mode == "gradients" else f"merged, k = {k}"
         auc = statistics.mean(run["auc"] for run in own.values())
-        grid.add_row(what, f"{rate:g}", f"{auc:.4f}", *(told(behind(base, own)) for base in bases))
+        grid.add_row(name, f"{rate:g}", f"{auc:.4f}", *(format_spread(auc_loss(base, own)) for base in bases))
     console.print(grid)
 
 
@@ -295,13 +313,13 @@ def save(args: argparse.Namespace, name: str, part: Part) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes: a look, not figures")
+    parser.add_argument("--quick", action="store_true", help="small sizes, a few minutes")
     parser.add_argument("--only", default="links,hops,ads", help="parts: links, hops, ads, movielens")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write results there; other parts of it are kept")
-    parser.add_argument("--rounds", type=int, default=5, help="of links and hops; default: 5")
-    parser.add_argument("--seeds", type=int, default=3, help="of ads and movielens; default: 3")
-    parser.add_argument("--ks", default=",".join(map(str, KS)), help="of models that are merged in ads and movielens")
-    parser.add_argument("--movielens", metavar="FOLDER", type=Path, help="of ml-100k.inter, .user and .item")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="add results to this file")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of links and hops; default: 5")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of ads and movielens; default: 3")
+    parser.add_argument("--ks", default=",".join(map(str, KS)), help="values of k for ads and movielens")
+    parser.add_argument("--movielens", metavar="FOLDER", type=Path, help="folder of ml-100k.inter, .user and .item")
     args = parser.parse_args()
     if args.quick:
         args.rounds = args.seeds = 1
@@ -316,8 +334,8 @@ def main() -> None:
         args.record.pop("claims")
     for name in args.only.split(","):
         measure, show, _ = PARTS[name]
-        if name in ("links", "hops") and (reason := problem()):
-            console.print(f"[yellow]{name} left out: {reason}[/]")
+        if name in ("links", "hops") and (reason := unavailable_reason()):
+            console.print(f"[yellow]{name} skipped: {reason}[/]")
             continue
         part = measure(args)
         save(args, name, part)

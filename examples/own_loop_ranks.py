@@ -1,9 +1,9 @@
-"""Your own PyTorch loop over several ranks: one model, its rows spread over all, each with its part of the data.
+"""A PyTorch training loop over several ranks: rows are sharded, and each rank reads its shard of the data.
 
-    torchrun --nproc-per-node 2 own_loop_ranks.py          # or plain `python own_loop_ranks.py`: one rank
+    torchrun --nproc-per-node 2 own_loop_ranks.py          # or `python own_loop_ranks.py` for one rank
 
-Kill it, run it again: it goes on from the last checkpoint, with the same bits. With another number of ranks it goes
-on, too, but the ranks then have other parts of the data, so the epoch begins anew.
+After a kill, start it again: it resumes from the last checkpoint, bit for bit. It can also resume with another number
+of ranks; the data is then sharded differently, so the epoch restarts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import thermocline as tc
 STEPS = int(os.environ.get("STEPS", 200))
 FIELDS, DIM, BATCH = 20, 16, 512
 
-groups = tc.join_ranks()  # as torchrun says who is there
+groups = tc.join_ranks()  # reads torchrun's environment
 rank, world = groups.topology.rank, groups.topology.world
-mine = (rank, world)  # this rank's part of any data
-ads = tc.SyntheticAds(keys=200_000, fields=FIELDS, batch_size=BATCH, examples=BATCH * world * STEPS, shard=mine)
-unseen = ads.split("test", examples=10_000)
+shard = (rank, world)
+ads = tc.SyntheticAds(keys=200_000, fields=FIELDS, batch_size=BATCH, examples=BATCH * world * STEPS, shard=shard)
+test = ads.split("test", examples=10_000)
 
 torch.manual_seed(0)
 os.makedirs("runs/own_loop_ranks", exist_ok=True)
@@ -36,7 +36,7 @@ saved = checkpoints.restore()
 step = 0 if saved is None else saved.step
 if saved is not None and saved.position is not None:
     ads.seek(saved.position)
-dense.begin()  # rank 0's weights to all
+dense.begin()  # broadcasts rank 0's weights
 
 
 def logits_of(batch: tc.Batch) -> torch.Tensor:
@@ -45,16 +45,16 @@ def logits_of(batch: tc.Batch) -> torch.Tensor:
 
 with tc.prefetch(ads, table, depth=4) as batches:
     for batch in batches:
-        if batch.examples:  # none: this rank's data has run out, others' has not
+        if batch.examples:  # 0 if only other ranks still have data
             torch.nn.functional.binary_cross_entropy_with_logits(logits_of(batch), batch.label).backward()
-        table.step()  # every rank, every step; before dense gradients are changed
+        table.step()  # on every rank, in every step, before dense gradients change
         dense.after_backward()
         adam.step()
         adam.zero_grad()
         step += 1
         dense.after_step(step)
         if step % 50 == 0:
-            dense.merge_now()  # nothing to do here; needed with DenseSync(every=k)
+            dense.merge_now()  # required with DenseSync(every=k); a no-op here
             checkpoints.save(step, batch.position)
             if rank == 0:
                 print(f"step {step}: saved by {world} ranks", flush=True)
@@ -62,11 +62,11 @@ with tc.prefetch(ads, table, depth=4) as batches:
 dense.merge_now()
 bag.eval()
 metrics = tc.ExactMetrics()
-with torch.no_grad(), tc.prefetch(unseen, table, training=False) as batches:
+with torch.no_grad(), tc.prefetch(test, table, training=False) as batches:
     for batch in batches:
         if batch.examples:
             metrics.update(logits_of(batch), batch.label)
-figures = metrics.joined(groups).compute()  # of all ranks' examples
+figures = metrics.joined(groups).compute()  # over the examples of all ranks
 if rank == 0:
     print(f"done at step {step}: test AUC {figures['auc']:.4f} on {figures['examples']:,} examples")
 table.close()

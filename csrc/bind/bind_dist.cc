@@ -68,12 +68,12 @@ void bind_add_rows(FloatsOutArg totals, BytesArg present, PlacesArg places, Floa
 }
 
 void bind_raise_number(NumbersArg number, uint64_t to) {
-  require(number.shape(0) > 0, "raise_number: no number");
+  require(number.shape(0) > 0, "publish_sequence: no number");
   raise_number(number.data(), to);
 }
 
 bool bind_wait_for_number(NumbersArg number, uint64_t wanted, double seconds) {
-  require(number.shape(0) > 0, "wait_for_number: no number");
+  require(number.shape(0) > 0, "wait_sequence: no number");
   uint64_t* const shared = number.data();
   nb::gil_scoped_release release;
   return wait_for_number(shared, wanted, seconds);

@@ -171,7 +171,7 @@ def test_k_step_adam_of_an_earlier_version_is_told(tmp_path: Path, worlds: Any) 
     other.optimizer = FrozenAdam(other.model.parameters(), lr=0.01)
     before = dense_bits(other)
     again = checkpoints_of(other, tmp_path)
-    with pytest.raises(tc.FormatError, match=r"earlier version, without v_hat_ranks: .* one process, .* a new run"):
+    with pytest.raises(tc.FormatError, match=r"earlier version and lacks v_hat_ranks: .* one process .* a new run"):
         again.restore()
     assert dense_bits(other) == before != bits
     again.close()
@@ -187,7 +187,7 @@ def dense_bits(world: World) -> dict[str, bytes]:
 
 def test_rows_that_do_not_fit_are_a_budget_error_and_change_nothing(tmp_path: Path, worlds: Any) -> None:
     big = worlds(None)
-    big.tables[1].tier.push(np.arange(5000, dtype=np.uint64), np.zeros((5000, 7), np.float32))
+    big.tables[1].dram.push(np.arange(5000, dtype=np.uint64), np.zeros((5000, 7), np.float32))
     checkpoints_of(big, tmp_path).save(1)
     big.close()
     world = worlds(None, mem="60KB")

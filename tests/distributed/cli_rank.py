@@ -1,4 +1,4 @@
-"""`python -m thermocline` as torchrun starts it, whose rank 1 is killed after step 12 of its first life."""
+"""`python -m thermocline` for torchrun; rank 1 is killed after step 12 of the first attempt."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     from thermocline.training.trainer import Trainer
 
-    real = Trainer._after_step
+    original = Trainer._after_step
 
     def after_step(self: Trainer, *args: Any) -> None:
-        real(self, *args)
+        original(self, *args)
         if self.progress.step == 12:
             os.kill(os.getpid(), signal.SIGKILL)
 

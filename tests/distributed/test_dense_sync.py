@@ -1,4 +1,4 @@
-"""Gradients averaged every step: as all ranks in one process, bit for bit; Adam whose denominator can be frozen."""
+"""Gradient averaging equals a simulation in one process bit for bit; `FrozenAdam`; resharded optimizer states."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.dense import Case, Net, Nodes, assert_simulated, average, backward, mean, noise
-from helpers.ranks import play
+from helpers.dense import Case, Net, assert_matches_simulation, average, backward, mean, noise
+from helpers.ranks import Nodes, run_ranks
 
 from thermocline.config.dense_sync import DenseSync
 from thermocline.distributed.communicator import Groups
-from thermocline.distributed.dense_sync import DenseParameters, states_for_others
-from thermocline.distributed.frozen_adam import FROZEN, FrozenAdam
+from thermocline.distributed.dense_sync import DenseParameters, reshard_optimizer_states
+from thermocline.distributed.frozen_adam import FROZEN_STATE, FrozenAdam
 from thermocline.distributed.topology import Topology
 
 WORLDS: dict[str, Nodes] = {
@@ -30,18 +30,18 @@ WORLDS: dict[str, Nodes] = {
 
 
 @pytest.fixture
-def alone() -> Iterator[Groups]:
-    groups = Groups.make(Topology.alone())
+def single_rank() -> Iterator[Groups]:
+    groups = Groups.make(Topology.single())
     yield groups
     groups.close()
 
 
-def cases_of(seed: int, *, exact: bool) -> list[Case]:
+def random_cases(seed: int, *, exact: bool) -> list[Case]:
     rng = random.Random(seed)
     return [
         Case(
             rng.randrange(10**6), DenseSync(exact=exact, bucket=rng.choice((1, 100, "1MB"))),
-            norm=exact and rng.random() < 0.5, idle=rng.random() < 0.5, save_at=rng.randrange(4),
+            batch_norm=exact and rng.random() < 0.5, unused=rng.random() < 0.5, save_at=rng.randrange(4),
             decay=rng.choice((0.0, 0.01)),
         )
         for _ in range(5 if exact else 2)
@@ -49,35 +49,35 @@ def cases_of(seed: int, *, exact: bool) -> list[Case]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_step_is_the_simulation(world: str) -> None:
-    """Bit for bit if `exact`; torch's own reductions have an order of their own."""
-    assert_simulated(
-        WORLDS[world], [case for exact in (True, False) for case in cases_of(sum(map(ord, world)), exact=exact)]
+def test_gradient_averaging_equals_the_simulation(world: str) -> None:
+    """Bit for bit if `exact`; torch's reductions add in another order."""
+    assert_matches_simulation(
+        WORLDS[world], [case for exact in (True, False) for case in random_cases(sum(map(ord, world)), exact=exact)]
     )
 
 
 @pytest.mark.parametrize("nodes", [((0, 1, 2), (3, 4, 5)), ((0, 1), (2, 3), (4, 5)), ((0, 1, 2), (3, 4))], ids=str)
-def test_the_order_of_sums_is_ranks_then_nodes(nodes: Nodes) -> None:
-    """Three of a kind: fewer are the same in any order. Another tree has other bits."""
+def test_sums_add_ranks_then_nodes(nodes: Nodes) -> None:
+    """At least three ranks or nodes, since two have the same sum in any order; another tree gives other bits."""
     ranks = [noise(rank, 1001) for node in nodes for rank in node]
     expected, other = mean(ranks, nodes), mean(ranks[::-1], nodes)
     assert expected is not None
     assert other is not None
     assert not torch.equal(expected, other)
-    for got in play(nodes, average, 1001, True):
-        assert torch.equal(got, expected)
+    for result in run_ranks(nodes, average, 1001, True):
+        assert torch.equal(result, expected)
 
 
-# ---- Adam
+# ---- FrozenAdam
 
 
 @pytest.mark.parametrize("kind", ["plain", "foreach", "fused"])
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_adam_is_torchs_while_nothing_is_frozen(kind: str, decoupled: bool, maximize: bool) -> None:
+def test_unfrozen_adam_equals_torch_adam(kind: str, decoupled: bool, maximize: bool) -> None:
     settings: dict[str, Any] = {"foreach": kind == "foreach", "fused": kind == "fused"}
     settings |= {"weight_decay": 0.02, "decoupled_weight_decay": decoupled, "maximize": maximize, "lr": 0.01}
-    case = Case(11, DenseSync(), idle=True)
+    case = Case(11, DenseSync(), unused=True)
     nets = [Net(case), Net(case)]
     optimizers = [torch.optim.Adam(nets[0].parameters(), **settings), FrozenAdam(nets[1].parameters(), **settings)]
     for step, (net, optimizer) in itertools.product(range(6), zip(nets, optimizers, strict=True)):
@@ -92,8 +92,8 @@ def test_adam_is_torchs_while_nothing_is_frozen(kind: str, decoupled: bool, maxi
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_a_frozen_denominator_has_the_bias_correction_of_its_step(decoupled: bool) -> None:
-    """In double precision, written out: v of step 3 is divided by 1 - beta2^3 at all later steps."""
+def test_frozen_denominator_keeps_the_bias_correction_of_its_step(decoupled: bool) -> None:
+    """In float64 against the formula: v of step 3 is divided by 1 - beta2^3 at all later steps."""
     lr, (beta1, beta2), eps, decay = 0.01, (0.9, 0.99), 1e-3, 0.1
     rng = torch.Generator().manual_seed(0)
     x = torch.nn.Parameter(torch.randn(20, generator=rng, dtype=torch.float64))
@@ -106,24 +106,23 @@ def test_a_frozen_denominator_has_the_bias_correction_of_its_step(decoupled: boo
         y = y * (1 - lr * decay) if decoupled else y
         m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
         v_hat = v / (1 - beta2**t)
-        if frozen is not None:  # the mean of four is at least a quarter of each
+        if frozen is not None:  # the mean over four ranks is at least a quarter of each
             bound += int((v_hat / 4 > frozen / (1 - beta2**at)).sum())
             v_hat = torch.maximum(frozen / (1 - beta2**at), v_hat / 4)
         y = y - lr * (m / (1 - beta1**t)) / (v_hat.sqrt() + eps)
         optimizer.step()
         torch.testing.assert_close(x.detach(), y, rtol=1e-12, atol=1e-12)
         if t in (3, 6):
-            higher = frozen is not None
             moment = torch.rand(20, generator=rng, dtype=torch.float64) * 0.02
-            optimizer.freeze(x, moment, 4, never_fall=higher)
+            optimizer.freeze(x, moment, 4, monotonic=frozen is not None)
             frozen, at = torch.maximum(frozen, moment) if frozen is not None else moment, t
         torch.testing.assert_close(optimizer.state[x]["exp_avg_sq"], v, rtol=1e-12, atol=1e-12)
     assert 10 < bound < 110  # of 120
 
 
-def test_parameters_that_step_for_the_first_time_are_not_frozen_with_the_others() -> None:
-    early, late, alone = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
-    ours, theirs = FrozenAdam([early, late]), torch.optim.Adam([alone])
+def test_a_parameter_with_its_first_step_is_not_frozen_with_the_others() -> None:
+    early, late, separate = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+    ours, theirs = FrozenAdam([early, late]), torch.optim.Adam([separate])
     early.grad = torch.ones(3)
     ours.step()
     with pytest.raises(ValueError, match="has no second moment yet"):
@@ -131,31 +130,31 @@ def test_parameters_that_step_for_the_first_time_are_not_frozen_with_the_others(
     ours.freeze(early, torch.full((3,), 100.0), 2)
     calls: list[int] = []
     ours.register_step_post_hook(lambda *_: calls.append(1))
-    late.grad, alone.grad = torch.full((3,), 2.0), torch.full((3,), 2.0)
+    late.grad, separate.grad = torch.full((3,), 2.0), torch.full((3,), 2.0)
     before = early.detach().clone()
     ours.step()
     theirs.step()
-    assert torch.equal(late, alone)
+    assert torch.equal(late, separate)
     assert len(calls) == 1
     assert (before - early).abs().max() < 1e-4 < (1 - late.detach()).abs().min()
 
 
-def test_only_frozen_adam_can_be_frozen(alone: Groups) -> None:
+def test_v_frozen_requires_frozen_adam_and_all_parameters(single_rank: Groups) -> None:
     x = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"needs thermocline.FrozenAdam, not Adam"):
-        DenseParameters.make([x], torch.optim.Adam([x]), alone, DenseSync(every=2))
+    with pytest.raises(ValueError, match=r"requires thermocline.FrozenAdam, not Adam"):
+        DenseParameters.make([x], torch.optim.Adam([x]), single_rank, DenseSync(every=2))
     y = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match="1 of 2 parameters are in none of the optimizers"):
-        DenseParameters.make([x, y], FrozenAdam([x]), alone, DenseSync(every=2))
+    with pytest.raises(ValueError, match="1 of 2 parameters are in no optimizer"):
+        DenseParameters.make([x, y], FrozenAdam([x]), single_rank, DenseSync(every=2))
 
 
-def test_any_optimizer_can_be_merged(alone: Groups) -> None:
-    """In a world of 1 merging changes nothing."""
+def test_periodic_averaging_accepts_any_optimizer(single_rank: Groups) -> None:
+    """With one rank a merge changes nothing."""
     case = Case(2, DenseSync(every=2, merge="all"))
     for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop):
         nets = [Net(case), Net(case)]
         first, second = (kind(net.parameters(), lr=0.1) for net in nets)  # type: ignore[operator]
-        sync = DenseParameters.make(nets[0].parameters(), first, alone, dataclasses.replace(case).sync)
+        sync = DenseParameters.make(nets[0].parameters(), first, single_rank, dataclasses.replace(case).sync)
         for step in range(1, 6):
             for net in nets:
                 net.zero_grad(set_to_none=False)
@@ -169,23 +168,23 @@ def test_any_optimizer_can_be_merged(alone: Groups) -> None:
             assert torch.equal(ours, theirs)
 
 
-def test_what_was_not_merged_before_saving_is_merged_after_loading(alone: Groups) -> None:
+def test_a_pending_merge_survives_saving_and_loading(single_rank: Groups) -> None:
     x = torch.nn.Parameter(torch.ones(3))
     optimizer = FrozenAdam([x])
-    made = [DenseParameters.make([x], optimizer, alone, DenseSync(every=2)) for _ in range(3)]
+    syncs = [DenseParameters.make([x], optimizer, single_rank, DenseSync(every=2)) for _ in range(3)]
     for step in range(1, 4):
-        made[0].after_backward()
+        syncs[0].after_backward()
         optimizer.step()
-        assert made[0].after_step(step) == (step in (1, 2))
-    made[1].load_state_dict(made[0].state_dict())
-    assert [sync.merge_now() for sync in made] == [True, True, False]
-    made[2].load_state_dict(made[1].state_dict())
-    assert not made[2].merge_now()
+        assert syncs[0].after_step(step) == (step in (1, 2))
+    syncs[1].load_state_dict(syncs[0].state_dict())
+    assert [sync.merge_now() for sync in syncs] == [True, True, False]
+    syncs[2].load_state_dict(syncs[1].state_dict())
+    assert not syncs[2].merge_now()
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_model_of_tables_alone_has_nothing_to_average(alone: Groups, every: int) -> None:
-    sync = DenseParameters.make([], [], alone, DenseSync(every=every))
+def test_a_model_without_dense_parameters_averages_nothing(single_rank: Groups, every: int) -> None:
+    sync = DenseParameters.make([], [], single_rank, DenseSync(every=every))
     sync.begin()
     for step in range(1, 5):
         sync.after_backward()
@@ -193,8 +192,8 @@ def test_a_model_of_tables_alone_has_nothing_to_average(alone: Groups, every: in
     assert not sync.merge_now()
 
 
-def test_other_ranks_begin_with_the_means_of_moments() -> None:
-    """Three saved, with equal models and denominators: the mean of their models moves on as it would have."""
+def test_another_number_of_ranks_starts_with_the_mean_moments() -> None:
+    """Three ranks saved, with equal models and denominators: the mean of their models moves as it would have."""
     rng = torch.Generator().manual_seed(1)
     start, merged = torch.randn(30, generator=rng), torch.rand(30, generator=rng) + 50
     ranks = [torch.nn.Parameter(start.clone()) for _ in range(4)]
@@ -208,8 +207,8 @@ def test_other_ranks_begin_with_the_means_of_moments() -> None:
             x.copy_(start)
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers[:3]]
     saved = [[{"kind": "FrozenAdam", "state": state}] for state in states]
-    (several,), (one,) = states_for_others(saved, 2), states_for_others(saved, 1)
-    assert several["state"]["state"][0].keys() - one["state"]["state"][0].keys() == set(FROZEN)
+    (several,), (one,) = reshard_optimizer_states(saved, 2), reshard_optimizer_states(saved, 1)
+    assert several["state"]["state"][0].keys() - one["state"]["state"][0].keys() == set(FROZEN_STATE)
     assert torch.equal(several["state"]["state"][0]["v_hat"], merged)
     optimizers[3].load_state_dict(several["state"])
     gradients = [torch.randn(30, generator=rng) for _ in range(3)]
@@ -217,12 +216,12 @@ def test_other_ranks_begin_with_the_means_of_moments() -> None:
         x.grad = gradient
         optimizer.step()
         assert (x.detach() - start).abs().max() > 1e-5
-    mean_of_three = torch.stack([x.detach() for x in ranks[:3]]).mean(0)
-    torch.testing.assert_close(ranks[3].detach(), mean_of_three, rtol=0, atol=1e-6)
+    mean_model = torch.stack([x.detach() for x in ranks[:3]]).mean(0)
+    torch.testing.assert_close(ranks[3].detach(), mean_model, rtol=0, atol=1e-6)
     for name in ("exp_avg", "exp_avg_sq"):
-        of_three = torch.stack(
+        saved_moments = torch.stack(
             [optimizer.state[x][name] for x, optimizer in zip(ranks[:3], optimizers[:3], strict=True)]
         )
-        assert not torch.equal(of_three[0], of_three[1])
+        assert not torch.equal(saved_moments[0], saved_moments[1])
         if name == "exp_avg":
-            torch.testing.assert_close(optimizers[3].state[ranks[3]][name], of_three.mean(0), rtol=0, atol=1e-6)
+            torch.testing.assert_close(optimizers[3].state[ranks[3]][name], saved_moments.mean(0), rtol=0, atol=1e-6)

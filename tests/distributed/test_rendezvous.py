@@ -1,4 +1,4 @@
-"""Ranks of one life find each other, whatever earlier lives have left in the store."""
+"""Rendezvous of one restart attempt with keys of earlier attempts in the store."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ import pytest
 import torch.distributed as dist
 
 import thermocline as tc
-from thermocline.distributed.rendezvous import meet
+from thermocline.distributed.rendezvous import scoped_store
 
 
-def one_life(store: Any, world: int, seed: int, timeout: float = 20.0) -> list[Any]:
-    """All ranks as threads, each a random moment late; what each found, or raised."""
+def run_attempt(store: Any, world: int, seed: int, timeout: float = 20.0) -> list[Any]:
+    """Join all ranks, as threads with random delays. Returns the values that each rank read, or its error."""
     rng = random.Random(seed)
-    found: list[Any] = [None] * world
-    late = [rng.choice([0.0, 0.0, 0.05]) for _ in range(world)]
+    results: list[Any] = [None] * world
+    delays = [rng.choice([0.0, 0.0, 0.05]) for _ in range(world)]
 
-    def rank_of(rank: int) -> None:
-        time.sleep(late[rank])
+    def join(rank: int) -> None:
+        time.sleep(delays[rank])
         try:
-            shared = meet(store, rank, world, timeout)
+            shared = scoped_store(store, rank, world, timeout)
             shared.set(f"from {rank}", str(seed))
-            found[rank] = [shared.get(f"from {other}").decode() for other in range(world)]
+            results[rank] = [shared.get(f"from {other}").decode() for other in range(world)]
         except tc.RankError as error:
-            found[rank] = error
+            results[rank] = error
 
-    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(world)]
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(world)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return results
 
 
-def test_many_lives() -> None:
+def test_repeated_attempts_on_one_store() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     for seed in range(12):
-        assert one_life(store, 4, seed) == [[str(seed)] * 4] * 4
+        assert run_attempt(store, 4, seed) == [[str(seed)] * 4] * 4
 
 
-def test_a_rank_that_is_not_there() -> None:
+def test_missing_ranks_are_named() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    one_life(store, 3, 0)
-    with pytest.raises(tc.RankError, match=r"ranks \[1, 2\] of 3 have not joined within 0.2 s"):
-        meet(store, 0, 3, 0.2)
-    with pytest.raises(tc.RankError, match=r"rank 0 has not answered rank 1 within 0\.2 s"):
-        meet(store, 1, 3, 0.2)
+    run_attempt(store, 3, 0)
+    with pytest.raises(tc.RankError, match=r"ranks \[1, 2\] of 3 did not join within 0.2 s"):
+        scoped_store(store, 0, 3, 0.2)
+    with pytest.raises(tc.RankError, match=r"rank 0 did not answer rank 1 within 0\.2 s"):
+        scoped_store(store, 1, 3, 0.2)

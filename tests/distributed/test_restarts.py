@@ -1,4 +1,4 @@
-"""A run over several ranks survives: a rank that is killed, a save cut short, another number of ranks."""
+"""Restarts of a run over several ranks: after a killed rank, an interrupted save, with another number of ranks."""
 
 from __future__ import annotations
 
@@ -12,63 +12,64 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.rank_training import DIMS, FOUR, ONE, PAIR, Job, Way
-from helpers.ranks import Nodes, outcomes, play
-from helpers.restarts import interrupted, live, load, moments, trained_keys
+from helpers.rank_training import DIMS, ONE_RANK, PAIR, TWO_BY_TWO, Job, RunOptions, keys_of
+from helpers.ranks import run_failing_ranks, run_ranks
+from helpers.restarts import load_and_save, load_moments, train, train_and_terminate
 
 import thermocline as tc
 
 JOB = Job(PAIR, "adam", (40, 33))
 SMALL_JOB = Job(PAIR, "sgd", (12, 12))
-WAY = Way("two", 0.25, 4, 2)
-
-
-@functools.cache
-def never_killed(job: Job, way: Way, folder: str) -> list[Any]:
-    return play(job.nodes, functools.partial(live, resume=False), job, way, folder)
+OPTIONS = RunOptions("two", 0.25, 4, 2)
+SERIAL = RunOptions("two", 0.25, 1, 1)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the run gives when nothing happens to it: on all ranks the same."""
-    results = never_killed(JOB, WAY, str(tmp_path_factory.mktemp("whole")))
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the result of the run without interruption, which is equal on all ranks."""
+    folder = str(tmp_path_factory.mktemp("undisturbed"))
+    results = run_ranks(PAIR, functools.partial(train, resume=False), JOB, OPTIONS, folder)
     assert results[0] == results[1]
     assert results[0]["steps"] == 40
     assert results[0]["examples"] == 2 * (40 + 33)
     return results[0]
 
 
-@pytest.mark.parametrize("dies", [23, "run.committed:5", "run.flushed:7"])
-def test_a_rank_is_killed(dies: str | int, whole: Any, tmp_path: Path) -> None:
-    """The others end at once and say so; resumed, the run ends with the same bits."""
+@pytest.mark.parametrize("kill_at", [23, "run.committed:5", "run.flushed:7"])
+def test_a_killed_rank(kill_at: str | int, undisturbed: Any, tmp_path: Path) -> None:
+    """The other rank raises at once; the resumed run ends with the same bits."""
     start = time.monotonic()
-    fallen = outcomes(PAIR, functools.partial(live, resume=False, dies=dies), JOB, WAY, str(tmp_path))
+    killed = run_failing_ranks(
+        PAIR, functools.partial(train, resume=False, kill_at=kill_at), JOB, OPTIONS, str(tmp_path)
+    )
     assert time.monotonic() - start < 50
-    assert fallen[1] == ("died", None)
-    how, words = fallen[0]
-    assert how == "failed"
-    assert "RankError: rank 0 of 2 (node 0) cannot go on" in words
-    assert "another rank was lost" in words
-    resumed = play(PAIR, functools.partial(live, resume=True), JOB, WAY, str(tmp_path))
+    assert killed[1] == ("killed", None)
+    status, trace = killed[0]
+    assert status == "raised"
+    assert "RankError: rank 0 of 2 (node 0) cannot continue" in trace
+    assert "another rank exited" in trace
+    resumed = run_ranks(PAIR, functools.partial(train, resume=True), JOB, OPTIONS, str(tmp_path))
     for result in resumed:
-        assert {**result, "examples": 0} == {**whole, "examples": 0}
-        assert result["examples"] < whole["examples"]  # it did go on from a checkpoint
+        assert {**result, "examples": 0} == {**undisturbed, "examples": 0}
+        assert result["examples"] < undisturbed["examples"]  # it resumed from a checkpoint
 
 
-def test_a_rank_is_killed_between_merges(tmp_path: Path) -> None:
-    """Resumed, it merges after the steps it would have merged after, with each rank's own moments: the same bits."""
-    way, sync = Way("two", None, 4, 2), tc.DenseSync(every=16, exact=True)
-    lives = functools.partial(live, sync=sync)
-    (tmp_path / "whole").mkdir()
-    whole = play(PAIR, functools.partial(lives, resume=False), JOB, way, str(tmp_path / "whole"))
-    fallen = outcomes(PAIR, functools.partial(lives, resume=False, dies=14), JOB, way, str(tmp_path))
-    assert fallen[1] == ("died", None)
-    resumed = play(PAIR, functools.partial(lives, resume=True), JOB, way, str(tmp_path))
+def test_a_rank_killed_between_merges(tmp_path: Path) -> None:
+    """The resumed run merges after the same steps, with each rank's moments, and ends with the same bits."""
+    options = RunOptions("two", None, 4, 2)
+    train_k = functools.partial(train, sync=tc.DenseSync(every=16, exact=True))
+    (tmp_path / "undisturbed").mkdir()
+    expected = run_ranks(PAIR, functools.partial(train_k, resume=False), JOB, options, str(tmp_path / "undisturbed"))
+    killed = run_failing_ranks(PAIR, functools.partial(train_k, resume=False, kill_at=14), JOB, options, str(tmp_path))
+    assert killed[1] == ("killed", None)
+    resumed = run_ranks(PAIR, functools.partial(train_k, resume=True), JOB, options, str(tmp_path))
     for result in resumed:
-        assert {**result, "examples": 0} == {**whole[0], "examples": 0}
-        assert result["examples"] < whole[0]["examples"]
-    # Another number of ranks goes on with the means of their moments.
-    two, four, one = (play(nodes, moments, JOB, way, str(tmp_path)) for nodes in (PAIR, FOUR, ONE))
+        assert {**result, "examples": 0} == {**expected[0], "examples": 0}
+        assert result["examples"] < expected[0]["examples"]
+    # Another number of ranks starts with the mean moments.
+    two, four, one = (
+        run_ranks(nodes, load_moments, JOB, options, str(tmp_path)) for nodes in (PAIR, TWO_BY_TWO, ONE_RANK)
+    )
     differ = {name for name, value in two[0].items() if name != "dense" and not same(value, two[1][name])}
     assert {name.split("/")[1] for name in differ} == {"exp_avg", "exp_avg_sq"}
     for result in (*four, *one):
@@ -76,75 +77,76 @@ def test_a_rank_is_killed_between_merges(tmp_path: Path) -> None:
         for name, value in result.items():
             assert same(value, (two[0][name] + two[1][name]) * 0.5 if name in differ else two[0][name]), name
     assert all(result.keys() == two[0].keys() for result in four)
-    gone = {name.split("/")[1] for name in two[0].keys() - one[0].keys()}
-    assert gone == {"v_hat", "v_hat_step", "v_hat_ranks"}
+    removed = {name.split("/")[1] for name in two[0].keys() - one[0].keys()}
+    assert removed == {"v_hat", "v_hat_step", "v_hat_ranks"}
 
 
 def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_one_rank_is_told_to_end(whole: Any, tmp_path: Path) -> None:
-    """SIGTERM to one rank: all finish the same step, save and end; resumed, the run ends with the same bits."""
-    (step, ending, code), (other, _, killed) = play(PAIR, interrupted, JOB, WAY, str(tmp_path), 11)
-    assert step == other
+def test_sigterm_to_one_rank(undisturbed: Any, tmp_path: Path) -> None:
+    """All ranks finish the same step, save and exit; the resumed run ends with the same bits."""
+    results = run_ranks(PAIR, train_and_terminate, JOB, OPTIONS, str(tmp_path), 11)
+    (step, ending, code), (other_step, _, other_code) = results
+    assert step == other_step
     assert 11 < step < 40
     assert "interrupted and saved" in ending
-    assert code == killed == 128 + signal.SIGTERM
-    for result in play(PAIR, functools.partial(live, resume=True), JOB, WAY, str(tmp_path)):
-        assert {**result, "examples": 0} == {**whole, "examples": 0}
+    assert code == other_code == 128 + signal.SIGTERM
+    for result in run_ranks(PAIR, functools.partial(train, resume=True), JOB, OPTIONS, str(tmp_path)):
+        assert {**result, "examples": 0} == {**undisturbed, "examples": 0}
 
 
-def test_other_numbers_of_ranks(whole: Any, tmp_path: Path) -> None:
-    """Saved by 2, loaded by 4, saved by these and loaded by 1, and by 2 again: always the same rows."""
-    play(PAIR, functools.partial(live, resume=False), JOB, WAY, str(tmp_path))
-    ways: list[tuple[Nodes, int]] = [(PAIR, 2), (FOUR, 4), (ONE, 1), (PAIR, 2)]
-    found = [play(nodes, load, JOB, WAY, str(tmp_path)) for nodes, _ in ways]
-    for (_, world), results in zip(ways, found, strict=True):
+def test_resharding(tmp_path: Path) -> None:
+    """Saved by 2 ranks, loaded and saved by 2, 4, 1 and 2 ranks: always the same rows."""
+    run_ranks(PAIR, functools.partial(train, resume=False), JOB, OPTIONS, str(tmp_path))
+    loads = [
+        run_ranks(nodes, load_and_save, JOB, OPTIONS, str(tmp_path)) for nodes in (PAIR, TWO_BY_TWO, ONE_RANK, PAIR)
+    ]
+    for results in loads:
         for result in results:
             assert {name: result[name] for name in ("rows", "dense", "steps")} == {
-                name: found[0][0][name] for name in ("rows", "dense", "steps")
+                name: loads[0][0][name] for name in ("rows", "dense", "steps")
             }
         for name in DIMS:
-            held = [result["held"][name] for result in results]
-            assert sum(held) == len(trained_keys(JOB, name))
-            assert world == 1 or max(held) < 0.8 * sum(held)
-    left = sorted(path.name for path in (tmp_path / "wide").iterdir())
-    assert left[0].startswith("rank-00000-of-00001")  # the last two checkpoints are those of one rank and of two
-    assert len(left) == 3
+            owned = [result["owned"][name] for result in results]
+            assert sum(owned) == len(keys_of(JOB, name))
+            assert len(results) == 1 or max(owned) < 0.8 * sum(owned)
+    folders = sorted(path.name for path in (tmp_path / "wide").iterdir())
+    assert folders[0].startswith("rank-00000-of-00001")  # the last two checkpoints are of one rank and of two
+    assert len(folders) == 3
 
 
-def test_a_removal_cut_short(tmp_path: Path) -> None:
-    """Of the folders of two ranks, by one of the three that took over: two can still begin where those ended."""
-    way, three = Way("two", 0.25, 1, 1), ((0, 1, 2),)
-    play(PAIR, functools.partial(live, resume=False), SMALL_JOB, way, str(tmp_path))
-    before = play(PAIR, load, SMALL_JOB, way, str(tmp_path))[0]["rows"]
-    play(three, load, SMALL_JOB, way, str(tmp_path))
-    killed = functools.partial(load, dies="run.folder_gone:1")
-    assert ("died", None) in outcomes(three, killed, SMALL_JOB, way, str(tmp_path))
+def test_interrupted_removal_of_old_rank_folders(tmp_path: Path) -> None:
+    """Three ranks load a checkpoint of two; one is killed while it removes their folders; two ranks can still load."""
+    three = ((0, 1, 2),)
+    run_ranks(PAIR, functools.partial(train, resume=False), SMALL_JOB, SERIAL, str(tmp_path))
+    before = run_ranks(PAIR, load_and_save, SMALL_JOB, SERIAL, str(tmp_path))[0]["rows"]
+    run_ranks(three, load_and_save, SMALL_JOB, SERIAL, str(tmp_path))
+    killed = functools.partial(load_and_save, kill_at="run.folder_gone:1")
+    assert ("killed", None) in run_failing_ranks(three, killed, SMALL_JOB, SERIAL, str(tmp_path))
     assert any(path.name.endswith(".gone") for path in tmp_path.glob("*/*"))
-    after = play(PAIR, load, SMALL_JOB, way, str(tmp_path))
+    after = run_ranks(PAIR, load_and_save, SMALL_JOB, SERIAL, str(tmp_path))
     assert [result["rows"] for result in after] == [before, before]
     assert not any(path.name.endswith(".gone") for path in tmp_path.glob("*/*"))
 
 
-def test_ranks_take_over_from_one_process(tmp_path: Path) -> None:
-    """Its rows are theirs; its stores go with its last checkpoint, and until then stay."""
-    job = dataclasses.replace(SMALL_JOB, nodes=ONE)
-    way = Way("two", 0.25, 1, 1)
-    alone = live(None, job, way, str(tmp_path), resume=False)
+def test_two_ranks_load_a_checkpoint_of_one_process(tmp_path: Path) -> None:
+    """They read the same rows. The process's store is removed with its last checkpoint."""
+    job = dataclasses.replace(SMALL_JOB, nodes=ONE_RANK)
+    single = train(None, job, SERIAL, str(tmp_path), resume=False)
     files = {path.name for path in (tmp_path / "wide").iterdir()}
-    first, second = (play(PAIR, load, job, way, str(tmp_path))[0] for _ in range(2))
-    assert hashlib.sha256(first["rows"]["wide"]).hexdigest() == alone["wide"]
+    first, second = (run_ranks(PAIR, load_and_save, job, SERIAL, str(tmp_path))[0] for _ in range(2))
+    assert hashlib.sha256(first["rows"]["wide"]).hexdigest() == single["wide"]
     assert second["rows"] == first["rows"]
-    left = {path.name for path in (tmp_path / "wide").iterdir()}
+    folders = {path.name for path in (tmp_path / "wide").iterdir()}
     assert "STORE" in files
-    assert not left & files
-    assert left == {"rank-00000-of-00002", "rank-00001-of-00002"}
+    assert not folders & files
+    assert folders == {"rank-00000-of-00002", "rank-00001-of-00002"}
 
 
-def test_memory_only_tables_reshard(tmp_path: Path) -> None:
-    way = Way("flat", None, 1, 1)
-    play(PAIR, functools.partial(live, resume=False), Job(PAIR, "sgd", (12, 12)), way, str(tmp_path))
-    before, after = (play(nodes, load, Job(PAIR, "sgd", (12, 12)), way, str(tmp_path)) for nodes in (PAIR, FOUR))
+def test_resharding_of_memory_only_tables(tmp_path: Path) -> None:
+    options = RunOptions("flat", None, 1, 1)
+    run_ranks(PAIR, functools.partial(train, resume=False), SMALL_JOB, options, str(tmp_path))
+    before, after = (run_ranks(nodes, load_and_save, SMALL_JOB, options, str(tmp_path)) for nodes in (PAIR, TWO_BY_TWO))
     assert all(result["rows"] == before[0]["rows"] for result in (*before, *after))

@@ -1,4 +1,4 @@
-"""Messages through shared memory: whole, in order, whatever their size; and ranks that end are noticed."""
+"""Shared memory transport: messages of any size arrive complete and in order; exited and closed ranks are detected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.ranks import outcomes, play
+from helpers.ranks import run_failing_ranks, run_ranks
 
 import thermocline as tc
 from thermocline.distributed.communicator import Groups
@@ -22,175 +22,182 @@ from thermocline.errors import RankError
 NODE = ((0, 1, 2),)
 
 
-def content(sender: int, reader: int, number: int) -> torch.Tensor:
-    """Sizes from nothing to more than a box has had room for."""
+def message_of(sender: int, reader: int, number: int) -> torch.Tensor:
+    """Return random bytes: empty, small, or larger than the segment so far."""
     rng = np.random.default_rng([sender, reader, number])
     size = int(rng.integers(0, 4)) and int(10.0 ** rng.uniform(0, 6.6))
     return torch.from_numpy(rng.integers(0, 256, size, dtype=np.uint8))
 
 
-def many_messages(groups: Groups) -> bool:
-    """Some put together in place, some elsewhere; slow readers, since a box must not change while it is read."""
+def exchange_many(groups: Groups) -> bool:
+    """Exchange messages written in place or copied, with slow readers: a segment must not change while it is read."""
     t, comm = groups.topology, groups.train
-    assert comm.box is not None
+    assert comm.shm is not None
     rng = np.random.default_rng(t.rank)
     for number in range(40):
-        parts = [content(t.rank, reader, number) for reader in range(t.world)]
+        parts = [message_of(t.rank, reader, number) for reader in range(t.world)]
         sizes = [len(part) for part in parts]
         message = torch.cat(parts)
         if number % 3:
-            room = comm.send_buffer("node", len(message), torch.device("cpu"))
-            room.copy_(message)
-            message = room
-        found = comm.all_to_all("node", message, sizes, None, "tested")
+            buffer = comm.send_buffer("node", len(message), torch.device("cpu"))
+            buffer.copy_(message)
+            message = buffer
+        pieces = comm.all_to_all("node", message, sizes, None, "testing")
         if rng.random() < 0.2:
             time.sleep(0.01)
-        for sender, piece in enumerate(found):
-            assert torch.equal(piece, content(sender, t.rank, number))
-        shared = comm.all_gather_bytes(torch.full((number,), t.rank, dtype=torch.uint8), "tested")
-        assert [piece.tolist() for piece in shared] == [[rank] * number for rank in range(t.world)]
+        for sender, piece in enumerate(pieces):
+            assert torch.equal(piece, message_of(sender, t.rank, number))
+        gathered = comm.all_gather_bytes(torch.full((number,), t.rank, dtype=torch.uint8), "testing")
+        assert [piece.tolist() for piece in gathered] == [[rank] * number for rank in range(t.world)]
     return True
 
 
-def test_messages_arrive_whole() -> None:
-    assert play(NODE, many_messages) == [True] * 3
+def test_messages_arrive_complete() -> None:
+    assert run_ranks(NODE, exchange_many) == [True] * 3
 
 
-def one_leaves(groups: Groups, how: str) -> None:
+def lose_rank_1(groups: Groups, how: str) -> None:
     t, comm = groups.topology, groups.train
     message = torch.zeros(3 * 8, dtype=torch.uint8)
-    comm.all_to_all("node", message, [8] * 3, None, "tested")
+    comm.all_to_all("node", message, [8] * 3, None, "testing")
     if t.rank == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         groups.close()
     else:
-        comm.all_to_all("node", message, [8] * 3, None, "tested")
+        comm.all_to_all("node", message, [8] * 3, None, "testing")
 
 
-@pytest.mark.parametrize(("how", "said"), [("killed", "rank 1 has ended"), ("closed", "rank 1 has left")])
-def test_a_rank_that_leaves_is_noticed(how: str, said: str) -> None:
-    """By those that wait for it, soon; not by those that have still to read its last message."""
-    begin = time.monotonic()
-    found = outcomes(NODE, one_leaves, how)
+@pytest.mark.parametrize(
+    ("how", "cause"), [("killed", "the process of rank 1 exited"), ("closed", "rank 1 closed its communicator")]
+)
+def test_a_lost_rank_is_detected(how: str, cause: str) -> None:
+    """Soon, by the ranks that wait for it; its last message can still be read."""
+    start = time.monotonic()
+    outcomes = run_failing_ranks(NODE, lose_rank_1, how)
     for rank in (0, 2):
-        assert found[rank][0] == "failed"
-        assert "RankError" in found[rank][1]
-        assert said in found[rank][1]
-    assert time.monotonic() - begin < 60
+        assert outcomes[rank][0] == "raised"
+        assert "RankError" in outcomes[rank][1]
+        assert cause in outcomes[rank][1]
+    assert time.monotonic() - start < 60
 
 
-def all_or_none(groups: Groups, name: str, how: str) -> tuple[Any, int]:
-    """One rank's system, or its Python, cannot do it: then none uses it, and no file stays open."""
-    before = len(os.listdir("/proc/self/fd"))
-    if groups.topology.rank == 2:
-        if how == "refused":
-            setattr(os, name, _refused)
-        else:
-            delattr(os, name)
-    made = ShmTransport.make(groups.node, range(3), groups.topology.rank)
-    return made, len(os.listdir("/proc/self/fd")) - before
+MISSING = [(name, how) for name in ("memfd_create", "pidfd_open") for how in ("refused", "absent")]
 
 
-def _refused(*_: Any) -> int:
-    raise OSError("not here")
+def make_without_calls(groups: Groups) -> dict[tuple[str, str], tuple[Any, int]]:
+    """Create transports where rank 2 lacks a system call. Returns each and the number of descriptors left open."""
+    results: dict[tuple[str, str], tuple[Any, int]] = {}
+    for name, how in MISSING:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.MonkeyPatch.context() as patch:
+            if groups.topology.rank == 2 and how == "refused":
+                patch.setattr(os, name, _raise_os_error)
+            elif groups.topology.rank == 2:
+                patch.delattr(os, name)
+            transport = ShmTransport.make(groups.node, range(3), groups.topology.rank)
+        results[name, how] = transport, len(os.listdir("/proc/self/fd")) - before
+    return results
 
 
-@pytest.mark.parametrize("name", ["memfd_create", "pidfd_open"])
-@pytest.mark.parametrize("how", ["refused", "unknown"])
-def test_all_or_none(name: str, how: str) -> None:
-    assert play(NODE, all_or_none, name, how) == [(None, 0)] * 3
+def _raise_os_error(*_: Any) -> int:
+    raise OSError("not supported")
 
 
-def test_what_is_no_box_is_refused(tmp_path: Path) -> None:
-    """In another container the same process and descriptor may be anything."""
+def test_no_rank_uses_shared_memory_if_one_cannot() -> None:
+    """A system call of rank 2 fails, or its Python lacks it: no rank creates a transport or leaks a descriptor."""
+    assert run_ranks(NODE, make_without_calls) == [dict.fromkeys(MISSING, (None, 0))] * 3
+
+
+def test_other_files_are_not_attached(tmp_path: Path) -> None:
+    """In another container the same process and descriptor numbers may belong to any file."""
     files = [*os.pipe()]
     for size in (0, 3, 4096, 5000):
         (tmp_path / str(size)).write_bytes(bytes(size))
         files.append(os.open(tmp_path / str(size), os.O_RDWR))
     before = os.listdir("/proc/self/fd")
     for file in files:
-        with pytest.raises(OSError, match=r"not a box|memory of another|Invalid"):
-            ShmSegment.at((os.getpid(), file, 5), 2)
+        with pytest.raises(OSError, match=r"not a shared memory segment|belongs to another process|Invalid"):
+            ShmSegment.attach((os.getpid(), file, 5), 2)
     with pytest.raises(FileNotFoundError):
-        ShmSegment.at((os.getpid(), 1 << 20, 5), 2)
+        ShmSegment.attach((os.getpid(), 1 << 20, 5), 2)
     assert os.listdir("/proc/self/fd") == before
     for file in files:
         os.close(file)
 
 
-def many_files(groups: Groups) -> list[list[int]]:
-    """Descriptors of processes beyond those that select() knows; a rank that is late is looked for by them."""
+def exchange_with_many_files(groups: Groups) -> list[list[int]]:
+    """Exchange with pidfds above 1023, the limit of select(); rank 1 is late, so that they are polled."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-    kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
     rank = groups.topology.rank
-    box = ShmTransport.make(groups.node, range(3), rank)
-    assert box is not None
+    transport = ShmTransport.make(groups.node, range(3), rank)
+    assert transport is not None
     if rank == 1:
         time.sleep(0.4)
-    box.room(1).fill_(rank)
-    found = [piece.tolist() for piece in box.swap(1, [(0, 1)] * 3, 20.0)]
-    box.close()
-    for file in kept:
+    transport.send_buffer(1).fill_(rank)
+    messages = [piece.tolist() for piece in transport.exchange(1, [(0, 1)] * 3, 20.0)]
+    transport.close()
+    for file in files:
         os.close(file)
-    return found
+    return messages
 
 
 @pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096, reason="opens 1,200 files")
-def test_processes_that_have_many_files_open() -> None:
-    assert play(NODE, many_files) == [[[0], [1], [2]]] * 3
+def test_more_open_files_than_select_supports() -> None:
+    assert run_ranks(NODE, exchange_with_many_files) == [[[0], [1], [2]]] * 3
 
 
-def cut_short(groups: Groups) -> Any:
-    """Rank 0 is interrupted while it waits for rank 1, which still reads the message before."""
+def interrupt_exchange(groups: Groups) -> Any:
+    """Rank 0 is interrupted while it waits for rank 1, which still reads the previous message."""
     comm, rank = groups.train, groups.topology.rank
-    found = comm.all_gather_bytes(torch.full((1000,), rank, dtype=torch.uint8), "tested")
+    pieces = comm.all_gather_bytes(torch.full((1000,), rank, dtype=torch.uint8), "testing")
     if rank == 1:
         time.sleep(1.0)
-        return [set(piece.tolist()) for piece in found]
+        return [set(piece.tolist()) for piece in pieces]
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     with pytest.raises(KeyboardInterrupt):
-        comm.all_gather_bytes(torch.full((1000,), 7, dtype=torch.uint8), "tested")
-    with pytest.raises(RankError, match="an earlier message was cut short"):
-        comm.all_gather_bytes(torch.full((1000,), 8, dtype=torch.uint8), "tested")
+        comm.all_gather_bytes(torch.full((1000,), 7, dtype=torch.uint8), "testing")
+    with pytest.raises(RankError, match="an earlier exchange was interrupted"):
+        comm.all_gather_bytes(torch.full((1000,), 8, dtype=torch.uint8), "testing")
     comm.send_buffer("node", 1000, torch.device("cpu")).fill_(9)
     return None
 
 
-def test_who_is_cut_short_sends_no_more() -> None:
-    """Else it would write where others still read."""
-    assert play(((0, 1),), cut_short) == [None, [{0}, {1}]]
+def test_an_interrupted_exchange_poisons_the_transport() -> None:
+    """Otherwise it would overwrite a segment that other ranks still read."""
+    assert run_ranks(((0, 1),), interrupt_exchange) == [None, [{0}, {1}]]
 
 
-def at_different_things(groups: Groups) -> None:
+def call_different_collectives(groups: Groups) -> None:
     size = 1 + groups.topology.rank
-    with pytest.raises(RankError, match=r"\[8, 16\] bytes came instead of .* different things"):
-        groups.train.all_gather(np.zeros(size, np.int64), "tested")
-    with pytest.raises(RankError, match="different things"):
-        groups.ahead.all_to_all("node", torch.zeros(2 * size, dtype=torch.uint8), [size] * 2, [size] * 2, "tested")
+    with pytest.raises(RankError, match=r"size mismatch: got \[8, 16\] bytes, expected .* different collectives"):
+        groups.train.all_gather(np.zeros(size, np.int64), "testing")
+    with pytest.raises(RankError, match="ranks called different collectives"):
+        groups.ahead.all_to_all("node", torch.zeros(2 * size, dtype=torch.uint8), [size] * 2, [size] * 2, "testing")
 
 
-def test_ranks_at_different_things_are_told() -> None:
-    play(((0, 1),), at_different_things)
+def test_different_collectives_raise() -> None:
+    run_ranks(((0, 1),), call_different_collectives)
 
 
-def closed_under_a_pipeline(groups: Groups) -> float:
-    """Rank 1 leaves while it still owes the others windows."""
+def close_during_pipeline(groups: Groups) -> float:
+    """Rank 1 closes while other ranks wait for its windows. Returns the seconds until all is closed."""
     table = tc.ShardedTable(4, tc.SGD(lr=0.1), groups=groups, mem="4MB", threads=1)
     tc.EmbeddingBag(table, fields=2)
     ads = tc.SyntheticAds(keys=1000, fields=2, batch_size=8, examples=800)
-    ready = tc.prefetch(ads, table, depth=2)
-    next(ready)
-    begin = time.monotonic()
+    batches = tc.prefetch(ads, table, depth=2)
+    next(batches)
+    start = time.monotonic()
     if groups.topology.rank == 1:
         groups.close()
-    ready.close()
+    batches.close()
     groups.close()
-    with pytest.raises(RankError, match="the groups are closed here"):
-        groups.ahead.all_gather(np.zeros(1), "tested")
-    return time.monotonic() - begin
+    with pytest.raises(RankError, match="the communicator is closed on this rank"):
+        groups.ahead.all_gather(np.zeros(1), "testing")
+    return time.monotonic() - start
 
 
-def test_groups_that_are_closed_keep_nobody_waiting() -> None:
-    assert max(play(((0, 1),), closed_under_a_pipeline, seconds=20)) < 10
+def test_closed_groups_do_not_block_other_ranks() -> None:
+    assert max(run_ranks(((0, 1),), close_during_pipeline, seconds=20)) < 10

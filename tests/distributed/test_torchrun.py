@@ -1,4 +1,4 @@
-"""The command line over several ranks: torchrun starts it, one rank is killed, the restart goes on by itself."""
+"""The command line under torchrun: a killed rank, the automatic restart, errors, and clean-up of process groups."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import outcomes, play
+from helpers.ranks import run_failing_ranks, run_ranks
 
 import thermocline as tc
 from thermocline.distributed.communicator import Groups
-from thermocline.distributed.launch import first_to_say
+from thermocline.distributed.launch import is_first_report
 from thermocline.distributed.topology import Topology
-from thermocline.training import run as running
+from thermocline.training import run as run_module
 from thermocline.utils import atomic_file
 
 CONFIG = """
@@ -54,7 +54,7 @@ exact = true
 
 
 def run_rank(groups: Groups, folder: str) -> Any:
-    """The same run, never killed, its ranks started otherwise."""
+    """Run CONFIG without torchrun and without a kill. Returns test metrics, trained examples and torch's seed."""
     os.chdir(folder)
     os.environ |= {"RANK": str(groups.topology.rank), "WORLD_SIZE": str(groups.topology.world)}
     config = tc.Config.parse(CONFIG, ["train.display=false"])
@@ -65,20 +65,20 @@ def run_rank(groups: Groups, folder: str) -> Any:
         return {**result.test, "examples_per_s": 0}, result.examples, seed
 
 
-def rows_of(folder: Path) -> tuple[dict[int, bytes], list[bytes], Any]:
-    """What a process by itself finds: rows, dense weights, and their AUC."""
+def load_run(folder: Path) -> tuple[dict[int, bytes], list[bytes], Any]:
+    """Load a run in one process. Returns rows by key, dense weights and test metrics."""
     os.chdir(folder)
     with tc.Run.load("run") as run:
-        pairs = ((key, row) for keys, found in run.table.rows() for key, row in zip(keys, found, strict=True))
+        pairs = ((key, row) for keys, values in run.table.rows() for key, row in zip(keys, values, strict=True))
         rows = {int(key): row.tobytes() for key, row in pairs}
         keys = np.array(sorted(rows), np.uint64)
         assert run.table.read(keys).tobytes() == b"".join(rows[int(key)] for key in keys)
         return rows, [p.detach().numpy().tobytes() for p in run.model.parameters()], run.evaluate(run.loader("test"))
 
 
-def test_torchrun(tmp_path: Path, command_folder: None) -> None:
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    for folder in (killed, whole):
+def test_a_killed_rank_restarts_and_ends_with_the_same_bits(tmp_path: Path, command_folder: None) -> None:
+    killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
+    for folder in (killed, undisturbed):
         folder.mkdir()
         (folder / "config.toml").write_text(CONFIG)
     script = Path(__file__).with_name("cli_rank.py")
@@ -89,24 +89,24 @@ def test_torchrun(tmp_path: Path, command_folder: None) -> None:
         cwd=killed, env=env, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "thermocline: rank 0 of 2 (node 0) cannot go on" in done.stderr
+    assert "thermocline: rank 0 of 2 (node 0) cannot continue" in done.stderr
     assert "resumed at step 10" in done.stdout
-    assert done.stdout.count("finished after 24 steps") == 1  # one rank prints
-    results = play(((0, 1),), run_rank, str(whole))
+    assert done.stdout.count("finished after 24 steps") == 1  # only rank 0 prints
+    results = run_ranks(((0, 1),), run_rank, str(undisturbed))
     assert results[0][:2] == results[1][:2]
-    assert results[0][2] != results[1][2]  # they do not drop out the same
+    assert results[0][2] != results[1][2]  # dropout differs between ranks
     test, examples, _ = results[0]
     assert (test["examples"], examples) == (200, 1500)
-    first, again = rows_of(whole), rows_of(killed)
-    assert first == again
-    assert len(first[0]) > 500
-    assert first[2]["auc"] == test["auc"]  # over all ranks' parts, and over the whole in one process
+    expected, resumed = load_run(undisturbed), load_run(killed)
+    assert resumed == expected
+    assert len(expected[0]) > 500
+    assert expected[2]["auc"] == test["auc"]  # of one process, and over the parts of two ranks
 
 
-# ---- what goes wrong
+# ---- errors
 
 
-def test_what_all_ranks_have_to_say_is_said_once(tmp_path: Path) -> None:
+def test_an_error_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(CONFIG.replace("keys = 3000", "kyes = 3000"))
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--standalone", "-m", "thermocline"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(tc.__file__).parents[1])}
@@ -115,36 +115,36 @@ def test_what_all_ranks_have_to_say_is_said_once(tmp_path: Path) -> None:
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    words = 'config.toml: [data.synth] has no key "kyes" (did you mean "keys"?)'
-    assert done.stderr.count(words) == 1, done.stderr
-    assert "exitcode  : 2" in done.stderr  # of the rank that torchrun names
+    message = 'config.toml: [data.synth] has no key "kyes" (did you mean "keys"?)'
+    assert done.stderr.count(message) == 1, done.stderr
+    assert "exitcode  : 2" in done.stderr  # of the rank that torchrun reports
 
 
-def test_words_of_one_rank_alone_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_first_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert all(first_to_say("no launcher") for _ in range(2))
-    said = []
+    assert all(is_first_report("no launcher") for _ in range(2))
+    reports = []
     for rank in "01":
         (tmp_path / rank).mkdir()
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
-        said.append([first_to_say("of all"), first_to_say(f"of rank {rank}")])
-    assert said == [[True, True], [False, True]]
+        reports.append([is_first_report("of all"), is_first_report(f"of rank {rank}")])
+    assert reports == [[True, True], [False, True]]
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "0" / "error.json"))
-    assert first_to_say("no folder")
+    assert is_first_report("no folder")
 
 
 @pytest.fixture
-def joining(monkeypatch: pytest.MonkeyPatch, command_folder: None) -> None:
-    """Runs join torch.distributed, as a world of one."""
-    monkeypatch.setattr(running, "saved_by_ranks", lambda run_dir: True)
+def join_one_rank(monkeypatch: pytest.MonkeyPatch, command_folder: None) -> None:
+    """Make runs join torch.distributed as a job of one rank."""
+    monkeypatch.setattr(run_module, "saved_by_ranks", lambda run_dir: True)
 
 
-FAILING = ["data.synth.keys=2", "tiers.mem=1KB", "tiers.ssd=config.toml/store", "train.patience=1", ""]
+OVERRIDES = ["data.synth.keys=2", "tiers.mem=1KB", "tiers.ssd=config.toml/store", "train.patience=1", ""]
 
 
-@pytest.mark.parametrize("override", FAILING)
-def test_a_run_leaves_no_process_group_behind(override: str, joining: None, tmp_path: Path) -> None:
-    """Whether it fails over its data, its table or its model, while it trains, or not at all."""
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_a_run_destroys_its_process_group(override: str, join_one_rank: None, tmp_path: Path) -> None:
+    """Whether it fails in its data, its table, its store or its training, or succeeds."""
     Path("config.toml").write_text(CONFIG)
     sets = [override] if override else []
     sets += ["train.display=false", "train.steps=2", "data.synth.valid_examples=1"]
@@ -159,33 +159,33 @@ def test_a_run_leaves_no_process_group_behind(override: str, joining: None, tmp_
     assert not dist.is_initialized()
 
 
-def test_nor_does_one_that_is_closed_by_hand(joining: None) -> None:
+def test_close_destroys_the_process_group(join_one_rank: None) -> None:
     run = tc.Run(tc.Config.parse(CONFIG))
     assert dist.is_initialized()
     run.close()
     assert not dist.is_initialized()
 
 
-def test_nor_do_groups_that_could_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_groups_destroy_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     def new_group(*args: Any, **options: Any) -> None:
-        raise RuntimeError("no more groups")
+        raise RuntimeError("new_group failed")
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    with pytest.raises(RuntimeError, match="no more groups"):
-        Groups.make(Topology.alone())
+    with pytest.raises(RuntimeError, match="new_group failed"):
+        Groups.make(Topology.single())
     assert not dist.is_initialized()
 
 
-def run_ranks_failing(groups: Groups, folder: str) -> Any:
+def run_rank_error(groups: Groups, folder: str) -> Any:
     try:
         return run_rank(groups, folder)
     except tc.ThermoclineError as error:
         return type(error).__name__, str(error)
 
 
-def test_all_ranks_hear_that_another_process_trains_in_the_folder(tmp_path: Path) -> None:
+def test_all_ranks_raise_if_the_run_folder_is_locked(tmp_path: Path) -> None:
     with atomic_file.lock_dir(tmp_path / "run"):
-        found = [value for _, value in outcomes(((0, 1),), run_ranks_failing, str(tmp_path), seconds=60)]
-    assert found[0][0] == "ConfigError"
-    assert found[1][0] == "RankError"
-    assert "rank 0 failed while it took the run's folder: ConfigError: another training uses run: " in found[1][1]
+        errors = [value for _, value in run_failing_ranks(((0, 1),), run_rank_error, str(tmp_path), seconds=60)]
+    assert errors[0][0] == "ConfigError"
+    assert errors[1][0] == "RankError"
+    assert "rank 0 failed while locking the run folder: ConfigError: another training uses run: " in errors[1][1]

@@ -1,4 +1,4 @@
-"""Random dense models, trained by several ranks, and the same played in one process, plainly."""
+"""Random dense models trained by several ranks, and `DenseSimulation`, which trains all ranks in one process."""
 
 from __future__ import annotations
 
@@ -9,61 +9,61 @@ from typing import Any
 
 import torch
 
-from helpers.ranks import play
+from helpers.ranks import Nodes, run_ranks
 from thermocline.checkpoint import state_tree
 from thermocline.config.dense_sync import DenseSync
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.dense_sync import DenseParameters
 from thermocline.distributed.frozen_adam import FrozenAdam
-from thermocline.distributed.hierarchical_allreduce import Mean
+from thermocline.distributed.hierarchical_allreduce import HierarchicalAllReduce
 
 Tensors = dict[str, torch.Tensor]
-Nodes = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training of `steps`, made of a seed."""
+    """A random training run, determined by its fields."""
 
     seed: int
     sync: DenseSync
     steps: int = 6
-    norm: bool = False
-    idle: bool = False
-    """Some ranks do not use some parameters in some steps."""
+    batch_norm: bool = False
+    unused: bool = False
+    """Whether some ranks do not use some parameters in some steps."""
     save_at: int = 0
-    """There everything goes through bytes into new objects."""
+    """Step after which all state is saved to bytes and loaded into new objects; 0: never."""
     merge_at: tuple[int, ...] = ()
+    """Steps after which `merge_now` is called."""
     decay: float = 0.0
 
 
 class Net(torch.nn.Module):
-    """A few layers, a scalar, and a part that a batch may not use."""
+    """Two layers, a scalar, a layer that a batch may leave out, and a parameter that is never used."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         torch.manual_seed(case.seed)
-        wide, inner = (int(n) for n in torch.randint(1, 9, (2,)))
-        self.wide = wide
-        self.first = torch.nn.Linear(wide, inner)
-        self.norm = torch.nn.BatchNorm1d(inner) if case.norm else torch.nn.Identity()
-        self.last = torch.nn.Linear(inner, 1)
+        inputs, hidden = (int(n) for n in torch.randint(1, 9, (2,)))
+        self.inputs = inputs
+        self.first = torch.nn.Linear(inputs, hidden)
+        self.norm = torch.nn.BatchNorm1d(hidden) if case.batch_norm else torch.nn.Identity()
+        self.last = torch.nn.Linear(hidden, 1)
         self.scale = torch.nn.Parameter(torch.tensor(1.5))
-        self.aside = torch.nn.Linear(wide, 1)
+        self.optional = torch.nn.Linear(inputs, 1)
         self.never = torch.nn.Parameter(torch.ones(3))
 
-    def forward(self, x: torch.Tensor, aside: bool) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, use_optional: bool) -> torch.Tensor:
         y = self.last(torch.tanh(self.norm(self.first(x)))) * self.scale
-        return (y + self.aside(x) if aside else y).squeeze(1)
+        return (y + self.optional(x) if use_optional else y).squeeze(1)
 
 
 def backward(case: Case, net: Net, rank: int, step: int) -> None:
-    """The gradients of one rank's batch of one step."""
+    """Compute the gradients of one rank's batch of one step."""
     rng = torch.Generator().manual_seed(case.seed * 1_000_003 + step * 101 + rank)
-    x = torch.randn(5, net.wide, generator=rng) * (1 + rank)
+    x = torch.randn(5, net.inputs, generator=rng) * (1 + rank)
     y = (torch.rand(5, generator=rng) < 0.5).float()
-    aside = not case.idle or (case.seed + rank + step) % 3 != 0
-    torch.nn.functional.binary_cross_entropy_with_logits(net(x, aside), y).backward()
+    use_optional = not case.unused or (case.seed + rank + step) % 3 != 0
+    torch.nn.functional.binary_cross_entropy_with_logits(net(x, use_optional), y).backward()
 
 
 def optimizer_of(case: Case, net: Net) -> torch.optim.Optimizer:
@@ -71,7 +71,7 @@ def optimizer_of(case: Case, net: Net) -> torch.optim.Optimizer:
 
 
 def state_of(net: Net, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Everything that training changes, by name."""
+    """Return copies of all tensors that training changes, by name."""
     tensors = {name: value.detach().clone() for name, value in net.state_dict().items()}
     for name, parameter in net.named_parameters():
         for key, value in optimizer.state[parameter].items():
@@ -79,17 +79,17 @@ def state_of(net: Net, optimizer: torch.optim.Optimizer) -> Tensors:
     return tensors
 
 
-# ---- as ranks
+# ---- ranks
 
 
 def train(groups: Groups, cases: list[Case]) -> list[tuple[Tensors, int, int]]:
-    """What this rank ends with: its tensors, and the bytes it sent within and between nodes."""
+    """Train all cases on this rank. Returns final tensors and bytes sent within and between nodes, by case."""
     return [_train(groups, case) for case in cases]
 
 
 def _train(groups: Groups, case: Case) -> tuple[Tensors, int, int]:
-    net, optimizer, sync = _made(groups, case)
-    with torch.no_grad():  # only rank 0's start counts
+    net, optimizer, sync = _make(groups, case)
+    with torch.no_grad():  # `begin` replaces the parameters of all ranks but rank 0
         for parameter in net.parameters():
             parameter += groups.topology.rank
     sync.begin()
@@ -101,21 +101,21 @@ def _train(groups: Groups, case: Case) -> tuple[Tensors, int, int]:
         sync.after_step(step)
         if step in case.merge_at or step == case.save_at:
             sync.merge_now()
-            assert not sync.merge_now()  # a second time there is nothing to merge
+            assert not sync.merge_now()  # nothing has changed since
         if step == case.save_at:
             tensors: Tensors = {}
             tree = (net.state_dict(), optimizer.state_dict(), sync.state_dict())
             packed = state_tree.pack(tree, tensors, "")
             saved = state_tree.unpack(packed, state_tree.decode(state_tree.encode(tensors)))
-            net, optimizer, sync = _made(groups, case)
-            for there, state in zip((net, optimizer, sync), saved, strict=True):
-                there.load_state_dict(state)
+            net, optimizer, sync = _make(groups, case)
+            for target, state in zip((net, optimizer, sync), saved, strict=True):
+                target.load_state_dict(state)
             assert not sync.merge_now()
     sync.merge_now()
-    return state_of(net, optimizer), sync.sent.within, sync.sent.between
+    return state_of(net, optimizer), sync.traffic.within, sync.traffic.between
 
 
-def _made(groups: Groups, case: Case) -> tuple[Net, torch.optim.Optimizer, DenseParameters]:
+def _make(groups: Groups, case: Case) -> tuple[Net, torch.optim.Optimizer, DenseParameters]:
     net = Net(case)
     optimizer = optimizer_of(case, net)
     sync = DenseParameters.make(net.parameters(), optimizer, groups, case.sync, buffers=net.buffers())
@@ -123,11 +123,11 @@ def _made(groups: Groups, case: Case) -> tuple[Net, torch.optim.Optimizer, Dense
 
 
 def average(groups: Groups, length: int, exact: bool) -> torch.Tensor:
-    """The mean over all ranks of `noise`."""
-    averaged = Mean(groups, exact=exact)
-    buffer = torch.zeros(averaged.padded(length))
+    """Return the mean of `noise` over all ranks."""
+    allreduce = HierarchicalAllReduce(groups, exact=exact)
+    buffer = torch.zeros(allreduce.padded_length(length))
     buffer[:length] = noise(groups.topology.rank, length)
-    averaged(buffer)
+    allreduce.average(buffer)
     return buffer[:length]
 
 
@@ -135,11 +135,11 @@ def noise(rank: int, length: int) -> torch.Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(rank))
 
 
-# ---- in one process
+# ---- simulation in one process
 
 
 def mean(values: list[torch.Tensor | None], nodes: Nodes) -> torch.Tensor | None:
-    """Ranks of a node left to right, then nodes; those without a value are skipped; one multiplication."""
+    """Add the ranks of each node left to right, then the nodes, without the ranks that have no value; multiply once."""
     total = None
     for node in nodes:
         partial = None
@@ -151,25 +151,24 @@ def mean(values: list[torch.Tensor | None], nodes: Nodes) -> torch.Tensor | None
     return None if total is None else total * (1 / len(values))
 
 
-def merges(sync: DenseSync, period: int, steps: int) -> set[int]:
-    """After which of so many steps there are merges of what has a period."""
-    early = {2**n for n in range(20) if 2**n < period} if sync.way == "v_frozen" else set()
+def merge_steps(sync: DenseSync, period: int, steps: int) -> set[int]:
+    """Return the steps, up to `steps`, after which tensors with this period are merged."""
+    early = {2**n for n in range(20) if 2**n < period} if sync.mode == "v_frozen" else set()
     return {step for step in range(1, steps + 1) if step in early or step % period == 0}
 
 
-class Played:
-    """All ranks' models and moments, as plain tensors; Adam written out."""
+class DenseSimulation:
+    """Models and moments of all ranks in one process, with Adam written out."""
 
     def __init__(self, case: Case, nodes: Nodes) -> None:
         self.case, self.nodes = case, nodes
         self.nets = [Net(case) for node in nodes for _ in node]
         self.moments: list[dict[str, Tensors]] = [{} for _ in self.nets]
-        self.hats: dict[str, tuple[torch.Tensor, int]] = {}
+        self.frozen: dict[str, tuple[torch.Tensor, int]] = {}
         self.merged = {"x": 0, "m": 0, "v": 0}
-        self.normed = 0
 
     def run(self) -> list[Tensors]:
-        """What every rank ends with. On one torch thread, as ranks are."""
+        """Train on one torch thread, as ranks do, and return the final tensors of every rank."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -183,23 +182,23 @@ class Played:
             for rank, net in enumerate(self.nets):
                 net.zero_grad()
                 backward(case, net, rank, step)
-            if sync.way == "gradients":
+            if sync.mode == "gradients":
                 self.average_gradients()
             for rank in range(len(self.nets)):
                 self.adam(rank, step)
             now = step in case.merge_at or step in (case.save_at, case.steps)
-            if sync.way != "gradients":
+            if sync.mode != "gradients":
                 for kind, period in zip("xmv", sync.periods(), strict=True):
-                    if period is not None and (now or step in merges(sync, period, case.steps)):
+                    if period is not None and (now or step in merge_steps(sync, period, case.steps)):
                         self.merge(kind, step)
             elif now:
                 self.merge_buffers()
         return [self.state(rank) for rank in range(len(self.nets))]
 
     def named(self) -> Iterator[tuple[str, list[Any]]]:
-        names = [dict(net.named_parameters()) for net in self.nets]
-        for name in names[0]:
-            yield name, [own[name] for own in names]
+        by_rank = [dict(net.named_parameters()) for net in self.nets]
+        for name in by_rank[0]:
+            yield name, [parameters[name] for parameters in by_rank]
 
     def average_gradients(self) -> None:
         for _, parameters in self.named():
@@ -212,7 +211,7 @@ class Played:
         for name, parameter in self.nets[rank].named_parameters():
             grad = parameter.grad
             if grad is None:
-                if self.case.sync.way == "gradients":
+                if self.case.sync.mode == "gradients":
                     continue
                 grad = torch.zeros_like(parameter)
             state = self.moments[rank].setdefault(
@@ -224,13 +223,13 @@ class Played:
                 grad = grad.add(parameter, alpha=self.case.decay)
             state["m"] = torch.lerp(state["m"], grad, 1 - 0.8)
             state["v"] = (state["v"] * 0.95).addcmul(grad, grad, value=1 - 0.95)
-            if name in self.hats:
-                merged, at = self.hats[name]
-                least = state["v"] / ((1 - 0.95**t) * len(self.nets))
-                below = torch.maximum(merged / (1 - 0.95**at), least).sqrt() + 1e-8
+            if name in self.frozen:
+                merged, at = self.frozen[name]
+                lower_bound = state["v"] / ((1 - 0.95**t) * len(self.nets))
+                denominator = torch.maximum(merged / (1 - 0.95**at), lower_bound).sqrt() + 1e-8
             else:
-                below = state["v"].sqrt() / (1 - 0.95**t) ** 0.5 + 1e-8
-            parameter.copy_(torch.addcdiv(parameter, state["m"], below, value=-(0.05 / (1 - 0.8**t))))
+                denominator = state["v"].sqrt() / (1 - 0.95**t) ** 0.5 + 1e-8
+            parameter.copy_(torch.addcdiv(parameter, state["m"], denominator, value=-(0.05 / (1 - 0.8**t))))
 
     @torch.no_grad()
     def merge(self, kind: str, step: int) -> None:
@@ -245,16 +244,16 @@ class Played:
                 for parameter in parameters:
                     parameter.copy_(merged)
                 continue
-            merged = mean([own[name][kind] for own in self.moments], self.nodes)
+            merged = mean([moments[name][kind] for moments in self.moments], self.nodes)
             assert merged is not None
-            if self.case.sync.way == "v_frozen":
-                old = self.hats.get(name)
+            if self.case.sync.mode == "v_frozen":
+                old = self.frozen.get(name)
                 if self.case.sync.amsgrad and old is not None:
                     merged = torch.maximum(old[0], merged)
-                self.hats[name] = (merged, step)
+                self.frozen[name] = (merged, step)
             else:
-                for own in self.moments:
-                    own[name][kind] = merged
+                for moments in self.moments:
+                    moments[name][kind] = merged
 
     @torch.no_grad()
     def merge_buffers(self) -> None:
@@ -267,46 +266,46 @@ class Played:
     def state(self, rank: int) -> Tensors:
         tensors = dict(self.nets[rank].state_dict())
         for name, state in self.moments[rank].items():
-            own = {"exp_avg": state["m"], "exp_avg_sq": state["v"], "step": state["t"]}
-            if name in self.hats:
-                own["v_hat"], own["v_hat_step"] = self.hats[name][0], torch.tensor(float(self.hats[name][1]))
-                own["v_hat_ranks"] = torch.tensor(float(len(self.nets)))
-            tensors |= {f"{name}/{key}": value for key, value in own.items()}
+            values = {"exp_avg": state["m"], "exp_avg_sq": state["v"], "step": state["t"]}
+            if name in self.frozen:
+                values["v_hat"], values["v_hat_step"] = self.frozen[name][0], torch.tensor(float(self.frozen[name][1]))
+                values["v_hat_ranks"] = torch.tensor(float(len(self.nets)))
+            tensors |= {f"{name}/{key}": value for key, value in values.items()}
         return tensors
 
 
-def assert_same(got: Tensors, expected: Tensors, where: object, *, exact: bool = True) -> None:
-    assert got.keys() == expected.keys(), where
-    for name, value in got.items():
+def assert_same(actual: Tensors, expected: Tensors, where: object, *, exact: bool = True) -> None:
+    assert actual.keys() == expected.keys(), where
+    for name, value in actual.items():
         if exact:
             assert value.numpy().tobytes() == expected[name].numpy().tobytes(), (where, name, value, expected[name])
         else:
             assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-6), (where, name, value, expected[name])
 
 
-# ---- second moments of ranks that differ
+def assert_matches_simulation(nodes: Nodes, cases: list[Case]) -> None:
+    """Assert that every rank ends with the tensors of `DenseSimulation`: bit for bit if the case is exact."""
+    expected = [DenseSimulation(case, nodes).run() for case in cases]
+    for rank, results in enumerate(run_ranks(nodes, train, cases)):
+        for case, (tensors, _, _), simulated in zip(cases, results, expected, strict=True):
+            assert_same(tensors, simulated[rank], (rank, case), exact=case.sync.exact)
 
 
-def assert_simulated(nodes: Nodes, cases: list[Case]) -> None:
-    """Every rank ends as the simulation of all of them in one process says."""
-    expected = [Played(case, nodes).run() for case in cases]
-    for rank, results in enumerate(play(nodes, train, cases)):
-        for case, (tensors, _, _), played in zip(cases, results, expected, strict=True):
-            assert_same(tensors, played[rank], (rank, case), exact=case.sync.exact)
+# ---- ranks with different second moments
 
 
-def tug(groups: Groups, ways: list[DenseSync]) -> list[float]:
-    return [_tug(groups, sync) for sync in ways]
+def train_unequal_curvature(groups: Groups, settings: list[DenseSync]) -> list[float]:
+    """Minimize the mean over three ranks of 100 x^2 / 2 and, twice, (x - 1)^2 / 2. Returns the final x, by settings."""
+    return [_train_unequal_curvature(groups, sync) for sync in settings]
 
 
-def _tug(groups: Groups, sync: DenseSync) -> float:
-    """Where training ends that should find the minimum of the mean of 100 x^2 / 2 and, twice, (x - 1)^2 / 2."""
-    steep, centre = ((100.0, 0.0), (1.0, 1.0), (1.0, 1.0))[groups.topology.rank]
+def _train_unequal_curvature(groups: Groups, sync: DenseSync) -> float:
+    curvature, centre = ((100.0, 0.0), (1.0, 1.0), (1.0, 1.0))[groups.topology.rank]
     x = torch.nn.Parameter(torch.tensor([0.5]))
     optimizer = FrozenAdam([x], lr=0.01)
     dense = DenseParameters.make([x], optimizer, groups, sync)
     for step in range(1, 301):
-        x.grad = steep * (x.detach() - centre)
+        x.grad = curvature * (x.detach() - centre)
         dense.after_backward()
         optimizer.step()
         dense.after_step(step)
@@ -314,12 +313,12 @@ def _tug(groups: Groups, sync: DenseSync) -> float:
     return float(x.detach())
 
 
-def rare(groups: Groups, ways: list[DenseSync]) -> list[float]:
-    """The loss after training on examples of a few of many features each, at a high rate."""
-    return [_rare(groups, sync) for sync in ways]
+def train_sparse_features(groups: Groups, settings: list[DenseSync]) -> list[float]:
+    """Train on examples with few of many features each, at a high learning rate. Returns the final losses."""
+    return [_train_sparse_features(groups, sync) for sync in settings]
 
 
-def _rare(groups: Groups, sync: DenseSync) -> float:
+def _train_sparse_features(groups: Groups, sync: DenseSync) -> float:
     signs = torch.where(torch.arange(400) % 2 == 0, 1.0, -1.0)
     x = torch.nn.Parameter(torch.zeros(400))
     optimizer = FrozenAdam([x], lr=0.01)
@@ -327,8 +326,8 @@ def _rare(groups: Groups, sync: DenseSync) -> float:
     rng = torch.Generator().manual_seed(groups.topology.rank)
 
     def loss(examples: int) -> torch.Tensor:
-        found = (torch.rand(examples, 400, generator=rng) < 0.01).float()
-        logits, score = found @ x, found @ signs
+        features = (torch.rand(examples, 400, generator=rng) < 0.01).float()
+        logits, score = features @ x, features @ signs
         return torch.nn.functional.soft_margin_loss(logits[score != 0], score[score != 0].sign())
 
     for step in range(1, 501):
@@ -343,17 +342,17 @@ def _rare(groups: Groups, sync: DenseSync) -> float:
         return float(loss(2000))
 
 
-STEADY = ((1.0, 0.0, 0.1), (1.0, 1.0, 10.0))
-"""The gradients of two ranks, at every step."""
+CONSTANT_GRADIENTS = ((1.0, 0.0, 0.1), (1.0, 1.0, 10.0))
+"""Of two ranks, at every step."""
 
 
-def steady(groups: Groups, sync: DenseSync, steps: int) -> torch.Tensor:
-    """Where parameters end whose gradients never change."""
+def train_constant_gradients(groups: Groups, sync: DenseSync, steps: int) -> torch.Tensor:
+    """Train parameters with `CONSTANT_GRADIENTS`. Returns their final values."""
     x = torch.nn.Parameter(torch.ones(3))
     optimizer = FrozenAdam([x], lr=0.01)
     dense = DenseParameters.make([x], optimizer, groups, sync)
     for step in range(1, steps + 1):
-        x.grad = torch.tensor(STEADY[groups.topology.rank])
+        x.grad = torch.tensor(CONSTANT_GRADIENTS[groups.topology.rank])
         dense.after_backward()
         optimizer.step()
         dense.after_step(step)
@@ -361,14 +360,14 @@ def steady(groups: Groups, sync: DenseSync, steps: int) -> torch.Tensor:
     return x.detach()
 
 
-# ---- on machines
+# ---- on `Machines`
 
 
-def on_and_on(groups: Groups, numbers: int, steps: int, sync: DenseSync) -> list[str]:
-    """Steps over a model of so many parameters; what they are afterwards, hashed."""
-    from helpers.machines import stepped
+def train_steps(groups: Groups, parameter_count: int, steps: int, sync: DenseSync) -> list[str]:
+    """Train `parameter_count` parameters on random gradients. Returns hashes of their final values."""
+    from helpers.machines import record_step
 
-    parameters = [torch.nn.Parameter(torch.zeros(numbers // 2)) for _ in range(2)]
+    parameters = [torch.nn.Parameter(torch.zeros(parameter_count // 2)) for _ in range(2)]
     optimizer = FrozenAdam(parameters)
     dense = DenseParameters.make(parameters, optimizer, groups, sync)
     rng = torch.Generator().manual_seed(groups.topology.rank)
@@ -378,13 +377,13 @@ def on_and_on(groups: Groups, numbers: int, steps: int, sync: DenseSync) -> list
         dense.after_backward()
         optimizer.step()
         dense.after_step(step)
-        stepped()
+        record_step()
     dense.merge_now()
     return [hashlib.sha256(parameter.detach().numpy().tobytes()).hexdigest() for parameter in parameters]
 
 
-def sent_for(groups: Groups, length: int, exact: bool) -> tuple[int, int]:
-    """Bytes this rank counts for one mean."""
-    averaged = Mean(groups, exact=exact)
-    averaged(torch.ones(averaged.padded(length)))
-    return averaged.sent.within, averaged.sent.between
+def average_traffic(groups: Groups, length: int, exact: bool) -> tuple[int, int]:
+    """Return the bytes that this rank counts for one mean, within and between nodes."""
+    allreduce = HierarchicalAllReduce(groups, exact=exact)
+    allreduce.average(torch.ones(allreduce.padded_length(length)))
+    return allreduce.traffic.within, allreduce.traffic.between

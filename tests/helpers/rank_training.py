@@ -1,7 +1,7 @@
-"""One training over several ranks, told every way, and `ReferenceRanks`, which plays all ranks in one process.
+"""One training over several ranks with any options, and `ReferenceRanks`, which trains all ranks in one process.
 
-Two tables, three bags, a few keys that most ranks share, a small network with Adam. Gradients of one key: each rank's
-own sum, then the ranks of a node in order, then the nodes in order, then one multiplication by 1 / ranks.
+Two tables, three bags, a few keys that most ranks share, a small network with Adam. The gradients of a key are summed
+within each rank, then over the ranks of a node in order, then over the nodes in order, then multiplied by 1 / ranks.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ from thermocline.embedding.reference import optimize, sum_in_blocks
 
 BATCHES = 150
 
-ONE: Nodes = ((0,),)
+ONE_RANK: Nodes = ((0,),)
 PAIR: Nodes = ((0, 1),)
-APART: Nodes = ((0,), (1,))
-FOUR: Nodes = ((0, 1), (2, 3))
+TWO_NODES: Nodes = ((0,), (1,))
+TWO_BY_TWO: Nodes = ((0, 1), (2, 3))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Way:
-    """What a run may choose without changing its bits."""
+class RunOptions:
+    """Options of a run that must not change its bits."""
 
     hops: Any = "two"
     memory: float | None = None
-    """Share of each rank's rows that its memory holds, the rest on SSD; None: memory only."""
+    """Share of each rank's rows that fits into memory, the others are on SSD; None: no SSD."""
     depth: int = 1
     pull_window: int = 1
     threads: int = 1
     hbm: float | None = None
-    """Share of each rank's rows that HBM holds; None: no such tier."""
+    """Share of each rank's rows that fits into HBM; None: no HBM tier."""
 
     def __str__(self) -> str:
-        where = "memory" if self.memory is None else f"{self.memory:.0%}"
-        where = where if self.hbm is None else f"hbm{self.hbm:.0%}-{where}"
-        return f"{self.hops}-{where}-depth{self.depth}-window{self.pull_window}-threads{self.threads}"
+        tiers = "memory" if self.memory is None else f"{self.memory:.0%}"
+        tiers = tiers if self.hbm is None else f"hbm{self.hbm:.0%}-{tiers}"
+        return f"{self.hops}-{tiers}-depth{self.depth}-window{self.pull_window}-threads{self.threads}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained: all that changes bits."""
+    """The training: all fields change its bits."""
 
     nodes: Nodes
     optimizer: str = "adagrad"
-    """A recipe, as `exact.run` reads them."""
+    """A recipe of `exact.run`."""
     batches: tuple[int, ...] = ()
-    """Of each rank; empty: as many on each."""
+    """Number of batches of each rank; empty: BATCHES on each."""
     accumulate: int = 1
 
     @property
@@ -83,7 +83,7 @@ class Job:
 
 @functools.cache
 def _data(rank: int, count: int) -> list[tc.Batch]:
-    """Two of five ids are of eight keys, which so most steps find on several ranks; the others hardly ever repeat."""
+    """Return batches with 40 % of the ids from eight keys, shared by ranks in most steps; other ids rarely repeat."""
     batches = make_batches(count, examples=2, fields=8, keys=1 << 40, max_ids=2, weighted=True, seed=70 + rank)
     rng = np.random.default_rng(rank)
     for batch in batches:
@@ -94,137 +94,139 @@ def _data(rank: int, count: int) -> list[tc.Batch]:
 
 @functools.cache
 def keys_of(job: Job, name: str) -> np.ndarray[Any, Any]:
+    """Return all keys that the job trains in one table."""
     fields = sorted({field for table, chosen, _ in BAGS if table == name for field in chosen})
-    found = [batch.select(fields)[0] for rank in range(job.world) for batch in job.data(rank)]
-    return np.unique(np.concatenate(found))
+    ids = [batch.select(fields)[0] for rank in range(job.world) for batch in job.data(rank)]
+    return np.unique(np.concatenate(ids))
 
 
-def probe(job: Job) -> np.ndarray[Any, Any]:
-    every = [all_keys(job.data(rank)) for rank in range(job.world) if job.data(rank)]
-    return np.unique(np.concatenate([*every, np.array([11, 2**63, 2**64 - 1], np.uint64)]))
+def probe_keys(job: Job) -> np.ndarray[Any, Any]:
+    """Return all keys of the job and a few that it never trains."""
+    ids = [all_keys(job.data(rank)) for rank in range(job.world) if job.data(rank)]
+    return np.unique(np.concatenate([*ids, np.array([11, 2**63, 2**64 - 1], np.uint64)]))
 
 
 # ---- the reference
 
 
-def tree(nodes: Nodes, of_rank: Sequence[Any]) -> Any:
-    """The one order of every sum over ranks; None: a rank has nothing to add."""
+def tree_sum(nodes: Nodes, values: Sequence[Any]) -> Any:
+    """Add the values of the ranks of each node, then the nodes; ranks with None add nothing."""
     total = None
     for node in nodes:
         part = None
         for rank in node:
-            g = of_rank[rank]
-            if g is not None:
-                part = g if part is None else part + g
+            value = values[rank]
+            if value is not None:
+                part = value if part is None else part + value
         if part is not None:
             total = part if total is None else total + part
     return total
 
 
 class ReferenceRanks:
-    """All ranks in one process: one dict of rows per table, one network, each rank's gradients one after the other."""
+    """All ranks in one process: a dict of rows per table, one network, the gradients of one rank after the other."""
 
     def __init__(self, job: Job, device: str = "cpu") -> None:
-        """device: of the dense network, whose bits depend on it."""
+        """`device` is the dense network's, whose bits depend on it."""
         self.job = job
-        self.sides = {}
+        self.tables = {}
         for name, dim in DIMS.items():
             optimizer, precision, _ = recipe(job.optimizer)
-            plain = tc.Table(dim, optimizer, name=name, mem="1MB", precision=precision)
-            self.sides[name] = Reference(plain, seed=5)
-        self.model = Net([ReferenceBag(self.sides[name], fields, pooling) for name, fields, pooling in BAGS], WIDTH)
+            table = tc.Table(dim, optimizer, name=name, mem="1MB", precision=precision)
+            self.tables[name] = Reference(table, seed=5)
+        self.model = Net([ReferenceBag(self.tables[name], fields, pooling) for name, fields, pooling in BAGS], WIDTH)
         self.model.to(device)
         self.dense = torch.optim.Adam(self.model.dense.parameters(), lr=0.01)
         self.steps = 0
 
     def train(self) -> None:
         data = [self.job.data(rank) for rank in range(self.job.world)]
-        longest, together = max(map(len, data)), self.job.accumulate
-        for first in range(0, longest, together):
-            self.step([batches[first : first + together] for batches in data])
+        longest, accumulate = max(map(len, data)), self.job.accumulate
+        for first in range(0, longest, accumulate):
+            self.step([batches[first : first + accumulate] for batches in data])
 
     def step(self, batches: Sequence[Sequence[tc.Batch]]) -> None:
         self.steps += 1
         parameters = list(self.model.dense.parameters())
         dense: list[Any] = []
         sparse: list[dict[str, dict[int, Any]]] = []
-        for own in batches:
+        for rank_batches in batches:
             self.dense.zero_grad()
-            for batch in own:
+            for batch in rank_batches:
                 loss_of(self.model, batch).backward()
             dense.append([None if p.grad is None else p.grad.clone() for p in parameters])
-            sparse.append({name: _sums(side) for name, side in self.sides.items()})
+            sparse.append({name: _key_sums(table) for name, table in self.tables.items()})
         scale = 1 / self.job.world / self.job.accumulate
-        for name, side in self.sides.items():
+        for name, table in self.tables.items():
             for key in sorted({key for rank in sparse for key in rank[name]}):
-                g = tree(self.job.nodes, [rank[name].get(key) for rank in sparse])
-                row = side.table.row(key)
-                optimize(side.table.optimizer, row, g * np.float32(scale), self.steps, side.lr)
-                side.table.store(key, row, self.steps)
+                g = tree_sum(self.job.nodes, [rank[name].get(key) for rank in sparse])
+                row = table.table.row(key)
+                optimize(table.table.optimizer, row, g * np.float32(scale), self.steps, table.lr)
+                table.table.store(key, row, self.steps)
         for i, parameter in enumerate(parameters):
-            parameter.grad = tree(self.job.nodes, [rank[i] for rank in dense]) * (1 / self.job.world)
+            parameter.grad = tree_sum(self.job.nodes, [rank[i] for rank in dense]) * (1 / self.job.world)
             parameter.grad *= 1 / self.job.accumulate
         self.dense.step()
 
     def result(self) -> dict[str, bytes]:
-        rows = {name: bits(side.table.read(probe(self.job))) for name, side in self.sides.items()}
+        rows = {name: bits(table.table.read(probe_keys(self.job))) for name, table in self.tables.items()}
         return {**rows, "dense": weights_of(self.model)}
 
 
-def _sums(side: Reference) -> dict[int, Any]:
-    """What one rank's backward left: each key's occurrences in example order."""
+def _key_sums(table: Reference) -> dict[int, Any]:
+    """Return the gradient sum of each key of one rank, occurrences added in example order."""
     keys: list[int] = []
     gradients: list[Any] = []
-    for bag, batch, pooled in side.tape:
+    for bag, batch, pooled in table.tape:
         if pooled.grad is not None:
             bag.spread(batch, pooled.grad.numpy(), keys, gradients)
-    side.tape = []
-    of_key: dict[int, list[Any]] = {}
+    table.tape = []
+    by_key: dict[int, list[Any]] = {}
     for key, gradient in zip(keys, gradients, strict=True):
-        of_key.setdefault(key, []).append(gradient)
-    return {key: sum_in_blocks(found) for key, found in of_key.items()}
+        by_key.setdefault(key, []).append(gradient)
+    return {key: sum_in_blocks(values) for key, values in by_key.items()}
 
 
 @functools.cache
 def reference(job: Job, device: str = "cpu") -> dict[str, bytes]:
     torch.set_num_threads(1)
-    played = ReferenceRanks(job, device)
-    played.train()
-    return played.result()
+    ranks = ReferenceRanks(job, device)
+    ranks.train()
+    return ranks.result()
 
 
 # ---- the ranks
 
 
-def make_table(name: str, job: Job, way: Way, groups: Groups | None, folder: str, **more: Any) -> Any:
-    """Over ranks; without groups, of this process alone."""
-    chosen, precision, _ = recipe(job.optimizer)
-    options: dict[str, Any] = {"mem": "16MB"}
-    if way.memory is not None:
-        rows = int(way.memory * len(keys_of(job, name)) / job.world)
-        budget = budget_for(rows, DIMS[name], chosen, precision)
-        options = {"mem": budget, "ssd": Path(folder) / name, "ssd_options": SMALL}
-    if way.hbm is not None:
+def make_table(name: str, job: Job, options: RunOptions, groups: Groups | None, folder: str, **more: Any) -> Any:
+    """Create a table of the job: sharded over the ranks of `groups`, or local if None."""
+    optimizer, precision, _ = recipe(job.optimizer)
+    arguments: dict[str, Any] = {"mem": "16MB"}
+    if options.memory is not None:
+        rows = int(options.memory * len(keys_of(job, name)) / job.world)
+        budget = budget_for(rows, DIMS[name], optimizer, precision)
+        arguments = {"mem": budget, "ssd": Path(folder) / name, "ssd_options": SMALL}
+    if options.hbm is not None:
         from thermocline.kernels import INTERPRETED
         from thermocline.tiers.hbm import bytes_for
 
-        words = precision.row_bytes(DIMS[name], chosen) // 4
-        options["hbm"] = bytes_for(int(way.hbm * len(keys_of(job, name)) / job.world), words)
-        options["device"] = "interpreter" if INTERPRETED else "cuda"
-    options["precision"] = precision
-    options |= {"name": name, "seed": 5, "threads": way.threads, **more}
+        words = precision.row_bytes(DIMS[name], optimizer) // 4
+        arguments["hbm"] = bytes_for(int(options.hbm * len(keys_of(job, name)) / job.world), words)
+        arguments["device"] = "interpreter" if INTERPRETED else "cuda"
+    arguments["precision"] = precision
+    arguments |= {"name": name, "seed": 5, "threads": options.threads, **more}
     if groups is None:
-        return tc.Table(DIMS[name], chosen, **options)
-    return ShardedTable(DIMS[name], chosen, groups=groups, hops=way.hops, **options)
+        return tc.Table(DIMS[name], optimizer, **arguments)
+    return ShardedTable(DIMS[name], optimizer, groups=groups, hops=options.hops, **arguments)
 
 
 def make_model(tables: dict[str, Any]) -> Net:
     return Net([tc.EmbeddingBag(tables[name], fields, pooling=pooling) for name, fields, pooling in BAGS], WIDTH)
 
 
-def train_rank(groups: Groups, job: Job, way: Way, folder: str) -> dict[str, Any]:
-    """One rank's side of the training; its result is the same on every rank."""
-    tables = {name: make_table(name, job, way, groups, folder) for name in DIMS}
+def train_rank(groups: Groups, job: Job, options: RunOptions, folder: str) -> dict[str, Any]:
+    """Train the job on this rank. Rows and weights of the result are equal on all ranks."""
+    tables = {name: make_table(name, job, options, groups, folder) for name in DIMS}
     model = make_model(tables)
     for table in tables.values():
         if table.hbm is not None:
@@ -232,10 +234,11 @@ def train_rank(groups: Groups, job: Job, way: Way, folder: str) -> dict[str, Any
     parameters = list(model.dense.parameters())
     dense = torch.optim.Adam(parameters, lr=0.01)
     sync = DenseParameters.make(parameters, dense, groups, tc.DenseSync(exact=True))
-    source = tc.prefetch(job.data(groups.topology.rank), *tables.values(), depth=way.depth, pull_window=way.pull_window)
+    data = job.data(groups.topology.rank)
+    batches = tc.prefetch(data, *tables.values(), depth=options.depth, pull_window=options.pull_window)
     count = empty = 0
     longest = max(len(job.data(rank)) for rank in range(job.world))
-    for batch in source:
+    for batch in batches:
         count += 1
         empty += batch.examples == 0
         if batch.examples:
@@ -250,7 +253,7 @@ def train_rank(groups: Groups, job: Job, way: Way, folder: str) -> dict[str, Any
             parameter.grad *= 1 / job.accumulate
         dense.step()
         dense.zero_grad()
-    rows = {name: bits(table.read(probe(job))) for name, table in tables.items()}
+    rows = {name: bits(table.read(probe_keys(job))) for name, table in tables.items()}
     stats = {name: table.dram.stats() for name, table in tables.items()}
     hbm = {name: table.hbm.stats() for name, table in tables.items() if table.hbm is not None}
     for table in tables.values():
@@ -265,10 +268,10 @@ def train_rank(groups: Groups, job: Job, way: Way, folder: str) -> dict[str, Any
     }  # fmt: skip
 
 
-def assert_reference(job: Job, results: Sequence[dict[str, Any]], device: str = "cpu") -> None:
+def assert_matches_reference(job: Job, results: Sequence[dict[str, Any]], device: str = "cpu") -> None:
     expected = reference(job, device)
     for rank, result in enumerate(results):
         for name in (*DIMS, "dense"):
-            mine, its = (np.frombuffer(x[name], np.uint32) for x in (result, expected))
-            wrong = int((mine != its).sum())
-            assert wrong == 0, f"rank {rank}: {wrong} of {len(its)} numbers of {name} differ from the reference"
+            ours, theirs = (np.frombuffer(x[name], np.uint32) for x in (result, expected))
+            wrong = int((ours != theirs).sum())
+            assert wrong == 0, f"rank {rank}: {wrong} of {len(theirs)} numbers of {name} differ from the reference"

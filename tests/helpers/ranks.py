@@ -1,4 +1,4 @@
-"""Runs a function as several ranks: processes of this machine, joined by Gloo over loopback, one torch thread each."""
+"""Runs a function on several ranks: forked processes on this machine, Gloo over loopback, one torch thread each."""
 
 from __future__ import annotations
 
@@ -17,63 +17,66 @@ from typing import Any
 Nodes = tuple[tuple[int, ...], ...]
 
 
-def play(nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: float = 180.0) -> list[Any]:
-    """`function(groups, *args)` on every rank of `nodes`; what each returned, by rank.
+def run_ranks(nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: float = 180.0) -> list[Any]:
+    """Call `function(groups, *args)` on every rank of `nodes` and return the results, by rank.
 
-    The function lies in a module that a new process can import. A rank that fails or takes too long fails the test.
+    The function must be importable by a new process. A rank that raises, exits or takes longer than `seconds` fails the
+    test.
     """
     results = []
-    for rank, (how, value) in enumerate(outcomes(nodes, function, *args, seconds=seconds)):
-        if how != "fine":
-            raise AssertionError(f"rank {rank} {how}:\n{value}")
+    for rank, (status, value) in enumerate(run_failing_ranks(nodes, function, *args, seconds=seconds)):
+        if status != "ok":
+            raise AssertionError(f"rank {rank} {status}:\n{value}")
         results.append(value)
     return results
 
 
-def outcomes(nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: float = 180.0) -> list[tuple[str, Any]]:
-    """The same for ranks that may fail: ("fine", what it returned), ("failed", its traceback) or ("died", None)."""
+def run_failing_ranks(
+    nodes: Nodes, function: Callable[..., Any], *args: Any, seconds: float = 180.0
+) -> list[tuple[str, Any]]:
+    """Call `function` on every rank and return ("ok", result), ("raised", traceback) or ("killed", None), by rank."""
     world = sum(map(len, nodes))
     context = multiprocessing.get_context("forkserver")
-    _start_server(context)
-    results: list[Any] = [None] * world
+    _start_forkserver(context)
+    outcomes: list[Any] = [None] * world
     with tempfile.TemporaryDirectory(prefix="thermocline-ranks-") as folder:
         pipes, processes = [], []
         for rank in range(world):
-            ours, theirs = context.Pipe(duplex=False)
+            receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank, args=(theirs, folder, rank, nodes, seconds, function, args), daemon=True
+                target=_run_rank, args=(sender, folder, rank, nodes, seconds, function, args), daemon=True
             )
             process.start()
-            theirs.close()
-            pipes.append(ours)
+            sender.close()
+            pipes.append(receiver)
             processes.append(process)
         try:
-            _receive(pipes, results, seconds)
+            _receive(pipes, outcomes, seconds)
         finally:
             for process in processes:
                 process.join(1)
                 if process.is_alive():
                     process.kill()
                     process.join()
-    return results
+    return outcomes
 
 
-def _start_server(context: Any) -> None:
-    """Once: the process that all ranks are forked from. It has loaded what takes long, and has not touched a GPU."""
+def _start_forkserver(context: Any) -> None:
+    """Start the process that ranks are forked from, once. It imports the slow modules and does not touch a GPU."""
     import torch
 
-    # The first optimizer imports torch._dynamo: more than a second, of every rank.
-    loaded = [
+    # Every rank would import torch._dynamo with its first optimizer, for more than a second.
+    modules = [
         "torch",
         "torch._dynamo",
         "torch.distributed",
         "thermocline.distributed.dense_sync",
         "thermocline.training.trainer",
     ]
-    context.set_forkserver_preload(loaded)
+    context.set_forkserver_preload(modules)
     before = os.environ.get("TRITON_INTERPRET")
     if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # torch._dynamo imports Triton, which decides there
+        os.environ["TRITON_INTERPRET"] = "1"  # torch._dynamo imports Triton, which reads it once
     try:
         forkserver.ensure_running()
     finally:
@@ -81,24 +84,24 @@ def _start_server(context: Any) -> None:
             os.environ.pop("TRITON_INTERPRET", None)
 
 
-def _receive(pipes: Sequence[Connection], results: list[Any], seconds: float) -> None:
-    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
-    while waiting:
-        ready = wait(list(waiting), timeout=seconds)
+def _receive(pipes: Sequence[Connection], outcomes: list[Any], seconds: float) -> None:
+    pending = dict(zip(pipes, range(len(pipes)), strict=True))
+    while pending:
+        ready = wait(list(pending), timeout=seconds)
         if not ready:
-            late = sorted(waiting.values())
-            raise AssertionError(f"ranks {late} have not ended in {seconds} s: they hang, or the machine is very busy")
+            late = sorted(pending.values())
+            raise AssertionError(f"ranks {late} did not end within {seconds} s: they hang, or the machine is very busy")
         for pipe in ready:
             assert isinstance(pipe, Connection)
-            rank = waiting.pop(pipe)
+            rank = pending.pop(pipe)
             try:
-                fine, value = pickle.loads(pipe.recv_bytes())
-                results[rank] = ("fine" if fine else "failed", value)
+                succeeded, value = pickle.loads(pipe.recv_bytes())
+                outcomes[rank] = ("ok" if succeeded else "raised", value)
             except EOFError:
-                results[rank] = ("died", None)
+                outcomes[rank] = ("killed", None)
 
 
-def _rank(
+def _run_rank(
     pipe: Connection, folder: str, rank: int, nodes: Nodes, seconds: float, function: Callable[..., Any], args: Any
 ) -> None:
     import torch
@@ -111,12 +114,13 @@ def _rank(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     world = sum(map(len, nodes))
     try:
-        store, limit = dist.FileStore(str(Path(folder) / "store"), world), timedelta(seconds=seconds)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        store, timeout = dist.FileStore(str(Path(folder) / "store"), world), timedelta(seconds=seconds)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         groups = Groups.make(Topology(world, rank, nodes), timeout=seconds)
         answer = True, function(groups, *args)
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
         answer = False, traceback.format_exc()
-    pipe.send_bytes(pickle.dumps(answer))  # by value: torch's own way hands over files of a process that may be gone
+    # Pickled by value: torch's own reduction passes file descriptors of a process that may have exited.
+    pipe.send_bytes(pickle.dumps(answer))

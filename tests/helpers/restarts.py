@@ -1,4 +1,4 @@
-"""Lives of a run over several ranks: trained by `tc.Trainer`, killed, resumed, loaded by another number of ranks."""
+"""Restart attempts of a run over several ranks: trained by `tc.Trainer`, killed, resumed, loaded by other ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import thermocline as tc
-from helpers.rank_training import DIMS, Job, Way, keys_of, make_model, make_table, probe
+from helpers.rank_training import DIMS, Job, RunOptions, make_model, make_table, probe_keys
 from helpers.train import bits, weights_of
 from thermocline.distributed.communicator import Groups
 from thermocline.utils import atomic_file
@@ -21,8 +19,8 @@ from thermocline.utils import atomic_file
 EVERY_STEP = tc.DenseSync(exact=True)
 
 
-class Send(tc.Callback):
-    """A signal to its own rank after a step; notes where the run ends."""
+class SendSignal(tc.Callback):
+    """Sends a signal to its own process after a step, and records the end of the run."""
 
     def __init__(self, step: int, number: int) -> None:
         self.step, self.number = step, number
@@ -35,90 +33,95 @@ class Send(tc.Callback):
         self.ended = trainer.progress.step, trainer.ending
 
 
-def interrupted(groups: Groups, job: Job, way: Way, folder: str, step: int) -> Any:
-    """SIGTERM to rank 1 only."""
-    send = Send(step if groups.topology.rank == 1 else -1, signal.SIGTERM)
+def train_and_terminate(groups: Groups, job: Job, options: RunOptions, folder: str, step: int) -> Any:
+    """Train; rank 1 gets SIGTERM after `step`. Returns the last step, the ending and the exit code."""
+    callback = SendSignal(step if groups.topology.rank == 1 else -1, signal.SIGTERM)
     try:
-        live(groups, job, way, folder, resume=False, listening=[send], only_fit=True)
+        train(groups, job, options, folder, resume=False, callbacks=[callback], only_fit=True)
     except SystemExit as exit:
-        return *send.ended, exit.code
-    return *send.ended, 0
+        return *callback.ended, exit.code
+    return *callback.ended, 0
 
 
-def live(
-    groups: Groups | None, job: Job, way: Way, folder: str, *, resume: bool, dies: str | int | None = None,
-    listening: Sequence[tc.Callback] = (), only_fit: bool = False, sync: tc.DenseSync = EVERY_STEP,
+def train(
+    groups: Groups | None, job: Job, options: RunOptions, folder: str, *, resume: bool,
+    kill_at: str | int | None = None, callbacks: Sequence[tc.Callback] = (), only_fit: bool = False,
+    sync: tc.DenseSync = EVERY_STEP,
 ) -> Any:  # fmt: skip
-    """One life of a rank; without groups, of one process. `dies`: after which step rank 1 does, or at a named point."""
+    """Run one attempt on this rank; without groups, in one process. Returns hashes of rows and weights, and figures.
+
+    kill_at   kills rank 1: after this step, or at this failpoint ("name:n", its n-th time)
+    """
     rank = 0 if groups is None else groups.topology.rank
-    tables = {name: make_table(name, job, way, groups, folder) for name in DIMS}
+    tables = {name: make_table(name, job, options, groups, folder) for name in DIMS}
     model = make_model(tables)
-    dense = tc.FrozenAdam(model.dense.parameters(), lr=0.01)  # torch's Adam, unless `sync` freezes it
-    callbacks = list(listening)
-    if isinstance(dies, int) and rank == 1:
-        callbacks.append(Send(dies, signal.SIGKILL))
-    elif isinstance(dies, str) and rank == 1:
-        die_at(dies)
+    dense = tc.FrozenAdam(model.dense.parameters(), lr=0.01)  # equals torch's Adam unless `sync` freezes it
+    callbacks = list(callbacks)
+    if isinstance(kill_at, int) and rank == 1:
+        callbacks.append(SendSignal(kill_at, signal.SIGKILL))
+    elif isinstance(kill_at, str) and rank == 1:
+        set_failpoint(kill_at)
     config = tc.TrainConfig(
-        depth=way.depth, pull_window=way.pull_window, checkpoint_every=10, accumulate=job.accumulate,
+        depth=options.depth, pull_window=options.pull_window, checkpoint_every=10, accumulate=job.accumulate,
         tensorboard=False, display=False, torch_threads=1, log_every=7, clip_norm=0.5,
     )  # fmt: skip
     trainer = tc.Trainer(
         model, dense, run_dir=Path(folder) / "run", config=config, callbacks=callbacks,
         dense_sync=sync,
     )  # fmt: skip
-    mine = job.data(rank)
-    result = trainer.fit(mine, mine[: 3 + rank], resume=resume)
+    data = job.data(rank)
+    result = trainer.fit(data, data[: 3 + rank], resume=resume)
     if only_fit:
         return result
-    rows = {name: bits(table.read(probe(job))) for name, table in tables.items()}
+    rows = {name: bits(table.read(probe_keys(job))) for name, table in tables.items()}
     for table in tables.values():
         table.dram.check()
         table.close()
-    digests = {name: hashlib.sha256(data).hexdigest() for name, data in {**rows, "dense": weights_of(model)}.items()}
+    digests = {
+        name: hashlib.sha256(content).hexdigest() for name, content in {**rows, "dense": weights_of(model)}.items()
+    }
     return {**digests, "steps": result.progress.step, "valid": result.progress.valid, "examples": result.examples}
 
 
-def die_at(point: str) -> None:
-    """`name:n`: this process is killed when it comes to a named point for the n-th time."""
-    name, _, count = point.partition(":")
+def set_failpoint(failpoint: str) -> None:
+    """Kill this process when it reaches a failpoint: "name:n" means for the n-th time."""
+    name, _, count = failpoint.partition(":")
     atomic_file._kill_at, atomic_file._left = name, int(count)
 
 
-def load(groups: Groups, job: Job, way: Way, folder: str, *, dies: str = "") -> Any:
-    """Opens the run as it was saved, by any number of ranks; what all of them read, and what this one holds."""
-    if dies and groups.topology.rank == 0:
-        die_at(dies)
-    tables = {name: make_table(name, job, way, groups, folder) for name in DIMS}
+def load_and_save(groups: Groups, job: Job, options: RunOptions, folder: str, *, kill_at: str = "") -> Any:
+    """Restore the last checkpoint with any number of ranks, save it again, and return its rows and this rank's share.
+
+    kill_at   kills rank 0 at this failpoint
+    """
+    if kill_at and groups.topology.rank == 0:
+        set_failpoint(kill_at)
+    tables = {name: make_table(name, job, options, groups, folder) for name in DIMS}
     model = make_model(tables)
     dense = tc.FrozenAdam(model.dense.parameters(), lr=0.01)
     checkpoints = tc.Checkpoints(Path(folder) / "run", list(tables.values()), model, dense)
     saved = checkpoints.restore()
     assert saved is not None
-    rows = {name: bits(table.read(probe(job))) for name, table in tables.items()}
-    held = {name: sum(len(keys) for keys, _ in table.rows()) for name, table in tables.items()}
+    rows = {name: bits(table.read(probe_keys(job))) for name, table in tables.items()}
+    owned = {name: sum(len(keys) for keys, _ in table.rows()) for name, table in tables.items()}
     checkpoints.save(saved.step, None, saved.extra)
-    again = {name: bits(table.read(probe(job))) for name, table in tables.items()}
-    assert again == rows
+    assert {name: bits(table.read(probe_keys(job))) for name, table in tables.items()} == rows
     for table in tables.values():
         table.close()
     checkpoints.close()
-    return {"rows": rows, "dense": weights_of(model), "held": held, "steps": [t.step_count for t in tables.values()]}
+    return {"rows": rows, "dense": weights_of(model), "owned": owned, "steps": [t.step_count for t in tables.values()]}
 
 
-def moments(groups: Groups, job: Job, way: Way, folder: str) -> dict[str, Any]:
-    """What a rank, of any number of them, would go on with: its optimizer's tensors, by parameter and name."""
-    tables = {name: make_table(name, job, dataclasses.replace(way, memory=None), groups, folder) for name in DIMS}
+def load_moments(groups: Groups, job: Job, options: RunOptions, folder: str) -> dict[str, Any]:
+    """Restore the last checkpoint with any number of ranks and return this rank's optimizer state and weights."""
+    options = dataclasses.replace(options, memory=None)
+    tables = {name: make_table(name, job, options, groups, folder) for name in DIMS}
     model = make_model(tables)
     dense = tc.FrozenAdam(model.dense.parameters(), lr=0.01)
     checkpoints = tc.Checkpoints(Path(folder) / "run", list(tables.values()), model, dense)
     assert checkpoints.restore() is not None
-    state = {f"{n}/{name}": value for n, own in enumerate(dense.state.values()) for name, value in own.items()}
+    state = {f"{n}/{name}": value for n, values in enumerate(dense.state.values()) for name, value in values.items()}
     for table in tables.values():
         table.close()
     checkpoints.close()
     return {**state, "dense": weights_of(model)}
-
-
-def trained_keys(job: Job, name: str) -> np.ndarray[Any, Any]:
-    return keys_of(job, name)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from exact.run import DIMS
-from helpers.rank_training import PAIR, Job, Way, make_model, make_table
-from helpers.ranks import outcomes, play
+from helpers.rank_training import PAIR, Job, RunOptions, make_model, make_table
+from helpers.ranks import run_failing_ranks, run_ranks
 from helpers.train import bits, loss_of
 
 import thermocline as tc
@@ -21,7 +21,7 @@ KEYS = np.arange(8, dtype=np.uint64)
 
 
 def make(groups: Groups) -> tuple[dict[str, Any], Any]:
-    tables = {name: make_table(name, JOB, Way(), groups, "") for name in DIMS}
+    tables = {name: make_table(name, JOB, RunOptions(), groups, "") for name in DIMS}
     return tables, make_model(tables)
 
 
@@ -52,7 +52,7 @@ def left_early(groups: Groups, depth: int, window: int) -> Any:
 
 @pytest.mark.parametrize(("depth", "window"), [(1, 1), (4, 1), (3, 4)])
 def test_loops_left_early(depth: int, window: int) -> None:
-    results = play(PAIR, left_early, depth, window)
+    results = run_ranks(PAIR, left_early, depth, window)
     assert results[0] == results[1]
 
 
@@ -88,7 +88,7 @@ def evaluating(groups: Groups) -> Any:
 
 
 def test_evaluation_in_between() -> None:
-    (heard, norms), (also, same) = play(PAIR, evaluating)
+    (heard, norms), (also, same) = run_ranks(PAIR, evaluating)
     assert heard == also
     assert heard[0] == 0  # nobody had said anything
     assert heard[-1] == 3  # both had, each when its own pipeline asked; all hear it with the same batch
@@ -112,7 +112,7 @@ def evaluation_left_early(groups: Groups) -> Any:
 
 
 def test_evaluation_left_early() -> None:
-    results = play(PAIR, evaluation_left_early, seconds=20)
+    results = run_ranks(PAIR, evaluation_left_early, seconds=20)
     assert results[0] == results[1]
 
 
@@ -136,8 +136,8 @@ def _broken(data: Any) -> Any:
 
 @pytest.mark.parametrize("where", ["loop", "reader"])
 def test_a_rank_fails(where: str) -> None:
-    (zero, words), (one, cause) = outcomes(PAIR, failing, where)
-    assert (zero, one) == ("failed", "failed")
+    (zero, words), (one, cause) = run_failing_ranks(PAIR, failing, where)
+    assert (zero, one) == ("raised", "raised")
     assert "ArithmeticError: of its own" in cause
     assert "RankError: rank 0 of 2" in words
 
@@ -161,9 +161,9 @@ def twice(groups: Groups) -> Any:
 
 
 def test_one_pipeline_at_a_time() -> None:
-    for words, others in play(PAIR, twice):
+    for words, others in run_ranks(PAIR, twice):
         assert "another pipeline over these ranks is still open" in words
-        assert "a pipeline that evaluates over these ranks is open" in others
+        assert "an evaluation pipeline over these ranks is open" in others
 
 
 def stale(groups: Groups) -> Any:
@@ -182,5 +182,5 @@ def stale(groups: Groups) -> Any:
 
 
 def test_rows_of_before_the_last_step() -> None:
-    for words in play(PAIR, stale):
+    for words in run_ranks(PAIR, stale):
         assert "the rows of this batch are those before the last step" in words

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.rank_training import DIMS, FOUR, PAIR, Job, Way, make_model, make_table
-from helpers.ranks import play
+from helpers.rank_training import DIMS, PAIR, TWO_BY_TWO, Job, RunOptions, make_model, make_table
+from helpers.ranks import run_ranks
 
 import thermocline as tc
 from thermocline.distributed.communicator import Groups
@@ -45,7 +45,7 @@ def fit(groups: Groups, folder: str, watch: Watch, *, resume: bool = False, **se
     rank = groups.topology.rank
     if rank:
         watch.step = 0
-    tables = {name: make_table(name, JOB, Way(), groups, folder) for name in DIMS}
+    tables = {name: make_table(name, JOB, RunOptions(), groups, folder) for name in DIMS}
     model = make_model(tables)
     config = tc.TrainConfig(depth=2, tensorboard=False, display=False, torch_threads=1, log_every=5, **settings)
     dense = torch.optim.Adam(model.dense.parameters())
@@ -62,13 +62,13 @@ def fit(groups: Groups, folder: str, watch: Watch, *, resume: bool = False, **se
 def test_the_clocks_word_with_an_epochs_last_window(tmp_path: Path) -> None:
     """It comes when all have run out of batches; the next step saves."""
     run = functools.partial(fit, checkpoint_minutes=1.0, epochs=3)
-    for _, _, saves, _ in play(PAIR, run, str(tmp_path), Watch(11, "clock")):
+    for _, _, saves, _ in run_ranks(PAIR, run, str(tmp_path), Watch(11, "clock")):
         assert saves == [13, 36]
 
 
 def test_a_signal_to_one_rank_ends_all_alike(tmp_path: Path) -> None:
     """None goes on to a collective that the others have left for ever."""
-    zero, one = play(PAIR, functools.partial(fit, epochs=3), str(tmp_path), Watch(5, "signal"), seconds=20)
+    zero, one = run_ranks(PAIR, functools.partial(fit, epochs=3), str(tmp_path), Watch(5, "signal"), seconds=20)
     assert zero[0] == "SystemExit"
     assert one[0] == "SystemExit"
     assert zero[1:3] == one[1:3]
@@ -77,10 +77,10 @@ def test_a_signal_to_one_rank_ends_all_alike(tmp_path: Path) -> None:
 
 def test_figures_are_of_all_ranks_whatever_their_number(tmp_path: Path) -> None:
     """An epoch of two ranks, then one of four: examples are counted once."""
-    for _, ending, _, logs in play(PAIR, functools.partial(fit, epochs=1), str(tmp_path), Watch()):
+    for _, ending, _, logs in run_ranks(PAIR, functools.partial(fit, epochs=1), str(tmp_path), Watch()):
         assert logs == [(5, 20), (10, 40)]
         assert ending == f"finished after 12 steps, {EXAMPLES:,} examples"
     again = functools.partial(fit, resume=True, epochs=2)
-    for _, ending, _, logs in play(FOUR, again, str(tmp_path), Watch()):
+    for _, ending, _, logs in run_ranks(TWO_BY_TWO, again, str(tmp_path), Watch()):
         assert logs == [(15, EXAMPLES + 3 * 8), (20, EXAMPLES + 8 * 8)]
         assert ending == f"finished after 24 steps, {3 * EXAMPLES:,} examples"

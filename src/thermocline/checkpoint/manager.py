@@ -33,7 +33,7 @@ from thermocline import __version__
 from thermocline.checkpoint import state_tree
 from thermocline.checkpoint.table_stores import TableStores
 from thermocline.distributed.collective_errors import CollectiveRunner
-from thermocline.distributed.frozen_adam import require_whole
+from thermocline.distributed.frozen_adam import check_frozen_state
 from thermocline.embedding.table import Table
 from thermocline.errors import CorruptionError, FormatError, NotFoundError, ThermoclineError
 from thermocline.utils import atomic_file
@@ -113,7 +113,7 @@ class Checkpoints:
         """By number: those that stay."""
         self._ready = False
         """Whether the tables hold what the newest manifest says, plus training since."""
-        numbers, self._run = self._collective.broadcast("looked for checkpoints", self._look)
+        numbers, self._run = self._collective.broadcast("listing checkpoints", self._look)
         self._next = max(numbers, default=0) + 1
         self.exists = bool(numbers)
         """Whether the folder had a run in it when this object was made."""
@@ -163,9 +163,9 @@ class Checkpoints:
 
     def _begin(self) -> None:
         """The first manifest: what the tables hold before the first save."""
-        self._collective.run_all("began a run", self._stores.require_unused)
-        self._collective.broadcast("began a run", lambda: atomic_file.make_folder(self._folder))
-        self._collective.run_all("began a run", self._stores.create)
+        self._collective.run_all("starting a run", self._stores.require_unused)
+        self._collective.broadcast("starting a run", lambda: atomic_file.make_folder(self._folder))
+        self._collective.run_all("starting a run", self._stores.create)
         self._write(step=0, position=None, extra=None, tag=None, begin=True)
         self._ready = True
 
@@ -191,8 +191,8 @@ class Checkpoints:
         failpoint("run.begin")
         collective = self._collective
         note = {"thermocline": "begin" if begin else "save", "run": self._run, "number": number, "step": step}
-        committed = collective.gather("committed", lambda: self._stores.commit(json.dumps(note)))
-        own = collective.gather("gathered what a checkpoint holds", lambda: self._own(position, extra, begin))
+        committed = collective.gather("committing tables", lambda: self._stores.commit(json.dumps(note)))
+        own = collective.gather("gathering the checkpoint state", lambda: self._own(position, extra, begin))
         manifest: dict[str, Json] = {
             "format": FORMAT,
             "run": self._run,
@@ -214,7 +214,7 @@ class Checkpoints:
                 {"position": mine["position"], "extra": mine["extra"], "stores": stores}
                 for mine, stores in zip(own, committed, strict=True)
             ]
-        manifest = collective.broadcast("published", lambda: self._publish(number, manifest, own))
+        manifest = collective.broadcast("publishing the checkpoint", lambda: self._publish(number, manifest, own))
         self._manifests[number] = manifest
         self._retain()
         self._sweep()
@@ -244,7 +244,7 @@ class Checkpoints:
             state["random"] = state_tree.random_state()
             if self._dense_sync is not None:
                 state["sync"] = self._dense_sync.state_dict()
-                if self._dense_sync.own_state:
+                if self._dense_sync.has_rank_state:
                     state["optimizers"] = self._optimizer_states()
         return {"position": position, "extra": extra, "state": state}
 
@@ -268,9 +268,9 @@ class Checkpoints:
 
     def _sweep(self) -> None:
         """Removes what no manifest in the books names: of old saves, and of saves that never ended."""
-        self._collective.broadcast("removed old checkpoints", self._sweep_manifests)
-        self._collective.run_all("removed old commits", lambda: self._stores.sweep(list(self._manifests.values())))
-        self._collective.broadcast("removed old files", self._sweep_files)
+        self._collective.broadcast("removing old checkpoints", self._sweep_manifests)
+        self._collective.run_all("removing old commits", lambda: self._stores.sweep(list(self._manifests.values())))
+        self._collective.broadcast("removing old files", self._sweep_files)
 
     def _sweep_manifests(self) -> None:
         gone = [number for number in self._numbers() if number not in self._manifests]
@@ -299,13 +299,13 @@ class Checkpoints:
         `NotFoundError` (something it names is gone).
         """
         collective = self._collective
-        manifests, number, files = collective.broadcast("read its checkpoints", lambda: self._chosen(which))
+        manifests, number, files = collective.broadcast("reading the checkpoints", lambda: self._chosen(which))
         manifest = manifests[number]
-        what = "checked the checkpoint"
+        what = "checking the checkpoint"
         dense = collective.run_all(what, lambda: None if manifest["begin"] else self._unpacked(manifest, files))
         collective.run_all(what, lambda: self._stores.check(manifest, str(self._path(number))))
         self._ready = False  # whatever cuts this short, nothing can be saved before a restore that succeeds
-        collective.run_all("restored rows", lambda: self._stores.restore(manifest, list(manifests.values())))
+        collective.run_all("restoring rows", lambda: self._stores.restore(manifest, list(manifests.values())))
         if dense is not None:
             self._restore_dense(dense, _world(manifest))
         torch.set_num_threads(manifest["torch_threads"])
@@ -365,7 +365,7 @@ class Checkpoints:
         own = self._part_of(state, _world(manifest))
         if not self._read_only:
             for optimizer in own["optimizers"]:
-                require_whole(optimizer["state"])
+                check_frozen_state(optimizer["state"])
         return own
 
     def _part_of(self, dense: dict[str, Any], world: int) -> dict[str, Any]:
@@ -373,10 +373,10 @@ class Checkpoints:
         if world == self._collective.world > 1:
             return {**dense, **dense["ranks"][self._collective.rank]}
         if world > 1 and "optimizers" in dense["ranks"][0]:
-            from thermocline.distributed.dense_sync import states_for_others
+            from thermocline.distributed.dense_sync import reshard_optimizer_states
 
             ranks = [rank["optimizers"] for rank in dense["ranks"]]
-            return {**dense, "optimizers": states_for_others(ranks, self._collective.world)}
+            return {**dense, "optimizers": reshard_optimizer_states(ranks, self._collective.world)}
         return dense
 
     def close(self) -> None:

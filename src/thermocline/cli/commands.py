@@ -18,7 +18,7 @@ from thermocline.config.data import Data, Split, Synth
 from thermocline.config.loader import toml_value
 from thermocline.config.schema import Config
 from thermocline.data.open import check_paths, open_data
-from thermocline.distributed.launch import leads
+from thermocline.distributed.launch import is_rank0
 from thermocline.errors import ConfigError
 from thermocline.training.callbacks import Callback, Row
 from thermocline.utils.text_format import plural
@@ -50,9 +50,9 @@ def train(config: Config, *, resume: bool) -> list[str]:
 
     splits: tuple[Split, ...] = ("train", "valid", "test")
     with Run(config) as run:
-        if leads():
+        if is_rank0():
             print(f"training on {run.place}", flush=True)
-        run.fit(resume=resume, callbacks=[FirstStep()] if leads() else [])
+        run.fit(resume=resume, callbacks=[FirstStep()] if is_rank0() else [])
         return [f"{split} data: {text}" for split in splits if (text := skipped(run.loader(split)))]
 
 

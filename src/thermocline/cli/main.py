@@ -97,9 +97,9 @@ def _one_line(debug: bool) -> Iterator[None]:
 
 def _say(words: str) -> None:
     """On stderr; what all ranks of a machine have to say, once."""
-    from thermocline.distributed.launch import first_to_say
+    from thermocline.distributed.launch import is_first_report
 
-    if first_to_say(words):
+    if is_first_report(words):
         typer.echo(f"thermocline: {words}", err=True)
 
 
@@ -133,14 +133,14 @@ def train(
         from thermocline.config.schema import Config
 
         settings = Config.load(config, sets or ())
-        from thermocline.distributed.launch import alone, leads, restarted
+        from thermocline.distributed.launch import is_rank0, is_single_rank, may_be_restart
         from thermocline.training.run_dir import check_folder, has_run
 
-        resume = resume or restarted()
-        if resume and leads() and not has_run(settings.train.run_dir):
+        resume = resume or may_be_restart()
+        if resume and is_rank0() and not has_run(settings.train.run_dir):
             typer.echo(f"{settings.train.run_dir} has nothing saved to resume: a new run begins")
         for change in check_folder(settings, resume=resume):
-            if leads():
+            if is_rank0():
                 typer.echo(f"changed {change}")
         from thermocline.cli import commands
 
@@ -148,7 +148,11 @@ def train(
             notes = commands.train(settings, resume=resume)
         except (KeyboardInterrupt, SystemExit) as stopped:  # SIGTERM is the latter
             words = ["thermocline", "train", str(config), *(w for s in sets or () for w in ("--set", s)), "--resume"]
-            _say(f"interrupted; to go on: {shlex.join(words)}" if alone() else "interrupted; to go on: add --resume")
+            _say(
+                f"interrupted; to go on: {shlex.join(words)}"
+                if is_single_rank()
+                else "interrupted; to go on: add --resume"
+            )
             raise typer.Exit(130 if isinstance(stopped, KeyboardInterrupt) else 143) from None
         for note in notes:
             typer.echo(note, err=True)

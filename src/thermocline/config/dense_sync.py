@@ -9,7 +9,7 @@ from thermocline.errors import require
 from thermocline.utils.text_format import Size, parse_size
 
 Merge = Literal["v_frozen", "all", "params"]
-Way = Literal["gradients", "v_frozen", "all", "params"]
+Mode = Literal["gradients", "v_frozen", "all", "params"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class DenseSync:
                 require(value is not None and value >= 1, f"dense_sync.{name}", value, "at least 1")
         ways = ("v_frozen", "all", "params")
         require(self.merge is None or self.merge in ways, "dense_sync.merge", self.merge, f"one of {', '.join(ways)}")
-        way, only = self.way, "none, unless merge is"
+        way, only = self.mode, "none, unless merge is"
         require(self.every_m is None or way == "all", "dense_sync.every_m", self.every_m, f'{only} "all"')
         fine = self.every_v is None or way in ("all", "v_frozen")
         require(fine, "dense_sync.every_v", self.every_v, f'{only} "all" or "v_frozen"')
@@ -50,7 +50,7 @@ class DenseSync:
         require(parse_size(self.bucket, "dense_sync.bucket") > 0, "dense_sync.bucket", self.bucket, "above 0")
 
     @property
-    def way(self) -> Way:
+    def mode(self) -> Mode:
         """What is averaged, with `merge` resolved."""
         return self.merge or ("gradients" if self.every == 1 else "v_frozen")
 
@@ -58,4 +58,4 @@ class DenseSync:
         """Steps between merges of parameters, first and second moments; none: they stay each rank's own."""
         m = self.every if self.every_m is None else self.every_m
         v = self.every if self.every_v is None else self.every_v
-        return self.every, m if self.way == "all" else None, None if self.way in ("params", "gradients") else v
+        return self.every, m if self.mode == "all" else None, None if self.mode in ("params", "gradients") else v

@@ -1,1 +1,1 @@
-"""Several ranks: who they are, what they send each other, tables over all of them."""
+"""Training over several ranks: topology, process groups, row exchange and dense parameter synchronization."""

@@ -1,4 +1,9 @@
-"""What ranks do side by side, between collectives: if it fails on one, it fails on all, with that one's words."""
+"""`CollectiveRunner`: runs work on every rank between collectives and raises on all ranks if it fails on one.
+
+Thread     the training thread, between steps
+Blocks     until every rank has called the same method, at most `dist.timeout` seconds
+Raises     the local exception on the rank that failed, `RankError` with its text on all others
+"""
 
 from __future__ import annotations
 
@@ -15,26 +20,28 @@ T = TypeVar("T")
 
 
 class CollectiveRunner:
-    """The ranks of a job, or this process alone: then nothing is sent."""
+    """Collective calls with error propagation. With one process nothing is sent.
+
+    `doing` names the work for error messages, as a participle: "committing tables".
+    """
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self._comm = comm
         self.rank, self.world = (0, 1) if comm is None else (comm.topology.rank, comm.topology.world)
         self.is_rank0 = self.rank == 0
-        """Whether this is the rank that writes what is written once."""
 
     @classmethod
     def of(cls, tables: Sequence[Table]) -> CollectiveRunner:
-        """Of the tables' ranks. Called from the training thread, between steps."""
+        """Return the runner for the ranks that share the tables."""
         groups = [table.groups for table in tables]
         if all(group is None for group in groups):
             return cls()
         if groups[0] is None or any(group is not groups[0] for group in groups):
-            raise ValueError("either all tables are shared by the ranks of one job, or none is")
+            raise ValueError("tables must all be sharded over one tc.Groups, or all be local: they are mixed")
         return cls(groups[0].train)
 
-    def gather(self, what: str, work: Callable[[], T]) -> list[T]:
-        """What `work()` gave on every rank, by rank. Raises on every rank if it raised on any."""
+    def gather(self, doing: str, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank and return all results, by rank."""
         if self._comm is None:
             return [work()]
         error: Exception | None = None
@@ -43,29 +50,29 @@ class CollectiveRunner:
             value = work()
         except Exception as failure:
             error = failure
-        found = self._comm.all_gather_object((value, None if error is None else _words(error)), what)
+        results = self._comm.all_gather_object((value, None if error is None else _describe(error)), doing)
         if error is not None:
             raise error
-        for rank, (_, words) in enumerate(found):
-            if words is not None:
-                raise RankError(f"rank {rank} failed while it {what}: {words}")
-        return [value for value, _ in found]
+        for rank, (_, message) in enumerate(results):
+            if message is not None:
+                raise RankError(f"rank {rank} failed while {doing}: {message}")
+        return [value for value, _ in results]
 
-    def run_all(self, what: str, work: Callable[[], T]) -> T:
-        """What `work()` gives here. Raises on every rank if it raises on any."""
-        kept: list[T] = []
-        self.gather(what, lambda: kept.append(work()))
-        return kept[0]
+    def run_all(self, doing: str, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and return the local result, which need not be picklable."""
+        local: list[T] = []
+        self.gather(doing, lambda: local.append(work()))
+        return local[0]
 
-    def broadcast(self, what: str, work: Callable[[], T]) -> T:
-        """What `work()` gave on rank 0, the only one that does it."""
-        return self.gather(what, lambda: work() if self.is_rank0 else None)[0]  # type: ignore[return-value]
+    def broadcast(self, doing: str, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 only and return its result on every rank."""
+        return self.gather(doing, lambda: work() if self.is_rank0 else None)[0]  # type: ignore[return-value]
 
-    def barrier(self, what: str) -> None:
-        """Returns once every rank has come here."""
+    def barrier(self, doing: str) -> None:
+        """Wait until every rank has called it."""
         if self._comm is not None:
-            self._comm.barrier(what)
+            self._comm.barrier(doing)
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -1,9 +1,17 @@
-"""Process groups, made once: all ranks, those of a node, those of equal number; a set of them per thread.
+"""`Groups`: the process groups of a job. `Communicator`: the process groups of one thread, with error translation.
 
-Collectives of two threads must not mix on one group, so each thread that talks to other ranks has a comm: training,
-planning ahead of it, reading for evaluation. Gloo carries CPU tensors between nodes, shared memory within one; NCCL
-those of GPUs, where every rank has one of its own. Whoever waits for a rank that is gone gets `RankError`, at once or
-after `timeout`.
+Collectives of two threads must not interleave on one process group, so `Groups` has three communicators:
+
+    train   training thread: rows, gradients, dense parameters, checkpoints, metrics
+    ahead   pull thread of a training pipeline: keys of later batches, number of remaining batches
+    read    pull thread of an evaluation pipeline, or the caller of `ShardedTable.read` while none is open
+
+Each communicator spans three groups: "world" (all ranks), "node" (the ranks of one node) and "peers" (the ranks of
+equal local rank, one per node). Gloo carries CPU tensors between nodes, shared memory carries them within a node, and
+NCCL carries GPU tensors of the train communicator if every rank has its own GPU.
+
+Blocks     every collective waits for the other ranks of its group, at most `timeout` seconds
+Raises     `RankError` if another rank exited or timed out
 """
 
 from __future__ import annotations
@@ -20,19 +28,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from thermocline.distributed.relay import relayed
-from thermocline.distributed.rendezvous import meet
+from thermocline.distributed.link_relay import relayed_all_to_all
+from thermocline.distributed.rendezvous import scoped_store
 from thermocline.distributed.shm_transport import ShmTransport
 from thermocline.distributed.topology import Topology
 from thermocline.errors import RankError
 
 Group = Any  # torch.distributed.ProcessGroup
-Over = Literal["world", "node", "peers"]
+GroupName = Literal["world", "node", "peers"]
 
 
 @dataclasses.dataclass(slots=True)
 class Communicator:
-    """The groups of one thread."""
+    """The process groups of one thread.
+
+    `doing` names a collective for error messages, as a participle: "exchanging keys".
+    """
 
     name: str
     topology: Topology
@@ -41,18 +52,18 @@ class Communicator:
     node: Group
     peers: Group
     gpu: bool
-    """Whether its groups carry GPU tensors; otherwise they go through host memory."""
+    """Whether the groups carry GPU tensors; otherwise these are copied through host memory."""
     relays: bool = False
-    """Whether some pairs of the node have no fast link: what they send each other goes through a third."""
-    box: ShmTransport | None = None
-    """Where the ranks of the node share memory: what they send each other there."""
-    carried: int = 0
-    """Bytes that this rank has passed on for such pairs."""
+    """Whether some pairs of the node have no fast link and send through a third rank (`link_relay`)."""
+    shm: ShmTransport | None = None
+    """Shared memory of the node group; None: it uses Gloo or NCCL like the other groups."""
+    relayed_bytes: int = 0
+    """Bytes that this rank has forwarded for other pairs."""
     user: int | None = None
-    """The thread of a pipeline that is using it; -1: one has it, and is not using it now; none: it is free."""
+    """Ident of the pipeline thread that uses it, -1 if a pipeline has claimed it and is idle, None if it is free."""
 
     def claim(self) -> None:
-        """For a pipeline: two at once would mix up what they send."""
+        """Reserve it for one pipeline: two pipelines would interleave their collectives."""
         if self.user is not None:
             raise RuntimeError(
                 "another pipeline over these ranks is still open: close it first, or use it in a `with` statement"
@@ -60,212 +71,215 @@ class Communicator:
         self.user = -1
 
     def require_free(self) -> None:
-        """That no pipeline has it but the one whose thread this is."""
+        """Raise RuntimeError if a pipeline of another thread has claimed it."""
         if self.user not in (None, threading.get_ident()):
-            raise RuntimeError("a pipeline that evaluates over these ranks is open: rows cannot be read beside it")
+            raise RuntimeError(
+                "an evaluation pipeline over these ranks is open: close it before reading rows outside of it"
+            )
 
-    def shares(self, over: Over) -> bool:
-        """Whether the ranks of a group talk through shared memory."""
-        return self._box_of(over) is not None
+    def uses_shm(self, group: GroupName) -> bool:
+        """Return whether the ranks of a group communicate through shared memory."""
+        return group == "node" and self.shm is not None
 
-    def _box_of(self, over: Over) -> ShmTransport | None:
-        return self.box if over == "node" else None
-
-    def send_buffer(self, over: Over, size: int, device: torch.device) -> torch.Tensor:
-        """uint8[size]: a message for `swap` to be put together in, without a further copy."""
-        box = self._box_of(over)
-        if box is not None and device.type == "cpu":
-            return box.room(size)
+    def send_buffer(self, group: GroupName, size: int, device: torch.device) -> torch.Tensor:
+        """Return uint8[size] that the next `all_to_all` of the group sends without a further copy."""
+        if self.uses_shm(group) and device.type == "cpu":
+            assert self.shm is not None
+            return self.shm.send_buffer(size)
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def all_to_all(
-        self, over: Over, message: torch.Tensor, send: list[int], receive: list[int] | None, what: str
+        self, group: GroupName, message: torch.Tensor, send: list[int], receive: list[int] | None, doing: str
     ) -> list[torch.Tensor]:
-        """What every rank of a group has for this one, in their order: to be read before the next call.
+        """Return the message of every rank of the group for this one, in group order. Valid until the next call.
 
-        message   uint8: what each rank is to get, one after the other
-        send      bytes for each
-        receive   bytes from each, if they are known
+        message   uint8: the messages for all ranks, concatenated
+        send      bytes for each rank
+        receive   bytes from each rank; None: the sizes are exchanged first
         """
         if len(send) == 1:
             return [message]
         device = message.device
         if not self.gpu:
             message = message.cpu()
-        with self.translate_errors(what):
-            if self.shares(over):
+        with self.translate_errors(doing):
+            if self.uses_shm(group):
                 ends = np.cumsum(send).tolist()
-                found = self._through_box(message, [(end - size, end) for end, size in zip(ends, send, strict=True)])
+                spans = [(end - size, end) for end, size in zip(ends, send, strict=True)]
+                pieces = self._shm_exchange(message, spans)
                 if receive is not None:
-                    _require_sizes(found, receive)
+                    _check_sizes(pieces, receive)
             else:
-                found = self._all_to_all(over, message, send, receive)
-        return [piece.to(device) for piece in found]
+                pieces = self._torch_all_to_all(group, message, send, receive)
+        return [piece.to(device) for piece in pieces]
 
-    def all_gather_bytes(self, message: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """uint8: every rank's message, equally large everywhere, to all of its node, through shared memory.
+    def all_gather_bytes(self, message: torch.Tensor, doing: str) -> list[torch.Tensor]:
+        """Return the uint8 messages of all ranks of the node, through shared memory. Valid until the next call.
 
-        To be read before the next call.
+        All ranks must send the same number of bytes.
         """
         ranks = len(self.topology.nodes[self.topology.node])
-        with self.translate_errors(what):
-            found = self._through_box(message, [(0, len(message))] * ranks)
-            _require_sizes(found, [len(message)] * ranks)
-        return found
+        with self.translate_errors(doing):
+            pieces = self._shm_exchange(message, [(0, len(message))] * ranks)
+            _check_sizes(pieces, [len(message)] * ranks)
+        return pieces
 
-    def _through_box(self, message: torch.Tensor, spans: list[tuple[int, int]]) -> list[torch.Tensor]:
-        assert self.box is not None
-        room = self.box.room(len(message))
-        if room.data_ptr() != message.data_ptr():
-            room.copy_(message)
-        return self.box.swap(len(message), spans, self.timeout)
+    def _shm_exchange(self, message: torch.Tensor, spans: list[tuple[int, int]]) -> list[torch.Tensor]:
+        assert self.shm is not None
+        buffer = self.shm.send_buffer(len(message))
+        if buffer.data_ptr() != message.data_ptr():
+            buffer.copy_(message)
+        return self.shm.exchange(len(message), spans, self.timeout)
 
-    def _all_to_all(
-        self, over: Over, message: torch.Tensor, send: list[int], receive: list[int] | None
+    def _torch_all_to_all(
+        self, group: GroupName, message: torch.Tensor, send: list[int], receive: list[int] | None
     ) -> list[torch.Tensor]:
-        group = getattr(self, over)
+        process_group = getattr(self, group)
 
-        def exchange(out: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
-            found = out.new_empty((sum(receives), *out.shape[1:]))
-            dist.all_to_all_single(found, out.contiguous(), receives, sends, group=group)
-            return found
+        def exchange(values: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
+            received = values.new_empty((sum(receives), *values.shape[1:]))
+            dist.all_to_all_single(received, values.contiguous(), receives, sends, group=process_group)
+            return received
 
         if receive is None:
             ones = [1] * len(send)
             receive = exchange(torch.tensor(send, device=message.device), ones, ones).tolist()
-        if over == "node" and self.relays:
+        if group == "node" and self.relays:
             sizes = torch.tensor(send)
             pairs = [torch.empty_like(sizes) for _ in send]
-            dist.all_gather(pairs, sizes, group=group)
-            found, carried = relayed(self.topology, message, [row.tolist() for row in pairs], exchange)
-            self.carried += carried
+            dist.all_gather(pairs, sizes, group=process_group)
+            received, forwarded = relayed_all_to_all(self.topology, message, [row.tolist() for row in pairs], exchange)
+            self.relayed_bytes += forwarded
         else:
-            found = exchange(message, send, receive)
-        return list(torch.split(found, receive))
+            received = exchange(message, send, receive)
+        return list(torch.split(received, receive))
 
-    def all_gather(self, values: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
-        """[world, ...]: a small array of every rank, equally large everywhere."""
+    def all_gather(self, values: np.ndarray[Any, Any], doing: str) -> np.ndarray[Any, Any]:
+        """Return [world, ...]: a small array of every rank. All ranks pass the same shape."""
         if self.topology.world == 1:
             return values[None]
-        mine = torch.from_numpy(np.ascontiguousarray(values))
-        if self.box is not None and len(self.topology.nodes) == 1:
-            pieces = self.all_gather_bytes(mine.reshape(-1).view(torch.uint8), what)
-            return torch.stack(pieces).view(mine.dtype).view(len(pieces), *mine.shape).numpy()
-        found = mine.new_empty((self.topology.world, *mine.shape))
-        with self.translate_errors(what):
-            dist.all_gather(list(found.unbind()), mine, group=self.world)
-        return found.numpy()
+        local = torch.from_numpy(np.ascontiguousarray(values))
+        if self.shm is not None and len(self.topology.nodes) == 1:
+            pieces = self.all_gather_bytes(local.reshape(-1).view(torch.uint8), doing)
+            return torch.stack(pieces).view(local.dtype).view(len(pieces), *local.shape).numpy()
+        gathered = local.new_empty((self.topology.world, *local.shape))
+        with self.translate_errors(doing):
+            dist.all_gather(list(gathered.unbind()), local, group=self.world)
+        return gathered.numpy()
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """Anything that can be pickled, of every rank."""
+    def all_gather_object(self, value: Any, doing: str) -> list[Any]:
+        """Return a picklable value of every rank, by rank."""
         if self.topology.world == 1:
             return [value]
-        found: list[Any] = [None] * self.topology.world
-        with self.translate_errors(what):
-            dist.all_gather_object(found, value, group=self.world)
-        return found
+        values: list[Any] = [None] * self.topology.world
+        with self.translate_errors(doing):
+            dist.all_gather_object(values, value, group=self.world)
+        return values
 
-    def barrier(self, what: str) -> None:
-        """Returns once every rank has come here."""
-        self.all_gather(np.zeros(1, np.int64), what)
+    def barrier(self, doing: str) -> None:
+        """Wait until every rank has called it."""
+        self.all_gather(np.zeros(1, np.int64), doing)
 
     @contextlib.contextmanager
-    def translate_errors(self, what: str) -> Iterator[None]:
-        """Says in plain words that a rank is gone: what torch raises names a socket."""
+    def translate_errors(self, doing: str) -> Iterator[None]:
+        """Re-raise RuntimeErrors of torch.distributed, which name a socket, as `RankError`."""
         try:
             yield
         except RuntimeError as error:
             t = self.topology
             raise RankError(
-                f"rank {t.rank} of {t.world} (node {t.node}) cannot go on: while it {what}, another rank was lost, or "
-                f"did not answer within {self.timeout:g} s (dist.timeout). The first rank that ended says why; "
+                f"rank {t.rank} of {t.world} (node {t.node}) cannot continue: another rank exited or did not answer "
+                f"within {self.timeout:g} s (dist.timeout) while {doing}. See the error of the rank that exited first; "
                 f"a restart resumes from the last checkpoint. Cause: {str(error).splitlines()[0]}"
             ) from error
 
 
-def _require_sizes(pieces: list[torch.Tensor], sizes: list[int]) -> None:
-    if [len(piece) for piece in pieces] != sizes:
-        raise RuntimeError(
-            f"{[len(piece) for piece in pieces]} bytes came instead of {sizes}: ranks are at different things"
-        )
+def _check_sizes(pieces: list[torch.Tensor], expected: list[int]) -> None:
+    sizes = [len(piece) for piece in pieces]
+    if sizes != expected:
+        raise RuntimeError(f"size mismatch: got {sizes} bytes, expected {expected}; ranks called different collectives")
 
 
 class Groups:
-    """Every group of a job, made by all ranks at once; `world`, `node` and `peers` are the training comm's."""
+    """All communicators of a job. Every rank creates it at the same time.
 
-    def __init__(self, topology: Topology, comms: dict[str, Communicator], timeout: float, owns: bool) -> None:
+    `world`, `node` and `peers` are the process groups of the train communicator.
+    """
+
+    def __init__(
+        self, topology: Topology, communicators: dict[str, Communicator], timeout: float, owns_torch: bool
+    ) -> None:
         self.topology = topology
         self.timeout = timeout
-        self.train, self.ahead, self.read = comms["train"], comms["ahead"], comms["read"]
+        self.train, self.ahead, self.read = (communicators[name] for name in ("train", "ahead", "read"))
         self.world, self.node, self.peers = self.train.world, self.train.node, self.train.peers
-        self._owns = owns
+        self._owns_torch = owns_torch
 
     @classmethod
     def make(cls, topology: Topology, *, timeout: float = 300.0, gpu: bool = False, shared: bool = True) -> Self:
-        """All ranks call it, once. torch.distributed is set up if it is not yet: by torchrun's environment.
+        """Create all process groups. Collective: all ranks call it once.
+
+        Initializes torch.distributed from torchrun's environment if it is not initialized; `close` then destroys it.
 
         timeout   seconds that any collective waits for other ranks
-        gpu       whether every rank has a GPU of its own, so that NCCL can carry rows
-        shared    whether ranks of a node send each other CPU tensors through shared memory, where the system lets them
+        gpu       whether every rank has its own GPU, so that NCCL can carry rows
+        shared    whether ranks of a node use shared memory for CPU tensors, where the system supports it
         """
-        owns = not dist.is_initialized()
+        owns_torch = not dist.is_initialized()
         try:
-            return cls._make(topology, timeout, gpu, shared, owns)
+            if owns_torch:
+                _initialize_torch(topology, timeout, gpu)
+            return cls._make(topology, timeout, gpu, shared, owns_torch)
         except BaseException:
-            if owns and dist.is_initialized():
+            if owns_torch and dist.is_initialized():
                 dist.destroy_process_group()
             raise
 
     @classmethod
-    def _make(cls, topology: Topology, timeout: float, gpu: bool, shared: bool, owns: bool) -> Self:
-        wait = datetime.timedelta(seconds=timeout)
-        if owns:
-            if topology.world == 1:
-                store = dist.HashStore()  # type: ignore[attr-defined]
-            else:
-                found, _, _ = next(dist.rendezvous("env://", timeout=wait))  # type: ignore[attr-defined]
-                store = meet(found, topology.rank, topology.world, timeout)
-            backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-            dist.init_process_group(backend, timeout=wait, store=store, rank=topology.rank, world_size=topology.world)
+    def _make(cls, topology: Topology, timeout: float, gpu: bool, shared: bool, owns_torch: bool) -> Self:
         if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.world):
             raise RankError(
-                f"torch.distributed says rank {dist.get_rank()} of {dist.get_world_size()}, the topology rank "
-                f"{topology.rank} of {topology.world}"
+                f"rank mismatch: torch.distributed has rank {dist.get_rank()} of {dist.get_world_size()}, the topology "
+                f"has rank {topology.rank} of {topology.world}"
             )
-        most = max(len(node) for node in topology.nodes)
-        peers = [tuple(node[i] for node in topology.nodes if i < len(node)) for i in range(most)]
-        comms = {}
+        world, node = tuple(range(topology.world)), topology.nodes[topology.node]
+        largest = max(len(ranks) for ranks in topology.nodes)
+        all_peers = [tuple(ranks[i] for ranks in topology.nodes if i < len(ranks)) for i in range(largest)]
+        communicators = {}
         for name in ("train", "ahead", "read"):
-            backend = "cpu:gloo,cuda:nccl" if gpu and name == "train" else "gloo"
-            made: dict[tuple[int, ...], Group] = {}
-            for ranks in (tuple(range(topology.world)), *topology.nodes, *peers):
-                if ranks not in made:
-                    made[ranks] = dist.new_group(list(ranks), timeout=wait, backend=backend)
-            mine = topology.nodes[topology.node]
-            carries, relays = gpu and name == "train", name == "train" and topology.relays
-            box = None
-            if shared and len(mine) > 1 and not carries and not relays:
-                box = ShmTransport.make(made[mine], mine, topology.rank)
-            comms[name] = Communicator(
+            nccl, relays = gpu and name == "train", name == "train" and topology.needs_relay
+            process_groups: dict[tuple[int, ...], Group] = {}
+            for ranks in (world, *topology.nodes, *all_peers):
+                if ranks not in process_groups:
+                    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+                    wait = datetime.timedelta(seconds=timeout)
+                    process_groups[ranks] = dist.new_group(list(ranks), timeout=wait, backend=backend)
+            shm = None
+            if shared and len(node) > 1 and not nccl and not relays:
+                shm = ShmTransport.make(process_groups[node], node, topology.rank)
+            communicators[name] = Communicator(
                 name,
                 topology,
                 timeout,
-                made[tuple(range(topology.world))],
-                made[mine],
-                made[topology.peers],
-                carries,
+                process_groups[world],
+                process_groups[node],
+                process_groups[topology.peers],
+                nccl,
                 relays,
-                box,
+                shm,
             )
-        return cls(topology, comms, timeout, owns)
+        return cls(topology, communicators, timeout, owns_torch)
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends torch.distributed, if it was set up here. `failed`: without waiting for what others may never send."""
+        """Close shared memory, and destroy torch.distributed if `make` initialized it.
+
+        failed   aborts NCCL instead of waiting for collectives that other ranks may never join
+        """
         for comm in (self.train, self.ahead, self.read):
-            if comm.box is not None:
-                comm.box.close()  # and stays: who still has the comm, a pipeline, hears so instead of waiting for ever
-        if self._owns and dist.is_initialized():
-            self._owns = False
+            if comm.shm is not None:
+                comm.shm.close()  # it stays set: a pipeline that still has the communicator raises instead of waiting
+        if self._owns_torch and dist.is_initialized():
+            self._owns_torch = False
             if failed and self.train.gpu:
                 dist.distributed_c10d._abort_process_group()
             else:
@@ -278,3 +292,14 @@ class Groups:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(failed=kind is not None)
+
+
+def _initialize_torch(topology: Topology, timeout: float, gpu: bool) -> None:
+    wait = datetime.timedelta(seconds=timeout)
+    if topology.world == 1:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+    else:
+        base, _, _ = next(dist.rendezvous("env://", timeout=wait))  # type: ignore[attr-defined]
+        store = scoped_store(base, topology.rank, topology.world, timeout)
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    dist.init_process_group(backend, timeout=wait, store=store, rank=topology.rank, world_size=topology.world)

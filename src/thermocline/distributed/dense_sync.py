@@ -1,101 +1,110 @@
-"""Dense parameters of several ranks: what a training loop calls, and the mean of gradients every step.
+"""`DenseParameters`: synchronizes the dense parameters of all ranks, every step or every k steps.
 
     sync = DenseParameters.make(model.parameters(), optimizers, groups, buffers=model.buffers())
-    sync.begin()                                    # rank 0's parameters to all
+    sync.begin()                                    # broadcasts rank 0's parameters
     loss.backward(); table.step()                   # tables first: autograd may share memory between gradients
     sync.after_backward(); optimizer.step()
-    sync.after_step(step)                           # step: how many have been taken, this one included
+    sync.after_step(step)                           # step: number of steps taken, this one included
     sync.merge_now()                                # before evaluation, before a checkpoint, at the end
 
-All ranks make the same calls in the same order. The loss of a rank is the mean over its own batch.
+`GradientAveraging` averages gradients every step. `PeriodicAveraging` averages models every k steps. Each rank's loss
+is the mean over its own batch.
+
+Thread     the training thread; all ranks make the same calls in the same order
+Blocks     every call that communicates waits for all ranks, at most `dist.timeout` seconds
+Raises     `RankError`; ValueError for parameters or optimizers that do not fit the settings
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from thermocline.config.dense_sync import DenseSync
 from thermocline.distributed.communicator import Groups
-from thermocline.distributed.frozen_adam import FROZEN
-from thermocline.distributed.hierarchical_allreduce import Flat, Mean, Sent, tree_sum
+from thermocline.distributed.frozen_adam import FROZEN_STATE, FrozenAdam
+from thermocline.distributed.hierarchical_allreduce import DenseTraffic, FlatBuffer, HierarchicalAllReduce, tree_sum
 from thermocline.utils.text_format import parse_size
+
+_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+X, M, V = 0, 1, 2
 
 
 class DenseParameters(abc.ABC):
-    """Keeps the dense parameters of all ranks together, in one of the ways of `DenseSync`."""
+    """Base of the two modes. `make` chooses by `DenseSync.mode`."""
 
     @staticmethod
     def make(
         parameters: Iterable[torch.Tensor], optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         groups: Groups, settings: DenseSync | None = None, *, buffers: Iterable[torch.Tensor] = (),
     ) -> DenseParameters:  # fmt: skip
-        """`buffers`: of the model; those of floating point (running means) are averaged whenever models are merged."""
-        from thermocline.distributed.periodic_averaging import MergedModels  # it builds on this module
+        """Create the synchronization of a model.
 
+        buffers   of the model; floating-point buffers (running means) are averaged whenever models are merged
+        """
         settings = settings or DenseSync()
         parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
         buffers = [buffer for buffer in dict.fromkeys(buffers) if buffer.is_floating_point()]
-        if settings.way == "gradients":
-            return AveragedGradients(parameters, buffers, groups, settings)
+        if settings.mode == "gradients":
+            return GradientAveraging(parameters, buffers, groups, settings)
         if isinstance(optimizers, torch.optim.Optimizer):
             optimizers = [optimizers]
-        return MergedModels(parameters, buffers, groups, settings, optimizers)
+        return PeriodicAveraging(parameters, buffers, groups, settings, optimizers)
 
     def __init__(
         self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync
     ) -> None:
         self.settings, self.parameters, self.buffers = settings, parameters, buffers
-        self._mean = Mean(groups, exact=settings.exact)
+        self._allreduce = HierarchicalAllReduce(groups, exact=settings.exact)
 
     @property
-    def sent(self) -> Sent:
-        """Bytes of dense parameters this rank has sent so far, within its node and between nodes."""
-        return self._mean.sent
+    def traffic(self) -> DenseTraffic:
+        """Bytes that this rank has sent so far."""
+        return self._allreduce.traffic
 
     @property
-    def own_state(self) -> bool:
-        """Whether the optimizers' state is each rank's own even after a merge: then a checkpoint holds every rank's."""
+    def has_rank_state(self) -> bool:
+        """Whether optimizer state differs between ranks even after a merge. A checkpoint then holds every rank's."""
         return False
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Every rank takes rank 0's parameters and buffers."""
+        """Broadcast rank 0's parameters and buffers."""
         tensors = [*self.parameters, *self.buffers]
-        if tensors and self._mean.world > 1:
-            flat = Flat(tensors, self._mean)
-            flat.fill(tensors)
-            self._mean.broadcast(flat.buffer)
-            flat.give(tensors)
+        if tensors and self._allreduce.world > 1:
+            flat = FlatBuffer(tensors, self._allreduce)
+            flat.copy_from(tensors)
+            self._allreduce.broadcast(flat.buffer)
+            flat.copy_to(tensors)
 
     @abc.abstractmethod
     def after_backward(self) -> None:
-        """Once per step, when all gradients of the step are there and none has been used."""
+        """Call once per step, after all gradients are computed and before any is used."""
 
     @abc.abstractmethod
     def after_step(self, step: int) -> bool:
-        """Once per step, after the optimizers'; `step` have been taken. Returns whether models were merged."""
+        """Call once per step, after the optimizers' step number `step`. Returns whether models were merged."""
 
     @abc.abstractmethod
     def merge_now(self) -> bool:
-        """All ranks have one model afterwards. Returns whether anything had to be done."""
+        """Make the models of all ranks equal. Returns whether anything was sent."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the model and the optimizers' states to go on with the same bits."""
+        """Return the state that a checkpoint needs beside the model's and the optimizers'."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Back to what `state_dict` found."""
+        """Restore the result of `state_dict`."""
 
 
-class AveragedGradients(DenseParameters):
-    """Every step: every rank gets the mean of all ranks' gradients, in buckets.
+class GradientAveraging(DenseParameters):
+    """Averages the gradients of all ranks every step, in buckets.
 
-    A parameter that has no gradient on some ranks counts there as absent from the sum; on none, it stays without one.
+    A rank without a gradient for a parameter adds nothing to its sum. If no rank has one, the parameter keeps none.
     """
 
     def __init__(
@@ -108,20 +117,19 @@ class AveragedGradients(DenseParameters):
     @torch.no_grad()
     def after_backward(self) -> None:
         self._stepped = True
-        if self._mean.world == 1:
+        if self._allreduce.world == 1:
             return
         for bucket in self._buckets:
-            flat = Flat(bucket, self._mean, extra=len(bucket))
-            here = [parameter.grad is not None for parameter in bucket]
-            flat.extra.copy_(torch.tensor(here))
+            flat = FlatBuffer(bucket, self._allreduce, extra=len(bucket))
+            flat.extra.copy_(torch.tensor([parameter.grad is not None for parameter in bucket]))
             for parameter, view in zip(bucket, flat.views, strict=True):
                 if parameter.grad is None:
-                    view.fill_(-0.0)  # x + -0.0 is x for every x, 0.0 and -0.0 too: the rank is skipped
+                    view.fill_(-0.0)  # x + -0.0 is x for every x, including 0.0 and -0.0
                 else:
                     view.copy_(parameter.grad)
-            self._mean(flat.buffer)
-            for parameter, view, somewhere in zip(bucket, flat.views, flat.extra.tolist(), strict=True):
-                if somewhere and parameter.grad is None:
+            self._allreduce.average(flat.buffer)
+            for parameter, view, on_any_rank in zip(bucket, flat.views, flat.extra.tolist(), strict=True):
+                if on_any_rank and parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                 if parameter.grad is not None:
                     parameter.grad.copy_(view)
@@ -131,13 +139,13 @@ class AveragedGradients(DenseParameters):
 
     @torch.no_grad()
     def merge_now(self) -> bool:
-        """Models are one already; running means of batches are not."""
+        """Average the buffers: parameters are equal already, running means of batches are not."""
         if not self._stepped or not self.buffers:
             return False
-        flat = Flat(self.buffers, self._mean)
-        flat.fill(self.buffers)
-        self._mean(flat.buffer)
-        flat.give(self.buffers)
+        flat = FlatBuffer(self.buffers, self._allreduce)
+        flat.copy_from(self.buffers)
+        self._allreduce.average(flat.buffer)
+        flat.copy_to(self.buffers)
         self._stepped = False
         return True
 
@@ -148,43 +156,8 @@ class AveragedGradients(DenseParameters):
         self._stepped = state["stepped"]
 
 
-def states_for_others(ranks: Sequence[list[dict[str, Any]]], world: int) -> list[dict[str, Any]]:
-    """The optimizers' states that `world` other ranks begin with, each the same, from those of the ranks that saved.
-
-    Moments become their means. With equal models and a common denominator the mean model then moves on as it would
-    have, by the mean of m, and the next merge finds the mean of v. What is equal stays as it is. A process by itself
-    merges nothing, so it keeps no denominator that only a merge renews.
-    """
-    return [
-        {
-            **one[0],
-            "state": {**one[0]["state"], "state": _averaged([of_rank["state"]["state"] for of_rank in one], world)},
-        }
-        for one in zip(*ranks, strict=True)
-    ]
-
-
-def _averaged(states: list[dict[int, dict[str, Any]]], world: int) -> dict[int, dict[str, Any]]:
-    """Of one optimizer: by parameter, what it remembers of it."""
-    return {
-        parameter: {
-            name: _mean_of([state[parameter][name] for state in states])
-            for name in own
-            if world > 1 or name not in FROZEN
-        }
-        for parameter, own in states[0].items()
-    }
-
-
-def _mean_of(values: list[Any]) -> Any:
-    first = values[0]
-    if not isinstance(first, torch.Tensor) or all(torch.equal(first, other) for other in values[1:]):
-        return first
-    return tree_sum(values, [range(len(values))]) * (1 / len(values))
-
-
 def _buckets(parameters: Sequence[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
-    """Neighbours together as long as they fit; what is larger than a bucket is one by itself."""
+    """Group consecutive parameters up to `limit` bytes. A larger parameter is a bucket by itself."""
     bucket: list[torch.Tensor] = []
     size = 0
     for parameter in parameters:
@@ -195,3 +168,169 @@ def _buckets(parameters: Sequence[torch.Tensor], limit: int) -> Iterator[list[to
         size += parameter.nbytes
     if bucket:
         yield bucket
+
+
+class _MergedTensor(NamedTuple):
+    """A tensor that a merge averages."""
+
+    kind: int
+    """X, M or V."""
+    parameter: torch.Tensor
+    """The parameter that it belongs to."""
+    tensor: torch.Tensor
+
+
+class PeriodicAveraging(DenseParameters):
+    """k-step merging: every rank steps by itself, and models are averaged every k steps.
+
+    `DenseSync.merge` chooses the tensors that a merge averages, the three variants of k-step Adam:
+
+    - v_frozen: x and v. All ranks divide by the merged v until the next merge and update their own m and v. The first
+      merges follow steps 1, 2, 4, 8, ... below k, so that a merged v exists from step 2 on and is never older than half
+      of its steps while it is the mean of few gradients.
+    - all: x and the whole optimizer state of a parameter (m and v of Adam).
+    - params: x. Every rank divides by its own v, so ranks scale the same gradient differently, and the mean of their
+      models may not descend where each of them does.
+
+    x, m and v may have different periods. A merge averages all tensors that are due in one buffer.
+    """
+
+    def __init__(
+        self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync,
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:  # fmt: skip
+        super().__init__(parameters, buffers, groups, settings)
+        self._periods = settings.periods()
+        self._optimizer = {
+            parameter: optimizer
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        missing = sum(parameter not in self._optimizer for parameter in parameters)
+        if missing:
+            raise ValueError(
+                f"{missing} of {len(parameters)} parameters are in no optimizer: add them to one, or set "
+                "requires_grad = False"
+            )
+        if settings.mode == "v_frozen":
+            for kind in {type(optimizer).__name__ for optimizer in optimizers if not isinstance(optimizer, FrozenAdam)}:
+                raise ValueError(
+                    f'dense_sync.merge "v_frozen" requires thermocline.FrozenAdam, not {kind}; "all" and "params" '
+                    "accept any optimizer"
+                )
+        self._step = 0
+        self._merged = [0, 0, 0]
+        """The step of the last merge of x, m and v."""
+        self._flat: dict[tuple[bool, ...], FlatBuffer] = {}
+        """Buffers by (x due, m due, v due): different periods give up to seven combinations."""
+
+    @property
+    def has_rank_state(self) -> bool:
+        return self.settings.mode != "all"
+
+    def after_backward(self) -> None:
+        """Give every parameter a gradient, so that the moments of all ranks have the same number of steps."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def after_step(self, step: int) -> bool:
+        self._step = step
+        return self._merge([period is not None and self._is_due(step, period) for period in self._periods])
+
+    def _is_due(self, step: int, period: int) -> bool:
+        early = self.settings.mode == "v_frozen" and step < period
+        return step & (step - 1) == 0 if early else step % period == 0
+
+    def merge_now(self) -> bool:
+        return self._merge([period is not None for period in self._periods])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, "merged": list(self._merged)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._step, self._merged = state["step"], list(state["merged"])
+
+    @torch.no_grad()
+    def _merge(self, requested: list[bool]) -> bool:
+        """Average the requested tensors that have changed since their last merge.
+
+        Unchanged tensors are skipped because the mean of equal numbers may differ from them by rounding.
+        """
+        due = tuple(request and at < self._step for request, at in zip(requested, self._merged, strict=True))
+        if not any(due):
+            return False
+        entries = list(self._tensors(due))
+        if not entries:
+            return False  # the model has no dense parameters
+        flat = self._flat.get(due)
+        if flat is None:
+            flat = self._flat[due] = FlatBuffer([entry.tensor for entry in entries], self._allreduce)
+        flat.copy_from([entry.tensor for entry in entries])
+        self._allreduce.average(flat.buffer)
+        frozen = self.settings.mode == "v_frozen"
+        for entry, view in zip(entries, flat.views, strict=True):
+            if frozen and entry.kind == V:
+                optimizer = self._optimizer[entry.parameter]
+                assert isinstance(optimizer, FrozenAdam)
+                optimizer.freeze(entry.parameter, view, self._allreduce.world, monotonic=self.settings.amsgrad)
+            else:
+                entry.tensor.copy_(view)
+        self._merged = [self._step if is_due else at for is_due, at in zip(due, self._merged, strict=True)]
+        return True
+
+    def _tensors(self, due: Sequence[bool]) -> Iterator[_MergedTensor]:
+        """Yield the due tensors in the same order on all ranks: parameters, buffers, then moments by name."""
+        if due[X]:
+            yield from (_MergedTensor(X, tensor, tensor) for tensor in (*self.parameters, *self.buffers))
+        if not (due[M] or due[V]):
+            return
+        for parameter in self.parameters:
+            state = self._optimizer[parameter].state[parameter]
+            for name, tensor in sorted(state.items()):
+                if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape or name in ("step", "v_hat"):
+                    continue
+                kind = M if name in _FIRST_MOMENTS else V
+                if due[kind]:
+                    yield _MergedTensor(kind, parameter, tensor)
+
+
+def reshard_optimizer_states(ranks: Sequence[list[dict[str, Any]]], world: int) -> list[dict[str, Any]]:
+    """Return the optimizer states that each of `world` ranks starts with, from a checkpoint of another number of ranks.
+
+    Moments are averaged: with equal models and a common denominator the mean model then moves by the mean of m, as it
+    would have, and the next merge gets the mean of v. Equal tensors stay unchanged. A single rank never merges, so it
+    gets no frozen denominator, which only a merge renews.
+
+    ranks   per saved rank, the states of all its optimizers
+    """
+    return [
+        {
+            **states[0],
+            "state": {
+                **states[0]["state"],
+                "state": _mean_state([saved["state"]["state"] for saved in states], world),
+            },
+        }
+        for states in zip(*ranks, strict=True)
+    ]
+
+
+def _mean_state(states: list[dict[int, dict[str, Any]]], world: int) -> dict[int, dict[str, Any]]:
+    """Average the states of one optimizer: by parameter, by name."""
+    return {
+        parameter: {
+            name: _mean_value([state[parameter][name] for state in states])
+            for name in names
+            if world > 1 or name not in FROZEN_STATE
+        }
+        for parameter, names in states[0].items()
+    }
+
+
+def _mean_value(values: list[Any]) -> Any:
+    first = values[0]
+    if not isinstance(first, torch.Tensor) or all(torch.equal(first, other) for other in values[1:]):
+        return first
+    return tree_sum(values, [range(len(values))]) * (1 / len(values))

@@ -1,16 +1,19 @@
-"""`FrozenAdam`: torch's Adam, whose denominators can be frozen: the optimizer of k-step merging.
+"""`FrozenAdam`: torch's Adam with denominators that can be frozen, for k-step merging (`PeriodicAveraging`).
 
-While nothing is frozen it is torch's Adam, bit for bit (it calls it). A frozen parameter has in its state a merged
-second moment, `v_hat`, the step it was merged at, `v_hat_step` = s, and how many ranks it is the mean of, `v_hat_ranks`
-= n. From then on it moves by
+Without frozen parameters it calls torch's Adam and has its bits. The state of a frozen parameter also has a merged
+second moment `v_hat`, the step of the merge `v_hat_step` = s, and the number of merged ranks `v_hat_ranks` = n. Its
+update is
 
     x -= lr * m / (1 - beta1^t)  /  (sqrt(max(v_hat / (1 - beta2^s), v / (1 - beta2^t) / n)) + eps)
 
-where t goes on and s stays: the bias correction of v_hat belongs to the steps that made it. m and v go on as ever.
+where t advances and s does not: the bias correction of v_hat is that of the steps it was computed from. m and v are
+updated as in Adam.
 
-Why the maximum: second moments are not negative, so whatever the other ranks have, the mean of all is at least v / n. A
-v_hat below that is out of date, and there is no bound to how far: a unit that no example of the merged steps woke has
-v_hat = 0, and its first gradient would be divided by eps. So a step is at most sqrt(n) times as long as Adam's can be.
+Reason for the maximum: second moments are not negative, so the mean over all ranks is at least v / n. A v_hat below
+that is out of date, without any bound: a unit that was inactive in all merged steps has v_hat = 0, and its first
+gradient would be divided by eps. With the maximum a step is at most sqrt(n) times as long as Adam's.
+
+Called on the training thread. It never communicates.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ from thermocline.errors import FormatError
 
 Params = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
-FROZEN = ("v_hat", "v_hat_step", "v_hat_ranks")
-"""What a frozen parameter's state has beside Adam's."""
+FROZEN_STATE = ("v_hat", "v_hat_step", "v_hat_ranks")
+"""State names of a frozen parameter beside Adam's. They are stored in checkpoints."""
 
 
 class FrozenAdam(torch.optim.Adam):
-    """As torch.optim.Adam, with `freeze`. Its state is Adam's, and `FROZEN` once frozen."""
+    """torch.optim.Adam with `freeze`. The state of a frozen parameter has `FROZEN_STATE` beside Adam's."""
 
     def __init__(
         self, params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -42,20 +45,20 @@ class FrozenAdam(torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay, maximize=maximize, foreach=foreach, fused=fused,
         )  # fmt: skip
         self._corrected: dict[torch.Tensor, torch.Tensor] = {}
-        """v_hat / (1 - beta2^s), of frozen parameters that have stepped since; made when needed."""
+        """v_hat / (1 - beta2^s) by frozen parameter, computed on first use."""
 
     @torch.no_grad()
-    def freeze(self, parameter: torch.Tensor, moment: torch.Tensor, ranks: int, *, never_fall: bool = False) -> None:
-        """`moment`, the mean of so many ranks' v, takes the place of the parameter's v in denominators.
+    def freeze(self, parameter: torch.Tensor, moment: torch.Tensor, ranks: int, *, monotonic: bool = False) -> None:
+        """Use `moment`, the mean of v over `ranks` ranks, in the parameter's denominator from now on.
 
-        `never_fall`: no element becomes less than it was.
+        monotonic   no element of the frozen moment decreases
         """
         state = self.state[parameter]
         if "exp_avg_sq" not in state:
-            raise ValueError("a parameter can be frozen once it has stepped: it has no second moment yet")
+            raise ValueError("the parameter has no second moment yet: call step() before freeze()")
         if "v_hat" not in state:
             state["v_hat"] = torch.zeros_like(state["exp_avg_sq"])
-        if never_fall:
+        if monotonic:
             torch.maximum(state["v_hat"], moment.to(state["v_hat"].dtype), out=state["v_hat"])
         else:
             state["v_hat"].copy_(moment)
@@ -68,13 +71,13 @@ class FrozenAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As of torch.optim.Adam."""
+        """Take one step, with torch.optim.Adam's arguments and result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            # Parameters, gradients, m, v, amsgrad's maxima (unused), steps.
+            # Parameters, gradients, m, v, maxima of amsgrad (unused), steps.
             columns: tuple[list[torch.Tensor], ...] = ([], [], [], [], [], [])
             self._init_group(group, *columns)  # type: ignore[no-untyped-call]
             params, grads, m, v, _, steps = columns
@@ -100,31 +103,32 @@ class FrozenAdam(torch.optim.Adam):
         torch._foreach_lerp_(m, grads, 1 - beta1)
         torch._foreach_mul_(v, beta2)
         torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
-        sizes = [-lr / (1 - beta1 ** float(step)) for step in steps]
-        of = [(1 - beta2 ** float(step)) * self.state[p]["v_hat_ranks"] for p, step in zip(params, steps, strict=True)]
-        below = list(torch._foreach_div(v, of))
-        torch._foreach_maximum_(below, [self._correct(p, beta2) for p in params])
-        torch._foreach_sqrt_(below)
-        torch._foreach_add_(below, group["eps"])
-        torch._foreach_addcdiv_(params, m, below, sizes)
+        step_sizes = [-lr / (1 - beta1 ** float(step)) for step in steps]
+        ranks = [self.state[p]["v_hat_ranks"] for p in params]
+        divisors = [(1 - beta2 ** float(step)) * count for step, count in zip(steps, ranks, strict=True)]
+        denominators = list(torch._foreach_div(v, divisors))
+        torch._foreach_maximum_(denominators, [self._bias_corrected(p, beta2) for p in params])
+        torch._foreach_sqrt_(denominators)
+        torch._foreach_add_(denominators, group["eps"])
+        torch._foreach_addcdiv_(params, m, denominators, step_sizes)
 
-    def _correct(self, parameter: torch.Tensor, beta2: float) -> torch.Tensor:
-        known = self._corrected.get(parameter)
-        if known is None:
+    def _bias_corrected(self, parameter: torch.Tensor, beta2: float) -> torch.Tensor:
+        corrected = self._corrected.get(parameter)
+        if corrected is None:
             state = self.state[parameter]
-            known = self._corrected[parameter] = state["v_hat"] / (1 - beta2 ** state["v_hat_step"])
-        return known
+            corrected = self._corrected[parameter] = state["v_hat"] / (1 - beta2 ** state["v_hat_step"])
+        return corrected
 
 
-def require_whole(state_dict: dict[str, Any]) -> None:
-    """Raises `FormatError` for a state whose frozen parameters lack what `step` needs: of an earlier version."""
+def check_frozen_state(state_dict: dict[str, Any]) -> None:
+    """Raise `FormatError` if frozen parameters of a saved state lack entries that `step` needs."""
     for state in state_dict["state"].values():
-        lacking = [name for name in FROZEN if "v_hat" in state and name not in state]
-        if lacking:
+        missing = [name for name in FROZEN_STATE if "v_hat" in state and name not in state]
+        if missing:
             raise FormatError(
-                f"the checkpoint has k-step Adam's state of an earlier version, without {', '.join(lacking)}: "
-                "ranks cannot train on with it. Resume it for some steps with one process, which needs none of that, "
-                "and then with ranks; or begin a new run. eval and predict read it as it is"
+                f"the checkpoint's k-step Adam state is of an earlier version and lacks {', '.join(missing)}: several "
+                "ranks cannot resume from it. Resume with one process for some steps, then with several ranks, or "
+                "start a new run. eval and predict can read it"
             )
 
 
@@ -142,4 +146,4 @@ def _torch_adam(
 
 
 def _where(values: list[torch.Tensor], flags: list[bool], flag: bool) -> list[torch.Tensor]:
-    return [value for value, is_so in zip(values, flags, strict=True) if is_so is flag]
+    return [value for value, value_flag in zip(values, flags, strict=True) if value_flag is flag]

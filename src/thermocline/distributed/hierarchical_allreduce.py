@@ -1,12 +1,16 @@
-"""The mean over all ranks of one buffer: in one fixed order of sums if asked to, and with the bytes it sent counted.
+"""`HierarchicalAllReduce`: the mean of a buffer over all ranks, in a fixed order of additions if `exact`.
 
-Where nodes have several ranks, equally many, a buffer is first reduced inside the node, so that every rank holds the
-node's sum of one slice; slices are reduced between the ranks of equal index; then handed round inside the node. So only
-1/L of the buffer crosses the slow link per rank. Elsewhere one reduction over all ranks.
+If all nodes have the same number L > 1 of ranks: reduce-scatter within the node, all-reduce of each slice between
+peers, all-gather within the node. Each rank then sends 1/L of the buffer between nodes. Otherwise one all-reduce over
+all ranks.
 
-A reduction is torch's (reduce-scatter, all-reduce), or, if `exact` or through shared memory, all-to-all, sums in index
-order, all-gather: the ranks of a node first, then the nodes, left to right in the buffer's precision. Both send as many
-bytes.
+A reduction uses torch's collectives (reduce-scatter, all-reduce), or, if `exact` or through shared memory, an
+all-to-all followed by additions in rank order and an all-gather: ranks of a node first, then nodes, left to right in
+the buffer's dtype. Both send the same number of bytes.
+
+Thread     the training thread (`Groups.train`)
+Blocks     until all ranks have called it, at most `dist.timeout` seconds
+Raises     `RankError`
 """
 
 from __future__ import annotations
@@ -18,55 +22,61 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from thermocline.distributed.communicator import Groups, Over
+from thermocline.distributed.communicator import GroupName, Groups
 
-# torch 2.13 has new names for them, and warns of the old ones.
+# torch 2.13 renames these functions and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_DOING = "averaged dense parameters"
+_AVERAGING = "averaging dense parameters"
 
 
 @dataclasses.dataclass(slots=True)
-class Sent:
-    """Bytes this rank has sent, as its collectives need them: to ranks of its own node, and to other nodes."""
+class DenseTraffic:
+    """Bytes of dense parameters that this rank has sent, computed from the collectives' algorithms."""
 
     within: int = 0
+    """To ranks of the same node."""
     between: int = 0
+    """To other nodes."""
 
 
-class Mean:
-    """Averages buffers over all ranks, in place. All ranks call it with buffers of the same length, in one order."""
+class HierarchicalAllReduce:
+    """Averages buffers over all ranks in place. All ranks pass buffers of the same length, in the same order."""
 
     def __init__(self, groups: Groups, *, exact: bool) -> None:
-        self.topology, self.exact, self.sent = groups.topology, exact, Sent()
+        self.topology, self.exact, self.traffic = groups.topology, exact, DenseTraffic()
         self._comm = groups.train
         nodes = self.topology.nodes
-        self._two_levels = self.topology.even and len(nodes) > 1 and len(nodes[0]) > 1
+        self._two_levels = self.topology.is_uniform and len(nodes) > 1 and len(nodes[0]) > 1
 
     @property
     def world(self) -> int:
         return self.topology.world
 
-    def padded(self, length: int) -> int:
-        """The next length that can be averaged: a multiple of the number of ranks."""
+    def padded_length(self, length: int) -> int:
+        """Round up to a multiple of the number of ranks, as `average` requires."""
         return -(-length // self.world) * self.world
 
-    def __call__(self, buffer: torch.Tensor) -> None:
+    def average(self, buffer: torch.Tensor) -> None:
+        """Replace the buffer by its mean over all ranks."""
         if self.world == 1:
             return
         if buffer.ndim != 1 or not buffer.is_contiguous() or len(buffer) % self.world:
-            raise ValueError(f"a buffer to average is flat and a multiple of {self.world} long, not {buffer.shape}")
-        with self._comm.translate_errors(_DOING), self._carried(buffer) as carried:
-            self._average(carried)
+            raise ValueError(
+                f"buffer has shape {tuple(buffer.shape)}: it must be 1-D, contiguous and a multiple of "
+                f"{self.world} ranks long"
+            )
+        with self._comm.translate_errors(_AVERAGING), self._staged(buffer) as staged:
+            self._average(staged)
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        """Rank 0's to all, in place."""
-        with self._comm.translate_errors("took over rank 0's dense parameters"), self._carried(buffer) as carried:
-            dist.broadcast(carried, 0, group=self._comm.world)
+        """Replace the buffer by rank 0's."""
+        with self._comm.translate_errors("broadcasting dense parameters"), self._staged(buffer) as staged:
+            dist.broadcast(staged, 0, group=self._comm.world)
 
     @contextlib.contextmanager
-    def _carried(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The buffer, or a copy in host memory for as long as collectives that carry no GPU tensors need one."""
+    def _staged(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the buffer, or a host copy, written back afterwards, if the collectives cannot carry GPU tensors."""
         if buffer.is_cpu or self._comm.gpu:
             yield buffer
         else:
@@ -77,70 +87,75 @@ class Mean:
     def _average(self, buffer: torch.Tensor) -> None:
         topology = self.topology
         if self._two_levels:
-            mine, peers = topology.nodes[topology.node], topology.peers
-            part = self._scattered_sum(buffer, mine, "node")
-            self._sum(part, peers, "peers", [[n] for n in range(len(peers))])
+            node, peers = topology.nodes[topology.node], topology.peers
+            part = self._reduce_scatter(buffer, node, "node")
+            self._all_reduce(part, peers, "peers", [[n] for n in range(len(peers))])
             part *= 1 / self.world
-            self._gather(buffer, part, mine, "node")
+            self._all_gather(buffer, part, node, "node")
         else:
-            over: Over = "node" if len(topology.nodes) == 1 else "world"
-            self._sum(buffer, range(self.world), over, topology.nodes)
+            group: GroupName = "node" if len(topology.nodes) == 1 else "world"
+            self._all_reduce(buffer, range(self.world), group, topology.nodes)
             buffer *= 1 / self.world
 
-    def _ordered(self, over: Over) -> bool:
-        """Through shared memory the exact way is also the short one."""
-        return self.exact or self._comm.shares(over)
+    def _is_ordered(self, group: GroupName) -> bool:
+        """Return whether sums use the fixed order. Through shared memory that is also the fastest algorithm."""
+        return self.exact or self._comm.uses_shm(group)
 
-    def _sum(self, buffer: torch.Tensor, ranks: Sequence[int], over: Over, tree: Sequence[Sequence[int]]) -> None:
-        """In place; `tree` says which positions of the group are added first."""
-        if self._ordered(over):
-            part = self._ordered_sum(buffer, ranks, over, tree)
-            self._gather(buffer, part, ranks, over)
+    def _all_reduce(
+        self, buffer: torch.Tensor, ranks: Sequence[int], group: GroupName, tree: Sequence[Sequence[int]]
+    ) -> None:
+        """Sum in place. `tree` lists the positions in the group that are added first."""
+        if self._is_ordered(group):
+            part = self._ordered_reduce_scatter(buffer, ranks, group, tree)
+            self._all_gather(buffer, part, ranks, group)
         else:
-            dist.all_reduce(buffer, group=getattr(self._comm, over))
+            dist.all_reduce(buffer, group=getattr(self._comm, group))
             self._count(ranks, 2 * buffer.nbytes * (len(ranks) - 1) // len(ranks), ring=True)
 
-    def _scattered_sum(self, buffer: torch.Tensor, ranks: Sequence[int], over: Over) -> torch.Tensor:
-        """This rank's slice of the group's sum."""
-        if self._ordered(over):
-            return self._ordered_sum(buffer, ranks, over, [range(len(ranks))])
+    def _reduce_scatter(self, buffer: torch.Tensor, ranks: Sequence[int], group: GroupName) -> torch.Tensor:
+        """Return this rank's slice of the group's sum."""
+        if self._is_ordered(group):
+            return self._ordered_reduce_scatter(buffer, ranks, group, [range(len(ranks))])
         part = buffer.new_empty(len(buffer) // len(ranks))
-        _reduce_scatter(part, buffer, group=getattr(self._comm, over))
+        _reduce_scatter(part, buffer, group=getattr(self._comm, group))
         self._count(ranks, buffer.nbytes * (len(ranks) - 1) // len(ranks), ring=True)
         return part
 
-    def _ordered_sum(
-        self, buffer: torch.Tensor, ranks: Sequence[int], over: Over, tree: Sequence[Sequence[int]]
+    def _ordered_reduce_scatter(
+        self, buffer: torch.Tensor, ranks: Sequence[int], group: GroupName, tree: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """This rank's slice of the group's sum, added in the order of `tree`."""
+        """Return this rank's slice of the group's sum, added in the order of `tree`."""
         sizes = [buffer.nbytes // len(ranks)] * len(ranks)
-        pieces = self._comm.all_to_all(over, buffer.view(torch.uint8), sizes, sizes, _DOING)
+        pieces = self._comm.all_to_all(group, buffer.view(torch.uint8), sizes, sizes, _AVERAGING)
         self._count(ranks, buffer.nbytes * (len(ranks) - 1) // len(ranks), ring=False)
         return tree_sum([piece.view(buffer.dtype) for piece in pieces], tree)
 
-    def _gather(self, buffer: torch.Tensor, part: torch.Tensor, ranks: Sequence[int], over: Over) -> None:
-        if self._comm.shares(over):
-            pieces = self._comm.all_gather_bytes(part.view(torch.uint8), _DOING)
-            for own, piece in zip(torch.split(buffer, len(part)), pieces, strict=True):
-                own.copy_(piece.view(buffer.dtype))
+    def _all_gather(self, buffer: torch.Tensor, part: torch.Tensor, ranks: Sequence[int], group: GroupName) -> None:
+        if self._comm.uses_shm(group):
+            pieces = self._comm.all_gather_bytes(part.view(torch.uint8), _AVERAGING)
+            for target, piece in zip(torch.split(buffer, len(part)), pieces, strict=True):
+                target.copy_(piece.view(buffer.dtype))
         else:
-            _all_gather(buffer, part, group=getattr(self._comm, over))
+            _all_gather(buffer, part, group=getattr(self._comm, group))
         self._count(ranks, part.nbytes * (len(ranks) - 1), ring=True)
 
     def _count(self, ranks: Sequence[int], sent: int, *, ring: bool) -> None:
-        """`sent` bytes went to the next of the ranks (ring) or to all others alike."""
-        mine = self.topology.nodes[self.topology.node]
+        """Add `sent` bytes: all to the next rank (ring), or the same share to every other rank."""
+        node = self.topology.nodes[self.topology.node]
         if ring:
-            others = [ranks[(ranks.index(self.topology.rank) + 1) % len(ranks)]]
+            receivers = [ranks[(ranks.index(self.topology.rank) + 1) % len(ranks)]]
         else:
-            others = [rank for rank in ranks if rank != self.topology.rank]
-        within = sent * sum(rank in mine for rank in others) // len(others)
-        self.sent.within += within
-        self.sent.between += sent - within
+            receivers = [rank for rank in ranks if rank != self.topology.rank]
+        within = sent * sum(rank in node for rank in receivers) // len(receivers)
+        self.traffic.within += within
+        self.traffic.between += sent - within
 
 
 def tree_sum(rows: torch.Tensor | Sequence[torch.Tensor], tree: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The rows of every node added left to right, then the nodes' sums left to right: the one order of this project."""
+    """Add the rows of each node left to right, then the nodes' sums left to right.
+
+    Every sum over ranks uses this order, so that results equal those of one process bit for bit.
+    """
     total: torch.Tensor | None = None
     for node in tree:
         partial = rows[node[0]].clone()
@@ -151,28 +166,24 @@ def tree_sum(rows: torch.Tensor | Sequence[torch.Tensor], tree: Sequence[Sequenc
     return total
 
 
-class Flat:
-    """Tensors of given lengths as one contiguous buffer, for one device. Views begin where the one before ends."""
+class FlatBuffer:
+    """One contiguous buffer with a view for each of several tensors of one device."""
 
-    def __init__(self, likes: Sequence[torch.Tensor], mean: Mean, *, extra: int = 0) -> None:
-        """`extra` elements lie in front. The buffer is float32, or float64 if any tensor is."""
-        devices = {like.device for like in likes}
+    def __init__(self, tensors: Sequence[torch.Tensor], allreduce: HierarchicalAllReduce, *, extra: int = 0) -> None:
+        """Allocate `extra` elements, then the views. The dtype is float32, or float64 if any tensor's is."""
+        devices = {tensor.device for tensor in tensors}
         if len(devices) != 1:
-            raise ValueError(f"dense parameters lie on {sorted(map(str, devices))}: they must be on one device")
-        dtype = torch.float64 if any(like.dtype == torch.float64 for like in likes) else torch.float32
-        sizes = [like.numel() for like in likes]
-        length = mean.padded(extra + sum(sizes))
-        self.buffer = torch.zeros(length, dtype=dtype, device=likes[0].device)
+            raise ValueError(f"dense parameters are on {sorted(map(str, devices))}: they must be on one device")
+        dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+        sizes = [tensor.numel() for tensor in tensors]
+        length = allreduce.padded_length(extra + sum(sizes))
+        self.buffer = torch.zeros(length, dtype=dtype, device=tensors[0].device)
         self.extra = self.buffer[:extra]
         flat = torch.split(self.buffer[extra : extra + sum(sizes)], sizes)
-        self.views = [view.view(like.shape) for view, like in zip(flat, likes, strict=True)]
+        self.views = [view.view(tensor.shape) for view, tensor in zip(flat, tensors, strict=True)]
 
-    @property
-    def nbytes(self) -> int:
-        return self.buffer.nbytes
-
-    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+    def copy_from(self, tensors: Sequence[torch.Tensor]) -> None:
         torch._foreach_copy_(self.views, list(tensors))
 
-    def give(self, tensors: Sequence[torch.Tensor]) -> None:
+    def copy_to(self, tensors: Sequence[torch.Tensor]) -> None:
         torch._foreach_copy_(list(tensors), self.views)

@@ -1,4 +1,7 @@
-"""Which rank owns a key: the low 16 bits of the key's hash, which nothing else uses (csrc/util/hash.h)."""
+"""Key ownership: the low 16 bits of a key's hash choose the owner rank (csrc/util/hash.h lists the use of all bits).
+
+Pure functions: any thread may call them; they do not block.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ import numpy.typing as npt
 from thermocline.embedding.arrays import Keys
 from thermocline.embedding.key_hash import hash_keys
 
-MOST_RANKS = 1 << 16
+MAX_RANKS = 1 << 16
 
 
 def owner_of(keys: Keys, world: int) -> npt.NDArray[np.int64]:
-    """Per key: the rank of `world` that has its row."""
+    """Return the owner rank of each key in a job of `world` ranks."""
     bits = (hash_keys(keys) & np.uint64(0xFFFF)).astype(np.int64)
     return bits * world >> 16
 
 
-def rank_folder(rank: int, world: int, again: int = 0) -> str:
-    """The folder of one rank's rows, inside that of the table; `again`: where the name is taken."""
-    return f"rank-{rank:05}-of-{world:05}" + f".{again}" * (again > 0)
+def rank_folder(rank: int, world: int, suffix: int = 0) -> str:
+    """Return the name of a rank's store folder inside its table's folder; `suffix` > 0 makes another unused name."""
+    return f"rank-{rank:05}-of-{world:05}" + f".{suffix}" * (suffix > 0)

@@ -1,8 +1,12 @@
-"""Ranks of one life of a job find each other in a store that may still hold what an earlier life wrote.
+"""Rendezvous, scoped to one restart attempt: the store may still hold keys of an earlier attempt.
 
-torchrun keeps its store when it restarts a job, so a rank could take the address of one that was killed for that of its
-successor. Rank 0 therefore draws a token, and all that this life writes goes under it. A rank knows the token to be of
-this life because rank 0 gives it together with a number that the rank has just drawn.
+torchrun keeps its store when it restarts a job, so a rank could read the address of a killed process instead of its
+successor's. Rank 0 therefore draws a token, and this attempt's keys get it as prefix. Each other rank publishes a
+random nonce and accepts a token only together with that nonce, so a token of an earlier attempt is never accepted.
+
+Thread     the thread that calls `Groups.make`
+Blocks     until every rank has joined, at most `timeout` seconds
+Raises     `RankError` with the missing ranks
 """
 
 from __future__ import annotations
@@ -15,52 +19,54 @@ import torch.distributed as dist
 
 from thermocline.errors import RankError
 
-_PAUSE = 0.01
+_POLL_SECONDS = 0.01
 
 
-def meet(store: Any, rank: int, world: int, timeout: float) -> Any:
-    """The store, as this life's ranks share it. All of them call it; whoever is not there in time is named."""
-    token = _lead(store, world, timeout) if rank == 0 else _follow(store, rank, timeout)
+def scoped_store(store: Any, rank: int, world: int, timeout: float) -> Any:
+    """Return a view of `store` that only the ranks of this attempt share. Every rank calls it."""
+    token = _publish_token(store, world, timeout) if rank == 0 else _receive_token(store, rank, timeout)
     return dist.PrefixStore(f"thermocline/{token}", store)  # type: ignore[attr-defined]
 
 
-def _lead(store: Any, world: int, timeout: float) -> str:
+def _publish_token(store: Any, world: int, timeout: float) -> str:
     token = secrets.token_hex(8)
     answered: dict[int, str] = {}
     missing = set(range(1, world))
-    end = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     while missing:
         for rank in sorted(missing):
-            number = _read(store, f"thermocline/hello/{rank}")
-            if number is not None and answered.get(rank) != number:  # perhaps an earlier life's: then another follows
-                answered[rank] = number
-                store.set(f"thermocline/welcome/{rank}", f"{number} {token}")
-            if _read(store, f"thermocline/here/{rank}") == token:
+            nonce = _read(store, f"thermocline/nonce/{rank}")
+            if nonce is not None and answered.get(rank) != nonce:  # may be stale: then this attempt's nonce follows
+                answered[rank] = nonce
+                store.set(f"thermocline/token/{rank}", f"{nonce} {token}")
+            if _read(store, f"thermocline/joined/{rank}") == token:
                 missing.discard(rank)
         if missing:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise RankError(
-                    f"ranks {sorted(missing)} of {world} have not joined within {timeout:g} s (dist.timeout): "
-                    "were they started, and can they reach rank 0?"
+                    f"ranks {sorted(missing)} of {world} did not join within {timeout:g} s (dist.timeout): check that "
+                    "they were started and can reach rank 0"
                 )
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_SECONDS)
     return token
 
 
-def _follow(store: Any, rank: int, timeout: float) -> str:
-    number = secrets.token_hex(8)
-    store.set(f"thermocline/hello/{rank}", number)
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        welcome = _read(store, f"thermocline/welcome/{rank}")
-        if welcome is not None and welcome.startswith(number):
-            token = welcome.partition(" ")[2]
-            store.set(f"thermocline/here/{rank}", token)
+def _receive_token(store: Any, rank: int, timeout: float) -> str:
+    nonce = secrets.token_hex(8)
+    store.set(f"thermocline/nonce/{rank}", nonce)
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        answer = _read(store, f"thermocline/token/{rank}")
+        if answer is not None and answer.startswith(nonce):
+            token = answer.partition(" ")[2]
+            store.set(f"thermocline/joined/{rank}", token)
             return token
-        time.sleep(_PAUSE)
-    raise RankError(f"rank 0 has not answered rank {rank} within {timeout:g} s (dist.timeout): was it started?")
+        time.sleep(_POLL_SECONDS)
+    raise RankError(
+        f"rank 0 did not answer rank {rank} within {timeout:g} s (dist.timeout): check that rank 0 was started"
+    )
 
 
 def _read(store: Any, key: str) -> str | None:
-    found: str | None = store.get(key).decode() if store.check([key]) else None
-    return found
+    value: str | None = store.get(key).decode() if store.check([key]) else None
+    return value

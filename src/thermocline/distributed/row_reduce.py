@@ -1,6 +1,8 @@
-"""Rows between ranks: taken to be sent, put where they belong, or added.
+"""Gather, scatter and ordered sum of rows, for `row_exchange`.
 
-`RowSum` adds rows of several sources in a given order, which is what makes a sum's bits those of one process.
+`RowSum` adds rows of several senders in a given order, so that sums have the bits of one process.
+
+Called on the thread of the row exchange. Nothing here blocks. C++ on the CPU, torch on a GPU.
 """
 
 from __future__ import annotations
@@ -11,45 +13,45 @@ import torch
 from thermocline.core import _core
 
 
-def take_rows(values: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
-    """out[i] = values[places[i]]"""
+def take_rows(values: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+    """out[i] = values[index[i]]"""
     if values.is_cpu:
-        _core.take_rows(out.numpy(), values.contiguous().numpy(), places.numpy())
+        _core.take_rows(out.numpy(), values.contiguous().numpy(), index.numpy())
     else:
-        torch.index_select(values, 0, places, out=out)
+        torch.index_select(values, 0, index, out=out)
 
 
-def put_rows(out: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
-    """out[places[i]] = values[i]"""
+def put_rows(out: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+    """out[index[i]] = values[i]"""
     if values.is_cpu:
-        _core.put_rows(out.numpy(), values.contiguous().numpy(), places.numpy())
+        _core.put_rows(out.numpy(), values.contiguous().numpy(), index.numpy())
     else:
-        out.index_copy_(0, places, values)
+        out.index_copy_(0, index, values)
 
 
 class RowSum:
-    """Rows by place, added in the order they come; a place's first is taken as it is."""
+    """Sums of rows by index, in the order of the calls to `add`. The first row of an index is copied."""
 
-    def __init__(self, places: int, dim: int, device: torch.device) -> None:
-        self.values = torch.zeros(places, dim, device=device)
-        self.present = torch.zeros(places, dtype=torch.bool, device=device)
-        """Which places have any."""
+    def __init__(self, count: int, dim: int, device: torch.device) -> None:
+        self.values = torch.zeros(count, dim, device=device)
+        self.present = torch.zeros(count, dtype=torch.bool, device=device)
+        """Which indices have any row."""
 
-    def add(self, places: torch.Tensor, values: torch.Tensor, given: torch.Tensor | None = None) -> None:
-        """`given`: bool per row, whether to add it; none: all. No place repeats."""
+    def add(self, index: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Add values[i] to row index[i] where mask[i] is set; without a mask, everywhere. Indices must be unique."""
         if self.values.is_cpu:
-            flags = None if given is None else given.numpy().view(np.uint8)
+            flags = None if mask is None else mask.numpy().view(np.uint8)
             present = self.present.numpy().view(np.uint8)
-            _core.add_rows(self.values.numpy(), present, places.numpy(), values.contiguous().numpy(), flags)
+            _core.add_rows(self.values.numpy(), present, index.numpy(), values.contiguous().numpy(), flags)
             return
-        if given is not None:
-            places, values = places[given], values[given]
-        before = self.present[places]
-        self.values[places] = torch.where(before[:, None], self.values[places] + values, values)
-        self.present[places] = True
+        if mask is not None:
+            index, values = index[mask], values[mask]
+        before = self.present[index]
+        self.values[index] = torch.where(before[:, None], self.values[index] + values, values)
+        self.present[index] = True
 
     def plus(self, other: RowSum) -> RowSum:
-        """This one and then the other, as one."""
+        """Add all rows of `other` to this sum, in place, and return it."""
         both = torch.where((self.present & other.present)[:, None], self.values + other.values, other.values)
         self.values = torch.where(other.present[:, None], both, self.values)
         self.present = self.present | other.present

@@ -27,7 +27,7 @@ import torch
 
 from thermocline.batch import Floats, WorkingSet
 from thermocline.distributed.communicator import Communicator, Groups
-from thermocline.distributed.row_exchange import Exchange, Route
+from thermocline.distributed.row_exchange import Route, RowExchange
 from thermocline.distributed.row_reduce import RowSum, take_rows
 from thermocline.embedding.arrays import Keys, Rows
 from thermocline.embedding.backend import ShardBackend, ShardPins, Tiers
@@ -73,7 +73,7 @@ class ShardedBackend:
 
     groups: Groups
 
-    def __init__(self, spec: TableSpec, local: ShardBackend, groups: Groups, exchange: Exchange) -> None:
+    def __init__(self, spec: TableSpec, local: ShardBackend, groups: Groups, exchange: RowExchange) -> None:
         self.spec = spec
         self.local = local
         self.groups = groups
@@ -146,7 +146,7 @@ class ShardedBackend:
         plan.use()
         rows, out = self.local.row_buffer(len(remote.route.keys))
         give = functools.partial(self.local.read_weights, remote.slots)
-        self._row_exchange.rows(self.groups.train, remote.route, give, out, self.traffic.rows, self.step_count)
+        self._row_exchange.fetch_rows(self.groups.train, remote.route, give, out, self.traffic.rows, self.step_count)
         plan.rows, remote.step = rows, self.step_count
         if not plan.pins.acquire():
             raise RuntimeError(f"table {self.spec.name!r}: fetch of a batch whose rows were released")
@@ -169,9 +169,9 @@ class ShardedBackend:
         """See `RowBackend.reduce`: the sums over all ranks of the keys that this rank owns."""
         if not self._open:
             raise RuntimeError(f"table {self.spec.name!r}: a step without a batch since the last one")
-        route = self._row_exchange.joined([plan.remote.route for plan in self._open])
+        route = self._row_exchange.merge_routes([plan.remote.route for plan in self._open])
         values, present = self._local_sums(gradients, len(route.keys))
-        total, has = self._row_exchange.gradients(
+        total, has = self._row_exchange.reduce_gradients(
             self.groups.train, route, values, present, self.traffic.gradients, self.step_count
         )
         slots = self._owned_slots()
@@ -217,7 +217,7 @@ class ShardedBackend:
         order = np.argsort(reduced.keys)  # one order, however the keys arrived
         ordered = reduced.values[torch.from_numpy(order).to(self.device)]
         own = self.local.norm(dataclasses.replace(reduced, values=ordered))
-        norms = self.groups.train.all_gather(np.array([own]), "summed gradients")
+        norms = self.groups.train.all_gather(np.array([own]), "computing the gradient norm")
         return math.hypot(*norms[:, 0].tolist()) / self.groups.topology.world
 
     def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
@@ -259,7 +259,7 @@ class ShardedBackend:
         (route,) = self._row_exchange.plan(comm, [keys], self.traffic.read_keys)
         owned = torch.from_numpy(np.ascontiguousarray(self.local.read(route.owned)[:, : out.shape[1]]))
         give = functools.partial(take_rows, owned)
-        self._row_exchange.rows(comm, route, give, out, self.traffic.read_rows, self.step_count)
+        self._row_exchange.fetch_rows(comm, route, give, out, self.traffic.read_rows, self.step_count)
 
     # ---- durability and inspection: each rank's own rows
 

@@ -9,7 +9,7 @@ from typing import Any
 from thermocline.config.distributed import Hops, Wire
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.key_sharding import rank_folder
-from thermocline.distributed.row_exchange import Exchange
+from thermocline.distributed.row_exchange import RowExchange
 from thermocline.distributed.sharded_backend import ShardedBackend
 from thermocline.distributed.topology import Topology
 from thermocline.embedding.optimizers import Optimizer
@@ -57,7 +57,7 @@ class ShardedTable(Table):
                     "would learn its own scale"
                 )
             salt = spec.table_id & (2**63 - 1)
-            exchange = Exchange(topology, hops=hops, wire=wire, salt=salt, threads=spec.threads)
+            exchange = RowExchange(topology, hops=hops, wire=wire, salt=salt, threads=spec.threads)
             return ShardedBackend(spec, make_local_backend(spec, device, epoch), groups, exchange)
 
         super().__init__(dim, optimizer, ssd=ssd, make_backend=make_backend, **options)

@@ -1,13 +1,18 @@
-"""Messages between the ranks of one machine, through memory that they share: written once, read where they lie.
+"""`ShmTransport`: all-to-all between the ranks of one machine through shared memory, without a copy on the read side.
 
-Every rank has two boxes, used in turn. It writes what it has for the others into one, says so by a number, and reads
-the others' boxes once their numbers say the same. A rank that is at its next message has read the last one, so when all
-are there a box can be written again: two boxes and one number each are enough.
+Every rank owns two segments and uses them in turn. In exchange n a rank writes its messages for all readers into
+segment n % 2, publishes the sequence number n, and reads the others' segments once their sequence numbers have reached
+n. A rank that has published n has finished reading exchange n - 1, so segment n % 2, last read in exchange n - 2, is
+free again.
 
-That holds as long as every message is waited for: whoever is cut short in the middle of one (an error, Ctrl-C) sends
-no other, since the others may still be reading.
+An interrupted exchange (exception, Ctrl-C) poisons the transport: other ranks may still read the segment, so every
+later `exchange` raises.
 
-The memory has no name and goes with the processes, however they end. A rank that has ended is noticed by its process.
+The segments are memfds: unnamed, freed with the processes, however these end. An exited rank is detected by its pidfd.
+
+Thread     one thread at a time; `close` may be called from another
+Blocks     `exchange` waits for all ranks, at most `timeout` seconds
+Raises     RuntimeError, which `Communicator.translate_errors` re-raises as `RankError`
 """
 
 from __future__ import annotations
@@ -30,194 +35,201 @@ from thermocline.core import _core
 
 Bytes = npt.NDArray[np.uint8]
 
-_GONE = 1 << 63  # added to the number of a box whose rank has left
-_SLICE = 0.1  # seconds between two looks at the others' processes
+_CLOSED_BIT = 1 << 63  # added to the sequence number of a segment whose rank has closed the transport
+_LIVENESS_SECONDS = 0.1  # between two checks that the awaited process is alive
 _GROWTH = 1 << 20
-_CUT_SHORT = "an earlier message was cut short: what ranks send no longer fits together"
-_CLOSED = "the groups are closed here"
+_INTERRUPTED = "an earlier exchange was interrupted: this transport cannot be used again"
+_CLOSED = "the communicator is closed on this rank"
 
 
 class ShmSegment:
-    """One rank's memory: a number, a word to know it by, where each rank's message begins and ends; then messages."""
+    """A shared memory segment: sequence number, random id, begin and end of each reader's message, payload."""
 
     def __init__(self, descriptor: int, ranks: int) -> None:
-        """OSError: the descriptor is of something else; it is closed then."""
+        """Map an open descriptor. Raises OSError and closes it if the file is too small for a segment."""
         self._descriptor = descriptor
-        self.head = _head(ranks)
+        self.header_bytes = _header_bytes(ranks)
         try:
-            if os.fstat(descriptor).st_size < self.head:
-                raise OSError("not a box")
+            if os.fstat(descriptor).st_size < self.header_bytes:
+                raise OSError("not a shared memory segment: the file is too small")
             self._map()
         except OSError:
             self.close()
             raise
 
     @classmethod
-    def empty(cls, ranks: int) -> Self:
+    def create(cls, ranks: int) -> Self:
         descriptor = os.memfd_create("thermocline", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, _head(ranks))
-        box = cls(descriptor, ranks)
-        box.words[1] = secrets.randbits(64)
-        return box
+        os.ftruncate(descriptor, _header_bytes(ranks))
+        segment = cls(descriptor, ranks)
+        segment.header[1] = secrets.randbits(64)
+        return segment
+
+    @classmethod
+    def attach(cls, address: tuple[int, int, int], ranks: int) -> Self:
+        """Map another process's segment. Raises OSError if it does not exist or has another id.
+
+        The id differs if the process number belongs to another process, as in another container or machine.
+        """
+        process, descriptor, segment_id = address
+        segment = cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), ranks)
+        if int(segment.header[1]) != segment_id:
+            segment.close()
+            raise OSError("segment id mismatch: the descriptor belongs to another process")
+        return segment
 
     def _map(self) -> None:
         self.memory: Bytes = np.frombuffer(mmap.mmap(self._descriptor, 0), np.uint8)
-        self.words = self.memory[: self.head].view(np.uint64)
-        self.spans = self.words[2:].view(np.int64)
+        self.header = self.memory[: self.header_bytes].view(np.uint64)
+        self.sequence = self.header[:1]
+        self.spans = self.header[2:].view(np.int64)
 
     @property
     def address(self) -> tuple[int, int, int]:
-        """How another process of this machine finds it: process, descriptor, word."""
-        return os.getpid(), self._descriptor, int(self.words[1])
+        """Process, descriptor and id: the argument of `attach`."""
+        return os.getpid(), self._descriptor, int(self.header[1])
 
-    @classmethod
-    def at(cls, address: tuple[int, int, int], ranks: int) -> Self:
-        """OSError: it is not there, or not what was meant: another machine has processes of the same number."""
-        process, descriptor, word = address
-        box = cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), ranks)
-        if int(box.words[1]) != word:
-            box.close()
-            raise OSError("the memory of another process")
-        return box
-
-    def room(self, size: int) -> Bytes:
-        """Of messages: so many bytes, for its owner to write."""
-        end = self.head + size
+    def payload(self, size: int) -> Bytes:
+        """Return `size` writable bytes; grows the segment if needed. Only the owner calls it."""
+        end = self.header_bytes + size
         if end > len(self.memory):
             os.ftruncate(self._descriptor, -(-(end + end // 4) // _GROWTH) * _GROWTH)
             self._map()
-        return self.memory[self.head : end]
+        return self.memory[self.header_bytes : end]
 
     def message(self, reader: int) -> Bytes:
-        """For one rank."""
+        """Return the message for one reader, without a copy."""
         begin, end = self.spans[2 * reader : 2 * reader + 2].tolist()
-        if self.head + end > len(self.memory):
+        if self.header_bytes + end > len(self.memory):
             self._map()
-        return self.memory[self.head + begin : self.head + end]
+        return self.memory[self.header_bytes + begin : self.header_bytes + end]
 
     def close(self) -> None:
-        """The memory itself stays for as long as anybody looks at it."""
-        descriptor, self._descriptor = self._descriptor, -1  # which is nobody's: the number may be another file's soon
+        """Close the descriptor. The memory stays mapped until the last view of it is dropped."""
+        descriptor, self._descriptor = self._descriptor, -1  # the number may be reused for another file
         os.close(descriptor)
 
 
-def _head(ranks: int) -> int:
-    """Bytes before the messages, in pages."""
+def _header_bytes(ranks: int) -> int:
+    """Two words and two offsets per reader, rounded up to pages."""
     return -(-(16 + 16 * ranks) // 4096) * 4096
 
 
-def _own(ranks: int) -> list[ShmSegment]:
-    """Two; none where the system has no such memory."""
-    boxes: list[ShmSegment] = []
+def _create_segments(ranks: int) -> list[ShmSegment]:
+    """Create this rank's two segments; return an empty list if the system has no memfds."""
+    segments: list[ShmSegment] = []
     try:
         for _ in range(2):
-            boxes.append(ShmSegment.empty(ranks))
+            segments.append(ShmSegment.create(ranks))
     except (OSError, AttributeError):
-        for box in boxes:
-            box.close()
+        for segment in segments:
+            segment.close()
         return []
-    return boxes
+    return segments
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ShmTransport:
-    """The boxes of a group of ranks, as one of them uses them; `make` makes it. One thread at a time."""
+    """The segments of a group of ranks on one machine. `make` creates it."""
 
-    _boxes: list[list[ShmSegment]]
-    """Of every rank of the group, two each."""
-    _me: int
-    _processes: dict[int, int]
-    """Of the others: what tells that the process has ended."""
+    segments: list[list[ShmSegment]]
+    """Two per rank of the group."""
+    _index: int
+    """Of this rank in the group."""
+    _pidfds: dict[int, int]
+    """Of the other ranks' processes, by index."""
     _ranks: Sequence[int]
-    _round: int = 0
-    _refusal: str | None = None
-    """Why it sends no more; none: it does."""
+    _sequence: int = 0
+    """Number of exchanges so far."""
+    _unusable: str | None = None
+    """Error message of later exchanges; None while the transport is usable."""
 
     @classmethod
     def make(cls, group: Any, ranks: Sequence[int], rank: int) -> Self | None:
-        """All ranks of the group call it. None: they do not share memory, or the system does not let them."""
-        me, size = list(ranks).index(rank), len(ranks)
-        mine = _own(size)
+        """Create and attach all segments. Collective: all ranks of the group call it.
+
+        Returns None on every rank if any rank lacks memfds or pidfds or cannot attach the others' segments.
+        """
+        index, size = list(ranks).index(rank), len(ranks)
+        local = _create_segments(size)
         addresses: list[Any] = [None] * size
-        dist.all_gather_object(addresses, [box.address for box in mine], group=group)
-        box = cls([mine if other == me else [] for other in range(size)], me, {}, tuple(ranks))
-        good = all(addresses)
+        dist.all_gather_object(addresses, [segment.address for segment in local], group=group)
+        transport = cls([local if other == index else [] for other in range(size)], index, {}, tuple(ranks))
+        attached = all(addresses)
         try:
-            for other, pair in enumerate(addresses if good else []):
-                if other != me:
-                    box._processes[other] = os.pidfd_open(pair[0][0])
+            for other, pair in enumerate(addresses if attached else []):
+                if other != index:
+                    transport._pidfds[other] = os.pidfd_open(pair[0][0])
                     for address in pair:
-                        box._boxes[other].append(ShmSegment.at(address, size))
-        except (OSError, AttributeError):  # the latter: a Python that does not know of pidfd_open
-            good = False
-        everybody: list[Any] = [None] * size
-        dist.all_gather_object(everybody, good, group=group)
-        if all(everybody):
-            return box
-        box.close()
+                        transport.segments[other].append(ShmSegment.attach(address, size))
+        except (OSError, AttributeError):  # AttributeError: a Python built without pidfd_open
+            attached = False
+        all_attached: list[Any] = [None] * size
+        dist.all_gather_object(all_attached, attached, group=group)
+        if all(all_attached):
+            return transport
+        transport.close()
         return None
 
-    @property
-    def _next(self) -> int:
-        return (self._round + 1) % 2
+    def send_buffer(self, size: int) -> torch.Tensor:
+        """Return uint8[size]: the payload that the next `exchange` sends."""
+        if self._unusable is not None:
+            return torch.empty(size, dtype=torch.uint8)  # `exchange` raises
+        return torch.from_numpy(self.segments[self._index][(self._sequence + 1) % 2].payload(size))
 
-    def room(self, size: int) -> torch.Tensor:
-        """uint8[size]: where the next message is put together; its own until then."""
-        if self._refusal is not None:
-            return torch.empty(size, dtype=torch.uint8)  # `swap` will say so
-        return torch.from_numpy(self._boxes[self._me][self._next].room(size))
+    def exchange(self, size: int, spans: Sequence[tuple[int, int]], timeout: float) -> list[torch.Tensor]:
+        """Send the send buffer and return every rank's message for this one, in group order. All ranks call it.
 
-    def swap(self, size: int, spans: Sequence[tuple[int, int]], timeout: float) -> list[torch.Tensor]:
-        """What every rank has for this one, in their order: to be read before the next call. All ranks call it.
+        The results are views of shared memory, valid until the next call.
 
-        size    of the room that was filled
-        spans   of it: what each rank is to read, from where to where
-        RuntimeError: a rank has ended, or has not come within so many seconds; an earlier call was cut short, or it is
-        closed.
+        size    bytes of the send buffer
+        spans   begin and end of each reader's message in it
+        Raises RuntimeError if a rank exited, closed its transport or did not answer within `timeout` seconds, if an
+        earlier exchange was interrupted, or if this transport is closed.
         """
-        if self._refusal is not None:
-            raise RuntimeError(self._refusal)
-        self._refusal = _CUT_SHORT
-        mine = self._boxes[self._me][self._next]
+        if self._unusable is not None:
+            raise RuntimeError(self._unusable)
+        self._unusable = _INTERRUPTED
+        self._sequence += 1
+        local = self.segments[self._index][self._sequence % 2]
         assert all(0 <= begin <= end <= size for begin, end in spans)
-        mine.spans[: 2 * len(spans)] = np.asarray(spans, np.int64).reshape(-1)
-        self._round += 1
-        _core.publish_sequence(mine.words[:1], self._round)
-        limit = time.monotonic() + timeout
-        found = []
-        for other, pair in enumerate(self._boxes):
-            box = pair[self._round % 2]
-            if other != self._me:
-                self._wait(other, box, limit, timeout)
-            found.append(torch.from_numpy(box.message(self._me)))
-        self._refusal = None if self._boxes else _CLOSED
-        return found
+        local.spans[: 2 * len(spans)] = np.asarray(spans, np.int64).reshape(-1)
+        _core.publish_sequence(local.sequence, self._sequence)
+        deadline = time.monotonic() + timeout
+        messages = []
+        for other, pair in enumerate(self.segments):
+            segment = pair[self._sequence % 2]
+            if other != self._index:
+                self._wait(other, segment, deadline, timeout)
+            messages.append(torch.from_numpy(segment.message(self._index)))
+        self._unusable = None if self.segments else _CLOSED
+        return messages
 
-    def _wait(self, other: int, box: ShmSegment, limit: float, timeout: float) -> None:
-        while not _core.wait_sequence(box.words[:1], self._round, _SLICE):
-            if self._has_ended(other):
-                if _core.wait_sequence(box.words[:1], self._round, 0):
-                    break  # the last thing it did
-                raise RuntimeError(f"rank {self._ranks[other]} has ended")
-            if time.monotonic() > limit:
-                raise RuntimeError(f"rank {self._ranks[other]} has not answered for {timeout:g} s")
-        if int(box.words[0]) % _GONE < self._round:
-            raise RuntimeError(f"rank {self._ranks[other]} has left")
+    def _wait(self, other: int, segment: ShmSegment, deadline: float, timeout: float) -> None:
+        while not _core.wait_sequence(segment.sequence, self._sequence, _LIVENESS_SECONDS):
+            if self._has_exited(other):
+                if _core.wait_sequence(segment.sequence, self._sequence, 0):
+                    break  # it published before it exited
+                raise RuntimeError(f"the process of rank {self._ranks[other]} exited")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {self._ranks[other]} did not answer for {timeout:g} s")
+        if int(segment.sequence[0]) % _CLOSED_BIT < self._sequence:
+            raise RuntimeError(f"rank {self._ranks[other]} closed its communicator")
 
-    def _has_ended(self, other: int) -> bool:
-        if other not in self._processes:
-            raise RuntimeError(_CLOSED)  # by another thread, meanwhile
-        look = select.poll()  # select() knows no descriptors from 1024 on
-        look.register(self._processes[other], select.POLLIN)
-        return bool(look.poll(0))
+    def _has_exited(self, other: int) -> bool:
+        if other not in self._pidfds:
+            raise RuntimeError(_CLOSED)  # closed by another thread while this one waited
+        poll = select.poll()  # select() is limited to descriptors below 1024
+        poll.register(self._pidfds[other], select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Whoever waits for this rank hears that it has left."""
-        for n, pair in enumerate(self._boxes):
-            for box in pair:
-                if n == self._me:
-                    _core.publish_sequence(box.words[:1], _GONE + int(box.words[0]))
-                box.close()
-        for descriptor in self._processes.values():
+        """Close all segments. Ranks that wait for this one raise."""
+        for index, pair in enumerate(self.segments):
+            for segment in pair:
+                if index == self._index:
+                    _core.publish_sequence(segment.sequence, _CLOSED_BIT + int(segment.sequence[0]))
+                segment.close()
+        for descriptor in self._pidfds.values():
             os.close(descriptor)
-        self._boxes, self._processes, self._refusal = [], {}, _CLOSED
+        self.segments, self._pidfds, self._unusable = [], {}, _CLOSED

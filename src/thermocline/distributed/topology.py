@@ -1,155 +1,161 @@
-"""Which rank runs where: nodes, links between the GPUs of a node, NUMA nodes; from torchrun, a file or the driver."""
+"""`Topology`: nodes, GPU links and NUMA binding of a job's ranks, from torchrun, a file or the driver.
+
+Immutable; any thread may use it. Loads no torch. Raises `ConfigError` for an invalid file or environment.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import re
+import subprocess
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from thermocline.distributed.key_sharding import MOST_RANKS
+from thermocline.distributed.key_sharding import MAX_RANKS
 from thermocline.errors import ConfigError
 
-Links = frozenset[tuple[int, int]]
+LinkedPairs = frozenset[tuple[int, int]]
+"""Pairs of ranks (a, b), a < b."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Topology:
-    """The ranks of a job, node by node, as one of them sees them."""
+    """The ranks of a job, by node."""
 
     world: int
-    """How many ranks there are."""
+    """Number of ranks."""
     rank: int
-    """This one."""
+    """Of this process."""
     nodes: tuple[tuple[int, ...], ...]
-    """The ranks of each node. All of them together are 0 to world - 1, in order."""
-    links: Links | None = None
-    """Pairs of ranks (a < b) of one node with a fast link between their GPUs; none: every pair has one."""
+    """Ranks of each node. Concatenated they are 0 to world - 1."""
+    links: LinkedPairs | None = None
+    """Pairs of ranks of one node whose GPUs have a fast link; None: every pair has one."""
     numa: tuple[int | None, ...] | None = None
-    """Per rank: the NUMA node of its machine that it is bound to; none: not bound."""
+    """NUMA node that each rank is bound to; None: not bound."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.world <= MOST_RANKS:
-            raise ConfigError(f"world is {self.world}: there are 1 to {MOST_RANKS} ranks")
+        if not 1 <= self.world <= MAX_RANKS:
+            raise ConfigError(f"world is {self.world}: it must be 1 to {MAX_RANKS}")
         if not 0 <= self.rank < self.world:
-            raise ConfigError(f"rank is {self.rank}: ranks are 0 to {self.world - 1}")
+            raise ConfigError(f"rank is {self.rank}: it must be 0 to {self.world - 1}")
         if [rank for node in self.nodes for rank in node] != list(range(self.world)) or not all(self.nodes):
             raise ConfigError(
-                f"nodes are {[list(node) for node in self.nodes]}: they must have ranks 0 to {self.world - 1}, each "
-                "once, in order, and every node at least one"
+                f"nodes are {[list(node) for node in self.nodes]}: they must list ranks 0 to {self.world - 1}, each "
+                "once, in order, and no node may be empty"
             )
         for a, b in self.links or ():
             if not (0 <= a < b < self.world and self._node_of(a) == self._node_of(b)):
-                raise ConfigError(f"link ({a}, {b}): needed are two different ranks of one node, the smaller first")
+                raise ConfigError(f"link ({a}, {b}) is invalid: it must join two different ranks of one node")
         if self.numa is not None and len(self.numa) != self.world:
-            raise ConfigError(f"numa names {len(self.numa)} ranks, but there are {self.world}")
+            raise ConfigError(f"numa has {len(self.numa)} entries: it must have one for each of {self.world} ranks")
 
-    # ---- where things are
+    # ---- nodes
 
     @property
     def node(self) -> int:
-        """The number of this rank's node."""
+        """Index of this rank's node."""
         return self._node_of(self.rank)
 
     @property
-    def local(self) -> int:
-        """The number of this rank within its node."""
+    def local_rank(self) -> int:
+        """Index of this rank within its node."""
         return self.nodes[self.node].index(self.rank)
 
     @property
-    def even(self) -> bool:
-        """Whether all nodes have as many ranks: what two hops need."""
+    def is_uniform(self) -> bool:
+        """Whether all nodes have the same number of ranks. Two-hop exchange requires it."""
         return len({len(node) for node in self.nodes}) == 1
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The ranks of this rank's number, one per node, in the order of nodes; nodes that have fewer are left out."""
-        local = self.local
-        return tuple(node[local] for node in self.nodes if local < len(node))
+        """Ranks with this rank's local rank, one per node, in node order; smaller nodes may have none."""
+        local_rank = self.local_rank
+        return tuple(node[local_rank] for node in self.nodes if local_rank < len(node))
 
     @property
     def node_of(self) -> tuple[int, ...]:
-        """Per rank: the number of its node."""
-        return tuple(number for number, node in enumerate(self.nodes) for _ in node)
+        """Index of each rank's node."""
+        return tuple(index for index, node in enumerate(self.nodes) for _ in node)
 
     def _node_of(self, rank: int) -> int:
-        return next(number for number, node in enumerate(self.nodes) if rank in node)
+        return next(index for index, node in enumerate(self.nodes) if rank in node)
 
     # ---- links
 
-    def linked(self, a: int, b: int) -> bool:
-        """Whether what a sends b need not cross a slower way: the same rank, or a fast link between the two."""
+    def is_linked(self, a: int, b: int) -> bool:
+        """Return whether a and b are the same rank or have a fast link."""
         return a == b or self.links is None or (min(a, b), max(a, b)) in self.links
 
-    def relay(self, a: int, b: int) -> int:
-        """Whom a sends what is meant for b, of its own node: b itself, or a third rank that is linked with both.
+    def next_hop(self, a: int, b: int) -> int:
+        """Return the rank that a sends messages for b of the same node to: b, or a rank linked with both.
 
-        Among several thirds the pairs take turns, so that none carries everything. Where none is linked with both: b.
+        Pairs are spread over several possible relays. Returns b if no rank is linked with both.
         """
-        if self.linked(a, b):
+        if self.is_linked(a, b):
             return b
         node = self.nodes[self._node_of(a)]
-        thirds = [c for c in node if c not in (a, b) and self.linked(a, c) and self.linked(c, b)]
-        return thirds[(node.index(a) + node.index(b)) % len(thirds)] if thirds else b
+        relays = [c for c in node if c not in (a, b) and self.is_linked(a, c) and self.is_linked(c, b)]
+        return relays[(node.index(a) + node.index(b)) % len(relays)] if relays else b
 
     @property
-    def relays(self) -> bool:
-        """Whether any pair of this rank's node goes through a third."""
+    def needs_relay(self) -> bool:
+        """Whether any pair of this rank's node sends through a third rank."""
         node = self.nodes[self.node]
-        return any(self.relay(a, b) != b for a in node for b in node)
+        return any(self.next_hop(a, b) != b for a in node for b in node)
 
-    # ---- made from
+    # ---- constructors
 
     @classmethod
-    def alone(cls) -> Self:
-        """A world of one."""
+    def single(cls) -> Self:
+        """Return a job of one rank."""
         return cls(1, 0, ((0,),))
 
     @classmethod
-    def even_nodes(cls, world: int, rank: int, per_node: int) -> Self:
-        """Nodes of `per_node` ranks each."""
+    def uniform(cls, world: int, rank: int, per_node: int) -> Self:
+        """Return a job with `per_node` ranks on every node."""
         if per_node < 1 or world % per_node:
-            raise ConfigError(f"{world} ranks cannot be nodes of {per_node}: give a topology file")
+            raise ConfigError(f"{world} ranks cannot be divided into nodes of {per_node}: set dist.topology to a file")
         return cls(world, rank, tuple(tuple(range(i, i + per_node)) for i in range(0, world, per_node)))
 
     @classmethod
-    def of_env(cls, env: Mapping[str, str] | None = None) -> Self:
-        """As torchrun says: RANK, WORLD_SIZE, LOCAL_WORLD_SIZE. Without them, a world of one."""
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Self:
+        """Read torchrun's RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. Without WORLD_SIZE the job has one rank."""
         env = os.environ if env is None else env
         if "WORLD_SIZE" not in env:
-            return cls.alone()
-        world, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
-        local = _number(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world
-        return cls.even_nodes(world, rank, local)
+            return cls.single()
+        world, rank = _env_int(env, "WORLD_SIZE"), _env_int(env, "RANK")
+        per_node = _env_int(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world
+        return cls.uniform(world, rank, per_node)
 
     @classmethod
-    def of_file(cls, path: str | os.PathLike[str], rank: int | None = None) -> Self:
-        """From TOML or JSON: `nodes = [[0, 1], [2, 3]]`, and if wanted `links = [[0, 1]]` and `numa = [0, 0, 1, 1]`.
+    def from_file(cls, path: str | os.PathLike[str], rank: int | None = None) -> Self:
+        """Read TOML or JSON: `nodes = [[0, 1], [2, 3]]`, optional `links = [[0, 1]]` and `numa = [0, 0, 1, 1]`.
 
-        rank   none: RANK of the environment. WORLD_SIZE, where it is set, must agree with the file.
+        rank   None: RANK of the environment. WORLD_SIZE, if set, must match the file.
         """
         name = os.fspath(path)
         try:
             text = Path(path).read_text(encoding="utf-8")
-            found = json.loads(text) if name.endswith(".json") else tomllib.loads(text)
+            content = json.loads(text) if name.endswith(".json") else tomllib.loads(text)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{name} cannot be read as a topology (TOML, or JSON by its name): {error}") from None
-        if not isinstance(found, dict) or not found.keys() <= {"nodes", "links", "numa"} or "nodes" not in found:
-            raise ConfigError(f"{name}: needed is nodes = [[0, 1], [2, 3]]; allowed beside it are links and numa")
+            raise ConfigError(f"{name}: cannot read the topology (TOML, or JSON if named *.json): {error}") from None
+        if not isinstance(content, dict) or not content.keys() <= {"nodes", "links", "numa"} or "nodes" not in content:
+            raise ConfigError(f"{name}: requires nodes = [[0, 1], [2, 3]]; the only optional keys are links and numa")
         try:
-            nodes = tuple(tuple(int(r) for r in node) for node in found["nodes"])
-            pairs = found.get("links")
+            nodes = tuple(tuple(int(r) for r in node) for node in content["nodes"])
+            pairs, numbers = content.get("links"), content.get("numa")
             links = None if pairs is None else frozenset((min(a, b), max(a, b)) for a, b in pairs)
-            numa = None if found.get("numa") is None else tuple(None if n is None else int(n) for n in found["numa"])
+            numa = None if numbers is None else tuple(None if n is None else int(n) for n in numbers)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{name}: nodes, links and numa are lists of numbers: {error}") from None
+            raise ConfigError(f"{name}: nodes, links and numa must be lists of numbers: {error}") from None
         world = sum(len(node) for node in nodes)
-        said = os.environ.get("WORLD_SIZE")
-        if said is not None and said != str(world):
-            raise ConfigError(f"{name} has {world} ranks, but WORLD_SIZE is {said}: start as many as the file names")
+        world_size = os.environ.get("WORLD_SIZE")
+        if world_size is not None and world_size != str(world):
+            raise ConfigError(f"{name} has {world} ranks, but WORLD_SIZE is {world_size}: start {world} ranks")
         rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         try:
             return cls(world, rank, nodes, links, numa)
@@ -157,9 +163,40 @@ class Topology:
             raise ConfigError(f"{name}: {error}") from None
 
 
-def _number(env: Mapping[str, str], name: str) -> int:
+def _env_int(env: Mapping[str, str], name: str) -> int:
     text: Any = env.get(name)
     try:
         return int(text)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name} is {text!r} in the environment: torchrun sets it to a number") from None
+        raise ConfigError(f"{name} is {text!r} in the environment: it must be a number, as torchrun sets it") from None
+
+
+# ---- links, from the driver
+
+
+def nvlink_pairs(ranks: tuple[int, ...]) -> LinkedPairs | None:
+    """Return the pairs of ranks whose GPUs have NVLink, rank i of `ranks` on GPU i; None if unknown or without NVLink.
+
+    Runs nvidia-smi, for at most 20 s.
+    """
+    try:
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_nvlink_matrix(done.stdout, ranks)
+
+
+def parse_nvlink_matrix(matrix: str, ranks: tuple[int, ...]) -> LinkedPairs | None:
+    """Parse `nvidia-smi topo -m`: NV1, NV2, ... are links; X, PIX, PXB, PHB, NODE and SYS are not."""
+    pairs: set[tuple[int, int]] = set()
+    columns: list[int] = []
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines():
+        cells = [cell.strip() for cell in line.split("\t")]
+        if not columns:
+            columns = [int(cell[3:]) for cell in cells if re.fullmatch(r"GPU\d+", cell)]
+        elif re.fullmatch(r"GPU\d+", cells[0]):
+            row = int(cells[0][3:])
+            for column, cell in zip(columns, cells[1:], strict=False):
+                if cell.startswith("NV") and row < len(ranks) and column < len(ranks):
+                    pairs.add((min(ranks[row], ranks[column]), max(ranks[row], ranks[column])))
+    return frozenset(pairs) or None

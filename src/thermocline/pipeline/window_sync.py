@@ -55,7 +55,7 @@ class WindowSync:
         """Return the largest number of batches in any rank's next window, and the ranks' combined flags. Collective."""
         if self._ended:
             return 0, 0
-        gathered = self._comm.all_gather(np.array([batches, self._flags_fn()], np.int64), "agreed on a window")
+        gathered = self._comm.all_gather(np.array([batches, self._flags_fn()], np.int64), "agreeing on the next window")
         self._agreed += 1
         most = int(gathered[:, 0].max())
         self._ended = most == 0

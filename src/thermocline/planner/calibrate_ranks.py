@@ -27,7 +27,7 @@ from thermocline.data.synthetic import SyntheticAds
 from thermocline.distributed.communicator import Communicator, Groups
 from thermocline.distributed.dense_sync import DenseParameters
 from thermocline.distributed.launch import child_environment
-from thermocline.distributed.row_exchange import Exchange, Sent
+from thermocline.distributed.row_exchange import RowExchange, TrafficCounter
 from thermocline.distributed.row_reduce import take_rows
 from thermocline.distributed.sharded_table import ShardedTable
 from thermocline.distributed.topology import Topology
@@ -99,7 +99,7 @@ def main(rendezvous: str, repeats: int, training_steps: int, rank: int) -> None:
         figures[f"{link}_us"] = _all_to_all_seconds(groups.train, 1, 50) * 1e6
         seconds = _all_to_all_seconds(groups.train, MESSAGE_FLOATS, repeats)
         figures[f"{link}_gbs"] = 4 * MESSAGE_FLOATS / seconds / 1e9
-        groups.train.box = None  # without shared memory, messages use Gloo, as between nodes
+        groups.train.shm = None  # without shared memory, messages use Gloo, as between nodes
     print(json.dumps({name: max(value, 1e-3) for name, value in figures.items()}))
     dist.destroy_process_group()
 
@@ -116,7 +116,7 @@ class _ExchangeCosts(NamedTuple):
 
 
 def _exchange_costs(groups: Groups, dim: int, examples: int, repeats: int) -> _ExchangeCosts:
-    exchange = Exchange(groups.topology, threads=1)
+    exchange = RowExchange(groups.topology, threads=1)
     comm, rank = groups.train, groups.topology.rank
     ads = SyntheticAds(keys=400_000, fields=26, batch_size=examples, tensors=False)
     route_seconds, exchange_seconds, key_counts = [], [], []
@@ -124,13 +124,13 @@ def _exchange_costs(groups: Groups, dim: int, examples: int, repeats: int) -> _E
         keys = WorkingSet.of(ads.batch(2 * number + rank).ids, threads=1).keys
         start = time.process_time()
         comm.all_gather(np.zeros(2, np.int64), "agreeing on the next window")
-        (route,) = exchange.plan(comm, [keys], Sent())
+        (route,) = exchange.plan(comm, [keys], TrafficCounter())
         route_seconds.append(time.process_time() - start)
         owned = torch.ones(len(route.owned), dim)
         rows = torch.empty(len(keys), dim)
         start = time.process_time()
-        exchange.rows(comm, route, functools.partial(take_rows, owned), rows, Sent())
-        exchange.gradients(comm, route, rows, None, Sent())
+        exchange.fetch_rows(comm, route, functools.partial(take_rows, owned), rows, TrafficCounter())
+        exchange.reduce_gradients(comm, route, rows, None, TrafficCounter())
         exchange_seconds.append(time.process_time() - start)
         key_counts.append(len(keys))
     return _ExchangeCosts(

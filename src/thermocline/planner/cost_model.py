@@ -28,9 +28,9 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from thermocline.config.dense_sync import Way
+from thermocline.config.dense_sync import Mode
 from thermocline.config.distributed import Hops, Wire
-from thermocline.distributed.wire_format import width
+from thermocline.distributed.wire_format import wire_bytes
 from thermocline.embedding.table_spec import Policy
 from thermocline.errors import require
 from thermocline.planner.cache_model import KeyDistribution
@@ -84,7 +84,7 @@ class Workload:
     window: int = 1
     """Steps that share one pull from DRAM and SSD."""
     dense_optimizer: DenseOptimizer = "adam"
-    sync: Way = "gradients"
+    sync: Mode = "gradients"
     """Synchronization of the dense parameters: gradients, or a mode of periodic averaging."""
     synced: float = 1.0
     """Floats averaged per dense parameter and step: 1 for gradients, 2/k for "v_frozen" every k steps."""
@@ -343,9 +343,17 @@ def _exchange_terms(work: Workload, cluster: Cluster, counts: _RowCounts, hardwa
         rows = handled * (cpu.exchange_key_ns + work.dim * cpu.exchange_float_ns) + 1e3 * cpu.exchange_us * ranks
         terms.append(_cpu_term("route keys", keys, hardware, "send keys to their owners", ranks, 0.0))
         terms.append(_cpu_term("train", rows, hardware, "pack, send and sum rows and gradients", ranks, 0.0))
+    wire = wire_bytes(work.wire, work.dim)
     for link, keys, row_bytes, rate, latency, scope in (
         ("node link", node_keys, 4 * work.dim, links.node_gbs, links.node_us, "within the node"),
-        ("network", network_keys, width(work.wire, work.dim), links.network_gbs, links.network_us, "between nodes"),
+        (
+            "network",
+            network_keys,
+            wire_bytes(work.wire, work.dim),
+            links.network_gbs,
+            links.network_us,
+            "between nodes",
+        ),
     ):
         if keys:
             seconds = keys * KEY_BYTES / rate * 1e-9 + 3e-6 * latency

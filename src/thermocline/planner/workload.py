@@ -86,7 +86,7 @@ def workload_of(config: Config, *, examples: int = SAMPLE_EXAMPLES) -> Workload:
         window=train.pull_window,
         policy=config.tiers.policy,
         dense_optimizer=dense_optimizer,
-        sync=config.dist.dense_sync.way,
+        sync=config.dist.dense_sync.mode,
         synced=synced,
         syncs=syncs,
         hops=config.dist.hops,
@@ -98,9 +98,9 @@ def workload_of(config: Config, *, examples: int = SAMPLE_EXAMPLES) -> Workload:
 
 def sync_volume(sync: DenseSync, optimizer: DenseOptimizer) -> tuple[float, float]:
     """(floats averaged per dense parameter and step, all-reduces per step) in the steady state."""
-    if sync.way == "gradients":
+    if sync.mode == "gradients":
         return 1.0, 1.0
-    if sync.way == "v_frozen" and optimizer != "adam":
+    if sync.mode == "v_frozen" and optimizer != "adam":
         raise ConfigError(
             f'dist.dense_sync.merge "v_frozen" needs train.dense_optimizer "adam", not "{optimizer}"; "all" and '
             '"params" accept any optimizer'

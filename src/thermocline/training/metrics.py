@@ -272,7 +272,7 @@ class ExactMetrics:
     def joined(self, groups: Groups) -> Self:
         """Merge the metrics of all ranks; collective, with the same result on every rank."""
         merged = type(self)(logits=self._sums.logits)
-        for state in groups.train.all_gather_object(self.state_dict(), "joined metrics"):
+        for state in groups.train.all_gather_object(self.state_dict(), "merging metrics"):
             merged.merge(type(self)(logits=self._sums.logits).load_state_dict(state))
         return merged
 

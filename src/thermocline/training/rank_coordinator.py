@@ -98,7 +98,7 @@ class RankCoordinator:
         """Of the dense gradients: the root of the mean square over ranks, which are their own between merges."""
         if self.groups is None:
             return dense
-        found = self.groups.train.all_gather(np.array([dense]), "agreed on the norm of gradients")
+        found = self.groups.train.all_gather(np.array([dense]), "computing the gradient norm")
         return math.hypot(*found[:, 0].tolist()) / math.sqrt(self.world)
 
     # ---- figures
@@ -111,6 +111,6 @@ class RankCoordinator:
         """Each summed over all ranks."""
         if self.groups is None:
             return list(figures)
-        found = self.groups.train.all_gather(np.array(figures, np.float64), "added figures")
+        found = self.groups.train.all_gather(np.array(figures, np.float64), "summing metrics")
         total: list[Any] = found.sum(0).tolist()
         return total

@@ -25,7 +25,7 @@ from thermocline.config.schema import Config, OptimizerName, Tiers
 from thermocline.data.features import Features
 from thermocline.data.open import check_paths, has_split, open_data
 from thermocline.distributed.collective_errors import CollectiveRunner
-from thermocline.distributed.launch import join_ranks, local_world, topology_of
+from thermocline.distributed.launch import join_ranks, load_topology, machine_world
 from thermocline.embedding.initializers import Normal
 from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from thermocline.embedding.table import Table
@@ -67,7 +67,7 @@ def dense_optimizers(config: Config, model: Any) -> list[torch.optim.Optimizer]:
     train = config.resolve().train
     kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
     kind = kinds[str(train.dense_optimizer).removeprefix("rowwise_")]
-    if config.dist.dense_sync.way == "v_frozen" and kind is torch.optim.Adam:
+    if config.dist.dense_sync.mode == "v_frozen" and kind is torch.optim.Adam:
         from thermocline.distributed.frozen_adam import FrozenAdam
 
         kind = FrozenAdam
@@ -110,7 +110,7 @@ class Run:
         self.groups: Groups | None = None
         """The ranks of the run; none: it is this process's alone."""
         with contextlib.ExitStack() as undo:
-            if not read_only and (topology_of(config.dist).world > 1 or saved_by_ranks(config.train.run_dir)):
+            if not read_only and (load_topology(config.dist).world > 1 or saved_by_ranks(config.train.run_dir)):
                 self.groups = undo.enter_context(join_ranks(config.dist))
             fields, dense = self._open_data(read_only)
             torch.manual_seed(config.train.seed)
@@ -161,7 +161,7 @@ class Run:
 
         if self.groups is None or not torch.cuda.is_available():
             return 1
-        return -(-local_world(self.groups.topology) // torch.cuda.device_count())
+        return -(-machine_world(self.groups.topology) // torch.cuda.device_count())
 
     @property
     def _shard(self) -> tuple[int, int]:
@@ -231,7 +231,7 @@ class Run:
         """Trains, saves and tests as the config says; see `tc.Trainer.fit`. One process at a time in a folder."""
         together, run_dir = CollectiveRunner.of([self.table]), Path(self.config.train.run_dir)
         with contextlib.ExitStack() as held:
-            together.broadcast("took the run's folder", lambda: held.enter_context(atomic_file.lock_dir(run_dir)))
+            together.broadcast("locking the run folder", lambda: held.enter_context(atomic_file.lock_dir(run_dir)))
             return self._fit(resume, callbacks)
 
     def _fit(self, resume: bool, callbacks: Sequence[Callback]) -> Result:

@@ -1,9 +1,8 @@
-"""Accuracy of dense synchronisation, for benchmarks/dist.py: all ranks' dense models in one process, one table.
+"""Accuracy of dense synchronization, for benchmarks/dist.py: the dense models of all ranks in one process, one table.
 
-What is played is what ranks do: the same batches, the same `FrozenAdam` and `DenseParameters` per rank, which meet in a
-`Meeting` instead of torch.distributed; rows step by the mean of all ranks' gradients, whose sums are rounded otherwise.
-That dense parameters of ranks have the bits of one process that plays them is what tests/distributed proves. It takes a
-fraction of their processor time.
+The simulation has the batches, the `FrozenAdam` and the `DenseParameters` of every rank, with `ThreadAllReduce` instead
+of torch.distributed. Rows step by the mean of all ranks' gradients, which is rounded differently. tests/distributed
+proves that dense parameters of ranks have the bits of a simulation. It takes a fraction of their processor time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 from accuracy import FEATURES, Examples
 
 import thermocline as tc
-from thermocline.distributed.hierarchical_allreduce import Mean, tree_sum
+from thermocline.distributed.hierarchical_allreduce import HierarchicalAllReduce, tree_sum
 from thermocline.models import ModelConfig, build, parameter_groups, row_dim
 
 Nodes = tuple[tuple[int, ...], ...]
@@ -32,21 +31,21 @@ Nodes = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Something to learn: `ads`, made up, or the CSV files of a folder (benchmarks/accuracy.py)."""
+    """Training data: synthetic ads, or the CSV files of a folder (benchmarks/accuracy.py)."""
 
     folder: str | None
     fields: int
     batch: int
     epochs: int
     steps: int
-    """Per epoch and rank; of files, as many as there are."""
+    """Per epoch and rank; unused with files."""
     lr: float
-    """Of rows."""
+    """Learning rate of rows."""
     dense_lr: float
     seed: int
 
     def batches(self, rank: int, world: int, epoch: int) -> Iterator[tc.Batch]:
-        """A rank's part of an epoch."""
+        """Return a rank's shard of an epoch."""
         if self.folder is None:
             ads = self._ads("train", None)
             ads.seek((epoch * world + rank) * self.steps * self.batch)
@@ -72,28 +71,28 @@ def _parsed(path: Path) -> Examples:
 
 
 def _examples(folder: str, split: str, batch: int, seed: int | None) -> Examples:
-    """A file is parsed once, which takes longer than an epoch of it."""
+    """Return a view of a file that is parsed once: parsing takes longer than an epoch."""
     examples = copy.copy(_parsed(Path(folder) / f"{split}.csv"))
     examples.batch_size, examples.seed = batch, seed
     return examples
 
 
-class Meeting(Mean):
-    """The mean over ranks that are threads of this process: all call it with buffers of their own."""
+class ThreadAllReduce(HierarchicalAllReduce):
+    """All-reduce between threads of this process: each calls it with its rank's buffer."""
 
     def __init__(self, groups: Any, buffers: list[Any], barrier: threading.Barrier) -> None:
         super().__init__(groups, exact=True)
         self._buffers, self._barrier = buffers, barrier
 
-    def __call__(self, buffer: torch.Tensor) -> None:
+    def average(self, buffer: torch.Tensor) -> None:
         self._buffers[self.topology.rank] = buffer.clone()
         self._barrier.wait()
         buffer.copy_(tree_sum(self._buffers, self.topology.nodes) * (1 / self.world))
-        self._barrier.wait()  # all have read
+        self._barrier.wait()  # all ranks have read the buffers
 
 
-class Ranks:
-    """Every rank's model, optimizer and synchronisation."""
+class SimulatedRanks:
+    """Model, optimizer and synchronization of every rank."""
 
     def __init__(self, nodes: Nodes, config: ModelConfig, table: tc.Table, fields: int, task: Task, sync: tc.DenseSync):
         self.world = sum(map(len, nodes))
@@ -108,11 +107,11 @@ class Ranks:
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             groups: Any = types.SimpleNamespace(topology=tc.Topology(self.world, rank, nodes), train=None)
             dense = tc.DenseParameters.make(model.parameters(), optimizer, groups, sync, buffers=model.buffers())
-            dense._mean = Meeting(groups, buffers, barrier)
+            dense._allreduce = ThreadAllReduce(groups, buffers, barrier)
             self.syncs.append(dense)
 
-    def all(self, call: Callable[[tc.DenseParameters], object]) -> None:
-        """At once, as collectives are."""
+    def run_all(self, call: Callable[[tc.DenseParameters], object]) -> None:
+        """Call the function for all ranks concurrently, as collectives require."""
         list(self._threads.map(call, self.syncs))
 
     def close(self) -> None:
@@ -120,7 +119,7 @@ class Ranks:
 
 
 def accuracy_of(nodes: Nodes, task: Task, sync: tc.DenseSync) -> dict[str, Any]:
-    """Test AUC of the epoch with the best validation AUC."""
+    """Train, and return the test AUC of the epoch with the best validation AUC."""
     torch.set_num_threads(1)
     fields = len(FEATURES) if task.folder else task.fields
     config = ModelConfig(name="dnn", hidden=(128, 64), dropout=0.0, embedding_l2=1e-5).resolve()
@@ -130,14 +129,14 @@ def accuracy_of(nodes: Nodes, task: Task, sync: tc.DenseSync) -> dict[str, Any]:
     rows = tc.Adam(lr=task.lr, weight_decay=config.embedding_l2 or 0.0)
     initial = tc.Normal(scale=config.initial)
     table = tc.Table(row_dim(config), rows, mem="128MB", seed=task.seed, initial=initial, threads=1)
-    ranks = Ranks(nodes, config, table, fields, task, sync)
+    ranks = SimulatedRanks(nodes, config, table, fields, task, sync)
     step, history = 0, []
     for epoch in range(task.epochs):
         for model in ranks.models:
             model.train()
         parts = [task.batches(rank, ranks.world, epoch) for rank in range(ranks.world)]
-        together = itertools.chain.from_iterable(zip(*parts, strict=True))
-        with tc.prefetch(together, table, depth=2) as batches:
+        interleaved = itertools.chain.from_iterable(zip(*parts, strict=True))
+        with tc.prefetch(interleaved, table, depth=2) as batches:
             for count, batch in enumerate(batches, 1):
                 model = ranks.models[(count - 1) % ranks.world]
                 label = torch.as_tensor(batch.label, dtype=torch.float32)
@@ -145,7 +144,7 @@ def accuracy_of(nodes: Nodes, task: Task, sync: tc.DenseSync) -> dict[str, Any]:
                 if count % ranks.world == 0:
                     step += 1
                     _step(ranks, table, step)
-        ranks.all(lambda sync: sync.merge_now())
+        ranks.run_all(lambda sync: sync.merge_now())
         history.append([_auc(ranks.models[0], table, task.held_out(split)) for split in ("valid", "test")])
     ranks.close()
     table.close()
@@ -153,14 +152,14 @@ def accuracy_of(nodes: Nodes, task: Task, sync: tc.DenseSync) -> dict[str, Any]:
     return {"auc": history[best][1], "valid_auc": history[best][0], "epoch": best + 1, "steps": step}
 
 
-def _step(ranks: Ranks, table: tc.Table, step: int) -> None:
+def _step(ranks: SimulatedRanks, table: tc.Table, step: int) -> None:
     table.step(scale=1 / ranks.world, max_norm=10.0)
-    ranks.all(lambda sync: sync.after_backward())
+    ranks.run_all(lambda sync: sync.after_backward())
     for sync, optimizer in zip(ranks.syncs, ranks.optimizers, strict=True):
         torch.nn.utils.clip_grad_norm_(sync.parameters, 10.0)
         optimizer.step()
         optimizer.zero_grad()
-    ranks.all(lambda sync: sync.after_step(step))
+    ranks.run_all(lambda sync: sync.after_step(step))
 
 
 def _auc(model: torch.nn.Module, table: tc.Table, data: Iterator[tc.Batch]) -> float:
@@ -170,6 +169,6 @@ def _auc(model: torch.nn.Module, table: tc.Table, data: Iterator[tc.Batch]) -> f
         for batch in batches:
             scores.append(model(batch))
             labels.append(torch.as_tensor(batch.label, dtype=torch.float32))
-    found = tc.auc(torch.cat(scores), torch.cat(labels))
-    assert math.isfinite(found)
-    return float(found)
+    auc = tc.auc(torch.cat(scores), torch.cat(labels))
+    assert math.isfinite(auc)
+    return float(auc)
