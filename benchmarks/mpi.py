@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from baselines.mpi_ps import launch  # noqa: E402
-from thermocline.data.paper_models import Plan  # noqa: E402
+from thermocline.data.paper_models import PaperModel  # noqa: E402
 
 OURS = "thermocline"
 
@@ -49,7 +49,7 @@ QUICK = dataclasses.replace(FULL, preset="A/8000", batch=2048, steps=40, logs=4,
 
 def config_text(model: str, sizes: Sizes) -> str:
     """The source's model, scaled as suggested: FM has next to no dense parameters, DNN the published number."""
-    plan = Plan.of(sizes.preset)
+    plan = PaperModel.parse(sizes.preset)
     return f"""
 [data]
 format = "synth"

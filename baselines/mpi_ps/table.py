@@ -9,7 +9,8 @@ import numpy as np
 from mpi4py import MPI
 
 from baselines.mpi_ps.route import Buffer, Route, Router, exchange
-from thermocline.batch import Batch, Floats, Slots, WorkingSet
+from thermocline.arrays import Floats, Slots
+from thermocline.batch import Batch, WorkingSet
 from thermocline.embedding.batch_plan import BagSpec, Part, Prepared
 from thermocline.embedding.optimizers import SGD, Optimizer
 from thermocline.embedding.table import Table

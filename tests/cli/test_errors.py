@@ -157,7 +157,7 @@ def test_files_with_other_columns_are_told_and_mended(tmp_path: Path) -> None:
     Path("new.csv").write_text("user,price,shop\nu1,3,x\n")
     told = refused("predict", "run", "new.csv", code=1)
     assert told == (
-        "new.csv has other columns than the training data: it also has 'shop' (set data.ignore to [\"shop\"])"
+        "new.csv has different columns than the training data: it also has 'shop' (set data.ignore to [\"shop\"])"
     )
     told = refused("predict", "run", "new.csv", "--set", 'data.ignore=["shop"]', "--out", "new.csv/scores.csv")
     assert told.startswith(

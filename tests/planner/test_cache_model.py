@@ -33,7 +33,7 @@ def test_unique_keys_are_those_of_the_generated_data(world: str) -> None:
 
 def test_unique_keys_of_data_that_was_counted() -> None:
     ads = tc.SyntheticAds(keys=5000, fields=5, batch_size=500, examples=50_000, tensors=False)
-    _, counts = key_stats.count(ads)
+    _, counts = key_stats.count_keys(ads)
     popularity = Popularity.counted(counts, 50_000)
     assert popularity.nonzeros == pytest.approx(5)
     counted = np.mean([len(np.unique(ads.batch(number).ids)) for number in range(20)])

@@ -198,10 +198,10 @@ def test_command(tmp_path: Path) -> None:
 
 
 WRONG = [
-    (["--preset", "Z"], "there is no preset 'Z': write one of A, B, C, D, E"),
+    (["--preset", "Z"], "unknown preset 'Z': write one of A, B, C, D, E"),
     (["--preset", "E", "--set", "dist.hops=three"], "--set dist.hops"),
     (["--preset", "E", "--set", "train.batch=3"], "batch_size"),
-    (["csv.toml"], "no.csv: there is no such file"),
+    (["csv.toml"], "no.csv: no such file"),
 ]
 
 

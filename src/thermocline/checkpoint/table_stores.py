@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from thermocline.checkpoint.manifest import Json
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.key_sharding import owner_of, rank_folder
 from thermocline.distributed.shard_reader import JoinedTable
@@ -24,7 +25,7 @@ from thermocline.errors import FormatError, NotFoundError, ThermoclineError
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils import atomic_file
-from thermocline.utils.atomic_file import Json, failpoint
+from thermocline.utils.atomic_file import failpoint
 
 if TYPE_CHECKING:
     from thermocline.distributed.sharded_table import ShardedTable

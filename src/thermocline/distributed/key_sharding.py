@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.embedding.arrays import Keys
+from thermocline.arrays import Keys
 from thermocline.embedding.key_hash import hash_keys
 
 MOST_RANKS = 1 << 16

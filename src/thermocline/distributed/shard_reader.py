@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from thermocline.batch import Batch, Floats
+from thermocline.arrays import Floats, Keys, as_keys
+from thermocline.batch import Batch
 from thermocline.distributed.key_sharding import owner_of
-from thermocline.embedding.arrays import Keys, as_keys
 from thermocline.embedding.batch_plan import BagSpec, Prepared
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.table import Table

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline.batch import Batch, Floats
+from thermocline.arrays import Floats, as_keys
+from thermocline.batch import Batch
 from thermocline.config.distributed import Hops, Wire
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.key_sharding import rank_folder
 from thermocline.distributed.row_exchange import Exchange
 from thermocline.distributed.sharded_backend import Ranks
 from thermocline.distributed.topology import Topology
-from thermocline.embedding.arrays import as_keys
 from thermocline.embedding.batch_plan import BagSpec, Prepared
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.table import Table

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from thermocline.batch import Floats, Offsets, Slots, WorkingSet
+from thermocline.arrays import Floats, Keys, Offsets, Slots
+from thermocline.batch import WorkingSet
 from thermocline.core import core
-from thermocline.embedding.arrays import Keys
 from thermocline.tiers.dram import DramTier, Pins
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import numpy as np
 
-from thermocline.batch import Batch, Floats, Slots, WorkingSet
-from thermocline.embedding.arrays import Keys
+from thermocline.arrays import Floats, Keys, Slots
+from thermocline.batch import Batch, WorkingSet
 from thermocline.embedding.batch_plan import BagSpec, Gradient, Part, Prepared
 from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.optimizers import Optimizer

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from thermocline.batch import Batch, Slots, WorkingSet
-from thermocline.embedding.arrays import Keys
+from thermocline.arrays import Keys, Slots
+from thermocline.batch import Batch, WorkingSet
 from thermocline.embedding.table import Table
 from thermocline.errors import BudgetError
 from thermocline.pipeline.executor import Pipeline, StageStats

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.data.key_counts import Counted
+from thermocline.data.key_stats import KeyHistogram
 from thermocline.tiers.dram import Policy
 
 Numbers = npt.NDArray[np.float64]
@@ -33,7 +33,7 @@ class Popularity:
         return cls(np.concatenate([w for w, _ in parts]), np.concatenate([c for _, c in parts]))
 
     @classmethod
-    def counted(cls, counts: Counted, examples: int) -> Self:
+    def counted(cls, counts: KeyHistogram, examples: int) -> Self:
         """Of data that was read: see data/stats.py. Keys that come up later for the first time are not known."""
         return cls(np.asarray(counts.weights, np.float64), np.minimum(1.0, counts.counts / examples))
 

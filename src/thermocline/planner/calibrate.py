@@ -18,11 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from thermocline.arrays import Keys
 from thermocline.batch import WorkingSet
 from thermocline.config.train import TrainConfig
-from thermocline.data.key_stats import memory_of_machine
 from thermocline.data.synthetic import SyntheticAds
-from thermocline.embedding.arrays import Keys
 from thermocline.embedding.optimizers import Adagrad
 from thermocline.embedding.table import Table
 from thermocline.models import ModelConfig, build
@@ -34,7 +33,8 @@ from thermocline.tiers.dram import DramTier
 from thermocline.tiers.ssd import SsdStats, SsdStore
 from thermocline.training.callbacks import Callback
 from thermocline.training.trainer import Trainer
-from thermocline.utils.cpu_affinity import bound, cores
+from thermocline.utils.cpu_affinity import cores, limit_cores
+from thermocline.utils.machine import memory_bytes
 from thermocline.utils.malloc import keep_freed_memory
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def measure(
     links = Links(**measured, data_gbs=measured["network_gbs"])
     gpu = part(_gpu())
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    cpu = Cpu(cores=cores(), memory=memory_of_machine(), **rows, **layers, **steps, **pair)
+    cpu = Cpu(cores=cores(), memory=memory_bytes(), **rows, **layers, **steps, **pair)
     source = f"measured {now}; the network's figures are those of two processes on this machine, over loopback"
     return Hardware(name=platform.machine(), source=source, cpu=cpu, disk=disk, links=links, gpu=gpu)
 
@@ -90,7 +90,7 @@ def _bound(count: int) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        with bound(count):
+        with limit_cores(count):
             yield
     finally:
         torch.set_num_threads(threads)

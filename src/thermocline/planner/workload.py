@@ -15,8 +15,8 @@ from thermocline.config.data import Data, Synth
 from thermocline.config.dense_sync import DenseSync
 from thermocline.config.schema import Config, Train
 from thermocline.data import key_stats
-from thermocline.data.open import check_paths, open_data
-from thermocline.data.paper_models import Plan
+from thermocline.data.open_data import check_paths, open_data
+from thermocline.data.paper_models import PaperModel
 from thermocline.embedding.optimizers import SGD
 from thermocline.embedding.table import Table
 from thermocline.errors import ConfigError
@@ -44,7 +44,7 @@ _SAMPLE_IDS = 1_000_000
 def preset_config(name: str, sets: Sequence[str] = ()) -> Config:
     """The config of the source's model A to E, at a scale (see `tc.SyntheticAds.preset`), changed by overrides."""
     try:
-        plan = Plan.of(name)
+        plan = PaperModel.parse(name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     model = ModelConfig(name="dnn", dim=plan.dim, hidden=plan.hidden, dropout=0.0, batch_norm=False, embedding_l2=0.0)
@@ -143,7 +143,7 @@ def _data(config: Config, examples: int) -> dict[str, Any]:
             pass
         return {**out, "popularity": popularity, "read_ns": read.nanoseconds}
     read = _Timed(itertools.islice(batches, -(-examples // size)))
-    _, counts = key_stats.count(read)
+    _, counts = key_stats.count_keys(read)
     stored = 0.0 if made_up else batches.bytes / max(1, batches.estimated_batches() * size)
     popularity = Popularity.counted(counts, read.examples)
     return {**out, "popularity": popularity, "read_ns": read.nanoseconds, "example_bytes": stored}

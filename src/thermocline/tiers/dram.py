@@ -14,9 +14,9 @@ from typing import Any, Literal, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.batch import Slots, WorkingSet
+from thermocline.arrays import Floats, Keys, Offsets, Pooling, Slots, as_keys, bags_of, floats_of, out_of
+from thermocline.batch import WorkingSet
 from thermocline.core import core
-from thermocline.embedding.arrays import Floats, Keys, Offsets, Pooling, as_keys, bags_of, floats_of, out_of
 from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.optimizers import Optimizer, initial_state
 from thermocline.embedding.precision import FP32, Precision

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from thermocline.batch import Floats, Slots, WorkingSet
+from thermocline.arrays import Floats, Slots
+from thermocline.batch import WorkingSet
 from thermocline.embedding.batch_plan import BagSpec, Gradient, Part, Prepared
 from thermocline.tiers.dram import DramTier, Pins
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline.batch import Slots, WorkingSet
+from thermocline.arrays import Slots
+from thermocline.batch import WorkingSet
 from thermocline.embedding.batch_plan import BagSpec, Part, Remote
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.kernels.codec import Codec
