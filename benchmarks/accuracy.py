@@ -1,13 +1,13 @@
-"""Accuracy on MovieLens-100k beside FuxiCTR: the same split, the same settings (BARS x1), mean test AUC of the seeds.
+"""Accuracy on MovieLens-100k compared with FuxiCTR: same split, same settings (BARS x1), mean test AUC over seeds.
 
     python benchmarks/accuracy.py FOLDER --fuxictr REPOSITORY --json FILE
     python benchmarks/accuracy.py FOLDER --models lr,fm --seeds 1 --sides ours
 
-FOLDER holds ml-100k.inter, ml-100k.user and ml-100k.item, as RecBole has them. Positive: a rating of 4 or more.
-Features: the user and age, gender, occupation and zip code; the movie, its year and its genres (several, summed).
-The split, 8:1:1 at random, is written as CSV files that both sides read. FuxiCTR's side needs a copy of its repository
-(the models are not in its package) and what that imports: polars<2 pandas<3 scikit-learn h5py tqdm pyyaml
-keras_preprocessing. FILE gathers runs: those it has are not repeated.
+FOLDER has ml-100k.inter, ml-100k.user and ml-100k.item in RecBole's format. A rating of 4 or more is positive.
+Features: user id, age, gender, occupation and zip code; movie id, year and genres (several, summed). The random 8:1:1
+split is written as CSV files that both sides read. FuxiCTR needs a copy of its repository (the models are not in its
+package) and these packages: polars<2 pandas<3 scikit-learn h5py tqdm pyyaml keras_preprocessing. Runs that FILE already
+has are not repeated.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ MODELS = ("lr", "fm", "dnn", "deepfm", "dcn", "dcnv2")
 TRAINING: dict[str, Any] = {
     "batch_size": 4096, "lr": 1e-3, "epochs": 100, "clip_norm": 10.0, "patience": 2, "plateau_factor": 0.1
 }  # fmt: skip
-"""FuxiCTR's defaults. Clipping matters: the first gradients of rows near zero are large behind batch norm (148 for the
-DNN), and Adam would remember them for a thousand steps."""
+"""FuxiCTR's defaults. Clipping matters: with batch norm the first gradients of rows near zero are large (148 for the
+DNN), and Adam's second moment would keep them for a thousand steps."""
 TOLERANCE = 0.002
 Run = dict[str, Any]
 
-# ---- the data, as files
+# ---- data files
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
-    """A RecBole file: tab separated, the header says `name:type`."""
+    """Read a RecBole file: tab-separated, with a header of `name:type`."""
     with path.open(encoding="utf-8", newline="") as file:
         lines = [line.rstrip("\r\n").split("\t") for line in file]
     names = [name.split(":")[0] for name in lines[0]]
@@ -56,7 +56,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def write_split(source: Path, folder: Path, seed: int) -> dict[str, int]:
-    """train.csv, valid.csv and test.csv of 8:1:1 of the ratings, in an order by the seed; returns their sizes."""
+    """Write a random 8:1:1 split as train.csv, valid.csv and test.csv; return their sizes."""
     users = {row["user_id"]: row for row in rows_of(source / "ml-100k.user")}
     items = {row["item_id"]: row for row in rows_of(source / "ml-100k.item")}
     examples = []
@@ -80,14 +80,14 @@ def write_split(source: Path, folder: Path, seed: int) -> dict[str, int]:
 
 
 class Examples:
-    """A CSV file in memory, as batches; shuffled anew each epoch if there is a seed."""
+    """Batches of a CSV file held in memory; reshuffled in each epoch if `seed` is set."""
 
     def __init__(self, path: Path, batch_size: int, seed: int | None = None) -> None:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
         values = [[row[name].split("^") if name == SEVERAL else [row[name]] for name in FEATURES] for row in rows]
-        most = max(len(bag) for row in values for bag in row)
-        self.keys = np.zeros((len(rows), len(FEATURES), most), np.uint64)
+        max_ids = max(len(bag) for row in values for bag in row)
+        self.keys = np.zeros((len(rows), len(FEATURES), max_ids), np.uint64)
         self.used = np.zeros(self.keys.shape, bool)
         for n, row in enumerate(values):
             for field, bag in enumerate(row):
@@ -144,18 +144,20 @@ def train_ours(config: ModelConfig, seed: int, data: Path, work: Path) -> Run:
     }
 
 
-# ---- both
+# ---- results
 
 
 def claims_of(runs: Sequence[Run]) -> list[Claim]:
-    out = []
+    claims = []
     for model in dict.fromkeys(run["model"] for run in runs):
         mean = {side: mean_of(runs, model, side, "auc") for side in ("ours", "fuxictr")}
         if None not in mean.values():
             behind = mean["fuxictr"] - mean["ours"]  # type: ignore[operator]
             detail = f"ours {mean['ours']:.4f}, FuxiCTR {mean['fuxictr']:.4f}"
-            out.append(Claim(f"{model.upper()} behind FuxiCTR", behind, TOLERANCE, "AUC", at_most=True, detail=detail))
-    return out
+            claims.append(
+                Claim(f"{model.upper()} behind FuxiCTR", behind, TOLERANCE, "AUC", at_most=True, detail=detail)
+            )
+    return claims
 
 
 def mean_of(runs: Sequence[Run], model: str, side: str, figure: str) -> float | None:
@@ -164,16 +166,16 @@ def mean_of(runs: Sequence[Run], model: str, side: str, figure: str) -> float | 
 
 
 def print_runs(runs: Sequence[Run]) -> None:
-    grid = Grid(title="test AUC / logloss, mean of the seeds; AUC of each; epochs")
+    grid = Grid(title="test AUC and logloss, mean over seeds; AUC of each seed; epochs")
     for column in ("model", "side", "AUC", "logloss", "each", "epochs"):
         grid.add_column(column)
     for model in dict.fromkeys(run["model"] for run in runs):
         for side in ("ours", "fuxictr"):
-            own = [run for run in runs if (run["model"], run["side"]) == (model, side)]
-            if own:
+            selected = [run for run in runs if (run["model"], run["side"]) == (model, side)]
+            if selected:
                 auc, logloss = (mean_of(runs, model, side, figure) for figure in ("auc", "logloss"))
-                each = " ".join(f"{run['auc']:.4f}" for run in own)
-                epochs = " ".join(str(run["epochs"]) for run in own)
+                each = " ".join(f"{run['auc']:.4f}" for run in selected)
+                epochs = " ".join(str(run["epochs"]) for run in selected)
                 grid.add_row(model, side, f"{auc:.4f}", f"{logloss:.4f}", each, epochs)
     console.print(grid)
 
@@ -181,15 +183,17 @@ def print_runs(runs: Sequence[Run]) -> None:
 def save(args: argparse.Namespace, setup: dict[str, Any], runs: list[Run]) -> None:
     if args.json:
         where = environment(["thermocline", "torch", "numpy"])
-        if args.fuxictr is not None:  # its package says __version__="..."
+        if args.fuxictr is not None:  # its package has __version__="..."
             where["versions"]["fuxictr"] = (args.fuxictr / "fuxictr" / "version.py").read_text().split('"')[1]
         write_json(args.json, {"environment": where, "setup": setup, "runs": runs}, claims_of(runs))
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="of ml-100k.inter, .user and .item")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write results there; runs it already has are kept")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder with ml-100k.inter, .user and .item")
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="write results to this file; runs that it has are kept"
+    )
     parser.add_argument("--models", default=",".join(MODELS), help=f"default: {','.join(MODELS)}")
     parser.add_argument("--seeds", default="2021,2022,2023", help="default: 2021,2022,2023")
     parser.add_argument("--sides", default="ours,fuxictr", help="default: ours,fuxictr")
@@ -204,7 +208,7 @@ def main() -> None:
     torch.set_num_threads(args.torch_threads)
     sides: dict[str, Callable[[ModelConfig, int, Path, Path], Run]] = {"ours": train_ours}
     if args.fuxictr is None:
-        console.print("[yellow]our side only: FuxiCTR's needs --fuxictr[/]")
+        console.print("[yellow]only our side runs: set --fuxictr to compare with FuxiCTR[/]")
     else:
         from accuracy_fuxictr import train_fuxictr
 

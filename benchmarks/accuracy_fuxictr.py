@@ -1,4 +1,4 @@
-"""FuxiCTR's side of accuracy.py: its own preprocessing, models, training loop and metrics, with our settings."""
+"""FuxiCTR's side of accuracy.py: FuxiCTR's preprocessing, models, training loop and metrics, with our settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOLDERS = {
 
 
 def model_class(folder: Path, name: str) -> Any:
-    """The class in the model zoo's folder of that model, whose package is always called `src`."""
+    """Import a model class from the model zoo, where the package of every model is named `src`."""
     for module in [module for module in sys.modules if module.split(".")[0] == "src"]:
         del sys.modules[module]
     sys.path.insert(0, str(folder / "model_zoo" / FOLDERS[name]))
@@ -35,7 +35,7 @@ def model_class(folder: Path, name: str) -> Any:
 
 
 def settings_of(config: ModelConfig) -> dict[str, Any]:
-    """A config in FuxiCTR's words; its LR and FM have one regularizer for everything."""
+    """Convert a config to FuxiCTR's options; FuxiCTR's LR and FM have one regularizer for all parameters."""
     hidden = list(config.hidden)
     if config.name in ("lr", "fm"):
         return {"embedding_dim": config.dim, "regularizer": config.embedding_l2}
@@ -58,7 +58,7 @@ def settings_of(config: ModelConfig) -> dict[str, Any]:
 def train_fuxictr(
     config: ModelConfig, seed: int, data: Path, work: Path, *, folder: Path, training: dict[str, Any]
 ) -> dict[str, Any]:
-    """What its run_expid.py does, on our split."""
+    """Train and evaluate on our split, like FuxiCTR's run_expid.py."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     from accuracy import FEATURES, SEVERAL
@@ -69,7 +69,7 @@ def train_fuxictr(
 
     logging.disable(logging.WARNING)
     if not hasattr(np, "unicode_"):
-        np.unicode_ = np.str_  # keras_preprocessing, which FuxiCTR uses, asks for the name NumPy 2 dropped
+        np.unicode_ = np.str_  # keras_preprocessing, which FuxiCTR imports, needs this name, which NumPy 2 removed
     columns: list[dict[str, Any]] = [
         {"name": name, "active": True, "dtype": "str", "type": "categorical"} for name in FEATURES if name != SEVERAL
     ]

@@ -23,8 +23,8 @@ import torch
 from common import Claim, console, environment, print_claims, write_json
 
 import thermocline as tc
-from thermocline.data.paper_models import Plan
-from thermocline.embedding.arrays import Keys
+from thermocline.arrays import Keys
+from thermocline.data.paper_models import PaperModel
 from thermocline.embedding.bulk_load import fill_store, fill_top, pieces
 from thermocline.tiers.hbm import bytes_for
 
@@ -36,7 +36,7 @@ _START = time.perf_counter()
 
 
 class Model(torch.nn.Module):
-    def __init__(self, table: tc.Table, plan: Plan) -> None:
+    def __init__(self, table: tc.Table, plan: PaperModel) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.bag = tc.EmbeddingBag(table, plan.fields)
@@ -60,7 +60,7 @@ def by_popularity(ads: tc.SyntheticAds, begin: float, end: float) -> Iterator[Ke
         first += count
 
 
-def train(table: tc.Table, plan: Plan, batches: list[tc.Batch], depth: int, window: int) -> dict[str, Any]:
+def train(table: tc.Table, plan: PaperModel, batches: list[tc.Batch], depth: int, window: int) -> dict[str, Any]:
     model = Model(table, plan).cuda()
     adam = torch.optim.Adam(model.mlp.parameters(), lr=1e-3)
     warm, begin = len(batches) // 2 // window * window, 0.0
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--folder", default=".", help="folder on the disk to use")
     parser.add_argument("--json", help="write all figures to FILE")
     options = parser.parse_args()
-    plan = Plan.of(options.preset)
+    plan = PaperModel.parse(options.preset)
     ads = tc.SyntheticAds.preset(options.preset, batch_size=options.batch)
     batches = list(itertools.islice(iter(ads), options.steps))
     hot, warm = (0.0, 0.095), (0.095, 0.48)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from baselines.mpi_ps import launch  # noqa: E402
-from thermocline.data.paper_models import Plan  # noqa: E402
+from thermocline.data.paper_models import PaperModel  # noqa: E402
 
 OURS = "thermocline"
 
@@ -48,7 +48,7 @@ QUICK = dataclasses.replace(FULL, preset="A/8000", batch=2048, steps=40, logs=4,
 
 def config_text(model: str, sizes: Sizes) -> str:
     """Return the config of the paper's model, scaled down: FM has few dense parameters, DNN the published number."""
-    plan = Plan.of(sizes.preset)
+    plan = PaperModel.parse(sizes.preset)
     return f"""
 [data]
 format = "synth"

@@ -1,14 +1,14 @@
-"""Parsing Criteo's TSV against pandas and polars: ratios measured in one run.
+"""Benchmark of parsing the Criteo format against pandas and polars: ratios measured in one run.
 
     python benchmarks/read.py --quick                    a small file, under a minute
     python benchmarks/read.py --json FILE                about 200 MB, more rounds
-    python benchmarks/read.py --rivals /other/bin/python the Python that has pandas and polars, where this one has not
+    python benchmarks/read.py --rivals /other/bin/python a Python that has pandas and polars, if this one does not
 
-All read the same generated file (a label, 13 integers, 26 values of 8 hexadecimal digits, as skewed and as often empty
-as Criteo's) from the page cache, in turns, each in a process of its own; figures are medians. What they do is not the
-same: we end with 64-bit keys, hashed with their field, and numbers in buckets, and keep nothing; pandas and polars end
-with a table of strings and numbers in memory, not yet hashed. "Per core" is processor time, with one thread on one
-core: hardly changed by what else keeps the machine busy.
+All readers read the same generated file (a label, 13 integers, 26 values of 8 hexadecimal digits, with the skew and
+the missing values of Criteo's) from the page cache, in alternation, each in its own process; results are medians. The
+work differs: ours produces 64-bit keys, hashed with their field, and bucketed numbers, and keeps no result; pandas and
+polars produce a table of strings and numbers in memory, without hashing. "Per core" is processor time with one thread
+on one core, which other load on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 WORKERS = Path(__file__).with_name("read_workers.py")
-# Of Criteo's columns: the logarithm's mean of I1 .. I13, and the share of lines where a column is empty.
+# Of the Criteo columns: mean logarithm of I1 .. I13, and the fraction of lines in which each column is empty.
 LOG_MEANS = (0.8, 2.5, 2.0, 1.7, 7.5, 3.6, 1.8, 2.1, 4.0, 0.3, 0.9, 0.2, 1.8)
 EMPTY = (0.45, 0, 0.21, 0.22, 0.03, 0.22, 0.04, 0, 0.04, 0.45, 0.04, 0.76, 0.22, *[0.0] * 2, 0.03, 0.03, *[0.0] * 7)
 EMPTY += (0.03, 0, 0, 0, 0.03, 0, 0, 0.44, 0.44, 0.03, 0.76, 0, 0.03, 0.44, 0.44)
 
 
 def write_file(path: Path, rows: int, seed: int = 1) -> None:
-    """A file like Criteo's: label, 13 integers, 26 values, separated by tabs, some empty."""
+    """Write a file in the Criteo format: label, 13 integers, 26 values, separated by tabs, some empty."""
     random = np.random.default_rng(seed)
     words = pa.array([f"{x:08x}" for x in random.integers(0, 1 << 32, 500_000, np.uint64)])
     options = pyarrow.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
@@ -59,7 +59,7 @@ def write_file(path: Path, rows: int, seed: int = 1) -> None:
 
 
 class Worker:
-    """A reader's process: `read` makes it read the file once."""
+    """A process with one reader; `read` reads the file once."""
 
     def __init__(self, stack: ExitStack, python: str, name: str, path: Path, threads: int) -> None:
         cores = sorted(os.sched_getaffinity(0))[:threads]
@@ -85,7 +85,7 @@ class Worker:
         assert self.process.stdout
         line = self.process.stdout.readline().strip()
         if not line:
-            raise SystemExit(f"a reader ended: {' '.join(map(str, self.process.args))}")  # type: ignore[arg-type]
+            raise SystemExit(f"a reader process exited: {' '.join(map(str, self.process.args))}")  # type: ignore[arg-type]
         return line
 
 
@@ -95,20 +95,18 @@ def measure(path: Path, rows: int, rounds: int, rivals: str, threads: int) -> di
         plan = [(name, t) for t in sorted({1, threads}) for name in ("ours", "pandas", "pandas-pyarrow", "polars")]
         for name, t in plan:
             if name == "pandas" and t > 1:
-                continue  # has one thread
+                continue  # pandas has one thread
             worker = Worker(stack, sys.executable if name == "ours" else rivals, name, path, t)
             if worker.missing:
-                console.print(
-                    f"{name} is left out, it is not installed in {rivals} ({worker.version}); --rivals names one"
-                )
+                console.print(f"{name} is left out: {rivals} cannot import it ({worker.version}); set --rivals")
             else:
                 workers[f"{name}, {t} thread{'s' * (t > 1)}"] = worker
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("reading", total=(rounds + 1) * len(workers))
-            for _ in range(rounds + 1):  # the first warms up
+            for _ in range(rounds + 1):  # the first round is a warm-up
                 for name, worker in workers.items():
-                    if (got := worker.read()) != rows:
-                        raise SystemExit(f"{name} read {got} of {rows} lines")
+                    if (count := worker.read()) != rows:
+                        raise SystemExit(f"{name} read {count} of {rows} lines")
                     progress.advance(task)
         for worker in workers.values():
             assert worker.process.stdin
@@ -139,25 +137,27 @@ def report(workers: dict[str, Worker], size: int, rows: int) -> dict[str, Any]:
 
 def claims_of(workers: dict[str, Worker], threads: int) -> list[Claim]:
     many = f"{threads} thread{'s' * (threads > 1)}"
-    wanted = [("pandas", "1 thread", "cpu", 5.0), ("polars", "1 thread", "cpu", 1.0), ("polars", many, "seconds", 1.0)]
+    targets = [("pandas", "1 thread", "cpu", 5.0), ("polars", "1 thread", "cpu", 1.0), ("polars", many, "seconds", 1.0)]
     claims = []
-    for rival, readers, what, target in wanted:
+    for rival, readers, quantity, target in targets:
         if f"{rival}, {readers}" not in workers:
             continue
-        theirs, mine = (getattr(workers[f"{name}, {readers}"], what) for name in (rival, "ours"))
-        ratio = spread(theirs)["median"] / spread(mine)["median"]
-        name = f"parse Criteo TSV vs {rival}, " + ("per core" if what == "cpu" else many)
-        detail = "processor time" if what == "cpu" else "time"
-        claims.append(Claim(name, ratio, target, detail=f"{detail}; ours are hashed keys"))
+        theirs, ours = (getattr(workers[f"{name}, {readers}"], quantity) for name in (rival, "ours"))
+        ratio = spread(theirs)["median"] / spread(ours)["median"]
+        name = f"parse Criteo TSV vs {rival}, " + ("per core" if quantity == "cpu" else many)
+        detail = "processor time" if quantity == "cpu" else "time"
+        claims.append(Claim(name, ratio, target, detail=f"{detail}; our result is hashed keys"))
     return claims
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small file and fewer rounds: under a minute")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures there")
-    parser.add_argument("--rivals", metavar="PYTHON", default=sys.executable, help="the Python with pandas and polars")
-    parser.add_argument("--threads", type=int, default=2, help="of those that have threads (default 2)")
+    parser.add_argument("--json", metavar="FILE", help="write the results to this file")
+    parser.add_argument(
+        "--rivals", metavar="PYTHON", default=sys.executable, help="a Python that has pandas and polars"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="threads of the readers that have threads (default 2)")
     args = parser.parse_args()
     rows, rounds = (100_000, 3) if args.quick else (850_000, 7)
     with tempfile.TemporaryDirectory() as folder:
@@ -169,7 +169,7 @@ def main() -> None:
     figures = report(workers, size, rows)
     claims = claims_of(workers, args.threads)
     print_claims("Reading", claims)
-    console.print(f"others used {others['others_cpu']:.0%} of the machine meanwhile")
+    console.print(f"other processes used {others['others_cpu']:.0%} of the machine during the measurement")
     if args.json:
         record = {**environment(), "bytes": size, "rows": rows, "rounds": rounds, "readers": figures, **others}
         write_json(args.json, record, claims)

@@ -1,7 +1,7 @@
-"""One reader of benchmarks/read.py, in a process of its own: `python read_workers.py NAME FILE THREADS`.
+"""Process of one reader of benchmarks/read.py: `python read_workers.py NAME FILE THREADS`.
 
-Prints its version, or "missing: ..." where it is not installed; then, for every line on standard input, reads the whole
-file once and prints seconds, processor seconds and the number of rows. Runs in any Python that has the reader.
+Prints the reader's version, or "missing: ..." if it is not installed. Then, for every line on standard input, reads the
+whole file once and prints seconds, processor seconds and the number of rows. Runs in any Python that has the reader.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ BLOCK = 4 << 20
 
 
 def ours(path: str, threads: int) -> Callable[[], int]:
-    """Labels, offsets and 39 keys per line, 13 of them numbers in buckets; the file is mapped, no result is kept."""
+    """Parse to labels, offsets and 39 keys per line, 13 of them bucketed numbers; maps the file and keeps no result."""
     from thermocline.core import _core
 
-    plain = (False, 0.0, 1.0)
-    columns = [("label", "label", *plain, "none")]
-    columns += [("number_key", name, *plain, "log_square") for name in NUMBERS]
-    columns += [("key", name, *plain, "none") for name in CATEGORIES]
+    identity = (False, 0.0, 1.0)  # log, mean, inverse standard deviation
+    columns = [("label", "label", *identity, "none")]
+    columns += [("number_key", name, *identity, "log_square") for name in NUMBERS]
+    columns += [("key", name, *identity, "none") for name in CATEGORIES]
     parser = _core.TextParser("table", columns=columns)
 
     def parse(block: memoryview) -> int:
@@ -45,12 +45,12 @@ def ours(path: str, threads: int) -> Callable[[], int]:
     def read() -> int:
         if threads == 1:
             return sum(map(parse, blocks()))
-        rows, waiting = 0, []
+        rows, pending = 0, []
         for block in blocks():
-            waiting.append(pool.submit(parse, block))
-            if len(waiting) > 2 * threads:
-                rows += waiting.pop(0).result()
-        return rows + sum(future.result() for future in waiting)
+            pending.append(pool.submit(parse, block))
+            if len(pending) > 2 * threads:
+                rows += pending.pop(0).result()
+        return rows + sum(future.result() for future in pending)
 
     with open(path, "rb") as file:
         text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -59,7 +59,7 @@ def ours(path: str, threads: int) -> Callable[[], int]:
 
 
 def pandas(path: str, threads: int, engine: str = "c") -> Callable[[], int]:
-    """A DataFrame of an integer, 13 floats (they may be missing) and 26 strings."""
+    """Parse to a DataFrame of an integer, 13 floats (integers with missing values) and 26 strings."""
     import pandas
 
     types = {"label": "int8", **dict.fromkeys(NUMBERS, "float64"), **dict.fromkeys(CATEGORIES, "str")}
@@ -72,7 +72,7 @@ def pandas(path: str, threads: int, engine: str = "c") -> Callable[[], int]:
 
 
 def polars(path: str, threads: int) -> Callable[[], int]:
-    """A DataFrame of 14 integer and 26 string columns; POLARS_MAX_THREADS is set by the caller."""
+    """Parse to a DataFrame of 14 integer and 26 string columns; the caller sets POLARS_MAX_THREADS."""
     import polars
 
     if polars.thread_pool_size() != threads:

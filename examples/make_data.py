@@ -1,4 +1,4 @@
-"""Writes data/<format>/{train,valid,test}.*: clicks on ads, made up, in every format. `python make_data.py --help`."""
+"""Generate clicks on ads in every format, as data/<format>/{train,valid,test}.*. See `python make_data.py --help`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPLITS = {"train": 1.0, "valid": 0.1, "test": 0.1}
 
 
 def click_log(rows: int, seed: int) -> pa.Table:
-    """A table as a shop might have it: who saw what, where and when; and whether they clicked."""
+    """Generate a click log of a shop: user, item, country, hour, price, age, tags, and the label `click`."""
     rng = np.random.default_rng(seed)
     user = rng.zipf(1.3, rows) % 5000
     item = rng.zipf(1.2, rows) % 2000
@@ -31,7 +31,7 @@ def click_log(rows: int, seed: int) -> pa.Table:
     columns = {
         "click": pa.array(click.astype(np.int64)),
         "user": pa.array([f"u{n}" for n in user]),
-        "item": pa.array([f"item, no. {n}" for n in item]),  # a comma, so that CSV must quote
+        "item": pa.array([f"item, no. {n}" for n in item]),  # with a comma, which CSV must quote
         "country": pa.array(country),
         "hour": pa.array(hour),
         "price": pa.array(price, mask=missing),
@@ -42,7 +42,7 @@ def click_log(rows: int, seed: int) -> pa.Table:
 
 
 def criteo_lines(rows: int, seed: int) -> str:
-    """Criteo's columns: label, 13 integers, 26 hexadecimal values; some of them empty."""
+    """Generate lines in the Criteo format: label, 13 integers, 26 hexadecimal values, some of them empty."""
     rng = np.random.default_rng(seed)
     numbers = np.floor(rng.lognormal(2, 1.5, (rows, 13))).astype(int)
     values = rng.zipf(1.2, (rows, 26)) % (10 * 2 ** np.arange(26) % 100_003 + 3)
@@ -50,29 +50,32 @@ def criteo_lines(rows: int, seed: int) -> str:
     labels = rng.random(rows) < 1 / (1 + np.exp(-2 * logits))
     empty = rng.random((rows, 39)) < 0.1
     lines = []
-    for label, some, others, gone in zip(labels, numbers, values, empty, strict=True):
-        texts = [*(str(n) for n in some), *(f"{v * 2654435761 % 2**32:08x}" for v in others)]
-        lines.append("\t".join([str(int(label)), *("" if g else text for text, g in zip(texts, gone, strict=True))]))
+    for label, integers, categories, missing in zip(labels, numbers, values, empty, strict=True):
+        texts = [*(str(n) for n in integers), *(f"{v * 2654435761 % 2**32:08x}" for v in categories)]
+        columns = ("" if is_missing else text for text, is_missing in zip(texts, missing, strict=True))
+        lines.append("\t".join([str(int(label)), *columns]))
     return "\n".join(lines) + "\n"
 
 
 def main(rows: int, folder: Path) -> None:
     ads = tc.SyntheticAds(keys=20_000, fields=8, examples=rows, signal=4.0)
     for number, (split, share) in enumerate(SPLITS.items()):
-        some = max(100, int(rows * share))
+        count = max(100, int(rows * share))
         for format in ("libsvm", "libffm", "criteo", "csv", "parquet"):
             (folder / format).mkdir(parents=True, exist_ok=True)
         for format in ("libsvm", "libffm"):
-            ads.split(split, examples=some).write(folder / format / f"{split}.{format}", format)
-        log = click_log(some, number)
+            ads.split(split, examples=count).write(folder / format / f"{split}.{format}", format)
+        log = click_log(count, number)
         csv.write_csv(log.drop_columns(["tags"]), folder / "csv" / f"{split}.csv")
-        pq.write_table(log, folder / "parquet" / f"{split}.parquet", row_group_size=max(1, some // 4))
-        (folder / "criteo" / f"{split}.tsv").write_text(criteo_lines(some, 10 + number))
-    print(f"{rows} examples for training in {folder}, in every format")
+        pq.write_table(log, folder / "parquet" / f"{split}.parquet", row_group_size=max(1, count // 4))
+        (folder / "criteo" / f"{split}.tsv").write_text(criteo_lines(count, 10 + number))
+    print(f"wrote {rows} training examples in every format to {folder}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=20_000, help="for training; a tenth each for validation and test")
+    parser.add_argument(
+        "--rows", type=int, default=20_000, help="training examples; validation and test have a tenth each"
+    )
     parser.add_argument("--folder", type=Path, default=Path("data"))
     main(**vars(parser.parse_args()))

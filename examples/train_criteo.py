@@ -1,4 +1,4 @@
-"""Criteo's files by a config from Python: the same dataclasses as the file and the flags. Then scores of the run."""
+"""Criteo format: load a config, change it in Python, train it, then compute scores with the trained run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ with tc.Run(config) as run:
 assert result.test is not None
 print(f"test AUC {result.test['auc']:.4f}")
 
-with tc.Run.load("runs/criteo_dcn") as run:  # read only: works while another process trains
+with tc.Run.load("runs/criteo_dcn") as run:  # read-only: works while another process trains
     scores = np.concatenate(list(run.scores(run.loader("test"))))
     labels = np.concatenate([batch.label.numpy() for batch in run.loader("test")])
 print(f"{len(scores)} scores, mean {scores.mean():.3f}; clicks {labels.mean():.3f}; AUC {tc.auc(scores, labels):.4f}")

@@ -1,4 +1,4 @@
-"""CSV with numbers as dense features, and two tables in one model: wide rows for users, narrow ones for the rest."""
+"""CSV with dense features, and two tables in one model: wide rows for users, narrow rows for the other fields."""
 
 from __future__ import annotations
 

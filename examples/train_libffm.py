@@ -1,4 +1,4 @@
-"""LibFFM files and the standard models: the same data, several models compared, each from a ModelConfig."""
+"""LibFFM: compare several standard models, each built from a ModelConfig, on the same data."""
 
 from __future__ import annotations
 

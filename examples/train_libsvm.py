@@ -1,4 +1,4 @@
-"""LibSVM files, a module of your own, and the trainer: epochs, validation, early stopping, metrics, checkpoints."""
+"""LibSVM with your own module and `tc.Trainer`: epochs, validation, early stopping, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import thermocline as tc
 
 
 class TwoTowers(torch.nn.Module):
-    """Any module will do that makes one logit per example of a Batch: here the dot product of two towers."""
+    """The dot product of two towers. The trainer takes any module that maps a Batch to one logit per example."""
 
     def __init__(self, table: tc.Table) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parquet with list columns: trained in two halves, the second resumed, and all rows exported for other programs."""
+"""Parquet with list columns: train in two parts, the second one resumed, and export all rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ half = dataclasses.replace(config, train=dataclasses.replace(config.train, steps
 with tc.Run(half) as run:
     run.fit()
 
-with tc.Run(config) as run:  # as another process would, a day later
+with tc.Run(config) as run:  # another process could do this, at any time
     result = run.fit(resume=True)
     assert result.test is not None
     shutil.rmtree("runs/parquet_rows", ignore_errors=True)

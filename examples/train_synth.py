@@ -1,6 +1,6 @@
-"""Generated ads with your own PyTorch loop: rows in DRAM and on SSD, read ahead, checkpoints that survive kill -9.
+"""Generated ads with your own PyTorch training loop: rows in DRAM and on SSD, prefetching, crash-safe checkpoints.
 
-Run it, kill it, run it again: it goes on from the last checkpoint, with the same bits.
+Run it, kill it and run it again: it resumes from the last checkpoint, bit for bit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ with tc.prefetch(ads, table, depth=4) as batches:
         table.step()
         adam.step()
         adam.zero_grad()
-        metrics.update(logits.detach(), batch.label)  # before it was trained on: honest
+        metrics.update(logits.detach(), batch.label)  # logits from before the update: a progressive validation
         step += 1
         if step % 50 == 0:
             checkpoints.save(step, batch.position)

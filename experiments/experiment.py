@@ -15,6 +15,7 @@ from thermocline.config.loader import flatten
 from thermocline.config.schema import Config
 from thermocline.errors import ConfigError
 from thermocline.utils.cpu_affinity import cores
+from thermocline.utils.machine import memory_bytes
 
 Json = Any
 Cell = str | float | int | None
@@ -56,7 +57,7 @@ class Setup:
     """Bytes of the top tier that an experiment may fill."""
     cores: int = dataclasses.field(default_factory=cores)
     """Of the machine; steps that measure speed depend on it."""
-    dram: int = dataclasses.field(default_factory=machine.memory_bytes)
+    dram: int = dataclasses.field(default_factory=memory_bytes)
     """Bytes of the machine's memory."""
     rival: bool = dataclasses.field(default_factory=lambda: mpi.missing() is None)
     """Whether the MPI rival can run there."""
@@ -79,7 +80,7 @@ class Setup:
             seed=seed,
             device="cuda" if on_gpu else "cpu",
             asserted=not quick and share == 1,
-            memory=min(machine.memory_bytes() // 2, gpu * 6 // 10 if on_gpu else 1 << 62),
+            memory=min(memory_bytes() // 2, gpu * 6 // 10 if on_gpu else 1 << 62),
         )
 
     def asks_as(self, other: Setup) -> bool:

@@ -6,13 +6,13 @@ import datetime
 import functools
 import hashlib
 import importlib.metadata
-import os
 import platform
 from pathlib import Path
 from typing import Any
 
 import thermocline
 from thermocline.utils.cpu_affinity import cores
+from thermocline.utils.machine import memory_bytes
 
 _PACKAGES = ("torch", "numpy", "triton")
 
@@ -35,11 +35,6 @@ def _constant() -> dict[str, Any]:
         "build": build(),
         "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
     }
-
-
-def memory_bytes() -> int:
-    """Of the machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def gpu_bytes() -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments import disk, models_report
 from experiments.experiment import Experiment, Json, Section, Setup, Step, Work
-from thermocline.data.paper_models import Plan
+from thermocline.data.paper_models import PaperModel
 from thermocline.data.synthetic import SyntheticAds
 from thermocline.embedding import bulk_load
 from thermocline.embedding.optimizers import RowWiseAdagrad
@@ -44,7 +44,7 @@ def preset(setup: Setup, name: str) -> str:
     return f"{name}/{setup.scale:g}"
 
 
-def batch_size(setup: Setup, plan: Plan) -> int:
+def batch_size(setup: Setup, plan: PaperModel) -> int:
     """Examples: as many as the smaller of the tiers holds the working sets in flight of."""
     top = min(plan.mem, plan.hbm) if setup.device == "cuda" else plan.mem
     room = 0.6 * top / (plan.row_bytes + _OVERHEAD) / (DEPTH + 1)
@@ -52,12 +52,12 @@ def batch_size(setup: Setup, plan: Plan) -> int:
     return max(1, 1 << int(math.log2(max(1.0, ids / plan.nonzeros))))
 
 
-def store_memory(plan: Plan) -> int:
+def store_memory(plan: PaperModel) -> int:
     """DRAM of the store's index and buffers."""
     return (16 << 20) + 8 * plan.keys
 
 
-def everything_fits(setup: Setup, plan: Plan) -> bool:
+def everything_fits(setup: Setup, plan: PaperModel) -> bool:
     return plan.keys * (plan.row_bytes + _OVERHEAD) * 1.1 < setup.memory
 
 
@@ -70,7 +70,7 @@ def steps(setup: Setup) -> list[Step]:
     """On a GPU also the disk's rate, which bounds what lies below it."""
     made = [_disk(setup)] if setup.device == "cuda" else []
     for name in NAMES:
-        plan = Plan.of(preset(setup, name))
+        plan = PaperModel.parse(preset(setup, name))
         sides = ["tiers", *(["memory"] if everything_fits(setup, plan) else [])]
         for side in sides:
             settings = {
@@ -80,7 +80,7 @@ def steps(setup: Setup) -> list[Step]:
                 "store_memory": store_memory(plan), "cores": setup.cores,
             }  # fmt: skip
 
-            def run(work: Work, plan: Plan = plan, side: str = side) -> Json | None:
+            def run(work: Work, plan: PaperModel = plan, side: str = side) -> Json | None:
                 return _run(setup, plan, side, work)
 
             expected = 2 + seconds(setup, side) + plan.keys / _FILLS
@@ -102,7 +102,7 @@ def _disk(setup: Setup) -> Step:
     return Step(name="disk", settings=settings, seconds=10, run=run)
 
 
-def _run(setup: Setup, plan: Plan, side: str, work: Work) -> Json | None:
+def _run(setup: Setup, plan: PaperModel, side: str, work: Work) -> Json | None:
     """One model: every row exists, in the lowest tier, before the first batch."""
     import torch
 
@@ -136,7 +136,7 @@ def _run(setup: Setup, plan: Plan, side: str, work: Work) -> Json | None:
     return {**record, "plan": json.loads(json.dumps(dataclasses.asdict(plan))), "batch_examples": ads.batch_size}
 
 
-def _whole(setup: Setup, plan: Plan) -> dict[str, Any]:
+def _whole(setup: Setup, plan: PaperModel) -> dict[str, Any]:
     """Budgets that hold all rows in the top tier; what of DRAM is then below HBM holds nothing."""
     dram = round(plan.keys * (plan.row_bytes + _OVERHEAD) * 1.1) + (64 << 20)
     if setup.device != "cuda":

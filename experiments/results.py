@@ -18,6 +18,7 @@ from typing import Any, Self
 import thermocline
 from experiments import machine
 from experiments.experiment import Json, Setup, Step
+from thermocline.checkpoint.manifest import require_json
 from thermocline.errors import CorruptionError
 from thermocline.utils import atomic_file
 
@@ -60,7 +61,7 @@ class Results:
 
     def put(self, experiment: str, step: Step, value: Json, seconds: float) -> Result:
         """Keeps a result; the step's own folder is no longer needed."""
-        atomic_file.require_json(value, f"the result of {experiment}, {step.name}")
+        require_json(value, f"the result of {experiment}, {step.name}")
         environment = {**machine.describe(), "command": self._command}
         record = {
             "experiment": experiment,

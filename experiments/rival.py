@@ -22,7 +22,7 @@ from experiments.experiment import (
 from thermocline.config.data import Data, Synth
 from thermocline.config.model import ModelConfig
 from thermocline.config.schema import Config, Tiers, Train
-from thermocline.data.paper_models import Plan
+from thermocline.data.paper_models import PaperModel
 from thermocline.utils.cpu_affinity import cores
 
 SECONDS, GPU_SECONDS, EVERY = 30.0, 4.0, 4
@@ -48,7 +48,7 @@ def names(setup: Setup) -> tuple[str, ...]:
     return models.NAMES if setup.effort >= 0.5 else models.NAMES[:1]
 
 
-def config(setup: Setup, plan: Plan, count: int) -> Config:
+def config(setup: Setup, plan: PaperModel, count: int) -> Config:
     """The training of models.py, for so many ranks: each has its share of all rows in memory."""
     whole = plan.keys * (plan.row_bytes + 80) * 1.1
     return Config(
@@ -77,7 +77,7 @@ def steps(setup: Setup) -> list[Step]:
     wanted_of_ours = [f"{name}, {side}" for name in names(setup) for side in OURS]
     made = [dataclasses.replace(ours[name], home="models") for name in wanted_of_ours if name in ours]
     for name in names(setup):
-        plan = Plan.of(models.preset(setup, name))
+        plan = PaperModel.parse(models.preset(setup, name))
         if plan.keys * (plan.row_bytes + 80) * 1.1 > setup.dram // 2:
             continue
         for count in ranks(setup) if setup.effort >= 0.5 else ranks(setup)[-1:]:

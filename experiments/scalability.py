@@ -21,7 +21,7 @@ from experiments.experiment import (
 )
 from thermocline.config.data import Synth
 from thermocline.config.schema import Config
-from thermocline.utils.cpu_affinity import bound
+from thermocline.utils.cpu_affinity import limit_cores
 
 KEYS, FIELDS, DIM, HIDDEN, BATCH, STEPS, LOGS = 1_000_000, 26, 8, (256, 128), 1024, 600, 6
 NODES = (2, 4, 8, 16)
@@ -49,7 +49,7 @@ def steps(setup: Setup) -> list[Step]:
         settings = {**settings_of(wanted), "ranks": ranks, "cores": setup.cores, "on_cores": ranks}
 
         def run(work: Work, ranks: int = ranks, wanted: Config = wanted) -> Json:
-            with bound(ranks):
+            with limit_cores(ranks):
                 events = several.train(wanted, ranks, work.folder, work.left)
             return {"examples_per_s": several.speed_of(events)}
 

@@ -9,7 +9,7 @@ from thermocline.batch import Batch
 from thermocline.config.data import Split
 from thermocline.config.schema import Config
 from thermocline.data.features import Features
-from thermocline.data.open import has_split, open_data
+from thermocline.data.open_data import has_split, open_data
 from thermocline.data.reader import Reader
 from thermocline.data.synthetic import SyntheticAds
 from thermocline.errors import ConfigError, DataError

@@ -22,7 +22,7 @@ from baselines.mpi_ps.route import Router
 from baselines.mpi_ps.table import PsTable, StepPlan
 from thermocline.batch import Batch
 from thermocline.config.schema import Config
-from thermocline.data.open import check_paths, has_split
+from thermocline.data.open_data import check_paths, has_split
 from thermocline.embedding.initializers import Normal
 from thermocline.errors import ConfigError
 from thermocline.models import build, row_dim

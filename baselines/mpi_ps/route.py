@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from thermocline.batch import Floats, Slots, WorkingSet
+from thermocline.arrays import Floats, Keys, Slots
+from thermocline.batch import WorkingSet
 from thermocline.distributed.key_sharding import owner_of
-from thermocline.embedding.arrays import Keys
 
 Counts = npt.NDArray[np.int64]
 

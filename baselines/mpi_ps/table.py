@@ -10,7 +10,8 @@ import torch
 from mpi4py import MPI
 
 from baselines.mpi_ps.route import Buffer, Route, Router, exchange
-from thermocline.batch import Batch, Slots, WorkingSet
+from thermocline.arrays import Slots
+from thermocline.batch import Batch, WorkingSet
 from thermocline.embedding.batch_plan import BagInputs
 from thermocline.embedding.optimizers import SGD, Optimizer
 from thermocline.embedding.table import Table

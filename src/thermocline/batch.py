@@ -1,4 +1,4 @@
-"""Shared words: a batch of examples, and the working set of its keys."""
+"""A batch of examples, and the working set of its keys."""
 
 from __future__ import annotations
 
@@ -11,37 +11,33 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from thermocline.arrays import Floats, Keys, Offsets, Slots, as_keys, as_numpy
 from thermocline.core import core
-from thermocline.embedding.arrays import Keys, as_keys, as_numpy
 from thermocline.utils.cpu_affinity import cores
-
-Slots = npt.NDArray[np.uint32]
-Offsets = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 
 
 @functools.cache
 def _dedup(threads: int) -> core.Dedup:
-    """One per number of threads: it keeps its scratch memory between batches."""
+    """Return the shared Dedup for a number of threads: it reuses its scratch memory between batches."""
     return core.Dedup(threads)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class WorkingSet:
-    """The unique keys of a batch's ids, and where each of them occurs. Computed once per batch, used by every stage."""
+    """The unique keys of a batch and the positions of their occurrences; computed once per batch for all stages."""
 
     keys: Keys
     """The unique keys, in order of first occurrence."""
     inverse: Slots
-    """Per id: its place in `keys`."""
+    """Per id: its index in `keys`."""
     starts: Slots
-    """Key u occurs at order[starts[u] : starts[u + 1]]."""
+    """Key u occurs at the positions order[starts[u] : starts[u + 1]]."""
     order: Slots
-    """Positions of ids, grouped by key, ascending within a key."""
+    """Positions in the ids, grouped by key, ascending within a key."""
 
     @classmethod
     def of(cls, ids: Any, *, threads: int | None = None) -> Self:
-        """The working set of `ids` (uint64, or int64 bit patterns). The result does not depend on `threads`."""
+        """Deduplicate `ids` (uint64, or int64 bit patterns). The result does not depend on `threads`."""
         return cls(*_dedup(threads or cores()).run(as_keys(ids)))
 
     def __len__(self) -> int:
@@ -50,37 +46,40 @@ class WorkingSet:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Batch:
-    """Examples as CSR: the ids of (example, field) are ids[offsets[example * fields + field] : the next offset].
+    """Examples in CSR layout: bag b = example * fields + field holds ids[offsets[b] : offsets[b + 1]].
 
-    Ids are 64-bit keys that already tell the fields apart (a hash of field and value). What a model needs beside them
-    rides along: `dense` features and the `label`, as given.
+    Ids are 64-bit keys, normally hashes of field and value, so that equal values of different fields differ. `dense`
+    features and `label` are passed through to the model unchanged.
     """
 
     ids: Keys
     offsets: Offsets
     fields: int
     weights: Floats | None = None
-    """One per id; none: all 1."""
+    """One weight per id; None means that all weights are 1."""
     dense: Any = None
     label: Any = None
     position: Any = None
-    """Where its reader stands after this batch (JSON), so that a run can go on from there."""
+    """Reader position after this batch, as JSON; a reader resumes from it with `seek`."""
     prepared: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
-    """What `tc.prefetch` has made ready, by table."""
+    """State that `tc.prefetch` prepared for this batch, by table."""
 
     def __post_init__(self) -> None:
         self.ids = as_keys(self.ids)
         self.offsets = _as_offsets(self.offsets, len(self.ids))
         if self.fields < 1 or (len(self.offsets) - 1) % self.fields:
-            raise ValueError(f"{len(self.offsets) - 1} bags cannot be examples of {self.fields} fields each")
+            raise ValueError(
+                f"{len(self.offsets) - 1} bags cannot be divided into examples of {self.fields} fields: the number of "
+                "bags must be a multiple of fields, and fields at least 1"
+            )
         if self.weights is not None:
             self.weights = _as_weights(self.weights)
             if self.weights.shape != self.ids.shape:
-                raise ValueError(f"weights have shape {self.weights.shape}, but there are {len(self.ids)} ids")
+                raise ValueError(f"weights have shape {self.weights.shape}: expected ({len(self.ids)},), one per id")
 
     @property
     def examples(self) -> int:
-        """How many."""
+        """Number of examples."""
         return (len(self.offsets) - 1) // self.fields
 
     def __len__(self) -> int:
@@ -88,15 +87,15 @@ class Batch:
 
     @classmethod
     def from_lists(cls, examples: Sequence[Sequence[Any]], **more: Any) -> Self:
-        """From examples[example][field]: a list of ids, or one id; negative ones are taken as bit patterns.
+        """Build a batch from examples[example][field], each a list of ids or one id; negative ids are bit patterns.
 
-        `more`: weights (one per id, in a row), dense, label, position.
+        `more` sets the other fields: weights (flat, one per id), dense, label, position.
         """
         fields = len(examples[0]) if examples else 1
         bags: list[Any] = []
         for n, example in enumerate(examples):
             if len(example) != fields:
-                raise ValueError(f"example {n} has {len(example)} fields, example 0 has {fields}")
+                raise ValueError(f"example {n} has {len(example)} fields, but example 0 has {fields}")
             bags.extend([bag] if isinstance(bag, (int, np.integer)) else bag for bag in example)
         offsets = np.zeros(len(bags) + 1, np.int64)
         np.cumsum([len(bag) for bag in bags], out=offsets[1:])
@@ -106,70 +105,71 @@ class Batch:
 
     @classmethod
     def from_jagged(cls, keys: Sequence[str], values: Any, lengths: Any, weights: Any = None, **more: Any) -> Self:
-        """From a KeyedJaggedTensor's parts: `lengths` and `values` are field after field, each over all examples."""
+        """Build a batch from the parts of a KeyedJaggedTensor: `lengths` and `values` are field-major."""
         fields = len(keys)
         sizes = _as_integers(lengths, "lengths")
         ids = as_keys(values)
         if fields == 0 or len(sizes) % fields or (sizes < 0).any() or sizes.sum() != len(ids):
             raise ValueError(
-                f"{len(sizes)} lengths with sum {sizes.sum()} do not fit {fields} keys and {len(ids)} values"
+                f"{len(sizes)} lengths with sum {sizes.sum()} do not match {fields} keys and {len(ids)} values: "
+                "expected one length per key and example, none negative, with the number of values as sum"
             )
         factors = None if weights is None else _as_weights(weights)
         if factors is not None and factors.shape != ids.shape:
-            raise ValueError(f"weights have shape {factors.shape}, but there are {len(ids)} values")
+            raise ValueError(f"weights have shape {factors.shape}: expected ({len(ids)},), one per value")
         starts = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=starts[1:])
-        # Bag (field, example) moves to place (example, field).
+        # Transpose the bags from (field, example) to (example, field).
         source = np.arange(len(sizes)).reshape(fields, -1).T.reshape(-1)
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes[source], out=offsets[1:])
-        moved = np.repeat(starts[:-1][source] - offsets[:-1], sizes[source]) + np.arange(len(ids))
-        return cls(ids[moved], offsets, fields, None if factors is None else factors[moved], **more)
+        order = np.repeat(starts[:-1][source] - offsets[:-1], sizes[source]) + np.arange(len(ids))
+        return cls(ids[order], offsets, fields, None if factors is None else factors[order], **more)
 
     def select(self, fields: Sequence[int]) -> tuple[Keys, Offsets, Floats | None]:
-        """Ids, offsets and weights of these fields alone, in the order given, example by example."""
+        """Return ids, offsets and weights of these fields only, in the given order, example by example."""
         if list(fields) == list(range(self.fields)):
             return self.ids, self.offsets, self.weights
         for field in fields:
             if not 0 <= field < self.fields:
-                raise IndexError(f"field {field} of a batch with {self.fields} fields")
+                raise IndexError(f"field {field} is out of range: the batch has {self.fields} fields")
         sizes = np.diff(self.offsets).reshape(-1, self.fields)[:, fields].reshape(-1)
         starts = self.offsets[:-1].reshape(-1, self.fields)[:, fields].reshape(-1)
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
-        places = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
-        return self.ids[places], offsets, None if self.weights is None else self.weights[places]
+        positions = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
+        return self.ids[positions], offsets, None if self.weights is None else self.weights[positions]
 
 
 def _as_pattern(key: Any) -> int:
     number = operator.index(key)
     if not -(2**63) <= number < 2**64:
-        raise ValueError(f"id {number} has more than 64 bits: hash it first")
+        raise ValueError(f"id {number} does not fit 64 bits: hash it first")
     return number % 2**64
 
 
-def _as_integers(value: Any, what: str) -> Offsets:
-    array = _as_array(value, what)
+def _as_integers(value: Any, name: str) -> Offsets:
+    array = _as_array(value, name)
     if array.size == 0:
-        array = array.astype(np.int64)  # an empty list has no dtype of its own
+        array = array.astype(np.int64)  # an empty list becomes float64
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"{what} have shape {array.shape} of {array.dtype}: needed is one row of integers")
+        raise ValueError(f"{name} have shape {array.shape} and dtype {array.dtype}: expected one dimension of integers")
     return np.ascontiguousarray(array).astype(np.int64, copy=False)
 
 
 def _as_offsets(offsets: Any, ids: int) -> Offsets:
-    cuts = _as_integers(offsets, "offsets")
-    if len(cuts) == 0 or cuts[0] != 0 or cuts[-1] != ids or (np.diff(cuts) < 0).any():
-        raise ValueError(f"offsets must begin with 0, never fall, and end with the number of ids, {ids}")
-    return cuts
+    array = _as_integers(offsets, "offsets")
+    if len(array) == 0 or array[0] != 0 or array[-1] != ids or (np.diff(array) < 0).any():
+        raise ValueError(f"offsets must begin with 0, never decrease, and end with the number of ids, {ids}")
+    return array
 
 
 def _as_weights(weights: Any) -> Floats:
     array = _as_array(weights, "weights")
     if array.dtype.kind not in "fiu":
-        raise TypeError(f"weights have dtype {array.dtype}: needed are numbers")
+        raise TypeError(f"weights have dtype {array.dtype}: they must be numbers")
     return np.ascontiguousarray(array, np.float32)
 
 
-def _as_array(value: Any, what: str) -> npt.NDArray[Any]:
-    return np.asarray(value) if isinstance(value, (list, tuple)) else as_numpy(value, what)
+def _as_array(value: Any, name: str) -> npt.NDArray[Any]:
+    return np.asarray(value) if isinstance(value, (list, tuple)) else as_numpy(value, name)

@@ -1,4 +1,7 @@
-"""What can go wrong, one class per cause. The C++ core raises these (csrc/util/error.h, csrc/bind/module.cc)."""
+"""Error classes, one per cause, and checks of arguments.
+
+The C++ core raises the same classes (csrc/util/error.h, csrc/bind/module.cc).
+"""
 
 from __future__ import annotations
 
@@ -8,71 +11,74 @@ from typing import Any
 
 
 class ThermoclineError(Exception):
-    """Base of all errors of this package; also raised itself for misuse, such as a closed store."""
+    """Base of all errors of this package; raised itself for misuse, such as use of a closed store."""
 
 
 class BudgetError(ThermoclineError):
-    """A byte budget cannot hold what was asked for; names the budget and the need."""
+    """A byte budget is too small; the message names the budget and the bytes required."""
 
 
 class DataError(ThermoclineError, ValueError):
-    """Files of examples that are missing or are not what was asked for; names file, line or column, and the cause."""
+    """A data file is missing or malformed; the message names the file, the line or column, and the cause."""
 
 
 class StoreError(ThermoclineError):
-    """Base of what a store on disk can meet."""
+    """Base of the errors of stores on disk."""
 
 
 class CorruptionError(StoreError):
-    """Bytes on disk are not what was written; names file, page and cause. The rest stays readable."""
+    """Bytes on disk differ from the bytes written; the message names file, page and cause. Other rows stay readable."""
 
 
 class LockError(StoreError):
-    """The store is already open for writing, here or in another process."""
+    """The store is already open for writing, in this process or another."""
 
 
 class FormatError(StoreError):
-    """Not a store's folder, a format newer than this package, or another row size than the one asked for."""
+    """The folder is not a store, its format is newer than this package, or its row size differs from the requested."""
 
 
 class ReadOnlyError(StoreError):
-    """The store, or the file system under it, takes no writes."""
+    """The store, or its file system, is read-only."""
 
 
 class NotFoundError(StoreError):
-    """There is no such store, file or epoch."""
+    """The store, file or epoch does not exist."""
 
 
 class IoError(StoreError, OSError):
-    """The operating system refused; `errno` says why."""
+    """The operating system reported an error; `errno` holds its code."""
 
 
 class DiskFullError(IoError):
-    """The file system is full; what was committed is safe."""
+    """The file system is full; committed data is intact."""
 
 
 class RankError(ThermoclineError):
-    """Another rank is gone, does not answer in time, or is doing something else than this one."""
+    """Another rank exited, timed out, or called a different collective."""
 
 
 class ConfigError(ThermoclineError, ValueError):
-    """A config, or a flag, has a key, a type, a value or a path that is not allowed; names it and what is."""
+    """A config key, flag or path is invalid; the message names it, its value and the allowed values."""
 
 
-def require(fine: bool, name: str, value: object, rule: str) -> None:
-    """Raises ValueError unless a setting is as it must be: names it, its value and the rule."""
-    if not fine:
+def require(ok: bool, name: str, value: object, rule: str) -> None:
+    """Raise ValueError naming a setting, its value and `rule`, unless `ok`."""
+    if not ok:
         raise ValueError(f"{name} is {value!r}: it must be {rule}")
 
 
-def require_type(value: object, kind: Any, name: str, rule: str) -> None:
-    """Raises TypeError unless an argument is of this kind, or of one of them: names it, its value and the rule."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+def require_type(value: object, types: Any, name: str, rule: str) -> None:
+    """Raise TypeError naming an argument, its value and `rule`, unless it is an instance of `types`.
+
+    A bool is not accepted as an int.
+    """
+    if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
         raise TypeError(f"{name} is {value!r}: it must be {rule}")
 
 
 def whole_number(value: Any, name: str, rule: str = "a whole number") -> int:
-    """As an int; raises TypeError for anything else: names it, its value and the rule."""
+    """Convert an integer of any type to int; raise TypeError naming the argument for a bool or a non-integer."""
     if not isinstance(value, bool):
         with contextlib.suppress(TypeError):
             return operator.index(value)

@@ -14,10 +14,10 @@ from helpers.run import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differin
 
 import thermocline as tc
 from thermocline.checkpoint.manager import Checkpoints
+from thermocline.checkpoint.manifest import decode_manifest, encode_manifest
 from thermocline.distributed.frozen_adam import FrozenAdam
 from thermocline.embedding.optimizers import Adagrad
 from thermocline.embedding.table import Table
-from thermocline.utils import atomic_file
 
 worlds = run_helpers.worlds  # the fixture
 
@@ -77,18 +77,16 @@ def test_damage_is_named_and_touches_nothing(tmp_path: Path, worlds: Any, place:
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
-    data = atomic_file.encode_manifest(
-        {"format": 1, "step": 3, "lr": 0.1, "position": {"file": "a\u00e9", "row": None}}
-    )
-    assert atomic_file.decode_manifest(data, "x")["step"] == 3
+    data = encode_manifest({"format": 1, "step": 3, "lr": 0.1, "position": {"file": "a\u00e9", "row": None}})
+    assert decode_manifest(data, "x")["step"] == 3
     for place in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[place // 8] ^= 1 << place % 8
         try:
-            manifest = atomic_file.decode_manifest(bytes(flipped), "x")
+            manifest = decode_manifest(bytes(flipped), "x")
         except tc.CorruptionError:
             continue
-        assert atomic_file.encode_manifest(manifest) == data, place  # other bytes of the same meaning, such as \u00E9
+        assert encode_manifest(manifest) == data, place  # other bytes of the same meaning, such as \u00E9
 
 
 def test_a_memory_table_with_a_damaged_store_is_left_as_it_was(tmp_path: Path, worlds: Any) -> None:

@@ -160,7 +160,7 @@ WRONG = [
     ("[train]\nepoch = 2\n", [], 2, 'small.toml: [train] has no key "epoch" (did you mean "epochs"?)'),
     ("", ["--set", "train.epochs=ten"], 2, '--set train.epochs is "ten": it must be a whole number'),
     ("", ["--set", "data.format=csv"], 2, "data.train is missing: it must name at least one file"),
-    ("", ["--set", "data.format=csv", "--set", "data.train=no.csv"], 2, "data.train[0]: no.csv: there is no such file"),
+    ("", ["--set", "data.format=csv", "--set", "data.train=no.csv"], 2, "data.train[0]: no.csv: no such file"),
     ("", ["--set", "data.synth.keys=2"], 2, "[data.synth]: 2 keys are too few"),
     ("", ["--set", "data.synth.preset=Z"], 2, "[data.synth]: there is no preset 'Z'"),
     ("", ["--set", "tiers.mem=10KB"], 1, "does not fit: the budget of 10000 bytes holds"),

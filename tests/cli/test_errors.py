@@ -42,8 +42,8 @@ def test_a_folder_that_cannot_be_written_to_is_told_with_its_key(
     """Not even root makes files in /proc."""
     told = refused("train", write_config(tmp_path), "--set", f"{key}={place}")
     assert told == (
-        f"{key} is {place!r}: it must be a folder that can be made and written to ({cause}); make this one writable, "
-        "or choose another"
+        f"{key} is {place!r}: it must be a folder that can be created and written to ({cause}); make it writable, or "
+        "choose another folder"
     )
 
 
@@ -157,15 +157,15 @@ def test_files_with_other_columns_are_told_and_mended(tmp_path: Path) -> None:
     Path("new.csv").write_text("user,price,shop\nu1,3,x\n")
     told = refused("predict", "run", "new.csv", code=1)
     assert told == (
-        "new.csv has other columns than the training data: it also has 'shop' (set data.ignore to [\"shop\"])"
+        "new.csv has different columns than the training data: it also has 'shop' (set data.ignore to [\"shop\"])"
     )
     told = refused("predict", "run", "new.csv", "--set", 'data.ignore=["shop"]', "--out", "new.csv/scores.csv")
     assert told.startswith(
-        "the folder of --out is 'new.csv': it must be a folder that can be made and written to (new."
+        "the folder of --out is 'new.csv': it must be a folder that can be created and written to (new."
     )
     assert "1 score of" in done("predict", "run", "new.csv", "--set", 'data.ignore=["shop"]')
     told = refused("eval", "run", "new.csv", "--set", 'data.ignore=["shop"]', code=1)
-    assert told.endswith("predicting needs none")
+    assert told.endswith("prediction needs no label")
     Path("few.csv").write_text("label,user\n1,u1\n")
     assert "it lacks 'price' (add them; empty values will do)" in refused("eval", "run", "few.csv", code=1)
     Path("few.csv").write_text("label,user,price\n1,u1,\n0,u2,\n")

@@ -94,7 +94,7 @@ def test_what_was_trained_needs_no_training_files(tmp_path: Path) -> None:
     assert "click" in result.stderr
     result = invoke("train", "run/config.toml", "--resume")
     assert result.exit_code == 2
-    assert result.stderr.startswith("thermocline: data.train[0]: train.csv: there is no such file")
+    assert result.stderr.startswith("thermocline: data.train[0]: train.csv: no such file")
 
 
 def test_malformed_lines_are_an_error_or_counted(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_training_files_of_another_shape_are_told(tmp_path: Path) -> None:
     assert "wide/test.libsvm" in result.stderr
     result = invoke("eval", "run", "nothing.libsvm")
     assert result.exit_code == 2
-    assert result.stderr.startswith("thermocline: data.test[0]: nothing.libsvm: there is no such file")
+    assert result.stderr.startswith("thermocline: data.test[0]: nothing.libsvm: no such file")
 
 
 def test_data_commands_need_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_data_commands_need_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyP
         without.setitem(sys.modules, "torch", None)
         config = config_of(tmp_path, "parquet", "")
         for source in (config, write_config(tmp_path)):
-            assert "48 bytes a key (dnn, adam)" in done("data", "stats", source)
+            assert "48 bytes per key (dnn, adam)" in done("data", "stats", source)
 
 
 def test_synth_writes_folders_of_files(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The C++ parsers against the obvious reader, on random and hostile lines; their messages; Arrow columns; gathering."""
+"""The C++ parsers against a reference parser on random and hostile lines; messages; Arrow columns; gathering."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS = [
     ("ignore", "x", False, 0.0, 1.0, "none"),
     ("key", "C2", False, 0.0, 1.0, "none"),
 ]
-# The parsers of the corpus (csrc/data/parse_fuzz_test.cc), by the first byte of its files.
+# Parser options of the fuzzing corpus (csrc/data/parse_fuzz_test.cc), by the first byte of a corpus file.
 PARSERS: dict[str, dict[str, Any]] = {
     "0": {"kind": "libsvm", "fields": 3},
     "1": {"kind": "libsvm", "one_bag": True},
@@ -40,7 +40,7 @@ PARSERS: dict[str, dict[str, Any]] = {
 }
 
 
-def obvious(block: bytes, options: dict[str, Any]) -> tuple[list[reference.Example], list[int]]:
+def reference_parse(block: bytes, options: dict[str, Any]) -> tuple[list[reference.Example], list[int]]:
     raw_keys = options.get("raw_keys", False)
     if options["kind"] == "libsvm":
         one_bag = options.get("one_bag", False)
@@ -60,7 +60,7 @@ def obvious(block: bytes, options: dict[str, Any]) -> tuple[list[reference.Examp
 
 
 def check(block: bytes, options: dict[str, Any]) -> None:
-    examples, malformed = obvious(block, options)
+    examples, malformed = reference_parse(block, options)
     ids, offsets, weights, dense, labels, errors, count = _core.TextParser(**options).parse(block, True)
     assert count == len(malformed)
     assert [line for line, _ in errors] == malformed[:16]
@@ -71,7 +71,7 @@ def check(block: bytes, options: dict[str, Any]) -> None:
     assert (weights is None) == all(weight == 1 for weight in expected)
     assert weights is None or weights.tolist() == expected
     assert labels.tolist() == [example.label for example in examples]
-    # The logarithm is ours, within a few last bits of libm's.
+    # Our logarithm differs from libm's in the last bits.
     np.testing.assert_allclose(dense, [x for example in examples for x in example.dense], rtol=1e-6, atol=1e-12)
     first = _core.TextParser(**options).parse(block, False)
     assert [line for line, _ in first[5]] == malformed[:1]
@@ -125,7 +125,7 @@ def test_random_and_hostile_lines(data: st.DataObject) -> None:
     options = PARSERS[data.draw(st.sampled_from(sorted(PARSERS)))]
     separator = options.get("delimiter", "\t").encode() if options["kind"] == "table" else b" "
     columns = len(options.get("columns", ())) or 1 + options.get("fields", 3)
-    # Lines that are nearly right: half of the values are right ones, and most lines have the right number of them.
+    # Nearly valid lines: half of the values are valid, and most lines have the expected number of values.
     plain = {"libsvm": b"12:1", "libffm": b"2:7:1", "table": b"1"}[options["kind"]]
     value = st.one_of(st.just(plain), values)
     line = st.lists(value, min_size=columns, max_size=columns) | st.lists(value, max_size=columns + 2)
@@ -157,7 +157,7 @@ def only_error(block: bytes, **options: Any) -> str:
     return errors[0][1]
 
 
-def test_messages_name_column_and_value() -> None:
+def test_messages_name_the_column_and_the_value() -> None:
     table = {"kind": "table", "columns": COLUMNS}
     cases = {
         "1\t1\t1\t1\t1\t1\ta\tb": '8 columns where 9 are expected, separated by "\\x09"',
@@ -175,7 +175,7 @@ def test_messages_name_column_and_value() -> None:
     assert "raw_keys = true" in only_error(b"1\t1\t1\t1\t1\t1\tzz\tb\t1", **table, raw_keys=True)
 
 
-def test_messages_of_libsvm_name_both_choices() -> None:
+def test_libsvm_messages_name_both_field_options() -> None:
     position = only_error(b"1 1:1 2:1\n", kind="libsvm", fields=3)
     assert "has 2 ids, not 3" in position
     assert 'fields = "position"' in position
@@ -187,18 +187,18 @@ def test_messages_of_libsvm_name_both_choices() -> None:
     assert "below 2^64" in only_error(b"1 18446744073709551616", kind="libsvm", one_bag=True, raw_keys=True)
 
 
-def test_lines_are_counted_with_empty_ones() -> None:
+def test_line_numbers_count_empty_lines() -> None:
     *_, errors, count = _core.TextParser("libsvm", fields=1).parse(b"\n1 1:1\n\r\nx 1\n1 2 3\n", True)
     assert [line for line, _ in errors] == [3, 4]
     assert count == 2
 
 
-def test_many_malformed_lines_are_counted_not_kept() -> None:
+def test_malformed_lines_are_counted_and_the_first_kept() -> None:
     *_, errors, count = _core.TextParser("libsvm", fields=1).parse(b"x\n" * 1000, True)
     assert (len(errors), count) == (16, 1000)
 
 
-def test_blocks_may_be_any_buffer() -> None:
+def test_parse_accepts_any_buffer() -> None:
     parser = _core.TextParser("libsvm", fields=2)
     block = b"1 5 6\n0 7 8\n"
     for view in (bytearray(block), memoryview(block), np.frombuffer(block, np.uint8)):
@@ -221,21 +221,21 @@ def test_blocks_may_be_any_buffer() -> None:
         ({"kind": "table", "columns": [("dense", "a", False, math.nan, 1.0, "none")]}, "mean must be finite"),
     ],
 )
-def test_options_without_sense(options: dict[str, Any], message: str) -> None:
+def test_invalid_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ThermoclineError, match=message):
         _core.TextParser(**options)
 
 
-def test_a_wrong_number_of_fields_takes_no_memory() -> None:
+def test_too_many_fields_allocate_no_memory() -> None:
     with pytest.raises(ThermoclineError, match="number of fields is wrong"):
         _core.TextParser("libffm", fields=1 << 20).parse(b"1\n" * 10_000, False)
 
 
-# Arrow columns
+# ---- Arrow columns
 
 
 @given(st.lists(st.none() | st.binary(max_size=40)), st.booleans())
-def test_strings_hash_as_in_text(strings: list[bytes | None], wide: bool) -> None:
+def test_strings_hash_like_text(strings: list[bytes | None], wide: bool) -> None:
     data = np.frombuffer(b"".join(s or b"" for s in strings), np.uint8)
     offsets = np.cumsum([0, *(len(s or b"") for s in strings)]).astype(np.int64 if wide else np.int32)
     valid = np.array([s is not None for s in strings], bool)
@@ -246,7 +246,7 @@ def test_strings_hash_as_in_text(strings: list[bytes | None], wide: bool) -> Non
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.lists(st.floats(width=32)), st.lists(st.floats()))
-def test_numbers_hash_as_in_text(ints: list[int], floats: list[float], doubles: list[float]) -> None:
+def test_numbers_hash_like_text(ints: list[int], floats: list[float], doubles: list[float]) -> None:
     expected = [reference.key_of("n", str(x).encode()) for x in ints]
     assert _core.hash_ints("n", np.array(ints, np.int64)).tolist() == expected
     unsigned = np.array(ints, np.int64).view(np.uint64)
@@ -261,18 +261,18 @@ def test_numbers_hash_as_in_text(ints: list[int], floats: list[float], doubles: 
 
 
 def texts_of(x: np.floating[Any]) -> set[str]:
-    """The shortest texts that read back as x, plain or with an exponent. One of them is C++'s."""
+    """The shortest texts that parse to x, with and without an exponent; C++ uses one of them."""
     if np.isnan(x):
         return {""}
     if abs(x) <= 2**53 and int(x) == x:
-        return {str(int(x))}  # as an integer column has it
+        return {str(int(x))}  # like an integer column
     scientific = np.format_float_scientific(x, trim="-", exp_digits=2)
     whole = {str(int(x))} if np.isfinite(x) and int(x) == x else set()
     return {np.format_float_positional(x, trim="-"), scientific, scientific.replace("e+00", "")} | whole
 
 
-def test_whole_floats_hash_as_integers() -> None:
-    """Up to 2^53, also where an exponent would be shorter; -0.0 is 0."""
+def test_integral_floats_hash_like_integers() -> None:
+    """Up to 2^53, even if an exponent would be shorter; -0.0 hashes like 0."""
     ints = np.array([1, -3, 0, 10**6, -(10**9), 2**53, -(2**53)])
     for dtype in (np.float64, np.float32):
         floats = np.where(ints == 0, -0.0, ints).astype(dtype)
@@ -283,7 +283,7 @@ def test_whole_floats_hash_as_integers() -> None:
     assert beyond.tolist() == [reference.key_of("n", b"18014398509481984"), reference.key_of("n", b"1e+300")]
 
 
-def test_offsets_that_leave_the_data() -> None:
+def test_offsets_out_of_range() -> None:
     data = np.zeros(4, np.uint8)
     for offsets in ([0, 5], [2, 1], [-1, 2]):
         with pytest.raises(ThermoclineError, match="leave its 4 bytes"):
@@ -295,7 +295,7 @@ def test_offsets_that_leave_the_data() -> None:
 @given(
     st.lists(st.none() | st.integers(-5000, 10**12)), st.booleans(), st.sampled_from(["log_square", "none", 0.5, 10.0])
 )
-def test_numbers_in_arrow_and_text_are_the_same(numbers: list[int | None], log: bool, bucket: float | str) -> None:
+def test_arrow_and_text_numbers_are_equal(numbers: list[int | None], log: bool, bucket: float | str) -> None:
     rule = (log, 0.5, 0.25)
     columns = [
         ("number_key", "k", *rule, bucket),
@@ -321,11 +321,11 @@ def test_infinite_numbers_raise() -> None:
         _core.number_keys("k", np.array([1e300]), None, False, 0.0, 1.0, 0.1)
 
 
-# Gathering
+# ---- gathering
 
 
 @given(st.data())
-def test_gathered_examples_are_the_chosen_ones(data: st.DataObject) -> None:
+def test_gather_returns_the_selected_examples(data: st.DataObject) -> None:
     fields, dense = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 2))
     weight = st.sampled_from([1.0, 0.5])
     example = st.tuples(*[st.lists(st.tuples(st.integers(0, 2**64 - 1), weight), max_size=3)] * fields)
@@ -350,7 +350,7 @@ def test_gathered_examples_are_the_chosen_ones(data: st.DataObject) -> None:
     assert got[4].tolist() == order
 
 
-def test_gathering_checks_its_arguments() -> None:
+def test_gather_checks_its_arguments() -> None:
     block = (np.zeros(2, np.uint64), np.array([0, 1, 2]), None, np.zeros(0, np.float32), np.zeros(2, np.float32))
     with pytest.raises(ThermoclineError, match="no example 2 among 2"):
         _core.gather_examples([block], 1, 0, np.array([2]))

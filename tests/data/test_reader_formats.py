@@ -1,4 +1,4 @@
-"""Every format against the slow reader: random files, hostile files, cut anywhere, compressed or not."""
+"""Every format against the reference reader: random and hostile files, any block size, compressed or not."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ COMPRESSIONS = st.sampled_from([None, None, ".gz", ".zst"])
 counter = itertools.count()
 
 
-def slow(
+def reference_examples(
     texts: Sequence[bytes], parse: Callable[[bytes], Example], blank: bytes
 ) -> tuple[list[Example], list[tuple[int, int]]]:
-    """Examples, and (file, line) of what is malformed."""
+    """Parse all files; return the examples, and (file, line) of each malformed line."""
     examples, malformed = [], []
     for file, text in enumerate(texts):
         for line, content in lines_of(text, blank):
@@ -62,13 +62,13 @@ def check(
     blank: bytes = b"",
     **options: Any,
 ) -> None:
-    """The reader and the slow reader see the same in these files."""
+    """Check that `tc.Reader` and the reference reader return the same examples and errors for these files."""
     folder = folder / str(next(counter))
     folder.mkdir()
     paths = [folder / f"{i}{ending}{compression or ''}" for i in range(len(texts))]
     for path, text in zip(paths, texts, strict=True):
         path.write_bytes(pack(header + text, compression))
-    expected, malformed = slow(texts, parse, blank)
+    expected, malformed = reference_examples(texts, parse, blank)
     lines = 1 if header else 0
     where = [f"{paths[file]}, line {line + lines}: " for file, line in malformed]
     reader = tc.Reader(paths, on_error="skip", **options)
@@ -77,15 +77,15 @@ def check(
             list(reader)
         return
     if not expected:
-        with pytest.raises(DataError, match="there are only empty lines"):
+        with pytest.raises(DataError, match="all lines are empty"):
             list(reader)
         return
-    found = examples_of(reader)
+    actual = examples_of(reader)
     if close:
-        assert [row[:2] for row in found] == [row[:2] for row in expected]
-        assert np.allclose([row[2] for row in found], [row[2] for row in expected], rtol=1e-6, atol=1e-6)
+        assert [row[:2] for row in actual] == [row[:2] for row in expected]
+        assert np.allclose([row[2] for row in actual], [row[2] for row in expected], rtol=1e-6, atol=1e-6)
     else:
-        assert found == expected
+        assert actual == expected
     assert reader.skipped.count == len(malformed)
     assert [re.match(".*, line [0-9]+: ", text)[0] for text in reader.skipped.first] == where[:10]  # type: ignore[index]
     if malformed:
@@ -94,7 +94,7 @@ def check(
         assert str(error.value).startswith(where[0])
         assert "\n" not in str(error.value)
     else:
-        assert examples_of(tc.Reader(paths, **options)) == found
+        assert examples_of(tc.Reader(paths, **options)) == actual
 
 
 def joined(lines: Sequence[bytes], end: bytes, last: bool) -> bytes:
@@ -145,7 +145,7 @@ def test_libsvm_and_libffm(tmp_path: Path, data: st.DataObject, fields: int, kin
     )
 
 
-def test_the_number_of_fields_is_found(tmp_path: Path) -> None:
+def test_number_of_fields_is_inferred(tmp_path: Path) -> None:
     (tmp_path / "a.svm").write_bytes(b"\n1 5:1 6:2 7\n0 1 2 3\n")
     (tmp_path / "a.ffm").write_bytes(b"1 0:5:1 38:6:2\n0 3:1:1\n")
     assert tc.Reader(tmp_path / "a.svm", batch_size=2).field_names == ("0", "1", "2")
@@ -156,7 +156,7 @@ def test_the_number_of_fields_is_found(tmp_path: Path) -> None:
     assert batch.ids[:3].tolist() == [key("0", b"5"), key("1", b"6"), key("2", b"7")]
 
 
-# ---- tables
+# ---- Criteo and CSV
 
 VALUES = st.sampled_from([b"", b"a", b"0", b"17", b"-3", b"2.5", b"1e3", b"7a3f09bc", "é€".encode(), b"x" * 50])
 NUMBERS = st.sampled_from(
@@ -235,15 +235,15 @@ def test_csv(tmp_path: Path, data: st.DataObject, delimiter: str, numbers: Numer
     )
 
 
-# ---- the same rows in every format
+# ---- formats against each other
 
 
 @pytest.mark.parametrize(
     "numbers",
     [None, Numeric(log=True), Numeric(standardize=False), Numeric(to="keys", bucket=0.5, log=True)],
-    ids=["log_square", "standardised", "plain", "width"],
+    ids=["log_square", "standardized", "plain", "width"],
 )
-def test_criteo_csv_and_parquet_of_the_same_rows_give_the_same(tmp_path: Path, numbers: Numeric | None) -> None:
+def test_criteo_csv_and_parquet_give_the_same_batches(tmp_path: Path, numbers: Numeric | None) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -282,7 +282,7 @@ def test_criteo_csv_and_parquet_of_the_same_rows_give_the_same(tmp_path: Path, n
             assert dense[0] == dense[1] == dense[2]
 
 
-def test_numbers_are_standardised_over_the_training_data(tmp_path: Path) -> None:
+def test_numbers_are_standardized_over_the_training_data(tmp_path: Path) -> None:
     ages = [3.0, 5.0, None, 10.0, -8.0, None, 2.0]
     lines = "".join(f"{i % 2},{'' if age is None else age},u{i}\n" for i, age in enumerate(ages))
     (tmp_path / "train.csv").write_text("label,age,user\n" + lines)
@@ -301,8 +301,8 @@ def test_numbers_are_standardised_over_the_training_data(tmp_path: Path) -> None
         assert np.allclose(next(iter(test)).dense[:, 0], [(2 - mean) / deviation, 0.0])
 
 
-def test_a_number_that_is_always_the_same(tmp_path: Path) -> None:
-    """Has no deviation to divide by."""
+def test_constant_numeric_column(tmp_path: Path) -> None:
+    """The standard deviation is 0: values are not divided."""
     (tmp_path / "a.csv").write_text("label,user,x\n1,a,3\n0,b,3\n1,c,\n")
     reader = tc.Reader(tmp_path / "a.csv", numeric=("x",), batch_size=9)
     assert reader.features.statistics == {"x": (3.0, 1.0)}
@@ -311,7 +311,7 @@ def test_a_number_that_is_always_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
 @pytest.mark.parametrize("block_bytes", [1, 2, 7, 1000])
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, ending: str, block_bytes: int) -> None:
+def test_byte_order_mark_is_skipped(tmp_path: Path, ending: str, block_bytes: int) -> None:
     texts = {
         "svm": b"1 3:1 4:1\n0 5:1 6:1\n",
         "ffm": b"1 0:3:1 1:4:1\n0 0:5:1 1:6:1",
@@ -321,17 +321,17 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, ending: str, b
     for name, text in texts.items():
         options: dict[str, Any] = {"batch_size": 9, "block_bytes": block_bytes}
         options |= {"format": "criteo"} if name == "criteo" else {}
-        found = []
+        results = []
         for mark in (b"", b"\xef\xbb\xbf"):
             path = tmp_path / f"{len(mark)}.{name}{ending}"
             path.write_bytes(gzip.compress(mark + text) if ending else mark + text)
-            found.append(examples_of(tc.Reader(path, **options)))
-        assert found[0] == found[1]
-        assert len(found[0]) == 2
+            results.append(examples_of(tc.Reader(path, **options)))
+        assert results[0] == results[1]
+        assert len(results[0]) == 2
 
 
-def test_labels_are_read_not_read_or_read_if_there(tmp_path: Path) -> None:
-    """To predict, an empty or odd label does no harm."""
+def test_optional_labels(tmp_path: Path) -> None:
+    """labelled=False ignores empty and malformed labels; labelled=None reads labels if the file has them."""
     numbers = b"\t7" * 39
     texts = {"a.csv": b"label,a\n1,x\n,y\n", "b.csv": b"a\nx\ny\n"}
     texts |= {"a.tsv": b"1" + numbers + b"\n?" + numbers + b"\n", "b.tsv": (numbers[1:] + b"\n") * 2}
@@ -345,13 +345,13 @@ def test_labels_are_read_not_read_or_read_if_there(tmp_path: Path) -> None:
         assert reader.fields == batch.fields
 
 
-def test_labels_by_threshold_and_without_labels(tmp_path: Path) -> None:
+def test_label_threshold_and_missing_labels(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("rating,user\n5,a\n3,b\n4,c\n")
     (tmp_path / "b.csv").write_text("user\na\n\nb\n")
     reader = tc.Reader(tmp_path / "a.csv", label="rating", label_threshold=4, batch_size=9)
     assert np.asarray(next(iter(reader)).label).tolist() == [1, 0, 1]
-    blind = tc.Reader(tmp_path / "b.csv", labelled=False, features=reader.features, batch_size=9)
-    batch = next(iter(blind))
+    unlabelled = tc.Reader(tmp_path / "b.csv", labelled=False, features=reader.features, batch_size=9)
+    batch = next(iter(unlabelled))
     assert np.asarray(batch.label).tolist() == [0, 0]
     assert batch.ids.tolist() == [key("user", b"a"), key("user", b"b")]
     with pytest.raises(DataError, match="no label column 'label'"):

@@ -1,4 +1,4 @@
-"""Parquet: every type of column, lists, nulls, rows that cannot be used."""
+"""Parquet: all column types, lists, nulls, malformed rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hypothesis import given, strategies as st
 
 import thermocline as tc
 from thermocline.config.data import Numeric
-from thermocline.data.arrow_keys import hashed
+from thermocline.data.arrow_keys import hash_column
 from thermocline.errors import DataError
 
 
 def text_of(value: Any) -> bytes:
-    """A value as it would stand in a text file."""
+    """The text of a value in a text file."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return b""
     if isinstance(value, bool):
@@ -78,15 +78,15 @@ def test_scalars_and_lists(tmp_path: Path, data: st.DataObject, kinds: list[str]
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_slices_of_columns(kind: str) -> None:
-    """Arrow's arrays may begin anywhere in their buffers."""
+def test_sliced_columns(kind: str) -> None:
+    """An Arrow array may start at any offset of its buffers."""
     values = {"string": ["ab", "", None, "xyz"], "bytes": [b"ab", b"", None, b"xyz"], "fixed": [b"abcd", b"1234"] * 2}
     values |= {"large": values["string"], "words": ["a", "b", None, "c"], "bool": [True, False, None, True]}
     column = pa.array(values.get(kind, [1, 2, None, 4]), KINDS[kind][0])
-    whole = hashed(column, "n")
+    whole = hash_column(column, "n")
     assert whole.tolist() == [key("n", text_of(value)) for value in column.to_pylist()]
     for start, end in ((1, 4), (2, 3), (3, 3)):
-        assert hashed(column[start:end], "n").tolist() == whole[start:end].tolist()
+        assert hash_column(column[start:end], "n").tolist() == whole[start:end].tolist()
 
 
 def test_raw_keys(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_raw_keys(tmp_path: Path) -> None:
     assert np.diff(batch.offsets).tolist() == [1, 1, 1, 1, 1, 0, 1, 1, 2]
 
 
-def test_rows_that_cannot_be_used(tmp_path: Path) -> None:
+def test_malformed_rows(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     columns = {
         "label": pa.array([1.0, None, 0.0, nan, 1.0, 0.0, 1.0]),
@@ -126,11 +126,11 @@ def test_rows_that_cannot_be_used(tmp_path: Path) -> None:
         "column 'k' is 'x'",
     ]
     assert [text.split(": ")[0].split(", ")[1] for text in reader.skipped.first] == [f"row {i}" for i in range(2, 8)]
-    with pytest.raises(DataError, match=r"a\.parquet, row 2: column 'label' is None: a label is a number"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 2: column 'label' is None: a label must be a number"):
         list(tc.Reader(tmp_path / "a.parquet", **options))
 
 
-def test_large_numbers_in_buckets_are_as_in_csv(tmp_path: Path) -> None:
+def test_large_numbers_have_the_same_buckets_as_in_csv(tmp_path: Path) -> None:
     numbers = Numeric(to="keys", bucket="log_square", standardize=False)
     options: dict[str, Any] = {"numeric": ("n",), "numeric_features": numbers, "batch_size": 9}
     values = [1e19, 3.0, 1e300, -5.0, 1.5]
@@ -140,18 +140,18 @@ def test_large_numbers_in_buckets_are_as_in_csv(tmp_path: Path) -> None:
     assert keys[0] == keys[1]
     for wrong in (-1e19, float("inf"), float("-inf")):
         pq.write_table(pa.table({"label": [0.0], "n": [wrong]}), tmp_path / "b.parquet")
-        with pytest.raises(DataError, match=r"row 1: column 'n' is .*: its bucket's number does not fit"):
+        with pytest.raises(DataError, match=r"row 1: column 'n' is .*: its bucket number does not fit"):
             list(tc.Reader(tmp_path / "b.parquet", **options))
 
 
-def test_two_columns_of_one_name(tmp_path: Path) -> None:
+def test_duplicate_column_names_are_rejected(tmp_path: Path) -> None:
     columns = [pa.array([1.0]), pa.array([1]), pa.array([2])]
     pq.write_table(pa.table(columns, names=["label", "a", "a"]), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="column 'a' is there twice"):
+    with pytest.raises(DataError, match="column 'a' occurs twice"):
         tc.Reader(tmp_path / "a.parquet", batch_size=9)
 
 
-def test_columns_by_name_whatever_their_order(tmp_path: Path) -> None:
+def test_columns_are_read_by_name_in_any_order(tmp_path: Path) -> None:
     columns = {"label": pa.array([1, 0]), "a": pa.array(["x", "y"]), "b": pa.array([1, 2]), "n": pa.array([0.5, 1.5])}
     order = ["n", "b", "label", "a"]
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
@@ -167,13 +167,15 @@ def test_columns_by_name_whatever_their_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "options", "message"),
     [
-        (pa.array([1, 2], pa.timestamp("s")), {}, "column 'c' has type timestamp.*keys are made of strings, bytes"),
+        (pa.array([1, 2], pa.timestamp("s")), {}, "column 'c' has type timestamp.*keys can be made of strings, bytes"),
         (pa.array([{"a": 1}, {"a": 2}]), {}, "column 'c' has type struct"),
-        (pa.array([1.5, 2.5]), {"raw_keys": True}, "column 'c' has type double, but keys are made of integers"),
-        (pa.array(["1", "2"]), {"numeric": ("c",)}, "column 'c' has type string; a numeric column holds numbers"),
+        (pa.array([1.5, 2.5]), {"raw_keys": True}, "column 'c' has type double; keys can be made of integers"),
+        (pa.array(["1", "2"]), {"numeric": ("c",)}, "column 'c' has type string; a numeric column must have numbers"),
     ],
 )
-def test_types_that_make_no_keys(tmp_path: Path, column: Any, options: dict[str, Any], message: str) -> None:
+def test_unsupported_column_types_are_rejected(
+    tmp_path: Path, column: Any, options: dict[str, Any], message: str
+) -> None:
     pq.write_table(pa.table({"label": pa.array([1, 0]), "k": pa.array([1, 2]), "c": column}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=message):
         tc.Reader(tmp_path / "a.parquet", batch_size=2, **options)

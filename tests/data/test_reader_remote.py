@@ -1,4 +1,4 @@
-"""URLs: an S3-compatible server on this machine through Arrow, and fsspec's memory."""
+"""URLs: a local S3-compatible server through Arrow, and the memory file system of fsspec."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADER = "label,id,user\n"
 
 
 def files() -> dict[str, bytes]:
-    """Name -> bytes: plain, compressed and Parquet, in folders."""
+    """Content by name: plain and compressed files in folders."""
     text = [(HEADER + "".join(part)).encode() for part in (ROWS[:150], ROWS[150:300], ROWS[300:])]
     return {
         "plain/day=1/a.csv": text[0],
@@ -34,7 +34,7 @@ def files() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """The query of URLs that reach the server."""
+    """Start the server; return the URL query that addresses it."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -79,17 +79,16 @@ PATTERNS = ["plain/**/*.csv", "plain/day=[12]/*.csv", "packed", "packed/*.csv.*"
 
 
 def compare(url: str, query: str, local: Path) -> None:
-    """Remote files give what the same local files give, shuffled and from a position too."""
+    """Check that remote files give the same batches as local files, shuffled and from a position."""
     for pattern in PATTERNS:
         options: dict[str, Any] = {"batch_size": 37, "block_bytes": 500, "shuffle_buffer": 100, "shuffle": True}
-        mine = tc.Reader(str(local / pattern), **options)
-        its = tc.Reader(f"{url}/{pattern}{query}", **options)
-        batches = list(mine)
-        assert [contents(batch) for batch in its] == [contents(batch) for batch in batches]
-        assert [contents(batch) for batch in its.seek(batches[1].position)] == [contents(b) for b in batches[2:]]
+        remote = tc.Reader(f"{url}/{pattern}{query}", **options)
+        batches = list(tc.Reader(str(local / pattern), **options))
+        assert [contents(batch) for batch in remote] == [contents(batch) for batch in batches]
+        assert [contents(batch) for batch in remote.seek(batches[1].position)] == [contents(b) for b in batches[2:]]
 
 
-def test_memory_of_fsspec(memory: None, local: Path) -> None:
+def test_fsspec_memory(memory: None, local: Path) -> None:
     compare("memory://ads", "", local)
 
 
@@ -111,7 +110,7 @@ def test_parquet_on_s3(s3: str, tmp_path: Path) -> None:
 
 def test_errors_name_the_url_without_its_query(s3: str) -> None:
     for name, message in [
-        ("s3://ads/plain/none.csv", r"s3://ads/plain/none\.csv: there is no such file"),
+        ("s3://ads/plain/none.csv", r"s3://ads/plain/none\.csv: no such file"),
         ("s3://ads/none/*.csv", r"s3://ads/none/\*\.csv matches no file"),
     ]:
         with pytest.raises(DataError, match=message) as error:
@@ -119,7 +118,7 @@ def test_errors_name_the_url_without_its_query(s3: str) -> None:
         assert "endpoint" not in str(error.value)
 
 
-def test_a_remote_file_that_changes(memory: None) -> None:
+def test_remote_file_changed(memory: None) -> None:
     reader = tc.Reader("memory://ads/plain/day=1/a.csv", batch_size=10)
     filesystem: Any = fsspec.filesystem("memory")
     filesystem.pipe_file("/ads/plain/day=1/a.csv", b"label,id,user\n1,2,3\n")

@@ -1,4 +1,4 @@
-"""Readers under training: generated data written and read back; a run killed mid-epoch goes on with the same bits."""
+"""Readers in training: generated data is written and read back; a run killed mid-epoch resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from thermocline.config.data import Numeric
 
 @pytest.mark.parametrize("format", ["parquet", "libsvm", "libffm"])
 @pytest.mark.parametrize("nonzeros", [None, (4, 9)])
-def test_what_synthetic_ads_write_is_read_back(tmp_path: Path, format: Any, nonzeros: Any) -> None:
-    one = format == "libsvm" and nonzeros is not None  # by position, lines would need equally many ids
+def test_written_synthetic_ads_are_read_back(tmp_path: Path, format: Any, nonzeros: Any) -> None:
+    one = format == "libsvm" and nonzeros is not None  # fields="position" needs the same number of ids in every line
     dense = 3 if format == "parquet" else 0
     ads = tc.SyntheticAds(keys=900, fields=4, nonzeros=nonzeros, dense=dense, examples=700, batch_size=64, seed=2)
     ads.write(tmp_path / "ads", format, examples_per_file=250)
@@ -28,14 +28,14 @@ def test_what_synthetic_ads_write_is_read_back(tmp_path: Path, format: Any, nonz
     options: dict[str, Any] = {"fields": "one" if one else "position", **numeric}
     reader = tc.Reader(tmp_path / "ads", raw_keys=True, batch_size=64, block_bytes=3000, **options)
     assert (reader.fields, reader.dense) == (1 if one else 4, dense)
-    for mine, its in zip(reader, ads, strict=True):
-        assert mine.ids.tobytes() == its.ids.tobytes()
-        assert mine.offsets.tobytes() == its.offsets[:: 4 if one else 1].tobytes()
-        assert mine.weights is None
-        assert bits(mine.label) == bits(its.label)
-        assert (mine.dense is None) == (dense == 0)
+    for actual, expected in zip(reader, ads, strict=True):
+        assert actual.ids.tobytes() == expected.ids.tobytes()
+        assert actual.offsets.tobytes() == expected.offsets[:: 4 if one else 1].tobytes()
+        assert actual.weights is None
+        assert bits(actual.label) == bits(expected.label)
+        assert (actual.dense is None) == (dense == 0)
         if dense:
-            assert bits(mine.dense) == bits(its.dense)
+            assert bits(actual.dense) == bits(expected.dense)
 
 
 class Net(torch.nn.Module):
@@ -62,7 +62,7 @@ class KillAt(tc.Callback):
 
 
 @pytest.mark.parametrize(("compression", "kills"), [("", [7, 30]), (".gz", [14])])  # steps, of 18 per epoch
-def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path, compression: str, kills: list[int]) -> None:
+def test_killed_run_resumes_bit_for_bit(tmp_path: Path, compression: str, kills: list[int]) -> None:
     rng = np.random.default_rng(0)
     text = "".join("\t".join(criteo_row(rng)) + "\n" for _ in range(900))
     path = tmp_path / f"train.txt{compression}"
@@ -82,8 +82,8 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path, compression: st
         )
         torch.manual_seed(0)
         (tmp_path / name).mkdir(exist_ok=True)
-        made = tc.Table(4, tc.Adagrad(lr=0.1), mem="8MB", ssd=tmp_path / name / "rows", ssd_mem="16MB")
-        with contextlib.closing(made) as table:
+        table = tc.Table(4, tc.Adagrad(lr=0.1), mem="8MB", ssd=tmp_path / name / "rows", ssd_mem="16MB")
+        with contextlib.closing(table):
             model = Net(table, reader.fields, reader.dense)
             config = tc.TrainConfig(epochs=2, checkpoint_every=4, display=False, tensorboard=False, depth=3)
             callbacks = [] if kill is None else [KillAt(kill)]

@@ -13,13 +13,13 @@ import torch
 from helpers.rank_training import tree_sum
 from helpers.ranks import Nodes, run_ranks
 
+from thermocline.arrays import Keys
 from thermocline.config.distributed import Hops, Wire
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.key_sharding import owner_of
 from thermocline.distributed.row_exchange import Route, RowExchange, TrafficCounter
 from thermocline.distributed.row_reduce import take_rows
 from thermocline.distributed.wire_format import decode, encode, wire_bytes
-from thermocline.embedding.arrays import Keys
 from thermocline.embedding.key_hash import hash_keys
 from thermocline.embedding.reference_codec import mix64
 

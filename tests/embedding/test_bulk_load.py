@@ -1,4 +1,4 @@
-"""A row for every key of a world, at once: as if each had been put, and without a log."""
+"""Bulk loading: the store has every row, as after single puts, but without a log."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def tier() -> tc.DramTier:
 
 
 @pytest.mark.parametrize("piece", [bulk_load.PIECE, 7_000, 1_000])
-def test_every_key_has_its_row_in_the_files(tmp_path: Path, piece: int) -> None:
+def test_fill_store_writes_every_row_without_a_log(tmp_path: Path, piece: int) -> None:
     rows, total = tier(), sum(ADS.keys)
-    told = []
+    progress = []
     with SsdStore.open(tmp_path / "rows", row_bytes=rows.row_bytes) as store:
-        done = bulk_load.fill_store(store, ADS, rows.initial_rows, piece=piece, after=lambda n: told.append(n) or True)  # type: ignore[func-returns-value]
-        assert done == told[-1] == total == len(store)
-        assert told == sorted(set(told))
+        done = bulk_load.fill_store(
+            store, ADS, rows.initial_rows, piece=piece, after=lambda n: progress.append(n) or True
+        )  # type: ignore[func-returns-value]
+        assert done == progress[-1] == total == len(store)
+        assert progress == sorted(set(progress))
         stats = store.stats()
         assert (stats.rows_in_base, stats.rows_in_log, stats.merges) == (total, 0, 0)
         assert stats.bytes_written < 1.3 * stats.bytes_put + 8192 * stats.partitions
@@ -38,7 +40,7 @@ def test_every_key_has_its_row_in_the_files(tmp_path: Path, piece: int) -> None:
         assert np.array_equal(values.view(np.float32).reshape(total, -1), rows.initial_rows(keys))
 
 
-def test_a_filling_that_is_cut_short_goes_on(tmp_path: Path) -> None:
+def test_interrupted_fill_store_resumes(tmp_path: Path) -> None:
     rows, total, done, calls = tier(), sum(ADS.keys), 0, 0
     while done < total:
         calls += 1
@@ -60,8 +62,8 @@ def test_a_filling_that_is_cut_short_goes_on(tmp_path: Path) -> None:
         assert store.get(ADS.some_keys(0, total))[0].all()
 
 
-def test_a_filling_goes_on_with_the_same_pieces_only(tmp_path: Path) -> None:
-    """Those of another size end elsewhere: rows between the ends would be missing."""
+def test_resuming_needs_the_same_piece_size(tmp_path: Path) -> None:
+    """Pieces of another size end at other rows: rows in between would be missing."""
     rows = tier()
     with SsdStore.open(tmp_path / "rows", row_bytes=rows.row_bytes) as store:
         done = bulk_load.fill_store(store, ADS, rows.initial_rows, piece=4_000, after=lambda n: n < 9_000)
@@ -72,7 +74,7 @@ def test_a_filling_goes_on_with_the_same_pieces_only(tmp_path: Path) -> None:
         )
 
 
-def test_an_error_of_rows_is_told(tmp_path: Path) -> None:
+def test_error_in_rows_is_raised(tmp_path: Path) -> None:
     def fails(keys: bulk_load.Keys) -> bulk_load.Floats:
         raise ValueError("no rows today")
 
@@ -80,7 +82,7 @@ def test_an_error_of_rows_is_told(tmp_path: Path) -> None:
         bulk_load.fill_store(store, ADS, fails, piece=1_000)
 
 
-def test_the_top_tier_is_filled_clean() -> None:
+def test_fill_top_loads_clean_rows() -> None:
     table = tc.Table(4, tc.SGD(lr=0.1), mem="16MB", device="cpu")
     bulk_load.fill_top(table, bulk_load.pieces(ADS, 9_000))
     keys = ADS.some_keys(0, sum(ADS.keys))

@@ -16,8 +16,8 @@ import thermocline as tc
 from experiments import auc_time, k_step, models, mpi, paper, places, rival, scalability
 from experiments.experiment import Figure, Setup, Table, Work
 from experiments.processes import events_of
-from thermocline.data.paper_models import Plan
-from thermocline.utils.cpu_affinity import bound
+from thermocline.data.paper_models import PaperModel
+from thermocline.utils.cpu_affinity import limit_cores
 
 WHY = mpi.missing()
 
@@ -78,7 +78,7 @@ def test_the_rival_trains_for_as_long_as_it_is_told(tmp_path: Path) -> None:
 
 def of_a_gpu(name: str, rate: float, *, reads: float = 1000.0) -> dict[str, Any]:
     """A made-up result of models.py: two points, the second of which counts."""
-    plan = Plan.of(f"{name}/1000")
+    plan = PaperModel.parse(f"{name}/1000")
     point = {"batches": 2, "disk_bytes": 100, "mem_hits": 1, "mem_all": 2, "hbm_hits": 1, "hbm_all": 2, "merges": 0,
              "bytes_read": 5, "bytes_written": 5, "merged": 0, "pull_seconds": 0.1}  # fmt: skip
     return {
@@ -181,6 +181,6 @@ def test_what_is_started_on_few_cores_has_few() -> None:
     """Also what torchrun starts has; afterwards all are there again."""
     count = [sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"]
     before = os.sched_getaffinity(0)
-    with bound(1):
+    with limit_cores(1):
         assert subprocess.run(count, capture_output=True, text=True, check=True).stdout == "1\n"
     assert os.sched_getaffinity(0) == before

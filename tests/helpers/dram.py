@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from thermocline.batch import Floats, Offsets, Slots, WorkingSet
-from thermocline.embedding.arrays import as_numpy
+from thermocline.arrays import Floats, Offsets, Slots, as_numpy
+from thermocline.batch import WorkingSet
 from thermocline.tiers.dram import DramTier
 
 Pooling = Literal["sum", "mean", "none"]

@@ -1,6 +1,6 @@
-"""What the tests of models share: small batches, and each model written down the obvious way in NumPy, in double.
+"""Helpers of the model tests: small batches, and a reference of each model in NumPy with double precision.
 
-A reference takes the pooled rows float64[examples, features, row] and the model's own parameters, and loops.
+A reference takes the pooled rows float64[examples, features, row] and the model's parameters, and uses plain loops.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def table_for(config: ModelConfig, optimizer: Any = None) -> tc.Table:
 def small_model(
     name: str, *, fields: int = FIELDS, dense: int = DENSE, seed: int = 0, optimizer: Any = None, **settings: Any
 ) -> Model:
-    """A small model with nothing left at its initial zero or one, so that every term counts."""
+    """Build a small model whose parameters are all different from 0 and 1, so that every term matters."""
     config = ModelConfig(name=name, **{**SMALL, **settings})  # type: ignore[arg-type]
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -53,7 +53,7 @@ def make_batch(
     max_ids: int = 3,
     seed: int = 0,
 ) -> tc.Batch:
-    """Keys of few values, so that they repeat; some bags are empty, the first one surely."""
+    """Build a batch with repeated keys and empty bags; the first bag is always empty."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, max_ids + 1, examples * fields)
     sizes[0] = 0
@@ -66,11 +66,11 @@ def make_batch(
     return tc.Batch(ids, offsets, fields, weights, dense=values, label=label)
 
 
-# ---- the obvious way
+# ---- references
 
 
 def rows_of(model: Model, batch: tc.Batch, change: tuple[int, int, float] | None = None) -> Array:
-    """Pooled rows, id by id, then dense features' ones. `change`: (key, element, by how much)."""
+    """Pool rows id by id, then append the rows of dense features. `change` is (key, element, delta)."""
     table, mean = model.features.bag.table, model.config.pooling == "mean"
     numbers = None if model.features.numbers is None else model.features.numbers.detach().double().numpy()
     rows = np.zeros((len(batch), batch.fields + (0 if numbers is None else len(numbers)), table.dim))
@@ -95,7 +95,7 @@ def values_of(model: torch.nn.Module, name: str) -> Array:
 
 
 def layers(net: torch.nn.Sequential, x: Array, training: bool) -> Array:
-    """Linear, batch norm and ReLU, from their definitions."""
+    """Apply linear, batch norm and ReLU layers by their definitions."""
     for layer in net:
         if isinstance(layer, torch.nn.Linear):
             x = x @ values_of(layer, "weight").T + values_of(layer, "bias")

@@ -1,4 +1,4 @@
-"""The obvious reader: what csrc/data/parse.h promises, in plain Python, line by line. The oracle of the parsers."""
+"""Reference parser: the contract of csrc/data/parse.h in plain Python, line by line."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NUMBER = re.compile(rb"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class Malformed(Exception):
-    """A line that is no example."""
+    """The line is not a valid example."""
 
 
 def xxh64(data: bytes, seed: int) -> int:
-    """XXH64 after its public specification."""
+    """XXH64, after its public specification."""
 
     def rotl(x: int, r: int) -> int:
         return ((x << r) | (x >> (64 - r))) & _M
@@ -65,7 +65,7 @@ def key_of(name: str, value: bytes) -> int:
 
 
 def number(text: bytes) -> float | None:
-    """None: missing."""
+    """Parse a number; None if it is missing."""
     text = text.strip(b" ")
     if not text:
         return None
@@ -189,7 +189,7 @@ def table_line(line: bytes, columns: Sequence[Column], delimiter: bytes, quoting
 
 
 def parse(block: bytes, parse_line: Callable[[bytes], Example], spaces: bytes) -> tuple[list[Example], list[int]]:
-    """The examples, and the numbers of the malformed lines. Lines of nothing but `spaces` are empty."""
+    """Return the examples and the indices of malformed lines. Lines that consist of `spaces` are empty."""
     examples, malformed = [], []
     for i, line in enumerate(block.split(b"\n")):
         line = line.removesuffix(b"\r")

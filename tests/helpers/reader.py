@@ -1,4 +1,4 @@
-"""The slow, obvious reader: what `tc.Reader` must give, written down line by line without any of its code."""
+"""Reference reader: the expected result of `tc.Reader`, computed line by line without any of its code."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _M = 2**64 - 1
 
 
 class Malformed(Exception):
-    """This line is no example."""
+    """The line is not a valid example."""
 
 
 # ---- keys
 
 
 def xxh64(data: bytes, seed: int) -> int:
-    """As its specification says."""
+    """XXH64, after its specification."""
 
     def rotate(x: int, n: int) -> int:
         return (x << n | x >> (64 - n)) & _M
@@ -76,13 +76,13 @@ def key(field: str, value: bytes) -> int:
 
 
 def lines_of(text: bytes, blank: bytes = b"") -> list[tuple[int, bytes]]:
-    """Numbers, from 1, and lines; empty ones, or those of `blank` characters only, are none."""
-    found = [line.removesuffix(b"\r") for line in text.split(b"\n")]
-    return [(i + 1, line) for i, line in enumerate(found) if line.strip(blank)]
+    """Return (number, line) pairs, counted from 1, without lines that are empty or consist of `blank` characters."""
+    lines = [line.removesuffix(b"\r") for line in text.split(b"\n")]
+    return [(i + 1, line) for i, line in enumerate(lines) if line.strip(blank)]
 
 
 def number(text: bytes, largest: float = 1.7976931348623157e308) -> float | None:
-    """None: missing."""
+    """Parse a number; None if it is missing."""
     if not text.strip(b" \t"):
         return None
     if not _NUMBER.fullmatch(text) or abs(float(text)) > largest:
@@ -111,11 +111,11 @@ def svm_example(line: bytes, *, ffm: bool, fields: int, one_bag: bool, raw: bool
     if not ffm and not one_bag and len(tokens) - 1 != fields:
         raise Malformed(line)
     bags: list[list[tuple[int, float]]] = [[] for _ in range(fields)]
-    for place, token in enumerate(tokens[1:]):
+    for position, token in enumerate(tokens[1:]):
         parts = token.split(b":")
         if len(parts) not in ((2, 3) if ffm else (1, 2)):
             raise Malformed(token)
-        field = int(digits(parts.pop(0), False)) if ffm else 0 if one_bag else place
+        field = int(digits(parts.pop(0), False)) if ffm else 0 if one_bag else position
         if field >= fields:
             raise Malformed(token)
         value = digits(parts[0], raw)
@@ -128,7 +128,7 @@ def svm_example(line: bytes, *, ffm: bool, fields: int, one_bag: bool, raw: bool
 def table_example(
     values: Sequence[bytes], roles: Sequence[tuple[str, str]], numbers: Any = None, raw: bool = False
 ) -> Example:
-    """`roles`: (role, name) per column."""
+    """Parse the values of a line; `roles` has (role, name) per column."""
     if len(values) != len(roles):
         raise Malformed(values)
     label, bags, dense = 0.0, [], []
@@ -157,16 +157,16 @@ def bucket(x: float | None, text: bytes, numbers: Any) -> bytes:
     if x is None or numbers.bucket == "none":
         return b"" if x is None else text
     if numbers.bucket == "log_square":
-        place = math.floor(math.log(x) ** 2) if x > 2 else math.floor(x)
+        index = math.floor(math.log(x) ** 2) if x > 2 else math.floor(x)
     else:
-        place = math.floor((math.copysign(math.log1p(abs(x)), x) if numbers.log else x) / numbers.bucket)
-    if not -(2**63) <= place < 2**63:
+        index = math.floor((math.copysign(math.log1p(abs(x)), x) if numbers.log else x) / numbers.bucket)
+    if not -(2**63) <= index < 2**63:
         raise Malformed(x)
-    return str(place).encode()
+    return str(index).encode()
 
 
 def split_row(line: bytes, delimiter: str) -> list[bytes]:
-    """One line of CSV, with its quotes."""
+    """Split a line of CSV, with quoting."""
     if b"\0" in line:
         raise Malformed(line)
     if b'"' not in line:
@@ -179,12 +179,12 @@ def split_row(line: bytes, delimiter: str) -> list[bytes]:
     return [value.encode("latin-1") for value in rows[0]]
 
 
-# ---- comparing
+# ---- comparison
 
 
 def examples_of(batches: Iterable[tc.Batch]) -> list[Example]:
-    """What is in batches, one example after the other."""
-    found: list[Example] = []
+    """Convert batches to a list of examples."""
+    examples: list[Example] = []
     for batch in batches:
         ids, cuts = batch.ids.tolist(), batch.offsets.tolist()
         weights = [1.0] * len(ids) if batch.weights is None else batch.weights.tolist()
@@ -193,18 +193,18 @@ def examples_of(batches: Iterable[tc.Batch]) -> list[Example]:
         pairs = list(zip(ids, weights, strict=True))
         bags = [tuple(pairs[a:b]) for a, b in itertools.pairwise(cuts)]
         for i, label in enumerate(labels):
-            found.append((label, tuple(bags[i * batch.fields : (i + 1) * batch.fields]), tuple(dense[i])))
-    return found
+            examples.append((label, tuple(bags[i * batch.fields : (i + 1) * batch.fields]), tuple(dense[i])))
+    return examples
 
 
 def contents(batch: tc.Batch) -> tuple[Any, ...]:
-    """Everything in a batch, to the bit."""
+    """The bytes of all arrays of a batch, and its position."""
     arrays = (batch.ids, batch.offsets, batch.weights, batch.dense, batch.label)
     return (*(None if array is None else np.asarray(array).tobytes() for array in arrays), batch.position)
 
 
 def pack(text: bytes, compression: str | None) -> bytes:
-    """Compressed, in two members or frames: both are one file."""
+    """Compress text as two members or frames, which form one file."""
     if compression is None:
         return text
     half = len(text) // 2
@@ -224,7 +224,7 @@ def write_files(folder: Path, texts: Sequence[bytes], ending: str, compression: 
 
 
 def criteo_row(rng: np.random.Generator) -> list[str]:
-    """One row of made-up Criteo: missing values, negative numbers, eight hexadecimal digits."""
+    """Generate a row of the Criteo format: missing values, negative numbers, eight hexadecimal digits."""
     numbers = ["" if rng.random() < 0.2 else str(int(rng.exponential(30)) - 2) for _ in range(13)]
     words = ["" if rng.random() < 0.1 else f"{int(rng.integers(0, 2**32)):08x}" for _ in range(26)]
     return [str(int(rng.integers(0, 2))), *numbers, *words]

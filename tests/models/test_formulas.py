@@ -1,4 +1,4 @@
-"""Each model against its formula, written down the obvious way: values, and the gradients that reach rows."""
+"""Each model against a reference in NumPy: logits, and gradients of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import thermocline as tc
 from thermocline.models import NAMES
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "as it is": {},
+    "default": {},
     "no dense": {"dense": 0},
     "mean, no batch norm": {"pooling": "mean", "batch_norm": False},
     "no hidden layers": {"hidden": (), "bottom": ()},
@@ -29,7 +29,7 @@ def test_every_model_has_a_reference() -> None:
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_the_formulas(name: str, variant: str, training: bool) -> None:
+def test_logits_match_the_reference(name: str, variant: str, training: bool) -> None:
     settings = VARIANTS[variant]
     model = small_model(name, **settings)
     batch = make_batch(fields=settings.get("fields", 4), dense=settings.get("dense", 3))
@@ -41,8 +41,8 @@ def test_logits_are_the_formulas(name: str, variant: str, training: bool) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_reach_the_rows(name: str) -> None:
-    """One step of SGD at rate 1 moves a row by its gradient: the slope of the reference's loss."""
+def test_row_gradients_match_the_reference(name: str) -> None:
+    """An SGD step with lr=1 subtracts the gradient: the finite difference of the reference loss."""
     model = small_model(name)
     table = model.features.bag.table
     batch = make_batch()
@@ -52,33 +52,33 @@ def test_gradients_reach_the_rows(name: str) -> None:
         logits = reference(model, batch, training=True, change=(key, element, by))
         return float(np.mean(np.logaddexp(0, logits) - batch.label.numpy() * logits))
 
-    steps = 1e-4
-    slopes = [(loss_at(e, steps) - loss_at(e, -steps)) / (2 * steps) for e in range(table.dim)]
+    delta = 1e-4
+    slopes = [(loss_at(e, delta) - loss_at(e, -delta)) / (2 * delta) for e in range(table.dim)]
     keys = np.unique(batch.ids)
     before = table.read(keys)
     torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label).backward()
     table.step()
-    moved = before - table.read(keys)
-    np.testing.assert_allclose(moved[keys == key][0], slopes, rtol=1e-2, atol=1e-5)
-    assert (np.abs(moved) > 0).any(1).all(), "every row of the batch has a gradient"
+    change = before - table.read(keys)
+    np.testing.assert_allclose(change[keys == key][0], slopes, rtol=1e-2, atol=1e-5)
+    assert (np.abs(change) > 0).any(1).all(), "every row of the batch has a gradient"
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        assert name.endswith("bias") or parameter.grad.abs().sum() > 0, name  # batch norm undoes biases before it
+        assert name.endswith("bias") or parameter.grad.abs().sum() > 0, name  # batch norm cancels the biases before it
 
 
-def test_dropout_only_in_training() -> None:
+def test_dropout_is_active_only_in_training() -> None:
     for name in NAMES:
         model = small_model(name, dropout=0.5)
         batch = make_batch(64)
         torch.manual_seed(0)
-        one, other = model(batch), model(batch)
-        assert torch.equal(one, other) == (name in ("lr", "fm"))
+        first, second = model(batch), model(batch)
+        assert torch.equal(first, second) == (name in ("lr", "fm"))
         model.eval()
         assert torch.equal(model(batch), model(batch))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_amp_runs(name: str) -> None:
+def test_autocast(name: str) -> None:
     model = small_model(name)
     batch = make_batch(16)
     exact = model(batch).detach()

@@ -1,4 +1,4 @@
-"""The models as a user meets them: settings, sizes, what they learn, odd batches, what survives, what is refused."""
+"""The models: settings, errors, parameter counts, initialization, accuracy on planted data, odd batches, state."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from thermocline.training.trainer import TrainConfig, Trainer
 # ---- settings
 
 
-def test_the_settings_of_bars() -> None:
-    def of(name: ModelName) -> tuple[Any, ...]:
+def test_defaults_are_the_bars_settings() -> None:
+    def settings(name: ModelName) -> tuple[Any, ...]:
         config = ModelConfig(name=name).resolve()
         return config.dropout, config.embedding_l2, config.cross_layers
 
-    assert of("lr")[1] == 1e-5
-    assert of("fm")[1] == 5e-6
-    assert of("dnn")[:2] == of("deepfm")[:2] == (0.2, 0.05)
-    assert of("dcn") == (0.2, 0.05, 3)
-    assert of("dcnv2") == (0.4, 0.05, 4)
+    assert settings("lr")[1] == 1e-5
+    assert settings("fm")[1] == 5e-6
+    assert settings("dnn")[:2] == settings("deepfm")[:2] == (0.2, 0.05)
+    assert settings("dcn") == (0.2, 0.05, 3)
+    assert settings("dcnv2") == (0.4, 0.05, 4)
     config = ModelConfig(name="dcnv2", dropout=0.0, embedding_l2=0.0, cross_layers=2)
-    assert config.resolve() == config, "what is given stays"
+    assert config.resolve() == config, "explicit settings are kept"
     assert (config.dim, config.hidden, config.batch_norm, config.initial) == (10, (400, 400, 400), True, 1e-4)
 
 
-def test_floats_per_key() -> None:
+def test_row_dim() -> None:
     dims = {name: row_dim(ModelConfig(name=name, dim=8)) for name in NAMES}
     assert dims == {
         "lr": 1, "fm": 9, "dnn": 8, "widedeep": 9, "deepfm": 9, "dcn": 8, "dcnv2": 8, "dlrm": 8, "autoint": 8
     }  # fmt: skip
 
 
-def test_the_settings_need_no_torch() -> None:
+def test_settings_do_not_import_torch() -> None:
     code = "import sys, thermocline.models as m; m.row_dim(m.ModelConfig(name='fm')); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
@@ -60,23 +60,23 @@ def test_the_settings_need_no_torch() -> None:
         ({"attention_dim": 6}, r"attention_dim is 6: it must be a multiple of heads, 4"),
     ],
 )
-def test_wrong_settings_name_the_field(settings: dict[str, Any], text: str) -> None:
+def test_invalid_settings_are_named(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=r"ModelConfig\." + text):
         ModelConfig(**settings)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_tables_and_batches_are_rejected() -> None:
     config = ModelConfig(name="fm", dim=4)
-    with pytest.raises(ValueError, match="has rows of 4 weights: fm of dim 4 needs 5"):
+    with pytest.raises(ValueError, match=r"has dim 4: fm with model.dim 4 needs 5"):
         build(config, tc.Table(4, tc.SGD(), mem="1MB"), 2)
-    with pytest.raises(ValueError, match="fm over 0 fields"):
+    with pytest.raises(ValueError, match="fields is 0: fm needs at least one field"):
         build(config, table_for(config), 0, 3)
-    with pytest.raises(ValueError, match="DLRM over one field has no pairs"):
+    with pytest.raises(ValueError, match="DLRM needs two vectors"):
         small_model("dlrm", fields=1, dense=0)
     model = small_model("dnn", dense=2)
-    with pytest.raises(ValueError, match="built for 2 dense features, but the batch has none"):
+    with pytest.raises(ValueError, match=r"batch.dense is None, but the model was built for 2 dense"):
         model(make_batch(dense=0))
-    with pytest.raises(ValueError, match=r"batch.dense has shape \[6, 3\].* need \[6, 2\]"):
+    with pytest.raises(ValueError, match=r"batch.dense has shape \[6, 3\]: expected \[6, 2\]"):
         model(make_batch(dense=3))
 
 
@@ -98,7 +98,7 @@ PARAMETERS = {  # 4 fields, 3 dense features, dim 5: 7 vectors, 35 inputs; hidde
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_and_their_l2(name: str) -> None:
+def test_parameter_counts_and_l2_groups(name: str) -> None:
     model = small_model(name)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
     config = ModelConfig(name=name, embedding_l2=0.5, net_l2=0.25)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def test_parameters_and_their_l2(name: str) -> None:
     torch.optim.Adam(groups)
 
 
-def test_weights_begin_as_fuxictrs_by_torchs_seed() -> None:
+def test_weights_are_initialized_like_fuxictrs_from_torchs_seed() -> None:
     def weights(seed: int, name: str = "dcn") -> dict[str, torch.Tensor]:
         config = ModelConfig(name=name, dim=64, hidden=(300, 200))  # type: ignore[arg-type]
         torch.manual_seed(seed)
@@ -129,16 +129,16 @@ def test_weights_begin_as_fuxictrs_by_torchs_seed() -> None:
     assert numbers[:, 1:].std().item() == pytest.approx((2 / 65) ** 0.5, rel=0.1)
 
 
-# ---- what they learn
+# ---- accuracy on planted data
 
 
 def planted(kind: str, examples: int, seed: int) -> list[tc.Batch]:
-    """Two fields of 20 values: the label follows from the sum of two numbers, or from the product of two signs."""
-    of_value = np.random.default_rng(7).normal(size=(2, 10))
-    of_value = np.concatenate([of_value, -of_value], 1)  # as many of each sign: no value tells anything by itself
+    """Two fields of 20 values: the label depends on the sum of two numbers, or on the product of two signs."""
+    effects = np.random.default_rng(7).normal(size=(2, 10))
+    effects = np.concatenate([effects, -effects], 1)  # both signs equally often: a single value predicts nothing
     rng = np.random.default_rng(seed)
     values = rng.integers(0, 20, (examples, 2))
-    a, b = of_value[0, values[:, 0]], of_value[1, values[:, 1]]
+    a, b = effects[0, values[:, 0]], effects[1, values[:, 1]]
     score = a + b if kind == "sum" else 2 * np.sign(a) * np.sign(b)
     label = (rng.random(examples) < 1 / (1 + np.exp(-2 * score))).astype(np.float32)
     ids = (values + np.array([0, 1000])).astype(np.uint64)
@@ -149,7 +149,7 @@ def planted(kind: str, examples: int, seed: int) -> list[tc.Batch]:
     ]
 
 
-def learnt(name: ModelName, kind: str) -> float:
+def trained_auc(name: ModelName, kind: str) -> float:
     settings = {**SMALL, "dim": 8, "hidden": (32, 16), "embedding_l2": 0.0, "initial": 0.1, "dropout": 0.1}
     config = ModelConfig(name=name, **settings)
     torch.manual_seed(1)
@@ -165,9 +165,9 @@ def learnt(name: ModelName, kind: str) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_they_learn_what_is_planted(name: ModelName) -> None:
-    assert learnt(name, "sum") > 0.8
-    products = learnt(name, "product")
+def test_models_learn_the_planted_data(name: ModelName) -> None:
+    assert trained_auc(name, "sum") > 0.8
+    products = trained_auc(name, "product")
     if name == "lr":
         assert products < 0.65, "a sum of weights cannot express a product of signs"
     else:
@@ -198,34 +198,34 @@ def test_odd_batches(name: str) -> None:
         assert small_model(name, fields=1, dense=0)(make_batch(fields=1, dense=0)).shape == (6,)
 
 
-def test_one_example_leaves_batch_norm_alone() -> None:
+def test_one_example_does_not_change_batch_norm() -> None:
     model = small_model("dnn")
     before = {name: value.clone() for name, value in model.named_buffers()}
     trained = model(make_batch(1)).detach()
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
     model.eval()
-    assert torch.equal(model(make_batch(1)), trained), "as in evaluation"
+    assert torch.equal(model(make_batch(1)), trained), "same as in evaluation"
     model.train()
     model(make_batch(2))
     assert any(not torch.equal(value, before[name]) for name, value in model.named_buffers())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_numpy_dense_features_are_as_good(name: str) -> None:
+def test_numpy_dense_features_are_accepted(name: str) -> None:
     model, batch = small_model(name), make_batch()
     expected = model.eval()(batch)
     batch.dense = batch.dense.double().numpy()
     assert torch.equal(model(batch), expected)
 
 
-# ---- what survives
+# ---- state
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_state_dict_round_trip(name: str) -> None:
     model, other = small_model(name), small_model(name, seed=1)
     batch = make_batch()
-    model(batch)  # batch norm has statistics now
+    model(batch)  # updates the statistics of batch norm
     state = model.state_dict()
     assert not torch.equal(model.eval()(batch), other.eval()(batch))
     other.load_state_dict(state)

@@ -33,7 +33,7 @@ def test_unique_keys_match_generated_data(distribution: str) -> None:
 
 def test_unique_keys_match_counted_data() -> None:
     ads = tc.SyntheticAds(keys=5000, fields=5, batch_size=500, examples=50_000, tensors=False)
-    _, counts = key_stats.count(ads)
+    _, counts = key_stats.count_keys(ads)
     keys = KeyDistribution.counted(counts, 50_000)
     assert keys.ids_per_example == pytest.approx(5)
     counted = np.mean([len(np.unique(ads.batch(number).ids)) for number in range(20)])

@@ -199,10 +199,10 @@ def test_plan_command(tmp_path: Path) -> None:
 
 
 USAGE_ERRORS = [
-    (["--preset", "Z"], "there is no preset 'Z': write one of A, B, C, D, E"),
+    (["--preset", "Z"], "unknown preset 'Z': write one of A, B, C, D, E"),
     (["--preset", "E", "--set", "dist.hops=three"], "--set dist.hops"),
     (["--preset", "E", "--set", "train.batch=3"], "batch_size"),
-    (["csv.toml"], "no.csv: there is no such file"),
+    (["csv.toml"], "no.csv: no such file"),
 ]
 
 

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from thermocline.batch import Floats
-from thermocline.embedding.arrays import Keys
+from thermocline.arrays import Floats, Keys
 from thermocline.embedding.table import Table
 from thermocline.utils import atomic_file
 

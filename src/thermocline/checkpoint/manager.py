@@ -31,13 +31,14 @@ import torch
 
 from thermocline import __version__
 from thermocline.checkpoint import state_tree
+from thermocline.checkpoint.manifest import Json, decode_manifest, encode_manifest, require_json, sha256_hex
 from thermocline.checkpoint.table_stores import TableStores
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.frozen_adam import check_frozen_state
 from thermocline.embedding.table import Table
 from thermocline.errors import CorruptionError, FormatError, NotFoundError, ThermoclineError
 from thermocline.utils import atomic_file
-from thermocline.utils.atomic_file import Json, failpoint
+from thermocline.utils.atomic_file import failpoint
 
 FORMAT = 1
 RANKS_FORMAT = 2
@@ -140,7 +141,7 @@ class Checkpoints:
     def _read(self, number: int) -> dict[str, Json]:
         path = self._path(number)
         try:
-            manifest = atomic_file.decode_manifest(path.read_bytes(), str(path))
+            manifest = decode_manifest(path.read_bytes(), str(path))
         except CorruptionError as error:
             raise CorruptionError(f"{error}. Move it away to go on from the checkpoint before it") from None
         if manifest.get("format") not in (FORMAT, RANKS_FORMAT):
@@ -182,8 +183,8 @@ class Checkpoints:
         for table in self.tables.values():
             if table.pending_gradients:
                 raise ThermoclineError(f"table {table.name!r} has gradients not yet applied: save between steps")
-        atomic_file.require_json(position, "position")
-        atomic_file.require_json(extra, "extra")
+        require_json(position, "position")
+        require_json(extra, "extra")
         return self._write(step, position, extra, tag, begin=False)
 
     def _write(self, step: int, position: Json, extra: Json, tag: str | None, *, begin: bool) -> Checkpoint:
@@ -230,10 +231,10 @@ class Checkpoints:
             manifest["dense"] = state_tree.pack(state, tensors, "dense")
             data = state_tree.encode(tensors)
             path = self._path(number, ".safetensors")
-            manifest["files"] = {path.name: {"bytes": len(data), "sha256": atomic_file.digest(data)}}
+            manifest["files"] = {path.name: {"bytes": len(data), "sha256": sha256_hex(data)}}
             atomic_file.atomic_write(path, data)
             failpoint("run.dense_published")
-        atomic_file.atomic_write(self._path(number), atomic_file.encode_manifest(manifest))
+        atomic_file.atomic_write(self._path(number), encode_manifest(manifest))
         failpoint("run.published")
         return manifest
 
@@ -352,7 +353,7 @@ class Checkpoints:
                 files[name] = data = path.read_bytes()
             except FileNotFoundError:
                 raise NotFoundError(f"{path} is missing: the checkpoint of step {manifest['step']} needs it") from None
-            if len(data) != expected["bytes"] or atomic_file.digest(data) != expected["sha256"]:
+            if len(data) != expected["bytes"] or sha256_hex(data) != expected["sha256"]:
                 raise CorruptionError(f"{path} is damaged: its checksum is not the one its manifest has")
         return files
 

@@ -9,8 +9,8 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from thermocline.checkpoint.manifest import Json
 from thermocline.errors import FormatError
-from thermocline.utils.atomic_file import Json
 
 Tensors = dict[str, torch.Tensor]
 

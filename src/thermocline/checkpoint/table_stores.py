@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from thermocline.checkpoint.manifest import Json
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.key_sharding import owner_of, rank_folder
 from thermocline.distributed.shard_reader import ShardReaderTable
@@ -22,7 +23,7 @@ from thermocline.embedding.table import Table
 from thermocline.errors import FormatError, NotFoundError, ThermoclineError
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils import atomic_file
-from thermocline.utils.atomic_file import Json, failpoint
+from thermocline.utils.atomic_file import failpoint
 
 Manifest = dict[str, Json]
 _RANK_FOLDER = re.compile(r"rank-(\d{5})-of-(\d{5})(?:\.\d+)?(\.gone)?")

@@ -17,7 +17,7 @@ from thermocline.cli.progress_bar import counted, watched
 from thermocline.config.data import Data, Split, Synth
 from thermocline.config.loader import toml_value
 from thermocline.config.schema import Config
-from thermocline.data.open import check_paths, open_data
+from thermocline.data.open_data import check_paths, open_data
 from thermocline.distributed.launch import is_rank0
 from thermocline.errors import ConfigError
 from thermocline.training.callbacks import Callback, Row
@@ -232,12 +232,12 @@ def stats(config: Config, split: Split, examples: int | None) -> Row:
         total = examples if total is None else min(total, examples)
         read = itertools.islice(batches, -(-examples // config.train.batch_size))
     with watched("counting", total) as advance:
-        report, counts = figures.count(read, advance)
+        report, counts = figures.count_keys(read, advance)
     for field, name in zip(report["per_field"], getattr(batches, "field_names", ()), strict=False):
         field["name"] = name
     optimizer = row_optimizer(config)
     pinned = config.train.depth * config.train.pull_window
-    sizes = figures.suggest(counts, report["batches"], row_dim(config.model), optimizer, pinned, config.precision)
+    sizes = figures.suggest_sizes(counts, report["batches"], row_dim(config.model), optimizer, pinned, config.precision)
     report["model"] = {"name": config.model.name, "optimizer": config.train.optimizer, **sizes}
     return {**report, "batch_size": config.train.batch_size, "skipped": skipped(batches)}
 

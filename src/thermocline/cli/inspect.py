@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+from thermocline.checkpoint.manifest import decode_manifest, sha256_hex
 from thermocline.errors import ConfigError, IoError, NotFoundError, StoreError, ThermoclineError
 from thermocline.tiers.ssd import SsdStore
-from thermocline.utils import atomic_file
 from thermocline.utils.text_format import format_size, plural
 
 Report = dict[str, Any]
@@ -154,7 +154,7 @@ def _last_line(path: Path) -> Report | None:
 
 
 def _manifest(path: Path) -> Report:
-    manifest = atomic_file.decode_manifest(path.read_bytes(), str(path))
+    manifest = decode_manifest(path.read_bytes(), str(path))
     names = ("step", "tag", "time", "begin", "versions", "torch_threads", "position", "tables", "files", "ranks")
     return {"kind": "checkpoint", "path": str(path), **{name: manifest.get(name) for name in names}, "problems": []}
 
@@ -171,7 +171,7 @@ def _files_of(path: Path, checkpoint: Report) -> list[str]:
                     f"{path.parent / name} is missing: the checkpoint of step {checkpoint['step']} needs it"
                 )
             continue
-        if len(data) != expected["bytes"] or atomic_file.digest(data) != expected["sha256"]:
+        if len(data) != expected["bytes"] or sha256_hex(data) != expected["sha256"]:
             problems.append(f"{path.parent / name} is damaged: its checksum is not the one its manifest has")
     return problems
 

@@ -393,13 +393,14 @@ def stats(
         else:
             config = Config.parse(f"[data]\ntrain = {toml_value(source)}", sets or (), name="data files")
         from thermocline.cli import commands
-        from thermocline.data.key_stats import describe, memory_of_machine
+        from thermocline.data.key_stats import describe
+        from thermocline.utils.machine import memory_bytes
 
         report = commands.stats(config, split.value, examples)
         if as_json:
             _dump(report)
         else:
-            for line in describe(report, memory_of_machine()):
+            for line in describe(report, memory_bytes()):
                 typer.echo(line)
             _tell_skipped(report)
 

@@ -1,1 +1,1 @@
-"""1. Bytes -> Batch: where examples come from."""
+"""Input data: files or generated examples, read as batches."""

@@ -1,7 +1,7 @@
-"""Arrow columns -> keys, those that the same values in a text file have.
+"""Keys from Arrow columns, equal to the keys of the same values in a text file.
 
-Strings and bytes are themselves, integers and floats without a fraction (up to 2^53) their decimal text, booleans "0"
-and "1", other floats the shortest text that reads back the same; a null, and NaN, is the value "".
+A value is hashed as text: strings and bytes unchanged; integers, and integral floats up to 2^53, in decimal; booleans
+as "0" and "1"; other floats as the shortest text that parses to the same value; null and NaN as "".
 """
 
 from __future__ import annotations
@@ -10,31 +10,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from thermocline.arrays import Doubles, Keys, Mask, Offsets
 from thermocline.core import core
 
-Keys = npt.NDArray[np.uint64]
-Mask = npt.NDArray[np.bool_]
 
-
-def hashed(array: Any, field: str) -> Keys:
-    """The keys of an Arrow array's values."""
+def hash_column(array: Any, field: str) -> Keys:
+    """Hash the values of an Arrow array, one key per value."""
     import pyarrow as pa
     import pyarrow.types as pt
 
     kind = array.type
     if pt.is_dictionary(kind):
-        words = np.append(hashed(array.dictionary, field), np.uint64(core.key_of(field, b"")))
-        places = array.indices.cast(pa.int64()).fill_null(len(words) - 1)
-        return np.asarray(words[places.to_numpy(zero_copy_only=False)])
+        keys = np.append(hash_column(array.dictionary, field), np.uint64(core.key_of(field, b"")))
+        indices = array.indices.cast(pa.int64()).fill_null(len(keys) - 1)
+        return np.asarray(keys[indices.to_numpy(zero_copy_only=False)])
     valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
     if is_text(kind):
         if not (pt.is_large_string(kind) or pt.is_large_binary(kind)):
             array = array.cast(pa.large_binary()) if not (pt.is_string(kind) or pt.is_binary(kind)) else array
         wide = pt.is_large_string(array.type) or pt.is_large_binary(array.type)
         _, offsets, text = array.buffers()
-        cuts: Any = np.zeros(1, np.int32)  # an empty array may have no offsets at all
+        cuts: Any = np.zeros(1, np.int32)  # an empty array may have no offsets buffer
         if len(array):
             cuts = np.frombuffer(offsets, np.int64 if wide else np.int32)[array.offset :][: len(array) + 1]
         return core.hash_strings(field, cuts, np.frombuffer(text or b"", np.uint8), valid)
@@ -45,8 +42,8 @@ def hashed(array: Any, field: str) -> Keys:
     return core.hash_ints(field, array.cast(integer).fill_null(0).to_numpy(zero_copy_only=False), valid)
 
 
-def doubles(array: Any) -> npt.NDArray[np.float64]:
-    """Numbers of an Arrow array; NaN where there is none."""
+def as_doubles(array: Any) -> Doubles:
+    """Convert an Arrow array to float64, with NaN for null."""
     import pyarrow as pa
 
     values = array.cast(pa.float64(), safe=False).fill_null(float("nan")).to_numpy(zero_copy_only=False)
@@ -54,7 +51,7 @@ def doubles(array: Any) -> npt.NDArray[np.float64]:
 
 
 def raw_keys(array: Any) -> Keys:
-    """Integers as they are, negative ones as bit patterns; text as decimal numbers."""
+    """Convert values that are keys already: integers by bit pattern, text as decimal numbers."""
     import pyarrow as pa
     import pyarrow.types as pt
 
@@ -67,8 +64,8 @@ def raw_keys(array: Any) -> Keys:
     return np.ascontiguousarray(array.cast(pa.uint64()).to_numpy(zero_copy_only=False))
 
 
-def rows_without_key(array: Any) -> Mask:
-    """Rows with a null, or a text that is no decimal number of 64 bits, where a key should be."""
+def rows_with_invalid_key(array: Any) -> Mask:
+    """Mark the rows whose raw key is null, or text other than a decimal number below 2^64."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.types as pt
@@ -77,7 +74,7 @@ def rows_without_key(array: Any) -> Mask:
         sizes = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
         rows = np.repeat(np.arange(len(array)), sizes)
         bad = np.zeros(len(array), np.bool_)
-        bad[rows[rows_without_key(array.flatten())]] = True
+        bad[rows[rows_with_invalid_key(array.flatten())]] = True
         return bad
     if pt.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -91,10 +88,11 @@ def rows_without_key(array: Any) -> Mask:
     return np.asarray(bad)
 
 
-def interleave(
-    rows: int, columns: Sequence[tuple[Keys, npt.NDArray[np.int64] | None]]
-) -> tuple[Keys, npt.NDArray[np.int64]]:
-    """Columns of keys -> ids and offsets, example by example."""
+def interleave(rows: int, columns: Sequence[tuple[Keys, Offsets | None]]) -> tuple[Keys, Offsets]:
+    """Convert columns to ids and offsets in CSR layout, example by example.
+
+    columns   keys and keys per row of each field; None means one key per row
+    """
     fields = len(columns)
     if all(sizes is None for _, sizes in columns):
         matrix = np.empty((rows, fields), np.uint64)
@@ -118,8 +116,8 @@ def interleave(
     return ids, offsets
 
 
-def whole(column: Any) -> Any:
-    """A chunked column as one array."""
+def one_array(column: Any) -> Any:
+    """Return a chunked column as one contiguous array."""
     import pyarrow as pa
 
     if isinstance(column, pa.ChunkedArray):

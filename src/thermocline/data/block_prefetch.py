@@ -1,4 +1,4 @@
-"""Blocks loaded ahead by a few threads, delivered in order, bounded."""
+"""Loads blocks ahead on a few threads; delivers them in order, with a bounded number in memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import collections
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from thermocline.data.text_blocks import Block, Blocks, Piece, Unit
+from thermocline.data.text_blocks import Block, Blocks, InputSplit, Piece
 
-Place = tuple[int, int]
-"""A unit's number in the epoch's order, and a block's within the unit (always 0, unless the unit is sequential)."""
-
+BlockIndex = tuple[int, int]
+"""Index of an input split in the epoch's order, and of a block within it (always 0 unless the split is sequential)."""
 
 _Loaded = tuple[int, Block] | None
-"""A block and its number in its unit; None: there was none any more."""
+"""A block and its index within its input split; None means that the split had no further block."""
 
 
-class _Stream:
-    """Pieces of a sequential unit, taken one by one on the thread that decompresses."""
+class _PieceStream:
+    """The pieces of a sequential input split, read one by one on the decompression thread."""
 
     def __init__(self, pieces: Iterator[tuple[int, Piece]]) -> None:
         self._pieces = pieces
@@ -33,62 +32,62 @@ class _Stream:
         return piece
 
 
-def load_ahead(
+def prefetch_blocks(
     blocks: Blocks,
     order: Sequence[int],
-    start: Place,
+    start: BlockIndex,
     *,
     threads: int,
     depth: int,
-    wanted: Callable[[int], bool] = lambda piece: True,
-) -> Generator[tuple[Place, Block], None, None]:
-    """The blocks of the units `order`, from `start` on, with at most `depth` loaded or being loaded ahead.
+    keep_piece: Callable[[int], bool] = lambda piece: True,
+) -> Generator[tuple[BlockIndex, Block], None, None]:
+    """Yield the blocks of the input splits `order` from `start` on, with at most `depth` loading or loaded ahead.
 
-    wanted    which pieces of sequential units are; the others are decompressed and dropped
+    keep_piece   selects pieces of sequential splits by index; the others are decompressed and dropped
 
-    The number of pieces of a sequential unit is known only at its end: until then one more is always asked for, and
-    what comes back empty is no block. So neither threads nor timing change what is delivered.
+    The number of pieces of a sequential split is known only at its end: until then one more is always requested, and an
+    empty result is not a block. Thread timing therefore does not change the blocks delivered.
     """
-    pool = ThreadPoolExecutor(threads, "thermocline-parse")
-    decompress = ThreadPoolExecutor(1, "thermocline-decompress")
+    parse_pool = ThreadPoolExecutor(threads, "thermocline-parse")
+    decompress_pool = ThreadPoolExecutor(1, "thermocline-decompress")
 
-    def submitted() -> Iterator[tuple[int, Future[_Loaded]]]:
+    def submit_all() -> Iterator[tuple[int, Future[_Loaded]]]:
         for number in range(start[0], len(order)):
-            unit = blocks.unit(order[number])
+            split = blocks.split(order[number])
             if not blocks.sequential[order[number]]:
-                yield number, pool.submit(_load, blocks, unit)
+                yield number, parse_pool.submit(_load, blocks, split)
                 continue
             first = start[1] if number == start[0] else 0
-            stream = _Stream(
-                (piece, text) for piece, text in enumerate(blocks.pieces(unit, first), first) if wanted(piece)
+            stream = _PieceStream(
+                (piece, text) for piece, text in enumerate(blocks.pieces(split, first), first) if keep_piece(piece)
             )
             while not stream.ended:
-                yield number, pool.submit(_parse, blocks, unit, decompress.submit(stream.next))
+                yield number, parse_pool.submit(_parse, blocks, split, decompress_pool.submit(stream.next))
 
-    waiting: collections.deque[tuple[int, Future[_Loaded]]] = collections.deque()
-    coming = submitted()
+    pending: collections.deque[tuple[int, Future[_Loaded]]] = collections.deque()
+    tasks = submit_all()
     try:
         while True:
-            while len(waiting) <= depth and (task := next(coming, None)) is not None:
-                waiting.append(task)
-            if not waiting:
+            while len(pending) <= depth and (task := next(tasks, None)) is not None:
+                pending.append(task)
+            if not pending:
                 return
-            number, future = waiting.popleft()
+            number, future = pending.popleft()
             loaded = future.result()
             if loaded is not None:
                 yield (number, loaded[0]), loaded[1]
     finally:
-        decompress.shutdown(wait=False, cancel_futures=True)
-        pool.shutdown(wait=True, cancel_futures=True)
-        decompress.shutdown(wait=True)
+        decompress_pool.shutdown(wait=False, cancel_futures=True)
+        parse_pool.shutdown(wait=True, cancel_futures=True)
+        decompress_pool.shutdown(wait=True)
 
 
-def _load(blocks: Blocks, unit: Unit) -> _Loaded:
-    return 0, blocks.load(unit)
+def _load(blocks: Blocks, split: InputSplit) -> _Loaded:
+    return 0, blocks.load(split)
 
 
-def _parse(blocks: Blocks, unit: Unit, coming: Future[tuple[int, Piece] | None]) -> _Loaded:
-    numbered = coming.result()
+def _parse(blocks: Blocks, split: InputSplit, decompressed: Future[tuple[int, Piece] | None]) -> _Loaded:
+    numbered = decompressed.result()
     if numbered is None or not numbered[1][1]:
         return None
-    return numbered[0], blocks.parse(unit, numbered[1])
+    return numbered[0], blocks.parse(split, numbered[1])

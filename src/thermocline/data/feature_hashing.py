@@ -1,16 +1,14 @@
-"""`tc.hashing`: sparse vectors over all 2^64 keys -> sparse vectors over k bins, so that a table has a largest size.
+"""`tc.hashing`: feature hashing of 64-bit keys into k bins, which bounds the size of a table.
 
-OpOsrp        one permutation + one sign random projection: the source's way. Binary in, binary out
-CountSketch   the same before the sign is taken: bins with signed weights
-Modulo        the hashing trick: key mod k, nothing else
+OpOsrp        one permutation + one sign random projection (Zhao et al., MLSys 2020). Binary input, binary output
+CountSketch   the same bins without taking the sign: bins with signed weights
+Modulo        the hashing trick: key mod k
 
-Each is usable alone, on CSR arrays or on a `tc.Batch`, and as [data.hashing] of a config: batches are then hashed as
-they are read, before anything else sees their keys.
+A hasher works on CSR arrays, on a `tc.Batch`, or as [data.hashing] of a config, which hashes batches as they are read.
 
-fields="per_example", as in the paper: an example is one vector over all keys, whatever their field, and becomes one
-bag. fields="per_field" hashes each (example, field) by itself with the same permutation: fields, and so the model's
-shape, stay, and only collisions are lost; keys of different fields that share a slot share its row. A field with
-one key per example is then simply hashed to one of 2k slots.
+fields="per_example", as in the paper, treats an example as one vector over the keys of all fields, and returns one bag
+per example. fields="per_field" hashes each bag separately with the same permutation and keeps the fields; keys of
+different fields in the same slot share a row. A field with one key per example then maps to one of 2k slots.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from thermocline.batch import Batch, Floats, Offsets
+from thermocline.arrays import Floats, Keys, Offsets
+from thermocline.batch import Batch
 from thermocline.config.data import Hashing
 from thermocline.core import core
-from thermocline.embedding.arrays import Keys
 from thermocline.errors import require
 from thermocline.utils.cpu_affinity import cores
 
@@ -32,47 +30,46 @@ Fields = Literal["per_example", "per_field"]
 
 
 class Hasher:
-    """What the three share: settings, batches in and batches out. Results depend on (k, seed) and the values alone."""
+    """Base of the hashers. The result depends only on (k, seed) and the input, not on `threads` or the order of ids."""
 
     kind: Literal["op_osrp", "count_sketch", "modulo"]
 
     def __init__(self, k: int, seed: int = 0, *, fields: Fields = "per_example", threads: int | None = None) -> None:
         """
-        k         bins: 1 to 2**40, not necessarily a power of two
-        seed      of permutation and projection
-        fields    "per_example": an example is one vector and becomes one bag; "per_field": each of its fields is
-        threads   none: all cores, where a batch is large enough
+        k         number of bins: 1 to 2**40, not necessarily a power of two
+        seed      seed of permutation and projection
+        fields    "per_example": one bag per example; "per_field": one bag per example and field
+        threads   maximum number of threads; None means all cores
         """
         name = type(self).__name__
-        # numpy's whole numbers are as good.
         k, seed = (int(value) if isinstance(value, np.integer) else value for value in (k, seed))
         try:
             self.settings = Hashing(kind=self.kind, k=k, seed=seed, fields=fields)
         except ValueError as error:
             raise ValueError(str(error).replace("data.hashing.", f"{name}: ", 1)) from None
-        fine = threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1)
-        require(fine, f"{name}: threads", threads, "a whole number, at least 1, or none: all cores")
+        valid = threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1)
+        require(valid, f"{name}: threads", threads, "a whole number, at least 1, or None for all cores")
         self.k = k
         self.seed = seed
         self._threads = cores() if threads is None else threads
 
     @property
     def slots(self) -> int:
-        """Ids that come out are below this: rows that a table can have at most."""
+        """Upper bound of the hashed ids, and of the number of rows in a table."""
         return self.k
 
     def hash(self, ids: Any, offsets: Any, weights: Any = None) -> Bags:
-        """Bags as CSR: those of bag b are ids[offsets[b] : offsets[b + 1]]. Returns ids, offsets and weights.
+        """Hash bags in CSR layout, where bag b is ids[offsets[b] : offsets[b + 1]]; return ids, offsets and weights.
 
-        A bag is the vector that has, at each of its ids, the sum of that id's weights (none: 1 each).
+        A bag is a sparse vector: its value at an id is the sum of the id's weights (1 each without weights).
         """
         return self._hash(Batch(ids, offsets, 1, weights))
 
     def __call__(self, batch: Batch) -> Batch:
-        """The same batch over bins; dense features, label and position ride along."""
+        """Hash the ids of a batch; dense features, label and position stay unchanged."""
         if not isinstance(batch, Batch):
             raise TypeError(
-                f"{type(self).__name__} was called with a {type(batch).__name__}: it takes a tc.Batch; arrays go to "
+                f"{type(self).__name__} was called with a {type(batch).__name__}: it takes a tc.Batch; for arrays call "
                 "hash(ids, offsets, weights)"
             )
         fields = self.settings.fields_of(batch.fields)
@@ -89,11 +86,11 @@ class Hasher:
 
 
 class OpOsrp(Hasher):
-    """Permute all keys, cut them into k bins, keep the sign of each bin's random projection z = sum of u_i r_i.
+    """One permutation + one sign random projection: the sign of z = sum of u_i r_i over the keys i of each of k bins.
 
-    Bin b becomes slot 2b + 1 where z > 0, slot 2b where z < 0, and none where z = 0: at most 2k rows. The ids of a bag
-    come out ascending. r_i is +1 or -1, by (seed, key): sums over binary data are whole numbers, so that no order of
-    ids can show, and z is the count-sketch. Two keys that meet in a bin cancel half the time.
+    Bin b becomes slot 2b + 1 if z > 0, slot 2b if z < 0, and is dropped if z = 0: at most 2k rows. The ids of a bag are
+    returned in ascending order. r_i is +1 or -1 as a function of (seed, key): for binary data z is an integer, so that
+    the order of ids does not matter, and equals the count-sketch. Two keys in one bin cancel with probability 1/2.
     """
 
     kind = "op_osrp"
@@ -111,9 +108,9 @@ class OpOsrp(Hasher):
 
 
 class CountSketch(Hasher):
-    """OpOsrp's bins with z itself as weight; those with z = 0 are left out.
+    """The bins of OpOsrp with z as weight; bins with z = 0 are dropped.
 
-    Over all seeds, <z(u), z(v)> is <u, v> on average.
+    The expectation of <z(u), z(v)> over the seeds is <u, v>.
     """
 
     kind = "count_sketch"
@@ -127,7 +124,7 @@ class CountSketch(Hasher):
 
 
 class Modulo(Hasher):
-    """key mod k; weights stay, and keys that meet stand in their bag twice. There is nothing random: no seed."""
+    """key mod k; weights stay, and colliding keys stay separate entries of their bag. `seed` has no effect."""
 
     kind = "modulo"
 
@@ -138,8 +135,8 @@ class Modulo(Hasher):
 _KINDS: dict[str, type[Hasher]] = {kind.kind: kind for kind in (OpOsrp, CountSketch, Modulo)}
 
 
-def make(settings: Hashing | None, threads: int | None = None) -> Hasher | None:
-    """What [data.hashing] asks for; none: keys stay as they are."""
+def make_hasher(settings: Hashing | None, threads: int | None = None) -> Hasher | None:
+    """Return the hasher for [data.hashing]; None if the config has none."""
     if settings is None:
         return None
     return _KINDS[settings.kind](settings.k, settings.seed, fields=settings.fields, threads=threads)

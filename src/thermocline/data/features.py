@@ -1,4 +1,4 @@
-"""Columns -> features: which column is the label, a field or a dense feature, and what standardises it."""
+"""Columns to features: the role of each column (label, field, dense feature, ignored) and its standardization."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 
+from thermocline.arrays import Floats, Mask
 from thermocline.config.data import CRITEO_CATEGORICAL, CRITEO_LABEL, CRITEO_NUMERIC, Data, Format, Numeric
 from thermocline.config.loader import toml_value
 from thermocline.errors import DataError
 
 Role = Literal["label", "key", "dense", "number_key", "ignore"]
-Floats = npt.NDArray[np.float32]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a file: what becomes of it."""
+    """A column of a file and its role."""
 
     name: str
     role: Role
@@ -30,14 +29,14 @@ class Column:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Features:
-    """What a model sees of the training data; readers of other data must give the same. JSON by `to_json`."""
+    """The features of the training data; files read for validation, test or prediction must have the same ones."""
 
     fields: tuple[str, ...]
     """Names of the fields, in order."""
     dense: tuple[str, ...] = ()
     """Names of the dense features, in order."""
     statistics: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    """Mean and deviation of numeric columns that are standardised."""
+    """Mean and standard deviation of each standardized numeric column."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -52,55 +51,58 @@ class Features:
         return cls(tuple(value["fields"]), tuple(value["dense"]), pairs)
 
     def require(self, fields: Sequence[str], dense: Sequence[str], name: str, ignored: Sequence[str] = ()) -> None:
-        """Raises unless the file `name` gives these features. `ignored`: columns that are not read already."""
-        mine, its = _kinds(self.fields, self.dense), _kinds(fields, dense)
-        lacking, strange = [c for c in mine if c not in its], [c for c in its if c not in mine]
-        if len(lacking) == len(mine):
-            raise DataError(f"{name} has no column of the training data: it has {_some(strange)}, not {_some(lacking)}")
-        wrong = []
-        if lacking:
-            wrong.append(f"it lacks {_some(lacking)} (add them; empty values will do)")
-        if strange:
-            wrong.append(f"it also has {_some(strange)} (set data.ignore to {toml_value([*ignored, *strange])})")
-        if wrong:
-            raise DataError(f"{name} has other columns than the training data: {'; '.join(wrong)}")
-        for column, kind in mine.items():
-            if its[column] != kind:
+        """Raise DataError unless the file `name`, with these fields and dense features, has the same features.
+
+        ignored   the current data.ignore, which the error message extends
+        """
+        expected, actual = _kinds(self.fields, self.dense), _kinds(fields, dense)
+        missing, extra = [c for c in expected if c not in actual], [c for c in actual if c not in expected]
+        if len(missing) == len(expected):
+            raise DataError(f"{name} has no column of the training data: it has {_some(extra)}, not {_some(missing)}")
+        differences = []
+        if missing:
+            differences.append(f"it lacks {_some(missing)} (add them; values may be empty)")
+        if extra:
+            differences.append(f"it also has {_some(extra)} (set data.ignore to {toml_value([*ignored, *extra])})")
+        if differences:
+            raise DataError(f"{name} has different columns than the training data: {'; '.join(differences)}")
+        for column, kind in expected.items():
+            if actual[column] != kind:
                 raise DataError(
-                    f"{name}: column {column!r} is a {its[column]}, but a {kind} in the training data: leave "
-                    "data.numeric, data.categorical and data.numeric_features as they were"
+                    f"{name}: column {column!r} is a {actual[column]}, but a {kind} in the training data: keep the "
+                    "data.numeric, data.categorical and data.numeric_features of the training"
                 )
-        if list(mine) != list(its):
-            difference = _first_difference(list(mine), list(its))
-            raise DataError(f"{name} has the training data's columns in another order{difference}")
+        if list(expected) != list(actual):
+            difference = _first_difference(list(expected), list(actual))
+            raise DataError(f"{name} has the columns of the training data in a different order{difference}")
 
 
 def _kinds(fields: Sequence[str], dense: Sequence[str]) -> dict[str, str]:
     return dict.fromkeys(fields, "field of keys") | dict.fromkeys(dense, "dense feature")
 
 
-def _first_difference(mine: Sequence[str], its: Sequence[str]) -> str:
-    for i in range(max(len(mine), len(its))):
-        left, right = (names[i] if i < len(names) else None for names in (mine, its))
+def _first_difference(expected: Sequence[str], actual: Sequence[str]) -> str:
+    for i in range(max(len(expected), len(actual))):
+        left, right = (names[i] if i < len(names) else None for names in (expected, actual))
         if left != right:
-            return f": number {i + 1} is {_or_nothing(right)} instead of {_or_nothing(left)}"
+            return f": column {i + 1} is {_or_missing(right)} instead of {_or_missing(left)}"
     return ""
 
 
-def _or_nothing(name: str | None) -> str:
-    return "nothing" if name is None else repr(name)
+def _or_missing(name: str | None) -> str:
+    return "missing" if name is None else repr(name)
 
 
 # ---- columns
 
 
 def criteo_columns(labelled: bool) -> list[str]:
-    """The names of Criteo's columns, which its files do not hold."""
+    """Return the column names of the Criteo format, whose files have no header."""
     return [*([CRITEO_LABEL] if labelled else []), *CRITEO_NUMERIC, *CRITEO_CATEGORICAL]
 
 
 def header_of(line: bytes, delimiter: str, name: str) -> list[str]:
-    """The column names in the first line of a CSV file."""
+    """Parse the column names in the first line of a CSV file."""
     try:
         text = line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
@@ -108,37 +110,37 @@ def header_of(line: bytes, delimiter: str, name: str) -> list[str]:
     try:
         names = next(csv.reader([text], delimiter=delimiter, strict=True), [])
     except csv.Error as error:
-        raise DataError(f"{name}, line 1: the header is not csv ({error})") from None
+        raise DataError(f"{name}, line 1: the header is not valid CSV ({error})") from None
     repeated = next((column for i, column in enumerate(names) if column in names[:i]), None)
     if repeated is not None:
-        raise DataError(f"{name}, line 1: column {repeated!r} is there twice; names must tell columns apart")
+        raise DataError(f"{name}, line 1: column {repeated!r} occurs twice; column names must be unique")
     if not any(names):
-        raise DataError(f"{name}, line 1: the header is empty; a csv file begins with the names of its columns")
+        raise DataError(f"{name}, line 1: the header is empty; a CSV file begins with its column names")
     return names
 
 
 def same_header(first: Sequence[str], other: Sequence[str], first_name: str, name: str) -> None:
-    """Raises unless both files have the same columns in the same order."""
+    """Raise DataError unless both files have the same columns in the same order."""
     if list(first) != list(other):
-        raise DataError(f"{name} has another header than {first_name}{_first_difference(first, other)}")
+        raise DataError(f"{name} has a different header than {first_name}{_first_difference(first, other)}")
 
 
 def resolve(
     names: Sequence[str], data: Data, format: Format, name: str, labelled: bool = True, *, known: bool = False
 ) -> list[Column]:
-    """Roles for the columns `names` of file `name`. Label, ignored, numeric, categorical: the first that fits.
+    """Assign a role to each column `names` of the file `name`: label, ignored, numeric, categorical, in this priority.
 
-    known   the training data has said which columns there must be: `Features.require` compares with those
+    known   the features of the training data are known: `Features.require` checks the columns later
     """
     numbers = data.numbers_of(format)
     label = CRITEO_LABEL if format == "criteo" else data.label
     numeric = data.numeric or (CRITEO_NUMERIC if format == "criteo" else ())
     lists = {"ignore": data.ignore, "numeric": numeric, "categorical": data.categorical or ()}
-    _reject_twice({"label": (label,), **lists})
+    _reject_duplicates({"label": (label,), **lists})
     if labelled and label not in names:
-        hint = "; predicting needs none" if known else ""
+        hint = "; prediction needs no label" if known else ""
         raise DataError(f"{name} has no label column {label!r}: set data.label to one of {_some(names)}{hint}")
-    matched = {what: _matching(patterns, names, what, name, known) for what, patterns in lists.items()}
+    matched = {option: _matching(patterns, names, option, name, known) for option, patterns in lists.items()}
     number_role: Role = "dense" if numbers.to == "dense" else "number_key"
     columns: list[Column] = []
     for column in names:
@@ -152,42 +154,42 @@ def resolve(
         elif data.categorical is None or column in matched["categorical"]:
             if not column:
                 raise DataError(
-                    f"{name}: column {len(columns) + 1} has no name, like a row number that was written along; add "
-                    "'' to data.ignore, or name it"
+                    f"{name}: column {len(columns) + 1} has no name (it may be a row index); add '' to data.ignore, or "
+                    "name it"
                 )
             role = "key"
         columns.append(Column(column, role))
     if not known and not any(column.role in ("key", "number_key") for column in columns):
         raise DataError(
-            f"{name} has no column that becomes keys: set data.categorical to some of {_some(names)}, or "
+            f"{name} has no categorical column: set data.categorical to some of {_some(names)}, or "
             'data.numeric_features.to = "keys"'
         )
     return columns
 
 
-def _reject_twice(lists: dict[str, Sequence[str]]) -> None:
+def _reject_duplicates(lists: dict[str, Sequence[str]]) -> None:
     seen: dict[str, str] = {}
-    for what, names in lists.items():
+    for option, names in lists.items():
         for column in names:
             if column in seen:
-                raise DataError(f"column {column!r} is in data.{seen[column]} and again in data.{what}: choose one")
-            seen[column] = what
+                raise DataError(f"column {column!r} is in data.{seen[column]} and in data.{option}: remove it from one")
+            seen[column] = option
 
 
-def _matching(patterns: Sequence[str], names: Sequence[str], what: str, file: str, known: bool) -> set[str]:
-    """The columns that a list of names and patterns means; a column of that very name comes before a pattern."""
-    found: set[str] = set()
+def _matching(patterns: Sequence[str], names: Sequence[str], option: str, file: str, known: bool) -> set[str]:
+    """Return the columns that match names or glob patterns; an exact name has priority over a pattern."""
+    matched: set[str] = set()
     for pattern in patterns:
         if pattern in names:
-            found.add(pattern)
+            matched.add(pattern)
             continue
         matches = (
             [name for name in names if fnmatch.fnmatchcase(name, pattern)] if re.search(r"[*?\[]", pattern) else []
         )
         if not matches and not known:
-            raise DataError(f"data.{what} names {pattern!r}, but {file} has no such column: it has {_some(names)}")
-        found.update(matches)
-    return found
+            raise DataError(f"data.{option} names {pattern!r}, but {file} has no such column: it has {_some(names)}")
+        matched.update(matches)
+    return matched
 
 
 def _some(names: Sequence[str]) -> str:
@@ -199,27 +201,27 @@ def _some(names: Sequence[str]) -> str:
 
 
 def numeric_columns(columns: Iterable[Column]) -> list[str]:
-    """Those that are treated as numbers."""
+    """Return the names of the numeric columns."""
     return [column.name for column in columns if column.role in ("dense", "number_key")]
 
 
-def statistics(names: Sequence[str], rows: Sequence[tuple[Floats, npt.NDArray[np.bool_]]]) -> dict[str, Any]:
-    """Mean and deviation of each column over `rows`: pairs of [examples, columns] values and which are there.
+def statistics(names: Sequence[str], rows: Sequence[tuple[Floats, Mask]]) -> dict[str, Any]:
+    """Compute mean and standard deviation of each column over `rows`: [examples, columns] values and presence masks.
 
-    Rounded to float32, so that another machine's order of summing does not make another data set of it.
+    Rounded to float32, so that the summation order of another machine does not change the features.
     """
     values = np.concatenate([value for value, _ in rows]) if rows else np.zeros((0, len(names)), np.float32)
-    there = np.concatenate([present for _, present in rows]) if rows else np.zeros((0, len(names)), np.bool_)
-    found = {}
+    present = np.concatenate([mask for _, mask in rows]) if rows else np.zeros((0, len(names)), np.bool_)
+    result = {}
     for i, name in enumerate(names):
-        column = values[there[:, i], i].astype(np.float64)
+        column = values[present[:, i], i].astype(np.float64)
         mean = float(np.float32(column.mean())) if len(column) else 0.0
         deviation = float(np.float32(column.std())) if len(column) else 0.0
-        found[name] = (mean, deviation if deviation > 0 else 1.0)
-    return found
+        result[name] = (mean, deviation if deviation > 0 else 1.0)
+    return result
 
 
 def transform(name: str, numbers: Numeric, fitted: dict[str, tuple[float, float]]) -> tuple[bool, float, float, Any]:
-    """What the core needs to know of a numeric column: log, mean, inverse deviation, bucket."""
+    """Return the transform of a numeric column for the core: log, mean, inverse standard deviation, bucket."""
     mean, deviation = fitted.get(name, (0.0, 1.0))
     return numbers.log, mean, 1.0 / deviation, numbers.bucket

@@ -1,8 +1,8 @@
-"""Paths, folders, globs and URLs -> files with a size, read at any place or from their beginning.
+"""Input files: resolves paths, folders, globs and URLs, and reads byte ranges or decompressed text.
 
-Local files are read directly. URLs go through Arrow's file systems (s3, gs, hdfs, abfs), with their options in the
-URL's query (`s3://bucket/file.csv?endpoint_override=host:9000&scheme=http`) or the environment; other protocols through
-fsspec's, behind Arrow's interface.
+Local files are read directly. URLs use Arrow's file systems (s3, gs, hdfs, abfs), configured by the URL's query
+(`s3://bucket/file.csv?endpoint_override=host:9000&scheme=http`) or the environment. Other protocols use fsspec behind
+Arrow's interface.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from thermocline.errors import DataError
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _MAGIC = re.compile(r"[*?\[]")
 _numbers = itertools.count()
-_OPEN_FILES = 64  # remote files whose handles are kept
+_OPEN_FILES = 64  # open remote files kept in the cache
 
 
 class Source:
-    """One file: its name, its size when it was found, and its bytes. Safe to read from several threads at once."""
+    """An input file of fixed size. Thread-safe."""
 
     def __init__(self, name: str, path: str, size: int, filesystem: Any = None) -> None:
         self.name = name
-        """As the user would write it."""
+        """Path or URL without secrets, for messages."""
         self.path = path
         self.size = size
         self.filesystem = filesystem
-        """Arrow's; none: a local file."""
+        """Arrow file system; None for a local file."""
         self.compression = compression_of(path)
         self.number = next(_numbers)
-        """No two files of a process have the same."""
+        """Unique within the process."""
 
     def __repr__(self) -> str:
         return f"Source({self.name!r}, {self.size} bytes)"
@@ -50,8 +50,8 @@ class Source:
         return self.filesystem is not None
 
     def read(self, start: int, end: int) -> bytes:
-        """Bytes [start, end) of the file as it lies there, compressed or not; fewer only at the file's end."""
-        with explained(self.name):
+        """Read the stored bytes [start, end), without decompression; fewer only at the end of the file."""
+        with file_errors(self.name):
             if self.remote:
                 data: bytes = _handles.get(self).read_at(max(0, min(end, self.size) - start), start)
             else:
@@ -78,10 +78,10 @@ class Source:
             os.close(descriptor)
 
     def open(self) -> Any:
-        """Arrow's random access file."""
+        """Open as an Arrow random access file."""
         import pyarrow as pa
 
-        with explained(self.name):
+        with file_errors(self.name):
             file = self.filesystem.open_input_file(self.path) if self.remote else pa.OSFile(self.path)
             size = file.size()
         if size != self.size:
@@ -89,7 +89,7 @@ class Source:
         return file
 
     def chunks(self, size: int) -> Iterator[bytes]:
-        """The text from the file's beginning, decompressed, in chunks of exactly `size`; the last one is shorter."""
+        """Yield the decompressed text in chunks of exactly `size` bytes; the last one may be shorter."""
         import pyarrow as pa
 
         with self.open() as raw:
@@ -98,7 +98,7 @@ class Source:
             while not ended:
                 parts, left = [], size
                 while left > 0 and not ended:
-                    with explained(self.name):
+                    with file_errors(self.name):
                         part = stream.read(left)
                     ended = not part
                     parts.append(part)
@@ -108,21 +108,22 @@ class Source:
                     yield chunk
 
     def head(self, size: int) -> tuple[bytes, float]:
-        """The first `size` bytes of text, and how many bytes of text a byte of the file holds."""
+        """Return the first `size` bytes of decompressed text, and the compression ratio (text bytes per file byte)."""
         if self.compression is None:
             return self.read(0, size), 1.0
         import pyarrow as pa
 
-        with self.open() as raw, explained(self.name):
-            stream = pa.CompressedInputStream(raw, self.compression)  # closes `raw` when it goes
+        with self.open() as raw, file_errors(self.name):
+            stream = pa.CompressedInputStream(raw, self.compression)  # closes `raw` when it is collected
             text = stream.read(size)
-            length = len(text) + len(stream.read(15 * size))  # it is read in chunks: a little text would say little
+            # The stream reads ahead in chunks: a short text would give an inaccurate ratio.
+            length = len(text) + len(stream.read(15 * size))
             ratio = length / max(1, self.size if length < 16 * size else min(raw.tell(), self.size))
         return text, max(ratio, 1e-9)
 
     def check_unchanged(self) -> None:
-        """Raises if the file has another size than when it was found."""
-        with explained(self.name):
+        """Raise DataError if the file's size changed since it was opened."""
+        with file_errors(self.name):
             if self.remote:
                 info = self.filesystem.get_file_info(self.path)
                 size = info.size if info.is_file else None
@@ -133,13 +134,13 @@ class Source:
 
     def _changed(self, size: int | None) -> DataError:
         return DataError(
-            f"{self.name} changed while it was read: it had {self.size} bytes, now it has {size}. Files must stay as "
-            "they are for as long as a reader uses them"
+            f"{self.name} changed while it was read: it had {self.size} bytes, now it has {size}. Files must not "
+            "change while a reader uses them"
         )
 
 
 class _Handles:
-    """Opened remote files, the latest few. A handle that falls out closes when its last read is done."""
+    """LRU cache of open remote files. An evicted handle closes when its last read ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -163,46 +164,44 @@ _handles = _Handles()
 
 
 @contextlib.contextmanager
-def explained(name: str) -> Iterator[None]:
-    """Errors of the system and of Arrow, in one line that names the file."""
+def file_errors(name: str) -> Iterator[None]:
+    """Re-raise errors of the operating system and of Arrow as a DataError of one line that names the file."""
     try:
         yield
     except DataError:
         raise
     except FileNotFoundError:
-        raise DataError(f"{name}: there is no such file") from None
-    except (OSError, ValueError) as error:  # Arrow's errors are ValueErrors
+        raise DataError(f"{name}: no such file") from None
+    except (OSError, ValueError) as error:  # Arrow raises ValueErrors
         cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise DataError(f"{name} cannot be read: {' '.join(cause.split())}") from None
 
 
-def find(paths: Sequence[str]) -> list[Source]:
-    """The files that paths, folders, globs and URLs name, in their order; those of a folder or glob by name."""
+def find_files(paths: Sequence[str]) -> list[Source]:
+    """Resolve paths, folders, globs and URLs to files, in the given order; files of a folder or glob by name."""
     if not paths:
-        raise DataError("no files are named: give at least one path, folder, glob or URL")
-    found: list[Source] = []
+        raise DataError("no input files: give at least one path, folder, glob or URL")
+    sources: list[Source] = []
     for path in paths:
         match = _URL.fullmatch(path)
         if match is None or match[1].lower() == "file":
-            found += _find_local(path, urllib.parse.unquote(match[2]) if match else os.path.expanduser(path))
+            sources += _find_local(path, urllib.parse.unquote(match[2]) if match else os.path.expanduser(path))
         else:
-            with explained(_shown(path)):
-                found += _find_remote(path, match[1], match[2])
-    for source in found:
+            with file_errors(_without_secrets(path)):
+                sources += _find_remote(path, match[1], match[2])
+    for source in sources:
         if source.size == 0:
-            raise DataError(
-                f"{source.name} is empty: a file of examples has at least one byte; remove it from the data"
-            )
-    return found
+            raise DataError(f"{source.name} is empty: remove it from the data, or write examples to it")
+    return sources
 
 
-def _shown(url: str) -> str:
-    """A URL without what may be secret: user and query."""
+def _without_secrets(url: str) -> str:
+    """Remove user and query from a URL."""
     return re.sub(r"://[^/@]*@", "://", url.partition("?")[0])
 
 
-def each(action: Any, items: Sequence[Any]) -> list[Any]:
-    """action(item) for all, several at once: what waits for a network should not wait in turn."""
+def map_threads(action: Any, items: Sequence[Any]) -> list[Any]:
+    """Return action(item) for all items, computed concurrently to overlap network latency."""
     if len(items) < 2:
         return [action(item) for item in items]
     with ThreadPoolExecutor(min(16, len(items)), "thermocline-open") as pool:
@@ -221,7 +220,7 @@ def _find_local(name: str, path: str) -> list[Source]:
         files = [os.path.join(path, entry) for entry in sorted(os.listdir(path))]
         files = [file for file in files if os.path.isfile(file) and not _hidden(file)]
         if not files:
-            raise DataError(f"{name} is a folder without files: name files, a folder of files, a glob or a URL")
+            raise DataError(f"{name} is a folder without files: give a file, a folder with files, a glob or a URL")
     elif os.path.exists(path):
         files = [path]
     elif _MAGIC.search(path):
@@ -229,12 +228,12 @@ def _find_local(name: str, path: str) -> list[Source]:
         if not files:
             raise DataError(f"{name} matches no file")
     else:
-        raise DataError(f"{name}: there is no such file{_nearest(path)}")
+        raise DataError(f"{name}: no such file{_nearest_folder(path)}")
     return [Source(file, file, os.stat(file).st_size) for file in files]
 
 
-def _nearest(path: str) -> str:
-    """Where the path stops existing."""
+def _nearest_folder(path: str) -> str:
+    """Describe the nearest existing parent folder and its content."""
     folder = os.path.dirname(os.path.abspath(path))
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -253,9 +252,9 @@ def _find_remote(url: str, scheme: str, rest: str) -> list[Source]:
     parts = rest.split("/")
     fixed = next((i for i, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
     filesystem, base = _filesystem(scheme, "/".join(parts[:fixed]), query)
-    whole = _shown(url)
-    # In some file systems the host is a part of the path (a bucket), in others it is not (a name node).
-    host = whole.partition("://")[2].partition("/")[0]
+    shown = _without_secrets(url)
+    # In some file systems the host is part of the path (a bucket), in others it is not (a name node).
+    host = shown.partition("://")[2].partition("/")[0]
     prefix = f"{scheme}://" + ("" if base.strip("/").partition("/")[0] == host else f"{host}/")
 
     def source(info: Any) -> Source:
@@ -271,19 +270,19 @@ def _find_remote(url: str, scheme: str, rest: str) -> list[Source]:
         skip = len(base.rstrip("/")) + 1 if base else 0
         files = [info for info in listed(deep) if pattern.fullmatch(info.path[skip:])]
         if not files:
-            raise DataError(f"{whole} matches no file")
+            raise DataError(f"{shown} matches no file")
         return [source(info) for info in files]
     info = filesystem.get_file_info(base)
     if info.is_file:
         return [source(info)]
     files = [entry for entry in listed(False) if not _hidden(entry.path)]
     if not files:
-        raise DataError(f"{whole}: there is no such file, and no folder with files")
+        raise DataError(f"{shown}: no such file, and no folder with files")
     return [source(info) for info in files]
 
 
 def _filesystem(scheme: str, path: str, query: str) -> tuple[Any, str]:
-    """Arrow's file system for a URL without globs, and the path in it."""
+    """Return the Arrow file system of a URL without globs, and the path in it."""
     import pyarrow as pa
     from pyarrow import fs
 
@@ -300,14 +299,14 @@ def _filesystem(scheme: str, path: str, query: str) -> tuple[Any, str]:
         wrapped, inner = fsspec.core.url_to_fs(f"{scheme}://{path}")
     except (ImportError, ValueError) as error:
         raise DataError(
-            f"{scheme}://{path}: no file system for this protocol ({error}); known are Arrow's (s3, gs, hdfs, abfs) "
-            "and those of installed fsspec packages"
+            f"{scheme}://{path}: no file system for this protocol ({error}); supported are Arrow's (s3, gs, hdfs, "
+            "abfs) and those of installed fsspec packages"
         ) from None
     return fs.PyFileSystem(fs.FSSpecHandler(wrapped)), inner
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    """A glob as a regular expression over paths: * and [abc] stay within one folder, ** crosses folders."""
+    """Compile a glob to a regular expression over paths: * and [abc] match within one folder, ** across folders."""
     out, parts = "", text.split("/")
     for i, part in enumerate(parts):
         last = i == len(parts) - 1

@@ -1,4 +1,4 @@
-"""Files of one format, opened: headers and footers read, columns resolved, numbers fitted; the reader does the rest."""
+"""Opens input files of one format: reads headers and footers, assigns column roles, fits numeric statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from thermocline.config.data import CRITEO_CATEGORICAL, CRITEO_NUMERIC, Data, Format
 from thermocline.core import core
-from thermocline.data.arrow_keys import doubles, whole
+from thermocline.data.arrow_keys import as_doubles, one_array
 from thermocline.data.features import (
     Column,
     Features,
@@ -25,12 +25,13 @@ from thermocline.data.features import (
     statistics,
     transform,
 )
-from thermocline.data.files import Source, each, find
+from thermocline.data.files import Source, find_files, map_threads
 from thermocline.data.parquet import ParquetBlocks, ParquetFileInfo
 from thermocline.data.text_blocks import BOM, Blocks, TextBlocks
 from thermocline.errors import DataError, ThermoclineError
+from thermocline.utils.text_format import plural
 
-# What only some formats have: elsewhere it would be a wish that nobody hears.
+# Options that only some formats have; set for another format, they are an error.
 _ONLY_IN = {
     "label": ("csv", "parquet"),
     "categorical": ("criteo", "csv", "parquet"),
@@ -41,13 +42,13 @@ _ONLY_IN = {
     "fields": ("libsvm",),
     "num_fields": ("libsvm", "libffm"),
 }
-_HEAD = 1 << 18  # bytes of text: the header, and a sample of lines
-_BLOCK_BYTES, _REMOTE_BLOCK_BYTES = 1 << 20, 1 << 23  # a request to a remote store takes longer than a megabyte
+_HEAD = 1 << 18  # bytes of text read for the header and a sample of lines
+_BLOCK_BYTES, _REMOTE_BLOCK_BYTES = 1 << 20, 1 << 23  # remote requests have a high latency
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Opened:
-    """Files that are ready to be read."""
+class OpenedFiles:
+    """Input files, ready to be read."""
 
     sources: list[Source]
     format: Format
@@ -55,53 +56,64 @@ class Opened:
     features: Features
     block_bytes: int
     digest: str
-    """Of everything that says which examples these bytes are."""
+    """Digest of all settings that determine the examples of these files."""
 
 
 def open_files(
     paths: Sequence[str], data: Data, *, features: Features | None, labelled: bool | None, block_bytes: int | None
-) -> Opened:
+) -> OpenedFiles:
+    """Open files for reading.
+
+    features     features of the training data; None means that these files are the training data
+    labelled     False sets labels to 0 without reading them; None reads them if the files have them
+    block_bytes  text bytes that one thread parses at a time; None means 1 MiB, or 8 MiB for remote files
     """
-    features     those of the training data; none: these are the training data
-    labelled     False: labels are not read, and 0; None: read where there are some, else 0
-    block_bytes  of text that one thread parses at a time; none: 1 MiB, of remote files 8 MiB
-    """
-    sources = find(paths)
+    sources = find_files(paths)
     format = data.format_of(tuple(source.path for source in sources))
     if format == "synth":
-        raise DataError('format "synth" is generated and has no files: use open_data or tc.SyntheticAds')
+        raise DataError('format "synth" is generated data and has no files: use open_data or tc.SyntheticAds')
     _check_options(data, format)
     if block_bytes is None:
         block_bytes = _REMOTE_BLOCK_BYTES if any(source.remote for source in sources) else _BLOCK_BYTES
     if format == "parquet":
-        blocks, found, columns = _open_parquet(sources, data, features, labelled)
-        columns = sorted(columns, key=str)  # read by name, so their order says nothing
+        blocks, resolved, columns = _open_parquet(sources, data, features, labelled)
+        columns = sorted(columns, key=str)  # columns are read by name: their order does not matter
     elif format in ("libsvm", "libffm"):
-        blocks, found, columns = _open_ids(sources, data, format, features, block_bytes)
+        blocks, resolved, columns = _open_ids(sources, data, format, features, block_bytes)
     else:
-        blocks, found, columns = _open_table(sources, data, format, features, labelled, block_bytes)
+        blocks, resolved, columns = _open_table(sources, data, format, features, labelled, block_bytes)
     if len(blocks) == 0:
-        raise DataError(f"{sources[0].name} has no examples{', nor have the others' if len(sources) > 1 else ''}")
-    about: list[Any] = [format, found.to_json(), columns, dataclasses.asdict(data.numbers_of(format)), data.raw_keys]
-    # Not on_error: examples before a position were read either way, and a malformed line still to come may be skipped.
-    about += [data.label_threshold, data.delimiter, data.fields, labelled]
-    digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return Opened(sources, format, blocks, found, block_bytes, digest)
+        raise DataError(no_examples(sources))
+    identity: list[Any] = [format, resolved.to_json(), columns, dataclasses.asdict(data.numbers_of(format))]
+    # on_error is left out: a run that stopped at a malformed line may be resumed with on_error = "skip".
+    identity += [data.raw_keys, data.label_threshold, data.delimiter, data.fields, labelled]
+    digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return OpenedFiles(sources, format, blocks, resolved, block_bytes, digest)
+
+
+def no_examples(sources: Sequence[Source]) -> str:
+    """Build the error message for files without examples."""
+    if len(sources) == 1:
+        return f"{sources[0].name} has no examples"
+    return f"{sources[0].name} and {plural(len(sources) - 1, 'other file')} have no examples"
 
 
 def _check_options(data: Data, format: Format) -> None:
-    plain = Data()
+    defaults = Data()
     for name, formats in _ONLY_IN.items():
         value = getattr(data, name)
-        if value != getattr(plain, name) and format not in formats:
-            raise DataError(f"data.{name} is {value!r}, but format {format} has none: it is for {', '.join(formats)}")
+        if value != getattr(defaults, name) and format not in formats:
+            raise DataError(
+                f"data.{name} is {value!r}, but format {format} does not use it: remove it; it is for "
+                f"{', '.join(formats)}"
+            )
 
 
 # ---- text
 
 
-def _sampled(text: bytes, ratio: float) -> dict[str, Any]:
-    """What a sample says of lines and compression."""
+def _sample_estimates(text: bytes, ratio: float) -> dict[str, Any]:
+    """Estimate bytes per line and compression ratio from a sample, as arguments of `TextBlocks`."""
     whole_lines = text[: text.rfind(b"\n") + 1] or text
     lines = sum(1 for line in whole_lines.split(b"\n") if line.strip())
     return {"bytes_per_line": max(1.0, len(whole_lines) / max(1, lines)), "ratio": ratio}
@@ -117,7 +129,7 @@ def _parser(kind: str, **options: Any) -> Any:
 def _open_ids(
     sources: list[Source], data: Data, format: Format, features: Features | None, block_bytes: int
 ) -> tuple[Blocks, Features, list[list[str]]]:
-    """LibSVM and LibFFM."""
+    """Open LibSVM or LibFFM files."""
     text, ratio = sources[0].head(_HEAD)
     one_bag = format == "libsvm" and data.fields == "one"
     if one_bag:
@@ -127,35 +139,42 @@ def _open_ids(
     elif data.num_fields is not None:
         fields = data.num_fields
     else:
-        fields = _ids_in_first_line(text, sources[0]) if format == "libsvm" else _fields_in(text, sources[0])
-    found = Features(tuple(str(i) for i in range(fields)))
+        fields = _count_ids(text, sources[0]) if format == "libsvm" else _count_fields(text, sources[0])
+    resolved = Features(tuple(str(i) for i in range(fields)))
     if features is not None:
-        features.require(found.fields, (), sources[0].name)
+        features.require(resolved.fields, (), sources[0].name)
     parser = _parser(format, fields=fields, one_bag=one_bag, raw_keys=data.raw_keys)
     starts = [0] * len(sources)
-    return TextBlocks(sources, starts, parser, data, block_bytes=block_bytes, **_sampled(text, ratio)), found, []
+    return (
+        TextBlocks(sources, starts, parser, data, block_bytes=block_bytes, **_sample_estimates(text, ratio)),
+        resolved,
+        [],
+    )
 
 
-def _ids_in_first_line(text: bytes, source: Source) -> int:
+def _count_ids(text: bytes, source: Source) -> int:
+    """Count the ids of the first line of a LibSVM file."""
     line: bytes = next((line for line in text.split(b"\n") if line.strip()), b"")
     count = len(line.split()) - 1
     if count < 1:
         raise DataError(
-            f"{source.name}: its first line has no ids, so the number of fields is unknown; set data.num_fields, or "
+            f"{source.name}: the first line has no ids, so the number of fields is unknown; set data.num_fields, or "
             'data.fields = "one" if a line is one bag'
         )
     return count
 
 
-def _fields_in(text: bytes, source: Source) -> int:
+def _count_fields(text: bytes, source: Source) -> int:
+    """Find the number of fields in the first lines of a LibFFM file."""
     numbers = re.findall(rb"[ \t](\d{1,9}):\d+", text)
     if not numbers:
         raise DataError(
-            f"{source.name}: no field:id in its first lines, so the number of fields is unknown; is it LibFFM?"
+            f"{source.name}: the first lines have no field:id, so the number of fields is unknown; check the "
+            "format, or set data.num_fields"
         )
     fields = max(map(int, numbers)) + 1
     if fields > 65536:
-        raise DataError(f"{source.name}: its fields go up to {fields - 1}, but there may be 65536; set data.num_fields")
+        raise DataError(f"{source.name}: field {fields - 1} exceeds the maximum of 65536 fields; set data.num_fields")
     return fields
 
 
@@ -167,23 +186,23 @@ def _open_table(
     labelled: bool | None,
     block_bytes: int,
 ) -> tuple[Blocks, Features, list[list[str]]]:
-    """Criteo's format and csv."""
+    """Open CSV files, or files in the Criteo format."""
     if format == "criteo":
         heads, delimiter = [sources[0].head(_HEAD)], "\t"
         starts = [0] * len(sources)
         width = heads[0][0].split(b"\n", 1)[0].count(b"\t") + 1
-        there = labelled is True or width != len(CRITEO_NUMERIC) + len(CRITEO_CATEGORICAL)
-        names = criteo_columns(there)
+        has_label = labelled is True or width != len(CRITEO_NUMERIC) + len(CRITEO_CATEGORICAL)
+        names = criteo_columns(has_label)
     else:
         tabs = all(re.search(r"\.tsv(\.\w+)?$", source.path.lower()) for source in sources)
         delimiter = data.delimiter or ("\t" if tabs else ",")
-        heads = each(lambda source: source.head(_HEAD), sources)
+        heads = map_threads(lambda source: source.head(_HEAD), sources)
         headers = [_split_header(text, delimiter, source) for (text, _), source in zip(heads, sources, strict=True)]
         names, starts = headers[0][0], [start for _, start in headers]
         for source, (other, _) in zip(sources[1:], headers[1:], strict=True):
             same_header(names, other, sources[0].name, source.name)
-        there = data.label in names
-    labelled = there if labelled is None else labelled
+        has_label = data.label in names
+    labelled = has_label if labelled is None else labelled
     columns = resolve(names, data, format, sources[0].name, labelled, known=features is not None)
     sample = max(
         ((text[start:], ratio) for (text, ratio), start in zip(heads, starts, strict=False)), key=lambda s: len(s[0])
@@ -191,39 +210,37 @@ def _open_table(
     numbers = data.numbers_of(format)
 
     def parser(columns: Sequence[Column], fitted: dict[str, tuple[float, float]], log: bool, bucket: Any) -> Any:
-        rules = [transform(column.name, numbers, fitted)[1:3] for column in columns]
-        described = [
-            (column.role, column.name, log, *rule, bucket) for column, rule in zip(columns, rules, strict=True)
-        ]
+        scales = [transform(column.name, numbers, fitted)[1:3] for column in columns]
+        specs = [(column.role, column.name, log, *scale, bucket) for column, scale in zip(columns, scales, strict=True)]
         options: dict[str, Any] = {"delimiter": delimiter, "quoting": format == "csv", "raw_keys": data.raw_keys}
-        return _parser("table", columns=described, **options)
+        return _parser("table", columns=specs, **options)
 
     def blocks(parser: Any) -> TextBlocks:
-        options: dict[str, Any] = {"block_bytes": block_bytes, "labelled": labelled, **_sampled(*sample)}
+        options: dict[str, Any] = {"block_bytes": block_bytes, "labelled": labelled, **_sample_estimates(*sample)}
         return TextBlocks(sources, starts, parser, data, **options)
 
     def rows() -> Any:
-        """Numbers and whether they are there: missing is what is 0 whatever the mean."""
+        """Yield numbers and a mask of those present. A missing number is parsed as 0 for any mean."""
         as_dense = [dataclasses.replace(c, role="dense" if c.role == "number_key" else c.role) for c in columns]
         numeric = numeric_columns(columns)
         probes = [parser(as_dense, dict.fromkeys(numeric, (mean, 1.0)), numbers.log, "none") for mean in (0.0, -1.0)]
         for text in blocks(probes[0]).texts():
-            values, moved = (probe.parse(text, True)[3].reshape(-1, len(numeric)) for probe in probes)
-            yield values, (values != 0) | (moved != 0)
+            values, shifted = (probe.parse(text, True)[3].reshape(-1, len(numeric)) for probe in probes)
+            yield values, (values != 0) | (shifted != 0)
 
-    found = _features(columns, data, format, features, rows, sources[0].name)
-    made = parser(columns, found.statistics, numbers.log, numbers.bucket)
-    return blocks(made), found, [[column.name, column.role] for column in columns]
+    resolved = _resolve_features(columns, data, format, features, rows, sources[0].name)
+    final_parser = parser(columns, resolved.statistics, numbers.log, numbers.bucket)
+    return blocks(final_parser), resolved, [[column.name, column.role] for column in columns]
 
 
 def _split_header(text: bytes, delimiter: str, source: Source) -> tuple[list[str], int]:
-    """The column names, and where the examples begin."""
+    """Return the column names, and the byte offset of the first example."""
     begin = len(BOM) if text.startswith(BOM) else 0
     end = text.find(b"\n")
     if end < 0:
         if len(text) >= _HEAD:
             raise DataError(
-                f"{source.name}: its first line is longer than {_HEAD} bytes; a csv file begins with a header"
+                f"{source.name}: the first line is longer than {_HEAD} bytes; a CSV file begins with a header"
             )
         end = len(text) - 1
     return header_of(text[begin : end + 1], delimiter, source.name), end + 1
@@ -235,48 +252,48 @@ def _split_header(text: bytes, delimiter: str, source: Source) -> tuple[list[str
 def _open_parquet(
     sources: list[Source], data: Data, features: Features | None, labelled: bool | None
 ) -> tuple[Blocks, Features, list[list[str]]]:
-    packed = next((source for source in sources if source.compression is not None), None)
-    if packed is not None:
-        raise DataError(f"{packed.name}: Parquet files are compressed inside; decompress this one")
-    infos: list[ParquetFileInfo] = each(ParquetFileInfo, sources)
+    compressed = next((source for source in sources if source.compression is not None), None)
+    if compressed is not None:
+        raise DataError(f"{compressed.name}: Parquet files have their own compression; decompress this file")
+    infos: list[ParquetFileInfo] = map_threads(ParquetFileInfo, sources)
     names = list(infos[0].schema.names)
     repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if repeated is not None:
-        raise DataError(f"{sources[0].name}: column {repeated!r} is there twice; names must tell columns apart")
+        raise DataError(f"{sources[0].name}: column {repeated!r} occurs twice; column names must be unique")
     labelled = data.label in names if labelled is None else labelled
     columns = resolve(names, data, "parquet", sources[0].name, labelled, known=features is not None)
     if features is not None:
-        columns = _in_order_of(features, columns)
+        columns = _sort_columns(columns, features)
     numbers, numeric = data.numbers_of("parquet"), numeric_columns(columns)
 
     def rows() -> Any:
         unfitted = ParquetBlocks(sources, infos, columns, data, {})
         for number in range(len(unfitted)):
-            table = unfitted.table(unfitted.unit(number), numeric)
-            values = np.stack([doubles(whole(table[name])) for name in numeric], axis=1)
+            table = unfitted.table(unfitted.split(number), numeric)
+            values = np.stack([as_doubles(one_array(table[name])) for name in numeric], axis=1)
             values[np.abs(values) > np.finfo(np.float32).max] = np.nan
-            there = ~np.isnan(values)
-            plain = core.number_dense(np.ascontiguousarray(values.reshape(-1)), None, numbers.log, 0.0, 1.0)
-            yield plain.reshape(-1, len(numeric)), there
+            present = ~np.isnan(values)
+            numbers_only = core.number_dense(np.ascontiguousarray(values.reshape(-1)), None, numbers.log, 0.0, 1.0)
+            yield numbers_only.reshape(-1, len(numeric)), present
 
-    found = _features(columns, data, "parquet", features, rows, sources[0].name)
-    blocks = ParquetBlocks(sources, infos, columns, data, found.statistics)
-    return blocks, found, [[column.name, column.role] for column in columns]
-
-
-def _in_order_of(features: Features, columns: list[Column]) -> list[Column]:
-    """Parquet columns are read by name: any order in the file will do."""
-    places = {name: i for i, name in enumerate((*features.fields, *features.dense))}
-    return sorted(columns, key=lambda column: places.get(column.name, len(places)))
+    resolved = _resolve_features(columns, data, "parquet", features, rows, sources[0].name)
+    blocks = ParquetBlocks(sources, infos, columns, data, resolved.statistics)
+    return blocks, resolved, [[column.name, column.role] for column in columns]
 
 
-# ---- both
+def _sort_columns(columns: list[Column], features: Features) -> list[Column]:
+    """Sort columns by their order in the training data: Parquet columns are read by name, in any order."""
+    order = {name: i for i, name in enumerate((*features.fields, *features.dense))}
+    return sorted(columns, key=lambda column: order.get(column.name, len(order)))
 
 
-def _features(
+# ---- features
+
+
+def _resolve_features(
     columns: Sequence[Column], data: Data, format: Format, given: Features | None, rows: Any, name: str
 ) -> Features:
-    """Of these columns; the statistics are those given, or fitted to the first rows."""
+    """Return the features of these columns, with the given statistics or statistics fitted to the first rows."""
     fields = tuple(column.name for column in columns if column.role in ("key", "number_key"))
     dense = tuple(column.name for column in columns if column.role == "dense")
     if given is not None:
@@ -285,10 +302,10 @@ def _features(
     numbers, numeric = data.numbers_of(format), numeric_columns(columns)
     if not numbers.fitted or not numeric:
         return Features(fields, dense)
-    taken, left = [], numbers.fit_rows
-    for values, there in rows():
-        taken.append((values[:left], there[:left]))
-        left -= len(values)
-        if left <= 0:
+    sample, remaining = [], numbers.fit_rows
+    for values, present in rows():
+        sample.append((values[:remaining], present[:remaining]))
+        remaining -= len(values)
+        if remaining <= 0:
             break
-    return Features(fields, dense, statistics(numeric, taken))
+    return Features(fields, dense, statistics(numeric, sample))

@@ -1,42 +1,184 @@
-"""What a data set asks of a machine: keys, skew, nonzeros; the bytes of its rows, and which memory serves how many."""
+"""Statistics of a data set: number and skew of its keys, and the tier sizes that its rows need.
+
+Keys are counted in bounded memory: exactly up to a limit; above it exactly for frequent keys, and by a sample of key
+hashes for the others.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from thermocline.arrays import Doubles, Keys, Mask, as_numpy
 from thermocline.batch import Batch
-from thermocline.data.key_counts import Counted, KeyCounts
-from thermocline.embedding.arrays import as_numpy
+from thermocline.embedding.key_hash import hash_keys
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import FP32, Precision
 from thermocline.tiers.dram import DramTier
 from thermocline.utils.text_format import format_size, plural
 
 Report = dict[str, Any]
+FieldIds = npt.NDArray[np.uint16]
+_BLOCK = 1 << 21
+"""Occurrences buffered before they are counted."""
 _TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
+"""Hit rates for which `suggest_sizes` computes a memory size."""
 _SSD_MEM_PER_KEY = 10
-"""Bytes of the store's DRAM per key: its index with filter has 4 to 5, and buffers (docs/benchmarks.md)."""
+"""DRAM of the SSD store per key, in bytes: 4 to 5 for index and filter, the rest for buffers (docs/benchmarks.md)."""
 _SSD_MEM_LEAST = 32_000_000
 _DISK_FACTOR = 2.5
-"""Disk per byte of rows: retained checkpoints and what is not merged yet (2.2 in the demo)."""
+"""Disk bytes per byte of rows: retained checkpoints and unmerged data (2.2 in the demo)."""
 
 
-def count(batches: Iterable[Batch], advance: Callable[[int], None] = lambda more: None) -> tuple[Report, Counted]:
-    """Figures of the examples, and of their keys. One pass, bounded memory."""
-    counts = KeyCounts()
+# ---- counting
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class KeyHistogram:
+    """Key frequencies in descending order: entry i stands for weights[i] keys that occur counts[i] times each."""
+
+    counts: Doubles
+    weights: Doubles
+    fields: FieldIds
+
+    def of_field(self, field: int) -> KeyHistogram:
+        """Return the histogram of one field's keys."""
+        mask = self.fields == field
+        return KeyHistogram(self.counts[mask], self.weights[mask], self.fields[mask])
+
+    @property
+    def keys(self) -> float:
+        """Number of keys; an estimate if keys were sampled."""
+        return float(self.weights.sum())
+
+    @property
+    def occurrences(self) -> float:
+        return float((self.weights * self.counts).sum())
+
+    def share_of_top(self, share: float) -> float:
+        """Fraction of all occurrences that belong to the most frequent `share` of the keys."""
+        if not len(self.counts):
+            return 0.0
+        ranks = np.concatenate([[0.0], np.cumsum(self.weights)])
+        sums = np.concatenate([[0.0], np.cumsum(self.weights * self.counts)])
+        return float(np.interp(share * ranks[-1], ranks, sums) / sums[-1])
+
+    def zipf(self) -> float:
+        """Maximum-likelihood exponent s of frequency ~ rank**-s over the keys present."""
+        keys = self.keys
+        if keys < 2:
+            return 0.0
+        ends = np.cumsum(self.weights)
+        middles = np.maximum(1.0, ends - (self.weights - 1) / 2)
+        mean_log = float((self.weights * self.counts * np.log(middles)).sum() / self.occurrences)
+        ranks, widths = _rank_groups(keys)
+        logs = np.log(ranks)
+        low, high = 0.0, 5.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            mass = widths * ranks**-middle
+            low, high = (middle, high) if (mass * logs).sum() / mass.sum() > mean_log else (low, middle)
+        return (low + high) / 2
+
+
+def _rank_groups(keys: float, exact: int = 100_000) -> tuple[Doubles, Doubles]:
+    """Group the ranks 1 to `keys`: singly up to `exact`, then in growing groups; return their middles and widths."""
+    first = np.arange(1.0, min(keys, exact) + 1)
+    if keys <= exact:
+        return first, np.ones(len(first))
+    edges = np.geomspace(exact + 0.5, keys + 0.5, 20_000)
+    return np.concatenate([first, (edges[1:] + edges[:-1]) / 2]), np.concatenate([np.ones(exact), np.diff(edges)])
+
+
+class KeyCounter:
+    """Counts the occurrences of keys in about 100 bytes per key of `limit`, for any amount of data."""
+
+    def __init__(self, limit: int = 1 << 21) -> None:
+        self._limit = limit
+        self.rate = 1.0
+        """Fraction of the infrequent keys that is counted; 1 means that all counts are exact."""
+        self._keys: Keys = np.empty(0, np.uint64)
+        self._counts: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._fields: FieldIds = np.empty(0, np.uint16)
+        self._frequent: Keys = np.empty(0, np.uint64)
+        """Frequent keys, sorted: chosen when the limit is first exceeded, never dropped, counted exactly."""
+        self._buffer: list[tuple[Keys, FieldIds]] = []
+        self._buffered = 0
+
+    def add(self, ids: Keys, fields: FieldIds) -> None:
+        """Add occurrences of `ids`; fields[i] is the field of ids[i]."""
+        self._buffer.append((ids, fields))
+        self._buffered += len(ids)
+        if self._buffered >= _BLOCK:
+            self._count()
+
+    def _count(self) -> None:
+        if not self._buffer:
+            return
+        ids = np.concatenate([ids for ids, _ in self._buffer])
+        fields = np.concatenate([fields for _, fields in self._buffer])
+        self._buffer, self._buffered = [], 0
+        if self.rate < 1:
+            mask = self._is_counted(ids)
+            ids, fields = ids[mask], fields[mask]
+        new, first_seen, counts = np.unique(ids, return_index=True, return_counts=True)
+        keys, first, inverse = np.unique(np.concatenate([self._keys, new]), return_index=True, return_inverse=True)
+        weights = np.concatenate([self._counts, counts])
+        self._counts = np.bincount(inverse, weights=weights, minlength=len(keys)).astype(np.int64)
+        self._fields = np.concatenate([self._fields, fields[first_seen]])[first]
+        self._keys = keys
+        if len(keys) > self._limit:
+            self._drop_keys()
+
+    def _is_counted(self, keys: Keys) -> Mask:
+        """Select the frequent keys, and the keys whose hash falls into the sample."""
+        sampled: Mask = hash_keys(keys) < np.uint64(int(self.rate * 2**64))
+        sampled |= self._is_frequent(keys)
+        return sampled
+
+    def _is_frequent(self, keys: Keys) -> Mask:
+        index = np.minimum(np.searchsorted(self._frequent, keys), len(self._frequent) - 1)
+        return np.asarray(self._frequent[index] == keys)
+
+    def _drop_keys(self) -> None:
+        """Halve the sampling rate until at most half the limit is left."""
+        if not len(self._frequent):
+            count = self._limit // 4
+            self._frequent = np.sort(self._keys[np.argpartition(self._counts, -count)[-count:]])
+        kept = np.ones(len(self._keys), np.bool_)
+        while kept.sum() > self._limit // 2:
+            self.rate /= 2
+            kept = self._is_counted(self._keys)
+        self._keys, self._counts, self._fields = self._keys[kept], self._counts[kept], self._fields[kept]
+
+    def result(self) -> KeyHistogram:
+        """Return the histogram of all occurrences added so far."""
+        self._count()
+        weights = np.full(len(self._keys), 1 / self.rate)
+        if len(self._frequent):
+            weights[self._is_frequent(self._keys)] = 1.0
+        order = np.argsort(-self._counts, kind="stable")
+        return KeyHistogram(self._counts[order].astype(np.float64), weights[order], self._fields[order])
+
+
+def count_keys(
+    batches: Iterable[Batch], advance: Callable[[int], None] = lambda examples: None
+) -> tuple[Report, KeyHistogram]:
+    """Compute statistics of examples and keys in one pass; `advance` is called with the examples of each batch."""
+    counter = KeyCounter()
     examples = nonzeros = fields = dense = steps = 0
     positive = 0.0
     least, most = math.inf, 0
     for batch in batches:
         per_bag = np.diff(batch.offsets)
         per_example = per_bag.reshape(-1, batch.fields).sum(1)
-        of_bag = np.tile(np.arange(batch.fields, dtype=np.uint16), batch.examples)
-        counts.add(batch.ids, np.repeat(of_bag, per_bag))
+        bag_fields = np.tile(np.arange(batch.fields, dtype=np.uint16), batch.examples)
+        counter.add(batch.ids, np.repeat(bag_fields, per_bag))
         steps += 1
         examples += batch.examples
         nonzeros += len(batch.ids)
@@ -47,7 +189,7 @@ def count(batches: Iterable[Batch], advance: Callable[[int], None] = lambda more
         advance(batch.examples)
     if not examples:
         raise ValueError("the data has no examples")
-    found = counts.result()
+    histogram = counter.result()
     report: Report = {
         "examples": examples,
         "positive": positive / examples,
@@ -55,11 +197,11 @@ def count(batches: Iterable[Batch], advance: Callable[[int], None] = lambda more
         "dense": dense,
         "nonzeros": nonzeros,
         "nonzeros_per_example": {"mean": nonzeros / examples, "least": least, "most": most},
-        "keys": round(found.keys),
-        "exact": counts.rate == 1,
-        "share_of_top_1_percent": found.share_of_top(0.01),
-        "share_of_top_10_percent": found.share_of_top(0.1),
-        "zipf": found.zipf(),
+        "keys": round(histogram.keys),
+        "exact": counter.rate == 1,
+        "share_of_top_1_percent": histogram.share_of_top(0.01),
+        "share_of_top_10_percent": histogram.share_of_top(0.1),
+        "zipf": histogram.zipf(),
         "batches": steps,
         "per_field": [
             {
@@ -68,35 +210,38 @@ def count(batches: Iterable[Batch], advance: Callable[[int], None] = lambda more
                 "share_of_top_1_percent": part.share_of_top(0.01),
                 "zipf": part.zipf(),
             }
-            for i, part in ((i, found.of_field(i)) for i in range(fields))
+            for i, part in ((i, histogram.of_field(i)) for i in range(fields))
         ],
     }
-    return report, found
+    return report, histogram
 
 
-def suggest(
-    counted: Counted,
+# ---- tier sizes
+
+
+def suggest_sizes(
+    histogram: KeyHistogram,
     batches: int,
     dim: int,
     optimizer: Optimizer,
     pinned_batches: int,
     precision: Precision = FP32,
 ) -> Report:
-    """Bytes of a model's rows, and the memory it takes to find a share of them there.
+    """Compute the bytes of a model's rows, and the memory size for each hit rate of `_TARGETS`.
 
-    The hit rate is that of rows which exist already, when the least recently used leave first (Che's approximation):
-    a careful estimate, for often used rows stay longer under the default policy.
+    The hit rate counts rows that already exist, under LRU eviction (Che's approximation). This is conservative: the
+    default policy keeps frequent rows longer.
     """
     per_row = _mem_bytes_per_row(dim, optimizer, precision)
     row_bytes = precision.row_bytes(dim, optimizer)
-    rates = -np.expm1(-counted.counts / batches)  # chance that a batch has the key
-    again = counted.weights * np.maximum(0.0, batches * rates - 1)  # the first time it is new
-    unique = float((counted.weights * rates).sum())
-    keys = counted.keys
-    in_flight = min(unique * pinned_batches, keys)  # rows that the pipeline pins at a time
+    rates = -np.expm1(-histogram.counts / batches)  # probability that a batch contains the key
+    repeats = histogram.weights * np.maximum(0.0, batches * rates - 1)  # the first occurrence creates the row
+    unique = float((histogram.weights * rates).sum())
+    keys = histogram.keys
+    pinned_rows = min(unique * pinned_batches, keys)
 
-    def kept(age: float) -> np.ndarray[Any, Any]:
-        """Chance that a key was used in the last `age` batches."""
+    def recently_used(age: float) -> np.ndarray[Any, Any]:
+        """Probability that a key was used in the last `age` batches."""
         return -np.expm1(-rates * age)
 
     sizes = []
@@ -104,39 +249,35 @@ def suggest(
         low, high = 0.0, 64.0 * batches
         for _ in range(60):
             middle = (low + high) / 2
-            hits = float((again * kept(middle)).sum() / again.sum()) if again.sum() else 1.0
+            hits = float((repeats * recently_used(middle)).sum() / repeats.sum()) if repeats.sum() else 1.0
             low, high = (middle, high) if hits < target else (low, middle)
-        rows = min(max(float((counted.weights * kept(high)).sum()), in_flight), keys)
+        rows = min(max(float((histogram.weights * recently_used(high)).sum()), pinned_rows), keys)
         sizes.append({"hit_rate": target, "rows": math.ceil(rows), "mem": math.ceil(1.05 * rows * per_row)})
-    everything = math.ceil(1.05 * keys * per_row)
-    ssd = {"ssd_mem": max(_SSD_MEM_LEAST, math.ceil(_SSD_MEM_PER_KEY * keys))}
-    ssd["disk"] = math.ceil(_DISK_FACTOR * keys * (row_bytes + 8))
     return {
         "row_bytes": row_bytes,
         "mem_bytes_per_row": per_row,
         "rows_bytes": math.ceil(keys * row_bytes),
         "unique_rows_per_batch": math.ceil(unique),
         "pinned_batches": pinned_batches,
-        "least_mem": math.ceil(1.05 * in_flight * per_row),
+        "least_mem": math.ceil(1.05 * pinned_rows * per_row),
         "mem_for_hit_rate": sizes,
-        "mem_for_all_rows": everything,
-        **ssd,
+        "mem_for_all_rows": math.ceil(1.05 * keys * per_row),
+        "ssd_mem": max(_SSD_MEM_LEAST, math.ceil(_SSD_MEM_PER_KEY * keys)),
+        "disk": math.ceil(_DISK_FACTOR * keys * (row_bytes + 8)),
     }
 
 
 def _mem_bytes_per_row(dim: int, optimizer: Optimizer, precision: Precision) -> float:
-    """Index, metadata and buffers counted, as the tier itself divides a budget."""
+    """Bytes of DRAM per row, with index, metadata and buffers, as the tier divides its budget."""
     budget = 16_000_000
     return budget / DramTier(dim, optimizer, budget=budget, threads=1, precision=precision).capacity
 
 
-def memory_of_machine() -> int:
-    """Bytes of DRAM."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def tiers_toml(sizes: Report, machine: int) -> str:
-    """A [tiers] section: memory only if the rows take at most half of the machine's, else the most hits that does."""
+    """Write a [tiers] section for a machine with `machine` bytes of DRAM.
+
+    Uses DRAM only if all rows fit half of the machine's memory; else DRAM and SSD, with the highest hit rate that fits.
+    """
     if sizes["mem_for_all_rows"] <= machine // 2:
         return f'[tiers]\nmem = "{_round_up(sizes["mem_for_all_rows"])}"'
     fitting = [size["mem"] for size in sizes["mem_for_hit_rate"] if size["mem"] <= machine // 2]
@@ -145,14 +286,14 @@ def tiers_toml(sizes: Report, machine: int) -> str:
 
 
 def _round_up(size: float) -> str:
-    """At least `size`, two digits, as a config has it."""
+    """Round up to two digits and format for a config."""
     unit = 10 ** max(6, math.floor(math.log10(max(size, 1))) - 1)
     rounded = math.ceil(size / unit) * unit
     return f"{rounded // 10**9}GB" if rounded % 10**9 == 0 else f"{math.ceil(rounded / 10**6)}MB"
 
 
 def describe(report: Report, machine: int) -> Iterator[str]:
-    """Lines for a person."""
+    """Yield the report as lines of text."""
     per, about = report["nonzeros_per_example"], "" if report["exact"] else "about "
     yield f"examples     {report['examples']:,}, {report['positive']:.2%} positive"
     spread = f" ({per['least']} to {per['most']})" if per["least"] != per["most"] else ""
@@ -169,13 +310,13 @@ def describe(report: Report, machine: int) -> Iterator[str]:
     sizes = report.get("model")
     if sizes is None:
         return
-    of = f"{sizes['name']}, {sizes['optimizer']}"
-    yield f"rows         {format_size(sizes['rows_bytes'])}: {sizes['row_bytes']} bytes a key ({of})"
+    model = f"{sizes['name']}, {sizes['optimizer']}"
+    yield f"rows         {format_size(sizes['rows_bytes'])}: {sizes['row_bytes']} bytes per key ({model})"
     unique, least = sizes["unique_rows_per_batch"], format_size(sizes["least_mem"])
-    yield f"a batch      {unique:,} unique rows of {report['batch_size']:,} examples"
+    yield f"batch        {unique:,} unique rows in {report['batch_size']:,} examples"
     batches = plural(sizes["pinned_batches"], "batch", "batches")
-    yield f"least mem    {least}: the rows of {batches} are in use at a time"
-    yield "memory       hit rate of rows that exist (least recently used leave first)"
+    yield f"least mem    {least}: the rows of {batches}, pinned at the same time"
+    yield "memory       hit rate of existing rows, with LRU eviction"
     for size in sizes["mem_for_hit_rate"]:
         yield f"             {size['hit_rate']:4.0%}  mem {format_size(size['mem'])} ({size['rows']:,} rows)"
     yield f"             100%  mem {format_size(sizes['mem_for_all_rows'])}: all rows, no ssd needed"

@@ -1,4 +1,4 @@
-"""The source's models A to E at any scale: what is kept, and what it asks of a machine."""
+"""Models A to E of "Distributed Hierarchical GPU Parameter Server" (Zhao et al., MLSys 2020), at any scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Published:
-    """As printed; `fields` is ours (the source only counts nonzeros)."""
+    """A model as published. The paper gives no number of fields: `fields` is our choice."""
 
     nonzeros: int
     keys: int
@@ -26,14 +26,14 @@ _MODELS = {
     "D": _Published(500, 10**11, 4_000_000, 6000 * 10**9, 50),
     "E": _Published(500, 2 * 10**11, 7_000_000, 10_000 * 10**9, 50),
 }
-# The source's cluster: 4 nodes with 8 GPUs of 32 GB and about 1 TB of DRAM each. 10 % and 40 % of model E.
+# The paper's cluster: 4 nodes with 8 GPUs of 32 GB and about 1 TB of DRAM each: 10 % and 40 % of model E.
 _HBM_BYTES = 4 * 8 * 32 * 10**9
 _MEM_BYTES = 4 * 10**12
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A published model cut down by `scale`: keys, bytes and budgets divided, everything per example kept."""
+class PaperModel:
+    """A published model divided by `scale`: keys, bytes and budgets are scaled, sizes per example are not."""
 
     name: str
     scale: float
@@ -42,38 +42,37 @@ class Plan:
     fields: int
     keys: int
     dim: int
-    """Weights per row, with one more float of optimizer state (row-wise Adagrad): the source's bytes per key."""
+    """Weights per row: with one float of optimizer state (row-wise Adagrad) a row has the paper's bytes per key."""
     hidden: tuple[int, ...]
-    """Widths of an MLP over the joined fields (fields * dim inputs, one output) with `dense_parameters`."""
+    """Widths of an MLP with `dense_parameters` (fields * dim inputs, one output)."""
     dense_parameters: int
-    """As published: not scaled."""
+    """As published, not scaled."""
     model_bytes: int
     mem: int
-    """Bytes of DRAM: the source's cluster, scaled."""
+    """Bytes of DRAM of the paper's cluster, scaled."""
     hbm: int
-    """Bytes of GPU memory: the source's cluster, scaled."""
+    """Bytes of GPU memory of the paper's cluster, scaled."""
 
     @property
     def row_bytes(self) -> int:
-        """Of one row with row-wise Adagrad."""
+        """Bytes of a row with row-wise Adagrad."""
         return 4 * (self.dim + 1)
 
     @classmethod
-    def of(cls, name: str) -> Plan:
-        """From "E", "E/1000" or "e/2.5e3"."""
+    def parse(cls, name: str) -> PaperModel:
+        """Parse "E", "E/1000" or "e/2.5e3"."""
         match = re.fullmatch(r"\s*([A-Za-z])\s*(?:/\s*([0-9.eE+_]+))?\s*", name) if isinstance(name, str) else None
         model = _MODELS.get(match[1].upper()) if match else None
         if match is None or model is None:
             raise ValueError(
-                f"there is no preset {name!r}: write one of {', '.join(_MODELS)}, alone or with what to divide it by, "
-                'such as "E/1000"'
+                f'unknown preset {name!r}: write one of {", ".join(_MODELS)}, alone or with a divisor, such as "E/1000"'
             )
         try:
             scale = float(match[2] or 1)
         except ValueError:
             scale = math.nan
         if not 1 <= scale < math.inf:
-            raise ValueError(f"preset {name!r}: the number after '/' divides the model's size, so it is at least 1")
+            raise ValueError(f"preset {name!r}: the divisor after '/' must be at least 1")
         dim = math.floor(model.model_bytes / model.keys / 4 + 0.5) - 1
         return cls(
             name=match[1].upper(),
@@ -91,13 +90,13 @@ class Plan:
 
 
 def mlp_parameters(inputs: int, hidden: tuple[int, ...]) -> int:
-    """Weights and biases of inputs -> hidden... -> 1."""
+    """Count the weights and biases of an MLP with one output."""
     widths = (inputs, *hidden, 1)
     return sum((a + 1) * b for a, b in itertools.pairwise(widths))
 
 
 def hidden_sizes(inputs: int, parameters: int, layers: int = 3) -> tuple[int, ...]:
-    """Equal layers whose MLP comes nearest to `parameters`."""
+    """Return `layers` equal widths for which the MLP's parameter count is closest to `parameters`."""
     width = 1
     while mlp_parameters(inputs, (width + 1,) * layers) <= parameters:
         width += 1

@@ -1,9 +1,10 @@
-"""`tc.Reader`: files -> batches, in an order that a seed fixes, from any position.
+"""`tc.Reader`: reads files as batches, in an order determined by a seed, from any position.
 
-The files are cut into blocks (blocks.py). An epoch's order is a permutation of the blocks; as many consecutive ones as
-make up the shuffle buffer form a lot, whose examples are shuffled together; batches are cut from lot after lot. A
-position names a lot by its first block, and a number of examples in it: resuming reads that one lot again.
-Without shuffling a lot is one block, in the order of the files.
+The files are divided into input splits (text_blocks.py), each loaded as blocks of examples. An epoch's order is a
+permutation of the splits. Consecutive blocks that fill the shuffle buffer form a shuffle chunk, whose examples are
+shuffled together; batches are taken from one chunk after another. A position is the index of a chunk's first block and
+the number of examples taken from the chunk: resuming reads that chunk again. Without shuffling a chunk is one block, in
+the order of the files.
 """
 
 from __future__ import annotations
@@ -18,56 +19,56 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
+from thermocline.arrays import Offsets
 from thermocline.batch import Batch
 from thermocline.config.data import Data
 from thermocline.core import core
-from thermocline.data.block_prefetch import Place, load_ahead
-from thermocline.data.feature_hashing import make as make_hasher
+from thermocline.data.block_prefetch import BlockIndex, prefetch_blocks
+from thermocline.data.feature_hashing import make_hasher
 from thermocline.data.features import Features
-from thermocline.data.files import each
-from thermocline.data.formats import open_files
+from thermocline.data.files import Source, map_threads
+from thermocline.data.formats import no_examples, open_files
 from thermocline.data.parquet import ParquetBlocks
 from thermocline.data.text_blocks import Block, Malformed
 from thermocline.errors import DataError
 from thermocline.utils.cpu_affinity import cores
 
-_DESCRIBED = 10  # malformed lines that are remembered
-
-Order = npt.NDArray[np.int64]
+_MAX_DESCRIBED = 10  # malformed lines kept for `Reader.skipped`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Skipped:
-    """Malformed lines that an iteration left out."""
+    """Malformed lines that an iteration skipped."""
 
     count: int
     malformed: tuple[Malformed, ...]
-    """The first few."""
+    """The first ones."""
 
     @property
     def first(self) -> tuple[str, ...]:
-        """Where those are, and what is wrong with them. Finding line numbers reads the files up to those lines."""
+        """File, line and cause of the first ones. Counting line numbers reads the files up to these lines."""
         return tuple(str(malformed) for malformed in self.malformed)
 
 
 @dataclasses.dataclass(slots=True)
-class _Lot:
-    """Examples that are shuffled together."""
+class ShuffleChunk:
+    """Consecutive blocks whose examples are shuffled together."""
 
-    place: Place
+    first_block: BlockIndex
     blocks: list[Block]
-    order: Order
+    order: Offsets
+    """Permutation of the examples of all blocks."""
     taken: int = 0
+    """Examples already returned in batches."""
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         return len(self.order) - self.taken
 
 
 class Reader:
-    """An iterable of `tc.Batch`: one iteration is one epoch. `set_epoch(n)` chooses its order, `seek` where it begins.
+    """An iterable of `tc.Batch`: one iteration is one epoch. `set_epoch` selects the order, `seek` the start position.
 
     `tc.Reader("train/*.csv", label="click", numeric=("age",), batch_size=4096, shuffle=True)`
     """
@@ -88,23 +89,24 @@ class Reader:
         **options: Any,
     ) -> None:
         """
-        paths        files, folders, globs, URLs: one or several
-        data         how to read them (its `shuffle` is not used here); `options` are
-                     fields of it: format, label, categorical, numeric, on_error, ...
-        batch_size   examples per batch; the last of an epoch may have fewer
-        seed         of the shuffling
-        shard        (number, count): this reader's part; all parts together are the whole, and no two overlap. With
-                     several workers per rank: (rank * workers + worker, ranks * workers)
-        features     `.features` of the training data's reader: same fields, same statistics. None: those of data.train
-                     if these are other files, otherwise their own
-        labelled     False: labels are not read, and 0; None: read where there are some, else 0
-        block_bytes  of text parsed at a time by one thread; none: 1 MiB, of remote files 8 MiB
-        tensors      labels and dense features as torch tensors; False: as NumPy arrays
+        paths        one or several files, folders, globs or URLs
+        data         format options (data.shuffle is ignored); `options` override its fields: format, label,
+                     categorical, numeric, on_error, ...
+        batch_size   examples per batch; the last batch of an epoch may have fewer
+        seed         seed of the shuffling
+        shuffle      shuffle the examples, in a different order in each epoch
+        shard        (number, count): read one of `count` disjoint parts of the data. With several workers per rank:
+                     (rank * workers + worker, ranks * workers)
+        features     `features` of the reader of the training data: same fields and statistics. None means the features
+                     of data.train if `paths` are other files, else those of `paths`
+        labelled     False sets labels to 0 without reading them; None reads them if the files have them
+        block_bytes  text bytes that one thread parses at a time; None means 1 MiB, or 8 MiB for remote files
+        tensors      return labels and dense features as torch tensors; False returns NumPy arrays
         """
-        given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-        names = [os.fspath(path) for path in given]
+        several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+        names = [os.fspath(path) for path in several]
         settings = Data(**options) if data is None else dataclasses.replace(data, **options)
-        _check(batch_size, seed, shard, block_bytes)
+        _check_arguments(batch_size, seed, shard, block_bytes)
         self.data = settings
         self.batch_size = batch_size
         self.seed = seed
@@ -116,20 +118,20 @@ class Reader:
         opened = open_files(names, settings, features=features, labelled=labelled, block_bytes=block_bytes)
         self.format = opened.format
         self.features = opened.features
-        """Fields, dense features and statistics, as other readers and `predict` need them."""
+        """Fields, dense features and statistics: pass them to the readers of other data."""
         self._sources = opened.sources
         self._blocks = opened.blocks
         self._threads = settings.threads or min(8, cores())
         self._hasher = make_hasher(settings.hashing, settings.threads)
-        self._lot_blocks = max(1, round(settings.shuffle_buffer / opened.blocks.examples_per_unit)) if shuffle else 1
+        self._chunk_blocks = max(1, round(settings.shuffle_buffer / opened.blocks.examples_per_split)) if shuffle else 1
         sequential = int(opened.blocks.sequential.sum())
-        self._deal_pieces = 0 < sequential < self.shard[1]
+        self._shard_pieces = 0 < sequential < self.shard[1]
         if not sequential and len(opened.blocks) < self.shard[1]:
             raise DataError(
-                f"{len(opened.blocks)} blocks for {self.shard[1]} shards: some would have no examples; use fewer "
-                "shards, a smaller block_bytes (text) or smaller row groups (Parquet)"
+                f"{len(opened.blocks)} blocks for {self.shard[1]} shards: each shard needs at least one block; use "
+                "fewer shards, a smaller block_bytes (text) or smaller row groups (Parquet)"
             )
-        self._identity = {
+        self._identity = {  # stored in positions, and so in checkpoints: keep the names
             "reader": "files",
             "files": _files_digest(opened.sources),
             "features": opened.digest,
@@ -137,18 +139,18 @@ class Reader:
             "shuffle": shuffle,
             "shard": list(self.shard),
             "block_bytes": opened.block_bytes,
-            "lot_blocks": self._lot_blocks,
+            "lot_blocks": self._chunk_blocks,
         }
         self._epoch = 0
-        self._start: tuple[Place, int] = ((0, 0), 0)
+        self._start: tuple[BlockIndex, int] = ((0, 0), 0)
         self._skipped = 0
         self._malformed: list[Malformed] = []
 
-    # ---- what is known before the first batch
+    # ---- properties
 
     @property
     def fields(self) -> int:
-        """Of its batches: one, if data.hashing puts them together."""
+        """Number of fields of a batch; 1 if data.hashing combines them."""
         fields = len(self.features.fields)
         return fields if self._hasher is None else self._hasher.settings.fields_of(fields)
 
@@ -164,24 +166,24 @@ class Reader:
 
     @property
     def skipped(self) -> Skipped:
-        """What the latest iteration has left out so far."""
+        """Malformed lines that the latest iteration has skipped so far."""
         return Skipped(self._skipped, tuple(self._malformed))
 
     @property
     def bytes(self) -> int:
-        """Of all its files, as they are stored."""
+        """Stored size of all files."""
         return sum(source.size for source in self._sources)
 
     def estimated_batches(self) -> int:
-        """About how many an epoch has: from the files' sizes and a sample of lines."""
+        """Estimate the batches per epoch from the files' sizes and a sample of lines."""
         return max(1, math.ceil(self._blocks.total_examples / self.shard[1] / self.batch_size))
 
     def __len__(self) -> int:
-        """Batches per epoch, where the files say so (Parquet)."""
+        """Batches per epoch; known in advance for Parquet only."""
         if isinstance(self._blocks, ParquetBlocks) and self.data.on_error == "raise":
             return -(-self._blocks.rows(self._order(self._epoch)) // self.batch_size)
         raise TypeError(
-            "the number of batches in these files is known only once they are read: see estimated_batches()"
+            "the number of batches of text files is not known before they are read: use estimated_batches()"
         )
 
     def __repr__(self) -> str:
@@ -193,65 +195,68 @@ class Reader:
     # ---- epochs and positions
 
     def set_epoch(self, epoch: int) -> None:
-        """The iterations from now on have the order of this epoch."""
+        """Select the epoch, and so the order, of the following iterations."""
         if epoch < 0:
-            raise ValueError(f"epoch is {epoch}: epochs are counted from 0")
+            raise ValueError(f"epoch is {epoch}: it must be at least 0")
         self._epoch = epoch
 
     def seek(self, position: Mapping[str, Any]) -> Self:
-        """The next iteration is the rest of the epoch after the batch with this `position`; later ones are whole."""
-        for name, mine in self._identity.items():
-            if not isinstance(position, Mapping) or position.get(name) != mine:
-                its = position.get(name) if isinstance(position, Mapping) else position
+        """Start the next iteration after the batch with this `position`; later iterations are whole epochs."""
+        for name, expected in self._identity.items():
+            if not isinstance(position, Mapping) or position.get(name) != expected:
+                actual = position.get(name) if isinstance(position, Mapping) else position
                 raise DataError(
-                    f"this position is of other data or settings: its {name} is {its!r}, here it is {mine!r} "
-                    "(files: names and sizes; features: format, columns and what becomes of them)"
+                    f"this position belongs to other data or settings: its {name} is {actual!r}, but this reader's is "
+                    f"{expected!r} (files: names and sizes; features: format, columns and their roles)"
                 )
         values: list[Any] = [position.get(name) for name in ("epoch", "unit", "block", "example")]
         if not all(isinstance(value, int) and value >= 0 for value in values):
             raise DataError(f"this position is damaged: epoch, unit, block and example are {values}")
-        epoch, unit, block, example = values
-        if unit and unit >= len(self._order(epoch)):
-            raise DataError(f"this position is damaged: unit {unit} of {len(self._order(epoch))}")
+        epoch, split, block, example = values
+        if split and split >= len(self._order(epoch)):
+            raise DataError(f"this position is damaged: unit is {split}, but there are {len(self._order(epoch))}")
         self._epoch = epoch
-        self._start = ((unit, block), example)
+        self._start = ((split, block), example)
         return self
 
-    def _order(self, epoch: int) -> Order:
-        """The units of this shard, in this epoch's order."""
+    def _order(self, epoch: int) -> Offsets:
+        """Return the input splits of this shard in the order of this epoch."""
         order = np.arange(len(self._blocks), dtype=np.int64)
         if self.shuffle:
             order = _permutation(len(order), self.seed, epoch)
         number, count = self.shard
-        if not self._deal_pieces:
+        if not self._shard_pieces:
             return order[number::count]
         sequential = self._blocks.sequential[order]
-        mine = (np.cumsum(~sequential) - 1) % count == number
-        return np.asarray(order[sequential | mine])
+        in_shard = (np.cumsum(~sequential) - 1) % count == number
+        return np.asarray(order[sequential | in_shard])
 
     # ---- batches
 
     def __iter__(self) -> Iterator[Batch]:
-        (place, example), self._start = self._start, ((0, 0), 0)
-        return self._batches(self._epoch, place, example)
+        (first_block, example), self._start = self._start, ((0, 0), 0)
+        return self._batches(self._epoch, first_block, example)
 
-    def _batches(self, epoch: int, start: Place, example: int) -> Iterator[Batch]:
+    def _batches(self, epoch: int, start: BlockIndex, example: int) -> Iterator[Batch]:
         self._skipped, self._malformed = 0, []
-        each(lambda source: source.check_unchanged(), self._sources)
-        lots: collections.deque[_Lot] = collections.deque()
+        map_threads(lambda source: source.check_unchanged(), self._sources)
+        loaded: collections.deque[ShuffleChunk] = collections.deque()
         examples = 0
-        with contextlib.closing(self._lots(epoch, start)) as coming:
+        with contextlib.closing(self._chunks(epoch, start)) as chunks:
             while True:
-                while sum(lot.left for lot in lots) < self.batch_size:
-                    lot = next(coming, None)
-                    if lot is None:
+                while sum(chunk.remaining for chunk in loaded) < self.batch_size:
+                    chunk = next(chunks, None)
+                    if chunk is None:
                         break
-                    lot.taken, example = example, 0
-                    if lot.left < 0:
-                        raise DataError(f"this position is damaged: example {lot.taken} of a lot with {len(lot.order)}")
-                    lots.append(lot)
-                    examples += len(lot.order)
-                batch = self._take(lots, epoch)
+                    chunk.taken, example = example, 0
+                    if chunk.remaining < 0:
+                        raise DataError(
+                            f"this position is damaged: example is {chunk.taken}, but its shuffle chunk has "
+                            f"{len(chunk.order)}"
+                        )
+                    loaded.append(chunk)
+                    examples += len(chunk.order)
+                batch = self._take(loaded, epoch)
                 if batch is None:
                     break
                 yield batch
@@ -260,27 +265,26 @@ class Reader:
         if self._skipped:
             raise DataError(f"all {self._skipped} lines are malformed; the first: {self._malformed[0]}")
         if self.shard[1] == 1:
-            others = f", nor have the {len(self._sources) - 1} others" if len(self._sources) > 1 else ""
-            raise DataError(f"{self._sources[0].name} has no examples{others}: there are only empty lines")
+            raise DataError(f"{no_examples(self._sources)}: all lines are empty")
 
-    def _take(self, lots: collections.deque[_Lot], epoch: int) -> Batch | None:
-        """The next batch; its examples leave the lots."""
+    def _take(self, chunks: collections.deque[ShuffleChunk], epoch: int) -> Batch | None:
+        """Take the examples of the next batch out of `chunks`, and remove used-up chunks."""
         blocks: list[Any] = []
-        orders: list[Order] = []
-        need, before = self.batch_size, 0
-        place, taken = (0, 0), 0
-        while lots and need:
-            lot = lots[0]
-            count = min(need, lot.left)
+        orders: list[Offsets] = []
+        missing, base = self.batch_size, 0
+        first_block, taken = (0, 0), 0
+        while chunks and missing:
+            chunk = chunks[0]
+            count = min(missing, chunk.remaining)
             if count:
-                blocks += [block.examples for block in lot.blocks]
-                orders.append(lot.order[lot.taken : lot.taken + count] + before)
-                before += len(lot.order)
-            lot.taken += count
-            need -= count
-            place, taken = lot.place, lot.taken
-            if lot.left == 0:
-                lots.popleft()
+                blocks += [block.examples for block in chunk.blocks]
+                orders.append(chunk.order[chunk.taken : chunk.taken + count] + base)
+                base += len(chunk.order)
+            chunk.taken += count
+            missing -= count
+            first_block, taken = chunk.first_block, chunk.taken
+            if chunk.remaining == 0:
+                chunks.popleft()
         if not orders:
             return None
         fields = len(self.features.fields)
@@ -293,65 +297,66 @@ class Reader:
 
             target = torch.from_numpy(label)
             features = None if features is None else torch.from_numpy(features)
-        where = {"epoch": epoch, "unit": place[0], "block": place[1], "example": taken}
-        batch = Batch(ids, offsets, fields, weights, features, target, {**self._identity, **where})
+        position = {"epoch": epoch, "unit": first_block[0], "block": first_block[1], "example": taken}
+        batch = Batch(ids, offsets, fields, weights, features, target, {**self._identity, **position})
         return batch if self._hasher is None else self._hasher(batch)
 
-    def _lots(self, epoch: int, start: Place) -> Generator[_Lot, None, None]:
+    def _chunks(self, epoch: int, start: BlockIndex) -> Generator[ShuffleChunk, None, None]:
+        """Yield the shuffle chunks of an epoch, from the one whose first block is `start`."""
         number, count = self.shard
         order = self._order(epoch).tolist()
-        coming = load_ahead(
+        blocks = prefetch_blocks(
             self._blocks,
             order,
             start,
             threads=self._threads,
-            depth=max(self._lot_blocks, self._threads + 1),
-            wanted=(lambda piece: piece % count == number) if self._deal_pieces else (lambda piece: True),
+            depth=max(self._chunk_blocks, self._threads + 1),
+            keep_piece=(lambda piece: piece % count == number) if self._shard_pieces else (lambda piece: True),
         )
-        with contextlib.closing(coming):
+        with contextlib.closing(blocks):
             gathered: list[Block] = []
-            place = start
-            for where, block in coming:
-                self._note(block)
-                place = place if gathered else where
+            first_block = start
+            for index, block in blocks:
+                self._count_malformed(block)
+                first_block = first_block if gathered else index
                 gathered.append(block)
-                if len(gathered) == self._lot_blocks:
-                    yield self._lot(epoch, place, gathered)
+                if len(gathered) == self._chunk_blocks:
+                    yield self._chunk(epoch, first_block, gathered)
                     gathered = []
             if gathered:
-                yield self._lot(epoch, place, gathered)
+                yield self._chunk(epoch, first_block, gathered)
 
-    def _lot(self, epoch: int, place: Place, blocks: list[Block]) -> _Lot:
+    def _chunk(self, epoch: int, first_block: BlockIndex, blocks: list[Block]) -> ShuffleChunk:
         examples = sum(len(block) for block in blocks)
         if self.shuffle:
-            return _Lot(place, blocks, _permutation(examples, self.seed, epoch, *place))
-        return _Lot(place, blocks, np.arange(examples, dtype=np.int64))
+            return ShuffleChunk(first_block, blocks, _permutation(examples, self.seed, epoch, *first_block))
+        return ShuffleChunk(first_block, blocks, np.arange(examples, dtype=np.int64))
 
-    def _note(self, block: Block) -> None:
+    def _count_malformed(self, block: Block) -> None:
         self._skipped += block.malformed
-        self._malformed += block.first_malformed[: _DESCRIBED - len(self._malformed)]
+        self._malformed += block.first_malformed[: _MAX_DESCRIBED - len(self._malformed)]
 
 
-def _permutation(count: int, *seed: int) -> Order:
-    """Sorted random numbers: NumPy keeps its raw streams for ever, its `permutation` not."""
+def _permutation(count: int, *seed: int) -> Offsets:
+    """Return a random permutation by sorting raw random numbers, whose stream NumPy guarantees across versions."""
     raw = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(count)
     return np.argsort(raw, kind="stable").astype(np.int64, copy=False)
 
 
-def _files_digest(sources: Sequence[Any]) -> str:
-    """Names without folders, and sizes: data that was moved as a whole is still the same."""
+def _files_digest(sources: Sequence[Source]) -> str:
+    """Digest file names without folders, and sizes: moving the data to another folder does not change it."""
     digest = hashlib.blake2b(digest_size=8)
     for source in sources:
         digest.update(f"{os.path.basename(source.path)}\0{source.size}\n".encode())
     return f"{len(sources)} files, {sum(source.size for source in sources)} bytes, {digest.hexdigest()}"
 
 
-def _check(batch_size: int, seed: int, shard: tuple[int, int], block_bytes: int | None) -> None:
+def _check_arguments(batch_size: int, seed: int, shard: tuple[int, int], block_bytes: int | None) -> None:
     if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}: at least 1 example per batch")
+        raise ValueError(f"batch_size is {batch_size}: it must be at least 1")
     if not 0 <= seed < 2**64:
-        raise ValueError(f"seed is {seed}: it has 64 bits, 0 to 2**64 - 1")
+        raise ValueError(f"seed is {seed}: it must be from 0 to 2**64 - 1")
     if len(shard) != 2 or not 0 <= shard[0] < shard[1]:
-        raise ValueError(f"shard is {shard}: (number, count) with 0 <= number < count")
+        raise ValueError(f"shard is {shard}: it must be (number, count) with 0 <= number < count")
     if block_bytes is not None and block_bytes < 1:
-        raise ValueError(f"block_bytes is {block_bytes}: at least 1")
+        raise ValueError(f"block_bytes is {block_bytes}: it must be at least 1")

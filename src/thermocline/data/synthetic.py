@@ -1,9 +1,9 @@
-"""`tc.SyntheticAds`: endless ads data made up as it is read, with labels that a good model can learn.
+"""`tc.SyntheticAds`: generated ads data of any size, with labels that a model can learn.
 
-Ids follow Zipf's law per field; labels come from a planted model with interactions (csrc/data/teacher.h), so that
-logistic regression stays below models with interactions, and hashing into fewer bins costs accuracy. Example i is a
-function of the configuration and i: any batch can be made at any time, on any machine, by any number of threads,
-with the same bits.
+Ids follow Zipf's law in each field. Labels come from a planted model with interactions, the teacher
+(csrc/data/teacher.h): models with interactions reach a higher AUC than logistic regression, and hashing into fewer bins
+lowers it. Example i is a function of the configuration and i: every batch can be generated independently, with the same
+bits for any number of threads.
 """
 
 from __future__ import annotations
@@ -14,31 +14,29 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from thermocline.batch import Batch, Floats
-from thermocline.config.data import Hashing
+from thermocline.arrays import Floats, Keys
+from thermocline.batch import Batch
+from thermocline.config.data import Hashing, Split
 from thermocline.core import core
-from thermocline.data.feature_hashing import make as make_hasher
-from thermocline.data.paper_models import Plan
-from thermocline.data.writers import FORMATS, Format, write_parquet, write_text
-from thermocline.embedding.arrays import Keys
-from thermocline.errors import ThermoclineError, require_type, whole_number
+from thermocline.data.feature_hashing import make_hasher
+from thermocline.data.paper_models import PaperModel
+from thermocline.data.writers import OUTPUT_FORMATS, OutputFormat, write_parquet, write_text
+from thermocline.errors import ThermoclineError, require, require_type, whole_number
 from thermocline.utils.cpu_affinity import cores
 
-Split = Literal["train", "valid", "test"]
-
-# Splits are disjoint ranges of example numbers; the fourth quarter calibrates the teacher.
+# First example number of each split: the splits are disjoint ranges. The fourth quarter calibrates the teacher.
 _FIRST = {"train": 0, "valid": 1 << 62, "test": 2 << 62}
 _MAX_EXAMPLES = 1 << 62
-_CHUNK_IDS = 1 << 22  # in memory at a time while files are written
+_CHUNK_IDS = 1 << 22  # ids in memory while files are written
 
 
 class SyntheticAds:
-    """An iterable of `tc.Batch`, deterministic by (seed, position). One iteration is one epoch of `examples`.
+    """An iterable of `tc.Batch`, determined by configuration and position. One iteration is one epoch of `examples`.
 
-    `SyntheticAds.preset("E/1000")` gives the source's models; `ads.split("valid", examples=100_000)` other examples of
-    the same world. Iterating again gives the same epoch again.
+    `SyntheticAds.preset("E/1000")` has the sizes of a model of the MLSys 2020 paper. `ads.split("valid",
+    examples=100_000)` generates other examples with the same keys and teacher. Every iteration repeats the same epoch.
     """
 
     def __init__(
@@ -64,25 +62,25 @@ class SyntheticAds:
         shard: tuple[int, int] = (0, 1),
     ) -> None:
         """
-        keys         how many there are, up to 2**63, shared among the fields; or one number per field
-        fields       how many; as many as `keys` has numbers
-        nonzeros     ids per example, spread evenly over the fields; a pair: between the two. Default: one per field
-        zipf         exponent of popularity; 0: all keys alike; or one per field
-        spread       how many times the keys of the smallest field the largest one has
+        keys         total number of keys, up to 2**63, divided among the fields; or one number per field
+        fields       number of fields, if `keys` is one number
+        nonzeros     ids per example, distributed evenly over the fields; or (least, most). Default: one per field
+        zipf         Zipf exponent of the key frequencies (0: uniform); or one per field
+        spread       ratio of the key counts of the largest and the smallest field
         dense        number of dense features
-        examples     per epoch; none: endless
-        base_rate    share of labels that are 1
-        signal       deviation of the true logits: at 2.5 the teacher itself has an AUC near 0.85
-        label_noise  share of labels that are drawn with the base rate instead
-        hashing      of its batches' keys, into few bins; files that it writes have the keys themselves
-        start        where the first iteration begins: a batch's `position`, or a number of examples
-        threads      that make batches; default: all cores
-        tensors      labels and dense features as torch tensors; False: as NumPy arrays
-        shard        (number, count): every count-th batch of the epoch, from the number-th on; together they are all
+        examples     examples per epoch; None means endless
+        base_rate    fraction of labels that are 1
+        signal       standard deviation of the teacher's logits: 2.5 gives the teacher an AUC near 0.85
+        label_noise  fraction of labels drawn with `base_rate` instead of by the teacher
+        hashing      feature hashing of the batches' keys; `write` writes the keys themselves
+        start        start of the first iteration: a batch's `position`, or a number of examples
+        threads      threads that generate a batch; default: all cores
+        tensors      return labels and dense features as torch tensors; False returns NumPy arrays
+        shard        (number, count): generate every count-th batch of the epoch, beginning with batch `number`
         """
-        require_type(shard, tuple | list, "shard", "(number, count), the number below the count")
-        if len(shard) != 2 or not 0 <= shard[0] < shard[1]:
-            raise ValueError(f"shard is {shard}: (number, count), the number below the count")
+        rule = "(number, count) with 0 <= number < count"
+        require_type(shard, tuple | list, "shard", rule)
+        require(len(shard) == 2 and 0 <= shard[0] < shard[1], "shard", shard, rule)
         fields, dense, seed = whole_number(fields, "fields"), whole_number(dense, "dense"), whole_number(seed, "seed")
         batch_size = whole_number(batch_size, "batch_size")
         threads = None if threads is None else whole_number(threads, "threads")
@@ -90,43 +88,27 @@ class SyntheticAds:
         for name, rate in rates.items():
             require_type(rate, int | float, name, "a number")
         require_type(hashing, Hashing | None, "hashing", "a Hashing, or None")
-        if not isinstance(keys, Iterable) or isinstance(keys, str):
-            keys = whole_number(keys, "keys", "a whole number, or one per field")
-            if not 1 <= fields <= 65536:
-                raise ValueError(f"fields is {fields}: there are 1 to 65536")
-            ids = _pair(fields if nonzeros is None else nonzeros)
-            self.keys = _share(keys, fields, spread, -(-ids[1] // fields))
-        else:
-            self.keys = tuple(whole_number(size, f"keys[{i}]") for i, size in enumerate(keys))
-            ids = _pair(len(self.keys) if nonzeros is None else nonzeros)
+        self.keys, self.nonzeros = _field_sizes(keys, fields, nonzeros, spread)
         self._fields = len(self.keys)
-        self.nonzeros = ids
-        for exponent in zipf if isinstance(zipf, Iterable) else [zipf]:
-            require_type(exponent, int | float, "zipf", "a number, or one per field")
-        self.zipf = tuple(zipf) if isinstance(zipf, Iterable) else (float(zipf),) * self._fields
-        if len(self.zipf) != self._fields:
-            raise ValueError(f"{len(self.zipf)} zipf exponents for {self._fields} fields: give one, or one per field")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: at least 1 example per batch")
-        if dense < 0:
-            raise ValueError(f"dense is {dense}: a number of features is not negative")
-        if not 0 <= seed < 2**64:
-            raise ValueError(f"seed is {seed}: it has 64 bits, 0 to 2**64 - 1")
+        self.zipf = _exponents(zipf, self._fields)
+        require(batch_size >= 1, "batch_size", batch_size, "at least 1")
+        require(dense >= 0, "dense", dense, "at least 0")
+        require(0 <= seed < 2**64, "seed", seed, "from 0 to 2**64 - 1")
         self.dense = dense
         self.batch_size = batch_size
         self.seed = seed
         self.tensors = tensors
         self.shard = shard
-        config = [seed, self.keys, self.zipf, ids, dense, base_rate, signal, label_noise]
+        config = [seed, self.keys, self.zipf, self.nonzeros, dense, base_rate, signal, label_noise]
         self._config = hashlib.blake2b(json.dumps(config).encode(), digest_size=8).hexdigest()
         workers = cores() if threads is None else threads
-        popularity = (list(self.keys), list(self.zipf))
+        sizes = (list(self.keys), list(self.zipf), *self.nonzeros, dense)
         try:
-            self._core = core.Synth(seed, *popularity, *ids, dense, base_rate, signal, label_noise, workers)
+            self._core = core.Synth(seed, *sizes, base_rate, signal, label_noise, workers)
         except ThermoclineError as error:
             raise ValueError(str(error)) from None
         self._hasher = make_hasher(hashing, threads)
-        self._plan: Plan | None = None
+        self._plan: PaperModel | None = None
         self._next = 0
         self._set_split(split, examples)
         if start is not None:
@@ -134,73 +116,72 @@ class SyntheticAds:
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> Self:
-        """Model A, B, C, D or E of the source, divided by what follows the slash: "E/1000". See `plan`.
+        """Generate data for model A, B, C, D or E of the MLSys 2020 paper, scaled down: "E/1000" is 1/1000 of model E.
 
-        `options` are those of the constructor, and win over the preset's.
+        `options` are arguments of the constructor and override the preset. `plan` has the model's other sizes.
         """
-        plan = Plan.of(name)
+        plan = PaperModel.parse(name)
         ads = cls(**{"keys": plan.keys, "fields": plan.fields, "nonzeros": plan.nonzeros, **options})
         ads._plan = plan
         return ads
 
     @property
-    def plan(self) -> Plan:
-        """Suggested dim, hidden sizes and budgets (`mem`, `hbm`) of a preset."""
+    def plan(self) -> PaperModel:
+        """Dim, hidden sizes and budgets (`mem`, `hbm`) of a preset."""
         if self._plan is None:
-            raise ValueError('only presets have a plan: SyntheticAds.preset("E/1000").plan')
+            raise ValueError('only a preset has a plan, such as SyntheticAds.preset("E/1000").plan')
         return self._plan
 
     @property
     def fields(self) -> int:
-        """Of its batches: one, if hashing puts them together."""
+        """Number of fields of a batch; 1 if hashing combines them."""
         return self._fields if self._hasher is None else self._hasher.settings.fields_of(self._fields)
 
     def some_keys(self, first: int, end: int) -> Keys:
-        """Keys first .. end - 1 of all sum(self.keys), field after field, each from its most popular one on."""
+        """Return keys number first .. end - 1 of all sum(self.keys), numbered by field, then by falling frequency."""
         if not 0 <= first <= end <= sum(self.keys):
-            raise IndexError(f"keys {first} to {end} of {sum(self.keys)}")
+            raise IndexError(f"keys {first} to {end} are out of range: there are {sum(self.keys)} keys")
         return self._core.keys(first, end - first)
 
     # ---- splits and positions
 
     def split(self, split: Split, *, examples: int | None = None) -> SyntheticAds:
-        """Other examples of the same world: same keys, same teacher, no example in common."""
+        """Return a generator of other examples with the same keys and teacher."""
         other = copy.copy(self)
         other._next = 0
         other._set_split(split, examples)
         return other
 
     def _set_split(self, split: Split, examples: int | None) -> None:
-        if split not in _FIRST:
-            raise ValueError(f"split is {split!r}: it is one of {', '.join(_FIRST)}")
+        require(split in _FIRST, "split", split, f"one of {', '.join(_FIRST)}")
         examples = None if examples is None else whole_number(examples, "examples")
-        if examples is not None and not 0 <= examples <= _MAX_EXAMPLES:
-            raise ValueError(f"examples is {examples}: an epoch has 0 to 2**62, or none for endless")
+        valid = examples is None or 0 <= examples <= _MAX_EXAMPLES
+        require(valid, "examples", examples, "from 0 to 2**62, or None for endless data")
         self.split_name = split
         self.examples = examples
 
     def seek(self, position: int | Mapping[str, Any]) -> Self:
-        """The next iteration begins there: a batch's `position`, or a number of examples. Those after it, at 0."""
+        """Start the next iteration at a batch's `position` or a number of examples; later iterations start at 0."""
         if isinstance(position, Mapping):
-            mine = self._position(0)
+            expected = self._position(0)
             for name in ("reader", "config", "split", "shard"):
-                if position.get(name, [0, 1]) != mine.get(name, [0, 1]):
+                if position.get(name, [0, 1]) != expected.get(name, [0, 1]):
                     raise ValueError(
-                        f"this position is of other data: its {name} is {position.get(name)!r}, here it is "
-                        f"{mine.get(name)!r} (config is a digest of seed, keys, fields and the other options)"
+                        f"this position belongs to other data: its {name} is {position.get(name)!r}, but here it is "
+                        f"{expected.get(name)!r} (config is a digest of seed, keys, fields and the other options)"
                     )
             position = position["example"]
         end = _MAX_EXAMPLES if self.examples is None else self.examples
         if not isinstance(position, int) or not 0 <= position <= end:
-            raise ValueError(f"position {position!r} is not an example of this epoch, 0 to {end}")
+            raise ValueError(f"position {position!r} is not an example of this epoch: it must be from 0 to {end}")
         self._next = position
         return self
 
     def _position(self, example: int) -> dict[str, Any]:
-        place: dict[str, Any] = {"reader": "synthetic_ads", "config": self._config, "split": self.split_name}
+        position: dict[str, Any] = {"reader": "synthetic_ads", "config": self._config, "split": self.split_name}
         if self.shard != (0, 1):
-            place["shard"] = list(self.shard)
-        return {**place, "example": example}
+            position["shard"] = list(self.shard)
+        return {**position, "example": example}
 
     # ---- batches
 
@@ -220,15 +201,15 @@ class SyntheticAds:
     def __len__(self) -> int:
         """Batches per epoch."""
         if self.examples is None:
-            raise TypeError("endless data has no length: give `examples`")
+            raise TypeError("endless data has no length: set `examples`")
         return len(range(self.shard[0], -(-self.examples // self.batch_size), self.shard[1]))
 
     def batch(self, number: int) -> Batch:
-        """Batch `number` of the epoch, counted from 0. Costs no more than any other."""
+        """Generate batch `number` of the epoch, counted from 0."""
         first = number * self.batch_size
         end = _MAX_EXAMPLES if self.examples is None else self.examples
         if not 0 <= first < end:
-            raise IndexError(f"batch {number} of an epoch with {-(-end // self.batch_size)}")
+            raise IndexError(f"batch {number} is out of range: the epoch has {-(-end // self.batch_size)} batches")
         return self._make(first, min(self.batch_size, end - first))
 
     def _make(self, first: int, examples: int) -> Batch:
@@ -236,7 +217,7 @@ class SyntheticAds:
         return batch if self._hasher is None else self._hasher(batch)
 
     def _draw(self, first: int, examples: int) -> Batch:
-        """With the keys themselves."""
+        """Generate a batch without feature hashing."""
         ids, offsets, dense, label, _ = self._core.generate(_FIRST[self.split_name] + first, examples)
         features: Any = dense.reshape(examples, self.dense) if self.dense else None
         target: Any = label
@@ -245,17 +226,17 @@ class SyntheticAds:
 
             target = torch.from_numpy(label)
             features = None if features is None else torch.from_numpy(features)
-        after = first + examples + (self.shard[1] - 1) * self.batch_size  # where this shard's next batch begins
+        after = first + examples + (self.shard[1] - 1) * self.batch_size  # first example of this shard's next batch
         if self.examples is not None:
             after = min(after, self.examples)
         return Batch(ids, offsets, self._fields, None, features, target, self._position(after))
 
     def key_of(self, field: int, rank: int) -> int:
-        """The key of a field that is the rank-th most popular there, from 0."""
+        """Return the key of a field with frequency rank `rank`, counted from 0."""
         return self._core.key_of(field, rank)
 
     def true_logits(self, first: int, examples: int) -> Floats:
-        """What the teacher thinks of these examples, before label noise: its AUC is what the best model can reach."""
+        """Return the teacher's logits before label noise; their AUC is the upper bound for any model."""
         return self._core.generate(_FIRST[self.split_name] + first, examples)[4]
 
     # ---- files
@@ -263,36 +244,36 @@ class SyntheticAds:
     def write(
         self,
         path: str | os.PathLike[str],
-        format: Format = "parquet",
+        format: OutputFormat = "parquet",
         *,
         examples: int | None = None,
         examples_per_file: int | None = None,
         compression: str = "zstd",
         progress: Callable[[int], None] = lambda examples: None,
     ) -> list[Path]:
-        """Writes the epoch, or its first `examples`, in bounded memory; returns the files.
+        """Write the epoch, or its first `examples`, to files in bounded memory; return their paths.
 
         format              "parquet" (columns label, dense_i, field_i), "libsvm" (label id:1 ...) or "libffm"
                             (label field:id:1 ...)
-        examples_per_file   makes `path` a folder of files of that many examples
-        compression         of Parquet
+        examples_per_file   split into files of this size in the folder `path`
+        compression         compression of Parquet columns
         progress            called with the number of examples just written
         """
-        if format not in FORMATS:
-            raise ValueError(f"format is {format!r}: it is one of {', '.join(FORMATS)}")
+        require(format in OUTPUT_FORMATS, "format", format, f"one of {', '.join(OUTPUT_FORMATS)}")
         total = self.examples if examples is None else examples
         if total is None:
-            raise ValueError("the data is endless: say how many `examples` to write")
+            raise ValueError("the data is endless: set `examples` to the number to write")
         if total < 1 or (self.examples is not None and total > self.examples):
-            raise ValueError(f"examples is {total}: the epoch has {self.examples}, and a file at least 1")
+            raise ValueError(f"examples is {total}: it must be at least 1, and the epoch has {self.examples}")
         target = Path(path)
         if examples_per_file is None:
             parts = [(target, 0, total)]
         else:
             target.mkdir(parents=True, exist_ok=True)
-            firsts = range(0, total, examples_per_file)
-            ends = [min(total, first + examples_per_file) for first in firsts]
-            parts = [(target / f"part-{i:05}.{format}", *cut) for i, cut in enumerate(zip(firsts, ends, strict=True))]
+            parts = [
+                (target / f"part-{i:05}.{format}", first, min(total, first + examples_per_file))
+                for i, first in enumerate(range(0, total, examples_per_file))
+            ]
         for file, first, end in parts:
             if format == "parquet":
                 write_parquet(file, self._chunks(first, end, progress), self._one_hot, compression)
@@ -305,7 +286,7 @@ class SyntheticAds:
         return self.nonzeros == (self._fields,) * 2
 
     def _chunks(self, first: int, end: int, progress: Callable[[int], None]) -> Iterator[Batch]:
-        """In pieces whose size depends on neither batch_size nor the files."""
+        """Yield the examples in chunks whose size does not depend on batch_size or examples_per_file."""
         chunk = max(1, min(65536, _CHUNK_IDS // self.nonzeros[1]))
         for start in range(first, end, chunk):
             examples = min(chunk, end - start)
@@ -323,27 +304,47 @@ class SyntheticAds:
         )
 
 
-def _pair(nonzeros: int | tuple[int, int]) -> tuple[int, int]:
+def _field_sizes(
+    keys: int | Sequence[int], fields: int, nonzeros: int | tuple[int, int] | None, spread: float
+) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Return the number of keys of each field, and the least and most ids per example."""
+    if isinstance(keys, Iterable) and not isinstance(keys, str):
+        sizes = tuple(whole_number(size, f"keys[{i}]") for i, size in enumerate(keys))
+        return sizes, _nonzeros_range(len(sizes) if nonzeros is None else nonzeros)
+    keys = whole_number(keys, "keys", "a whole number, or one per field")
+    require(1 <= fields <= 65536, "fields", fields, "from 1 to 65536")
+    ids = _nonzeros_range(fields if nonzeros is None else nonzeros)
+    return _divide_keys(keys, fields, spread, -(-ids[1] // fields)), ids
+
+
+def _exponents(zipf: float | Sequence[float], fields: int) -> tuple[float, ...]:
+    """Return one Zipf exponent per field."""
+    for exponent in zipf if isinstance(zipf, Iterable) else [zipf]:
+        require_type(exponent, int | float, "zipf", "a number, or one per field")
+    exponents = tuple(zipf) if isinstance(zipf, Iterable) else (float(zipf),) * fields
+    if len(exponents) != fields:
+        raise ValueError(f"{len(exponents)} zipf exponents for {fields} fields: give one, or one per field")
+    return exponents
+
+
+def _nonzeros_range(nonzeros: int | tuple[int, int]) -> tuple[int, int]:
     rule = "a number from 1 to 2**24, or (least, most)"
     pair = nonzeros if isinstance(nonzeros, (tuple, list)) and len(nonzeros) == 2 else (nonzeros, nonzeros)
     low, high = (whole_number(number, "nonzeros", rule) for number in pair)
-    if not 1 <= low <= high <= 1 << 24:
-        raise ValueError(f"nonzeros is {nonzeros!r}: {rule}")
+    require(1 <= low <= high <= 1 << 24, "nonzeros", nonzeros, rule)
     return low, high
 
 
-def _share(keys: int, fields: int, spread: float, least: int) -> tuple[int, ...]:
-    """Field sizes that fall evenly (in ratio) from first to last, none below `least`, with sum `keys`."""
-    if not 1 <= keys <= 1 << 63:
-        raise ValueError(f"keys is {keys}: there are 1 to 2**63")
-    if not 1 <= spread <= 1e6:
-        raise ValueError(f"spread is {spread}: the largest field has 1 to 1e6 times the keys of the smallest")
-    # Integers, so that a last bit of pow is no other data set.
+def _divide_keys(keys: int, fields: int, spread: float, least: int) -> tuple[int, ...]:
+    """Divide `keys` among fields in a falling geometric series of ratio `spread`, at least `least` each."""
+    require(1 <= keys <= 1 << 63, "keys", keys, "from 1 to 2**63")
+    require(1 <= spread <= 1e6, "spread", spread, "from 1 to 1e6")
+    # Rounded to integers, so that the last bit of pow does not change the data.
     shares = [round(2**30 * spread ** (-field / max(fields - 1, 1))) for field in range(fields)]
     sizes = [max(least, keys * share // sum(shares)) for share in shares]
     sizes[0] = keys - sum(sizes[1:])
     if sizes[0] < least:
         raise ValueError(
-            f"{keys} keys are too few: each of {fields} fields needs {least}, as many as an example can have of it"
+            f"{keys} keys are too few: each of {fields} fields needs {least}, the most ids of one example in a field"
         )
     return tuple(sizes)

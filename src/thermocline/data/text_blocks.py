@@ -1,7 +1,8 @@
-"""Text files -> blocks of whole lines -> examples. A block is what one thread reads and parses at a time.
+"""Text files as input splits, and their parsing into blocks of examples. A block is the unit of one thread's work.
 
-A plain file is cut into ranges of bytes: a block's lines are those that begin in its range, so any block can be read
-alone. A compressed file can only be read from its beginning: it is one unit that gives its pieces in order.
+An uncompressed file is divided into byte ranges, one input split each: a split consists of the lines that begin in its
+range, so that splits can be read independently. A compressed file can only be read from its beginning: it is one
+sequential split, read in pieces.
 """
 
 from __future__ import annotations
@@ -11,48 +12,47 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from thermocline.arrays import Floats, Mask
 from thermocline.config.data import Data
 from thermocline.data.files import Source
 from thermocline.errors import DataError, ThermoclineError
 
-# ids, offsets, weights (None: all are 1), dense, labels: as the core gives and takes them.
+# ids, offsets, weights (None means all 1), dense, labels: the layout of the core.
 Examples = tuple[Any, Any, Any, Any, Any]
-Floats = npt.NDArray[np.float32]
 
 Piece = tuple[int, Any]
-"""Where it begins in the text, in bytes; and its lines, as bytes or a view of them."""
+"""Byte offset in the decompressed text, and the lines, as bytes or a memoryview."""
 
-BOM = b"\xef\xbb\xbf"  # some editors put it before a text
-MAX_LINE = 1 << 24  # bytes: what is longer is no line of examples, and memory is bounded
-_BEYOND = 1 << 14  # bytes read past a block at once, for the end of its last line
+BOM = b"\xef\xbb\xbf"  # byte order mark
+MAX_LINE = 1 << 24  # bytes: bounds memory when a file has no line breaks
+_BEYOND = 1 << 14  # bytes read past the end of a split, for the rest of its last line
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Unit:
-    """What an epoch's order is made of: a block of a plain file, a row group, or a whole compressed file."""
+class InputSplit:
+    """The unit that an epoch shuffles: a byte range of a text file, a row group, or a whole compressed file."""
 
     source: Source
     start: int
-    """Text: the first byte. Parquet: the row group."""
+    """Text: offset of the first byte. Parquet: index of the row group."""
     end: int = 0
-    """Text: behind the last byte in which a line of it may begin."""
+    """Text: end of the byte range in which its lines begin."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Malformed:
-    """A line or row that is not what the format asks for."""
+    """A malformed line or row."""
 
     source: Source
     row: int
-    """Within the block, counted from 0; without a block, within the file."""
+    """Index of the line within its block, or of the row within the file if `block` is None."""
     cause: str
     block: int | None = None
-    """Where its block begins, in bytes of text."""
+    """Byte offset of its block in the decompressed text."""
 
     def __str__(self) -> str:
-        """Counts the lines before it, which reads the file up to there."""
+        """Describe file, line and cause. Counting the lines reads the file up to the block."""
         if self.block is None:
             return f"{self.source.name}, row {self.row + 1}: {self.cause}"
         return f"{self.source.name}, line {lines_before(self.source, self.block) + self.row + 1}: {self.cause}"
@@ -60,7 +60,7 @@ class Malformed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """Parsed examples, and what was left out."""
+    """Parsed examples, and the malformed lines that were skipped."""
 
     examples: Examples
     first_malformed: tuple[Malformed, ...] = ()
@@ -71,34 +71,34 @@ class Block:
 
 
 class Blocks(Protocol):
-    """Files of one format, as the reader sees them: a row of units. All calls may run in several threads at once."""
+    """The input splits of files of one format. All methods are thread-safe."""
 
-    sequential: npt.NDArray[np.bool_]
-    """Per unit: whether it gives pieces in order, and only from its beginning."""
-    examples_per_unit: float
-    """About how many a plain unit, or a piece of a sequential one, has."""
+    sequential: Mask
+    """Per split: whether it must be read from its beginning, piece by piece."""
+    examples_per_split: float
+    """Estimated examples of a split, or of a piece of a sequential split."""
     total_examples: float
-    """About how many there are."""
+    """Estimated examples of all splits."""
 
     def __len__(self) -> int: ...
 
-    def unit(self, number: int) -> Unit: ...
+    def split(self, number: int) -> InputSplit: ...
 
-    def load(self, unit: Unit) -> Block:
-        """A plain unit's examples."""
+    def load(self, split: InputSplit) -> Block:
+        """Read and parse a split that is not sequential."""
         ...
 
-    def pieces(self, unit: Unit, first: int) -> Iterator[Piece]:
-        """The pieces of a sequential unit from number `first` on."""
+    def pieces(self, split: InputSplit, first: int) -> Iterator[Piece]:
+        """Yield the pieces of a sequential split, from index `first` on."""
         ...
 
-    def parse(self, unit: Unit, piece: Piece) -> Block:
-        """Examples of one piece."""
+    def parse(self, split: InputSplit, piece: Piece) -> Block:
+        """Parse one piece."""
         ...
 
 
 def lines_before(source: Source, offset: int) -> int:
-    """How many lines end before byte `offset` of the text."""
+    """Count the lines that end before byte `offset` of the decompressed text."""
     count, left = 0, offset
     for chunk in source.chunks(1 << 20):
         count += chunk.count(b"\n", 0, left)
@@ -109,13 +109,13 @@ def lines_before(source: Source, offset: int) -> int:
 
 
 def threshold_labels(label: Floats, data: Data) -> None:
-    """In place: 0 or 1, if the data asks for it."""
+    """Apply data.label_threshold in place, if it is set."""
     if data.label_threshold is not None:
         label[:] = label >= data.label_threshold
 
 
 class TextBlocks:
-    """Blocks of text files that one parser reads."""
+    """Input splits of text files that share a parser."""
 
     def __init__(
         self,
@@ -130,10 +130,10 @@ class TextBlocks:
         labelled: bool = True,
     ) -> None:
         """
-        starts          where each file's first line of examples begins
-        bytes_per_line  as sampled
-        ratio           bytes of text per byte of a compressed file, as sampled
-        labelled        False: there are no labels to read, they are 0
+        starts          byte offset of the first example of each file
+        bytes_per_line  average of a sample
+        ratio           text bytes per byte of a compressed file, from a sample
+        labelled        False sets all labels to 0
         """
         self._sources = sources
         self._starts = starts
@@ -148,7 +148,7 @@ class TextBlocks:
         ]
         self._ends = np.cumsum(counts)
         self.sequential = np.repeat([source.compression is not None for source in sources], counts)
-        self.examples_per_unit = block_bytes / bytes_per_line
+        self.examples_per_split = block_bytes / bytes_per_line
         text = sum(
             source.size * (1 if source.compression is None else ratio) - start
             for source, start in zip(sources, starts, strict=True)
@@ -158,29 +158,29 @@ class TextBlocks:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def unit(self, number: int) -> Unit:
+    def split(self, number: int) -> InputSplit:
         file = int(np.searchsorted(self._ends, number, side="right"))
         source, start = self._sources[file], self._starts[file]
         if source.compression is not None:
-            return Unit(source, start)
+            return InputSplit(source, start)
         start += (number - (int(self._ends[file - 1]) if file else 0)) * self._block_bytes
-        return Unit(source, start, min(start + self._block_bytes, source.size))
+        return InputSplit(source, start, min(start + self._block_bytes, source.size))
 
     def texts(self) -> Iterator[Any]:
-        """All lines of all files, in order."""
+        """Yield the lines of all files in order, one split or piece at a time."""
         for number in range(len(self)):
-            unit = self.unit(number)
-            cuts = self.pieces(unit, 0) if self.sequential[number] else [self._cut(unit)]
-            yield from (text for _, text in cuts)
+            split = self.split(number)
+            pieces = self.pieces(split, 0) if self.sequential[number] else [self._read_lines(split)]
+            yield from (text for _, text in pieces)
 
-    def load(self, unit: Unit) -> Block:
-        return self.parse(unit, self._cut(unit))
+    def load(self, split: InputSplit) -> Block:
+        return self.parse(split, self._read_lines(split))
 
-    def _cut(self, unit: Unit) -> Piece:
-        """Where the unit's first line begins, and its lines: those that begin in [start, end)."""
-        source, end = unit.source, unit.end
-        at_line = unit.start == self._first[id(source)]
-        base = unit.start if at_line else unit.start - 1  # the byte before tells whether a line begins here
+    def _read_lines(self, split: InputSplit) -> Piece:
+        """Read the lines that begin in [start, end), and the offset of the first one."""
+        source, end = split.source, split.end
+        at_line = split.start == self._first[id(source)]
+        base = split.start if at_line else split.start - 1  # the byte before shows whether a line begins at `start`
         text = source.read(base, min(end + _BEYOND, source.size))
         low = 0 if at_line else text.find(b"\n", 0, end - 1 - base) + 1
         if low == 0 and not at_line:
@@ -197,42 +197,45 @@ class TextBlocks:
             text += more
         return base + low, memoryview(text)[low : high + 1 if high >= 0 else len(text)]
 
-    def pieces(self, unit: Unit, first: int) -> Iterator[Piece]:
-        """Piece i: the lines that end in the i-th `block_bytes` of text; the last piece, what has no line break."""
-        begin, carry, number = unit.start, b"", 0
+    def pieces(self, split: InputSplit, first: int) -> Iterator[Piece]:
+        """Yield pieces: piece i holds the lines that end in the i-th `block_bytes` of text.
+
+        A last line without a line break is a piece of its own.
+        """
+        begin, carry, number = split.start, b"", 0
 
         def without_bom(text: bytes) -> Piece:
             return (len(BOM), text[len(BOM) :]) if begin == 0 and text.startswith(BOM) else (begin, text)
 
-        for number, chunk in enumerate(unit.source.chunks(self._block_bytes)):
-            text = carry + chunk[max(0, unit.start - number * self._block_bytes) :]
+        for number, chunk in enumerate(split.source.chunks(self._block_bytes)):
+            text = carry + chunk[max(0, split.start - number * self._block_bytes) :]
             cut = text.rfind(b"\n") + 1
             if number >= first:
                 yield without_bom(text[:cut])
             begin, carry = begin + cut, text[cut:]
             if len(carry) > MAX_LINE:
-                raise _too_long(unit.source, begin)
+                raise _too_long(split.source, begin)
         if carry and number + 1 >= first:
             yield without_bom(carry)
 
-    def parse(self, unit: Unit, piece: Piece) -> Block:
+    def parse(self, split: InputSplit, piece: Piece) -> Block:
         begin, text = piece
         skip = self._data.on_error == "skip"
         try:
             *examples, errors, malformed = self._parser.parse(text, skip)
         except ThermoclineError as error:
-            raise DataError(f"{unit.source.name}: {error}") from None
-        found = tuple(Malformed(unit.source, line, cause, begin) for line, cause in errors)
-        if found and not skip:
-            raise DataError(str(found[0]))
+            raise DataError(f"{split.source.name}: {error}") from None
+        first_malformed = tuple(Malformed(split.source, line, cause, begin) for line, cause in errors)
+        if first_malformed and not skip:
+            raise DataError(str(first_malformed[0]))
         if not self._labelled:
             examples[4][:] = 0
         threshold_labels(examples[4], self._data)
-        return Block(tuple(examples), found, malformed)
+        return Block(tuple(examples), first_malformed, malformed)
 
 
 def _too_long(source: Source, begin: int) -> DataError:
     line = lines_before(source, begin) + 1
     return DataError(
-        f"{source.name}, line {line}: it is longer than {MAX_LINE} bytes; is this a text file of examples?"
+        f"{source.name}, line {line}: longer than {MAX_LINE} bytes; check that this is a text file of examples"
     )

@@ -1,36 +1,36 @@
-"""Batches -> files: Parquet, LibSVM and LibFFM, one chunk of examples in memory at a time."""
+"""Writes batches to Parquet, LibSVM and LibFFM files, with one batch in memory at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+from thermocline.arrays import as_numpy
 from thermocline.batch import Batch
 from thermocline.core import core
-from thermocline.embedding.arrays import as_numpy
 from thermocline.utils import atomic_file
 
-Format = Literal["parquet", "libsvm", "libffm"]
-FORMATS = ("parquet", "libsvm", "libffm")
+OutputFormat = Literal["parquet", "libsvm", "libffm"]
+OUTPUT_FORMATS: tuple[str, ...] = get_args(OutputFormat)
 
 
 def write_text(path: Path, batches: Iterable[Batch], with_fields: bool) -> None:
-    """One line per example: `label id:1 ...`, or `label field:id:1 ...`."""
+    """Write one line per example: `label id:1 ...`, or `label field:id:1 ...` if `with_fields`."""
     with atomic_file.atomic_path(path) as temporary, open(temporary, "wb") as file:
         for batch in batches:
             if batch.dense is not None:
                 raise ValueError(
-                    "LibSVM and LibFFM hold ids only: write Parquet, or generate without dense features (dense=0)"
+                    "LibSVM and LibFFM cannot hold dense features: write Parquet, or generate data with dense=0"
                 )
             label = np.ascontiguousarray(as_numpy(batch.label, "label"), np.float32)
             file.write(core.to_text(batch.ids, batch.offsets, batch.fields, label, with_fields))
 
 
 def write_parquet(path: Path, batches: Iterable[Batch], one_hot: bool, compression: str) -> None:
-    """Columns label (float), dense_0 .. (float), field_0 .. (uint64; lists of uint64 unless `one_hot`)."""
+    """Write the columns label (float), dense_0 .. (float) and field_0 .. (uint64; lists of uint64 unless `one_hot`)."""
     import pyarrow.parquet as pq
 
     writer: Any = None
@@ -39,7 +39,7 @@ def write_parquet(path: Path, batches: Iterable[Batch], one_hot: bool, compressi
             for batch in batches:
                 table = _arrow_table(batch, one_hot)
                 if writer is None:
-                    # Hashed keys hardly repeat within a page: a dictionary would only cost.
+                    # Hashed keys rarely repeat within a page: a dictionary would not reduce the size.
                     writer = pq.ParquetWriter(temporary, table.schema, compression=compression, use_dictionary=False)
                 writer.write_table(table, row_group_size=len(batch))
         finally:

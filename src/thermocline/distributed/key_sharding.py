@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.embedding.arrays import Keys
+from thermocline.arrays import Keys
 from thermocline.embedding.key_hash import hash_keys
 
 MAX_RANKS = 1 << 16

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from thermocline.arrays import Keys
 from thermocline.batch import WorkingSet
 from thermocline.config.distributed import Hops, Wire
 from thermocline.distributed.communicator import Communicator, GroupName
@@ -34,7 +35,6 @@ from thermocline.distributed.key_sharding import owner_of
 from thermocline.distributed.row_reduce import RowSum, put_rows, take_rows
 from thermocline.distributed.topology import Topology
 from thermocline.distributed.wire_format import decode, encode, flag_bytes, pack_flags, unpack_flags, wire_bytes
-from thermocline.embedding.arrays import Keys
 from thermocline.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]

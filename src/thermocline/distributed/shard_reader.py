@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from thermocline.batch import Floats
+from thermocline.arrays import Floats, Keys
 from thermocline.distributed.key_sharding import owner_of
-from thermocline.embedding.arrays import Keys
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.table import Table
 from thermocline.embedding.table_spec import TableSpec

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline.batch import Floats, WorkingSet
+from thermocline.arrays import Floats, Keys, Rows
+from thermocline.batch import WorkingSet
 from thermocline.distributed.communicator import Communicator, Groups
 from thermocline.distributed.row_exchange import Route, RowExchange
 from thermocline.distributed.row_reduce import RowSum, take_rows
-from thermocline.embedding.arrays import Keys, Rows
 from thermocline.embedding.backend import ShardBackend, ShardPins, Tiers
 from thermocline.embedding.batch_plan import BagInputs, Gradient, Pins, ReducedGradients
 from thermocline.embedding.quant_scale import LearnedScale

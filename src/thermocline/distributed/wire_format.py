@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from thermocline.arrays import Keys
 from thermocline.config.distributed import Wire
-from thermocline.embedding.arrays import Keys
 from thermocline.embedding.key_hash import mix64
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

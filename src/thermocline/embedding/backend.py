@@ -32,8 +32,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from thermocline.batch import Floats, Slots, WorkingSet
-from thermocline.embedding.arrays import Keys, Rows
+from thermocline.arrays import Floats, Keys, Rows, Slots
+from thermocline.batch import WorkingSet
 from thermocline.embedding.batch_plan import BagInputs, BatchPlan, Gradient, ReducedGradients
 
 if TYPE_CHECKING:

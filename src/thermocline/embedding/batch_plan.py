@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from thermocline.batch import Batch, Floats, Offsets
-from thermocline.embedding.arrays import Keys
+from thermocline.arrays import Floats, Keys, Offsets
+from thermocline.batch import Batch
 
 if TYPE_CHECKING:
     import torch

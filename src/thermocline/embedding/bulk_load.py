@@ -1,4 +1,7 @@
-"""A row for every key of a large world, at once: on SSD without log and merging, or in the top tier."""
+"""Bulk loading: write a row for every key of a data set, to an SSD store or to the top tier of a table.
+
+Used to measure steady state at full size. The SSD store receives sorted runs, without a log and without merges.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,29 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from thermocline.embedding.arrays import Floats, Keys
+from thermocline.arrays import Floats, Keys
 from thermocline.embedding.key_hash import hash_keys
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.cpu_affinity import cores
 
 PIECE = 1 << 21
-"""Rows at a time, about."""
+"""Default number of rows per piece, approximately."""
 
 A = TypeVar("A")
 B = TypeVar("B")
 
 
 class World(Protocol):
-    """What has numbered keys, as `tc.SyntheticAds` does."""
+    """A data set with numbered keys, such as `tc.SyntheticAds`."""
 
     @property
-    def keys(self) -> tuple[int, ...]: ...  # per field
+    def keys(self) -> tuple[int, ...]: ...  # number of keys per field
 
     def some_keys(self, first: int, end: int) -> Keys: ...
 
 
 def pieces(world: World, piece: int = PIECE) -> Iterator[Keys]:
-    """All keys in the order of the world, some at a time."""
+    """Yield all keys by number, `piece` keys at a time."""
     total = sum(world.keys)
     for first in range(0, total, piece):
         yield world.some_keys(first, min(total, first + piece))
@@ -47,27 +50,27 @@ def fill_store(
     piece: int = PIECE,
     after: Callable[[int], bool] = lambda done: True,
 ) -> int:
-    """A row on SSD for every key of the world; commit it to make it durable. Returns how many are there.
+    """Write a row for every key to an SSD store; return the number of rows written so far. Does not commit.
 
-    done    of an earlier call that `after` ended, with the same `piece`: it goes on behind them
-    rows    of some keys; called by several threads
-    after   gets the number of rows so far; false ends the call
+    rows    maps keys to their rows; called from several threads
+    done    return value of an earlier call that `after` stopped, with the same `piece`: resumes behind it
+    after   called with the number of rows so far after each piece; returning False stops the call
     """
     workers = min(8, cores())
     with ThreadPoolExecutor(workers, "thermocline-bulk") as pool:
-        cut = _cut(pool, world, piece)
+        partitions = _partition(pool, world, piece)
 
-        def made(keys: Keys) -> tuple[Keys, Floats]:
+        def sorted_rows(keys: Keys) -> tuple[Keys, Floats]:
             keys = keys[np.argsort(hash_keys(keys))]
             return keys, rows(keys)
 
-        firsts = list(itertools.accumulate(map(len, cut), initial=0))
-        if done not in firsts:
+        starts = list(itertools.accumulate(map(len, partitions), initial=0))
+        if done not in starts:
             raise ValueError(
-                f"done is {done}: no piece of about {piece} rows ends there; it was said with other pieces"
+                f"done is {done}: no piece of about {piece} rows ends there; pass the piece size of the earlier call"
             )
-        left = [keys for keys, first in zip(cut, firsts, strict=False) if first >= done]
-        for keys, values in _ahead(pool, made, left, workers):
+        remaining = [keys for keys, start in zip(partitions, starts, strict=False) if start >= done]
+        for keys, values in _map_ahead(pool, sorted_rows, remaining, workers):
             store.load(keys, values)
             done += len(keys)
             if not after(done):
@@ -75,23 +78,23 @@ def fill_store(
     return done
 
 
-def _cut(pool: ThreadPoolExecutor, world: World, piece: int) -> list[Keys]:
-    """All keys, cut by ranges of their hashes."""
+def _partition(pool: ThreadPoolExecutor, world: World, piece: int) -> list[Keys]:
+    """Partition all keys by ranges of their hash, into partitions of about `piece` keys."""
     total = sum(world.keys)
     count = max(1, -(-total // piece))
 
-    def sorted_by_piece(first: int) -> tuple[Keys, Any]:
+    def sort_by_partition(first: int) -> tuple[Keys, Any]:
         keys = world.some_keys(first, min(total, first + PIECE))
-        places = ((hash_keys(keys) >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)).astype(np.uint16)
-        order = np.argsort(places, kind="stable")  # of 16 bits: a radix sort
-        return keys[order], np.cumsum(np.bincount(places, minlength=count))[:-1]
+        partition = ((hash_keys(keys) >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)).astype(np.uint16)
+        order = np.argsort(partition, kind="stable")  # a radix sort for 16-bit integers
+        return keys[order], np.cumsum(np.bincount(partition, minlength=count))[:-1]
 
-    parts = [np.split(keys, ends) for keys, ends in pool.map(sorted_by_piece, range(0, total, PIECE))]
+    parts = [np.split(keys, ends) for keys, ends in pool.map(sort_by_partition, range(0, total, PIECE))]
     return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
 
-def _ahead(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[A], depth: int) -> Iterator[B]:
-    """Results in order, at most `depth` of them not yet taken."""
+def _map_ahead(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[A], depth: int) -> Iterator[B]:
+    """Yield work(item) in order, with at most `depth` results computed ahead."""
     running: deque[Future[B]] = deque()
     try:
         for item in items:
@@ -106,11 +109,11 @@ def _ahead(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[A],
 
 
 def fill_top(table: Any, keys: Iterable[Keys]) -> None:
-    """Rows of these keys in the top tier of a `tc.Table`: HBM where it has one, else DRAM; clean, as the store has."""
-    for some in keys:
+    """Load the rows of `keys` into the top tier of a `tc.Table` (HBM if it has one, else DRAM), marked clean."""
+    for part in keys:
         if table.hbm is None:
-            table.dram.push(some, table.dram.initial_rows(some), dirty=False)
+            table.dram.push(part, table.dram.initial_rows(part), dirty=False)
             continue
-        pins = table.hbm.pin(table.hbm.stage([some]))
+        pins = table.hbm.pin(table.hbm.stage([part]))
         table.hbm.load(pins)
         pins.release()

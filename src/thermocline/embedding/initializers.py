@@ -1,4 +1,4 @@
-"""Rows of keys seen for the first time, as functions of (seed, table, key). The integers are in csrc/dram/initial.h."""
+"""Initial weights of a row, as a function of (seed, table, key). The integer arithmetic is in csrc/dram/initial.h."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import math
 from typing import ClassVar
 
 
-def _finite(owner: object, field: str, value: object) -> None:
+def _require_finite(owner: object, field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{type(owner).__name__}.{field} is {value!r}: it must be a finite number")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Uniform:
-    """Weights uniform inside (-scale, scale)."""
+    """Uniform weights in (-scale, scale)."""
 
     scale: float = 0.01
-    """Half the width."""
+    """Half the width of the interval."""
 
     code: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        _finite(self, "scale", self.scale)
+        _require_finite(self, "scale", self.scale)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Normal:
-    """Weights normal around zero: sums of twelve uniforms, so never beyond six deviations."""
+    """Approximately normal weights with mean 0: sums of twelve uniforms, bounded by six standard deviations."""
 
     scale: float = 0.01
     """Standard deviation."""
@@ -35,24 +35,24 @@ class Normal:
     code: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        _finite(self, "scale", self.scale)
+        _require_finite(self, "scale", self.scale)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Constant:
-    """All weights the same."""
+    """Equal weights."""
 
     value: float = 0.0
-    """Every weight."""
+    """Value of every weight."""
 
     code: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        _finite(self, "value", self.value)
+        _require_finite(self, "value", self.value)
 
     @property
     def scale(self) -> float:
-        """The value, under the name the other kinds use."""
+        """Alias of `value`: the attribute that all initializers share."""
         return self.value
 
 

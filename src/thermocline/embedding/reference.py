@@ -13,13 +13,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from thermocline.arrays import Floats
 from thermocline.embedding.initializers import Constant, Initial, Uniform
 from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, initial_state
 from thermocline.embedding.precision import FP32, Precision
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.embedding.reference_codec import chances, counter_bits, encode, row_mix, scale_gradient, table_mix
 
-Floats = npt.NDArray[np.float32]
 Pooling = Literal["sum", "mean", "none"]
 
 BLOCK = 64

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from thermocline.batch import Floats
-from thermocline.embedding.arrays import Keys, Rows
+from thermocline.arrays import Floats, Keys, Rows
 from thermocline.embedding.backend import Tiers
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, Pooling, ReducedGradients
 from thermocline.embedding.quant_scale import LearnedScale

@@ -8,9 +8,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from thermocline.arrays import Floats
 from thermocline.embedding.precision import Precision
-
-Floats = npt.NDArray[np.float32]
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
-from thermocline.batch import Batch, Floats
-from thermocline.embedding.arrays import Keys, as_keys
+from thermocline.arrays import Floats, Keys, as_keys
+from thermocline.batch import Batch
 from thermocline.embedding.backend import RowBackend, RowWindow, ShardBackend
 from thermocline.embedding.batch_plan import BagInputs, BagSpec, BatchPlan, Gradient, ReducedGradients, select_inputs
 from thermocline.embedding.initializers import Initial, Uniform

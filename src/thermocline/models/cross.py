@@ -1,4 +1,4 @@
-"""Deep & Cross networks: explicit products of features beside an MLP. Dense features are vectors among the others."""
+"""Deep & Cross networks: cross layers in parallel with an MLP. A dense feature is a vector like a field."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from thermocline.models.layers import Model, hidden_layers, linear
 
 
 class CrossModel(Model):
-    """Cross layers and hidden layers side by side over all vectors x0 in a row, one output layer over both.
+    """Cross layers and hidden layers in parallel over the concatenated vectors x0, and one output layer over both.
 
-    A dense feature x is x times its vector. Without hidden layers the output layer sees the cross layers alone.
+    A dense feature x is x times its vector. Without hidden layers the output layer has only the cross layers as input.
     """
 
     cross_layer: ClassVar[type[nn.Module]]
-    """(x0, x) -> the x after it."""
+    """Maps (x0, x) to the next x."""
 
     def __init__(self, config: ModelConfig, table: Table, fields: int, dense: int) -> None:
         super().__init__(config, table, fields, dense)
@@ -28,10 +28,10 @@ class CrossModel(Model):
         self.out = linear(self.width + (config.hidden[-1] if config.hidden else 0), 1)
 
     def score(self, rows: Tensor) -> Tensor:
-        start = crossed = rows.flatten(1)
+        x0 = x = rows.flatten(1)
         for layer in self.cross:
-            crossed = layer(start, crossed)
-        both = crossed if self.net is None else torch.cat([crossed, self.net(start)], 1)
+            x = layer(x0, x)
+        both = x if self.net is None else torch.cat([x, self.net(x0)], 1)
         logits: Tensor = self.out(both).squeeze(1)
         return logits
 
@@ -44,9 +44,9 @@ class VectorCross(nn.Module):
         self.weight = linear(width, 1, bias=False)
         self.bias = nn.Parameter(torch.zeros(width))
 
-    def forward(self, start: Tensor, crossed: Tensor) -> Tensor:
-        product: Tensor = start * self.weight(crossed)
-        return crossed + product + self.bias
+    def forward(self, x0: Tensor, x: Tensor) -> Tensor:
+        product: Tensor = x0 * self.weight(x)
+        return x + product + self.bias
 
 
 class MatrixCross(nn.Module):
@@ -56,18 +56,18 @@ class MatrixCross(nn.Module):
         super().__init__()
         self.weight = linear(width, width)
 
-    def forward(self, start: Tensor, crossed: Tensor) -> Tensor:
-        product: Tensor = start * self.weight(crossed)
-        return crossed + product
+    def forward(self, x0: Tensor, x: Tensor) -> Tensor:
+        product: Tensor = x0 * self.weight(x)
+        return x + product
 
 
 class DCN(CrossModel):
-    """Deep & Cross: each cross layer is a vector."""
+    """Deep & Cross: the weight of a cross layer is a vector."""
 
     cross_layer = VectorCross
 
 
 class DCNv2(CrossModel):
-    """Deep & Cross, second version: each cross layer is a matrix; parallel structure."""
+    """Deep & Cross v2: the weight of a cross layer is a matrix; parallel structure."""
 
     cross_layer = MatrixCross

@@ -1,4 +1,4 @@
-"""Embedding and MLP, alone (DNN) or beside a model of `linear.py`. Dense features are vectors among the others."""
+"""MLP over embeddings, alone (DNN) or plus a model of `linear.py`. A dense feature is a vector like a field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thermocline.models.linear import first_order, second_order
 
 
 class DNN(Model):
-    """Hidden layers over all features' vectors side by side; a dense feature x is x times its vector."""
+    """Hidden layers over the concatenated vectors of all features; a dense feature x is x times its vector."""
 
     def __init__(self, config: ModelConfig, table: Table, fields: int, dense: int) -> None:
         super().__init__(config, table, fields, dense)
@@ -23,14 +23,14 @@ class DNN(Model):
 
 
 class WideDeep(DNN):
-    """DNN plus LR. Rows are a weight (wide), then a vector (deep); a dense feature has both."""
+    """DNN plus LR. A row is a weight (wide) followed by a vector (deep); a dense feature has both."""
 
     def score(self, rows: Tensor) -> Tensor:
         return first_order(rows) + super().score(rows[..., 1:])
 
 
 class DeepFM(DNN):
-    """DNN plus FM over the same vectors. Rows are a weight, then a vector; a dense feature has both."""
+    """DNN plus FM over the same vectors. A row is a weight followed by a vector; a dense feature has both."""
 
     def score(self, rows: Tensor) -> Tensor:
         vectors = rows[..., 1:]

@@ -1,4 +1,4 @@
-"""Models whose features meet pairwise before, or beside, an MLP: DLRM by products, AutoInt by attention."""
+"""Models with pairwise feature interactions: DLRM by dot products, AutoInt by attention."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from thermocline.models.layers import Model, dense_values, hidden_layers, linear
 
 
 class DLRM(Model):
-    """Products of all pairs of vectors, then hidden layers.
+    """Dot products of all pairs of vectors, then hidden layers.
 
-    The dense features together become one more vector, by layers of their own (`bottom`), which also goes past the
-    products. With `interaction="cat"` the vectors themselves take the products' place.
+    The `bottom` MLP maps all dense features to one more vector, which is also an input of the hidden layers. With
+    `interaction="cat"` the concatenated vectors replace the products.
     """
 
     def __init__(self, config: ModelConfig, table: Table, fields: int, dense: int) -> None:
@@ -32,7 +32,9 @@ class DLRM(Model):
         if config.interaction == "dot":
             inputs = self.pairs.shape[1] + config.dim * bool(dense)
         if not inputs:
-            raise ValueError('DLRM over one field has no pairs: give it a second field, or interaction="cat"')
+            raise ValueError(
+                'DLRM needs two vectors for a product: add a field or dense features, or set interaction="cat"'
+            )
         self.net = hidden_layers(config, inputs)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -54,17 +56,17 @@ class DLRM(Model):
 
 
 class AutoInt(Model):
-    """Layers of self-attention among the features' vectors, and beside them hidden layers (AutoInt+).
+    """Self-attention layers over the features' vectors, plus hidden layers in parallel (AutoInt+).
 
-    A dense feature x is x times its vector. Without hidden layers it is the plain AutoInt.
+    A dense feature x is x times its vector. Without hidden layers this is the original AutoInt.
     """
 
     def __init__(self, config: ModelConfig, table: Table, fields: int, dense: int) -> None:
         super().__init__(config, table, fields, dense)
-        wide, dropout = config.attention_dim, config.dropout or 0.0
-        inputs = [config.dim, *[wide] * (config.attention_layers - 1)]
-        self.attention = nn.Sequential(*(Attention(size, wide, config.heads, dropout) for size in inputs))
-        self.out = linear((fields + dense) * wide, 1)
+        width, dropout = config.attention_dim, config.dropout or 0.0
+        inputs = [config.dim, *[width] * (config.attention_layers - 1)]
+        self.attention = nn.Sequential(*(Attention(size, width, config.heads, dropout) for size in inputs))
+        self.out = linear((fields + dense) * width, 1)
         self.net = hidden_layers(config, self.width) if config.hidden else None
 
     def score(self, rows: Tensor) -> Tensor:
@@ -73,7 +75,7 @@ class AutoInt(Model):
 
 
 class Attention(nn.Module):
-    """[n, f, inputs] -> [n, f, outputs]: each feature's weighted mean of all, per head; then residual, norm, ReLU."""
+    """Multi-head self-attention, [n, f, inputs] -> [n, f, outputs], then residual, layer norm and ReLU."""
 
     def __init__(self, inputs: int, outputs: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (self._split(part(x)) for part in (self.query, self.key, self.value))
-        # Not torch's fused attention: on a GPU the sums of its backward pass have no fixed order.
+        # torch's fused attention is not used: the sums of its backward pass have no fixed order on a GPU.
         scores = query @ key.transpose(2, 3) / query.shape[3] ** 0.5
         heads = self.dropout(scores.softmax(3)) @ value
         joined: Tensor = heads.transpose(1, 2).flatten(2) + self.residual(x)

@@ -1,6 +1,6 @@
-"""What the models share: rows of a batch's features, hidden layers, and how weights begin.
+"""Layers that the models share: feature rows of a batch, hidden layers, and weight initialization.
 
-Shapes: n examples, f features (fields of keys, then dense ones), d floats per row.
+Shapes: n examples, f features (fields of keys, then dense features), d floats per row.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from thermocline.embedding.table import Table
 
 
 class Model(nn.Module):
-    """What every model is: Batch -> float32[n] logits, by way of the features' rows.
+    """Base of the models: maps a Batch to float32[n] logits, through the rows of its features.
 
-    `score` knows neither keys nor tables: plain tensors in and out, which can be compiled or exported by itself.
+    `score` takes and returns plain tensors, without keys or tables: it can be compiled or exported separately.
     """
 
     def __init__(self, config: ModelConfig, table: Table, fields: int, dense: int) -> None:
@@ -29,21 +29,21 @@ class Model(nn.Module):
         self.config = config
         self.features = Features(table, fields, dense, config.pooling, weighted=config.name in WEIGHTED)
         self.width = (fields + dense) * config.dim
-        """Floats of all vectors of one example."""
+        """Floats in the concatenated vectors of one example."""
 
     def forward(self, batch: Batch) -> Tensor:
         return self.score(self.features(batch))
 
     def score(self, rows: Tensor) -> Tensor:
-        """float32[n, f, d] -> float32[n]."""
+        """Compute logits from rows: float32[n, f, d] -> float32[n]."""
         raise NotImplementedError
 
 
 class Features(nn.Module):
-    """Batch -> float32[n, f, d]: the pooled row of each field, then value times row for each dense feature.
+    """Maps a Batch to float32[n, f, d]: the pooled row of each field, then value times row of each dense feature.
 
-    So a dense feature is a field like any other whose one key has the value as its weight. Its row is a parameter: the
-    vector begins as FuxiCTR's does (Xavier), the linear weight, where rows have one (`weighted`), at zero.
+    A dense feature behaves like a field with one key, weighted by the value. Its row is a parameter of the model: the
+    vector is initialized like FuxiCTR's (Xavier); the linear weight, if rows have one (`weighted`), is 0.
     """
 
     def __init__(self, table: Table, fields: int, dense: int, pooling: str, *, weighted: bool) -> None:
@@ -65,22 +65,22 @@ class Features(nn.Module):
 
 
 def dense_values(batch: Batch, dense: int, like: Tensor) -> Tensor:
-    """float32[n, dense] where `like` is; an error if the batch has others."""
+    """Return the dense features as float32[n, dense] on the device of `like`; check their shape."""
     if batch.dense is None:
-        raise ValueError(f"the model was built for {dense} dense features, but the batch has none")
+        raise ValueError(f"batch.dense is None, but the model was built for {dense} dense features")
     values = torch.as_tensor(batch.dense).to(device=like.device, dtype=like.dtype)
     if values.shape != (batch.examples, dense):
         raise ValueError(
-            f"batch.dense has shape {list(values.shape)}: {batch.examples} examples of a model with {dense} dense "
-            f"features need {[batch.examples, dense]}"
+            f"batch.dense has shape {list(values.shape)}: expected {[batch.examples, dense]}, since the model "
+            f"was built for {dense} dense features"
         )
     return values
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """torch's, except that a training batch of one example is normalised as in evaluation and changes no statistics.
+    """nn.BatchNorm1d that accepts a training batch of one example: normalized as in evaluation, statistics unchanged.
 
-    One example has no variance: torch raises an error, which would end a run at the last batch of an epoch.
+    One example has no variance: torch raises an error, which would end a training at the last batch of an epoch.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
-    """Begins as FuxiCTR's: Xavier normal, bias zero."""
+    """Linear layer initialized like FuxiCTR's: Xavier normal weights, zero bias."""
     layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.xavier_normal_(layer.weight)
     if bias:
@@ -101,12 +101,12 @@ def linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int | None, *, dropout: float, batch_norm: bool) -> nn.Sequential:
-    """Hidden layers, each linear, batch norm, ReLU, dropout; then a linear layer to `outputs`, if that is given."""
+    """Build hidden layers (linear, batch norm, ReLU, dropout each), then a linear layer unless `outputs` is None."""
     layers: list[nn.Module] = []
-    for width, after in itertools.pairwise([inputs, *hidden]):
-        layers.append(linear(width, after))
+    for width, next_width in itertools.pairwise([inputs, *hidden]):
+        layers.append(linear(width, next_width))
         if batch_norm:
-            layers.append(BatchNorm(after))
+            layers.append(BatchNorm(next_width))
         layers.append(nn.ReLU())
         if dropout:
             layers.append(nn.Dropout(dropout))
@@ -116,5 +116,5 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int | None, *, dropout: flo
 
 
 def hidden_layers(config: ModelConfig, inputs: int, outputs: int | None = 1) -> nn.Sequential:
-    """The model's own network, as its config has it."""
+    """Build the hidden layers of the config."""
     return mlp(inputs, config.hidden, outputs, dropout=config.dropout or 0.0, batch_norm=config.batch_norm)

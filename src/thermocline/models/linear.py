@@ -1,4 +1,4 @@
-"""Models without hidden layers: logistic regression and the factorization machine."""
+"""Models without hidden layers: logistic regression and factorization machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thermocline.models.layers import Model
 
 
 class LR(Model):
-    """Logistic regression: the sum of all features' weights, and a bias. A dense feature adds value times weight."""
+    """Logistic regression: the sum of the features' weights plus a bias. A dense feature adds value times weight."""
 
     def __init__(self, config: ModelConfig, table: Table, fields: int, dense: int) -> None:
         super().__init__(config, table, fields, dense)
@@ -22,10 +22,10 @@ class LR(Model):
 
 
 class FM(Model):
-    """Factorization machine: LR, plus the products of all pairs of features' vectors.
+    """Factorization machine: LR plus the dot products of all pairs of the features' vectors.
 
-    Rows are a weight, then a vector. A dense feature x adds x times its weight, and takes part in pairs as x times its
-    vector. Pairs are of fields: keys that share a field are pooled first.
+    A row is a weight followed by a vector. A dense feature x adds x times its weight, and its vector is scaled by x.
+    Pairs are pairs of fields: the keys of one field are pooled first.
     """
 
     def __init__(self, config: ModelConfig, table: Table, fields: int, dense: int) -> None:
@@ -37,10 +37,13 @@ class FM(Model):
 
 
 def first_order(rows: Tensor) -> Tensor:
-    """[n, f, 1 + d] -> [n]: the sum of the linear weights, which come first in their rows."""
+    """Sum the linear weights, the first element of each row: [n, f, 1 + d] -> [n]."""
     return rows[..., 0].sum(1)
 
 
 def second_order(vectors: Tensor) -> Tensor:
-    """[n, f, d] -> [n]: products of all pairs of vectors, as half of (square of the sum minus sum of the squares)."""
+    """Sum the dot products of all pairs of vectors: [n, f, d] -> [n].
+
+    Computed as half of (square of the sum - sum of the squares).
+    """
     return (vectors.sum(1).square() - vectors.square().sum(1)).sum(1) / 2

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.data.key_counts import Counted
+from thermocline.data.key_stats import KeyHistogram
 from thermocline.embedding.table_spec import Policy
 
 Floats64 = npt.NDArray[np.float64]
@@ -44,7 +44,7 @@ class KeyDistribution:
         return cls(np.concatenate([sizes for sizes, _ in fields]), np.concatenate([chances for _, chances in fields]))
 
     @classmethod
-    def counted(cls, counts: Counted, examples: int) -> Self:
+    def counted(cls, counts: KeyHistogram, examples: int) -> Self:
         """Distribution of `counts` over `examples` that were read. Keys that were not read are unknown to it."""
         return cls(np.asarray(counts.weights, np.float64), np.minimum(1.0, counts.counts / examples))
 

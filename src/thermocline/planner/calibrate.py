@@ -19,11 +19,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from thermocline.arrays import Keys
 from thermocline.batch import WorkingSet
 from thermocline.config.train import TrainConfig
-from thermocline.data.key_stats import memory_of_machine
 from thermocline.data.synthetic import SyntheticAds
-from thermocline.embedding.arrays import Keys
 from thermocline.embedding.optimizers import Adagrad
 from thermocline.embedding.table import Table
 from thermocline.models import ModelConfig, build
@@ -35,7 +34,8 @@ from thermocline.tiers.dram import DramTier
 from thermocline.tiers.ssd import SsdStats, SsdStore
 from thermocline.training.callbacks import Callback
 from thermocline.training.trainer import Trainer
-from thermocline.utils.cpu_affinity import bound, cores
+from thermocline.utils.cpu_affinity import cores, limit_cores
+from thermocline.utils.machine import memory_bytes
 from thermocline.utils.malloc import keep_freed_memory
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ def measure(
     links = LinkSpeeds(**link_speeds, data_gbs=link_speeds["network_gbs"])
     gpu = part(_measure_gpu())
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    cpu = Cpu(cores=cores(), memory=memory_of_machine(), **rows, **dense, **steps, **ranks)
+    cpu = Cpu(cores=cores(), memory=memory_bytes(), **rows, **dense, **steps, **ranks)
     source = f"measured {now}; the network's figures are those of two processes on this machine, over loopback"
     return Hardware(name=platform.machine(), source=source, cpu=cpu, disk=disk, links=links, gpu=gpu)
 
@@ -96,7 +96,7 @@ def _limit_cores(count: int) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        with bound(count):
+        with limit_cores(count):
             yield
     finally:
         torch.set_num_threads(threads)

@@ -346,14 +346,7 @@ def _exchange_terms(work: Workload, cluster: Cluster, counts: _RowCounts, hardwa
     wire = wire_bytes(work.wire, work.dim)
     for link, keys, row_bytes, rate, latency, scope in (
         ("node link", node_keys, 4 * work.dim, links.node_gbs, links.node_us, "within the node"),
-        (
-            "network",
-            network_keys,
-            wire_bytes(work.wire, work.dim),
-            links.network_gbs,
-            links.network_us,
-            "between nodes",
-        ),
+        ("network", network_keys, wire, links.network_gbs, links.network_us, "between nodes"),
     ):
         if keys:
             seconds = keys * KEY_BYTES / rate * 1e-9 + 3e-6 * latency

@@ -15,8 +15,8 @@ from thermocline.config.data import Data, Synth
 from thermocline.config.dense_sync import DenseSync
 from thermocline.config.schema import Config, Train
 from thermocline.data import key_stats
-from thermocline.data.open import check_paths, open_data
-from thermocline.data.paper_models import Plan
+from thermocline.data.open_data import check_paths, open_data
+from thermocline.data.paper_models import PaperModel
 from thermocline.embedding.optimizers import SGD
 from thermocline.embedding.table import Table
 from thermocline.errors import ConfigError
@@ -48,7 +48,7 @@ _MAX_TIMED_MULTIPLY_ADDS = 2e10
 def preset_config(name: str, sets: Sequence[str] = ()) -> Config:
     """Config of the paper's model A to E, scaled as in `tc.SyntheticAds.preset`, with `key=value` overrides `sets`."""
     try:
-        paper_model = Plan.of(name)
+        paper_model = PaperModel.parse(name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     model = ModelConfig(
@@ -166,7 +166,7 @@ def _measure_data(config: Config, examples: int) -> dict[str, Any]:
             pass
         return {**shape, "key_distribution": keys, "read_ns": reader.nanoseconds_per_example}
     reader = _TimedReader(itertools.islice(batches, -(-examples // size)))
-    _, counts = key_stats.count(reader)
+    _, counts = key_stats.count_keys(reader)
     return {
         **shape,
         "key_distribution": KeyDistribution.counted(counts, reader.examples),

@@ -9,9 +9,8 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.batch import Slots
+from thermocline.arrays import Floats, Keys, Slots, as_keys, floats_of, out_of
 from thermocline.core import core
-from thermocline.embedding.arrays import Floats, Keys, as_keys, floats_of, out_of
 from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.optimizers import Optimizer, initial_state
 from thermocline.embedding.precision import FP32, Precision

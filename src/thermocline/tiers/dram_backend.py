@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline.batch import Floats, Slots, WorkingSet
+from thermocline.arrays import Floats, Keys, Rows, Slots
+from thermocline.batch import WorkingSet
 from thermocline.core import core
-from thermocline.embedding.arrays import Keys, Rows
 from thermocline.embedding.backend import ShardPins, Tiers
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients
 from thermocline.embedding.quant_scale import LearnedScale

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline.batch import Floats
-from thermocline.embedding.arrays import Keys, as_keys
+from thermocline.arrays import Floats, Keys, as_keys
 from thermocline.errors import BudgetError, ThermoclineError
 from thermocline.kernels.dirty_flags import set_flags
 from thermocline.kernels.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, NEWEST, SHORT

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline.batch import Floats, WorkingSet
-from thermocline.embedding.arrays import Keys, Rows, as_keys
+from thermocline.arrays import Floats, Keys, Rows, as_keys
+from thermocline.batch import WorkingSet
 from thermocline.embedding.backend import ShardPins, Tiers
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients
 from thermocline.embedding.quant_scale import UNIT, LearnedScale

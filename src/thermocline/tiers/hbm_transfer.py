@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline.batch import Floats
+from thermocline.arrays import Floats
 from thermocline.errors import ThermoclineError
 from thermocline.kernels.dirty_flags import set_flags
 from thermocline.kernels.evict import EVICTED, NEW

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from thermocline.batch import Floats
-from thermocline.embedding.arrays import Keys, Rows
+from thermocline.arrays import Floats, Keys, Rows
 from thermocline.embedding.precision import noted
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import TableSpec

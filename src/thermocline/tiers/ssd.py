@@ -11,8 +11,8 @@ from typing import Any, Literal, Self, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
+from thermocline.arrays import Keys, Rows, as_keys, as_rows
 from thermocline.core import core
-from thermocline.embedding.arrays import Keys, Rows, as_keys, as_rows
 from thermocline.errors import ThermoclineError
 from thermocline.utils.text_format import format_size, parse_size
 

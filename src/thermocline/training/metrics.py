@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from thermocline.embedding.arrays import as_numpy
+from thermocline.arrays import as_numpy
 
 if TYPE_CHECKING:
     from thermocline.distributed.communicator import Groups

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from thermocline.batch import Floats
+from thermocline.arrays import Floats
 from thermocline.errors import ConfigError
 from thermocline.utils import atomic_file
 

@@ -19,11 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from thermocline.batch import Batch, Floats
+from thermocline.arrays import Floats
+from thermocline.batch import Batch
 from thermocline.config.data import Split
 from thermocline.config.schema import Config, OptimizerName, Tiers
 from thermocline.data.features import Features
-from thermocline.data.open import check_paths, has_split, open_data
+from thermocline.data.open_data import check_paths, has_split, open_data
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import join_ranks, load_topology, machine_world
 from thermocline.embedding.initializers import Normal

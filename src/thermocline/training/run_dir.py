@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from thermocline.checkpoint.manifest import decode_manifest
 from thermocline.config.loader import nearest
 from thermocline.config.schema import Config, check_resume
 from thermocline.errors import ConfigError, CorruptionError
-from thermocline.utils import atomic_file
 
 
 def has_run(run_dir: str | os.PathLike[str]) -> bool:
@@ -26,7 +26,7 @@ def saved_by_ranks(run_dir: str | os.PathLike[str]) -> bool:
     """Whether the newest checkpoint there has the rows of several ranks, each in a store of its own."""
     for path in sorted((Path(run_dir) / "checkpoints").glob("[0-9]*.json"), reverse=True):
         try:
-            return "ranks" in atomic_file.decode_manifest(path.read_bytes(), str(path))
+            return "ranks" in decode_manifest(path.read_bytes(), str(path))
         except (OSError, CorruptionError):
             continue  # the checkpoints say so themselves
     return False
@@ -34,7 +34,7 @@ def saved_by_ranks(run_dir: str | os.PathLike[str]) -> bool:
 
 def _is_beginning(manifest: Path) -> bool:
     try:
-        return bool(atomic_file.decode_manifest(manifest.read_bytes(), str(manifest))["begin"])
+        return bool(decode_manifest(manifest.read_bytes(), str(manifest))["begin"])
     except (OSError, CorruptionError):
         return False  # damaged, or replaced meanwhile: the checkpoints say so themselves
 

@@ -1,30 +1,21 @@
-"""Files that are whole or not there, and manifests that check themselves. Loads no torch."""
+"""Atomic and durable file operations, directory locks, and failpoints for crash tests. Loads no torch."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from thermocline.errors import ConfigError, CorruptionError
-
-Json = Any
-
-
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+from thermocline.errors import ConfigError
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """The file appears whole and durable, or not at all."""
+    """Write a file atomically and durably: write to a temporary file, sync, rename, sync the folder."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
         file.write(data)
@@ -39,7 +30,10 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A name to write a large file under; it gets its own once it is whole. Not synced: what can be made again."""
+    """Yield a temporary path to write to, and rename it to `path` if the block succeeds.
+
+    Not synced: for large files that can be written again.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
@@ -49,7 +43,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def make_folder(path: Path) -> None:
-    """Makes it and what leads to it, durable: a file synced inside says nothing about the folder's own name."""
+    """Create a folder and its parents durably: syncing a file does not sync the entries of its parent folders."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -57,27 +51,27 @@ def make_folder(path: Path) -> None:
 
 
 def make_writable(folder: Path, key: str) -> None:
-    """Makes the folder that `key` of a config names; raises `ConfigError` unless files can be made in it."""
+    """Create the folder that the config key `key` names; raise `ConfigError` unless files can be created in it."""
     try:
         make_folder(folder)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        in_the_way = isinstance(error, (FileExistsError, NotADirectoryError))
-        cause = f"{error.filename} is a file" if in_the_way else error.strerror
+        is_file = isinstance(error, (FileExistsError, NotADirectoryError))
+        cause = f"{error.filename} is a file" if is_file else error.strerror
         raise ConfigError(
-            f"{key} is {str(folder)!r}: it must be a folder that can be made and written to ({cause}); make this one "
-            "writable, or choose another"
+            f"{key} is {str(folder)!r}: it must be a folder that can be created and written to ({cause}); make it "
+            "writable, or choose another folder"
         ) from None
 
 
 @contextlib.contextmanager
 def lock_dir(folder: Path) -> Iterator[None]:
-    """Makes train.run_dir, and keeps others out who ask alike; the system lets go when the process ends, any way."""
+    """Create train.run_dir and take an exclusive flock on it, released on process exit."""
     make_writable(folder, "train.run_dir")
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # the file system has no locks
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -88,14 +82,15 @@ def lock_dir(folder: Path) -> Iterator[None]:
 
 
 def lock_error(folder: Path, key: str, process: str | None = None) -> ConfigError:
-    """What to raise where another process trains in the folder that `key` of a config names."""
-    who = "another training" if process is None else f"another training (process {process})"
+    """Build the error for a folder, named by the config key `key`, that another training process has locked."""
+    owner = "another training" if process is None else f"another training (process {process})"
     return ConfigError(
-        f"{who} uses {folder}: wait until it ends, or end it with Ctrl-C, which saves; a new run needs another {key}"
+        f"{owner} uses {folder}: wait until it ends, or end it with Ctrl-C, which saves; a new run needs another {key}"
     )
 
 
 def sync_folder(path: Path) -> None:
+    """Make the entries of a folder durable: files created, renamed or removed in it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -104,7 +99,7 @@ def sync_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """With all that is in it, at once: cut short, what is left has another name, `path.gone`."""
+    """Remove a folder and its content atomically: rename it to `path.gone`, then delete. A crash leaves `path.gone`."""
     gone = path.with_name(path.name + ".gone")
     if gone.exists():
         shutil.rmtree(gone)
@@ -114,42 +109,6 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(gone)
 
 
-def encode_manifest(manifest: dict[str, Json]) -> bytes:
-    """JSON with a checksum of itself."""
-    return _dump({**manifest, "checksum": digest(_dump(manifest))})
-
-
-def decode_manifest(data: bytes, name: str) -> dict[str, Json]:
-    """Raises `CorruptionError` unless these are the bytes `encode_manifest` made."""
-    try:
-        manifest = json.loads(data)
-        checksum = manifest.pop("checksum")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CorruptionError(f"{name} is damaged: it is not a checkpoint's manifest ({error})") from None
-    if digest(_dump(manifest)) != checksum:
-        raise CorruptionError(f"{name} is damaged: its checksum does not fit its content")
-    return manifest  # type: ignore[no-any-return]
-
-
-def _dump(value: Json) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-def require_json(value: Any, what: str) -> None:
-    """That JSON gives it back as it is: a tuple would become a list, the number 1 as a key would become text."""
-    match value:
-        case None | bool() | int() | float() | str():
-            return
-        case list():
-            for i, item in enumerate(value):
-                require_json(item, f"{what}[{i}]")
-        case dict() if all(isinstance(key, str) for key in value):
-            for key, item in value.items():
-                require_json(item, f"{what}[{key!r}]")
-        case _:
-            raise TypeError(f"{what} is a {type(value).__name__}: it must be JSON (numbers, text, lists, dicts)")
-
-
 # ---- crash tests
 
 _kill_at, _, _count = os.environ.get("THERMOCLINE_KILL_AT", "").partition(":")
@@ -157,7 +116,10 @@ _left = int(_count) if _count.isdigit() else 1
 
 
 def failpoint(point: str) -> None:
-    """Named points of a save, where crash tests kill the process: THERMOCLINE_KILL_AT=point:count, as in the core."""
+    """Kill the process at the count-th call with the point in THERMOCLINE_KILL_AT=point:count; the core does the same.
+
+    Crash tests use it at the named points of a save.
+    """
     global _left
     if point == _kill_at:
         _left -= 1

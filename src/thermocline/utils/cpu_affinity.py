@@ -1,4 +1,4 @@
-"""How many cores this process may use, and how it uses fewer for a while."""
+"""CPU cores available to this process, and a temporary limit on them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 
 def cores() -> int:
-    """Those it is bound to: a rank may have a part of the machine."""
+    """Number of cores in this process's affinity mask; a rank may have only part of the machine."""
     return len(os.sched_getaffinity(0))
 
 
 @contextlib.contextmanager
-def bound(count: int) -> Iterator[None]:
-    """This thread, and what it starts meanwhile, runs on so many of its cores."""
+def limit_cores(count: int) -> Iterator[None]:
+    """Limit the CPU affinity of this thread, and of threads and processes it starts, to `count` cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(before)[:count])
     try:

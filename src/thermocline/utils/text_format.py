@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: 4096, "256MB", "1.5GiB"; and how many of a thing there are, in words."""
+"""Parsing and formatting of byte sizes (4096, "256MB", "1.5GiB"), and plural forms for messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Annotated, SupportsIndex
 
 Size = Annotated[str | int, "bytes"]
-"""Type of a config's sizes: kept as written, checked by `parse_size`."""
+"""Type of sizes in a config: kept as written, checked by `parse_size`."""
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
@@ -17,33 +17,33 @@ for _power, _letter in enumerate("KMGTP", start=1):
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
-def parse_size(size: str | SupportsIndex, what: str = "size") -> int:
-    """Bytes of `size`, rounded down. MB is 1000**2, MiB is 1024**2; `what` names the value in errors."""
+def parse_size(size: str | SupportsIndex, name: str = "size") -> int:
+    """Convert a size to bytes, rounded down. MB is 1000**2, MiB is 1024**2; `name` names the argument in errors."""
     if isinstance(size, str):
         match = _PATTERN.fullmatch(size)
         unit = _UNITS.get(match[2].upper()) if match else None
         if match is None or unit is None:
             raise ValueError(
-                f"{what} is {size!r}: write a number of bytes or a number with one of B, KB, MB, GB, TB, PB, KiB, MiB, "
+                f"{name} is {size!r}: write a number of bytes or a number with one of B, KB, MB, GB, TB, PB, KiB, MiB, "
                 f'GiB, TiB, PiB, such as "256MB" or "1.5GiB"'
             )
         return int(Fraction(match[1]) * unit)
     if isinstance(size, bool):
-        raise TypeError(f"{what} is {size!r}: a size is a number of bytes or a string, not a bool")
+        raise TypeError(f"{name} is {size!r}: a size is a number of bytes or a string, not a bool")
     try:
         value = operator.index(size)
     except TypeError:
         raise TypeError(
-            f'{what} is {size!r}: a size is a whole number of bytes or a string such as "256MB", '
+            f'{name} is {size!r}: a size is a whole number of bytes or a string such as "256MB", '
             f"not a {type(size).__name__}"
         ) from None
     if value < 0:
-        raise ValueError(f"{what} is {value}: a size cannot be negative")
+        raise ValueError(f"{name} is {value}: a size cannot be negative")
     return value
 
 
 def format_size(size: float) -> str:
-    """`size` bytes with three digits and a decimal unit: 1234567 -> "1.23 MB"."""
+    """Format bytes with three digits and a decimal unit: 1234567 -> "1.23 MB"."""
     for unit in ("B", "KB", "MB", "GB", "TB"):
         if abs(size) < 999.5:
             return f"{size:.3g} {unit}"
@@ -51,6 +51,6 @@ def format_size(size: float) -> str:
     return f"{size:.3g} PB"
 
 
-def plural(count: int, thing: str, things: str | None = None) -> str:
-    """So many of a thing: 1 -> "1 rank", 1200 -> "1,200 ranks"; `things` where that is not `thing` with an s."""
-    return f"{count:,} {thing if count == 1 else things or thing + 's'}"
+def plural(count: int, singular: str, plural: str | None = None) -> str:
+    """Format a count with its noun: "1 rank", "1,200 ranks". `plural` defaults to `singular` with an s."""
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"

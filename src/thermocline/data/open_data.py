@@ -1,4 +1,4 @@
-"""[data] -> the batches of a split: a reader of its files, or generated ads."""
+"""Opens the training, validation or test data of a [data] config: a reader of files, or generated ads."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 from thermocline.config.data import Data, Split
 from thermocline.data.features import Features
-from thermocline.data.files import find
+from thermocline.data.files import find_files
 from thermocline.data.reader import Reader
 from thermocline.data.synthetic import SyntheticAds
 from thermocline.errors import ConfigError, DataError
 
 
 def has_split(data: Data, split: Split) -> bool:
-    """Whether there is data for it."""
+    """Whether the config has data for this split."""
     return _synth_examples(data, split) > 0 if data.format == "synth" else bool(getattr(data, split))
 
 
 def check_paths(data: Data, splits: Iterable[Split]) -> None:
-    """Raises `ConfigError` for a local path that is not there. URLs are looked at when they are read."""
+    """Raise `ConfigError` for a local path that does not exist. URLs are checked when they are read."""
     if data.format == "synth":
         return
     for split in splits:
         for i, path in enumerate(getattr(data, split)):
             if "://" not in path:
                 try:
-                    find([path])
+                    find_files([path])
                 except DataError as error:
                     raise ConfigError(f"data.{split}[{i}]: {error}") from None
 
@@ -43,24 +43,25 @@ def open_data(
     tensors: bool = True,
     shard: tuple[int, int] = (0, 1),
 ) -> Reader | SyntheticAds:
-    """Batches of one split. Validation and test come in the order of their files.
+    """Open one split as an iterable of batches.
 
-    shuffle    none: the training data, if data.shuffle says so
-    features   of the training data; none: taken from the training files
-    labelled   False: labels are not read, and 0; None: read where there are some, else 0
-    tensors    False: labels and dense features are NumPy arrays, and torch is not needed
-    shard      (number, count): of the ranks of a job, each has a part
+    shuffle    None means data.shuffle for the training data, and no shuffling for validation and test
+    features   features of the training data; None reads them from the training files
+    labelled   False sets labels to 0 without reading them; None reads them if the files have them
+    tensors    False returns labels and dense features as NumPy arrays, without importing torch
+    shard      (number, count): the part of one rank
     """
     if not has_split(data, split):
-        what = f"data.synth.{split}_examples is 0" if data.format == "synth" else f"data.{split} names no files"
-        raise ConfigError(f"there is no {split} data: {what}")
+        cause = f"data.synth.{split}_examples is 0" if data.format == "synth" else f"data.{split} names no files"
+        raise ConfigError(f"no {split} data: {cause}")
     if data.format == "synth":
-        return _generated(data, split, batch_size, tensors, shard)
+        return _open_synthetic(data, split, batch_size, tensors, shard)
     if features is None and split != "train" and data.train:
         features = Reader(data.train, data, batch_size=batch_size).features
-    mixed = data.shuffle and split == "train" if shuffle is None else shuffle
-    options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "shuffle": mixed, "tensors": tensors}
-    options["shard"] = shard
+    if shuffle is None:
+        shuffle = data.shuffle and split == "train"
+    options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "shuffle": shuffle}
+    options |= {"tensors": tensors, "shard": shard}
     return Reader(getattr(data, split), data, features=features, labelled=labelled, **options)
 
 
@@ -69,7 +70,7 @@ def _synth_examples(data: Data, split: Split) -> int:
     return {"train": synth.examples, "valid": synth.valid_examples, "test": synth.test_examples}[split]
 
 
-def _generated(data: Data, split: Split, batch_size: int, tensors: bool, shard: tuple[int, int]) -> SyntheticAds:
+def _open_synthetic(data: Data, split: Split, batch_size: int, tensors: bool, shard: tuple[int, int]) -> SyntheticAds:
     synth = data.synth
     options: dict[str, Any] = {"zipf": synth.zipf, "dense": synth.dense, "seed": synth.seed}
     options |= {"threads": data.threads, "tensors": tensors, "shard": shard, "hashing": data.hashing}
