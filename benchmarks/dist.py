@@ -209,7 +209,7 @@ def accuracy(args: argparse.Namespace, task: Task, title: str) -> Part:
     ways = [(tc.DenseSync(), factor) for factor in FACTORS]
     ways += [(sync, ROOT * factor) for factor, sync in itertools.product(FACTORS, merged)]
     todo = [
-        (sync, {"way": sync.way, "every": sync.every, "dense_lr": task.lr * factor, "seed": task.seed + seed})
+        (sync, {"way": sync.mode, "every": sync.every, "dense_lr": task.lr * factor, "seed": task.seed + seed})
         for (sync, factor), seed in itertools.product(ways, range(args.seeds))
     ]
     todo = [(sync, run) for sync, run in todo if not any(run.items() <= has.items() for has in runs)]

@@ -65,7 +65,7 @@ def _dense_speed(groups: Groups, sync: tc.DenseSync, batch: int, least: int) -> 
     seconds = time.perf_counter() - start
     return {
         "every": sync.every,
-        "way": sync.way,
+        "way": sync.mode,
         "exact": sync.exact,
         "steps": steps,
         "examples_per_s": steps * batch * groups.topology.world / seconds,

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 import thermocline as tc
 from thermocline.config.data import Hashing
-from thermocline.config.schema import check_resume
+from thermocline.config.resume import check_resume
 from thermocline.data.feature_hashing import CountSketch, Hasher, Modulo, OpOsrp
 
 M = 2**64 - 1
@@ -217,13 +217,13 @@ def test_slots_are_below_their_number() -> None:
 @pytest.mark.parametrize(
     ("wrong", "allowed"),
     [
-        ({"k": 0}, r"a whole number, 1 to 2\*\*40"),
-        ({"k": 2**40 + 1}, r"a whole number, 1 to 2\*\*40"),
+        ({"k": 0}, r"1 to 2\*\*40"),
+        ({"k": 2**40 + 1}, r"1 to 2\*\*40"),
         ({"k": 1.5}, r"a whole number, 1 to 2\*\*40"),
         ({"k": "10"}, r"a whole number, 1 to 2\*\*40"),
-        ({"seed": -1}, r"a whole number, 0 to 2\*\*64 - 1"),
+        ({"seed": -1}, r"0 to 2\*\*64 - 1"),
         ({"seed": 0.5}, r"a whole number, 0 to 2\*\*64 - 1"),
-        ({"fields": "both"}, "one of together, apart"),
+        ({"fields": "both"}, "one of per_example, per_field"),
         ({"threads": 0}, "a whole number, at least 1, or none: all cores"),
         ({"threads": 1.5}, "a whole number, at least 1, or none: all cores"),
     ],
@@ -358,5 +358,5 @@ def test_a_config_trains_and_is_read_again_hashed(tmp_path: Path, monkeypatch: p
 def test_a_wrong_section_is_told() -> None:
     with pytest.raises(tc.ConfigError, match=r"data\.hashing\.kind is .*op_osrp"):
         tc.Config.parse('[data.hashing]\nkind = "op-osrp"')
-    with pytest.raises(tc.ConfigError, match=r"data\.hashing\.k is 0: it must be a whole number, 1 to 2\*\*40"):
+    with pytest.raises(tc.ConfigError, match=r"data\.hashing\.k is 0: it must be 1 to 2\*\*40"):
         tc.Config.parse("[data.hashing]\nk = 0")

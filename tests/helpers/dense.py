@@ -153,7 +153,7 @@ def mean(values: list[torch.Tensor | None], nodes: Nodes) -> torch.Tensor | None
 
 def merges(sync: DenseSync, period: int, steps: int) -> set[int]:
     """After which of so many steps there are merges of what has a period."""
-    early = {2**n for n in range(20) if 2**n < period} if sync.way == "v_frozen" else set()
+    early = {2**n for n in range(20) if 2**n < period} if sync.mode == "v_frozen" else set()
     return {step for step in range(1, steps + 1) if step in early or step % period == 0}
 
 
@@ -183,12 +183,12 @@ class Played:
             for rank, net in enumerate(self.nets):
                 net.zero_grad()
                 backward(case, net, rank, step)
-            if sync.way == "gradients":
+            if sync.mode == "gradients":
                 self.average_gradients()
             for rank in range(len(self.nets)):
                 self.adam(rank, step)
             now = step in case.merge_at or step in (case.save_at, case.steps)
-            if sync.way != "gradients":
+            if sync.mode != "gradients":
                 for kind, period in zip("xmv", sync.periods(), strict=True):
                     if period is not None and (now or step in merges(sync, period, case.steps)):
                         self.merge(kind, step)
@@ -212,7 +212,7 @@ class Played:
         for name, parameter in self.nets[rank].named_parameters():
             grad = parameter.grad
             if grad is None:
-                if self.case.sync.way == "gradients":
+                if self.case.sync.mode == "gradients":
                     continue
                 grad = torch.zeros_like(parameter)
             state = self.moments[rank].setdefault(
@@ -247,7 +247,7 @@ class Played:
                 continue
             merged = mean([own[name][kind] for own in self.moments], self.nodes)
             assert merged is not None
-            if self.case.sync.way == "v_frozen":
+            if self.case.sync.mode == "v_frozen":
                 old = self.hats.get(name)
                 if self.case.sync.amsgrad and old is not None:
                     merged = torch.maximum(old[0], merged)

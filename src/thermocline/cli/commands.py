@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from thermocline.batch import Batch
 from thermocline.cli.progress_bar import counted, watched
 from thermocline.config.data import Data, Split, Synth
-from thermocline.config.loader import toml_value
 from thermocline.config.schema import Config
 from thermocline.data.open import check_paths, open_data
 from thermocline.distributed.launch import leads
@@ -259,15 +260,15 @@ def write_synth(
     _clear(list(paths.values()), force, split_up=examples_per_file is not None)
     target.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    lines = ["[data]"]
+    section: dict[str, Any] = {}
     with watched("writing", sum(sizes.values())) as advance:
         for split, path in paths.items():
             written += parts[split].write(path, format, examples_per_file=examples_per_file, progress=advance)
-            lines.append(f"{split} = {toml_value([str(path)])}")
-    lines += [f"format = {toml_value(format)}", "raw_keys = true"]
+            section[split] = str(path)
+    section |= {"format": format, "raw_keys": True}
     if synth.dense:
-        lines.append('numeric = ["dense_*"]')
-    return written, "\n".join(lines)
+        section["numeric"] = "dense_*"
+    return written, tomli_w.dumps({"data": section}).removesuffix("\n")
 
 
 def _clear(paths: Sequence[Path], force: bool, split_up: bool) -> None:

@@ -123,7 +123,7 @@ def _stores_of(run_dir: Path, checkpoint: Report | None) -> Iterator[tuple[str, 
                 continue
             from thermocline.config.schema import Config
 
-            ssd = Config.load(run_dir / "config.toml").moved(run_dir).tiers.ssd
+            ssd = Config.load(run_dir / "config.toml").relocated(run_dir).tiers.ssd
             if ssd is None:
                 continue
             place = Path(ssd)

@@ -281,6 +281,18 @@ def plan(
             commands.print_plan(report)
 
 
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a config file, which editors use to complete and check keys.
+
+    Write it to a file: thermocline schema > thermocline.schema.json. Then make "#:schema thermocline.schema.json" the
+    first line of the config; Taplo and Even Better TOML (VS Code) read it.
+    """
+    from thermocline.config.json_schema import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=1))
+
+
 # ---- the sources' experiments
 
 
@@ -381,13 +393,13 @@ def stats(
 ) -> None:
     """Keys, skew, nonzeros; bytes of the model's rows, suggested tier sizes and hit rates. One pass, bounded memory."""
     with _one_line(debug):
-        from thermocline.config.loader import toml_value
+        from thermocline.config import loader
         from thermocline.config.schema import Config
 
         if len(source) == 1 and source[0].endswith(".toml"):
             config = Config.load(source[0], sets or ())
         else:
-            config = Config.parse(f"[data]\ntrain = {toml_value(source)}", sets or (), name="data files")
+            config = loader.build(Config, {"data": {"train": source}}, sets or (), name="data files")
         from thermocline.cli import commands
         from thermocline.data.key_stats import describe, memory_of_machine
 

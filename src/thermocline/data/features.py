@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thermocline.config.data import CRITEO_CATEGORICAL, CRITEO_LABEL, CRITEO_NUMERIC, Data, Format, Numeric
-from thermocline.config.loader import toml_value
+from thermocline.config.messages import show_toml
 from thermocline.errors import DataError
 
 Role = Literal["label", "key", "dense", "number_key", "ignore"]
@@ -61,7 +61,7 @@ class Features:
         if lacking:
             wrong.append(f"it lacks {_some(lacking)} (add them; empty values will do)")
         if strange:
-            wrong.append(f"it also has {_some(strange)} (set data.ignore to {toml_value([*ignored, *strange])})")
+            wrong.append(f"it also has {_some(strange)} (set data.ignore to {show_toml([*ignored, *strange])})")
         if wrong:
             raise DataError(f"{name} has other columns than the training data: {'; '.join(wrong)}")
         for column, kind in mine.items():

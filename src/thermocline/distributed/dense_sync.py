@@ -39,7 +39,7 @@ class DenseParameters(abc.ABC):
         settings = settings or DenseSync()
         parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
         buffers = [buffer for buffer in dict.fromkeys(buffers) if buffer.is_floating_point()]
-        if settings.way == "gradients":
+        if settings.mode == "gradients":
             return AveragedGradients(parameters, buffers, groups, settings)
         if isinstance(optimizers, torch.optim.Optimizer):
             optimizers = [optimizers]

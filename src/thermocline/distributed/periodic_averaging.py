@@ -55,7 +55,7 @@ class MergedModels(DenseParameters):
         strangers = sum(parameter not in self._optimizer for parameter in parameters)
         if strangers:
             raise ValueError(f"{strangers} of {len(parameters)} parameters are in none of the optimizers: freeze them")
-        if settings.way == "v_frozen":
+        if settings.mode == "v_frozen":
             for kind in {type(optimizer).__name__ for optimizer in optimizers if not isinstance(optimizer, FrozenAdam)}:
                 raise ValueError(
                     f'dense_sync.merge "v_frozen" needs thermocline.FrozenAdam, not {kind}; "all" and '
@@ -69,7 +69,7 @@ class MergedModels(DenseParameters):
 
     @property
     def own_state(self) -> bool:
-        return self.settings.way != "all"
+        return self.settings.mode != "all"
 
     def after_backward(self) -> None:
         """Every parameter steps on every rank, so that moments of all ranks are of as many steps."""
@@ -82,7 +82,7 @@ class MergedModels(DenseParameters):
         return self._merge([period is not None and self._is_due(step, period) for period in self._periods])
 
     def _is_due(self, step: int, period: int) -> bool:
-        early = self.settings.way == "v_frozen" and step < period
+        early = self.settings.mode == "v_frozen" and step < period
         return step & (step - 1) == 0 if early else step % period == 0
 
     def merge_now(self) -> bool:
@@ -108,7 +108,7 @@ class MergedModels(DenseParameters):
             flat = self._flat[due] = Flat([piece.tensor for piece in pieces], self._mean)
         flat.fill([piece.tensor for piece in pieces])
         self._mean(flat.buffer)
-        frozen = self.settings.way == "v_frozen"
+        frozen = self.settings.mode == "v_frozen"
         for piece, view in zip(pieces, flat.views, strict=True):
             if frozen and piece.kind == V:
                 optimizer = self._optimizer[piece.parameter]

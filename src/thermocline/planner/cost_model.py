@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from thermocline.config.dense_sync import Way
+from thermocline.config.dense_sync import SyncMode
 from thermocline.config.distributed import Hops, Wire
 from thermocline.distributed.wire_format import width
 from thermocline.errors import require
@@ -58,7 +58,7 @@ class Workload:
     window: int = 1
     """Steps that share one pull from memory and SSD."""
     dense_optimizer: DenseOptimizer = "adam"
-    sync: Way = "gradients"
+    sync: SyncMode = "gradients"
     """What ranks average of their dense parameters: gradients, or what a merge of models does."""
     synced: float = 1.0
     """How many numbers per dense parameter are averaged per step: 1 of gradients, 2/k of merges "v_frozen"."""

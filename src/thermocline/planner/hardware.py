@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from pathlib import Path
 from typing import Self
 
@@ -150,11 +149,9 @@ class Hardware:
     def load(cls, path: str | Path) -> Self:
         """From a TOML file."""
         try:
-            return loader.build(cls, tomllib.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read as hardware: {error}") from None
+            return loader.load(cls, path)
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}; `thermocline plan --measure {path}` writes a whole one") from None
+            raise ConfigError(f"{error}; `thermocline plan --measure {path}` writes a whole one") from None
 
     def to_toml(self) -> str:
         """As a file that `load` reads to the same figures."""

@@ -72,7 +72,7 @@ def workload_of(config: Config, *, examples: int = SAMPLE) -> Workload:
         window=train.pull_window,
         policy=config.tiers.policy,
         dense_optimizer=kind,
-        sync=config.dist.dense_sync.way,
+        sync=config.dist.dense_sync.mode,
         synced=synced,
         syncs=syncs,
         hops=config.dist.hops,
@@ -84,9 +84,9 @@ def workload_of(config: Config, *, examples: int = SAMPLE) -> Workload:
 
 def averaged(sync: DenseSync, optimizer: DenseOptimizer) -> tuple[float, float]:
     """Per step, once a run is under way: numbers averaged per dense parameter, and how often any are."""
-    if sync.way == "gradients":
+    if sync.mode == "gradients":
         return 1.0, 1.0
-    if sync.way == "v_frozen" and optimizer != "adam":
+    if sync.mode == "v_frozen" and optimizer != "adam":
         raise ConfigError(
             f'dist.dense_sync.merge "v_frozen" needs train.dense_optimizer "adam", not "{optimizer}"; "all" and '
             '"params" take any'

@@ -36,7 +36,7 @@ from thermocline.training.callbacks import Callback, Row
 from thermocline.training.run_dir import check_folder, config_of, has_begun, has_run, saved_by_ranks
 from thermocline.training.state import Result
 from thermocline.utils import atomic_file
-from thermocline.utils.text_format import Size, format_size, plural
+from thermocline.utils.text_format import format_size, plural
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def dense_optimizers(config: Config, model: Any) -> list[torch.optim.Optimizer]:
     train = config.resolve().train
     kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
     kind = kinds[str(train.dense_optimizer).removeprefix("rowwise_")]
-    if config.dist.dense_sync.way == "v_frozen" and kind is torch.optim.Adam:
+    if config.dist.dense_sync.mode == "v_frozen" and kind is torch.optim.Adam:
         from thermocline.distributed.frozen_adam import FrozenAdam
 
         kind = FrozenAdam
@@ -75,7 +75,7 @@ def dense_optimizers(config: Config, model: Any) -> list[torch.optim.Optimizer]:
     return [kind(groups, lr=train.dense_lr)] if groups else []
 
 
-def gpu_budget(tiers: Tiers, sharing: int = 1) -> Size | None:
+def gpu_budget(tiers: Tiers, sharing: int = 1) -> str | int | None:
     """Bytes of the GPU for rows; none: there is no GPU to use. `sharing`: ranks that use the same one."""
     import torch
 
@@ -351,6 +351,6 @@ class _Papers(Callback):
     def write(self) -> None:
         run_dir = Path(self._config.train.run_dir)
         atomic_file.make_folder(run_dir)
-        atomic_file.atomic_write(run_dir / "config.toml", self._config.located().to_toml().encode())
+        atomic_file.atomic_write(run_dir / "config.toml", self._config.with_absolute_ssd().to_toml().encode())
         if self._features is not None:
             atomic_file.atomic_write(run_dir / "features.json", json.dumps(self._features.to_json()).encode())

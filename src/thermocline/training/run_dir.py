@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from thermocline.config.loader import nearest
-from thermocline.config.schema import Config, check_resume
+from thermocline.config.messages import nearest
+from thermocline.config.resume import check_resume
+from thermocline.config.schema import Config
 from thermocline.errors import ConfigError, CorruptionError
 from thermocline.utils import atomic_file
 
@@ -47,7 +48,7 @@ def config_of(run_dir: str | os.PathLike[str], sets: Sequence[str] = ()) -> Conf
         others = [p.parent.name for p in folder.glob("*/config.toml")] if folder.is_dir() else []
         hint = nearest(path.parent.name, others)
         raise ConfigError(f"{run_dir} is no run: it has no config.toml, which `thermocline train` writes{hint}")
-    return Config.load(path, sets).moved(path.parent)
+    return Config.load(path, sets).relocated(path.parent)
 
 
 def check_folder(config: Config, *, resume: bool) -> list[str]:
@@ -60,4 +61,4 @@ def check_folder(config: Config, *, resume: bool) -> list[str]:
             f"{run_dir} already has a run: --resume (resume=True) goes on with it, "
             "another train.run_dir begins a new one"
         )
-    return check_resume(config_of(run_dir).resolve(), config.resolve().located(), run_dir)
+    return check_resume(config_of(run_dir).resolve(), config.resolve().with_absolute_ssd(), run_dir)
