@@ -77,10 +77,8 @@ def test_sigterm_prints_the_command_that_resumes(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert (
-        errors
-        == "thermocline: interrupted; resume with: thermocline train small.toml --set train.epochs=1000 --resume\n"
-    )
+    command = "thermocline train small.toml --set train.epochs=1000 --resume"
+    assert errors == f"thermocline: interrupted; resume with: {command}\n"
     assert re.search(r"^interrupted and saved at step \d+: --resume \(resume=True\) goes on from there$", out, re.M)
 
 

@@ -1,4 +1,4 @@
-"""Training from files: bits equal to generated data, shuffling and resuming, order of scores, labels, malformed lines."""
+"""Runs on files: bits equal to generated data, shuffling, resuming, order of scores, labels, malformed lines."""
 
 from __future__ import annotations
 
