@@ -166,12 +166,31 @@ def test_error_names_the_flag(override: str, message: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_error_of_the_file_is_not_blamed_on_an_override() -> None:
+    """Also if the override has a key of the same section."""
+    text = '[train.schedule]\nkind = "step"\n'
+    with pytest.raises(ConfigError) as raised:
+        Config.parse(text, ["train.schedule.warmup_steps=3"], name="file.toml")
+    assert str(raised.value).startswith("file.toml: train.schedule.decay_steps is 0")
+    with pytest.raises(ConfigError) as raised:
+        Config.parse("", ["train.schedule.kind=step"], name="file.toml")
+    assert str(raised.value).startswith("--set train.schedule.kind: train.schedule.decay_steps is 0")
+
+
+def test_toml_dates_are_not_text() -> None:
+    with pytest.raises(
+        ConfigError, match=r"file.toml: train\.run_dir is .*2026-11-16.*: it must be the name"
+    ):
+        Config.parse("[train]\nrun_dir = 2026-11-16", name="file.toml")
+    assert Config.parse("", ["train.run_dir=2026-11-16"]).train.run_dir == "2026-11-16"
+
+
 def test_unreadable_file(tmp_path: Path) -> None:
     for path in (tmp_path / "no.toml", tmp_path):
-        with pytest.raises(ConfigError, match="cannot be read as a config"):
+        with pytest.raises(ConfigError, match="cannot be read: "):
             Config.load(path)
     (tmp_path / "latin.toml").write_bytes(b'a = "\xe9"')
-    with pytest.raises(ConfigError, match="cannot be read as a config"):
+    with pytest.raises(ConfigError, match="cannot be read: "):
         Config.load(tmp_path / "latin.toml")
 
 

@@ -137,7 +137,7 @@ def hardware(path: Path | None, into: Path | None) -> Any:
 
     kind, _, name = ("", "", "") if path is None else str(path).partition(":")
     if kind == "paper" and name:
-        return paper_node(Hardware.load(name).cpu, f"from {name}")
+        return paper_node(Hardware.load(name).cpu, f"of {name}")
     if path is not None and kind != "paper":
         return Hardware.load(path)
     from thermocline.planner.calibrate import PARTS, measure

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _RENAMED_KEYS = {"precision.learn": "scale_lr"}
 _RENAMED_VALUES = {"data.hashing.fields": {"together": "per_example", "apart": "per_field"}}
-"""Names of files written before 0.1.0, which are still read: config.toml of a run has every key."""
+"""Old names, accepted in files of versions before 0.1.0: config.toml of a run contains every key."""
 
 
 def load(cls: type[T], path: str | Path, sets: Sequence[str] = ()) -> T:
@@ -29,7 +29,7 @@ def load(cls: type[T], path: str | Path, sets: Sequence[str] = ()) -> T:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else None
-        raise ConfigError(f"{path} cannot be read as a config: {cause or error}") from None
+        raise ConfigError(f"{path} cannot be read: {cause or error}") from None
     return parse(cls, text, sets, name=str(path))
 
 
@@ -58,21 +58,23 @@ def _with_origin(
     problem: Problem, cls: type[T], values: Mapping[str, Any], overrides: Sequence[_Override], name: str
 ) -> str:
     """Name the override that has the error, else the file; both if the file is valid without overrides."""
-    for override in overrides:
-        key = ".".join(override.path)
-        if f"{problem.key}.".startswith(f"{key}.") and problem.text.startswith(f"{key} is "):
-            return f"--set {problem.text}"
-        if f"{key}.".startswith(f"{problem.key}.") or f"{problem.key}.".startswith(f"{key}."):
-            return f"--set {key}: {problem.text}"
-    if overrides and not isinstance(_validate(cls, values), Problem):
+    keys = [".".join(override.path) for override in overrides]
+    file_is_valid = bool(overrides) and not isinstance(_validate(cls, values), Problem)
+    culprits = [key for key in keys if f"{problem.key}.".startswith(f"{key}.")]
+    if file_is_valid and not culprits:
+        culprits = [key for key in keys if key.startswith(f"{problem.key}.")]
+    if culprits:
+        key = culprits[-1]
+        return f"--set {problem.text}" if problem.text.startswith(f"{key} is ") else f"--set {key}: {problem.text}"
+    if file_is_valid:
         flags = " ".join(f"--set {override.text}" for override in overrides)
         return f"{name} with {flags}: {problem.text}"
     return f"{name}: {problem.text}"
 
 
 def _validate(cls: type[T], values: Mapping[str, Any]) -> T | Problem:
-    # As JSON: strict mode then accepts tables for sections and arrays for tuples. `| None`: pydantic takes no config
-    # for a dataclass itself, but plain dataclasses need SETTINGS.
+    # JSON, because strict mode then accepts tables for sections and arrays for tuples. `| None`, because TypeAdapter
+    # accepts no config for a dataclass, but plain dataclasses (Schedule, Hardware) need SETTINGS.
     kind: Any = cls | None
     adapter: TypeAdapter[T] = TypeAdapter(kind, config=SETTINGS)
     text = json.dumps(_renamed(values), default=lambda date: {"TOML date": str(date)})
@@ -115,7 +117,7 @@ class _Override:
         return cls(text, path)
 
     def value(self, cls: type) -> Any:
-        """The value as TOML where it is TOML, else text; text also where the key accepts only text."""
+        """Return the value as TOML if it is valid TOML, else as text; text also for a key that accepts only text."""
         text = self.text.partition("=")[2].strip()
         try:
             parsed = tomllib.loads(f"value = {text}")

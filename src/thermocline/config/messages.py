@@ -56,7 +56,7 @@ def first_problem(error: ValidationError, cls: Any, where: str, show: Callable[[
 
 
 def show_toml(value: object) -> str:
-    """Format a value in one line as TOML has it; None as "none", which a file contains for it."""
+    """Format a value as TOML in one line; None is "none"."""
     if isinstance(value, float):
         return repr(value)
     return json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
@@ -68,7 +68,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f' (did you mean "{near[0]}"?)' if near else ""
 
 
-# ---- types in words
+# ---- description of types
 
 
 def describe(kind: Any) -> str:
@@ -94,7 +94,7 @@ def describe(kind: Any) -> str:
 
 
 def _limits(kind: Any) -> str:
-    """Describe the bounds of a number without its type; empty where the type matters."""
+    """Describe the bounds of a number without its type; empty for finite numbers, which need their type."""
     if get_origin(kind) is Annotated and get_args(kind)[0] in (int, float) and not _is_finite(kind):
         return _range(kind.__metadata__)
     members = [_limits(member) for member in _members(kind) if member != kind]
@@ -121,7 +121,7 @@ def _range(metadata: Iterable[Any]) -> str:
 
 
 def _number(value: Any) -> str:
-    """Format a bound; large powers of two as such."""
+    """Format a bound; a large power of two as 2**n."""
     for offset, suffix in ((0, ""), (1, " - 1")):
         power = int(value) + offset
         if power >= 1 << 20 and power & (power - 1) == 0:
@@ -134,7 +134,7 @@ def _hint(value: Any, kind: Any) -> str:
     return nearest(value, choices) if isinstance(value, str) else ""
 
 
-# ---- places of errors
+# ---- location of errors
 
 
 def _locate(cls: Any, loc: Iterable[int | str], where: str) -> tuple[str, Any]:
