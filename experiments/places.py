@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 
 from experiments.experiment import Experiment
-from thermocline.config.loader import nearest
+from thermocline.config.messages import nearest
 from thermocline.errors import ConfigError
 
 PLACES = {

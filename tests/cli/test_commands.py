@@ -1,4 +1,4 @@
-"""The command line: what it trains, what it says, and with which exit code it ends."""
+"""Commands of the command line: results, output and exit codes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,20 @@ from thermocline.utils import atomic_file
 pytestmark = pytest.mark.usefixtures("command_folder")
 
 
+def modules_after(statement: str) -> set[str]:
+    """Return the modules that a new process has loaded after a statement."""
+    code = f"import sys; {statement}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return set(done.stdout.split())
+
+
 def test_help_and_config_errors_load_no_torch() -> None:
-    code = "import sys; from thermocline import cli, config, tasks, run, inspect; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert "thermocline.cli.commands" in loaded
+    loaded = modules_after("from thermocline.cli import commands, inspect; from thermocline.training import run")
+    assert loaded >= {"thermocline.cli.commands", "thermocline.config.schema"}
     assert "torch" not in loaded
-    code = "import sys; from thermocline import cli; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert not {"torch", "numpy", "pyarrow", "thermocline.core._core"} & set(loaded)
+    heavy = {"torch", "numpy", "pyarrow", "pydantic", "thermocline.core._core"}
+    for statement in ("import thermocline", "import thermocline.cli.main"):
+        assert not heavy & modules_after(statement)
 
 
 def test_help_and_version() -> None:
@@ -43,7 +49,7 @@ def test_help_and_version() -> None:
 # ---- train
 
 
-def test_a_run_and_what_it_leaves(tmp_path: Path) -> None:
+def test_train_writes_the_files_of_a_run(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     out = done("train", config, "--set", "train.tensorboard=true", "--set", "model.hidden=[6]")
     seconds = re.search(r"first step after (\d+\.\d) s", out)
@@ -63,20 +69,20 @@ def test_a_run_and_what_it_leaves(tmp_path: Path) -> None:
     assert last["examples"] == 400
 
 
-def test_an_existing_run_is_not_trained_over(tmp_path: Path) -> None:
+def test_existing_run_is_not_overwritten(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     done("train", config, "--set", "train.steps=2")
     before = state_of(tmp_path / "run")
     result = invoke("train", config)
     assert result.exit_code == 2
     assert result.stderr == (
-        "thermocline: run already has a run: --resume (resume=True) goes on with it, "
-        "another train.run_dir begins a new one\n"
+        "thermocline: run already has a run: continue it with --resume (resume=True), or start a new one in another "
+        "train.run_dir\n"
     )
     for override in ("train.lr=0.5", "model.dim=8", "data.synth.keys=500", "train.seed=1"):
         result = invoke("train", config, "--resume", "--set", override)
         assert result.exit_code == 2
-        assert result.stderr.startswith("thermocline: run was trained with another config: it cannot go on with ")
+        assert result.stderr.startswith("thermocline: run was trained with another config: it cannot be resumed with ")
         assert f"{override.partition('=')[0]} from " in result.stderr
         assert result.stderr.count("\n") == 1
     assert state_of(tmp_path / "run") == before
@@ -87,8 +93,8 @@ def test_an_existing_run_is_not_trained_over(tmp_path: Path) -> None:
     assert f"finished after {STEPS} steps" in out
 
 
-def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
-    """The second is told at once, before it has changed anything; without SSD no store's lock would stop it."""
+def test_folder_of_a_run_is_locked(tmp_path: Path) -> None:
+    """The second process fails before it changes a file; without SSD there is no lock of a store."""
     config = write_config(tmp_path)
     with atomic_file.lock_dir(tmp_path / "run"):
         result = invoke("train", config, "--set", "model.dim=4")
@@ -99,7 +105,7 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
     done("train", config, "--set", "train.steps=2")
 
 
-def test_nor_is_it_from_python(tmp_path: Path) -> None:
+def test_existing_run_is_not_overwritten_from_python(tmp_path: Path) -> None:
     config = Config.load(write_config(tmp_path), ["train.steps=2"])
     with tc.Run(config) as run:
         run.fit()
@@ -111,7 +117,7 @@ def test_nor_is_it_from_python(tmp_path: Path) -> None:
         assert run.fit(resume=True).progress.step == 4
 
 
-def test_a_resumed_run_that_was_ended_tests_again(tmp_path: Path) -> None:
+def test_resume_of_a_finished_run_repeats_the_test(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     done("train", config)
     before = lines_of(tmp_path / "run")
@@ -122,9 +128,9 @@ def test_a_resumed_run_that_was_ended_tests_again(tmp_path: Path) -> None:
     assert after[-1] == before[-1]
 
 
-@pytest.mark.parametrize(("number", "place"), [(signal.SIGKILL, "ssd"), (signal.SIGINT, "memory")])
-def test_a_stopped_run_resumes_to_the_same_bits(tmp_path: Path, number: signal.Signals, place: str) -> None:
-    text = SMALL.replace("[tiers]", '[tiers]\nssd = "run/store"') if place == "ssd" else SMALL
+@pytest.mark.parametrize(("number", "tier"), [(signal.SIGKILL, "ssd"), (signal.SIGINT, "memory")])
+def test_interrupted_run_resumes_with_the_same_bits(tmp_path: Path, number: signal.Signals, tier: str) -> None:
+    text = SMALL.replace("[tiers]", '[tiers]\nssd = "run/store"') if tier == "ssd" else SMALL
     config = write_config(tmp_path, text)
     flags = ["--set", "train.epochs=2", "--set", "train.checkpoint_every=3"]
     process = start("train", config, *flags)
@@ -137,24 +143,24 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path: Path, number: signal.S
     if number == signal.SIGINT:
         assert process.returncode == 130
         words = f"train {config} --set train.epochs=2 --set train.checkpoint_every=3 --resume"
-        assert errors == f"thermocline: interrupted; to go on: thermocline {words}\n"
+        assert errors == f"thermocline: interrupted; resume with: thermocline {words}\n"
     else:
         assert process.returncode == -signal.SIGKILL
     assert "resumed at step " in done("train", config, *flags, "--resume")
-    store = tmp_path / "run" / "store" if place == "ssd" else None
+    store = tmp_path / "run" / "store" if tier == "ssd" else None
     stopped = state_of(tmp_path / "run", store)
     whole = [*flags, "--set", "train.run_dir=whole"]
-    if place == "ssd":
+    if tier == "ssd":
         whole += ["--set", "tiers.ssd=whole/store"]
     done("train", config, *whole)
-    store = tmp_path / "whole" / "store" if place == "ssd" else None
+    store = tmp_path / "whole" / "store" if tier == "ssd" else None
     expected = state_of(tmp_path / "whole", store)
     assert sorted(name for name in expected if expected[name] != stopped.get(name)) == []
     last, other = lines_of(tmp_path / "run")[-1], lines_of(tmp_path / "whole")[-1]
     assert {**last, "examples_per_s": 0} == {**other, "examples_per_s": 0}
 
 
-# ---- what goes wrong
+# ---- errors
 
 WRONG = [
     ("[train]\nepoch = 2\n", [], 2, 'small.toml: [train] has no key "epoch" (did you mean "epochs"?)'),
@@ -168,13 +174,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("text", "flags", "code", "says"), WRONG)
-def test_a_mistake_is_one_line_and_an_exit_code(
-    tmp_path: Path, text: str, flags: list[str], code: int, says: str
+@pytest.mark.parametrize(("text", "flags", "code", "message"), WRONG)
+def test_error_is_one_line_and_an_exit_code(
+    tmp_path: Path, text: str, flags: list[str], code: int, message: str
 ) -> None:
     result = invoke("train", write_config(tmp_path, text or SMALL), *flags)
     assert result.exit_code == code, result.output
-    assert says in result.stderr
+    assert message in result.stderr
     assert result.stderr.startswith("thermocline: ")
     assert result.stderr.count("\n") == 1
 
@@ -187,7 +193,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "tensorboard"])
-def test_a_package_that_is_not_installed_is_told(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_an_error(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(tmp_path)
     if name == "torch":
         monkeypatch.setitem(sys.modules, "torch", None)
@@ -196,23 +202,23 @@ def test_a_package_that_is_not_installed_is_told(tmp_path: Path, name: str, monk
     result = invoke("train", config, "--set", "train.tensorboard=true")
     assert result.exit_code == 1
     assert name in result.stderr
-    assert "`pip install thermocline[torch]` brings it" in result.stderr
+    assert "install it with `pip install thermocline[torch]`" in result.stderr
     assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["eval", "predict", "inspect"])
-def test_a_folder_that_is_no_run_is_told(tmp_path: Path, command: str) -> None:
-    for place in ("nowhere", "."):
-        result = invoke(command, place)
+def test_folder_without_a_run_is_an_error(tmp_path: Path, command: str) -> None:
+    for folder in ("nowhere", "."):
+        result = invoke(command, folder)
         assert result.exit_code == 2
         assert result.stderr.count("\n") == 1
 
 
-def test_a_run_with_nothing_saved_yet_is_told(tmp_path: Path) -> None:
+def test_run_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with tc.Run(Config.load(write_config(tmp_path))) as run:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "config.toml").write_text(run.config.to_toml())
-        assert "nothing was trained there" in invoke("eval", "run").stderr
+        assert "has no checkpoints: train it first" in invoke("eval", "run").stderr
         tc.Checkpoints("run", [run.table], run.model, run.optimizers).close()
         result = invoke("eval", "run")
     assert result.exit_code == 1
@@ -224,7 +230,7 @@ def test_a_run_with_nothing_saved_yet_is_told(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["memory", "ssd"])
 def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A run whose best state is not its last."""
+    """A run whose best checkpoint is not its last."""
     text = SMALL.replace("[tiers]", '[tiers]\nssd = "run/store"') if request.param == "ssd" else SMALL
     flags = ["--set", "train.valid_every=2", "--set", "train.patience=50", "--set", "train.epochs=4"]
     done("train", write_config(tmp_path, text), *flags, "--set", "train.lr=0.1")
@@ -235,7 +241,7 @@ def everything_in(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_eval_is_the_test_line_and_changes_nothing(trained: Path) -> None:
+def test_eval_equals_the_test_metrics_and_is_read_only(trained: Path) -> None:
     before = everything_in(trained)
     test = lines_of(trained)[-1]
     report = json.loads(done("eval", "run", "--json"))
@@ -268,24 +274,24 @@ def test_predict_writes_the_scores_in_order(trained: Path, tmp_path: Path) -> No
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"scores.npy", "scores.csv", "scores.parquet"}
     result = invoke("predict", "run", "--out", "scores.txt")
     assert result.exit_code == 2
-    assert "its ending must be one of .csv, .parquet, .npy" in result.stderr
+    assert "its suffix must be one of .csv, .parquet, .npy" in result.stderr
     assert everything_in(trained) == before
 
 
-def test_reading_beside_a_training_process(trained: Path) -> None:
+def test_eval_and_inspect_while_a_process_trains(trained: Path) -> None:
     """The stores are locked for writing; readers need no lock."""
     test = lines_of(trained)[-1]
     with tc.Run(tc.Config.load("run/config.toml")) as run:
         checkpoints = tc.Checkpoints("run", [run.table], run.model, run.optimizers)
         checkpoints.restore()
         assert json.loads(done("eval", "run", "--json"))["auc"] == test["auc"]
-        assert "no problem met" in done("inspect", "run")
+        assert "no problems found" in done("inspect", "run")
         assert "healthy" in done("inspect", "run", "--check")
         checkpoints.close()
 
 
-def test_a_checkpoint_that_was_replaced_while_we_looked(trained: Path) -> None:
-    """Stores opened before a save do not know its commit, and the commits they know may be gone."""
+def test_restore_after_checkpoints_were_replaced(trained: Path) -> None:
+    """A store opened before a save has old commits, which the save may have removed."""
     with tc.Run(tc.Config.load("run/config.toml"), read_only=True) as run:
         done("train", "run/config.toml", "--resume", "--set", "train.epochs=6", "--set", "train.checkpoint_every=5")
         assert run.restore("last") == 6 * STEPS
@@ -294,9 +300,9 @@ def test_a_checkpoint_that_was_replaced_while_we_looked(trained: Path) -> None:
 # ---- inspect
 
 
-def flip(path: Path, place: int) -> None:
+def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
-    data[place] ^= 1
+    data[offset] ^= 1
     path.write_bytes(data)
 
 
@@ -313,35 +319,35 @@ def test_inspect_a_run_a_store_and_a_checkpoint(trained: Path) -> None:
     text = done("inspect", report["checkpoints"][0]["path"], "--check")
     assert "dim 4, Adam" in text
     assert "healthy: every byte verified" in text
-    assert f"{keys:,} keys, 48 bytes a row" in done("inspect", "run")
+    assert f"{keys:,} keys, 48 bytes per row" in done("inspect", "run")
 
 
-def test_inspect_looks_again_when_a_writer_has_committed(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_retries_after_a_concurrent_commit(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = json.loads(done("inspect", "run", "--json"))["stores"][0]["path"]
     check, failures = tc.SsdStore.check, [2]
 
-    def released_meanwhile(self: tc.SsdStore) -> None:
+    def fail_after_commit(self: tc.SsdStore) -> None:
         if failures[0]:
             failures[0] -= 1
             Path(store, f"MANIFEST-{10**6 + failures[0]:012}").touch()
             raise tc.IoError("MANIFEST-000000000001: No such file or directory")
         check(self)
 
-    monkeypatch.setattr(tc.SsdStore, "check", released_meanwhile)
-    monkeypatch.setattr("thermocline.cli.inspect._look_at_store", _without_fakes(inspect._look_at_store))
+    monkeypatch.setattr(tc.SsdStore, "check", fail_after_commit)
+    monkeypatch.setattr("thermocline.cli.inspect._read_store", _without_fakes(inspect._read_store))
     assert "healthy" in done("inspect", store, "--check")
     failures[0] = 100
     result = invoke("inspect", store, "--check")
     assert result.exit_code == 1
-    assert "committed to faster than it can be read" in result.stderr
-    monkeypatch.setattr(Path, "touch", lambda self: None)  # now nobody commits: it is damage
+    assert "cannot be read between two commits of its writer" in result.stderr
+    monkeypatch.setattr(Path, "touch", lambda self: None)  # without a commit the error is damage
     result = invoke("inspect", store, "--check")
     assert result.exit_code == 1
     assert "PROBLEM  MANIFEST-000000000001: No such file" in result.stdout
 
 
 def _without_fakes(look: Any) -> Any:
-    """The manifests made by the test are gone before the store is opened."""
+    """Remove the manifests of the test before the store is opened."""
 
     def clean(path: Path, *args: Any) -> Any:
         for file in path.glob("MANIFEST-000001*"):
@@ -351,7 +357,7 @@ def _without_fakes(look: Any) -> Any:
     return clean
 
 
-def test_inspect_names_what_is_damaged(trained: Path) -> None:
+def test_inspect_names_damaged_files(trained: Path) -> None:
     report = json.loads(done("inspect", "run", "--json"))
     (log,) = list(Path(report["stores"][0]["path"]).glob("log-*.tc"))[:1]
     flip(log, 4096 + 100)
@@ -363,11 +369,11 @@ def test_inspect_names_what_is_damaged(trained: Path) -> None:
     flip(log, 4096 + 100)
     dense = trained / "checkpoints" / next(iter(report["checkpoints"][-1]["files"]))
     flip(dense, 300)
-    assert "no problem met" in done("inspect", "run")
+    assert "no problems found" in done("inspect", "run")
     result = invoke("inspect", "run", "--check", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["problems"] == [
-        f"{dense.relative_to(trained.parent)} is damaged: its checksum is not the one its manifest has"
+        f"{dense.relative_to(trained.parent)} is damaged: its checksum differs from the manifest"
     ]
     flip(dense, 300)
     flip(Path(report["checkpoints"][-1]["path"]), 30)

@@ -1,4 +1,4 @@
-"""The command line on files: the same bits as generated data, shuffled and resumed; order, labels, malformed lines."""
+"""Runs on files: bits equal to generated data, shuffling, resuming, order of scores, labels, malformed lines."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.usefixtures("command_folder")
 
 
 def config_of(tmp_path: Path, format: str = "libsvm", more: str = "") -> Path:
-    """As SMALL, but its data in files that `data synth` wrote; the [data] section is the one it printed."""
+    """Write SMALL with data in files of `data synth`, and with the [data] section that it prints."""
     section = done("data", "synth", "data", "--format", format, *SIZES)
     _, rest = SMALL.split("[model]")
     return write_config(tmp_path, f"{section}\n{more}\n[model]{rest}", f"{format}.toml")
 
 
 @pytest.mark.parametrize("format", ["libsvm", "libffm", "parquet"])
-def test_files_train_to_the_bits_of_the_data_they_were_written_from(tmp_path: Path, format: str) -> None:
+def test_files_and_generated_data_train_to_the_same_bits(tmp_path: Path, format: str) -> None:
     done("train", config_of(tmp_path, format), "--set", "data.shuffle=false", "--set", "train.run_dir=files")
     done("train", write_config(tmp_path), "--set", "train.run_dir=made")
     files, made = state_of(tmp_path / "files"), state_of(tmp_path / "made")
@@ -50,7 +50,7 @@ def test_shuffled_files_resume_to_the_same_bits(tmp_path: Path) -> None:
     assert state_of(tmp_path / "other")["rows"] != whole["rows"]
 
 
-def test_scores_come_in_the_order_of_the_files(tmp_path: Path) -> None:
+def test_scores_are_in_the_order_of_the_files(tmp_path: Path) -> None:
     done("train", config_of(tmp_path))
     lines = Path("data/test.libsvm").read_text().splitlines()
     Path("a.libsvm").write_text("\n".join(lines[:150]) + "\n")
@@ -61,15 +61,15 @@ def test_scores_come_in_the_order_of_the_files(tmp_path: Path) -> None:
     done("predict", "run", "back.libsvm", "--out", "back.npy", "--set", "train.batch_size=64")
     scores = np.load("all.npy")
     assert len(np.unique(scores)) > 300
-    # Batches of another size change the last bits of torch's products.
+    # The batch size changes the last bits of torch's matrix products.
     assert np.allclose(np.load("ab.npy"), scores, atol=1e-6)
     assert np.allclose(np.load("back.npy"), scores[::-1], atol=1e-6)
     report = json.loads(done("eval", "run", "back.libsvm", "--json"))
     assert report["auc"] == pytest.approx(lines_of(tmp_path / "run")[-1]["auc"], abs=1e-5)
 
 
-def test_what_was_trained_needs_no_training_files(tmp_path: Path) -> None:
-    """Nor labels, to predict; and statistics of numbers are those of the training data."""
+def test_trained_run_needs_no_training_files(tmp_path: Path) -> None:
+    """Prediction needs no labels, and uses the statistics of the training data."""
     rng = np.random.default_rng(0)
     for split, rows in (("train", 900), ("test", 200)):
         price, user = rng.lognormal(2, 1, rows), rng.integers(0, 50, rows)
@@ -85,7 +85,7 @@ def test_what_was_trained_needs_no_training_files(tmp_path: Path) -> None:
     assert set(features["statistics"]) == {"price"}
     Path("train.csv").unlink()
     lines = [line.split(",") for line in Path("test.csv").read_text().splitlines()]
-    Path("unlabelled.csv").write_text("".join(f"{price},{user}\n" for _, user, price in lines))  # columns swapped, too
+    Path("unlabelled.csv").write_text("".join(f"{price},{user}\n" for _, user, price in lines))  # columns also swapped
     done("predict", "run", "unlabelled.csv", "--out", "without.npy")
     assert np.array_equal(np.load("with.npy"), np.load("without.npy"))
     assert json.loads(done("eval", "run", "--json"))["auc"] == lines_of(tmp_path / "run")[-1]["auc"]
@@ -112,7 +112,7 @@ def test_malformed_lines_are_an_error_or_counted(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert result.stderr.startswith("train data: 1 malformed line was skipped; the first: ")
     assert "701" in result.stderr
-    # Scores are told apart by their place only: there a line is left out only on demand.
+    # A skipped line would shift the scores after it: predict skips lines only with --set.
     Path("odd.libsvm").write_text("\n".join([*lines[:5], "bad", *lines[5:9]]) + "\n")
     result = invoke("predict", "other", "odd.libsvm", "--out", "odd.npy")
     assert result.exit_code == 1
@@ -124,7 +124,7 @@ def test_malformed_lines_are_an_error_or_counted(tmp_path: Path) -> None:
     assert len(np.load("odd.npy")) == 9
 
 
-def test_training_files_of_another_shape_are_told(tmp_path: Path) -> None:
+def test_files_with_another_number_of_fields_are_an_error(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     done("train", config)
     done("data", "synth", "wide", "--format", "libsvm", *SIZES[:2], "--fields", 5, *SIZES[4:])
@@ -154,19 +154,19 @@ def test_synth_writes_folders_of_files(tmp_path: Path) -> None:
     assert lines_of(tmp_path / "run")[-1]["examples"] == 400
     result = invoke("data", "synth", "x", "--format", "libsvm", "--dense", 2)
     assert result.exit_code == 2
-    assert "--dense is 2, but libsvm files hold ids only: write --format parquet" in result.stderr
+    assert "--dense is 2, but libsvm files contain keys only: use --format parquet" in result.stderr
     assert not Path("x").exists()
 
 
-def test_synth_replaces_files_only_if_it_may(tmp_path: Path) -> None:
-    """And leaves none of the old ones among the new."""
+def test_synth_replaces_files_only_with_force(tmp_path: Path) -> None:
+    """It also removes old files that have no new version."""
     for flags, first in (([], "data/train.parquet"), (["--examples-per-file", 500], "data/train/part-00000.parquet")):
         done("data", "synth", "data", *SIZES, *flags)
         before = {path: path.read_bytes() for path in Path("data").rglob("*.parquet")}
         result = invoke("data", "synth", "data", *SIZES, *flags, "--seed", 1)
         assert result.exit_code == 2
         assert result.stderr.startswith(
-            f"thermocline: {first} and {2 + 3 * bool(flags)} more would be replaced: --force "
+            f"thermocline: {first} and {2 + 3 * bool(flags)} more would be replaced: add --force, "
         )
         assert {path: path.read_bytes() for path in Path("data").rglob("*.parquet")} == before
         done("data", "synth", "data", *SIZES, *flags, "--seed", 1, "--force")
@@ -187,34 +187,34 @@ def test_synth_replaces_files_only_if_it_may(tmp_path: Path) -> None:
         (["--examples-per-file", 500], "train"),
     ],
 )
-def test_synth_removes_only_its_own_files(tmp_path: Path, flags: list[Any], name: str) -> None:
-    """Not even with --force; and nothing before it knows that it may."""
+def test_synth_does_not_remove_other_files(tmp_path: Path, flags: list[Any], name: str) -> None:
+    """Also with --force; and nothing is removed before all files are checked."""
     done("data", "synth", "data", *SIZES, "--examples-per-file", 600, "--format", "libsvm")
     if name == "train":
         shutil.rmtree("data/train")
-    mine = Path("data") / name
-    mine.parent.mkdir(exist_ok=True)
-    mine.write_text("mine")
+    other = Path("data") / name
+    other.parent.mkdir(exist_ok=True)
+    other.write_text("other")
     before = {path: path.read_bytes() for path in Path("data").rglob("*") if path.is_file()}
     result = invoke("data", "synth", "data", *SIZES, *flags, "--force")
     assert result.exit_code == 2
     assert result.stderr.startswith("thermocline: data/")
-    assert "is in the way, and not of `data synth`: choose another folder" in result.stderr
+    assert "exists and was not written by `data synth`: choose another folder" in result.stderr
     assert {path: path.read_bytes() for path in Path("data").rglob("*") if path.is_file()} == before
 
 
-def test_a_resume_that_fails_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+def test_failed_resume_changes_no_file_of_the_run(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     done("train", config, "--set", "tiers.ssd=store")
     before = Path("run/config.toml").read_bytes()
-    for other in ("elsewhere", "none"):
-        result = invoke("train", "run/config.toml", "--resume", "--set", f"tiers.ssd={other}")
+    for folder in ("elsewhere", "none"):
+        result = invoke("train", "run/config.toml", "--resume", "--set", f"tiers.ssd={folder}")
         assert result.exit_code == 1
         assert Path("run/config.toml").read_bytes() == before
     assert "400 scores" in done("predict", "run", "--out", "all.npy")
 
 
-def test_a_resumed_run_keeps_the_statistics_it_was_trained_with(tmp_path: Path) -> None:
+def test_resumed_run_keeps_the_statistics_of_its_training_data(tmp_path: Path) -> None:
     lines = ["label,user,price", *(f"{i % 2},u{i % 9},{i % 5}" for i in range(300))]
     Path("train.csv").write_text("\n".join(lines) + "\n")
     data = '[data]\ntrain = "train.csv"\nnumeric = ["price"]\n'
@@ -228,7 +228,7 @@ def test_a_resumed_run_keeps_the_statistics_it_was_trained_with(tmp_path: Path) 
     assert Path("run/features.json").read_bytes() == before
 
 
-def test_a_run_reads_its_own_store_wherever_its_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_run_reads_the_store_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done("train", write_config(tmp_path), "--set", "tiers.ssd=run/store")
     before = done("eval", "run")
     shutil.copytree("run", "copy")
@@ -244,7 +244,7 @@ def test_a_run_reads_its_own_store_wherever_its_folder_is(tmp_path: Path, monkey
     assert done("eval", "../moved") == before
 
 
-def test_a_store_outside_the_folder_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_outside_the_run_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(tmp_path)
     done("train", config, "--set", "tiers.ssd=rows", "--set", "train.steps=5")
     assert "changed tiers.ssd" not in done("train", config, "--set", "tiers.ssd=rows", "--resume")
@@ -254,7 +254,7 @@ def test_a_store_outside_the_folder_is_found_from_anywhere(tmp_path: Path, monke
     assert done("eval", "../run") == before
 
 
-def test_a_run_that_ended_before_its_first_save_begins_anew(tmp_path: Path) -> None:
+def test_run_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     lines = Path("data/train.libsvm").read_text().splitlines()
     Path("bad.libsvm").write_text("\n".join([*lines[:300], "1 x:y", *lines[300:]]))
@@ -262,8 +262,8 @@ def test_a_run_that_ended_before_its_first_save_begins_anew(tmp_path: Path) -> N
     done("train", config)  # the same folder, without --resume
     done("train", config, "--set", "train.run_dir=other")
     assert state_of(tmp_path / "run") == state_of(tmp_path / "other")
-    assert invoke("train", config).exit_code == 2  # now there is a run
+    assert invoke("train", config).exit_code == 2  # the folder now has a run
 
 
-def test_nothing_to_resume_is_told(tmp_path: Path) -> None:
+def test_resume_without_a_run_starts_a_new_one(tmp_path: Path) -> None:
     assert "run has nothing saved to resume" in done("train", write_config(tmp_path), "--resume")

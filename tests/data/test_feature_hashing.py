@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 import thermocline as tc
 from thermocline.config.data import Hashing
-from thermocline.config.schema import check_resume
+from thermocline.config.resume import check_resume
 from thermocline.data.feature_hashing import CountSketch, Hasher, Modulo, OpOsrp
 
 M = 2**64 - 1
@@ -217,11 +217,11 @@ def test_ids_are_below_slots() -> None:
 @pytest.mark.parametrize(
     ("wrong", "allowed"),
     [
-        ({"k": 0}, r"a whole number, 1 to 2\*\*40"),
-        ({"k": 2**40 + 1}, r"a whole number, 1 to 2\*\*40"),
+        ({"k": 0}, r"1 to 2\*\*40"),
+        ({"k": 2**40 + 1}, r"1 to 2\*\*40"),
         ({"k": 1.5}, r"a whole number, 1 to 2\*\*40"),
         ({"k": "10"}, r"a whole number, 1 to 2\*\*40"),
-        ({"seed": -1}, r"a whole number, 0 to 2\*\*64 - 1"),
+        ({"seed": -1}, r"0 to 2\*\*64 - 1"),
         ({"seed": 0.5}, r"a whole number, 0 to 2\*\*64 - 1"),
         ({"fields": "both"}, "one of per_example, per_field"),
         ({"threads": 0}, "a whole number, at least 1, or None for all cores"),
@@ -356,5 +356,5 @@ def test_config_with_hashing_trains_and_reloads(tmp_path: Path, monkeypatch: pyt
 def test_invalid_config_section() -> None:
     with pytest.raises(tc.ConfigError, match=r"data\.hashing\.kind is .*op_osrp"):
         tc.Config.parse('[data.hashing]\nkind = "op-osrp"')
-    with pytest.raises(tc.ConfigError, match=r"data\.hashing\.k is 0: it must be a whole number, 1 to 2\*\*40"):
+    with pytest.raises(tc.ConfigError, match=r"data\.hashing\.k is 0: it must be 1 to 2\*\*40"):
         tc.Config.parse("[data.hashing]\nk = 0")

@@ -289,14 +289,14 @@ def test_option_errors() -> None:
         (lambda: Data(on_error="ignore"), "data.on_error is 'ignore': it must be one of raise, skip"),  # type: ignore[arg-type]
         (lambda: Data(fields="two"), "data.fields is 'two': it must be one of position, one"),  # type: ignore[arg-type]
         (lambda: Data(delimiter="||"), "data.delimiter is '||': it must be one ASCII character"),
-        (lambda: Data(categorical="a"), "data.categorical is 'a': it must be a list of column names"),  # type: ignore[arg-type]
+        (lambda: Data(categorical=(1,)), "data.categorical[0] is 1: it must be a column name"),  # type: ignore[arg-type]
         (lambda: Data(shuffle_buffer=0), "data.shuffle_buffer is 0: it must be at least 1"),
         (lambda: Data(threads=0), "data.threads is 0: it must be at least 1"),
         (lambda: Data(num_fields=0), "data.num_fields is 0: it must be 1 to 65536"),
         (lambda: Data(label_threshold=float("nan")), "data.label_threshold is nan: it must be a finite number"),
         (lambda: Data(format="synth", valid=("a.csv",)), "data.valid is ['a.csv']: it must be left out with format"),
         (lambda: Numeric(to="both"), "data.numeric_features.to is 'both'"),  # type: ignore[arg-type]
-        (lambda: Numeric(bucket=0.0, to="keys"), "data.numeric_features.bucket is 0.0: it must be a width above 0"),
+        (lambda: Numeric(bucket=0.0, to="keys"), "data.numeric_features.bucket is 0.0: it must be a finite number, ab"),
         (
             lambda: Numeric(bucket="log_square"),
             "data.numeric_features.bucket is 'log_square': it must be \"none\" when",
@@ -306,7 +306,7 @@ def test_option_errors() -> None:
             "data.numeric_features.log is True: it must be false",
         ),
         (lambda: Numeric(fit_rows=0), "data.numeric_features.fit_rows is 0"),
-        (lambda: Synth(zipf=float("inf")), "data.synth.zipf is inf: it must be finite"),
+        (lambda: Synth(zipf=float("inf")), "data.synth.zipf is inf: it must be a finite number, at least 0"),
         (lambda: Synth(examples=0), "data.synth.examples is 0: it must be at least 1"),
         (lambda: tc.Reader("x", batch_size=0), "batch_size is 0: it must be at least 1"),
         (lambda: tc.Reader("x", batch_size=1, shard=(2, 2)), "shard is (2, 2): it must be (number, count)"),
@@ -315,3 +315,4 @@ def test_option_errors() -> None:
     for make, message in wrong:
         with pytest.raises(ValueError, match=re.escape(message)):
             make()
+    assert Data(categorical="ab").categorical == ("ab",)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A run small enough for a second, by the command line: in this process, or in one of its own that can be killed."""
+"""Command-line runs that take about a second, in this process or in a child process."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ def write_config(folder: Path, text: str = SMALL, name: str = "small.toml") -> P
 
 
 def invoke(*words: Any) -> Any:
-    """The command in this process."""
+    """Run a command in this process."""
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def done(*words: Any) -> str:
-    """The same, and it must succeed; returns what it printed."""
+    """Run a command that must succeed; return its stdout."""
     result = invoke(*words)
     assert result.exit_code == 0, result.output + repr(result.exception)
     return str(result.stdout)
 
 
 def start(*words: Any, program: Sequence[str] = ("-m", "thermocline"), **env: str) -> subprocess.Popen[str]:
-    """The command, or another `program` of Python's, in a process of its own."""
+    """Start a command, or another Python `program`, in a child process."""
     source = str(Path(tc.__file__).parent.parent)
     return subprocess.Popen(
         [sys.executable, "-u", *program, *map(str, words)],
@@ -80,11 +80,12 @@ def start(*words: Any, program: Sequence[str] = ("-m", "thermocline"), **env: st
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def state_of(run_dir: Path, store: Path | None = None) -> dict[str, bytes]:
-    """Every bit of a run's newest checkpoint: rows by key, dense model and optimizer, random numbers, position."""
+    """Return all bytes of a run's newest checkpoint: rows by key, dense state, random state, position in the data."""
     manifest = json.loads(sorted((run_dir / "checkpoints").glob("*.json"))[-1].read_text())
     state = {name: json.dumps(manifest[name]).encode() for name in ("step", "position", "extra", "dense")}
     for file in manifest["files"]:

@@ -228,10 +228,10 @@ def test_measuring_is_reported_on_stderr(tmp_path: Path, monkeypatch: pytest.Mon
     base = ["plan", "--preset", "B/100000"]
     done = CliRunner().invoke(app, [*base, "--hardware", "paper"])
     assert "costs of a core measured on this machine now" in " ".join(done.stdout.split())
-    assert "takes minutes (--measure FILE keeps the figures, --hardware FILE reads them)" in done.stderr
+    assert "takes minutes (--measure FILE saves the result, --hardware FILE reads it)" in done.stderr
     done = CliRunner().invoke(app, [*base, "--hardware", "paper", "--measure", "node.toml", "--json"])
     assert json.loads(done.stdout)["hardware"]["source"].endswith("costs of a core measured on this machine now")
-    assert "measured into node.toml: --hardware node.toml reads it" in done.stderr
+    assert "saved to node.toml: use it with --hardware node.toml" in done.stderr
     done = CliRunner().invoke(app, [*base, "--hardware", "paper:node.toml"])
     assert "costs of a core of node.toml" in " ".join(done.stdout.split())
     assert not done.stderr

@@ -548,7 +548,7 @@ def test_wrong_settings_name_the_field() -> None:
         "keep",
         "log_every",
     ):
-        with pytest.raises(ValueError, match=rf"TrainConfig\.{field} is 0"):
+        with pytest.raises(ValueError, match=rf"train\.{field} is 0"):
             TrainConfig(**{field: 0})
     with pytest.raises(TypeError):
         TrainConfig(1)  # type: ignore[misc]

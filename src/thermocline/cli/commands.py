@@ -1,4 +1,4 @@
-"""What the commands do, one function each: config and names in, figures out. Progress is on stderr."""
+"""Implementation of the commands, one function each. They return results; progress is printed on stderr."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from thermocline.batch import Batch
-from thermocline.cli.progress_bar import counted, watched
+from thermocline.cli.progress_bar import count_examples, progress
 from thermocline.config.data import Data, Split, Synth
-from thermocline.config.loader import toml_value
 from thermocline.config.schema import Config
 from thermocline.data.open_data import check_paths, open_data
 from thermocline.distributed.launch import is_rank0
@@ -24,62 +25,62 @@ from thermocline.training.callbacks import Callback, Row
 from thermocline.utils.text_format import plural
 
 _PART = re.compile(r"part-\d{5,}\.(parquet|libsvm|libffm)")
-"""As `SyntheticAds.write` names the files of a folder."""
+"""File names of `SyntheticAds.write`."""
 
 
 class FirstStep(Callback):
-    """Says how long the process took to get there."""
-
-    def on_step(self, trainer: Any, loss: object) -> None:
-        if self.seconds is None:
-            self.seconds = _age_of_process()
-            print(f"first step after {self.seconds:.1f} s", flush=True)
+    """Prints the time from the start of the process to the end of the first step."""
 
     seconds: float | None = None
 
+    def on_step(self, trainer: Any, loss: object) -> None:
+        if self.seconds is None:
+            self.seconds = _process_age()
+            print(f"first step after {self.seconds:.1f} s", flush=True)
 
-def _age_of_process() -> float:
-    """Seconds since it began, by the kernel's books."""
+
+def _process_age() -> float:
+    """Return the seconds since the kernel started this process."""
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def train(config: Config, *, resume: bool) -> list[str]:
-    """Trains in the config's run_dir; returns what else there is to say."""
+    """Train in the config's run_dir; return one note per split with malformed lines."""
     from thermocline.training.run import Run
 
     splits: tuple[Split, ...] = ("train", "valid", "test")
     with Run(config) as run:
         if is_rank0():
-            print(f"training on {run.place}", flush=True)
+            print(f"training on {run.device_text}", flush=True)
         run.fit(resume=resume, callbacks=[FirstStep()] if is_rank0() else [])
         return [f"{split} data: {text}" for split in splits if (text := skipped(run.loader(split)))]
 
 
-# ---- what was trained
+# ---- trained runs
 
 
 def evaluate(run_dir: str, files: Sequence[str], sets: Sequence[str], checkpoint: str | None) -> Row:
-    """Exact metrics of a trained run, on its own test data or on other files."""
-    with _loaded(run_dir, files, sets, checkpoint) as run:
+    """Compute exact metrics of a trained run, on its test data or on other files."""
+    with _load_run(run_dir, files, sets, checkpoint) as run:
         batches = run.loader("test")
-        with watched("evaluating", _examples(batches, run.config)) as advance:
-            return {"step": run.step, **run.evaluate(counted(batches, advance)), "skipped": skipped(batches)}
+        with progress("evaluating", _examples(batches, run.config)) as advance:
+            return {"step": run.step, **run.evaluate(count_examples(batches, advance)), "skipped": skipped(batches)}
 
 
 def predict(run_dir: str, files: Sequence[str], out: str, sets: Sequence[str], checkpoint: str | None) -> Row:
-    """One score per example into the file `out`, in the order of the files: one left out would shift all others."""
+    """Write one score per example to the file `out`, in the order of the files."""
     from thermocline.training.prediction_writer import write_scores, writer_of
 
-    writer_of(out)  # before the work
-    with _loaded(run_dir, files, sets, checkpoint, labelled=False, strict=True) as run:
+    writer_of(out)  # raises before any work is done
+    with _load_run(run_dir, files, sets, checkpoint, labelled=False, strict=True) as run:
         batches = run.loader("test")
-        with watched("predicting", _examples(batches, run.config)) as advance:
-            count = write_scores(out, run.scores(counted(batches, advance)))
+        with progress("predicting", _examples(batches, run.config)) as advance:
+            count = write_scores(out, run.scores(count_examples(batches, advance)))
         return {"step": run.step, "scores": count, "out": out, "skipped": skipped(batches)}
 
 
-def _loaded(
+def _load_run(
     run_dir: str,
     files: Sequence[str],
     sets: Sequence[str],
@@ -88,7 +89,10 @@ def _loaded(
     labelled: bool = True,
     strict: bool = False,
 ) -> Any:
-    """strict: a malformed line is an error whatever the run's own setting, unless `sets` has another."""
+    """Load a run to evaluate it on `files`.
+
+    strict   malformed lines are errors, because a missing score would shift all later ones; `sets` can change it
+    """
     from thermocline.training.run import Run
     from thermocline.training.run_dir import config_of
 
@@ -97,16 +101,16 @@ def _loaded(
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, on_error="raise"))
     if files:
         if config.data.format == "synth":
-            raise ConfigError(f"{run_dir} was trained on generated data: files have no place in it; leave them out")
+            raise ConfigError(f"{run_dir} was trained on generated data: it cannot read files; leave them out")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, test=tuple(files)))
     elif config.data.format != "synth" and not config.data.test:
-        raise ConfigError(f"{run_dir} has no data.test: name the files")
-    which = int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
-    return Run.load(run_dir, checkpoint=which, config=config, labelled=labelled)
+        raise ConfigError(f"{run_dir} has no data.test: give data files on the command line")
+    step_or_tag = int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
+    return Run.load(run_dir, checkpoint=step_or_tag, config=config, labelled=labelled)
 
 
 def _examples(batches: Any, config: Config) -> int | None:
-    """Roughly how many there will be."""
+    """Estimate the number of examples, or return None."""
     try:
         return len(batches) * config.train.batch_size
     except TypeError:
@@ -115,19 +119,19 @@ def _examples(batches: Any, config: Config) -> int | None:
 
 
 def skipped(batches: Any) -> str | None:
-    """What on_error = "skip" left out of the latest pass, in words; none: nothing."""
-    found = getattr(batches, "skipped", None)
-    if found is None or not found.count:
+    """Describe the lines that on_error = "skip" skipped in the latest pass; None if there were none."""
+    lines = getattr(batches, "skipped", None)
+    if lines is None or not lines.count:
         return None
-    were = plural(found.count, "malformed line was", "malformed lines were")
-    return f"{were} skipped; the first: {found.malformed[0]}"  # counts lines of one only
+    were = plural(lines.count, "malformed line was", "malformed lines were")
+    return f"{were} skipped; the first: {lines.malformed[0]}"
 
 
 # ---- before training
 
 
 def hardware(path: Path | None, into: Path | None) -> Any:
-    """A node's figures: a file's, the source's, or measured now, which `into` then keeps."""
+    """Return the measurements of a node: from a file, of the paper's node, or measured now and written to `into`."""
     from thermocline.planner.hardware import Hardware, paper_node
     from thermocline.utils import atomic_file
 
@@ -138,23 +142,23 @@ def hardware(path: Path | None, into: Path | None) -> Any:
         return Hardware.load(path)
     from thermocline.planner.calibrate import PARTS, measure
 
-    keeping = "--measure FILE keeps the figures, --hardware FILE reads them" if into is None else f"kept in {into}"
-    print(f"measuring this machine, which takes minutes ({keeping})", file=sys.stderr, flush=True)
-    with watched("measuring this machine", PARTS, "parts") as advance:
-        found = measure(None if into is None else into.absolute().parent, lambda: advance(1))
+    target = "--measure FILE saves the result, --hardware FILE reads it" if into is None else f"saved to {into}"
+    print(f"measuring this machine, which takes minutes ({target})", file=sys.stderr, flush=True)
+    with progress("measuring this machine", PARTS, "parts") as advance:
+        measured = measure(None if into is None else into.absolute().parent, lambda: advance(1))
     if into is not None:
-        atomic_file.atomic_write(into, found.to_toml().encode())
-        print(f"measured into {into}: --hardware {into} reads it", file=sys.stderr, flush=True)
-    return found if path is None else paper_node(found.cpu, "measured on this machine now")
+        atomic_file.atomic_write(into, measured.to_toml().encode())
+        print(f"saved to {into}: use it with --hardware {into}", file=sys.stderr, flush=True)
+    return measured if path is None else paper_node(measured.cpu, "measured on this machine now")
 
 
 def plan(config: Config, path: Path | None, into: Path | None, *, nodes: int, ranks: int | None) -> Row:
-    """What a step of the config takes on nodes of `hardware(path, into)`: what is wrong shows before any measuring."""
+    """Predict a step of the config on nodes of `hardware(path, into)`. The config is checked before measuring."""
     from thermocline.planner.cost_model import predict
     from thermocline.planner.workload import cluster_of, workload_of
 
-    measured = path is None or str(path) == "paper"
-    node = None if measured else hardware(path, into)
+    measures = path is None or str(path) == "paper"
+    node = None if measures else hardware(path, into)
     work = workload_of(config)
     node = hardware(path, into) if node is None else node
     cluster = cluster_of(config, work, node, nodes=nodes, ranks=ranks)
@@ -167,7 +171,7 @@ def plan(config: Config, path: Path | None, into: Path | None, *, nodes: int, ra
 
 
 def print_plan(report: Row) -> None:
-    """As tables."""
+    """Print a prediction as tables."""
     from rich.console import Console
     from rich.table import Table
 
@@ -185,13 +189,13 @@ def print_plan(report: Row) -> None:
     for term in report["terms"]:
         table.add_row(term["stage"], term["resource"], f"{term['seconds'] * 1e3:.3f}", term["description"])
     console.print(table)
-    for what in ("stages", "resources"):
-        parts = sorted(report[what].items(), key=lambda item: -item[1])
-        console.print(f"{what}: " + ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in parts))
+    for group in ("stages", "resources"):
+        parts = sorted(report[group].items(), key=lambda item: -item[1])
+        console.print(f"{group}: " + ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in parts))
     figures = report["figures"]
     console.print(
-        f"unique keys: {figures['rank_unique']:,.0f} of a rank, {figures['node_unique']:,.0f} of a node, "
-        f"{figures['world_unique']:,.0f} of all; {figures['hits']:.1%} of the rows pulled are found above SSD"
+        f"unique keys: {figures['rank_unique']:,.0f} per rank, {figures['node_unique']:,.0f} per node, "
+        f"{figures['world_unique']:,.0f} in total; {figures['hits']:.1%} of the pulled rows are in memory"
     )
     console.print(f"slowest stage: {report['slowest_stage']}; slowest resource: {report['slowest_resource']}")
 
@@ -217,8 +221,8 @@ def reproduce(out: Path, setup: Any, only: Sequence[str], command: str, *, here:
 
 
 def stats(config: Config, split: Split, examples: int | None) -> Row:
-    """Keys, skew and sizes of a split's data, for the config's model; of its first `examples` only, if given."""
-    from thermocline.data import key_stats as figures
+    """Count keys, skew and sizes of a split for the config's model; `examples` limits it to the first ones."""
+    from thermocline.data import key_stats
     from thermocline.models import row_dim
     from thermocline.training.run import row_optimizer
 
@@ -231,13 +235,15 @@ def stats(config: Config, split: Split, examples: int | None) -> Row:
     if examples is not None:
         total = examples if total is None else min(total, examples)
         read = itertools.islice(batches, -(-examples // config.train.batch_size))
-    with watched("counting", total) as advance:
-        report, counts = figures.count_keys(read, advance)
+    with progress("counting", total) as advance:
+        report, counts = key_stats.count_keys(read, advance)
     for field, name in zip(report["per_field"], getattr(batches, "field_names", ()), strict=False):
         field["name"] = name
     optimizer = row_optimizer(config)
     pinned = config.train.depth * config.train.pull_window
-    sizes = figures.suggest_sizes(counts, report["batches"], row_dim(config.model), optimizer, pinned, config.precision)
+    sizes = key_stats.suggest_sizes(
+        counts, report["batches"], row_dim(config.model), optimizer, pinned, config.precision
+    )
     report["model"] = {"name": config.model.name, "optimizer": config.train.optimizer, **sizes}
     return {**report, "batch_size": config.train.batch_size, "skipped": skipped(batches)}
 
@@ -245,51 +251,51 @@ def stats(config: Config, split: Split, examples: int | None) -> Row:
 def write_synth(
     synth: Synth, folder: str, format: Any, examples_per_file: int | None, *, force: bool = False
 ) -> tuple[list[Path], str]:
-    """Writes train, valid and test files; returns them, and the [data] section that reads them.
+    """Write train, valid and test files; return them, and the [data] section that reads them.
 
-    force   replaces what is there under the same names; otherwise that is an error
+    force   replaces existing files; without it they are an error
     """
     if synth.dense and format != "parquet":
-        raise ConfigError(f"--dense is {synth.dense}, but {format} files hold ids only: write --format parquet")
+        raise ConfigError(f"--dense is {synth.dense}, but {format} files contain keys only: use --format parquet")
     target = Path(folder)
     data = Data(format="synth", synth=synth)
     sizes: dict[Split, int] = {"train": synth.examples, "valid": synth.valid_examples, "test": synth.test_examples}
     paths = {split: target / (split if examples_per_file else f"{split}.{format}") for split in sizes if sizes[split]}
     parts: dict[Split, Any] = {split: open_data(data, split, batch_size=4096, tensors=False) for split in paths}
-    _clear(list(paths.values()), force, split_up=examples_per_file is not None)
+    _remove_existing(list(paths.values()), force, folders=examples_per_file is not None)
     target.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    lines = ["[data]"]
-    with watched("writing", sum(sizes.values())) as advance:
+    section: dict[str, Any] = {}
+    with progress("writing", sum(sizes.values())) as advance:
         for split, path in paths.items():
             written += parts[split].write(path, format, examples_per_file=examples_per_file, progress=advance)
-            lines.append(f"{split} = {toml_value([str(path)])}")
-    lines += [f"format = {toml_value(format)}", "raw_keys = true"]
+            section[split] = str(path)
+    section |= {"format": format, "raw_keys": True}
     if synth.dense:
-        lines.append('numeric = ["dense_*"]')
-    return written, "\n".join(lines)
+        section["numeric"] = "dense_*"
+    return written, tomli_w.dumps({"data": section}).removesuffix("\n")
 
 
-def _clear(paths: Sequence[Path], force: bool, split_up: bool) -> None:
-    """Raises if there are files already; with `force`, those of folders go, so that none is read among the new ones.
+def _remove_existing(paths: Sequence[Path], force: bool, folders: bool) -> None:
+    """Raise if output files exist; with `force`, remove the files of output folders, so that only new ones are read.
 
-    Only what an earlier call may have written goes: other files in its place are an error, whatever is allowed.
+    Only files with names of `SyntheticAds.write` are removed. Other files are an error, also with `force`.
     """
-    parts = [file for path in paths if split_up and path.is_dir() for file in sorted(path.iterdir()) if file.is_file()]
-    parts = [file for file in parts if not file.name.startswith((".", "_"))]  # which readers of the folder pass over
-    strange = [path for path in paths if path.exists() and path.is_dir() != split_up]
-    strange += [file for file in parts if not _PART.fullmatch(file.name)]
-    if strange:
-        raise ConfigError(f"{strange[0]} is in the way, and not of `data synth`: choose another folder")
-    found = parts if split_up else [path for path in paths if path.exists()]
-    if found and not force:
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        raise ConfigError(f"{found[0]}{more} would be replaced: --force allows it; or choose another folder")
+    parts = [file for path in paths if folders and path.is_dir() for file in sorted(path.iterdir()) if file.is_file()]
+    parts = [file for file in parts if not file.name.startswith((".", "_"))]  # readers skip these
+    foreign = [path for path in paths if path.exists() and path.is_dir() != folders]
+    foreign += [file for file in parts if not _PART.fullmatch(file.name)]
+    if foreign:
+        raise ConfigError(f"{foreign[0]} exists and was not written by `data synth`: choose another folder")
+    existing = parts if folders else [path for path in paths if path.exists()]
+    if existing and not force:
+        more = f" and {len(existing) - 1} more" if len(existing) > 1 else ""
+        raise ConfigError(f"{existing[0]}{more} would be replaced: add --force, or choose another folder")
     for file in parts:
         file.unlink()
 
 
-def lines_of(rows: Iterable[tuple[str, Any]]) -> str:
-    """`name value` pairs in one line."""
-    rows = [(name, value) for name, value in rows if isinstance(value, (int, float))]
-    return "  ".join(f"{name} {value:.6f}" if isinstance(value, float) else f"{name} {value:,}" for name, value in rows)
+def metrics_line(row: Row) -> str:
+    """Format the numbers of a row as `name value` pairs in one line."""
+    numbers = [(name, value) for name, value in row.items() if isinstance(value, (int, float))]
+    return "  ".join(f"{name} {n:.6f}" if isinstance(n, float) else f"{name} {n:,}" for name, n in numbers)

@@ -1,7 +1,7 @@
-"""What a folder holds, without changing it: a store, a run, or one checkpoint of a run.
+"""Contents and damage of a store, a run, or one checkpoint of a run. Read-only.
 
-Works while another process trains: stores are opened on their newest commit, read only. Figures come as plain values
-(`inspect`), or as lines to read (`describe`).
+It works while another process trains: stores are opened read-only at their newest commit. `inspect` returns plain
+values, `describe` formats them as lines.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.text_format import format_size, plural
 
 Report = dict[str, Any]
-_TRIES = 5
+_ATTEMPTS = 5
 
 
 def inspect(path: str | os.PathLike[str], *, check: bool = False, mem: str | SupportsIndex = "256MB") -> Report:
-    """Figures of a store, a run's folder or a checkpoint's manifest; "problems" is empty if all is well.
+    """Report on a store, the folder of a run or the manifest of a checkpoint; "problems" lists all damage.
 
-    check   verifies every byte of every store and file it names
-    mem     DRAM that opening a store may use
+    check   verify every byte of the stores and files
+    mem     DRAM for opening a store
     """
-    place = Path(path)
-    if (place / "STORE").exists():
-        return _store(place, check, mem)
-    if (place / "checkpoints").is_dir():
-        return _run(place, check, mem)
-    if place.suffix == ".json" and place.parent.name == "checkpoints" and place.exists():
-        return _checkpoint(place, check, mem)
-    if not place.exists():
+    target = Path(path)
+    if (target / "STORE").exists():
+        return _inspect_store(target, check, mem)
+    if (target / "checkpoints").is_dir():
+        return _inspect_run(target, check, mem)
+    if target.suffix == ".json" and target.parent.name == "checkpoints" and target.exists():
+        return _inspect_checkpoint(target, check, mem)
+    if not target.exists():
         raise ConfigError(f"{path}: there is no such file or folder")
     raise ConfigError(
         f"{path} is neither a store (a folder with a file STORE), nor a run (a folder with checkpoints), nor a "
@@ -42,26 +42,26 @@ def inspect(path: str | os.PathLike[str], *, check: bool = False, mem: str | Sup
     )
 
 
-# ---- a store
+# ---- stores
 
 
-def _store(path: Path, check: bool, mem: str | SupportsIndex, epoch: int | None = None) -> Report:
-    """Looks again when a writer has committed meanwhile: what was open may have been released by it."""
-    for _ in range(_TRIES):
+def _inspect_store(path: Path, check: bool, mem: str | SupportsIndex, epoch: int | None = None) -> Report:
+    """Retry after a commit of a concurrent writer, which may have removed files of the open epoch."""
+    for _ in range(_ATTEMPTS):
         before = _commits(path)
         try:
-            return _look_at_store(path, check, mem, epoch)
+            return _read_store(path, check, mem, epoch)
         except (IoError, NotFoundError) as error:
-            if _commits(path) == before:  # no writer's doing
+            if _commits(path) == before:  # no concurrent commit: the store is damaged
                 return {"kind": "store", "path": str(path), "problems": [str(error)]}
-    raise ThermoclineError(f"{path} is committed to faster than it can be read: try again, or stop the run")
+    raise ThermoclineError(f"{path} cannot be read between two commits of its writer: try again, or stop the run")
 
 
 def _commits(path: Path) -> set[str]:
     return {file.name for file in path.glob("MANIFEST-*")}
 
 
-def _look_at_store(path: Path, check: bool, mem: str | SupportsIndex, epoch: int | None) -> Report:
+def _read_store(path: Path, check: bool, mem: str | SupportsIndex, epoch: int | None) -> Report:
     report: Report = {"kind": "store", "path": str(path), "problems": []}
     try:
         with SsdStore.open(path, read_only=True, mem_budget=mem, epoch=epoch) as store:
@@ -89,10 +89,10 @@ def _look_at_store(path: Path, check: bool, mem: str | SupportsIndex, epoch: int
     return report
 
 
-# ---- a run
+# ---- runs
 
 
-def _run(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
+def _inspect_run(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
     config = path / "config.toml"
     report: Report = {"kind": "run", "path": str(path), "config": str(config) if config.exists() else None}
     report |= {"problems": [], "checkpoints": [], "stores": []}
@@ -100,42 +100,42 @@ def _run(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
         try:
             report["checkpoints"].append(_manifest(manifest))
         except FileNotFoundError:
-            continue  # replaced by a newer one while we looked
+            continue  # replaced by a newer checkpoint meanwhile
         except StoreError as error:
             report["problems"].append(str(error))
     for checkpoint in report["checkpoints"] if check else ():
         report["problems"] += _files_of(Path(checkpoint["path"]), checkpoint)
     newest = report["checkpoints"][-1] if report["checkpoints"] else None
-    for name, place, _ in _stores_of(path, newest):
-        found = _store(place, check, mem)
-        report["stores"].append({"table": name, **found})
-        report["problems"] += found["problems"]
+    for name, folder, _ in _stores_of(path, newest):
+        store = _inspect_store(folder, check, mem)
+        report["stores"].append({"table": name, **store})
+        report["problems"] += store["problems"]
     report["last"] = _last_line(path / "metrics.jsonl")
     return report
 
 
 def _stores_of(run_dir: Path, checkpoint: Report | None) -> Iterator[tuple[str, Path, int]]:
-    """The folders of the tables' rows, inside the run or where its config says, and the checkpoint's epoch in each."""
+    """Yield table name, store folder (in the run or from its config) and epoch for each store of a checkpoint."""
     for name, table in (checkpoint or {"tables": {}})["tables"].items():
-        place = run_dir / "stores" / name
+        folder = run_dir / "stores" / name
         if table["ssd"]:
             if not (run_dir / "config.toml").exists():
                 continue
             from thermocline.config.schema import Config
 
-            ssd = Config.load(run_dir / "config.toml").moved(run_dir).tiers.ssd
+            ssd = Config.load(run_dir / "config.toml").relocated(run_dir).tiers.ssd
             if ssd is None:
                 continue
-            place = Path(ssd)
+            folder = Path(ssd)
         assert checkpoint is not None
         if checkpoint["ranks"] is None:
-            yield name, place, table["epoch"]
+            yield name, folder, table["epoch"]
         for rank in checkpoint["ranks"] or ():
-            yield name, place / rank["stores"][name]["folder"], rank["stores"][name]["epoch"]
+            yield name, folder / rank["stores"][name]["folder"], rank["stores"][name]["epoch"]
 
 
 def _last_line(path: Path) -> Report | None:
-    """The newest whole line of metrics.jsonl."""
+    """Return the newest complete line of metrics.jsonl, or None."""
     if not path.exists():
         return None
     with open(path, "rb") as file:
@@ -145,12 +145,12 @@ def _last_line(path: Path) -> Report | None:
         try:
             row: Report = json.loads(line)
         except ValueError:
-            continue  # being written
+            continue  # incomplete: the run is writing it
         return row
     return None
 
 
-# ---- a checkpoint
+# ---- checkpoints
 
 
 def _manifest(path: Path) -> Report:
@@ -160,41 +160,41 @@ def _manifest(path: Path) -> Report:
 
 
 def _files_of(path: Path, checkpoint: Report) -> list[str]:
-    """What is wrong with the files that a manifest names."""
+    """Return the damage of the files that a manifest lists."""
     problems = []
     for name, expected in checkpoint["files"].items():
         try:
             data = (path.parent / name).read_bytes()
         except FileNotFoundError:
-            if path.exists():  # else both were replaced while we looked
+            if path.exists():  # else a newer checkpoint has replaced both
                 problems.append(
                     f"{path.parent / name} is missing: the checkpoint of step {checkpoint['step']} needs it"
                 )
             continue
         if len(data) != expected["bytes"] or sha256_hex(data) != expected["sha256"]:
-            problems.append(f"{path.parent / name} is damaged: its checksum is not the one its manifest has")
+            problems.append(f"{path.parent / name} is damaged: its checksum differs from the manifest")
     return problems
 
 
-def _checkpoint(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
+def _inspect_checkpoint(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
     try:
         report = _manifest(path)
     except StoreError as error:
         return {"kind": "checkpoint", "path": str(path), "problems": [str(error)], "stores": []}
     report["problems"] += _files_of(path, report)
     report["stores"] = []
-    for name, place, epoch in _stores_of(path.parent.parent, report):
-        found = _store(place, check, mem, epoch=epoch)
-        report["stores"].append({"table": name, **found})
-        report["problems"] += found["problems"]
+    for name, folder, epoch in _stores_of(path.parent.parent, report):
+        store = _inspect_store(folder, check, mem, epoch=epoch)
+        report["stores"].append({"table": name, **store})
+        report["problems"] += store["problems"]
     return report
 
 
-# ---- in words
+# ---- text
 
 
 def describe(report: Report) -> Iterator[str]:
-    """Lines for a person."""
+    """Format a report as lines."""
     kind = report["kind"]
     yield f"{kind} {report['path']}"
     if kind == "store":
@@ -210,14 +210,14 @@ def describe(report: Report) -> Iterator[str]:
         yield f"  PROBLEM  {problem}"
     if not report["problems"]:
         checked = report.get("checked") or any(store.get("checked") for store in report.get("stores", ()))
-        yield "  healthy: every byte verified" if checked else "  no problem met (--check verifies every byte)"
+        yield "  healthy: every byte verified" if checked else "  no problems found (--check verifies every byte)"
 
 
 def _describe_store(store: Report, indent: str) -> Iterator[str]:
     if "epoch" not in store:
         return
     if "keys" in store:
-        yield f"{indent}{plural(store['keys'], 'key')}, {store['row_bytes']} bytes a row"
+        yield f"{indent}{plural(store['keys'], 'key')}, {store['row_bytes']} bytes per row"
     base, log = format_size(store["base_bytes"]), format_size(store["log_bytes"])
     disk, files = format_size(store["disk_bytes"]), plural(store["files"], "file")
     yield f"{indent}{disk} on disk in {files}: base {base}, log {log}; index {format_size(store['index_bytes'])}"
@@ -226,7 +226,7 @@ def _describe_store(store: Report, indent: str) -> Iterator[str]:
 
 
 def _describe_run(run: Report) -> Iterator[str]:
-    yield f"  config {run['config'] or 'none: not trained by `thermocline train`'}"
+    yield f"  config {run['config'] or 'not found: the run was not started by `thermocline train`'}"
     for checkpoint in run["checkpoints"]:
         yield from _describe_checkpoint(checkpoint, "  ")
     if not run["checkpoints"]:
@@ -240,11 +240,11 @@ def _describe_run(run: Report) -> Iterator[str]:
 
 
 def _describe_checkpoint(checkpoint: Report, indent: str) -> Iterator[str]:
-    what = "the run's beginning" if checkpoint["begin"] else f"step {checkpoint['step']}"
+    step = "start of the run" if checkpoint["begin"] else f"step {checkpoint['step']}"
     tag = f" ({checkpoint['tag']})" if checkpoint["tag"] else ""
     size = sum(file["bytes"] for file in checkpoint["files"].values())
     name = Path(checkpoint["path"]).name
-    yield f"{indent}checkpoint {name}: {what}{tag}, {checkpoint['time']}, dense {format_size(size)}"
+    yield f"{indent}checkpoint {name}: {step}{tag}, {checkpoint['time']}, dense {format_size(size)}"
     for name, table in checkpoint["tables"].items():
         layout = table["layout"]
         yield (

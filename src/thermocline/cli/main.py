@@ -1,8 +1,8 @@
-"""`thermocline`: parses the command line, and says what came of it. The work is in commands.py and what it calls.
+"""The command line `thermocline`: options, output and exit codes. commands.py implements the commands.
 
-Exit codes: 0 done; 1 what was found is not as needed: data, budget, disk, checkpoints; 2 what was asked for is wrong:
-config, flags, and the files and folders they name (`ConfigError`); 130 Ctrl-C; 143 SIGTERM. Nothing heavy is imported
-before its use.
+Exit codes: 0 success; 1 runtime failure (data, budget, disk, checkpoints); 2 usage error (`ConfigError`: config, flags,
+and the files and folders that they name); 130 Ctrl-C; 143 SIGTERM. Large modules are imported where they are used, so
+that --help stays fast.
 """
 
 from __future__ import annotations
@@ -20,25 +20,30 @@ import typer
 
 app = typer.Typer(
     name="thermocline",
-    help="Trains CTR models whose embedding tables exceed memory: rows in DRAM and on SSD, exact to the bit.",
+    help=(
+        "Train CTR models whose embedding tables exceed memory: rows in HBM, DRAM and on SSD, with exact results. "
+        "Exit codes: 0 success; 1 runtime failure; 2 usage error; 130 Ctrl-C; 143 SIGTERM."
+    ),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-data_app = typer.Typer(no_args_is_help=True, help="Generates data files; says what data asks of a machine.")
+data_app = typer.Typer(no_args_is_help=True, help="Generate data files; measure keys and skew of data.")
 app.add_typer(data_app, name="data")
 
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=C", help="Overrides a key of the config, such as train.lr=0.01; repeatable."),
+    typer.Option("--set", metavar="A.B=C", help="Override a key of the config, such as train.lr=0.01; repeatable."),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="An error shows its traceback.")]
-Json = Annotated[bool, typer.Option("--json", help="Prints JSON.")]
-RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")]
-Files = Annotated[list[str] | None, typer.Argument(metavar="[FILE]...", help="Instead of the config's test data.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Folder of a run (train.run_dir).")]
+Files = Annotated[
+    list[str] | None, typer.Argument(metavar="[FILE]...", help="Data files; default: data.test of the run.")
+]
 Checkpoint = Annotated[
-    str | None, typer.Option(help="best, last, or a step; default: the best if there is one, else the last.")
+    str | None, typer.Option(help="best, last, or a step; default: best if there is one, else last.")
 ]
 
 
@@ -54,8 +59,8 @@ class Format(StrEnum):
     libffm = "libffm"
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         from thermocline import __version__
 
         typer.echo(f"thermocline {__version__}")
@@ -65,7 +70,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Prints the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass
@@ -73,7 +78,7 @@ def _main(
 
 @contextlib.contextmanager
 def _one_line(debug: bool) -> Iterator[None]:
-    """Errors that are the user's to mend are one line on stderr; a bug of ours keeps its traceback."""
+    """Print errors that a user can fix as one line on stderr and exit; other errors keep their traceback."""
     from thermocline.errors import ConfigError, ThermoclineError
 
     try:
@@ -81,34 +86,34 @@ def _one_line(debug: bool) -> Iterator[None]:
     except (ThermoclineError, ValueError, OSError, FloatingPointError) as error:
         if debug:
             raise
-        _say(" ".join(str(error).split()))
+        _print_error(" ".join(str(error).split()))
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     except ModuleNotFoundError as error:
         if debug or error.name not in ("torch", "tensorboard"):
             raise
-        _say(f"{error}: `pip install thermocline[torch]` brings it")
+        _print_error(f"{error}: install it with `pip install thermocline[torch]`")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         if debug:
             raise
-        _say("interrupted")
+        _print_error("interrupted")
         raise typer.Exit(130) from None
 
 
-def _say(words: str) -> None:
-    """On stderr; what all ranks of a machine have to say, once."""
+def _print_error(message: str) -> None:
+    """Print a message on stderr; if several ranks of a machine have the same message, only one prints it."""
     from thermocline.distributed.launch import is_first_report
 
-    if is_first_report(words):
-        typer.echo(f"thermocline: {words}", err=True)
+    if is_first_report(message):
+        typer.echo(f"thermocline: {message}", err=True)
 
 
-def _tell_skipped(report: Any) -> None:
+def _print_skipped(report: Any) -> None:
     if report["skipped"]:
         typer.echo(report["skipped"], err=True)
 
 
-def _dump(report: Any) -> None:
+def _print_json(report: Any) -> None:
     from thermocline.training.callbacks import finite
 
     typer.echo(json.dumps(finite(report), indent=1))
@@ -119,15 +124,17 @@ def _dump(report: Any) -> None:
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, on what, where.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.toml", help="Config file; `thermocline schema` describes it.")
+    ],
     sets: Sets = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Goes on with the run in train.run_dir.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in train.run_dir.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Trains a model as a config file says; its folder gets config.toml, metrics.jsonl, tensorboard and checkpoints.
+    """Train a model; write config.toml, metrics.jsonl, tensorboard and checkpoints to train.run_dir.
 
-    Ctrl-C saves and ends; --resume goes on with the bits of a run never stopped. Several GPUs or machines:
-    torchrun --nproc-per-node G --nnodes N -m thermocline train CONFIG.toml; its restarts resume by themselves.
+    Ctrl-C saves and exits; --resume continues, with the same bits as a run without interruption. Several GPUs or
+    machines: torchrun --nproc-per-node G --nnodes N -m thermocline train CONFIG.toml; restarts resume automatically.
     """
     with _one_line(debug):
         from thermocline.config.schema import Config
@@ -138,7 +145,7 @@ def train(
 
         resume = resume or may_be_restart()
         if resume and is_rank0() and not has_run(settings.train.run_dir):
-            typer.echo(f"{settings.train.run_dir} has nothing saved to resume: a new run begins")
+            typer.echo(f"{settings.train.run_dir} has nothing saved to resume: starting a new run")
         for change in check_folder(settings, resume=resume):
             if is_rank0():
                 typer.echo(f"changed {change}")
@@ -148,17 +155,13 @@ def train(
             notes = commands.train(settings, resume=resume)
         except (KeyboardInterrupt, SystemExit) as stopped:  # SIGTERM is the latter
             words = ["thermocline", "train", str(config), *(w for s in sets or () for w in ("--set", s)), "--resume"]
-            _say(
-                f"interrupted; to go on: {shlex.join(words)}"
-                if is_single_rank()
-                else "interrupted; to go on: add --resume"
-            )
+            _print_error(f"interrupted; resume with: {shlex.join(words) if is_single_rank() else '--resume'}")
             raise typer.Exit(130 if isinstance(stopped, KeyboardInterrupt) else 143) from None
         for note in notes:
             typer.echo(note, err=True)
 
 
-# ---- what was trained
+# ---- trained runs
 
 
 @app.command("eval")
@@ -170,16 +173,16 @@ def evaluate(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """AUC, logloss, normalised entropy and calibration of a trained run. Changes nothing; works while it trains on."""
+    """Compute AUC, logloss, normalized entropy and calibration of a run. Read-only; works while the run trains."""
     with _one_line(debug):
         from thermocline.cli import commands
 
         report = commands.evaluate(run_dir, files or (), sets or (), checkpoint)
         if as_json:
-            _dump(report)
+            _print_json(report)
         else:
-            typer.echo(commands.lines_of(report.items()))
-            _tell_skipped(report)
+            typer.echo(commands.metrics_line(report))
+            _print_skipped(report)
 
 
 @app.command()
@@ -188,35 +191,33 @@ def predict(
     files: Files = None,
     out: Annotated[
         str,
-        typer.Option(
-            help="File of the scores: .csv, .parquet or .npy; replaced if it is there, and its folder made if not."
-        ),
+        typer.Option(help="Output file: .csv, .parquet or .npy. An existing file is replaced; its folder is created."),
     ] = "scores.csv",
     sets: Sets = None,
     checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
-    """Writes one score per example, in the order of the files. Changes nothing; works while the run trains on."""
+    """Write one score per example, in the order of the files. Read-only; works while the run trains."""
     with _one_line(debug):
         from thermocline.cli import commands
         from thermocline.utils.text_format import plural
 
         report = commands.predict(run_dir, files or (), out, sets or (), checkpoint)
         typer.echo(f"{plural(report['scores'], 'score')} of step {report['step']} in {out}")
-        _tell_skipped(report)
+        _print_skipped(report)
 
 
 @app.command()
 def inspect(
-    path: Annotated[str, typer.Argument(help="A store, a run_dir, or a checkpoint's .json.")],
-    check: Annotated[bool, typer.Option("--check", help="Verifies every byte.")] = False,
-    mem: Annotated[str, typer.Option(help="DRAM that opening a store may use.")] = "256MB",
+    path: Annotated[str, typer.Argument(help="A store, a run_dir, or a checkpoint's .json file.")],
+    check: Annotated[bool, typer.Option("--check", help="Verify every byte.")] = False,
+    mem: Annotated[str, typer.Option(help="DRAM for opening a store.")] = "256MB",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Keys, sizes and health of a store, a run or a checkpoint. Changes nothing; exit code 1: something is damaged."""
+    """Show keys, sizes and damage of a store, a run or a checkpoint. Read-only; exit code 1 if something is damaged."""
     with _one_line(debug):
-        from thermocline.cli.inspect import describe, inspect as look
+        from thermocline.cli.inspect import describe, inspect as inspect_path
         from thermocline.errors import ConfigError
         from thermocline.utils.text_format import parse_size
 
@@ -224,9 +225,9 @@ def inspect(
             budget = parse_size(mem, "--mem")
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        report = look(path, check=check, mem=budget)
+        report = inspect_path(path, check=check, mem=budget)
         if as_json:
-            _dump(report)
+            _print_json(report)
         else:
             for line in describe(report):
                 typer.echo(line)
@@ -239,35 +240,37 @@ def inspect(
 
 @app.command()
 def plan(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]", help="What would be trained.")] = None,
-    preset: Annotated[str | None, typer.Option(help='Instead of a config: a model of the source, such as "E".')] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Config file.")] = None,
+    preset: Annotated[str | None, typer.Option(help='Instead of a config: a model of the paper, such as "E".')] = None,
     sets: Sets = None,
     hardware: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE|paper[:FILE]",
-            help="A node's figures; paper: the source's node, with the costs of a core of FILE. Default: measured now.",
+            help="Measurements of a node; paper: the paper's node, with core costs from FILE. Default: measure now.",
         ),
     ] = None,
     measure: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measures this machine into FILE: --hardware FILE reads it.")
+        Path | None, typer.Option(metavar="FILE", help="Measure this machine and write FILE, for --hardware FILE.")
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Per node; default: its GPUs, or 1 without.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks per node; default: its GPUs, or 1 without GPUs.")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Predicts a step's time, stage by stage, and the resource that bounds it, for this machine or a cluster.
+    """Predict the time of a step by stage, and the limiting resource, for this machine or a cluster.
 
-    All else is as the config says, [dist] too; --set changes it, for a preset as well: --set train.pull_window=30,
-    --set dist.hops=flat, --set dist.dense_sync.every=20, --set tiers.device=cpu.
+    Other settings are those of the config, [dist] included. --set changes them, also for a preset: --set
+    train.pull_window=30, --set dist.hops=flat, --set dist.dense_sync.every=20, --set tiers.device=cpu.
     """
     with _one_line(debug):
         from thermocline.config.schema import Config
         from thermocline.errors import ConfigError
 
         if (config is None) == (preset is None) and (measure is None or config is not None):
-            raise ConfigError("plan takes a CONFIG.toml or --preset, one of them; or --measure FILE alone")
+            raise ConfigError("plan needs either CONFIG.toml or --preset; or only --measure FILE")
         settings = None if config is None else Config.load(config, sets or ())
         from thermocline.cli import commands
 
@@ -280,9 +283,21 @@ def plan(
             return
         report = commands.plan(settings, hardware, measure, nodes=nodes, ranks=ranks)
         if as_json:
-            _dump(report)
+            _print_json(report)
         else:
             commands.print_plan(report)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a config file, which editors use to complete and check keys.
+
+    Write it to a file: thermocline schema > thermocline.schema.json. Then make "#:schema thermocline.schema.json" the
+    first line of the config; Taplo and Even Better TOML (VS Code) read it.
+    """
+    from thermocline.config.json_schema import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=1))
 
 
 # ---- the sources' experiments
@@ -339,37 +354,37 @@ def reproduce(
 @data_app.command()
 def synth(
     out: Annotated[str, typer.Argument(help="Folder for train, valid and test files.")],
-    format: Annotated[Format, typer.Option(help="Of the files.")] = Format.parquet,
-    preset: Annotated[str | None, typer.Option(help='Model of the source at a scale, such as "E/1000".')] = None,
-    keys: Annotated[int, typer.Option(min=1, help="How many there are.")] = 1_000_000,
-    fields: Annotated[int, typer.Option(min=1, help="How many.")] = 26,
-    nonzeros: Annotated[int | None, typer.Option(min=1, help="Ids per example; default: one per field.")] = None,
-    zipf: Annotated[float, typer.Option(min=0, help="Exponent of popularity.")] = 1.05,
-    dense: Annotated[int, typer.Option(min=0, help="Dense features (parquet only).")] = 0,
-    examples: Annotated[int, typer.Option(min=1, help="For training.")] = 1_000_000,
-    valid_examples: Annotated[int, typer.Option(min=0, help="For validation; 0: none.")] = 100_000,
-    test_examples: Annotated[int, typer.Option(min=0, help="For the test; 0: none.")] = 100_000,
-    examples_per_file: Annotated[int | None, typer.Option(min=1, help="Makes folders of files.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the data.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replaces files that are there already.")] = False,
+    format: Annotated[Format, typer.Option(help="Format of the files.")] = Format.parquet,
+    preset: Annotated[
+        str | None, typer.Option(help='Model of the paper and a divisor of its size, such as "E/1000".')
+    ] = None,
+    keys: Annotated[int, typer.Option(min=1, help="Number of distinct keys.")] = 1_000_000,
+    fields: Annotated[int, typer.Option(min=1, help="Number of fields.")] = 26,
+    nonzeros: Annotated[int | None, typer.Option(min=1, help="Keys per example; default: one per field.")] = None,
+    zipf: Annotated[float, typer.Option(min=0, help="Exponent of the Zipf distribution of keys.")] = 1.05,
+    dense: Annotated[int, typer.Option(min=0, help="Number of dense features (parquet only).")] = 0,
+    examples: Annotated[int, typer.Option(min=1, help="Training examples.")] = 1_000_000,
+    valid_examples: Annotated[int, typer.Option(min=0, help="Validation examples; 0 writes no file.")] = 100_000,
+    test_examples: Annotated[int, typer.Option(min=0, help="Test examples; 0 writes no file.")] = 100_000,
+    examples_per_file: Annotated[
+        int | None, typer.Option(min=1, help="Write folders of files with this many examples each.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the data.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Writes synthetic ads data with planted labels, and prints the config section that reads it.
+    """Write synthetic ads data with planted labels, and print the config section that reads it.
 
-    The folder is made if it is not there; files of the same names are replaced with --force only.
+    The folder is created if it does not exist. Existing files are replaced only with --force.
     """
     with _one_line(debug):
         from thermocline.cli import commands
         from thermocline.config.data import Synth
-        from thermocline.errors import ConfigError
 
-        try:
-            settings = Synth(
-                preset=preset, keys=keys, fields=fields, nonzeros=nonzeros, zipf=zipf, dense=dense, seed=seed,
-                examples=examples, valid_examples=valid_examples, test_examples=test_examples,
-            )  # fmt: skip
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        settings = Synth(
+            preset=preset, keys=keys, fields=fields, nonzeros=nonzeros, zipf=zipf, dense=dense, seed=seed,
+            examples=examples, valid_examples=valid_examples, test_examples=test_examples,
+        )  # fmt: skip
         _, section = commands.write_synth(settings, out, format.value, examples_per_file, force=force)
         typer.echo(section)
 
@@ -378,37 +393,37 @@ def synth(
 def stats(
     source: Annotated[list[str], typer.Argument(metavar="CONFIG.toml|FILE...", help="A config, or data files.")],
     sets: Sets = None,
-    split: Annotated[Split, typer.Option(help="Of a config.")] = Split.train,
-    examples: Annotated[int | None, typer.Option(min=1, help="Reads only so many, whole batches.")] = None,
+    split: Annotated[Split, typer.Option(help="Split of a config.")] = Split.train,
+    examples: Annotated[int | None, typer.Option(min=1, help="Read only this many examples, in whole batches.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Keys, skew, nonzeros; bytes of the model's rows, suggested tier sizes and hit rates. One pass, bounded memory."""
+    """Show keys, skew and nonzeros of data, and suggest tier sizes with hit rates. One pass, bounded memory."""
     with _one_line(debug):
-        from thermocline.config.loader import toml_value
+        from thermocline.config import loader
         from thermocline.config.schema import Config
 
         if len(source) == 1 and source[0].endswith(".toml"):
             config = Config.load(source[0], sets or ())
         else:
-            config = Config.parse(f"[data]\ntrain = {toml_value(source)}", sets or (), name="data files")
+            config = loader.build(Config, {"data": {"train": source}}, sets or (), name="data files")
         from thermocline.cli import commands
         from thermocline.data.key_stats import describe
         from thermocline.utils.machine import memory_bytes
 
         report = commands.stats(config, split.value, examples)
         if as_json:
-            _dump(report)
+            _print_json(report)
         else:
             for line in describe(report, memory_bytes()):
                 typer.echo(line)
-            _tell_skipped(report)
+            _print_skipped(report)
 
 
 def main() -> None:
-    """The entry point of `thermocline` and `python -m thermocline`."""
+    """Entry point of `thermocline` and `python -m thermocline`."""
     try:
         app(prog_name="thermocline")
     finally:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is said: Ctrl-C while Python ends has no traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while Python exits

@@ -1,4 +1,4 @@
-"""Progress of long work that is not training: a bar on a terminal, else a line every ten seconds. On stderr."""
+"""Progress of long commands other than training, on stderr: a bar on a terminal, else a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ _SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def watched(what: str, total: int | None, unit: str = "examples") -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with how much more is done."""
-    done = 0
+def progress(title: str, total: int | None, unit: str = "examples") -> Iterator[Callable[[int], None]]:
+    """Yield a function to call with the number of units completed since its last call."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task(what, total=total)
-            yield lambda more: progress.update(task, advance=more)
+        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda count: bar.update(task, advance=count)
         return
-    told = time.monotonic()
+    done, printed = 0, time.monotonic()
 
-    def advance(more: int) -> None:
-        nonlocal done, told
-        done += more
-        if time.monotonic() - told >= _SECONDS:
-            told = time.monotonic()
+    def advance(count: int) -> None:
+        nonlocal done, printed
+        done += count
+        if time.monotonic() - printed >= _SECONDS:
+            printed = time.monotonic()
             share = f" of about {total:,}" if total else ""
-            print(f"{what}: {done:,}{share} {unit}", file=sys.stderr, flush=True)
+            print(f"{title}: {done:,}{share} {unit}", file=sys.stderr, flush=True)
 
     yield advance
 
 
-def counted(batches: Iterable[Any], advance: Callable[[int], None]) -> Iterator[Any]:
-    """The same batches; each is told to `advance` once it was taken."""
+def count_examples(batches: Iterable[Any], advance: Callable[[int], None]) -> Iterator[Any]:
+    """Yield the batches; call `advance` with the size of each after its use."""
     for batch in batches:
         yield batch
         advance(len(batch))

@@ -1,34 +1,31 @@
-"""`Dist`: the section [dist] of a config, for runs of several ranks. Loads no torch."""
+"""`Dist`, the section [dist]: runs of several ranks. Imports no torch."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 from thermocline.config.dense_sync import DenseSync
-from thermocline.errors import require
+from thermocline.config.fields import Maybe, Positive
+from thermocline.config.section import section
 
 Hops = Literal["two", "flat"]
 Wire = Literal["fp32", "fp16", "bf16", "int8"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@section("dist")
 class Dist:
-    """How the ranks that torchrun starts train one model. A process by itself needs none of it."""
+    """Communication between the ranks that torchrun starts. A single process does not use it."""
 
     hops: Hops = "two"
-    """Keys, rows and gradients go through a rank of the own node, which sends each once between nodes; or "flat": every
-    rank talks to every owner. The same bits."""
+    """two: keys, rows and gradients pass through a rank of the same node, which sends each once between nodes. flat:
+    every rank communicates with every owner. Both have the same bits."""
     wire: Wire = "fp32"
-    """Of rows and gradients between nodes. fp32 is exact; int8 is rounded by chance, right on average."""
-    topology: str | None = None
-    """File that says which ranks are on which node; none: as torchrun says (LOCAL_WORLD_SIZE)."""
-    timeout: float = 300.0
-    """Seconds that a rank waits for others before it gives up."""
+    """Precision of rows and gradients between nodes. fp32 is exact; int8 uses unbiased stochastic rounding."""
+    topology: Maybe[str] = None
+    """File that maps ranks to nodes. By default torchrun's assignment (LOCAL_WORLD_SIZE)."""
+    timeout: Positive = 300.0
+    """Seconds that a rank waits for other ranks before it fails."""
     bind: bool = True
-    """Each rank runs on the cores of one NUMA node, where a machine has several."""
-    dense_sync: DenseSync = dataclasses.field(default_factory=DenseSync)
-    """Dense parameters: averaged every step, or merged every k."""
-
-    def __post_init__(self) -> None:
-        require(self.timeout > 0, "dist.timeout", self.timeout, "above 0")
+    """Bind each rank to the cores of one NUMA node, on machines with several."""
+    dense_sync: DenseSync = DenseSync()
+    """Synchronization of dense parameters."""

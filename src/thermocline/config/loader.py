@@ -1,202 +1,151 @@
-"""Plain values, as TOML and flags have them -> frozen dataclasses, checked by their type hints; and back.
-
-Understands bool, int, float, str, Literal, X | Y, X | None, tuples, sizes and dataclasses within dataclasses. What does
-not fit raises `ConfigError`: one line that names the key, what it is and what it may be.
-"""
+"""TOML files and `--set` flags -> validated sections; and sections -> TOML."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import tomllib
-import types
-import typing
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
+import tomli_w
+from pydantic import TypeAdapter, ValidationError
+
+from thermocline.config.messages import Problem, accepts_only_text, first_problem, show_toml, type_at
+from thermocline.config.section import SETTINGS
 from thermocline.errors import ConfigError
-from thermocline.utils.text_format import Size, parse_size
 
 T = TypeVar("T")
 
+_RENAMED_KEYS = {"precision.learn": "scale_lr"}
+_RENAMED_VALUES = {"data.hashing.fields": {"together": "per_example", "apart": "per_field"}}
+"""Old names, accepted in files of versions before 0.1.0: config.toml of a run contains every key."""
+
+
+def load(cls: type[T], path: str | Path, sets: Sequence[str] = ()) -> T:
+    """Read a `cls` from a TOML file, with overrides such as "train.lr=0.01". Raises `ConfigError`, one line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else None
+        raise ConfigError(f"{path} cannot be read: {cause or error}") from None
+    return parse(cls, text, sets, name=str(path))
+
+
+def parse(cls: type[T], text: str, sets: Sequence[str] = (), *, name: str) -> T:
+    """Read a `cls` from TOML text; errors name the file `name`."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name} is not valid TOML: {error}") from None
+    return build(cls, values, sets, name=name)
+
+
+def build(cls: type[T], values: Mapping[str, Any], sets: Sequence[str] = (), *, name: str) -> T:
+    """Validate the values of a file, changed by overrides; errors name the file or the override."""
+    overrides = [_Override.parse(text) for text in sets]
+    changed = dict(values)
+    for override in overrides:
+        changed = _replaced(changed, override.path, override.value(cls), override)
+    result = _validate(cls, changed)
+    if not isinstance(result, Problem):
+        return result
+    raise ConfigError(_with_origin(result, cls, values, overrides, name))
+
+
+def _with_origin(
+    problem: Problem, cls: type[T], values: Mapping[str, Any], overrides: Sequence[_Override], name: str
+) -> str:
+    """Name the override that has the error, else the file; both if the file is valid without overrides."""
+    keys = [".".join(override.path) for override in overrides]
+    file_is_valid = bool(overrides) and not isinstance(_validate(cls, values), Problem)
+    culprits = [key for key in keys if f"{problem.key}.".startswith(f"{key}.")]
+    if file_is_valid and not culprits:
+        culprits = [key for key in keys if key.startswith(f"{problem.key}.")]
+    if culprits:
+        key = culprits[-1]
+        return f"--set {problem.text}" if problem.text.startswith(f"{key} is ") else f"--set {key}: {problem.text}"
+    if file_is_valid:
+        flags = " ".join(f"--set {override.text}" for override in overrides)
+        return f"{name} with {flags}: {problem.text}"
+    return f"{name}: {problem.text}"
+
+
+def _validate(cls: type[T], values: Mapping[str, Any]) -> T | Problem:
+    # JSON, because strict mode then accepts tables for sections and arrays for tuples. `| None`, because TypeAdapter
+    # accepts no config for a dataclass, but plain dataclasses (Schedule, Hardware) need SETTINGS.
+    kind: Any = cls | None
+    adapter: TypeAdapter[T] = TypeAdapter(kind, config=SETTINGS)
+    text = json.dumps(_renamed(values), default=lambda date: {"TOML date": str(date)})
+    try:
+        return adapter.validate_json(text)
+    except ValidationError as error:
+        return first_problem(error, cls, "", show_toml)
+
+
+def _renamed(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Replace keys and values that files before 0.1.0 name differently."""
+    renamed = {}
+    for name, value in values.items():
+        key = f"{where}{name}"
+        if isinstance(value, Mapping):
+            value = _renamed(value, f"{key}.")
+        elif isinstance(value, str):
+            value = _RENAMED_VALUES.get(key, {}).get(value, value)
+        current = _RENAMED_KEYS.get(key, name)
+        renamed[name if current in values else current] = value
+    return renamed
+
+
+# ---- --set
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Flag:
-    """A value from the command line: TOML where it is TOML, else text; text also where only text fits."""
+class _Override:
+    """A `--set` flag, "section.key=value"."""
 
     text: str
+    path: tuple[str, ...]
 
-    @property
-    def plain(self) -> Any:
+    @classmethod
+    def parse(cls, text: str) -> _Override:
+        name, equals, _ = text.partition("=")
+        path = tuple(part.strip() for part in name.split("."))
+        if not equals or not all(path) or len(path) < 2:
+            raise ConfigError(f'--set is "{text}": write section.key=value, such as train.lr=0.01')
+        return cls(text, path)
+
+    def value(self, cls: type) -> Any:
+        """Return the value as TOML if it is valid TOML, else as text; text also for a key that accepts only text."""
+        text = self.text.partition("=")[2].strip()
         try:
-            parsed = tomllib.loads(f"value = {self.text}")
+            parsed = tomllib.loads(f"value = {text}")
         except tomllib.TOMLDecodeError:
-            return self.text
-        return parsed["value"] if len(parsed) == 1 else self.text
-
-
-def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """`values` as a `cls`. `where` is the dotted name of the section, for errors."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for name, value in values.items():
-        if name not in fields:
-            raise ConfigError(_source(value) + _unknown(name, list(fields), where))
-    made = {name: convert(value, hints[name], _join(where, name)) for name, value in values.items()}
-    for name, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and name not in made:
-            if not dataclasses.is_dataclass(hints[name]):
-                raise ConfigError(f"{_join(where, name)} is missing: it must be {describe(hints[name])}")
-            made[name] = build(hints[name], {}, _join(where, name))
-    try:
-        return cls(**made)
-    except ValueError as error:
-        raise ConfigError(_renamed(str(error), cls, where)) from None
-
-
-def convert(value: Any, kind: Any, where: str) -> Any:
-    """`value` as the type `kind`."""
-    if isinstance(value, Flag):
-        return _convert_flag(value, kind, where)
-    origin, args = get_origin(kind), get_args(kind)
-    if kind == Size:
-        return _size(value, where)
-    if origin in (typing.Union, types.UnionType):
-        return _convert_union(value, kind, where)
-    if origin is Literal:
-        if any(value == choice and type(value) is type(choice) for choice in args):
+            return text
+        value = parsed["value"] if len(parsed) == 1 else text
+        if isinstance(value, (str, list)) or not accepts_only_text(type_at(cls, self.path)):
             return value
-    elif dataclasses.is_dataclass(kind):
-        if isinstance(value, Mapping):
-            return build(kind, value, where)  # type: ignore[arg-type]
-    elif origin is tuple:
-        items = value if isinstance(value, (list, tuple)) else [value]
-        if args[-1] is Ellipsis:  # one value is a list of one
-            return tuple(convert(item, args[0], f"{where}[{i}]") for i, item in enumerate(items))
-        if len(items) == len(args):
-            return tuple(convert(v, k, f"{where}[{i}]") for i, (v, k) in enumerate(zip(items, args, strict=True)))
-    elif kind is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-    elif type(value) is kind:
-        return value
-    raise ConfigError(f"{where} is {_show(value)}: it must be {describe(kind)}{_hint(value, kind)}")
+        return text  # a folder may be called 2026
 
 
-def _convert_flag(flag: Flag, kind: Any, where: str) -> Any:
-    plain = flag.plain
-    try:
-        return convert(plain, kind, where)
-    except ConfigError as error:
-        if not isinstance(plain, str):  # a folder may be called 2026
-            try:
-                return convert(flag.text, kind, where)
-            except ConfigError:
-                pass
-        raise ConfigError(f"--set {error}") from None
+def _replaced(values: dict[str, Any], path: Sequence[str], value: Any, override: _Override) -> dict[str, Any]:
+    """Copy `values` with one key changed."""
+    name, *rest = path
+    if not rest:
+        return {**values, name: value}
+    inner = values.get(name, {})
+    if not isinstance(inner, dict):
+        section = ".".join(override.path[: len(override.path) - len(rest)])
+        raise ConfigError(f"--set {override.text}: {section} is a value, not a section")
+    return {**values, name: _replaced(inner, rest, value, override)}
 
 
-def _convert_union(value: Any, kind: Any, where: str) -> Any:
-    kinds = list(get_args(kind))
-    if type(None) in kinds:
-        kinds.remove(type(None))
-        if value is None or (value == "none" and not any("none" in get_args(k) for k in kinds)):
-            return None  # TOML has no null
-    if isinstance(value, Mapping):  # an error inside a section is more telling than one about it
-        kinds = [k for k in kinds if dataclasses.is_dataclass(k)] or kinds
-    if len(kinds) == 1:
-        return convert(value, kinds[0], where)
-    for k in kinds:
-        try:
-            return convert(value, k, where)
-        except ConfigError:
-            continue
-    raise ConfigError(f"{where} is {_show(value)}: it must be {describe(kind)}{_hint(value, kind)}")
-
-
-def _size(value: Any, where: str) -> str | int:
-    try:
-        parse_size(value, where)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(str(error)) from None
-    return value  # type: ignore[no-any-return]
-
-
-# ---- words
-
-
-def describe(kind: Any) -> str:
-    """What a value of this type is, in words."""
-    origin, args = get_origin(kind), get_args(kind)
-    if kind == Size:
-        return 'a size such as "64MB"'
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(describe(k) for k in args if k is not type(None)))
-    if origin is Literal:
-        return ("one of " if len(args) > 1 else "") + ", ".join(map(str, args))
-    if origin is tuple:
-        if args[-1] is Ellipsis:
-            return f"a list, each of it {describe(args[0])}"
-        return "a list of " + ", ".join(describe(k) for k in args)
-    if dataclasses.is_dataclass(kind):
-        return f"a section of keys: {', '.join(field.name for field in dataclasses.fields(kind))}"
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
-
-
-def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
-
-
-def _source(value: Any) -> str:
-    """Nested values of one flag are flags."""
-    while isinstance(value, Mapping) and value:
-        value = next(iter(value.values()))
-    return "--set " if isinstance(value, Flag) else ""
-
-
-def _show(value: Any) -> str:
-    def plain(inner: object) -> str:
-        return inner.text if isinstance(inner, Flag) else str(inner)
-
-    return json.dumps(value, ensure_ascii=False, default=plain)
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint for a misspelt name: text to put behind an error, or none."""
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.55)
-    return f' (did you mean "{near[0]}"?)' if near else ""
-
-
-def _hint(value: Any, kind: Any) -> str:
-    if not isinstance(value, str):
-        return ""
-    kinds = get_args(kind) if get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    choices = [str(choice) for k in kinds if get_origin(k) is Literal for choice in get_args(k)]
-    return nearest(value, choices)
-
-
-def _unknown(name: str, names: list[str], where: str) -> str:
-    place = f"[{where}] has no key" if where else "there is no section"
-    return f'{place} "{name}"{nearest(name, names)}: it has {", ".join(names)}'
-
-
-def _renamed(message: str, cls: type, where: str) -> str:
-    """Messages of the dataclasses' own checks may name the class; a file has sections."""
-    if message.startswith(f"{where}."):
-        return message
-    for base in cls.__mro__:
-        if message.startswith(f"{base.__name__}."):
-            return f"{where}.{message.removeprefix(f'{base.__name__}.')}"
-    return f"[{where}]: {message}" if where else message
-
-
-# ---- back
+# ---- sections -> values
 
 
 def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value with its dotted name."""
+    """Yield every value with its dotted name."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
@@ -206,46 +155,19 @@ def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def to_toml(config: Any) -> str:
-    """Every field as TOML; `build` makes the same of it. None is left out, or "none" where it is not the default."""
-    sections: dict[str, list[str]] = {}
-    _collect(config, "", sections)
-    blocks = []
-    for name, lines in sections.items():
-        if lines:
-            blocks.append("\n".join([f"[{name}]", *lines] if name else lines) + "\n")
-    return "\n".join(blocks)
+    """Write every field as TOML, which `parse` reads to an equal object."""
+    return tomli_w.dumps(_plain(config))
 
 
-def _collect(config: Any, name: str, sections: dict[str, list[str]]) -> None:
-    lines = sections.setdefault(name, [])
+def _plain(config: Any) -> dict[str, Any]:
+    """Return the fields as TOML values. None is left out, or "none" where it is not the default."""
+    plain: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            _collect(value, _join(name, field.name), sections)
+            plain[field.name] = _plain(value)
         elif value is not None:
-            lines.append(f"{field.name} = {toml_value(value)}")
+            plain[field.name] = value
         elif field.default is not None:
-            lines.append(f'{field.name} = "none"')
-
-
-def toml_value(value: Any) -> str:
-    """One value as TOML."""
-    match value:
-        case None:
-            return '"none"'
-        case bool():
-            return "true" if value else "false"
-        case int() | float():
-            return repr(value)
-        case str():
-            return '"' + "".join(_ESCAPES.get(c) or (c if c.isprintable() else _escape(c)) for c in value) + '"'
-        case list() | tuple():
-            return "[" + ", ".join(map(toml_value, value)) + "]"
-    raise TypeError(f"{value!r} is a {type(value).__name__}: TOML holds text, numbers, true, false and lists")
-
-
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-
-
-def _escape(character: str) -> str:
-    return f"\\U{ord(character):08x}"
+            plain[field.name] = "none"
+    return plain

@@ -1,11 +1,16 @@
-"""What a model is made of: `tc.ModelConfig`. Needs no torch, so that a config file is checked before torch loads."""
+"""`ModelConfig`, the section [model]. Imports no torch, so that a config file is checked before torch loads."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from thermocline.errors import require
+from annotated_types import Ge, Lt
+from pydantic import model_validator
+
+from thermocline.config.fields import Count, Items, Maybe, NonNegative
+from thermocline.config.messages import reject
+from thermocline.config.section import section
 
 ModelName = Literal["lr", "fm", "dnn", "widedeep", "deepfm", "dcn", "dcnv2", "dlrm", "autoint"]
 
@@ -20,78 +25,67 @@ BARS: dict[ModelName, dict[str, Any]] = {
     "dlrm": {"dropout": 0.4, "embedding_l2": 0.1},
     "autoint": {"dropout": 0.1, "embedding_l2": 0.1},
 }
-"""Settings of the BARS leaderboard for Frappe_x1, where a model's differ from the fields' own defaults."""
+"""Settings of the BARS leaderboard for Frappe_x1, where they differ from `_DEFAULTS`."""
 
 NAMES: tuple[ModelName, ...] = tuple(BARS)
 WEIGHTED: tuple[ModelName, ...] = ("lr", "fm", "widedeep", "deepfm")
-"""Models that have a linear weight per key: it comes first in the key's row."""
+"""Models with a linear weight per key, which is the first float of the key's row."""
 
-_OTHERWISE = {"dropout": 0.0, "embedding_l2": 0.05, "cross_layers": 3}
+_DEFAULTS = {"dropout": 0.0, "embedding_l2": 0.05, "cross_layers": 3}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@section("model")
 class ModelConfig:
-    """A model and its sizes. What is None is as in the BARS x1 settings of that model: `resolve` fills it in.
+    """A model and its sizes. `resolve` replaces None by the BARS x1 setting of the model.
 
-    A field that a model has no use for is ignored by it: LR has no hidden layers, only DCN and DCNv2 have cross layers.
+    A model ignores fields that it does not use: LR has no hidden layers, only DCN and DCNv2 have cross layers.
     """
 
     name: ModelName = "dnn"
-    """Which one."""
-    dim: int = 10
-    """Floats of a key's vector. FM, Wide&Deep and DeepFM keep the key's linear weight beside it; LR has only that."""
-    hidden: tuple[int, ...] = (400, 400, 400)
-    """Widths of the hidden layers; none: the network is its output layer alone, DCN, DCNv2 and AutoInt have none."""
-    dropout: float | None = None
-    """Share of hidden values dropped in training, after each hidden layer (in AutoInt of attention weights, too)."""
+    """Architecture."""
+    dim: Count = 10
+    """Floats of a key's vector. FM, Wide&Deep and DeepFM add the key's linear weight; LR has only the weight."""
+    hidden: Items[Count] = (400, 400, 400)
+    """Widths of the hidden layers. If empty, the network is its output layer; DCN, DCNv2 and AutoInt then have no
+    network."""
+    dropout: Maybe[Annotated[float, Ge(0), Lt(1)]] = None
+    """Fraction of hidden values dropped in training, after each hidden layer (in AutoInt also of attention weights)."""
     batch_norm: bool = True
     """Batch norm between each hidden layer and its ReLU."""
-    embedding_l2: float | None = None
-    """L2 of the rows a step touches (and of dense features' vectors): the table's weight_decay. Frappe_x1 wants much,
-    0.05; for data as sparse as Criteo's the BARS settings say 1e-5."""
-    net_l2: float = 0.0
+    embedding_l2: Maybe[NonNegative] = None
+    """L2 of the rows of a step (and of dense features' vectors): the table's weight_decay. BARS uses 0.05 for Frappe_x1
+    and 1e-5 for data as sparse as Criteo's."""
+    net_l2: NonNegative = 0.0
     """L2 of all other parameters."""
     pooling: Literal["sum", "mean"] = "sum"
-    """What becomes of a field's several keys."""
-    initial: float = 1e-4
+    """Pooling of several keys of one field."""
+    initial: NonNegative = 1e-4
     """Standard deviation of new rows: the table's `tc.Normal(scale=...)`."""
-    cross_layers: int | None = None
-    """DCN and DCNv2."""
+    cross_layers: Maybe[Count] = None
+    """DCN and DCNv2: number of cross layers."""
     interaction: Literal["dot", "cat"] = "dot"
-    """DLRM: products of all pairs of vectors, as in its paper; or the vectors themselves, as BARS had for Frappe_x1."""
-    bottom: tuple[int, ...] = (400, 400, 400)
-    """DLRM: hidden layers from the dense features to a vector."""
-    attention_layers: int = 5
-    """AutoInt."""
-    attention_dim: int = 128
-    """AutoInt: of a field's vector after each attention layer; divided among the heads."""
-    heads: int = 4
-    """AutoInt."""
+    """DLRM. dot: products of all pairs of vectors, as in its paper. cat: the vectors, as BARS uses for Frappe_x1."""
+    bottom: Items[Count] = (400, 400, 400)
+    """DLRM: widths of the hidden layers between the dense features and their vector."""
+    attention_layers: Count = 5
+    """AutoInt: number of attention layers."""
+    attention_dim: Count = 128
+    """AutoInt: size of a field's vector after each attention layer, divided among the heads."""
+    heads: Count = 4
+    """AutoInt: attention heads."""
 
-    def __post_init__(self) -> None:
-        self._require("name", self.name in BARS, f"one of {', '.join(BARS)}")
-        for name in ("dim", "attention_layers", "attention_dim", "heads"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("hidden", "bottom"):
-            self._require(name, all(width >= 1 for width in getattr(self, name)), "widths of at least 1")
-        self._require("dropout", self.dropout is None or 0 <= self.dropout < 1, "from 0 to below 1")
-        self._require("cross_layers", self.cross_layers is None or self.cross_layers >= 1, "at least 1")
-        for name in ("embedding_l2", "net_l2", "initial"):
-            value = getattr(self, name)
-            self._require(name, value is None or 0 <= value < float("inf"), "a finite number, not negative")
-        self._require("pooling", self.pooling in ("sum", "mean"), "sum or mean")
-        self._require("interaction", self.interaction in ("dot", "cat"), "dot or cat")
-        self._require("attention_dim", self.attention_dim % self.heads == 0, f"a multiple of heads, {self.heads}")
-
-    def _require(self, name: str, fine: bool, rule: str) -> None:
-        require(fine, f"ModelConfig.{name}", getattr(self, name), rule)
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.attention_dim % self.heads:
+            reject("attention_dim", self.attention_dim, f"a multiple of heads, {self.heads}")
+        return self
 
     def resolve(self) -> Self:
-        """The same with every None filled in."""
-        settings = {**_OTHERWISE, **BARS[self.name]}
+        """Return a copy with every None filled in."""
+        settings = {**_DEFAULTS, **BARS[self.name]}
         return dataclasses.replace(self, **{k: v for k, v in settings.items() if getattr(self, k) is None})
 
 
 def row_dim(config: ModelConfig) -> int:
-    """Floats of weights per key: the table's `dim`."""
+    """Return the floats of weights per key: the table's `dim`."""
     return (config.name in WEIGHTED) + (0 if config.name == "lr" else config.dim)

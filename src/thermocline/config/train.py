@@ -1,67 +1,59 @@
-"""How to train: the settings of `tc.Trainer`, and the [train] section of a config file. Loads no torch."""
+"""`TrainConfig`: settings of `tc.Trainer`, all of them also in the section [train]. Imports no torch."""
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Annotated
 
+from annotated_types import Gt, Le
+
+from thermocline.config.fields import Count, Maybe, Positive
 from thermocline.config.lr_schedule import Schedule
-from thermocline.errors import require
+from thermocline.config.section import section
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@section("train")
 class TrainConfig:
-    """How to train. Every field has a default that trains one epoch and saves at its end."""
+    """Settings of the training loop. The defaults train one epoch and save at its end."""
 
-    epochs: int = 1
+    epochs: Count = 1
     """Passes over the training data."""
-    steps: int | None = None
-    """The run ends after so many steps, wherever in an epoch that is; endless data needs it."""
-    schedule: Schedule = dataclasses.field(default_factory=Schedule)
-    """What the learning rates of dense parameters and tables are multiplied by, step by step."""
-    clip_norm: float | None = None
-    """Gradients are scaled down to this norm: that of all of them together, dense parameters and tables."""
-    accumulate: int = 1
-    """Batches whose gradients make one step, by their mean. What an epoch leaves over makes its last step."""
-    valid_every: int | None = None
-    """Steps between validations; none: after each epoch."""
-    patience: int | None = None
-    """The run ends after so many validations without a better AUC; at its end, the best validated state is restored."""
-    plateau_factor: float = 1.0
-    """Learning rates are multiplied by this after each validation without a better AUC."""
-    checkpoint_every: int | None = None
+    steps: Maybe[Count] = None
+    """End the run after this number of steps, also within an epoch. Required for endless data."""
+    schedule: Schedule = Schedule()
+    """Factor of the learning rates of dense parameters and tables, step by step."""
+    clip_norm: Maybe[Positive] = None
+    """Largest norm of the gradients of dense parameters and tables together; larger gradients are scaled down."""
+    accumulate: Count = 1
+    """Number of batches whose mean gradient makes one step. The last step of an epoch may have fewer."""
+    valid_every: Maybe[Count] = None
+    """Steps between validations. By default after each epoch."""
+    patience: Maybe[Count] = None
+    """End the run after this number of validations without a better AUC, and restore the best validated state."""
+    plateau_factor: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Multiply the learning rates by this after each validation without a better AUC."""
+    checkpoint_every: Maybe[Count] = None
     """Steps between checkpoints."""
-    checkpoint_minutes: float | None = 10.0
-    """Minutes between checkpoints. Whatever is set here, the end is saved."""
-    keep: int = 2
-    """Checkpoints that stay, beside the best."""
-    depth: int = 4
-    """Of the pipeline: see `tc.prefetch`."""
-    pull_window: int = 1
-    """Of the pipeline: see `tc.prefetch`."""
-    log_every: int = 100
+    checkpoint_minutes: Maybe[Positive] = 10.0
+    """Minutes between checkpoints. The end of a run is always saved."""
+    keep: Count = 2
+    """Number of checkpoints kept, in addition to the best."""
+    depth: Count = 4
+    """Depth of the pipeline; see `tc.prefetch`."""
+    pull_window: Count = 1
+    """Batches whose rows are pulled together; see `tc.prefetch`."""
+    log_every: Count = 100
     """Steps between lines of training metrics."""
-    torch_threads: int | None = None
-    """Threads of torch, on which its bits depend; none: as they are. A resumed run gets those it was saved with."""
+    torch_threads: Maybe[Count] = None
+    """Threads of torch, which its results depend on bit by bit. By default torch's own number; a resumed run uses the
+    number that it was saved with."""
     tensorboard: bool = True
-    """Scalars in run_dir/tensorboard."""
+    """Write scalars to run_dir/tensorboard."""
     display: bool = True
-    """A live display, or lines where there is no terminal."""
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "accumulate", "keep", "depth", "pull_window", "log_every"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("steps", "valid_every", "patience", "checkpoint_every", "torch_threads"):
-            self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or None")
-        for name in ("clip_norm", "checkpoint_minutes"):
-            self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "above 0, or None")
-        self._require("plateau_factor", 0 < self.plateau_factor <= 1, "above 0, and at most 1")
+    """Show a live display on a terminal, or else print lines."""
 
     @property
     def needs_validation(self) -> str | None:
-        """The first setting that is nothing without validation data."""
+        """Name of the first setting that requires validation data, or None."""
         if self.patience is not None:
             return "patience"
         return "plateau_factor" if self.plateau_factor < 1 else None
-
-    def _require(self, name: str, fine: bool, rule: str) -> None:
-        require(fine, f"TrainConfig.{name}", getattr(self, name), rule)

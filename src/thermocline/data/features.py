@@ -13,7 +13,7 @@ import numpy as np
 
 from thermocline.arrays import Floats, Mask
 from thermocline.config.data import CRITEO_CATEGORICAL, CRITEO_LABEL, CRITEO_NUMERIC, Data, Format, Numeric
-from thermocline.config.loader import toml_value
+from thermocline.config.messages import show_toml
 from thermocline.errors import DataError
 
 Role = Literal["label", "key", "dense", "number_key", "ignore"]
@@ -63,7 +63,7 @@ class Features:
         if missing:
             differences.append(f"it lacks {_some(missing)} (add them; values may be empty)")
         if extra:
-            differences.append(f"it also has {_some(extra)} (set data.ignore to {toml_value([*ignored, *extra])})")
+            differences.append(f"it also has {_some(extra)} (set data.ignore to {show_toml([*ignored, *extra])})")
         if differences:
             raise DataError(f"{name} has different columns than the training data: {'; '.join(differences)}")
         for column, kind in expected.items():

@@ -28,7 +28,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from thermocline.config.dense_sync import Mode
+from thermocline.config.dense_sync import SyncMode
 from thermocline.config.distributed import Hops, Wire
 from thermocline.distributed.wire_format import wire_bytes
 from thermocline.embedding.table_spec import Policy
@@ -84,7 +84,7 @@ class Workload:
     window: int = 1
     """Steps that share one pull from DRAM and SSD."""
     dense_optimizer: DenseOptimizer = "adam"
-    sync: Mode = "gradients"
+    sync: SyncMode = "gradients"
     """Synchronization of the dense parameters: gradients, or a mode of periodic averaging."""
     synced: float = 1.0
     """Floats averaged per dense parameter and step: 1 for gradients, 2/k for "v_frozen" every k steps."""

@@ -6,7 +6,6 @@ A field's unit is the end of its name: `_ns` and `_us` are times, `_gbs` is 10^9
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from pathlib import Path
 from typing import Self
 
@@ -154,9 +153,7 @@ class Hardware:
     def load(cls, path: str | Path) -> Self:
         """Read a TOML file; raise ConfigError with the file's name if it is not readable or not complete."""
         try:
-            return loader.build(cls, tomllib.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read as hardware: {error}") from None
+            return loader.load(cls, path)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}; `thermocline plan --measure {path}` writes a complete file") from None
 

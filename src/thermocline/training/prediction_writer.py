@@ -1,4 +1,4 @@
-"""Scores -> a file, one per example, streamed: CSV, Parquet or NumPy by the file's ending."""
+"""Write scores to a file, one per example, as a stream: CSV, Parquet or NumPy by file name."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from thermocline.errors import ConfigError
 from thermocline.utils import atomic_file
 
 _NPY_HEADER = 128
-"""Bytes kept free for the header, which says how many there are: known at the end only."""
+"""Bytes reserved for the header, which has the number of scores and is written last."""
 
 
 def write_scores(path: str | os.PathLike[str], scores: Iterable[Floats]) -> int:
-    """Writes them under the name `path` once all are there; returns how many."""
+    """Write all scores, then rename the file to `path`; return their number."""
     target = Path(path)
     write = writer_of(target)
     atomic_file.make_writable(target.parent, "the folder of --out")
@@ -28,16 +28,16 @@ def write_scores(path: str | os.PathLike[str], scores: Iterable[Floats]) -> int:
 
 
 def writer_of(path: str | os.PathLike[str]) -> Callable[[Path, Iterable[Floats]], int]:
-    """What writes files of this ending. Raises `ConfigError` if nothing does."""
+    """Return the writer for the suffix of a file name. Raises `ConfigError` for another suffix."""
     writers = {".csv": _write_csv, ".parquet": _write_parquet, ".npy": _write_npy}
     write = writers.get(Path(path).suffix)
     if write is None:
-        raise ConfigError(f"--out is {os.fspath(path)!r}: its ending must be one of {', '.join(writers)}")
+        raise ConfigError(f"--out is {os.fspath(path)!r}: its suffix must be one of {', '.join(writers)}")
     return write
 
 
 def _write_csv(path: Path, scores: Iterable[Floats]) -> int:
-    """A header, then the shortest text that reads back to the same float32."""
+    """Write a header, then each score as the shortest text that reads back to the same float32."""
     import pyarrow.csv as csv
 
     options = csv.WriteOptions(quoting_style="none", quoting_header="none")
@@ -56,24 +56,24 @@ def _write_tables(open_writer: Callable[[Any], Any], scores: Iterable[Floats]) -
     schema = pa.schema([("score", pa.float32())])
     count = 0
     with open_writer(schema) as writer:
-        for part in _joined(scores):
+        for part in _merge_arrays(scores):
             writer.write_table(pa.table([pa.array(part)], schema=schema))
             count += len(part)
     return count
 
 
-def _joined(parts: Iterable[Floats], rows: int = 1 << 20) -> Iterator[Floats]:
-    """The same scores in fewer, larger arrays."""
-    held: list[Floats] = []
+def _merge_arrays(parts: Iterable[Floats], rows: int = 1 << 20) -> Iterator[Floats]:
+    """Concatenate small arrays into arrays of at least `rows` scores."""
+    pending: list[Floats] = []
     size = 0
     for part in parts:
-        held.append(part)
+        pending.append(part)
         size += len(part)
         if size >= rows:
-            yield np.concatenate(held)
-            held, size = [], 0
-    if held:
-        yield np.concatenate(held)
+            yield np.concatenate(pending)
+            pending, size = [], 0
+    if pending:
+        yield np.concatenate(pending)
 
 
 def _write_npy(path: Path, scores: Iterable[Floats]) -> int:
@@ -89,7 +89,7 @@ def _write_npy(path: Path, scores: Iterable[Floats]) -> int:
 
 
 def _write_npy_header(file: BinaryIO, count: int) -> None:
-    """NumPy's own, which it fills up to a multiple of 64 bytes: two of them whatever the number."""
+    """Write NumPy's header, which is padded to a multiple of 64 bytes: 128 bytes for any number of scores."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (count,)})
     assert len(header.getvalue()) == _NPY_HEADER

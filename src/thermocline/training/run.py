@@ -1,10 +1,10 @@
-"""`tc.Run`: a config made real. Its data, table, model and optimizers; trained, evaluated, read.
+"""`tc.Run`: the data, table, model and optimizers of a config, for training, evaluation and prediction.
 
-run_dir/config.toml       the config, everything filled in
-run_dir/features.json     fields, dense features and their statistics, as the training data had them
-run_dir/metrics.jsonl     one line per event; the last is the test's
-run_dir/tensorboard       the same as scalars
-run_dir/checkpoints ...   see checkpoint.py
+run_dir/config.toml       the resolved config
+run_dir/features.json     fields, dense features and their statistics in the training data
+run_dir/metrics.jsonl     one line per event; the last line is the test
+run_dir/tensorboard       the same metrics as scalars
+run_dir/checkpoints ...   see checkpoint/manager.py
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from thermocline.training.callbacks import Callback, Row
 from thermocline.training.run_dir import check_folder, config_of, has_begun, has_run, saved_by_ranks
 from thermocline.training.state import Result
 from thermocline.utils import atomic_file
-from thermocline.utils.text_format import Size, format_size, plural
+from thermocline.utils.text_format import format_size, plural
 
 if TYPE_CHECKING:
     import torch
@@ -50,19 +50,19 @@ _ROW_OPTIMIZERS: dict[OptimizerName, Any] = {
     "rowwise_adagrad": RowWiseAdagrad,
     "adam": Adam,
 }
-_READ_TRIES = 10
+_READ_ATTEMPTS = 10
 
 
 def row_optimizer(config: Config) -> Optimizer:
-    """Of the table: the model's L2 of rows is its weight decay."""
-    made: Optimizer = _ROW_OPTIMIZERS[config.train.optimizer](
+    """Return the optimizer of the table; its weight decay is the model's L2 of rows."""
+    optimizer: Optimizer = _ROW_OPTIMIZERS[config.train.optimizer](
         lr=config.train.lr, weight_decay=config.model.resolve().embedding_l2
     )
-    return made
+    return optimizer
 
 
 def dense_optimizers(config: Config, model: Any) -> list[torch.optim.Optimizer]:
-    """Of the dense parameters; none if there are none."""
+    """Return the optimizer of the dense parameters in a list, which is empty if the model has none."""
     import torch
 
     train = config.resolve().train
@@ -76,26 +76,26 @@ def dense_optimizers(config: Config, model: Any) -> list[torch.optim.Optimizer]:
     return [kind(groups, lr=train.dense_lr)] if groups else []
 
 
-def gpu_budget(tiers: Tiers, sharing: int = 1) -> Size | None:
-    """Bytes of the GPU for rows; none: there is no GPU to use. `sharing`: ranks that use the same one."""
+def gpu_budget(tiers: Tiers, sharing: int = 1) -> str | int | None:
+    """Return the HBM budget for rows, or None without a GPU; `sharing` ranks use the same GPU."""
     import torch
 
     if tiers.device == "cpu":
         return None
     if not torch.cuda.is_available():
         if tiers.device == "cuda":
-            raise ConfigError('tiers.device is "cuda", but torch sees no GPU: it may be "auto" or "cpu"')
+            raise ConfigError('tiers.device is "cuda", but torch sees no GPU: set it to "auto" or "cpu"')
         return None
     return torch.cuda.mem_get_info()[0] // (2 * sharing) if tiers.hbm is None else tiers.hbm
 
 
 class Run:
-    """Everything a config names, opened. `with tc.Run(tc.Config.load("ads.toml")) as run: run.fit()`.
+    """The opened data, table and model of a config. `with tc.Run(tc.Config.load("ads.toml")) as run: run.fit()`.
 
-    read_only   to evaluate what was trained: changes nothing, and may be used while another process trains
-    labelled    False: files may lack the label
+    read_only   for evaluation: changes no file, and works while another process trains
+    labelled    if False, files may lack the label
 
-    Started by torchrun, each process is one rank of the run, with its own part of the data and of the rows.
+    Under torchrun, each process is one rank of the run, with a shard of the data and of the rows.
     """
 
     def __init__(self, config: Config, *, read_only: bool = False, labelled: bool = True) -> None:
@@ -105,11 +105,11 @@ class Run:
         self._labelled = labelled
         self._loaders: dict[Split, Any] = {}
         self.features: Features | None = None
-        """Of the training data; none: it is generated."""
+        """Features of the training data; None for generated data."""
         self.step = 0
-        """Of the checkpoint that `load` restored."""
+        """Step of the checkpoint that `load` restored."""
         self.groups: Groups | None = None
-        """The ranks of the run; none: it is this process's alone."""
+        """Communicators of the ranks; None for a single process."""
         with contextlib.ExitStack() as undo:
             if not read_only and (load_topology(config.dist).world > 1 or saved_by_ranks(config.train.run_dir)):
                 self.groups = undo.enter_context(join_ranks(config.dist))
@@ -117,16 +117,16 @@ class Run:
             torch.manual_seed(config.train.seed)
             try:
                 self.table = self._table(read_only)
-            except LockError as error:  # the store has the words of a library; who holds it is in them
-                who = re.search(r"process (\d+)", str(error))
-                raise atomic_file.lock_error(Path(config.tiers.ssd or ""), "tiers.ssd", who and who[1]) from None
+            except LockError as error:  # name the config key and the process, which is in the store's message
+                holder = re.search(r"process (\d+)", str(error))
+                raise atomic_file.lock_error(Path(config.tiers.ssd or ""), "tiers.ssd", holder and holder[1]) from None
             undo.callback(self.table.close)
             self.model = build(config.model, self.table, fields, dense)
             if self.table.hbm is not None:
                 self.model.to(self.table.hbm.device)
             self.optimizers = dense_optimizers(config, self.model)
             if self._shard[0]:
-                torch.manual_seed(config.train.seed + self._shard[0])  # the same model, but every rank drops out others
+                torch.manual_seed(config.train.seed + self._shard[0])  # equal models, different dropout
             undo.pop_all()
 
     def _table(self, read_only: bool) -> Table:
@@ -166,11 +166,11 @@ class Run:
 
     @property
     def _shard(self) -> tuple[int, int]:
-        """This rank's part of the data."""
+        """Index of this rank's shard of the data, and the number of shards."""
         return (0, 1) if self.groups is None else (self.groups.topology.rank, self.groups.topology.world)
 
     def _open_data(self, read_only: bool) -> tuple[int, int]:
-        """All that will be read, so that what is wrong with it shows at once; returns fields and dense features."""
+        """Open all splits, so that errors appear before training; return the numbers of fields and dense features."""
         data = self.config.data
         saved = Path(self.config.train.run_dir) / "features.json"
         if data.format != "synth" and saved.exists() and has_run(self.config.train.run_dir):
@@ -182,20 +182,20 @@ class Run:
             return fields, len(self.features.dense)
         if not has_split(data, "train"):
             raise ConfigError("data.train is missing: it must name at least one file")
-        needy = self.config.train.needs_validation
-        if needy and not has_split(data, "valid"):
+        setting = self.config.train.needs_validation
+        if setting and not has_split(data, "valid"):
             key = "data.synth.valid_examples" if data.format == "synth" else "data.valid"
-            raise ConfigError(f"train.{needy} needs validation data: set {key}")
+            raise ConfigError(f"train.{setting} needs validation data: set {key}")
         check_paths(data, ["train", "valid", "test"])
         train = self.loader("train")
         self.features = getattr(train, "features", None)
-        others: tuple[Split, ...] = ("valid", "test")
-        for split in others:
+        held_out: tuple[Split, ...] = ("valid", "test")
+        for split in held_out:
             self.loader(split)
         return train.fields, train.dense
 
     def loader(self, split: Split) -> Any:
-        """The batches of a split; none if the config has no data for it."""
+        """Return the batches of a split, or None if the config has no data for it."""
         if split not in self._loaders:
             data, train = self.config.data, self.config.train
             options: dict[str, Any] = {"batch_size": train.batch_size, "seed": train.seed, "labelled": self._labelled}
@@ -210,29 +210,29 @@ class Run:
         except DataError:
             if split == "train" or self._shard == (0, 1):
                 raise
-            # Too small to be dealt out: rank 0 has it all.
+            # Too small for one shard per rank: rank 0 reads all of it.
             whole = open_data(self.config.data, split, **options)
             return whole if self._shard[0] == 0 else []
 
     # ---- training
 
     @property
-    def place(self) -> str:
-        """Where it trains, in words."""
+    def device_text(self) -> str:
+        """Description of the training device, for the log."""
         import torch
 
         if self.table.hbm is None:
             unused = "" if self.config.tiers.hbm is None else "; tiers.hbm has no effect without a GPU"
-            return f"the CPU, {plural(torch.get_num_threads(), 'thread')} of torch{unused}"
+            return f"the CPU, {plural(torch.get_num_threads(), 'torch thread')}{unused}"
         device = self.table.hbm.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "an interpreted GPU"
-        return f"{name}, {format_size(self.table.hbm.budget)} of it for rows"
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "an emulated GPU"
+        return f"{name}, {format_size(self.table.hbm.budget)} of HBM for rows"
 
     def fit(self, *, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
-        """Trains, saves and tests as the config says; see `tc.Trainer.fit`. One process at a time in a folder."""
-        together, run_dir = CollectiveRunner.of([self.table]), Path(self.config.train.run_dir)
-        with contextlib.ExitStack() as held:
-            together.broadcast("locking the run folder", lambda: held.enter_context(atomic_file.lock_dir(run_dir)))
+        """Train, save and test; see `tc.Trainer.fit`. Takes an exclusive lock on the folder of the run."""
+        runner, run_dir = CollectiveRunner.of([self.table]), Path(self.config.train.run_dir)
+        with contextlib.ExitStack() as locks:
+            runner.broadcast("locking the run folder", lambda: locks.enter_context(atomic_file.lock_dir(run_dir)))
             return self._fit(resume, callbacks)
 
     def _fit(self, resume: bool, callbacks: Sequence[Callback]) -> Result:
@@ -240,20 +240,22 @@ class Run:
 
         config, run_dir = self.config, Path(self.config.train.run_dir)
         check_folder(config, resume=resume)
-        papers = _Papers(config, self.features)
-        listening = list(callbacks)
+        files = _RunFiles(config, self.features)
+        active = list(callbacks)
         if self._shard[0] == 0:
-            if not has_run(run_dir):  # a new run's first: no checkpoint is ever without them
-                papers.write()
-            listening = [papers, *callbacks]
+            if not has_run(run_dir):  # before the first checkpoint, which needs them
+                files.write()
+            active = [files, *callbacks]
         trainer = Trainer(
-            self.model, self.optimizers, run_dir=run_dir, config=config.train, callbacks=listening,
+            self.model, self.optimizers, run_dir=run_dir, config=config.train, callbacks=active,
             dense_sync=config.dist.dense_sync,
         )  # fmt: skip
-        again = resume or has_begun(run_dir)  # nothing was saved: it begins anew, from what the tables held
-        return trainer.fit(self.loader("train"), self.loader("valid"), self.loader("test"), resume=again)
+        restore = resume or has_begun(
+            run_dir
+        )  # a run without a checkpoint restarts from the initial state of its tables
+        return trainer.fit(self.loader("train"), self.loader("valid"), self.loader("test"), resume=restore)
 
-    # ---- what was trained
+    # ---- trained runs
 
     @classmethod
     def load(
@@ -264,14 +266,14 @@ class Run:
         config: Config | None = None,
         labelled: bool = True,
     ) -> Self:
-        """A trained run, read only: its best checkpoint, or else its last; or the one of a step or tag.
+        """Open a trained run read-only, at its best checkpoint or else its last; or at a step or tag.
 
-        config   instead of the run's own; its data and tiers may be others
+        config   replaces the config of the run; its data and tiers may differ
         """
         if config is None:
             config = config_of(run_dir)
         if not has_run(run_dir) and not has_begun(run_dir):
-            raise NotFoundError(f"{run_dir} has no checkpoints: nothing was trained there")
+            raise NotFoundError(f"{run_dir} has no checkpoints: train it first")
         train = dataclasses.replace(config.train, run_dir=os.fspath(run_dir))
         run = cls(dataclasses.replace(config, train=train), read_only=True, labelled=labelled)
         try:
@@ -282,40 +284,38 @@ class Run:
         return run
 
     def restore(self, checkpoint: int | str | None = None) -> int:
-        """Puts a checkpoint into model and table, changing nothing on disk; returns its step."""
+        """Load a checkpoint into model and table without changes on disk; return its step."""
         from thermocline.checkpoint.manager import Checkpoints
 
-        for attempt in range(_READ_TRIES):
+        for attempt in range(_READ_ATTEMPTS):
             checkpoints = Checkpoints(
                 self.config.train.run_dir, [self.table], self.model, self.optimizers, read_only=True
             )
             try:
-                which = checkpoint
-                if which is None and any(saved.tag == "best" for saved in checkpoints.saved()):
-                    which = "best"
-                found = checkpoints.restore(None if which == "last" else which)
+                selected = checkpoint
+                if selected is None and any(saved.tag == "best" for saved in checkpoints.saved()):
+                    selected = "best"
+                restored = checkpoints.restore(None if selected == "last" else selected)
             except (NotFoundError, FileNotFoundError):
-                # A training process may have saved, and released what we chose, before we read it: look again.
+                # A training process may have replaced the checkpoint before it was read: try again.
                 checkpoints.close()
-                if attempt == _READ_TRIES - 1:
+                if attempt == _READ_ATTEMPTS - 1:
                     raise
                 self.table.checkpoint_store = None
                 continue
-            if found is None:
-                raise NotFoundError(
-                    f"{self.config.train.run_dir} has nothing saved yet: its first checkpoint is to come"
-                )
-            return found.step
+            if restored is None:
+                raise NotFoundError(f"{self.config.train.run_dir} has nothing saved yet: wait for its first checkpoint")
+            return restored.step
         raise AssertionError
 
     def evaluate(self, batches: Iterable[Batch]) -> Row:
-        """Exact AUC, logloss, normalised entropy and calibration."""
+        """Compute exact AUC, logloss, normalized entropy and calibration."""
         from thermocline.training.trainer import Trainer
 
         return Trainer(self.model).evaluate(batches)
 
     def scores(self, batches: Iterable[Batch]) -> Iterator[Floats]:
-        """The probability of each example, batch by batch, in order."""
+        """Yield the predicted probabilities, one array per batch, in order."""
         import torch
 
         self.model.eval()
@@ -324,7 +324,7 @@ class Run:
                 yield torch.sigmoid(self.model(batch)).cpu().numpy()
 
     def close(self, *, failed: bool = False) -> None:
-        """Closes the store, and leaves the ranks; `failed`: without waiting for them."""
+        """Close the table and the communicators; with `failed`, without waiting for other ranks."""
         try:
             self.table.close()
         finally:
@@ -340,8 +340,8 @@ class Run:
         self.close(failed=kind is not None)
 
 
-class _Papers(Callback):
-    """Writes config.toml and features.json once all is restored: a resume that fails leaves what the run needs."""
+class _RunFiles(Callback):
+    """Writes config.toml and features.json after a successful restore: a failed resume keeps the files of the run."""
 
     def __init__(self, config: Config, features: Features | None) -> None:
         self._config, self._features = config, features
@@ -352,6 +352,6 @@ class _Papers(Callback):
     def write(self) -> None:
         run_dir = Path(self._config.train.run_dir)
         atomic_file.make_folder(run_dir)
-        atomic_file.atomic_write(run_dir / "config.toml", self._config.located().to_toml().encode())
+        atomic_file.atomic_write(run_dir / "config.toml", self._config.with_absolute_ssd().to_toml().encode())
         if self._features is not None:
             atomic_file.atomic_write(run_dir / "features.json", json.dumps(self._features.to_json()).encode())

@@ -1,4 +1,4 @@
-"""Folders of runs: what was trained there and with which config, and whether one may train there. Loads no torch."""
+"""Folders of runs: state, config, and checks before training. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,57 +7,58 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thermocline.checkpoint.manifest import decode_manifest
-from thermocline.config.loader import nearest
-from thermocline.config.schema import Config, check_resume
+from thermocline.config.messages import nearest
+from thermocline.config.resume import check_resume
+from thermocline.config.schema import Config
 from thermocline.errors import ConfigError, CorruptionError
 
 
 def has_run(run_dir: str | os.PathLike[str]) -> bool:
-    """Whether something was trained and saved there; a run that ended before its first save is none."""
-    return any(not _is_beginning(path) for path in (Path(run_dir) / "checkpoints").glob("[0-9]*.json"))
+    """Whether a folder has a run with at least one checkpoint after its start."""
+    return any(not _is_start(path) for path in (Path(run_dir) / "checkpoints").glob("[0-9]*.json"))
 
 
 def has_begun(run_dir: str | os.PathLike[str]) -> bool:
-    """Whether a run ended there before its first save."""
+    """Whether a folder has a run that ended before its first checkpoint."""
     return not has_run(run_dir) and any((Path(run_dir) / "checkpoints").glob("[0-9]*.json"))
 
 
 def saved_by_ranks(run_dir: str | os.PathLike[str]) -> bool:
-    """Whether the newest checkpoint there has the rows of several ranks, each in a store of its own."""
+    """Whether the newest readable checkpoint has the rows of several ranks, one store per rank."""
     for path in sorted((Path(run_dir) / "checkpoints").glob("[0-9]*.json"), reverse=True):
         try:
             return "ranks" in decode_manifest(path.read_bytes(), str(path))
         except (OSError, CorruptionError):
-            continue  # the checkpoints say so themselves
+            continue  # opening the checkpoint reports the damage
     return False
 
 
-def _is_beginning(manifest: Path) -> bool:
+def _is_start(manifest: Path) -> bool:
     try:
         return bool(decode_manifest(manifest.read_bytes(), str(manifest))["begin"])
     except (OSError, CorruptionError):
-        return False  # damaged, or replaced meanwhile: the checkpoints say so themselves
+        return False  # damaged or replaced meanwhile; opening the checkpoint reports damage
 
 
 def config_of(run_dir: str | os.PathLike[str], sets: Sequence[str] = ()) -> Config:
-    """The config that a run was trained with, changed by overrides."""
+    """Load the config of a run, with overrides."""
     path = Path(run_dir) / "config.toml"
     if not path.exists():
         folder = path.parent.parent
-        others = [p.parent.name for p in folder.glob("*/config.toml")] if folder.is_dir() else []
-        hint = nearest(path.parent.name, others)
-        raise ConfigError(f"{run_dir} is no run: it has no config.toml, which `thermocline train` writes{hint}")
-    return Config.load(path, sets).moved(path.parent)
+        runs = [p.parent.name for p in folder.glob("*/config.toml")] if folder.is_dir() else []
+        hint = nearest(path.parent.name, runs)
+        raise ConfigError(f"{run_dir} is not a run: it has no config.toml, which `thermocline train` writes{hint}")
+    return Config.load(path, sets).relocated(path.parent)
 
 
 def check_folder(config: Config, *, resume: bool) -> list[str]:
-    """Before anything is loaded: whether a run may train in its folder. Returns what a resumed run changes."""
+    """Raise `ConfigError` if a run may not train in its folder; return the changes of a resumed run."""
     run_dir = config.train.run_dir
     if not has_run(run_dir):
         return []
     if not resume:
         raise ConfigError(
-            f"{run_dir} already has a run: --resume (resume=True) goes on with it, "
-            "another train.run_dir begins a new one"
+            f"{run_dir} already has a run: continue it with --resume (resume=True), or start a new one in another "
+            "train.run_dir"
         )
-    return check_resume(config_of(run_dir).resolve(), config.resolve().located(), run_dir)
+    return check_resume(config_of(run_dir).resolve(), config.resolve().with_absolute_ssd(), run_dir)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from fractions import Fraction
-from typing import Annotated, SupportsIndex
-
-Size = Annotated[str | int, "bytes"]
-"""Type of sizes in a config: kept as written, checked by `parse_size`."""
+from typing import SupportsIndex
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):

@@ -1,0 +1,96 @@
+"""Field types that the sections of a config share."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, TypeVar
+
+from annotated_types import Ge, Gt
+from pydantic import BeforeValidator, FiniteFloat, GetCoreSchemaHandler, PlainValidator, WithJsonSchema
+from pydantic_core import CoreSchema, core_schema
+
+from thermocline.utils.text_format import parse_size
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """The end of the error "it must be ..." for an annotated type, with an optional condition on the value."""
+
+    text: str
+    is_valid: Callable[[Any], bool] | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        return schema if self.is_valid is None else core_schema.no_info_after_validator_function(self._check, schema)
+
+    def _check(self, value: Any) -> Any:
+        assert self.is_valid is not None
+        if not self.is_valid(value):
+            raise ValueError(self.text)
+        return value
+
+
+def native(value: Any) -> Any:
+    """Convert NumPy scalars and `os.PathLike` objects to int, float and str; return other values unchanged."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    single = isinstance(value, (str, Mapping)) or not isinstance(value, Iterable)
+    return (native(value),) if single else tuple(native(item) for item in value)
+
+
+def _text_as_none(value: Any) -> Any:
+    return None if isinstance(value, str) and value == "none" else value
+
+
+Maybe = Annotated[T | None, BeforeValidator(_text_as_none)]
+"""An optional value. TOML has no null: a file contains "none"."""
+Items = Annotated[tuple[T, ...], BeforeValidator(_as_tuple)]
+"""A list of values. One value is accepted as a list of one."""
+Count = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+NonNegative = Annotated[FiniteFloat, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+
+
+def _check_size(value: Any) -> str | int:
+    try:
+        size = parse_size(value)
+    except TypeError as error:
+        raise ValueError(str(error)) from None  # pydantic collects ValueError, not TypeError
+    return value if isinstance(value, str) else size
+
+
+Size = Annotated[
+    str | int,
+    PlainValidator(_check_size),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 0},
+                {
+                    "type": "string",
+                    "pattern": r"^[ \t-\r]*([0-9]+(\.[0-9]*)?|\.[0-9]+)[ \t-\r]*([KMGTPkmgtp]([Ii]?[Bb])?|[Bb])?[ \t-\r]*$",
+                },
+            ]
+        }
+    ),
+    Rule(
+        "a size: a number of bytes, or a number with one of B, KB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB, such as "
+        '"256MB" or "1.5GiB"'
+    ),
+]
+"""A size in bytes, kept as written; see `parse_size`."""
+PositiveSize = Annotated[Size, Rule('a size above 0 bytes, such as "25MB"', lambda size: parse_size(size) > 0)]

@@ -1,0 +1,50 @@
+"""Keys that a resumed run may change."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.config import EXAMPLE
+
+from thermocline.config.loader import flatten
+from thermocline.config.resume import MAY_CHANGE, check_resume, differences
+from thermocline.config.schema import Config
+from thermocline.errors import ConfigError
+
+
+def test_keys_that_may_change_exist() -> None:
+    names = {name for name, _ in flatten(Config())}
+    assert names >= MAY_CHANGE
+
+
+def test_resumed_run_may_change_some_keys() -> None:
+    old = Config.parse(EXAMPLE).resolve()
+    assert check_resume(old, old, "run") == []
+    new = Config.parse(EXAMPLE, ["tiers.mem=1GB", "train.epochs=30", "train.schedule.warmup_steps=5"]).resolve()
+    assert check_resume(old, new, "run") == [
+        'tiers.mem from "64MB" to "1GB"',
+        "train.epochs from 20 to 30",
+        "train.schedule.warmup_steps from 0 to 5",
+    ]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.lr=0.5", "train.batch_size=7", "train.seed=1", "model.dim=4", "data.train=y", "data.shuffle=false"],
+)
+def test_resumed_run_may_not_change_other_keys(override: str) -> None:
+    old, new = Config.parse(EXAMPLE).resolve(), Config.parse(EXAMPLE, [override, "tiers.mem=1GB"]).resolve()
+    name = override.partition("=")[0]
+    assert name in differences(old, new)
+    with pytest.raises(ConfigError) as raised:
+        check_resume(old, new, "runs/a")
+    message = str(raised.value)
+    assert message.startswith("runs/a was trained with another config: it cannot be resumed with ")
+    assert f"{name} from " in message
+    assert "tiers.mem from" not in message
+    assert "These keys may change: " in message
+
+
+def test_added_section_is_a_difference() -> None:
+    old = Config.parse(EXAMPLE).resolve()
+    new = Config.parse(EXAMPLE, ["data.numeric_features.to=keys"]).resolve()
+    assert set(differences(old, new)) >= {"data.numeric_features.to", "data.numeric_features.bucket"}
