@@ -16,11 +16,15 @@ CLANG = clang++
 FUZZ_SECONDS = 300
 FUZZ_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/data/parse*.cc)) csrc/data/columns.cc csrc/data/parse_fuzz_test.cc
 
-.PHONY: cpp-tests demo test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize fuzz bench \
-  clean commit-file iproute2 setup browser
+.PHONY: cpp-tests demo reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
+  fuzz bench clean commit-file iproute2 setup browser
 
 demo: build-inplace
 	$(PYTHON) examples/demo.py
+
+# The paper's experiments, full size; make reproduce ARGS=--quick takes minutes. Results: build/experiments.
+reproduce: build-inplace
+	$(PYTHON) -m experiments $(ARGS)
 
 test: lint test-cpp test-py
 

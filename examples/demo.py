@@ -1,7 +1,7 @@
-"""`make demo`: trains on generated ads data with a table several times its memory, then proves that memory was enough.
+"""Train on generated ads data with a table several times larger than its memory, then check the result bit for bit.
 
-Two minutes at most, in a temporary folder: once with rows in DRAM and on SSD, once with all rows in DRAM and without
-the pipeline; then every row and every dense weight of the two is compared, bit for bit.
+`make demo` runs this program; it takes at most two minutes. It trains the same model twice: first with rows in DRAM and
+on SSD, then with all rows in DRAM and without the pipeline. It compares every row and every dense weight of the two.
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ from thermocline.utils.text_format import format_size
 DIM, FIELDS = 16, 26
 HIDDEN = (128, 64)
 OPTIMIZER = Adagrad(lr=0.2)
+TEST_BATCHES = 8
+
+
+# ---- training
 
 
 class Model(torch.nn.Module):
-    """One logit per example: an MLP over the pooled vectors of all fields."""
+    """An MLP over the pooled vectors of all fields, with one logit per example."""
 
     def __init__(self, table: Table) -> None:
         super().__init__()
@@ -55,7 +59,7 @@ class Model(torch.nn.Module):
 
 
 class Deadline(Callback):
-    """Ends a run that takes too long: on a slow machine the demo trains less."""
+    """Stops a run after some seconds, so that the demo trains less on a slow machine."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -71,7 +75,7 @@ class Deadline(Callback):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """One training: what it learned and how it went."""
+    """A finished training."""
 
     table: Table
     model: Model
@@ -81,7 +85,7 @@ class Run:
 def train(
     console: Console, table: Table, ads: SyntheticAds, config: TrainConfig, *, run_dir: Path | None, seconds: float
 ) -> Run:
-    """The same model from the same beginning, whatever holds the rows."""
+    """Train a model from the same initial weights in every call; with a run folder, save and test it too."""
     torch.manual_seed(0)
     model = Model(table)
     if table.hbm is not None:
@@ -89,48 +93,47 @@ def train(
     adam = torch.optim.Adam(model.parameters(), lr=1e-3)
     callbacks = [Display(console), Deadline(seconds)]
     trainer = Trainer(model, adam, run_dir=run_dir, config=config, callbacks=callbacks)
-    test = None if run_dir is None else ads.split("test", examples=8 * ads.batch_size)
+    test = None if run_dir is None else ads.split("test", examples=TEST_BATCHES * ads.batch_size)
     return Run(table, model, trainer.fit(ads, test=test))
 
 
-def compare(run: Run, memory: Run) -> tuple[int, list[str]]:
-    """How many rows were compared, and what differs between the two runs: nothing, if all is well."""
-    wrong = []
+# ---- comparison and report
+
+
+def compare(tiered: Run, memory: Run) -> tuple[int, list[str]]:
+    """Compare rows and dense weights of two runs; return the number of rows and a list of the differences."""
+    differences = []
     rows = different = 0
-    for keys, ours in run.table.rows():
-        theirs = memory.table.read(keys)
-        different += int((ours.view(np.uint32) != theirs.view(np.uint32)).any(1).sum())
+    for keys, values in tiered.table.rows():
+        expected = memory.table.read(keys)
+        different += int((values.view(np.uint32) != expected.view(np.uint32)).any(1).sum())
         rows += len(keys)
     if different:
-        wrong.append(f"{different:,} of {rows:,} rows")
+        differences.append(f"{different:,} of {rows:,} rows")
     memory.table.write_back()
     trained = memory.table.dram.stats().dirty
     if rows != trained:
-        wrong.append(f"{rows:,} rows trained, {trained:,} in memory")
-    weights = zip(run.model.state_dict().items(), memory.model.state_dict().values(), strict=True)
-    wrong += [name for (name, a), b in weights if a.cpu().numpy().tobytes() != b.cpu().numpy().tobytes()]
-    return rows, wrong
-
-
-def gpu_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a GPU, interpreted"
+        differences.append(f"{rows:,} rows trained, {trained:,} in memory")
+    weights = zip(tiered.model.state_dict().items(), memory.model.state_dict().values(), strict=True)
+    differences += [name for (name, a), b in weights if a.cpu().numpy().tobytes() != b.cpu().numpy().tobytes()]
+    return rows, differences
 
 
 def best_auc(ads: SyntheticAds) -> float:
-    """Of the model that made the test's labels."""
-    test = ads.split("test", examples=8 * ads.batch_size)
+    """Return the test AUC of the model that generated the labels."""
+    test = ads.split("test", examples=TEST_BATCHES * ads.batch_size)
     labels = np.concatenate([batch.label for batch in test])
     return auc(test.true_logits(0, len(labels)), labels)
 
 
-def report(console: Console, run: Run, best_auc: float) -> None:
-    """What the first run gave and what it took."""
+def print_report(console: Console, run: Run, best_auc: float) -> None:
+    """Print AUC, speed, memory and I/O of a run through the tiers."""
     table, result = run.table, run.result
     assert table.store is not None
     assert result.test is not None
-    memory, disk, rows = table.dram.stats(), table.store.stats(), len(table.store)
-    data = rows * (table.dram.row_bytes + 8)
-    budget = memory.budget + disk.mem_budget
+    dram, ssd, rows = table.dram.stats(), table.store.stats(), len(table.store)
+    table_bytes = rows * (table.dram.row_bytes + 8)
+    budget = dram.budget + ssd.mem_budget
     grid = Grid(show_header=False)
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
@@ -140,49 +143,47 @@ def report(console: Console, run: Run, best_auc: float) -> None:
     line("AUC", f"{result.test['auc']:.4f}", f"on {result.test['examples']:,} examples not trained on; {best}")
     trained = f"{result.examples:,} trained in {result.seconds:.1f} s"
     line("speed", f"{result.examples / result.seconds:,.0f} examples/s", trained)
-    line("table", format_size(data), f"{rows:,} rows: {DIM} weights, Adagrad's state, the key")
-    parts = f"rows {format_size(memory.budget)}, the store's index and buffers {format_size(disk.mem_budget)}"
-    line("memory", format_size(budget), f"{data / budget:.1f} x smaller than the table; {parts}")
+    line("table", format_size(table_bytes), f"{rows:,} rows: {DIM} weights, Adagrad's state, the key")
+    parts = f"rows {format_size(dram.budget)}, the store's index and buffers {format_size(ssd.mem_budget)}"
+    line("memory", format_size(budget), f"{table_bytes / budget:.1f} x smaller than the table; {parts}")
     if table.hbm is not None:
-        gpu = table.hbm.stats()
-        line("HBM", format_size(gpu.budget), f"{gpu.capacity:,} rows on the GPU, with their index")
-        line(
-            "ids found in HBM",
-            f"{1 - gpu.misses / gpu.ids:.1%}",
-            f"{gpu.misses:,} rows came up, {gpu.written_down:,} went down",
-        )
-        line(
-            "of the others in DRAM",
-            f"{memory.read_hits / max(memory.reads, 1):.1%}",
-            f"{disk.reads:,} reads of the SSD",
-        )
+        hbm = table.hbm.stats()
+        line("HBM", format_size(hbm.budget), f"{hbm.capacity:,} rows on the GPU, with their index")
+        moves = f"{hbm.misses:,} rows loaded, {hbm.written_down:,} written back"
+        line("ids found in HBM", f"{1 - hbm.misses / hbm.ids:.1%}", moves)
+        line("of the others in DRAM", f"{dram.read_hits / max(dram.reads, 1):.1%}", f"{ssd.reads:,} reads of the SSD")
     else:
-        pulled = memory.hits + memory.misses
-        line("rows from DRAM", f"{memory.hits / pulled:.1%}", "of the unique rows of every batch")
-        line("rows from SSD", f"{memory.from_store / pulled:.1%}", f"{disk.reads:,} reads, {disk.engine}")
-        line("rows that were new", f"{memory.initialised / pulled:.1%}", "made from their key, no I/O")
-    with_buffers = f"index; {disk.mem_total / rows:.2f} B with every buffer"
-    line("DRAM per SSD row", f"{disk.mem_index / rows:.2f} B", with_buffers)
-    line("disk", format_size(disk.disk_bytes), f"two checkpoints; write amplification {disk.write_amplification:.2f}")
+        pulled = dram.hits + dram.misses
+        line("rows from DRAM", f"{dram.hits / pulled:.1%}", "of the unique rows of every batch")
+        line("rows from SSD", f"{dram.from_store / pulled:.1%}", f"{ssd.reads:,} reads, {ssd.engine}")
+        line("rows that were new", f"{dram.initialised / pulled:.1%}", "made from their key, no I/O")
+    with_buffers = f"index; {ssd.mem_total / rows:.2f} B with every buffer"
+    line("DRAM per SSD row", f"{ssd.mem_index / rows:.2f} B", with_buffers)
+    line("disk", format_size(ssd.disk_bytes), f"two checkpoints; write amplification {ssd.write_amplification:.2f}")
     console.print(grid)
 
 
+def gpu_name(device: torch.device) -> str:
+    """Return the name of the GPU; tests run its kernels in Triton's interpreter."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a GPU, interpreted"
+
+
 def main(
-    steps: Annotated[int, typer.Option(help="Batches to train on.")] = 500,
-    keys: Annotated[int, typer.Option(help="Keys of the generated data.")] = 4_000_000,
+    steps: Annotated[int, typer.Option(help="Number of training batches.")] = 500,
+    keys: Annotated[int, typer.Option(help="Number of keys of the generated data.")] = 4_000_000,
     batch_size: Annotated[int, typer.Option(help="Examples per batch.")] = 2048,
     hbm: Annotated[str, typer.Option(help="GPU memory for rows, if there is a GPU.")] = "16MB",
     mem: Annotated[str, typer.Option(help="DRAM for rows.")] = "32MB",
-    ssd_mem: Annotated[str, typer.Option(help="DRAM of the SSD store: its index and buffers.")] = "16MB",
-    seconds: Annotated[float, typer.Option(help="The first training ends after so long, trained or not.")] = 45.0,
-    folder: Annotated[Path, typer.Option(help="Where the temporary files are made.")] = Path("."),
+    ssd_mem: Annotated[str, typer.Option(help="DRAM for the index and buffers of the SSD store.")] = "16MB",
+    seconds: Annotated[float, typer.Option(help="Time limit of the first training.")] = 45.0,
+    folder: Annotated[Path, typer.Option(help="Parent of the temporary folder.")] = Path("."),
 ) -> None:
-    """Trains on ads data with a table several times its memory; checks that one huge memory gives the same bits."""
+    """Train with a table several times larger than its memory; check that enough memory gives the same bits."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
     available = cores()
-    torch_threads = max(1, available // 2)  # the pipeline needs the others
+    torch_threads = max(1, available // 2)  # the pipeline uses the other cores
     ads = SyntheticAds(keys=keys, fields=FIELDS, batch_size=batch_size, examples=batch_size * steps)
     config = TrainConfig(
         checkpoint_every=max(1, steps // 3),
@@ -194,25 +195,27 @@ def main(
     console.print(f"{ads!r}\n{available} cores, {torch_threads} of them for torch", highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="thermocline-demo-", dir=folder) as temporary:
         table = Table(DIM, OPTIMIZER, hbm=hbm, mem=mem, ssd=Path(temporary) / "rows", ssd_mem=ssd_mem)
-        where, place = ("DRAM", "") if table.hbm is None else ("HBM", f"HBM of {gpu_name(table.hbm.device)}, ")
-        console.rule(f"training with rows in {place}DRAM and on SSD", align="left")
+        top_tier = "DRAM" if table.hbm is None else "HBM"
+        tiers = "DRAM" if table.hbm is None else f"HBM of {gpu_name(table.hbm.device)}, DRAM"
         try:
-            run = train(console, table, ads, config, run_dir=Path(temporary) / "run", seconds=seconds)
-            trained = run.result.progress.step
-            console.rule(f"the same training with all rows in {where}, stages one after the other", align="left")
+            console.rule(f"training with rows in {tiers} and on SSD", align="left")
+            tiered = train(console, table, ads, config, run_dir=Path(temporary) / "run", seconds=seconds)
+
+            console.rule(f"the same training with all rows in {top_tier}, stages one after the other", align="left")
             assert table.store is not None
-            room = 256 * len(table.store) + (64 << 20)
-            everything = Table(DIM, OPTIMIZER, hbm=room, mem=room)
-            serial = dataclasses.replace(config, steps=trained, depth=1)
-            memory = train(console, everything, ads, serial, run_dir=None, seconds=float("inf"))
-            report(console, run, best_auc(ads))
-            rows, wrong = compare(run, memory)
+            enough = 256 * len(table.store) + (64 << 20)
+            whole = Table(DIM, OPTIMIZER, hbm=enough, mem=enough)
+            serial = dataclasses.replace(config, steps=tiered.result.progress.step, depth=1)
+            memory = train(console, whole, ads, serial, run_dir=None, seconds=float("inf"))
+
+            print_report(console, tiered, best_auc(ads))
+            rows, differences = compare(tiered, memory)
         finally:
             table.close()
-    if wrong:
-        console.print(f"[bold red]differs from the run in memory: {', '.join(wrong)}[/]")
+    if differences:
+        console.print(f"[bold red]differs from the run in memory: {', '.join(differences)}[/]")
         raise typer.Exit(1)
-    dense = sum(p.numel() for p in run.model.parameters())
+    dense = sum(p.numel() for p in tiered.model.parameters())
     console.print(
         f"[bold green]checked: {rows:,} rows with their optimizer state and {dense:,} dense weights are, bit for bit, "
         "those of the run in memory[/]",

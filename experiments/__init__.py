@@ -1,9 +1,13 @@
-"""`thermocline reproduce`: the source's tables and figures, measured on this machine and written down as one page.
+"""The paper's experiments, run on this machine and reported as one HTML page: `python -m experiments`.
 
-experiment.py   the words: steps, tables, figures, claims        places.py    which experiments there are
-runner.py       steps one after the other, none done twice        results.py   what each step gave, kept
-page.py         the report; svg.py draws, tables.py writes CSV    machine.py   where it ran
-mpi.py, ranks.py   trainings of several processes
-paper.json      the source's own figures, only ever shown beside ours and marked as theirs
-All other modules are experiments, one per file.
+README.md lists the experiments, the commands and the files they write. Read the modules in this order:
+
+experiment.py   Setup, Step, Table, Figure, Claim, Experiment    registry.py     the list of experiments
+runner.py       runs the steps that have no cached result        step_cache.py   one JSON file per finished step
+results.py      one JSON file per finished experiment            report.py       the page, CSV and JSON files
+figures.py      plots, drawn with matplotlib                     machine.py      processor, memory, GPU, versions
+training.py     training loops that the experiments share        launch.py       torchrun and mpirun jobs
+disk_probe.py   read rate of the disk                            paper.json      the numbers printed in the paper
+
+Every other module is one experiment.
 """

@@ -1,4 +1,4 @@
-"""AUC over time: one stream trained through the tiers, with everything in the top one, and by the MPI rival."""
+"""AUC over time of one training: through the tiers, with all rows in the top tier, and by the MPI baseline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 from collections.abc import Mapping
 
-from experiments import mpi
+from experiments import launch
 from experiments.experiment import (
     Claim,
     Experiment,
@@ -16,9 +16,9 @@ from experiments.experiment import (
     Series,
     Setup,
     Step,
+    StepContext,
     Table,
-    Work,
-    settings_of,
+    config_settings,
 )
 from thermocline.config.data import Data, Synth
 from thermocline.config.model import ModelConfig
@@ -26,27 +26,28 @@ from thermocline.config.schema import Config, Tiers, Train
 
 KEYS, FIELDS, NONZEROS, DIM, HIDDEN = 2_000_000_000, 25, 50, 8, (64, 32)
 EXAMPLES, TEST, BATCH, DEPTH, POINTS = 1_000_000, 100_000, 256, 3, 40
-TIERS, MEMORY, RIVAL = "through the tiers", "everything in the top tier", "the MPI rival"
-ALIKE = 0.0005
-"""Two AUC nearer than this are the same to the source."""
+TIERS, MEMORY, MPI = "through the tiers", "everything in the top tier", "MPI parameter server"
+TOLERANCE = 0.0005
+"""Largest difference between two AUCs that count as equal."""
 
 
 def keys(setup: Setup) -> int:
+    """Return the number of keys."""
     return max(200_000, round(KEYS / setup.scale))
 
 
 def config(setup: Setup, side: str) -> Config:
-    """The same training; only where the rows are differs."""
+    """Configure one side of the comparison; the sides differ only in the location of the rows."""
     examples = setup.count(EXAMPLES, 4 * BATCH)
     row = 4 * 2 * DIM
     whole = round(keys(setup) * (row + 80) * 1.1) + (64 << 20)
-    least = (DEPTH + 1) * BATCH * NONZEROS * (row + 80)  # the batches in flight
-    tiers = Tiers(device=setup.device if side != RIVAL else "cpu", mem=whole, hbm=whole)
+    in_flight = (DEPTH + 1) * BATCH * NONZEROS * (row + 80)  # bytes of the batches in the pipeline
+    tiers = Tiers(device=setup.device if side != MPI else "cpu", mem=whole, hbm=whole)
     if side == TIERS:
         tiers = dataclasses.replace(
             tiers,
-            hbm=max(least, row * keys(setup) // 10),
-            mem=max(least, row * keys(setup) * 4 // 10),
+            hbm=max(in_flight, row * keys(setup) // 10),
+            mem=max(in_flight, row * keys(setup) * 4 // 10),
             ssd="rows",
             ssd_mem=(16 << 20) + 8 * keys(setup),
         )
@@ -71,39 +72,42 @@ def config(setup: Setup, side: str) -> Config:
 
 
 def sides(setup: Setup) -> list[str]:
-    return [TIERS, MEMORY, *([RIVAL] if setup.rival else [])]
+    """Return the sides that can run."""
+    return [TIERS, MEMORY, *([MPI] if setup.mpi else [])]
 
 
 def steps(setup: Setup) -> list[Step]:
+    """Return one training per side."""
     made = []
     for side in sides(setup):
-        wanted = config(setup, side)
+        side_config = config(setup, side)
 
-        def run(work: Work, side: str = side, wanted: Config = wanted) -> Json:
-            return _rival(wanted, setup.cores, work) if side == RIVAL else _ours(wanted, work)
+        def run(context: StepContext, side: str = side, side_config: Config = side_config) -> Json:
+            return _run_mpi(side_config, setup.cores, context) if side == MPI else _run(side_config, context)
 
-        seconds = 2 + wanted.data.synth.examples / 40_000
-        ranks = setup.cores if side == RIVAL else 1
-        settings = {"side": side, "ranks": ranks, "cores": setup.cores, **settings_of(wanted)}
-        made.append(Step(name=side, settings=settings, seconds=seconds, run=run))
+        ranks = setup.cores if side == MPI else 1
+        settings = {"side": side, "ranks": ranks, "cores": setup.cores, **config_settings(side_config)}
+        seconds = 2 + side_config.data.synth.examples / 40_000
+        made.append(Step(name=side, settings=settings, expected_seconds=seconds, run=run))
     return made
 
 
-def _ours(wanted: Config, work: Work) -> Json:
-    """From the beginning each time: a break would show in the curve."""
-    from experiments.training import watch
+def _run(side_config: Config, context: StepContext) -> Json:
+    """Train from the start in each call: an interruption would distort the curve."""
+    from experiments.training import train_logged
 
-    shutil.rmtree(work.folder / "run", ignore_errors=True)
-    shutil.rmtree(work.folder / "rows", ignore_errors=True)
-    ssd = None if wanted.tiers.ssd is None else str(work.folder / wanted.tiers.ssd)
-    rows, test = watch(dataclasses.replace(wanted, tiers=dataclasses.replace(wanted.tiers, ssd=ssd)), work)
+    shutil.rmtree(context.folder / "run", ignore_errors=True)
+    shutil.rmtree(context.folder / "rows", ignore_errors=True)
+    ssd = None if side_config.tiers.ssd is None else str(context.folder / side_config.tiers.ssd)
+    tiers = dataclasses.replace(side_config.tiers, ssd=ssd)
+    rows, test = train_logged(dataclasses.replace(side_config, tiers=tiers), context)
     return {"points": [_point(row) for row in rows], "test_auc": test["auc"], "ranks": 1}
 
 
-def _rival(wanted: Config, ranks: int, work: Work) -> Json:
-    """One rank per core."""
-    each = dataclasses.replace(wanted, tiers=dataclasses.replace(wanted.tiers, hbm=None))
-    events = mpi.train(each, ranks, work.folder, work.left)
+def _run_mpi(side_config: Config, ranks: int, context: StepContext) -> Json:
+    """Train with one rank per core."""
+    without_gpu = dataclasses.replace(side_config, tiers=dataclasses.replace(side_config.tiers, hbm=None))
+    events = launch.train_mpi(without_gpu, ranks, context.folder, context.seconds_left)
     points = [_point(event) for event in events if event["event"] == "train"]
     return {"points": points, "test_auc": events[-1]["auc"], "ranks": ranks}
 
@@ -112,59 +116,66 @@ def _point(row: Mapping[str, float]) -> dict[str, float]:
     return {"examples": row["examples"], "seconds": row["seconds"], "auc": row["auc"]}
 
 
-# ---- what it shows
+# ---- section of the report
 
 
 def section(setup: Setup, results: Mapping[str, Json]) -> Section:
+    """Show the curves, their differences and the test AUCs."""
     runs = {side: results[side] for side in sides(setup)}
     tiers = runs[TIERS]
     others = {side: run for side, run in runs.items() if side != TIERS}
-    apart = {
+    differences = {
         side: [(a["examples"], a["auc"] - b["auc"]) for a, b in zip(tiers["points"], run["points"], strict=False)]
         for side, run in others.items()
     }
-    rival = f"The MPI rival did not run: {mpi.missing()}." if RIVAL not in runs else (
-        f"The MPI rival (baselines/mpi_ps) has {runs[RIVAL]['ranks']} ranks, one per core, with all rows in memory."
-    )  # fmt: skip
     return Section(
         text=[
-            f"{config(setup, TIERS).data.synth.examples:,} generated examples, {keys(setup):,} keys, {NONZEROS} "
-            f"nonzeros each, trained once, in one order. The tiers have the source's ratios for model E: DRAM holds "
-            f"40 % of the rows' bytes{', HBM 10 %' if setup.device == 'cuda' else ''}, the rest is on SSD. AUC is "
-            f"that of all examples so far, each scored before it was trained on. {rival}"
+            f"One pass over {config(setup, TIERS).data.synth.examples:,} generated examples with {keys(setup):,} keys "
+            f"and {NONZEROS} nonzeros per example. Every side trains the same examples in the same order.",
+            f"The tiers have the paper's ratios for model E: DRAM holds 40 % of the rows' bytes"
+            f"{', HBM 10 %' if setup.device == 'cuda' else ''}, and SSD holds the rest. AUC is progressive: it covers "
+            f"all examples so far, each scored before it was trained on. {_mpi_text(runs)}",
         ],
         parts=[
             _curves("time", "AUC over time", "seconds", runs),
             _curves("examples", "AUC over examples", "examples", runs),
             Figure(
                 name="difference",
-                title="AUC through the tiers minus the others'",
-                x="examples",
-                y="difference of AUC",
+                title="AUC through the tiers minus AUC of the others",
+                x_label="examples",
+                y_label="difference of AUC",
                 series=[
                     Series(name=f"minus {side}", x=[x for x, _ in points], y=[y for _, y in points])
-                    for side, points in apart.items()
+                    for side, points in differences.items()
                 ],
             ),
             Table(
                 name="table",
-                title="At the end",
-                columns=("rows are", "test AUC", "seconds", "ranks"),
+                title="AUC and time at the end of the training",
+                columns=("location of rows", "test AUC", "seconds", "ranks"),
                 rows=[
                     (side, run["test_auc"], run["points"][-1]["seconds"], run["ranks"]) for side, run in runs.items()
                 ],
             ),
         ],
-        claims=[_claim(side, tiers, run, [y for _, y in apart[side]]) for side, run in others.items()],
+        claims=[_claim(side, tiers, run, [y for _, y in differences[side]]) for side, run in others.items()],
     )
 
 
-def _claim(side: str, tiers: Json, run: Json, apart: list[float]) -> Claim:
+def _mpi_text(runs: Mapping[str, Json]) -> str:
+    if MPI not in runs:
+        return f"The MPI parameter server did not run: {launch.mpi_missing()}."
+    ranks = runs[MPI]["ranks"]
+    return f"The MPI parameter server (baselines/mpi_ps) has {ranks} ranks, one per core, and all rows in memory."
+
+
+def _claim(side: str, tiers: Json, run: Json, differences: list[float]) -> Claim:
     return Claim(
-        text=f"AUC through the tiers is within {ALIKE} of that of {side}",
-        holds=abs(tiers["test_auc"] - run["test_auc"]) <= ALIKE,
-        detail=f"test AUC {tiers['test_auc']:.6f} and {run['test_auc']:.6f}; the curves end "
-        f"{abs(apart[-1]):.6f} apart, at most {max(map(abs, apart)):.6f}",
+        text=f"AUC through the tiers is within {TOLERANCE} of the AUC {'of the' if side == MPI else 'with'} {side}",
+        holds=abs(tiers["test_auc"] - run["test_auc"]) <= TOLERANCE,
+        detail=f"Test AUC {tiers['test_auc']:.6f} and {run['test_auc']:.6f}; the curves differ by "
+        f"{abs(differences[-1]):.6f} at the end, by at most {max(map(abs, differences)):.6f}",
+        part="difference",
     )
 
 
@@ -173,7 +184,7 @@ def _curves(name: str, title: str, x: str, runs: Mapping[str, Json]) -> Figure:
         Series(name=side, x=[p[x] for p in run["points"]], y=[p["auc"] for p in run["points"]])
         for side, run in runs.items()
     ]
-    return Figure(name=name, title=title, x=x, y="AUC so far", series=series)
+    return Figure(name=name, title=title, x_label=x, y_label="progressive AUC", series=series)
 
 
 EXPERIMENT = Experiment(title="AUC over time", steps=steps, section=section)

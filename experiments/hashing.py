@@ -1,4 +1,4 @@
-"""Tables 1 and 2: logistic regression, a network, and the network over OP+OSRP hashes, for a row of k."""
+"""Tables 1 and 2 of the talk: logistic regression, a network, and the network over hashed features for several k."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from experiments.experiment import (
     Series,
     Setup,
     Step,
+    StepContext,
     Table,
-    Work,
-    settings_of,
+    config_settings,
 )
 from thermocline.config.data import Data, Hashing, Synth
 from thermocline.config.model import ModelConfig
@@ -28,35 +28,35 @@ from thermocline.config.schema import Config, Tiers, Train
 FIELDS, NONZEROS, ZIPF, DIM, HIDDEN, BATCH = 24, 48, 1.25, 8, (64, 32), 512
 TEST = 100_000
 EXAMPLES = {"image": 1_000_000, "web": 2_000_000}
+"""Training examples of the full run, per data set."""
 METHODS = {
     "op_osrp": "OP+OSRP",
-    "per_field": "OP+OSRP, fields apart",
+    "per_field": "OP+OSRP, per field",
     "modulo": "modulo 2k",
     "count_sketch": "count-sketch",
 }
 HASHES = {"image": 3, "web": 12}
-"""Hash functions of which OP+OSRP's AUCs are the means, in the full run: which of the popular keys meet is chance, and
-moves an AUC by more than half of k does. On the web data, whose rows of k are short, by 0.015 (one deviation)."""
+"""Hash functions per AUC of OP+OSRP in the full run. Collisions of popular keys are random and change an AUC by more
+than halving k does; on the web data, whose k are small, the standard deviation is 0.015."""
 NOISE = 0.001
-"""A smaller rise of AUC from one k to half of it is chance: 100,000 test examples tell no less."""
+"""A smaller rise of AUC between k and k / 2 is chance, given 100,000 test examples."""
 
 
 def divisor(setup: Setup) -> float:
-    """Of the source's number of weights and of its k. Learning every key takes several of its examples: a run that
-    trains less has fewer."""
+    """Return the divisor of the paper's weights and of its k; a short run needs fewer keys to learn them."""
     return 1e5 if setup.effort >= 0.5 else 1e6
 
 
-def examples(setup: Setup, world: str) -> int:
-    """To train on. Too few show nothing: of the smaller data set, three times what the effort is."""
-    full = EXAMPLES[world] if setup.effort >= 0.5 else EXAMPLES["image"]
+def examples(setup: Setup, dataset: str) -> int:
+    """Return the number of training examples; a short run has three times its share of the smaller data set."""
+    full = EXAMPLES[dataset] if setup.effort >= 0.5 else EXAMPLES["image"]
     return min(full, setup.count(3 * full, 4 * BATCH))
 
 
-def _rows(setup: Setup, world: str) -> list[tuple[str, str, int | None]]:
-    """(method, name, log2 of the source's k) of every training."""
+def _rows(setup: Setup, dataset: str) -> list[tuple[str, str, int | None]]:
+    """Return (method, name, log2 of the paper's k) of every row of the table."""
     rows: list[tuple[str, str, int | None]] = [("lr", "LR", None), ("dnn", "DNN", None)]
-    published = [row["log2_k"] for row in paper.load()["hashing"][world]["hash"]]
+    published = [row["log2_k"] for row in paper.load()["hashing"][dataset]["hash"]]
     thorough = setup.effort >= 0.5
     chosen = published if thorough else published[::4]
     others = published[::3] if thorough else chosen[1:2]
@@ -67,19 +67,19 @@ def _rows(setup: Setup, world: str) -> list[tuple[str, str, int | None]]:
 
 
 def bins(setup: Setup, log2_k: int) -> int:
-    """k here."""
+    """Return the scaled k."""
     return max(1, round((1 << log2_k) / divisor(setup)))
 
 
-def hashes(setup: Setup, world: str, method: str) -> int:
-    """With how many hash functions a row is trained."""
-    return HASHES[world] if setup.effort >= 0.5 and method == "op_osrp" else 1
+def hashes(setup: Setup, dataset: str, method: str) -> int:
+    """Return the number of hash functions, each a training, of one row."""
+    return HASHES[dataset] if setup.effort >= 0.5 and method == "op_osrp" else 1
 
 
-def config(setup: Setup, world: str, method: str, k: int | None, number: int = 0) -> Config:
-    """The run of one row with one hash function: `thermocline train` would do the same with it."""
-    keys = round(paper.load()["hashing"][world]["lr"]["weights"] / divisor(setup))
-    count = examples(setup, world)
+def config(setup: Setup, dataset: str, method: str, k: int | None, number: int = 0) -> Config:
+    """Configure the training of one row with one hash function, as for `thermocline train`."""
+    keys = round(paper.load()["hashing"][dataset]["lr"]["weights"] / divisor(setup))
+    count = examples(setup, dataset)
     synth = Synth(
         keys=max(keys, FIELDS * 100), fields=FIELDS, nonzeros=NONZEROS, zipf=ZIPF, seed=setup.seed,
         examples=count, valid_examples=0, test_examples=min(TEST, count),
@@ -105,148 +105,166 @@ def config(setup: Setup, world: str, method: str, k: int | None, number: int = 0
 
 
 def steps(setup: Setup) -> list[Step]:
+    """Return one training per data set, row and hash function."""
     made = []
-    for world in EXAMPLES:
-        trainings = ((*row, number) for row in _rows(setup, world) for number in range(hashes(setup, world, row[0])))
-        for method, name, log2_k, number in trainings:
+    for dataset in EXAMPLES:
+        for method, name, log2_k in _rows(setup, dataset):
             k = None if log2_k is None else bins(setup, log2_k)
-            wanted = config(setup, world, method, k, number)
+            for number in range(hashes(setup, dataset, method)):
+                row_config = config(setup, dataset, method, k, number)
 
-            def run(work: Work, wanted: Config = wanted) -> Json | None:
-                from experiments.training import train
+                def run(context: StepContext, row_config: Config = row_config) -> Json | None:
+                    from experiments.training import train
 
-                return train(wanted, work)
+                    return train(row_config, context)
 
-            seconds = 1 + examples(setup, world) / 120_000
-            made.append(Step(name=_step(world, name, number), settings=settings_of(wanted), seconds=seconds, run=run))
+                made.append(
+                    Step(
+                        name=_step_name(dataset, name, number),
+                        settings=config_settings(row_config),
+                        expected_seconds=1 + examples(setup, dataset) / 120_000,
+                        run=run,
+                    )
+                )
     return made
 
 
-def _step(world: str, name: str, number: int = 0) -> str:
-    return f"{world}, {name}" + (f", hash {number + 1}" if number else "")
+def _step_name(dataset: str, name: str, number: int = 0) -> str:
+    return f"{dataset}, {name}" + (f", hash {number + 1}" if number else "")
 
 
-# ---- what it shows
+# ---- section of the report
 
 
 def section(setup: Setup, results: Mapping[str, Json]) -> Section:
+    """Show a table, a curve and the paper's curve per data set."""
     parts: list[Table | Figure] = []
     claims: list[Claim] = []
-    for world in EXAMPLES:
-        published = paper.load()["hashing"][world]
+    for dataset in EXAMPLES:
+        published = paper.load()["hashing"][dataset]
         parts += [
-            _table(setup, world, published, results),
-            _curve(setup, world, results),
-            _paper_curve(world, published),
+            _table(setup, dataset, published, results),
+            _curve(setup, dataset, results),
+            _paper_curve(dataset, published),
         ]
-        claims += _claims(setup, world, results)
-    keys = {world: f"{config(setup, world, 'lr', None).data.synth.keys:,}" for world in EXAMPLES}
+        claims += _claims(setup, dataset, results)
+    keys = {dataset: f"{config(setup, dataset, 'lr', None).data.synth.keys:,}" for dataset in EXAMPLES}
     return Section(
         text=[
-            f"Generated ads (tc.SyntheticAds): {FIELDS} fields, {NONZEROS} nonzeros per example, Zipf {ZIPF}, "
-            f"{keys['image']} and {keys['web']} keys: the weights of the source's two data sets divided by "
-            f"{divisor(setup):,.0f}, and so is k. {examples(setup, 'image'):,} and "
-            f"{examples(setup, 'web'):,} examples are trained once; AUC is on others. Skew and nonzeros were "
-            "chosen with an eye on the AUCs, so that the source's order can show at this size: these examples teach "
-            "most of what the keys mean. With few of them, as with --quick, hash+DNN may lie below LR.",
+            f"Generated ads (tc.SyntheticAds): {FIELDS} fields, {NONZEROS} nonzeros per example, Zipf exponent {ZIPF}, "
+            f"{keys['image']} and {keys['web']} keys. The number of keys and k are those of the paper's two data sets "
+            f"divided by {divisor(setup):,.0f}. One pass over {examples(setup, 'image'):,} and "
+            f"{examples(setup, 'web'):,} examples; AUC is measured on other examples. Skew and nonzeros were chosen "
+            "so that the paper's order of methods can appear at this size: the examples suffice to learn most keys. "
+            "With fewer examples, as with --quick, hash+DNN may be below LR.",
             f"LR has one weight per key; the networks have rows of {DIM} weights and hidden layers of {HIDDEN[0]} and "
-            f"{HIDDEN[1]}. OP+OSRP hashes all nonzeros of an example together, as in the source, into 2k slots whose "
-            "rows are pooled into one vector; fields apart keeps a vector per field. Modulo has 2k rows, "
-            f"count-sketch k. AUCs of OP+OSRP are means over {hashes(setup, 'image', 'op_osrp')} and "
-            f"{hashes(setup, 'web', 'op_osrp')} hash functions, those of the others of one.",
+            f"{HIDDEN[1]} units. OP+OSRP hashes all nonzeros of an example together, as in the paper, into 2k slots "
+            "whose rows are pooled into one vector; the per-field variant keeps one vector per field. Modulo has 2k "
+            f"rows, count-sketch has k. AUCs of OP+OSRP are means over {hashes(setup, 'image', 'op_osrp')} (image) and "
+            f"{hashes(setup, 'web', 'op_osrp')} (web) hash functions; the other methods use one.",
         ],
         parts=parts,
         claims=claims,
     )
 
 
-def _table(setup: Setup, world: str, published: Mapping[str, Any], results: Mapping[str, Json]) -> Table:
+def _table(setup: Setup, dataset: str, published: Mapping[str, Any], results: Mapping[str, Json]) -> Table:
     paper_rows = {row["log2_k"]: row for row in published["hash"]}
     rows = []
-    for method, name, log2_k in _rows(setup, world):
-        got = results[_step(world, name)]
-        theirs: Mapping[str, Any] = published.get(method, {})
-        if method == "op_osrp":
-            theirs = paper_rows[log2_k]
-        shown = name if method in ("lr", "dnn") else f"hash+DNN, {name}"
+    for method, name, log2_k in _rows(setup, dataset):
+        result = results[_step_name(dataset, name)]
+        paper_row: Mapping[str, Any] = paper_rows[log2_k] if method == "op_osrp" else published.get(method, {})
+        label = name if method in ("lr", "dnn") else f"hash+DNN, {name}"
         k = None if log2_k is None else bins(setup, log2_k)
-        mine = (k, got["rows"], got["rows"] * got["row_bytes"], _auc(world, name, results))
-        rows.append((shown, *mine, theirs.get("weights"), theirs.get("auc")))
+        size = result["rows"] * result["row_bytes"]
+        rows.append(
+            (
+                label, k, result["rows"], size, _auc(dataset, name, results), paper_row.get("weights"),
+                paper_row.get("auc"),
+            )
+        )  # fmt: skip
     return Table(
-        name=f"table-{world}",
-        title=f"{published['title']}, scaled: rows really trained, bytes, AUC",
-        columns=("model", "bins here", "rows trained", "bytes of rows", "test AUC", "nonzero weights", "AUC"),
+        name=f"table-{dataset}",
+        title=f"{published['title']}, scaled: trained rows, bytes and AUC",
+        columns=("model", "scaled k", "trained rows", "bytes of rows", "test AUC", "nonzero weights", "AUC"),
         rows=rows,
         paper=("nonzero weights", "AUC"),
         note=(
-            "k is the source's; bins here are k divided as the keys are. Bytes are those of rows: weights and "
-            f"Adagrad's state. {paper.load()['note'] if world == 'image' else ''}"
+            "The model's name has the paper's k; the scaled k is the number of bins here. Bytes are those of weights "
+            f"and Adagrad's state. {paper.load()['note'] if dataset == 'image' else ''}"
         ).strip(),
     )
 
 
-def _auc(world: str, name: str, results: Mapping[str, Json]) -> float:
-    """The mean over the hash functions."""
-    steps = itertools.takewhile(results.__contains__, (_step(world, name, number) for number in itertools.count()))
-    return statistics.fmean(float(results[step]["auc"]) for step in steps)
+def _auc(dataset: str, name: str, results: Mapping[str, Json]) -> float:
+    """Return the mean AUC over the hash functions of a row."""
+    names = itertools.takewhile(
+        results.__contains__, (_step_name(dataset, name, number) for number in itertools.count())
+    )
+    return statistics.fmean(float(results[step]["auc"]) for step in names)
 
 
-def _curve(setup: Setup, world: str, results: Mapping[str, Json]) -> Figure:
+def _curve(setup: Setup, dataset: str, results: Mapping[str, Json]) -> Figure:
     series = []
     for method, label in METHODS.items():
-        points = [(bins(setup, k), name) for m, name, k in _rows(setup, world) if m == method and k is not None]
+        points = [(bins(setup, k), name) for m, name, k in _rows(setup, dataset) if m == method and k is not None]
         series.append(
-            Series(name=label, x=[k for k, _ in points], y=[_auc(world, name, results) for _, name in points])
+            Series(name=label, x=[k for k, _ in points], y=[_auc(dataset, name, results) for _, name in points])
         )
     return Figure(
-        name=f"auc-{world}",
-        title=f"{paper.load()['hashing'][world]['title']}, scaled: AUC against k",
-        x="k here, bins",
-        y="test AUC",
-        x_axis="log2",
+        name=f"auc-{dataset}",
+        title=f"{paper.load()['hashing'][dataset]['title']}, scaled: AUC against k",
+        x_label="scaled k (bins)",
+        y_label="test AUC",
+        x_scale="log2",
         series=series,
-        levels={"DNN": _auc(world, "DNN", results), "LR": _auc(world, "LR", results)},
+        hlines={"DNN": _auc(dataset, "DNN", results), "LR": _auc(dataset, "LR", results)},
     )
 
 
-def _paper_curve(world: str, published: Mapping[str, Any]) -> Figure:
+def _paper_curve(dataset: str, published: Mapping[str, Any]) -> Figure:
     rows = published["hash"]
     line = Series(name="OP+OSRP", x=[2 ** row["log2_k"] for row in rows], y=[row["auc"] for row in rows], kind="paper")
     return Figure(
-        name=f"paper-{world}",
-        title=f"{published['title']}: the paper's own figures",
-        x="k",
-        y="test AUC",
-        x_axis="log2",
+        name=f"paper-{dataset}",
+        title=f"{published['title']}: AUC against k in the paper",
+        x_label="k (bins)",
+        y_label="test AUC",
+        x_scale="log2",
         series=[line],
-        levels={"DNN (the paper)": published["dnn"]["auc"], "LR (the paper)": published["lr"]["auc"]},
+        hlines={"DNN (the paper)": published["dnn"]["auc"], "LR (the paper)": published["lr"]["auc"]},
     )
 
 
-def _claims(setup: Setup, world: str, results: Mapping[str, Json]) -> list[Claim]:
-    lr, dnn = (_auc(world, name, results) for name in ("LR", "DNN"))
-    curve = [_auc(world, name, results) for method, name, _ in _rows(setup, world) if method == "op_osrp"]
+def _claims(setup: Setup, dataset: str, results: Mapping[str, Json]) -> list[Claim]:
+    lr, dnn = (_auc(dataset, name, results) for name in ("LR", "DNN"))
+    curve = [_auc(dataset, name, results) for method, name, _ in _rows(setup, dataset) if method == "op_osrp"]
     return [
         Claim(
-            text=f"{world}: the network beats logistic regression", holds=dnn > lr, detail=f"{dnn:.4f} over {lr:.4f}"
+            text=f"{dataset}: the network beats logistic regression",
+            holds=dnn > lr,
+            detail=f"DNN {dnn:.4f}, LR {lr:.4f}",
+            part=f"table-{dataset}",
         ),
         Claim(
-            text=f"{world}: hash+DNN at the largest k lies between the two",
+            text=f"{dataset}: hash+DNN at the largest k lies between LR and DNN",
             holds=lr < curve[0] < dnn,
             detail=f"LR {lr:.4f}, hash+DNN {curve[0]:.4f}, DNN {dnn:.4f}",
+            part=f"table-{dataset}",
         ),
         Claim(
-            text=f"{world}: AUC falls as k halves",
+            text=f"{dataset}: AUC falls as k halves",
             holds=falls(curve),
-            detail=f"{', '.join(f'{auc:.4f}' for auc in curve)}; a rise below {NOISE} from one to the next is chance",
+            detail=f"{', '.join(f'{auc:.4f}' for auc in curve)}; a rise below {NOISE} between neighbours is chance",
+            part=f"auc-{dataset}",
         ),
     ]
 
 
 def falls(curve: Sequence[float]) -> bool:
-    """No rise beyond chance from one k to the next, and a fall over every two."""
+    """Whether no neighbour rises by NOISE or more, and every second value and the last are lower."""
     steady = all(b < a + NOISE for a, b in itertools.pairwise(curve))
     return steady and all(b < a for a, b in zip(curve, curve[2:], strict=False)) and curve[-1] < curve[0]
 
 
-EXPERIMENT = Experiment(title="Hashing into fewer bins: tables 1 and 2 of the source", steps=steps, section=section)
+EXPERIMENT = Experiment(title="Hashing into fewer bins: tables 1 and 2 of the paper", steps=steps, section=section)

@@ -1,4 +1,4 @@
-"""Where a result was made: processor, memory, GPU, versions, and which build this is. No names of hosts or folders."""
+"""Description of the machine and the program that made a result. It contains no host names and no paths."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 import hashlib
 import importlib.metadata
 import platform
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from thermocline.utils.cpu_affinity import cores
 from thermocline.utils.machine import memory_bytes
 
 _PACKAGES = ("torch", "numpy", "triton")
+_HERE = Path(__file__).parent
 
 
 def describe() -> dict[str, Any]:
-    """As JSON, at this moment."""
+    """Return processor, memory, GPU, versions and the current date as JSON."""
     return {**_constant(), "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")}
 
 
@@ -33,12 +36,13 @@ def _constant() -> dict[str, Any]:
         "python": platform.python_version(),
         "thermocline": thermocline.__version__,
         "build": build(),
+        "commit": commit(),
         "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
     }
 
 
 def gpu_bytes() -> int:
-    """Of the GPU that torch would use; 0: there is none."""
+    """Return the memory size of torch's default GPU, or 0 without a GPU."""
     import torch
 
     return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 0
@@ -46,23 +50,38 @@ def gpu_bytes() -> int:
 
 @functools.cache
 def build() -> str:
-    """A digest of the package's sources and its C++ module: results with the same one come from the same program."""
-    root = Path(thermocline.__file__).parent
+    """Return a digest of the Python sources and the C++ module: equal digests mean the same program."""
     digest = hashlib.blake2b(digest_size=5)
-    for path in sorted([*root.rglob("*.py"), *root.rglob("_core*.so")]):
-        digest.update(f"{path.relative_to(root)}\0".encode())
-        digest.update(hashlib.blake2b(path.read_bytes()).digest())
+    for root in (Path(thermocline.__file__).parent, _HERE):
+        for path in sorted([*root.rglob("*.py"), *root.rglob("_core*.so")]):
+            digest.update(f"{path.relative_to(root)}\0".encode())
+            digest.update(hashlib.blake2b(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def words(environment: dict[str, Any]) -> str:
-    """One line."""
+@functools.cache
+def commit() -> str | None:
+    """Return the git commit of the source tree, with "+" after it if files were changed; None without git."""
+
+    def git(*words: str) -> str:
+        run = subprocess.run(["git", "-C", str(_HERE), *words], capture_output=True, text=True, check=True)
+        return run.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def summary(environment: Mapping[str, Any]) -> str:
+    """Format a description as one line."""
     gpu = f", {environment['gpu']}" if environment["gpu"] else ", no GPU"
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    commit = f", commit {environment['commit']}" if environment.get("commit") else ""
     return (
         f"{environment['cpu']}, {environment['cores']} cores, {environment['memory_gb']} GB of memory{gpu}; "
-        f"thermocline {environment['thermocline']} (build {environment['build']}), Python {environment['python']}, "
-        f"{versions}; {environment['date']}"
+        f"thermocline {environment['thermocline']} (build {environment['build']}{commit}), "
+        f"Python {environment['python']}, {versions}; {environment['date']}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The source's own figures, as printed: paper.json. They only stand beside ours, in columns and lines marked so."""
+"""The paper's numbers, as printed: paper.json. The report shows them beside measured ones, marked as the paper's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from typing import Any
 
 @functools.cache
 def load() -> dict[str, Any]:
-    """tables 1 to 4 of the talk; every number of it that this package knows."""
+    """Return tables 1 to 4 of the talk."""
     loaded: dict[str, Any] = json.loads((Path(__file__).parent / "paper.json").read_text())
     return loaded

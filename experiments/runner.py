@@ -1,200 +1,205 @@
-"""Steps one after the other: none is done twice, each is kept once it is done, and the page is written at any end."""
+"""Run the steps of experiments that have no cached result, then write the report.
+
+An interrupted run also writes the report; the next run continues with the missing steps.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
-from experiments import page, places
-from experiments.experiment import STEP_SECONDS, Claim, Experiment, Setup, Step, Work
-from experiments.results import Result, Results
+import thermocline
+from experiments import registry, report
+from experiments.experiment import STEP_SECONDS, Claim, Experiment, Setup, Step, StepContext
+from experiments.results import ExperimentResults
+from experiments.step_cache import StepCache, StepResult
+from thermocline.cli.progress_bar import progress
+from thermocline.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a reproduction came to."""
+    """Result of a run."""
 
     page: Path
     steps: int
-    """Done in this process."""
-    claims: list[Claim]
+    """Number of steps that this process ran."""
+    claims: list[tuple[Claim, Setup]]
+    """Claims of all finished experiments, each with the setup that it was measured with."""
 
 
 def run(
-    folder: str | Path,
-    chosen: Mapping[str, Experiment | str],
+    out: str | Path,
+    experiments: Mapping[str, Experiment],
     setup: Setup,
-    command: str,
+    command: str = "",
     *,
+    cache: str | Path,
     limit: float = STEP_SECONDS,
-    here: bool = False,
+    this_machine: bool = False,
 ) -> Outcome:
-    """Does what is still to do of the chosen experiments, and writes the report. Interrupted, it goes on next time.
+    """Run the missing steps of the experiments and write the report to `out`.
 
-    here   also what is complete for another machine (a GPU's, a larger one's) is done again on this one
+    command        recorded with each result
+    cache          folder of step results
+    limit          seconds of one call of a step
+    this_machine   do not use results in `out` that another machine (with a GPU, with more cores) has completed
     """
-    results = Results.open(folder, command)
-    plans = {name: _plan(name, found, setup, results, here) for name, found in chosen.items()}
-    todo: dict[tuple[str, str], Step] = {}
-    spent = []
-    for plan in plans.values():
-        for step in plan.steps:
-            found = results.get(plan.home(step), step)
-            if found is None:
-                todo[plan.home(step), step.name] = step
-            else:
-                spent.append((step.seconds, found.seconds))
-    done = 0
+    out, steps = Path(out), StepCache(Path(cache), command)
+    plans = [_plan(name, experiment, setup, steps, out, this_machine) for name, experiment in experiments.items()]
+    missing = {
+        (plan.owner(step), step.name): step
+        for plan in plans
+        for step in plan.steps
+        if steps.get(plan.owner(step), step) is None
+    }
     try:
-        with _Watch([(name, step) for (name, _), step in todo.items()], spent) as watch:
-            for (name, _), step in todo.items():
-                with watch.step(name, step) as tell:
-                    result = _finish(results, name, step, limit, tell)
-                watch.done(name, step, result.seconds)
-                done += 1
+        _run_steps(missing, steps, limit)
     finally:
-        chapters = [_chapter(plan, results) for plan in plans.values()]
-        written = page.write(Path(folder), chapters, setup, command)
-    claims = [claim for chapter in chapters if chapter.section for claim in chapter.section.claims]
-    return Outcome(written, done, claims)
+        page, claims = _write_report(out, [_chapter(plan, steps, out) for plan in plans])
+    return Outcome(page, len(missing), claims)
+
+
+def rebuild(source: str | Path, out: str | Path | None = None) -> Outcome:
+    """Write the report from the results of an earlier report, without running any step.
+
+    out   folder of the new report; None replaces the earlier one
+    """
+    folder = Path(source) / "results"
+    found = {name: results for name in registry.NAMES if (results := ExperimentResults.read(folder, name)) is not None}
+    if not found:
+        raise ConfigError(f"--from is {source}: {folder} contains no results of an experiment")
+    target = Path(source) if out is None else Path(out)
+    chapters = [_finished_chapter(registry.load(name), results) for name, results in found.items()]
+    if out is not None:
+        for results in found.values():
+            results.write(target / "results")
+    page, claims = _write_report(target, chapters)
+    return Outcome(page, 0, claims)
+
+
+def _write_report(out: Path, chapters: Sequence[report.Chapter]) -> tuple[Path, list[tuple[Claim, Setup]]]:
+    page = report.write(out, chapters)
+    sections = [(chapter.section, chapter.setup) for chapter in chapters if chapter.section is not None]
+    return page, [(claim, setup) for section, setup in sections for claim in section.claims]
+
+
+# ---- plans
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """What an experiment is made of: its steps, and the setup that they belong to."""
+    """Steps of one experiment for one setup, or the completed results of another machine."""
 
     name: str
-    experiment: Experiment | None
-    missing: str
+    experiment: Experiment
     setup: Setup
     steps: Sequence[Step] = ()
+    unavailable: str | None = None
+    """Reason why the experiment cannot run on this machine."""
+    completed: ExperimentResults | None = None
 
-    def home(self, step: Step) -> str:
-        return step.home or self.name
+    def owner(self, step: Step) -> str:
+        return step.owner or self.name
 
-    def results(self, results: Results) -> dict[str, Result]:
-        """Of those that are done, by name."""
-        found = {step.name: results.get(self.home(step), step) for step in self.steps}
-        return {name: result for name, result in found.items() if result is not None}
+    def cached(self, cache: StepCache) -> dict[str, StepResult]:
+        """Return the results of the finished steps by name."""
+        results = {step.name: cache.get(self.owner(step), step) for step in self.steps}
+        return {name: result for name, result in results.items() if result is not None}
 
 
-def _plan(name: str, found: Experiment | str, setup: Setup, results: Results, here: bool) -> _Plan:
-    """For this machine; or, complete, for the machine where it was made, unless that lacked this one's GPU."""
-    made = results.completed(name)
-    if isinstance(found, str):
-        other = places.load(name)
-        plan = _Plan(name, None, found, setup)
-    else:
-        other = found
-        plan = _Plan(name, found, "", setup, list(found.steps(setup)))
+def _plan(name: str, experiment: Experiment, setup: Setup, cache: StepCache, out: Path, this_machine: bool) -> _Plan:
+    """Plan the steps for this machine, unless another machine has completed the same request."""
+    unavailable = experiment.missing()
+    plan = _Plan(name, experiment, setup, unavailable=unavailable)
+    if unavailable is None:
+        plan = dataclasses.replace(plan, steps=list(experiment.steps(setup)))
         names = [step.name for step in plan.steps]
-        assert len(set(names)) == len(names), f"{name}: two steps have one name"
-        if len(plan.results(results)) == len(plan.steps):
+        assert len(set(names)) == len(names), f"{name}: two steps have the same name"
+        if len(plan.cached(cache)) == len(plan.steps):
             return plan
-    if (
-        made is None
-        or other is None
-        or here
-        or not made.asks_as(setup)
-        or (made.device, setup.device) == ("cpu", "cuda")
-    ):
+    earlier = None if this_machine else ExperimentResults.read(out / "results", name)
+    if earlier is None or not _usable(earlier, experiment, setup):
         return plan
-    elsewhere = _Plan(name, other, "", made, list(other.steps(made)))
-    return elsewhere if len(elsewhere.results(results)) == len(elsewhere.steps) else plan
+    return _Plan(name, experiment, earlier.setup, completed=earlier)
 
 
-def _finish(results: Results, name: str, step: Step, limit: float, tell: Any) -> Result:
-    """Calls a step until it is done; what it used up counts however it ends."""
+def _usable(earlier: ExperimentResults, experiment: Experiment, setup: Setup) -> bool:
+    """Whether earlier results answer the request: same sizes, version and steps, and no GPU is added."""
+    return (
+        earlier.setup.same_request(setup)
+        and (earlier.setup.device, setup.device) != ("cpu", "cuda")
+        and {step.environment["thermocline"] for step in earlier.steps.values()} == {thermocline.__version__}
+        and set(earlier.steps) == {step.name for step in experiment.steps(earlier.setup)}
+    )
+
+
+# ---- steps
+
+
+def _run_steps(missing: Mapping[tuple[str, str], Step], cache: StepCache, limit: float) -> None:
+    """Run the steps in order, with a progress bar in expected seconds and, without a terminal, a line per step."""
+    total = sum(round(step.expected_seconds) for step in missing.values())
+    with progress("experiments", total, "expected seconds") as advance:
+        for number, ((owner, _), step) in enumerate(missing.items(), 1):
+            done = 0
+
+            def on_progress(share: float, step: Step = step) -> None:
+                nonlocal done
+                more = round(min(1.0, share) * round(step.expected_seconds)) - done
+                if more > 0:
+                    done += more
+                    advance(more)
+
+            result = _finish(cache, owner, step, limit, on_progress)
+            on_progress(1.0)
+            if not sys.stderr.isatty():
+                line = f"{number} of {len(missing)}: {owner}: {step.name}, {result.seconds:.1f} s"
+                print(line, file=sys.stderr, flush=True)
+
+
+def _finish(cache: StepCache, owner: str, step: Step, limit: float, on_progress: Callable[[float], None]) -> StepResult:
+    """Call a step until it returns a result; the running time counts even if a call fails."""
     while True:
         start = time.monotonic()
         value = None
         try:
-            value = step.run(Work(results.work(name, step), limit, tell))
+            value = step.run(StepContext(cache.working_folder(owner, step), limit, on_progress))
         finally:
-            spent = results.spent(name, step, time.monotonic() - start)
+            seconds = cache.add_seconds(owner, step, time.monotonic() - start)
         if value is not None:
-            return results.put(name, step, value, spent)
+            return cache.put(owner, step, value, seconds)
 
 
-def _chapter(plan: _Plan, results: Results) -> page.Chapter:
-    name, found = plan.name, plan.experiment
-    if found is None:
-        title = places.PLACES.get(name, name)
-        return page.Chapter(name=name, title=title, section=None, setup=plan.setup, missing=plan.missing)
-    got = plan.results(results)
-    if len(got) < len(plan.steps):
-        missing = f"{len(got)} of {len(plan.steps)} steps are done: the same command goes on."
-        return page.Chapter(name=name, title=found.title, section=None, setup=plan.setup, missing=missing)
-    results.complete(name, plan.setup)
-    section = found.section(plan.setup, {step: result.value for step, result in got.items()})
-    made = {step: result.environment for step, result in got.items()}
-    return page.Chapter(name=name, title=found.title, section=section, setup=plan.setup, environments=made)
+# ---- chapters
 
 
-class _Watch:
-    """A bar with the time left on a terminal, else a line per step. On stderr."""
+def _chapter(plan: _Plan, cache: StepCache, out: Path) -> report.Chapter:
+    if plan.completed is not None:
+        return _finished_chapter(plan.experiment, plan.completed)
+    cached = plan.cached(cache)
+    reason = ""
+    if plan.unavailable is not None:
+        reason = f"Not run on this machine: {plan.unavailable}."
+    elif len(cached) < len(plan.steps):
+        reason = f"{len(cached)} of {len(plan.steps)} steps are done: run the same command to continue."
+    if reason:
+        return report.Chapter(
+            name=plan.name, title=plan.experiment.title, section=None, setup=plan.setup, missing=reason
+        )
+    results = ExperimentResults(plan.name, plan.setup, cached)
+    results.write(out / "results")
+    return _finished_chapter(plan.experiment, results)
 
-    def __init__(self, todo: Sequence[tuple[str, Step]], spent: list[tuple[float, float]]) -> None:
-        self._todo, self._spent, self._number = list(todo), spent, 0
-        self._bar: Any = None
-        self._task: Any = None
 
-    def __enter__(self) -> Self:
-        if sys.stderr.isatty() and self._todo:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TaskProgressColumn(),
-                TextColumn("{task.fields[left]}"),
-            )
-            self._bar = Progress(*columns, console=Console(stderr=True))
-            self._bar.start()
-            total = sum(step.seconds for _, step in self._todo)
-            self._task = self._bar.add_task("reproducing", total=total, left=self._left(0))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    @contextmanager
-    def step(self, name: str, step: Step) -> Iterator[Any]:
-        before = sum(s.seconds for _, s in self._todo[: self._number])
-        what = f"{name}: {step.name} ({self._number + 1} of {len(self._todo)})"
-
-        def tell(share: float) -> None:
-            if self._bar is not None:
-                done = before + min(1.0, share) * step.seconds
-                self._bar.update(self._task, description=what, completed=done, left=self._left(share))
-
-        tell(0.0)
-        yield tell
-
-    def done(self, name: str, step: Step, seconds: float) -> None:
-        self._spent.append((step.seconds, seconds))
-        self._number += 1
-        if self._bar is None:
-            left = self._left(0)
-            print(
-                f"{self._number} of {len(self._todo)}: {name}: {step.name}, {seconds:.1f} s; {left}",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-
-    def _left(self, share: float) -> str:
-        """By what steps were expected to take, and by how much they were off so far."""
-        expected = [step.seconds for _, step in self._todo[self._number :]]
-        ahead = sum(expected) - (share * expected[0] if expected else 0.0)
-        planned, real = (sum(column) for column in zip(*self._spent, strict=True)) if self._spent else (1.0, 1.0)
-        seconds = ahead * real / max(planned, 1e-9)
-        return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
+def _finished_chapter(experiment: Experiment, results: ExperimentResults) -> report.Chapter:
+    return report.Chapter(
+        name=results.experiment,
+        title=experiment.title,
+        section=experiment.section(results.setup, results.values),
+        setup=results.setup,
+        environments=results.environments,
+    )

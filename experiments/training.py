@@ -1,4 +1,4 @@
-"""What the experiments train with: a whole run that can be cut anywhere, and a stream of batches that is watched."""
+"""Training loops that the experiments share: resumable runs, logged runs and a loop over a stream of batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from experiments.experiment import Json, Setup, Work
+from experiments.experiment import Json, Setup, StepContext
 from thermocline.batch import Batch
 from thermocline.config.schema import Config
 from thermocline.embedding.table import Table
@@ -23,39 +23,48 @@ from thermocline.training.run_dir import config_of, has_run
 from thermocline.training.trainer import Trainer
 from thermocline.utils.cpu_affinity import cores
 
-_SAVING = 0.1  # of a step's time is kept for saving and testing
+_SAVING = 0.1  # share of a step's time that is reserved for the checkpoint and the test
 
 
 def torch_threads() -> int:
-    """Half of the cores: the pipeline needs the others."""
+    """Return half of the cores; the pipeline uses the others."""
     return max(1, cores() // 2)
 
 
-class _Until(Callback):
-    """Ends a run when the step's time is nearly up; tells how far it is."""
+def _quiet(config: Config, run_dir: Path, threads: int | None) -> Config:
+    """Set the run folder and torch's threads; switch off the display and TensorBoard."""
+    train = dataclasses.replace(
+        config.train, run_dir=str(run_dir), torch_threads=threads, display=False, tensorboard=False
+    )
+    return dataclasses.replace(config, train=train)
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._spare = _SAVING * work.left
+
+def _progress(trainer: Trainer) -> float:
+    return trainer.progress.step / (trainer.total_steps or trainer.progress.step)
+
+
+class _StopInTime(Callback):
+    """Stops a run when the step's time is nearly over, and reports its progress."""
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        self._reserve = _SAVING * context.seconds_left
 
     def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
         if trainer.progress.step % 8 == 0:
-            self._work.tell(trainer.progress.step / (trainer.total_steps or trainer.progress.step))
-            if self._work.left < self._spare:
+            self._context.report_progress(_progress(trainer))
+            if self._context.seconds_left < self._reserve:
                 trainer.stop()
 
 
-def train(config: Config, work: Work) -> Json | None:
-    """Trains and tests a config in the step's folder; none: its time is up, and the next call goes on."""
-    run_dir = str(work.folder / "run")
-    # Threads of torch are part of what was trained: those of the machine that began it.
-    threads = config_of(run_dir).train.torch_threads if has_run(run_dir) else torch_threads()
-    settings = dataclasses.replace(
-        config.train, run_dir=run_dir, torch_threads=threads, display=False, tensorboard=False
-    )
-    with Run(dataclasses.replace(config, train=settings)) as run:
-        result = run.fit(resume=True, callbacks=[_Until(work)])
-        if result.progress.epoch < settings.epochs:
+def train(config: Config, context: StepContext) -> Json | None:
+    """Train and test a config in the step's folder; None means that time is over and the next call resumes."""
+    run_dir = context.folder / "run"
+    # torch's thread count changes its bits: a resumed run keeps that of the machine that started it.
+    threads = config_of(str(run_dir)).train.torch_threads if has_run(str(run_dir)) else torch_threads()
+    with Run(_quiet(config, run_dir, threads)) as run:
+        result = run.fit(resume=True, callbacks=[_StopInTime(context)])
+        if result.progress.epoch < config.train.epochs:
             return None
         assert result.test is not None
         rows = sum(len(keys) for keys, _ in run.table.rows())
@@ -70,42 +79,39 @@ def train(config: Config, work: Work) -> Json | None:
     }
 
 
-class _Logs(Callback):
-    """Every log of a run with the time since its first step. A run that takes too long is an error."""
+class _TimedLogs(Callback):
+    """Collects the logs of a run with the seconds since its start. Exceeding the step's time is an error."""
 
-    def __init__(self, work: Work) -> None:
-        self._work, self._begin = work, 0.0
+    def __init__(self, context: StepContext) -> None:
+        self._context, self._start = context, 0.0
         self.rows: list[Row] = []
 
     def on_start(self, trainer: Trainer) -> None:
-        self._begin = time.perf_counter()
+        self._start = time.perf_counter()
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
-        seconds = time.perf_counter() - self._begin
+        seconds = time.perf_counter() - self._start
         self.rows.append({**row, "seconds": seconds})
-        self._work.tell(trainer.progress.step / (trainer.total_steps or trainer.progress.step))
-        if self._work.left < 0:
+        self._context.report_progress(_progress(trainer))
+        if self._context.seconds_left < 0:
             raise ThermoclineError(
-                f"{trainer.progress.step} of {trainer.total_steps} steps took {seconds:.0f} s, all that a step of a "
-                "reproduction has: a smaller --effort trains less"
+                f"{trainer.progress.step} of {trainer.total_steps} training steps took {seconds:.0f} s, the limit of "
+                "one experiment step; a smaller --effort trains less"
             )
 
 
-def watch(config: Config, work: Work) -> tuple[list[Row], Row]:
-    """Trains a config from the beginning to its end; its logs, each with its time, and its test."""
-    train = dataclasses.replace(
-        config.train, run_dir=str(work.folder / "run"), torch_threads=torch_threads(), display=False, tensorboard=False
-    )
-    logs = _Logs(work)
-    with Run(dataclasses.replace(config, train=train)) as run:
+def train_logged(config: Config, context: StepContext) -> tuple[list[Row], Row]:
+    """Train a config from start to end; return its logs with their times, and its test metrics."""
+    logs = _TimedLogs(context)
+    with Run(_quiet(config, context.folder / "run", torch_threads())) as run:
         result = run.fit(callbacks=[logs])
     return logs.rows, result.test or {}
 
 
-def table(
+def make_table(
     dim: int, optimizer: Any, setup: Setup, *, hbm: int, mem: int, ssd: Path | None = None, ssd_mem: int = 256 << 20
 ) -> Table:
-    """Rows in the tiers that this machine has: without a GPU, memory is the top one."""
+    """Create a table with the tiers of this machine; without a GPU, DRAM is the top tier."""
     return Table(
         dim,
         optimizer,
@@ -118,7 +124,7 @@ def table(
     )
 
 
-def stream(
+def train_stream(
     source: Iterable[Batch],
     table: Table,
     model: torch.nn.Module,
@@ -127,7 +133,7 @@ def stream(
     depth: int = 4,
     after: Callable[[Batch, torch.Tensor, Sequence[StageStats]], bool],
 ) -> list[StageStats]:
-    """Trains batch after batch until there are no more, or `after(batch, its logits, stages)` is false."""
+    """Train on batches until the source ends or `after(batch, logits, stages)` returns False."""
     torch.set_num_threads(torch_threads())
     model.train()
     with prefetch(source, table, depth=depth) as ready:
@@ -144,12 +150,12 @@ def stream(
         return [dataclasses.replace(stage) for stage in ready.stats]
 
 
-def seconds_of(work: Callable[[], object], *, repeat: int, device: str) -> float:
-    """The median of several goes."""
+def median_seconds(function: Callable[[], object], *, repeat: int, device: str) -> float:
+    """Return the median time of several calls."""
     times = []
     for _ in range(repeat):
         start = time.perf_counter()
-        work()
+        function()
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)

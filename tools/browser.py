@@ -1,6 +1,6 @@
-"""Installs Debian's chromium for the test of the report's page, where that is possible; else says why not. Never fails.
+"""Install Debian's Chromium for the tests of the experiments' page, where that is possible. Never fails.
 
-Standard library only, as venv.py. Without a browser that test is skipped, and says so.
+Standard library only, like venv.py. Without a browser those tests are skipped with a message.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import shutil
 import subprocess
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-SECONDS = 240
+TIMEOUT = 240  # seconds
 
 
 def apt(*words: str) -> bool:
+    """Run apt-get; return whether it succeeded in time."""
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     try:
-        run = subprocess.run(["apt-get", "-qq", *words], env=environment, capture_output=True, timeout=SECONDS)
+        run = subprocess.run(["apt-get", "-qq", *words], env=environment, capture_output=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         return False
     return run.returncode == 0
@@ -25,14 +26,14 @@ def apt(*words: str) -> bool:
 def main() -> None:
     if any(map(shutil.which, NAMES)):
         return
-    skipped = "the test of the report's page is skipped"
+    skipped = "the tests of the report's page are skipped"
     if shutil.which("apt-get") is None or os.geteuid() != 0:
-        print(f"no chromium here, and no right to install it: {skipped}", flush=True)
+        print(f"chromium is not installed, and installing it needs apt-get and root: {skipped}", flush=True)
         return
     print("installing chromium", flush=True)
     install = ("install", "-y", "--no-install-recommends", "chromium")
     if not apt(*install) and not (apt("update") and apt(*install)):
-        print(f"left out, apt-get cannot install it: {skipped}", flush=True)
+        print(f"apt-get cannot install chromium: {skipped}", flush=True)
 
 
 if __name__ == "__main__":

@@ -195,7 +195,6 @@ def test_files_with_other_columns(tmp_path: Path) -> None:
         (2, ["data", "synth", "out", "--examples-per-file", "0"]),
         (2, ["data", "synth", "out", "--preset", "Z"]),
         (2, ["plan", "small.toml", "--hardware", "no.toml"]),
-        (2, ["reproduce", "--only", "nothing"]),
     ],
 )
 def test_exit_codes(tmp_path: Path, code: int, words: list[str]) -> None:

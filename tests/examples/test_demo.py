@@ -1,4 +1,4 @@
-"""`make demo`, small: it runs without a terminal, prints its table, checks its bits and leaves nothing behind."""
+"""A small demo: it runs without a terminal, prints its table, compares all bits and removes its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from examples import demo
 
 
 @pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
+def _restore_torch_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -26,15 +26,24 @@ def run_demo(folder: Path, **options: Any) -> None:
     demo.main(**{**small, "folder": folder, **options})
 
 
-def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_prints_its_report_and_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_demo(tmp_path)
     text = " ".join(capsys.readouterr().out.split())
-    for what in ("step 12", "saved step", "AUC", "examples/s", "rows from SSD", "DRAM per SSD row", "disk", "checked:"):
-        assert what in text
+    for word in (
+        "step 12",
+        "saved step",
+        "AUC",
+        "examples/s",
+        "rows from SSD",
+        "DRAM per SSD row",
+        "disk",
+        "checked:",
+    ):
+        assert word in text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_deadline_trains_less_and_still_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_demo_that_reaches_its_deadline_compares_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_demo(tmp_path, seconds=0.0)
     text = " ".join(capsys.readouterr().out.split())
     assert text.count("finished after 1 step,") == 2
@@ -51,13 +60,13 @@ def _flip_a_weight(memory: demo.Run) -> None:
         memory.model.mlp[0].bias[0] += 1
 
 
-@pytest.mark.parametrize(("damage", "says"), [(_flip_a_row, "1 of"), (_flip_a_weight, "mlp.0.bias")])
-def test_a_difference_is_told(
+@pytest.mark.parametrize(("damage", "message"), [(_flip_a_row, "1 of"), (_flip_a_weight, "mlp.0.bias")])
+def test_a_difference_is_reported(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     damage: Callable[[demo.Run], None],
-    says: str,
+    message: str,
 ) -> None:
     compare = demo.compare
 
@@ -69,5 +78,5 @@ def test_a_difference_is_told(
     with pytest.raises(typer.Exit):
         run_demo(tmp_path, steps=3)
     text = " ".join(capsys.readouterr().out.split())
-    assert f"differs from the run in memory: {says}" in text
+    assert f"differs from the run in memory: {message}" in text
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Experiments of several processes: the cost rule, the MPI rival, k-step Adam, what is measured or predicted."""
+"""Experiments of several processes: the cost rule, the MPI baseline, k-step Adam, scalability, launching of jobs."""
 
 from __future__ import annotations
 
@@ -13,71 +13,72 @@ from typing import Any
 import pytest
 
 import thermocline as tc
-from experiments import auc_time, k_step, models, mpi, paper, places, rival, scalability
-from experiments.experiment import Figure, Setup, Table, Work
-from experiments.processes import events_of
+from experiments import auc_time, k_step, launch, models, mpi_baseline, paper, runner, scalability
+from experiments.experiment import Figure, Setup, StepContext, Table
 from thermocline.data.paper_models import PaperModel
 from thermocline.utils.cpu_affinity import limit_cores
 
-WHY = mpi.missing()
+MPI_MISSING = launch.mpi_missing()
 
 
-def test_the_cost_rule_gives_the_papers_own_figures() -> None:
-    """Speed-up x MPI nodes / (10 x GPU nodes), as printed, up to the rounding of what is printed."""
+def test_the_cost_rule_gives_the_papers_numbers() -> None:
+    """Speed-up x MPI nodes / (10 x GPU nodes) equals the printed value within its rounding."""
     node = paper.load()["nodes"]
     for name, model in paper.load()["models"].items():
-        cost = rival.Cost(gpus=node["gpus"] * node["gpu_nodes"], cores=node["cores"] * model["mpi_nodes"])
-        assert cost.ours == node["cpu_nodes_per_gpu_node"] * node["gpu_nodes"]
-        assert cost.rival == model["mpi_nodes"]
-        low, high = ((model["speedup"] + off) * cost.rival / cost.ours for off in (-0.05, 0.05))
+        cost = mpi_baseline.Cost(gpus=node["gpus"] * node["gpu_nodes"], cores=node["cores"] * model["mpi_nodes"])
+        assert cost.gpu_side == node["cpu_nodes_per_gpu_node"] * node["gpu_nodes"]
+        assert cost.mpi_side == model["mpi_nodes"]
+        low, high = ((model["speedup"] + off) * cost.mpi_side / cost.gpu_side for off in (-0.05, 0.05))
         assert low - 0.05 <= model["cost_normalised"] <= high + 0.05, name
 
 
-def test_the_arithmetic_is_printed() -> None:
-    assert "costs are equal" in rival.Cost(gpus=0, cores=16).words()
-    assert rival.Cost(gpus=0, cores=16).ours == rival.Cost(gpus=0, cores=16).rival
-    assert "1/8 of a GPU node = 1.25 CPU nodes" in rival.Cost(gpus=1, cores=16).words()
-    assert "speed-up x 0.267" in rival.Cost(gpus=1, cores=16).words()
+def test_the_cost_arithmetic_is_explained() -> None:
+    assert "costs are equal" in mpi_baseline.Cost(gpus=0, cores=16).explanation()
+    assert mpi_baseline.Cost(gpus=0, cores=16).gpu_side == mpi_baseline.Cost(gpus=0, cores=16).mpi_side
+    assert "1/8 of a GPU node = 1.25 CPU nodes" in mpi_baseline.Cost(gpus=1, cores=16).explanation()
+    assert "speed-up x 0.267" in mpi_baseline.Cost(gpus=1, cores=16).explanation()
 
 
-def test_without_mpi_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi, "_launch", lambda: None)
-    assert places.find("rival") == "Not on this machine: baselines/mpi_ps is not here: only a source tree has it."
-    assert auc_time.RIVAL not in auc_time.sides(Setup())
+def test_the_reason_for_missing_mpi_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.mpi_launch, "missing", lambda: "mpi4py is not installed")
+    chosen = {"mpi_baseline": mpi_baseline.EXPERIMENT}
+    outcome = runner.run(tmp_path, chosen, Setup(), cache=tmp_path / "cache")
+    assert "Not run on this machine: mpi4py is not installed." in outcome.page.read_text()
+    assert auc_time.MPI not in auc_time.sides(Setup())
 
 
-@pytest.mark.skipif(WHY is not None, reason=str(WHY))
-def test_ranks_end_with_the_auc_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.skipif(MPI_MISSING is not None, reason=str(MPI_MISSING))
+def test_mpi_ranks_reach_the_auc_of_one_process(tmp_path: Path) -> None:
     setup = Setup(effort=0.001, scale=1e6)
     runs = {step.name: step for step in auc_time.steps(setup)}
     results = {}
-    for number, side in enumerate((auc_time.MEMORY, auc_time.RIVAL)):
+    for number, side in enumerate((auc_time.MEMORY, auc_time.MPI)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        results[side] = runs[side].run(Work(folder))
-    ours, theirs = results.values()
-    assert ours is not None
-    assert theirs is not None
-    assert abs(ours["test_auc"] - theirs["test_auc"]) < auc_time.ALIKE
-    assert [p["examples"] for p in ours["points"]] == [p["examples"] for p in theirs["points"]]
-    assert all(a["seconds"] < b["seconds"] for a, b in zip(theirs["points"], theirs["points"][1:], strict=False))
+        results[side] = runs[side].run(StepContext(folder))
+    single, mpi = results.values()
+    assert single is not None
+    assert mpi is not None
+    assert abs(single["test_auc"] - mpi["test_auc"]) < auc_time.TOLERANCE
+    assert [p["examples"] for p in single["points"]] == [p["examples"] for p in mpi["points"]]
+    assert all(a["seconds"] < b["seconds"] for a, b in zip(mpi["points"], mpi["points"][1:], strict=False))
 
 
-@pytest.mark.skipif(WHY is not None, reason=str(WHY))
-def test_the_rival_trains_for_as_long_as_it_is_told(tmp_path: Path) -> None:
+@pytest.mark.skipif(MPI_MISSING is not None, reason=str(MPI_MISSING))
+def test_the_mpi_baseline_trains_for_the_requested_time(tmp_path: Path) -> None:
     setup = Setup(effort=0.001, scale=1e6, cores=2)
-    (step,) = [step for step in rival.steps(setup) if step.home is None]
+    (step,) = [step for step in mpi_baseline.steps(setup) if step.owner is None]
     assert step.name == "A, 2 ranks"
     begin = time.monotonic()
-    result = step.run(Work(tmp_path, limit=60.0))
+    result = step.run(StepContext(tmp_path, limit=60.0))
     assert result is not None
     assert result["examples_per_s"] > 0
-    assert result["steps"] >= 2 * rival.EVERY
-    assert step.settings["seconds"] < time.monotonic() - begin  # it did not end at once; a hang would be an error
+    assert result["steps"] >= 2 * mpi_baseline.LOG_EVERY
+    assert step.settings["seconds"] < time.monotonic() - begin  # a hang would exceed the limit
 
 
-def of_a_gpu(name: str, rate: float, *, reads: float = 1000.0) -> dict[str, Any]:
-    """A made-up result of models.py: two points, the second of which counts."""
+def gpu_result(name: str, rate: float, *, reads: float = 1000.0) -> dict[str, Any]:
+    """Return a made-up result of models.py with two points, of which the second is measured."""
     plan = PaperModel.parse(f"{name}/1000")
     point = {"batches": 2, "disk_bytes": 100, "mem_hits": 1, "mem_all": 2, "hbm_hits": 1, "hbm_all": 2, "merges": 0,
              "bytes_read": 5, "bytes_written": 5, "merged": 0, "pull_seconds": 0.1}  # fmt: skip
@@ -88,82 +89,81 @@ def of_a_gpu(name: str, rate: float, *, reads: float = 1000.0) -> dict[str, Any]
     }  # fmt: skip
 
 
-def test_a_gpu_is_measured_against_hbm_and_the_disk() -> None:
-    """Of models larger than HBM only; the disk allows 512 examples x 100,000 reads/s / 1,000 reads a batch, and half of
-    that if a batch's bytes take twice as long."""
+def test_models_larger_than_hbm_are_compared_with_the_bounds_of_hbm_and_disk() -> None:
+    """The disk allows 512 examples x 100,000 reads/s / 1,000 reads per batch, and half of that if a batch's bytes
+    take twice as long."""
     setup = Setup(device="cuda", cores=16)
     results: dict[str, Any] = {"disk": {"reads_per_s": 100_000.0, "bytes_per_s": 5e9}}
     for name, rate in {"A": 1.0, "B": 1.0, "C": 41_000.0, "D": 40_000.0, "E": 8_500.0}.items():
-        results[f"{name}, tiers"] = of_a_gpu(name, rate)
+        results[f"{name}, tiers"] = gpu_result(name, rate)
         results[f"{name}, memory"] = {"examples_per_s": 10_000.0 if name == "E" else 200_000.0}
-    found = models.section(setup, results)
-    bounds = {claim.text.split(",")[0]: claim for claim in found.claims if "larger than HBM" in claim.text}
+    section = models.section(setup, results)
+    bounds = {claim.text.split(",")[0]: claim for claim in section.claims if "larger than HBM" in claim.text}
     assert {name: claim.holds for name, claim in bounds.items()} == {"model C": True, "model D": False, "model E": True}
-    assert "the disk allows 51,200: 512 examples a batch of 1,000 reads at 100,000/s and" in bounds["model D"].detail
+    assert "the disk allows 51,200: 512 examples per batch of 1,000 reads at 100,000/s and" in bounds["model D"].detail
     assert "share 0.78" in bounds["model D"].detail
-    (table,) = [part for part in found.parts if isinstance(part, Table) and part.name == "bounds"]
+    (table,) = [part for part in section.parts if isinstance(part, Table) and part.name == "bounds"]
     assert [row[-1] for row in table.rows] == pytest.approx([1 / 51_200, 1 / 51_200, 41 / 51.2, 40 / 51.2, 0.85])
-    results["disk"]["bytes_per_s"] = 2.5 / 0.02  # of the 2.5 bytes a batch
+    results["disk"]["bytes_per_s"] = 2.5 / 0.02  # of the 2.5 bytes per batch
     slower = {claim.text.split(",")[0]: claim.holds for claim in models.section(setup, results).claims}
     assert slower["model D"]
     del results["disk"]
     assert not [claim for claim in models.section(Setup(device="cpu"), results).claims if "HBM" in claim.text]
 
 
-def test_a_gpu_is_measured_against_the_rival_where_the_model_fits() -> None:
+def test_models_that_fit_hbm_are_compared_with_the_mpi_baseline() -> None:
     setup = Setup(device="cuda", cores=16)
     results: dict[str, Any] = {}
     for name in models.NAMES:
-        results[f"{name}, tiers"] = of_a_gpu(name, 3_000.0)
+        results[f"{name}, tiers"] = gpu_result(name, 3_000.0)
         results[f"{name}, memory"] = {"examples_per_s": 9_000.0 if name == "A" else 11_000.0}
         results |= {f"{name}, {n} ranks": {"examples_per_s": rate} for n, rate in ((8, 1000.0), (16, 900.0))}
-    found = rival.section(setup, results)
-    assert {claim.text.split(",")[0]: claim.holds for claim in found.claims} == {"model A": False, "model B": True}
-    assert found.claims[0].detail == "9,000 and 1,000 (8 ranks): 9.0 times"
-    (table,) = [part for part in found.parts if isinstance(part, Table)]
+    section = mpi_baseline.section(setup, results)
+    assert {claim.text.split(",")[0]: claim.holds for claim in section.claims} == {"model A": False, "model B": True}
+    assert section.claims[0].detail == "9,000 and 1,000 (8 ranks): 9.0 times"
+    (table,) = [part for part in section.parts if isinstance(part, Table)]
     cost = pytest.approx(9 * (16 / 48) / 1.25)
     assert table.rows[0][1:7] == (3000.0, 9000.0, "8 ranks", 1000.0, 9.0, cost)
     assert table.rows[4][5] == 3.0  # E does not fit HBM: through the tiers
-    assert not rival.section(Setup(device="cpu", cores=16), results).claims
+    assert not mpi_baseline.section(Setup(device="cpu", cores=16), results).claims
 
 
-def test_ranks_merge_every_k_steps_and_are_tested(tmp_path: Path) -> None:
+def test_k_step_ranks_merge_and_are_evaluated(tmp_path: Path) -> None:
     setup = Setup(effort=0.001)
     step = k_step.steps(setup)[-1]
-    result = step.run(Work(tmp_path))
+    result = step.run(StepContext(tmp_path))
     assert result is not None
     assert 0.4 < result["auc"] < 0.8
     assert result["examples_per_s"] > 0
-    assert f"every = {k_step.chosen(setup)[-1]}" in (tmp_path / "ranks.toml").read_text()
-    results = {f"k = {k}": {**result, "auc": 0.7 - k / 10_000} for k in k_step.chosen(setup)}
+    assert f"every = {k_step.periods(setup)[-1]}" in (tmp_path / "ranks.toml").read_text()
+    results = {f"k = {k}": {**result, "auc": 0.7 - k / 10_000} for k in k_step.periods(setup)}
     section = k_step.section(setup, results)
     (table,) = [part for part in section.parts if isinstance(part, Table)]
-    assert [row[0] for row in table.rows] == list(k_step.chosen(setup))
+    assert [row[0] for row in table.rows] == list(k_step.periods(setup))
     assert section.claims[0].holds
 
 
-def test_a_launcher_that_takes_too_long_ends_with_its_processes(tmp_path: Path) -> None:
-    """It is told which one; nothing of it lives on."""
+def test_a_job_that_exceeds_its_limit_ends_with_all_processes(tmp_path: Path) -> None:
     mark = tmp_path / "alive"
     child = f"import time, pathlib\nfor _ in range(600): pathlib.Path({str(mark)!r}).touch(); time.sleep(0.05)"
     launcher = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
-    with pytest.raises(tc.ThermoclineError, match="this test did not end within 3 s"):
-        events_of("this test", launcher, os.environ, tmp_path, 3.0)
+    with pytest.raises(tc.ThermoclineError, match="this test: no end within 3 s"):
+        launch.run_job("this test", launcher, os.environ, tmp_path, 3.0)
     time.sleep(0.5)
     mark.unlink(missing_ok=True)
     time.sleep(0.5)
     assert not mark.exists()
     with pytest.raises(tc.ThermoclineError, match="this test failed: oh no"):
-        events_of("this test", [sys.executable, "-c", "import sys; sys.exit('oh no')"], os.environ, tmp_path, 60.0)
+        launch.run_job("this test", [sys.executable, "-c", "import sys; sys.exit('oh no')"], os.environ, tmp_path, 60.0)
 
 
-def test_what_is_measured_and_what_is_predicted_stay_apart() -> None:
-    told = {
+def test_measured_and_predicted_speeds_are_separate_series() -> None:
+    predictions = {
         "cores": 4,
         "here": [{"ranks": n, "examples_per_s": 900.0 * n} for n in (1, 2, 4)],
         "beyond": [{"ranks": 4 * n, "nodes": n, "examples_per_s": 3000.0 * n} for n in (2, 4)],
     }
-    results = {"predictions": told, **{f"{n} ranks": {"examples_per_s": 1000.0 * n**0.9} for n in (1, 2, 4)}}
+    results = {"predictions": predictions, **{f"{n} ranks": {"examples_per_s": 1000.0 * n**0.9} for n in (1, 2, 4)}}
     section = scalability.section(Setup(), results)
     for figure in section.parts:
         if isinstance(figure, Figure):
@@ -171,14 +171,13 @@ def test_what_is_measured_and_what_is_predicted_stay_apart() -> None:
             assert list(kinds["measured"].x) == [1, 2, 4]
             assert list(kinds["predicted"].x) == [1, 2, 4, 8, 16]
         else:
-            assert [row[2] for row in figure.rows][3:] == [None, None]  # beyond this machine nothing is measured
-            assert set(figure.predicted) == {"examples/s foreseen", "speed-up foreseen"}
-    assert scalability.measured(6) == [1, 2, 4, 6]
-    assert scalability.measured(1) == [1]
+            assert [row[2] for row in figure.rows][3:] == [None, None]  # several machines are not measured
+            assert set(figure.predicted) == {"examples/s by plan", "speed-up by plan"}
+    assert scalability.rank_counts(6) == [1, 2, 4, 6]
+    assert scalability.rank_counts(1) == [1]
 
 
-def test_what_is_started_on_few_cores_has_few() -> None:
-    """Also what torchrun starts has; afterwards all are there again."""
+def test_processes_started_with_bound_affinity_inherit_it() -> None:
     count = [sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"]
     before = os.sched_getaffinity(0)
     with limit_cores(1):

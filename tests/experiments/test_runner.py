@@ -1,4 +1,4 @@
-"""A reproduction of made-up experiments: what is done is kept, what is cut short goes on, what is missing is said."""
+"""Runs of small made-up experiments: caching, resuming, reuse of another machine's results, reports and claims."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import thermocline as tc
-from experiments import machine, page as page_module, places, runner
+from experiments import __main__ as cli, machine, registry, report, runner
 from experiments.experiment import (
     TOO_SMALL,
     Claim,
@@ -24,17 +24,18 @@ from experiments.experiment import (
     Series,
     Setup,
     Step,
+    StepContext,
     Table,
-    Work,
     parse_scale,
 )
-from thermocline.cli import commands
+from experiments.results import ExperimentResults
 
 SETUP = Setup(scale=10.0)
+COMMAND = "python -m experiments --made-up"
 
 
 class Squares:
-    """Steps that count their calls; `fail` of them is cut short once, `long` takes three calls."""
+    """Steps that count their calls; step `fail` is interrupted once, step `long` needs three calls."""
 
     def __init__(self, count: int = 4, fail: int | None = None, long: int | None = None, factor: int = 1) -> None:
         self.count, self.fail, self.long, self.factor = count, fail, long, factor
@@ -43,21 +44,26 @@ class Squares:
 
     def steps(self, setup: Setup) -> list[Step]:
         return [
-            Step(name=f"Square of {n}!", settings={"n": n, "factor": self.factor}, seconds=1.0, run=self.run_of(n))
+            Step(
+                name=f"Square of {n}!",
+                settings={"n": n, "factor": self.factor},
+                expected_seconds=1.0,
+                run=self.function(n),
+            )
             for n in range(self.count)
         ]
 
-    def run_of(self, n: int) -> Any:
-        def run(work: Work) -> Json | None:
+    def function(self, n: int) -> Any:
+        def run(context: StepContext) -> Json | None:
             self.calls.append(n)
-            assert work.folder.is_dir()
-            assert work.left > 0
-            work.tell(0.5)
+            assert context.folder.is_dir()
+            assert context.seconds_left > 0
+            context.report_progress(0.5)
             if n == self.fail:
                 self.fail = None
                 raise KeyboardInterrupt
             if n == self.long:
-                path = work.folder / "so far"
+                path = context.folder / "so far"
                 path.write_text(path.read_text() + "x" if path.exists() else "x")
                 if len(path.read_text()) < 3:
                     return None
@@ -76,26 +82,35 @@ class Squares:
                     rows=[(f"<{n}>", square, 0.5, 7) for n, square in enumerate(squares)],
                     paper=("theirs",), predicted=("guess",),
                 ),
-                Figure(name="plot", title="A plot", x="n", y="n²", series=[line]),
+                Figure(name="plot", title="A plot", x_label="n", y_label="n²", series=[line]),
             ],
-            claims=[Claim(text="they rise", holds=squares == sorted(squares), detail="0 < 1")],
+            claims=[Claim(text="they rise", holds=squares == sorted(squares), detail="0 < 1", part="plot")],
         )  # fmt: skip
 
 
-def run(folder: Path, squares: Squares, **more: Any) -> runner.Outcome:
-    return runner.run(folder, {"squares": squares.experiment, **more}, SETUP, "thermocline reproduce --made-up")
+def run(folder: Path, squares: Squares, setup: Setup = SETUP, **more: Experiment) -> runner.Outcome:
+    return run_all(folder, {"squares": squares.experiment, **more}, setup, COMMAND)
 
 
-def test_everything_is_done_once_and_reported(tmp_path: Path) -> None:
+def run_all(folder: Path, chosen: Mapping[str, Experiment], setup: Setup, command: str, **options: Any) -> Any:
+    return runner.run(folder, chosen, setup, command, cache=folder / "cache", **options)
+
+
+def absent(reason: str) -> Experiment:
+    """Return an experiment that cannot run."""
+    return dataclasses.replace(Squares().experiment, missing=lambda: reason)
+
+
+def test_every_step_runs_once_and_is_reported(tmp_path: Path) -> None:
     squares = Squares()
-    outcome = run(tmp_path, squares, absent="There is no such thing.")
+    outcome = run(tmp_path, squares, absent=absent("there is no GPU"))
     assert squares.calls == [0, 1, 2, 3]
-    assert (outcome.steps, [claim.holds for claim in outcome.claims]) == (4, [True])
+    assert (outcome.steps, [claim.holds for claim, _ in outcome.claims]) == (4, [True])
     page = outcome.page.read_text()
     assert "Squares &amp; co" in page
     assert "What is &lt; 3?" in page
-    assert "There is no such thing." in page
-    assert "thermocline reproduce --made-up" in page
+    assert "Not run on this machine: there is no GPU." in page
+    assert COMMAND in page
     assert machine.describe()["cpu"] in page
     assert f"build {machine.build()}" in page
     assert '<th scope="col" class="paper">theirs (the paper)</th>' in page
@@ -105,40 +120,40 @@ def test_everything_is_done_once_and_reported(tmp_path: Path) -> None:
     ]  # fmt: skip
     record = json.loads((tmp_path / "tables/squares-table.json").read_text())
     assert record["kinds"] == {"n": "measured", "square": "measured", "guess": "predicted", "theirs": "paper"}
-    assert record["about"]["command"] == "thermocline reproduce --made-up"
+    assert record["about"]["made_by"][0]["command"] == COMMAND
     assert record["about"]["made_by"][0]["cores"] == machine.describe()["cores"]
     assert (tmp_path / "tables/squares-plot.csv").read_text().splitlines()[1:3] == [
         "n < n²,measured,0,0",
         "n < n²,measured,1,1",
     ]
     assert (tmp_path / "figures/squares-plot.svg").exists()
-    assert not (tmp_path / "work").exists()
+    assert not (tmp_path / "cache/work").exists()
 
     again = Squares()
     assert run(tmp_path, again).steps == 0
     assert again.calls == []
 
 
-def test_a_run_that_was_cut_short_goes_on_here_or_elsewhere(tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_here_or_in_a_copy(tmp_path: Path) -> None:
     squares = Squares(fail=2)
-    here, there = tmp_path / "here", tmp_path / "there"
+    here, copy = tmp_path / "here", tmp_path / "copy"
     with pytest.raises(KeyboardInterrupt):
         run(here, squares)
     assert squares.calls == [0, 1, 2]
     assert "2 of 4 steps are done" in (here / "index.html").read_text()
-    shutil.copytree(here, there)
-    for folder in (here, there):
+    shutil.copytree(here, copy)
+    for folder in (here, copy):
         rest = Squares()
         assert run(folder, rest).steps == 2
         assert rest.calls == [2, 3]
         assert "steps are done" not in (folder / "index.html").read_text()
 
 
-def test_a_step_that_takes_several_calls_keeps_its_folder(tmp_path: Path) -> None:
+def test_a_step_of_several_calls_keeps_its_folder(tmp_path: Path) -> None:
     squares = Squares(long=1)
     run(tmp_path, squares)
     assert squares.calls == [0, 1, 1, 1, 2, 3]
-    (record,) = [json.loads(p.read_text()) for p in (tmp_path / "steps/squares").glob("square-of-1-*.json")]
+    (record,) = [json.loads(p.read_text()) for p in (tmp_path / "cache/steps/squares").glob("square-of-1-*.json")]
     assert record["seconds"] > 0
     assert record["result"] == {"square": 1}
 
@@ -146,38 +161,39 @@ def test_a_step_that_takes_several_calls_keeps_its_folder(tmp_path: Path) -> Non
 def test_other_settings_are_another_step(tmp_path: Path) -> None:
     run(tmp_path, Squares())
     other = Squares(factor=2)
+    shutil.rmtree(tmp_path / "results")
     assert run(tmp_path, other).steps == 4
-    assert len(list((tmp_path / "steps/squares").glob("square-of-*.json"))) == 8
+    assert len(list((tmp_path / "cache/steps/squares").glob("square-of-*.json"))) == 8
 
 
-def test_a_damaged_result_is_told(tmp_path: Path) -> None:
+def test_a_damaged_result_is_an_error(tmp_path: Path) -> None:
     run(tmp_path, Squares())
-    path = next((tmp_path / "steps/squares").glob("square-of-2-*.json"))
+    path = next((tmp_path / "cache/steps/squares").glob("square-of-2-*.json"))
     path.write_text(path.read_text()[:-20])
     with pytest.raises(tc.CorruptionError, match=r"square-of-2-\w+\.json is damaged .* remove it"):
         run(tmp_path, Squares())
 
 
-def test_a_result_that_is_no_json_is_refused(tmp_path: Path) -> None:
-    step = Step(name="one", settings={}, seconds=1, run=lambda work: {"pair": (1, 2)})
+def test_a_result_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    step = Step(name="one", settings={}, expected_seconds=1, run=lambda context: {"pair": (1, 2)})
     made = Experiment(title="", steps=lambda setup: [step], section=Squares().section)
     with pytest.raises(TypeError, match="the result of squares, one"):
-        runner.run(tmp_path, {"squares": made}, SETUP, "")
+        run_all(tmp_path, {"squares": made}, SETUP, "")
 
 
-def test_of_many_steps_the_first_are_named() -> None:
-    assert page_module._named(["a", "b", "c", "d"]) == "a; b; c; d"
-    assert page_module._named([f"step {n}" for n in range(90)]) == "step 0; step 1; step 2; step 3 and 86 more steps"
+def test_only_the_first_of_many_steps_are_named() -> None:
+    assert report.step_names(["a", "b", "c", "d"]) == "a; b; c; d"
+    assert report.step_names([f"step {n}" for n in range(90)]) == "step 0; step 1; step 2; step 3 and 86 more steps"
 
 
-def test_several_machines_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_names_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, Squares(fail=2))
     real = machine.describe()
     monkeypatch.setattr(machine, "describe", lambda: {**real, "cpu": "Another processor"})
     page = run(tmp_path, Squares()).page.read_text()
-    assert "several machines, builds or commands" in page
-    command = "<code>thermocline reproduce --made-up</code>"
+    assert "Several machines, builds or commands" in page
+    command = f"<code>{COMMAND}</code>"
     assert f"Square of 2!; Square of 3!: {command}: Another processor" in page
     assert f"Square of 0!; Square of 1!: {command}: {real['cpu']}" in page
     made_by = json.loads((tmp_path / "tables/squares-plot.json").read_text())["about"]["made_by"]
@@ -188,7 +204,7 @@ def test_several_machines_are_all_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Speeds(Squares):
-    """What depends on the machine: the setup's device and cores."""
+    """Steps that depend on the machine: on the setup's device and cores."""
 
     def steps(self, setup: Setup) -> list[Step]:
         made = {"device": setup.device, "cores": setup.cores}
@@ -198,13 +214,13 @@ class Speeds(Squares):
         return dataclasses.replace(super().section(setup, results), text=[f"On {setup.device}, {setup.cores} cores."])
 
 
-def test_what_a_gpu_has_completed_is_not_done_again_without_one(tmp_path: Path) -> None:
+def test_results_of_a_gpu_are_kept_on_a_machine_without_one(tmp_path: Path) -> None:
     there, here = dataclasses.replace(SETUP, device="cuda", cores=16), dataclasses.replace(SETUP, cores=2)
 
     def go(setup: Setup, command: str, **options: Any) -> tuple[int, str]:
         chosen = {"speeds": Speeds().experiment, "squares": Squares().experiment}
         only = {"speeds": chosen["speeds"]} if setup.device == "cuda" else chosen
-        outcome = runner.run(tmp_path, only, setup, command, **options)
+        outcome = run_all(tmp_path, only, setup, command, **options)
         return outcome.steps, outcome.page.read_text()
 
     assert go(there, "there")[0] == 4
@@ -214,60 +230,140 @@ def test_what_a_gpu_has_completed_is_not_done_again_without_one(tmp_path: Path) 
     assert "<code>there</code>" in page
     assert "<code>here</code>" in page
     assert go(dataclasses.replace(here, seed=1), "another seed")[0] == 4  # not those of seed 0
-    steps, page = go(here, "again", here=True)
-    assert steps == 0  # the line before has done them: made-up steps know no seed
+    steps, page = go(here, "again", this_machine=True)
+    assert steps == 0  # the made-up steps do not depend on the seed: the line above ran them
     assert "On cpu, 2 cores." in page
 
 
-def test_a_gpus_run_that_was_cut_short_is_begun_here(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [{"version": "0.0.1"}, {"steps": 3}, {"device": "cuda"}])
+def test_results_of_another_version_or_other_steps_or_without_the_gpu_are_not_used(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    run(tmp_path, Speeds())
+    shutil.rmtree(tmp_path / "cache")
+    assert run(tmp_path, Speeds()).steps == 0
+    shutil.rmtree(tmp_path / "cache")
+    path = tmp_path / "results/squares.json"
+    if "version" in change:
+        text = path.read_text()
+        path.write_text(text.replace(f'"thermocline": "{tc.__version__}"', '"thermocline": "0.0.1"'))
+    setup = dataclasses.replace(SETUP, device=change.get("device", "cpu"))
+    count = change.get("steps", 4)
+    assert run(tmp_path, Speeds(count=count), setup).steps == count
+
+
+def test_an_unfinished_run_of_a_gpu_starts_again_without_one(tmp_path: Path) -> None:
     there, here = dataclasses.replace(SETUP, device="cuda", cores=16), dataclasses.replace(SETUP, cores=2)
     with pytest.raises(KeyboardInterrupt):
-        runner.run(tmp_path, {"speeds": Speeds(fail=2).experiment}, there, "")
-    outcome = runner.run(tmp_path, {"speeds": Speeds().experiment}, here, "")
+        run_all(tmp_path, {"speeds": Speeds(fail=2).experiment}, there, "")
+    outcome = run_all(tmp_path, {"speeds": Speeds().experiment}, here, "")
     assert outcome.steps == 4
     assert "On cpu, 2 cores." in outcome.page.read_text()
-    assert runner.run(tmp_path, {"speeds": Speeds().experiment}, there, "").steps == 2
+    assert run_all(tmp_path, {"speeds": Speeds().experiment}, there, "").steps == 2
 
 
-def test_a_step_of_two_experiments_is_done_once(tmp_path: Path) -> None:
+def test_a_step_of_two_experiments_runs_once(tmp_path: Path) -> None:
     first = Squares()
     second = Squares()
-    shared = [dataclasses.replace(step, home="squares") for step in first.steps(SETUP)]
+    shared = [dataclasses.replace(step, owner="squares") for step in first.steps(SETUP)]
     using = Experiment(title="Uses them", steps=lambda setup: shared, section=second.section)
-    outcome = runner.run(tmp_path, {"squares": first.experiment, "using": using}, SETUP, "")
+    outcome = run_all(tmp_path, {"squares": first.experiment, "using": using}, SETUP, "")
     assert first.calls == [0, 1, 2, 3]
     assert outcome.page.read_text().count('class="plot"') == 2
-    assert runner.run(tmp_path / "alone", {"using": using}, SETUP, "").steps == 4
+    assert run_all(tmp_path / "alone", {"using": using}, SETUP, "").steps == 4
 
 
-def test_claims_that_fail_say_so_in_words(tmp_path: Path) -> None:
+# ---- rebuilding a report
+
+
+def test_a_report_is_rebuilt_from_its_results_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rebuild in place, and in another folder, which can be rebuilt too: every file has the same bytes."""
+    monkeypatch.setattr(registry, "NAMES", ("squares",))
+    monkeypatch.setattr(registry, "load", lambda name: Squares().experiment)
+    run(tmp_path / "a", Squares(fail=None))
+    shutil.rmtree(tmp_path / "a/cache")
+    before = contents(tmp_path / "a")
+    for name in ("index.html", "tables", "figures"):
+        path = tmp_path / "a" / name
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    outcome = runner.rebuild(tmp_path / "a")
+    assert (outcome.steps, len(outcome.claims)) == (0, 1)
+    assert contents(tmp_path / "a") == before
+    runner.rebuild(tmp_path / "a", tmp_path / "b")
+    assert contents(tmp_path / "b") == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_results_survive_a_round_trip(tmp_path: Path) -> None:
+    run(tmp_path, Squares())
+    results = ExperimentResults.read(tmp_path / "results", "squares")
+    assert results is not None
+    assert results.values == {f"Square of {n}!": {"square": n * n} for n in range(4)}
+    assert results.setup == SETUP
+    assert all(env["commit"] == machine.commit() and env["date"] for env in results.environments.values())
+    results.write(tmp_path / "copy")
+    assert (tmp_path / "copy/squares.json").read_bytes() == (tmp_path / "results/squares.json").read_bytes()
+    assert ExperimentResults.read(tmp_path / "results", "cubes") is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "message"),
+    [
+        (lambda text: text[:-9], tc.CorruptionError, r"squares\.json is damaged .* remove it"),
+        (lambda text: text.replace('"seconds"', '"secs"'), tc.CorruptionError, r"squares\.json is damaged"),
+        (lambda text: text.replace('"format": 1', '"format": 9'), tc.ConfigError, "has format 9: this version reads"),
+    ],
+)
+def test_damaged_or_newer_results_are_an_error(
+    tmp_path: Path, damage: Any, kind: type[Exception], message: str
+) -> None:
+    run(tmp_path, Squares())
+    path = tmp_path / "results/squares.json"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(kind, match=message):
+        ExperimentResults.read(tmp_path / "results", "squares")
+
+
+def test_a_folder_without_results_cannot_be_rebuilt(tmp_path: Path) -> None:
+    with pytest.raises(tc.ConfigError, match="contains no results"):
+        runner.rebuild(tmp_path)
+
+
+# ---- claims
+
+
+def test_a_claim_that_fails_is_marked_in_words(tmp_path: Path) -> None:
     page = run(tmp_path, Squares(factor=-1)).page.read_text()
     assert "<strong>Does not hold</strong>: they rise" in page
     assert "<strong>Holds</strong>" not in page
+    assert "0 of 1 claims hold" in page
+    assert '<a href="#squares-plot">A plot</a>' in page
     assert TOO_SMALL not in html.unescape(page)
 
 
 def test_a_small_run_judges_no_claim(tmp_path: Path) -> None:
-    """Neither on the page nor in the output: both say that it is too small, and what judges."""
-    small = dataclasses.replace(SETUP, asserted=False)
+    small = dataclasses.replace(SETUP, judges_claims=False)
     for factor, words in ((-1, "not seen at this size"), (1, "seen at this size")):
-        chosen = {"squares": Squares(factor=factor).experiment}
-        outcome = runner.run(tmp_path / words, chosen, small, "")
+        outcome = run(tmp_path / words, Squares(factor=factor), small)
         page = html.unescape(outcome.page.read_text())
         assert f"<strong>{words.capitalize()}</strong>: they rise" in page
         assert TOO_SMALL in page
         assert "hold</strong>" not in page
+        assert "claims hold" not in page
 
 
-def test_what_the_command_says_of_claims(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_prints_claims_and_fails_only_in_the_full_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(places, "choose", lambda only: {"squares": Squares(factor=-1).experiment})
-    assert not commands.reproduce(tmp_path / "a", dataclasses.replace(SETUP, asserted=False), [], "", here=False)
+    failing = Squares(factor=-1)
+    assert not cli.report_outcome(run(tmp_path / "a", failing, dataclasses.replace(SETUP, judges_claims=False)))
     out = capsys.readouterr().out
     assert "not seen at this size: they rise" in out
     assert TOO_SMALL in out
-    assert commands.reproduce(tmp_path / "b", SETUP, [], "", here=False)
+    assert cli.report_outcome(run(tmp_path / "b", failing))
     out = capsys.readouterr().out
     assert "does not hold: they rise" in out
     assert TOO_SMALL not in out
@@ -277,28 +373,34 @@ def test_what_the_command_says_of_claims(
 
 
 def test_names_of_experiments() -> None:
-    assert {"hashing", "models", "auc_time", "nonzeros"} <= set(places.present())
-    assert set(places.present()) <= set(places.PLACES)
-    assert list(places.choose(["models", "hashing"])) == ["hashing", "models"]  # in the page's order
+    assert {"hashing", "models", "auc_time", "nonzeros"} <= set(registry.NAMES)
+    assert all(registry.load(name).title for name in registry.NAMES)
+    assert list(registry.choose([])) == list(registry.NAMES)
+    assert list(registry.choose(["models", "hashing"])) == ["hashing", "models"]  # in the order of the page
     with pytest.raises(tc.ConfigError, match=r'there is no experiment "hasing".*did you mean "hashing"'):
-        places.choose(["hasing"])
-    for name in set(places.PLACES) - set(places.present()):
-        with pytest.raises(tc.ConfigError, match=f"'{name}' is not in this version"):
-            places.choose([name])
+        registry.choose(["hasing"])
 
 
-def test_scales() -> None:
+def test_the_recorded_command_repeats_the_run() -> None:
+    options: dict[str, Any] = {"quick": False, "scale": None, "effort": None, "seed": 0, "names": []}
+    assert cli.command_line(**options) == "python -m experiments"
+    options |= {"quick": True, "scale": "1/50", "effort": 0.5, "seed": 3, "names": ["models", "k_step"]}
+    expected = "python -m experiments --quick --scale 1/50 --effort 0.5 --seed 3 --only models,k_step"
+    assert cli.command_line(**options) == expected
+
+
+def test_sizes_of_runs() -> None:
     assert parse_scale("1/1000") == 1000
     assert parse_scale(" 1 / 2.5e3") == 2500
     for text in ("1000", "1/0.5", "2/1000", "1/x", "1/1e999", ""):
         with pytest.raises(tc.ConfigError, match="--scale is"):
             parse_scale(text)
     options: dict[str, Any] = {"scale": None, "effort": None, "seed": 3, "device": "cpu"}
-    full, quick = Setup.of(quick=False, **options), Setup.of(quick=True, **options)
-    assert (full.scale, full.effort, full.asserted, full.seed) == (1000, 1, True, 3)
-    assert (quick.scale, quick.effort, quick.asserted) == (100_000, 0.1, False)
-    assert not Setup.of(quick=False, **{**options, "effort": 0.5}).asserted
+    full, quick = Setup.from_options(quick=False, **options), Setup.from_options(quick=True, **options)
+    assert (full.scale, full.effort, full.judges_claims, full.seed) == (1000, 1, True, 3)
+    assert (quick.scale, quick.effort, quick.judges_claims) == (100_000, 0.1, False)
+    assert not Setup.from_options(quick=False, **{**options, "effort": 0.5}).judges_claims
     with pytest.raises(tc.ConfigError, match="--effort is 2"):
-        Setup.of(quick=True, **{**options, "effort": 2.0})
+        Setup.from_options(quick=True, **{**options, "effort": 2.0})
     with pytest.raises(tc.ConfigError, match='--device is "tpu"'):
-        Setup.of(quick=True, **{**options, "device": "tpu"})
+        Setup.from_options(quick=True, **{**options, "device": "tpu"})

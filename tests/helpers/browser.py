@@ -1,4 +1,4 @@
-"""A real Chromium without a window, driven by its debugging protocol over two pipes. Standard library only."""
+"""Headless Chromium, driven by its debugging protocol over two pipes; standard library only."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ABSENT = "no Chromium here: `make test` installs Debian's where it may (apt-get, as root)"
+ABSENT = "no Chromium found: `make test` installs it where it can (apt-get, as root)"
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-SECONDS = 60.0
-READABLE = 11.0  # pixels of the smallest text
+TIMEOUT = 60.0  # seconds
+MIN_TEXT_PIXELS = 11.0
 
 
 def find() -> str | None:
-    """The browser of this machine."""
+    """Return the path of an installed browser, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
-    """One tab. Events of the page (errors, messages of its console) gather in `events`."""
+    """One tab. `events` collects events of the page: errors, console messages, network requests."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = read, write
@@ -40,7 +40,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Asks, and waits for the answer."""
+        """Call a method of the protocol and return its result."""
         number = next(self._numbers)
         message: dict[str, Any] = {"id": number, "method": method, "params": arguments}
         if self._session is not None:
@@ -49,7 +49,7 @@ class Browser:
         return self._wait(lambda answer: answer.get("id") == number)
 
     def open(self, page: Path, *, width: int, dark: bool) -> None:
-        """Shows a file in a window of this width."""
+        """Open a file in a window of the given width, in light or dark mode."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -59,13 +59,13 @@ class Browser:
             self._wait(lambda answer: answer.get("method") == "Page.loadEventFired")
 
     def value(self, script: str) -> Any:
-        """What an expression in the page gives, as JSON."""
+        """Evaluate a JavaScript expression in the page; return its value as JSON."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def _wait(self, wanted: Any) -> dict[str, Any]:
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + TIMEOUT
         while True:
             while b"\0" in self._buffer:
                 text, self._buffer = self._buffer.split(b"\0", 1)
@@ -75,59 +75,59 @@ class Browser:
                 if wanted(message):
                     assert "error" not in message, message
                     return dict(message.get("result", message))
-            assert select.select([self._read], [], [], max(0.0, end - time.monotonic()))[0], "the browser is silent"
+            assert select.select([self._read], [], [], max(0.0, end - time.monotonic()))[0], "the browser timed out"
             piece = os.read(self._read, 1 << 20)
-            assert piece, "the browser ended"
+            assert piece, "the browser exited"
             self._buffer += piece
 
 
 @contextlib.contextmanager
 def started(program: str, profile: Path) -> Iterator[Browser]:
-    """Runs the browser for as long as the block lasts."""
-    (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
+    """Run the browser for the duration of the block."""
+    (browser_in, out), (into, browser_out) = os.pipe(), os.pipe()
     options = ["--headless=new", "--remote-debugging-pipe", f"--user-data-dir={profile}", "--no-first-run"]
     options += ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 
     def descriptors() -> None:
-        """The protocol wants 3 and 4; by way of others, for these may be each other's."""
-        spare = [os.dup(theirs_in), os.dup(theirs_out)]
+        """Move the pipes to descriptors 3 and 4, as the protocol requires; copies avoid overwriting one another."""
+        spare = [os.dup(browser_in), os.dup(browser_out)]
         os.dup2(spare[0], 3)
         os.dup2(spare[1], 4)
 
     silent: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process = subprocess.Popen([program, *options], pass_fds=(3, 4), preexec_fn=descriptors, **silent)
-    os.close(theirs_in)
-    os.close(theirs_out)
+    os.close(browser_in)
+    os.close(browser_out)
     try:
-        yield Browser(ours_in, ours_out)
+        yield Browser(into, out)
     finally:
-        os.close(ours_out)  # the browser ends with its pipe
+        os.close(out)  # closing the pipe ends the browser
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        os.close(ours_in)
+        os.close(into)
 
 
-# ---- what is asked of a page
+# ---- checks of a page
 
 
-def troubles(tab: Browser) -> list[str]:
-    """Errors of scripts, messages of the console, and anything that was asked of a network."""
-    found = []
+def page_errors(tab: Browser) -> list[str]:
+    """Return script errors, console messages and network requests."""
+    errors = []
     for event in tab.events:
-        method, what = event["method"], event["params"]
+        method, params = event["method"], event["params"]
         if method == "Runtime.exceptionThrown" or method == "Runtime.consoleAPICalled":
-            found.append(str(what))
-        elif method == "Log.entryAdded" and what["entry"]["level"] in ("error", "warning"):
-            found.append(what["entry"]["text"])
-        elif method == "Network.requestWillBeSent" and not what["request"]["url"].startswith("file:"):
-            found.append(what["request"]["url"])
-    return found
+            errors.append(str(params))
+        elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            errors.append(params["entry"]["text"])
+        elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith("file:"):
+            errors.append(params["request"]["url"])
+    return errors
 
 
-# Every text with its size in pixels, as drawn; what leaves the window or its figure; texts that overlap.
+# Every text with its size in pixels; texts outside the window or their figure; texts that overlap.
 MEASURE = """(() => {
   const texts = [], outside = [], overlaps = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -158,12 +158,12 @@ MEASURE = """(() => {
 
 
 def check_readable(tab: Browser, width: int) -> None:
-    """No error; nothing too small, outside its place or over something else."""
-    assert troubles(tab) == []
+    """Assert that the page has no errors, no small text, no overflow and no overlapping text."""
+    assert page_errors(tab) == []
     measured = tab.value(MEASURE)
     assert measured["window"] == width
-    assert measured["wide"] <= width  # nothing to scroll sideways but tables within themselves
+    assert measured["wide"] <= width  # only tables scroll horizontally
     assert measured["outside"] == []
     assert measured["overlaps"] == []
     assert len(measured["texts"]) > 150
-    assert [(size, text) for size, text in measured["texts"] if size < READABLE] == []
+    assert [(size, text) for size, text in measured["texts"] if size < MIN_TEXT_PIXELS] == []

@@ -200,23 +200,6 @@ def print_plan(report: Row) -> None:
     console.print(f"slowest stage: {report['slowest_stage']}; slowest resource: {report['slowest_resource']}")
 
 
-# ---- the sources' experiments
-
-
-def reproduce(out: Path, setup: Any, only: Sequence[str], command: str, *, here: bool) -> bool:
-    """Runs the experiments and says what came of them; returns whether a claim that must hold does not."""
-    from experiments import places, runner
-    from experiments.experiment import TOO_SMALL
-
-    outcome = runner.run(out, places.choose(only), setup, command, here=here)
-    for claim in outcome.claims:
-        print(f"{claim.verdict(setup)}: {claim.text}: {claim.detail}")
-    if outcome.claims and not setup.asserted:
-        print(TOO_SMALL)
-    print(f"{plural(outcome.steps, 'step')} done; the report is {outcome.page}")
-    return bool(setup.asserted) and not all(claim.holds for claim in outcome.claims if claim.asserted)
-
-
 # ---- data
 
 

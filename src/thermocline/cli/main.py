@@ -300,54 +300,6 @@ def schema() -> None:
     typer.echo(json.dumps(json_schema(), indent=1))
 
 
-# ---- the sources' experiments
-
-
-@app.command()
-def reproduce(
-    out: Annotated[Path, typer.Option(help="Folder of the report, and of what is kept of every step.")] = Path(
-        "reproduction"
-    ),
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="Under five minutes on two cores; proves no claim, and no speed."),
-    ] = False,
-    scale: Annotated[str | None, typer.Option(help="Of models A to E; default 1/1000, quick 1/100000.")] = None,
-    effort: Annotated[float | None, typer.Option(help="How much is trained; default 1, quick 0.1.")] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME,...", help="Only these experiments; repeatable.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of data and training.")] = 0,
-    device: Annotated[
-        str, typer.Option(help="cpu or cuda: all on this one; auto: its GPU, and what other machines have completed.")
-    ] = "auto",
-    debug: Debug = False,
-) -> None:
-    """Runs the sources' experiments on this machine and writes one page with its tables and figures.
-
-    What is done is kept step by step: the same command goes on where it stopped, also on another machine, where --out
-    is a copy. Claims are judged by the full run only: --quick and --effort below 1 are too small for them. Exit
-    codes: 0; 1: a claim does not hold in the full run, or the run failed; 2: wrong options; 130: interrupted.
-    """
-    with _one_line(debug):
-        from experiments.experiment import Setup
-        from thermocline.cli import commands
-
-        setup = Setup.of(quick=quick, scale=scale, effort=effort, seed=seed, device=device)
-        words = ["thermocline", "reproduce", *(["--quick"] if quick else [])]
-        given = {"--scale": scale, "--effort": effort, "--seed": seed or None}
-        words += [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
-        names = [name for given in only or () for name in given.split(",")]
-        words += ["--only", ",".join(names)] if names else []
-        try:
-            failed = commands.reproduce(out, setup, names, shlex.join(words), here=device != "auto")
-        except KeyboardInterrupt:
-            typer.echo("thermocline: interrupted; what is done is kept, and the same command goes on", err=True)
-            raise typer.Exit(130) from None
-    if failed:
-        raise typer.Exit(1)
-
-
 # ---- data
 
 

@@ -82,7 +82,8 @@ Size = Annotated[
                 {"type": "integer", "minimum": 0},
                 {
                     "type": "string",
-                    "pattern": r"^[ \t-\r]*([0-9]+(\.[0-9]*)?|\.[0-9]+)[ \t-\r]*([KMGTPkmgtp]([Ii]?[Bb])?|[Bb])?[ \t-\r]*$",
+                    "pattern": r"^[ \t-\r]*([0-9]+(\.[0-9]*)?|\.[0-9]+)[ \t-\r]*"
+                    r"([KMGTPkmgtp]([Ii]?[Bb])?|[Bb])?[ \t-\r]*$",
                 },
             ]
         }

@@ -1,0 +1,38 @@
+"""The list of experiments, in the order of the page."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from experiments.experiment import Experiment
+from thermocline.config.messages import nearest
+from thermocline.errors import ConfigError
+
+NAMES = (
+    "hashing",
+    "quantization",
+    "models",
+    "auc_time",
+    "nonzeros",
+    "mpi_baseline",
+    "scalability",
+    "k_step",
+)
+"""Modules of this package with an `EXPERIMENT`."""
+
+
+def load(name: str) -> Experiment:
+    """Import one experiment."""
+    experiment: Experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
+    return experiment
+
+
+def choose(only: Sequence[str]) -> dict[str, Experiment]:
+    """Return the named experiments, or all of them if no name is given, in the order of the page."""
+    for name in only:
+        if name not in NAMES:
+            raise ConfigError(
+                f'--only: there is no experiment "{name}"{nearest(name, NAMES)}: choose from {", ".join(NAMES)}'
+            )
+    return {name: load(name) for name in NAMES if not only or name in only}
