@@ -17,7 +17,7 @@ from helpers.cli import done
 
 import thermocline as tc
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FORMATS = ["synth", "libsvm", "libffm", "criteo", "csv", "parquet"]
 SMALL = {"synth": ["data.synth.examples=20000", "data.synth.valid_examples=2000", "data.synth.test_examples=2000"]}
 AUC = {"synth": 0.6, "libsvm": 0.55, "libffm": 0.6, "criteo": 0.65, "csv": 0.52, "parquet": 0.52}
