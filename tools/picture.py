@@ -1,6 +1,6 @@
-"""Draws docs/display.svg: the live display of a real, short run, as it stood near its end. `python tools/picture.py`.
+"""Draw docs/display.svg: the live display near the end of a short run. Command: `python tools/picture.py`.
 
-rich draws its own terminal window with fixed colours: readable on light and dark pages alike.
+rich draws a terminal window with fixed colours, readable on light and dark pages.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ display = false
 
 
 class Picture(Callback):
-    """Keeps what the display's console shows at one step."""
+    """Record the output of the display's console at one step."""
 
     def __init__(self, display: Display, console: Console, step: int) -> None:
         self.display, self.console, self.step = display, console, step
@@ -63,11 +63,11 @@ class Picture(Callback):
         if trainer.progress.step == self.step:
             self.console.print(self.display.render())
             svg = self.console.export_svg(title="thermocline train ads.toml", theme=MONOKAI, unique_id="display")
-            self.svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # no fonts from elsewhere
+            self.svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # no web fonts
 
 
 def main() -> None:
-    # A console that counts as a terminal, writes nowhere, and remembers what was said.
+    # A terminal console that writes to memory and records its output.
     console = Console(file=io.StringIO(), force_terminal=True, width=104, record=True)
     quiet = Console(file=io.StringIO(), force_terminal=True, width=104)
     display = _Recorded(quiet, console)
@@ -81,14 +81,14 @@ def main() -> None:
 
 
 class _Recorded(Display):
-    """The display itself, whose lines also go to a second console: frames that were overdrawn must not be kept."""
+    """Display that prints its lines to a second console: the recording must not contain overdrawn frames."""
 
     def __init__(self, console: Console, record: Console) -> None:
         super().__init__(console)
         self._record = record
 
-    def _say(self, line: str) -> None:
-        super()._say(line)
+    def _print(self, line: str) -> None:
+        super()._print(line)
         self._record.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
