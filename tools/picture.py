@@ -87,8 +87,8 @@ class _Recorded(Display):
         super().__init__(console)
         self._record = record
 
-    def _say(self, line: str) -> None:
-        super()._say(line)
+    def _print(self, line: str) -> None:
+        super()._print(line)
         self._record.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
