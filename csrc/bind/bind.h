@@ -1,7 +1,7 @@
-// The parts of the Python module, and what they share.
+// Parts of the Python module, and the types they share.
 //
-// Arguments arrive checked and shaped by src/thermocline/tables: here only what C++ relies on is checked again. Every
-// call that works on rows or files reads its raw pointers first and then releases the GIL.
+// The Python package checks arguments and reports errors to users. The bindings check again what memory safety depends
+// on. Every call that accesses rows or files reads its raw pointers first and then releases the GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -20,12 +20,12 @@ using BytesArg = nanobind::ndarray<uint8_t, nanobind::ndim<1>, nanobind::c_conti
 using RowsInArg = nanobind::ndarray<const uint8_t, nanobind::ndim<2>, nanobind::device::cpu>;
 using RowsOutArg = nanobind::ndarray<uint8_t, nanobind::ndim<2>, nanobind::device::cpu>;
 
-inline void require(bool condition, const char* what) {
-  if (!condition) throw Error(what);
+inline void require(bool condition, const char* message) {
+  if (!condition) throw Error(message);
 }
 
 void bind_store(nanobind::module_& m);
-void bind_mem(nanobind::module_& m);
+void bind_dram(nanobind::module_& m);
 void bind_dist(nanobind::module_& m);
 void bind_data(nanobind::module_& m);
 void bind_read(nanobind::module_& m);

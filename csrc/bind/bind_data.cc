@@ -1,4 +1,4 @@
-// Generated data for Python; its face is src/thermocline/data/synth.py.
+// Python bindings of synthetic data; src/thermocline/data/synthetic.py is the Python class.
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 

@@ -1,4 +1,4 @@
-// Hashing into bins, for Python; its face is src/thermocline/hashing.py.
+// Python bindings of feature hashing; src/thermocline/data/feature_hashing.py is the Python class.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 

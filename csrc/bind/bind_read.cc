@@ -1,4 +1,4 @@
-// Parsers and columns of the readers, for Python; their face is src/thermocline/data.
+// Python bindings of text parsers and columns; used by the readers of src/thermocline/data.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>

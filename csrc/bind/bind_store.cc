@@ -1,4 +1,4 @@
-// SsdStore for Python; its face is src/thermocline/tables/ssd.py.
+// Python bindings of SsdStore; src/thermocline/tiers/ssd.py is the Python class.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>

@@ -1,4 +1,4 @@
-// The Python module thermocline.core._core: error translation, and the parts of bind.h.
+// The Python module thermocline.core._core: translation of exceptions, and the parts of bind.h.
 #include <nanobind/nanobind.h>
 
 #include "bind/bind.h"
@@ -9,8 +9,8 @@ namespace nb = nanobind;
 namespace thermocline {
 namespace {
 
-// The classes of thermocline/errors.py. Set once by the module's initialisation and never freed: exceptions can be
-// raised as long as the interpreter lives.
+// The classes of thermocline/errors.py. Set by the initialisation of the module and never freed: exceptions can be
+// raised until the interpreter ends.
 struct ErrorTypes {
   nb::handle base, budget, corruption, lock, format, read_only, not_found, io, disk_full;
 };
@@ -30,12 +30,12 @@ void load_error_types() {
            .disk_full = type("DiskFullError")};
 }
 
-// Texts name paths, and paths need not be UTF-8.
+// Messages contain paths, which may not be valid UTF-8.
 nb::object text_of(const std::exception& error) { return nb::steal(PyUnicode_DecodeFSDefault(error.what())); }
 
 void raise(nb::handle type, const std::exception& error) { PyErr_SetObject(type.ptr(), text_of(error).ptr()); }
 
-// As OSError does it: (errno, text) where there is an errno.
+// As OSError: arguments (errno, message) if there is an errno.
 void raise_io(nb::handle type, const IoError& error) {
   if (error.code == 0) return raise(type, error);
   PyErr_SetObject(type.ptr(), nb::make_tuple(error.code, text_of(error)).ptr());
@@ -71,12 +71,12 @@ void translate(const std::exception_ptr& pending, void*) {
 NB_MODULE(_core, m) {
   using namespace thermocline;
   m.doc() = "Thermocline's C++ core; use it through thermocline.tiers.";
-  // A script may end while torch's graph still holds a batch: that is no error of the user's to be told about.
+  // A script may end while torch's graph still refers to a batch: nanobind would report that as a leak.
   nb::set_leak_warnings(false);
   load_error_types();
   nb::register_exception_translator(translate);
   bind_store(m);
-  bind_mem(m);
+  bind_dram(m);
   bind_dist(m);
   bind_data(m);
   bind_read(m);

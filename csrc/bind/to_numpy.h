@@ -1,4 +1,4 @@
-// Arrays of C++ as NumPy's, without a copy.
+// Conversion of C++ arrays to NumPy arrays without a copy.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,13 +15,13 @@ namespace thermocline {
 template <typename T>
 auto to_numpy(Grown<T> array) {
   namespace nb = nanobind;
-  array.reserve(1);  // a pointer to something
+  array.reserve(1);  // NumPy needs a non-null pointer
   auto* owned = new Grown<T>(std::move(array));
   nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Grown<T>*>(p); });
   return nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner);
 }
 
-// The first n elements.
+// Converts the first n elements.
 template <typename T>
 auto to_numpy(Recycled<T> array, size_t n) {
   namespace nb = nanobind;

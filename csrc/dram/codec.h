@@ -1,25 +1,28 @@
-// Weights as codes: how rows of less than fp32 are stored, defined to the bit, the same on every device.
+// Quantized rows: the stored form of weights in less than fp32, defined to the bit and equal on every device.
 //
 //   fp16, bf16   IEEE half precision, bfloat16: 16 bits each
-//   int, b bits  w = code * D in fp32, b = 2..8 or 16, codes two's complement from -2^(b-1) to 2^(b-1) - 1. D is the
-//                table's, or the row's own (its first word): largest |w| of the row / (2^(b-1) - 1)
-// Element i is the bits i * b to i * b + b - 1 of the row's code words, lowest bit first; bits past the last are zero.
+//   int, b bits  w = code * D in fp32, b = 2..8 or 16; codes are two's complement from -2^(b-1) to 2^(b-1) - 1. The
+//                scale D belongs to the table, or to the row: then D is the row's first word, its largest |w| divided
+//                by 2^(b-1) - 1
+// Element i is bits i * b to i * b + b - 1 of the row's code words, lowest bit first; bits after the last code are
+// zero.
 //
-// Encoding x (fp32, every operation rounded by itself):
-//   int          q = x / D, NaN as 0, clamped to the codes; f = floor(q); nearest: f + 1 if q - f >= 0.5, else f;
-//                stochastic: f + 1 if u / 2^24 < q - f, else f
-//   fp16, bf16   nearest: to the nearest, ties to even; stochastic: bf16 and normal fp16 numbers: the bits that go are
-//                added to as many of u's, its highest, and the carry rounds up; below fp16's smallest normal number: up
-//                if u / 2^24 is below the fraction that goes. Infinities and NaN stay
+// Encoding of x (fp32, every operation rounded separately):
+//   int          q = x / D, NaN becomes 0, clamped to the codes; f = floor(q). Nearest: f + 1 if q - f >= 0.5, else f.
+//                Stochastic: f + 1 if u / 2^24 < q - f, else f
+//   fp16, bf16   nearest: round to nearest, ties to even. Stochastic, bf16 and normal fp16 numbers: the highest bits of
+//                u are added to the discarded bits, and the carry rounds up. Stochastic, below the smallest normal fp16
+//                number: up if u / 2^24 is less than the discarded fraction. Infinities and NaN are kept
 //   u            24 bits: counter_bits(row_mix(row_mix(t, key), step), i) >> 40 (random.h), t of the table, `step` the
-//                number of the step that wrote the row; 0: the initial row
+//                number of the training step that wrote the row; 0: the initial row
 //
-// The gradient of a table's step: of the loss that rounding adds, to second order with g^2 for the curvature, by the
-// straight-through estimator. It is the sum over all weights x that a step has made of g^2 * (c - q) * e: g the
-// weight's summed gradient times the step's scale, q = x / D, c its code; e, what c * D changes by with D, is c - q
-// inside the codes' range (finer steps, less noise) and c outside (a wider range, less clamping). To first order
-// rounding by chance adds nothing: its mean is x. The sum is one of integers, the same in any order: each term clamped
-// to 2^-8 either way, NaN as 0, times 2^44, cut to an integer: 2^27 weights of a step cannot overflow it.
+// Gradient of a learned scale: the gradient of the loss that rounding adds, to second order with g^2 as the curvature,
+// by the straight-through estimator. It is the sum over all weights x written by a step of g^2 * (c - q) * e: g is the
+// weight's summed gradient times the gradient scale, q = x / D, c its code. e is the derivative of c * D: c - q inside
+// the code range (a smaller scale, less noise) and c outside (a wider range, less clamping). The first-order term is
+// zero for stochastic rounding, whose mean is x. The sum is of integers, so it does not depend on the order: each term
+// is clamped to [-2^-8, 2^-8], NaN becomes 0, and is multiplied by 2^44 and truncated; 2^27 weights per step cannot
+// overflow it.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +33,7 @@
 
 namespace thermocline {
 
-// Constant but for the step of a table that learns it.
+// Constant, except for the scale of a table that learns it.
 struct Codec {
   RowLayout layout;
   uint64_t table_mix = 0;
@@ -38,14 +41,14 @@ struct Codec {
   bool plain() const { return layout.precision.kind == WeightKind::kFp32; }
   float least() const { return -static_cast<float>(1u << (layout.precision.bits - 1)); }
   float most() const { return static_cast<float>((1u << (layout.precision.bits - 1)) - 1); }
-  // What the rounding of a row depends on, beside the element.
+  // Random stream of a row's rounding in one training step.
   uint64_t stream(uint64_t key, uint64_t step) const { return row_mix(row_mix(table_mix, key), step); }
 };
 
-// Where the terms of rows go while they are encoded: row r of them has the gradients sums[r * dim ..].
-struct StepGradient {
-  const float* sums;
-  float scale;
+// Accumulates the gradient of a learned scale while rows are encoded.
+struct ScaleGradient {
+  const float* sums;  // gradients of row r: sums[r * dim ..]
+  float grad_scale;
   int64_t total;
 };
 

@@ -1,5 +1,5 @@
-// Codes to fp32 and back (codec.h), once for every instruction set: included by kernels_<isa>.cc after kernels_impl.h,
-// under the same rules. Plain loops without branches inside: the compiler makes vectors of them.
+// Decoding and encoding of quantized rows (codec.h). Included by kernels_impl.h only, after kernels_sum.h. Inner loops
+// have no branches, so that the compiler vectorizes them.
 
 namespace {
 
@@ -12,7 +12,7 @@ TC_INLINE To bits_as(From x) {
 
 TC_INLINE float from_fp16(uint32_t h) {
   const uint32_t size = (h & 0x7fff) << 13;
-  // Exact, subnormal numbers too: a power of two puts the exponent right.
+  // A multiplication by a power of two corrects the exponent. Exact, for subnormal numbers too.
   const uint32_t finite = bits_as<uint32_t>(bits_as<float>(size) * 0x1p112f);
   const uint32_t special = size | 0x7f800000;
   return bits_as<float>(((h & 0x8000) << 16) | (size < (0x7c00u << 13) ? finite : special));
@@ -34,7 +34,7 @@ TC_INLINE uint32_t to_fp16(float x, uint32_t u) {
   const uint32_t bits = bits_as<uint32_t>(x), size = bits & 0x7fffffff;
   const uint32_t more = kStochastic ? u >> 11 : 0xfff + ((size >> 13) & 1);
   const uint32_t normal = size + more < 0x47800000 ? (size + more - 0x38000000) >> 13 : 0x7c00;
-  // Below the smallest normal number: counted in units of 2^-24, at most 1024 of them, which is that number.
+  // Below the smallest normal number: in units of 2^-24. 1024 units are the smallest normal number.
   const float value = bits_as<float>(size < 0x38800000 ? size : 0);
   const float units = value * 0x1p24f;
   const auto whole = static_cast<int32_t>(units);
@@ -46,18 +46,20 @@ TC_INLINE uint32_t to_fp16(float x, uint32_t u) {
   return ((bits >> 16) & 0x8000) | (size < 0x38800000 ? tiny : size < 0x7f800000 ? normal : special);
 }
 
-TC_INLINE uint32_t chance(uint64_t stream, uint32_t i) { return static_cast<uint32_t>(counter_bits(stream, i) >> 40); }
+TC_INLINE uint32_t random24(uint64_t stream, uint32_t i) {
+  return static_cast<uint32_t>(counter_bits(stream, i) >> 40);
+}
 
 // ---- packing: eight codes of B bits are B bytes
 
 template <int B>
-TC_INLINE void unpack(const uint8_t* p, uint32_t dim, float step, float* out) {
+TC_INLINE void unpack(const uint8_t* p, uint32_t dim, float scale, float* out) {
   const auto eight = [&](uint32_t i, uint32_t n, uint32_t bytes) __attribute__((always_inline)) {
     uint64_t w = 0;
     __builtin_memcpy(&w, p, bytes);
     for (uint32_t j = 0; j < n; ++j) {
       const auto code = static_cast<int32_t>(static_cast<int64_t>(w << (64 - B * (j + 1))) >> (64 - B));
-      out[i + j] = static_cast<float>(code) * step;
+      out[i + j] = static_cast<float>(code) * scale;
     }
     p += B;
   };
@@ -95,25 +97,25 @@ TC_INLINE void pack(const int32_t* codes, uint32_t dim, uint8_t* p) {
       return call(7);           \
   }
 
-TC_INLINE void unpack_codes(uint32_t bits, const uint8_t* p, uint32_t dim, float step, float* out) {
+TC_INLINE void unpack_codes(uint32_t bits, const uint8_t* p, uint32_t dim, float scale, float* out) {
   if (bits == 8) {
-    for (uint32_t i = 0; i < dim; ++i) out[i] = static_cast<float>(static_cast<int8_t>(p[i])) * step;
+    for (uint32_t i = 0; i < dim; ++i) out[i] = static_cast<float>(static_cast<int8_t>(p[i])) * scale;
     return;
   }
   if (bits == 16) {
     for (uint32_t i = 0; i < dim; ++i) {
       int16_t code;
       __builtin_memcpy(&code, p + 2 * i, 2);
-      out[i] = static_cast<float>(code) * step;
+      out[i] = static_cast<float>(code) * scale;
     }
     return;
   }
-#define TC_CALL(B) unpack<B>(p, dim, step, out)
+#define TC_CALL(B) unpack<B>(p, dim, scale, out)
   TC_FOR_BITS(bits, TC_CALL)
 #undef TC_CALL
 }
 
-// Codes of 16 bits may be given as any int32 with these lowest bits.
+// For codes of 16 bits only the low 16 bits of `codes` are used.
 TC_INLINE void pack_codes(uint32_t bits, const int32_t* codes, uint32_t dim, uint8_t* p) {
   if (bits == 8) {
     for (uint32_t i = 0; i < dim; ++i) p[i] = static_cast<uint8_t>(codes[i]);
@@ -137,12 +139,12 @@ TC_INLINE void decode_weights(const Codec& c, const uint8_t* row, float* out) {
   const uint32_t dim = c.layout.dim;
   const Precision& p = c.layout.precision;
   if (p.kind == WeightKind::kInt) {
-    float step = p.step;
+    float scale = p.scale;
     if (p.row_scaled) {
-      __builtin_memcpy(&step, row, sizeof(float));
+      __builtin_memcpy(&scale, row, sizeof(float));
       row += sizeof(float);
     }
-    unpack_codes(p.bits, row, dim, step, out);
+    unpack_codes(p.bits, row, dim, scale, out);
     return;
   }
   const auto halves = [&](auto convert) __attribute__((always_inline)) {
@@ -167,8 +169,8 @@ void decode(const Codec& c, const Rows& rows, const uint32_t* slots, size_t n, s
   }
 }
 
-// The row's own step: its largest weight gets the largest code. NaN if a weight is.
-TC_INLINE float row_step(const float* x, uint32_t dim, float most) {
+// Scale of a row: the largest weight gets the largest code. NaN if a weight is NaN.
+TC_INLINE float row_scale(const float* x, uint32_t dim, float most) {
   uint32_t largest = 0;
   for (uint32_t i = 0; i < dim; ++i) {
     const uint32_t size = bits_as<uint32_t>(x[i]) & 0x7fffffff;
@@ -178,10 +180,10 @@ TC_INLINE float row_step(const float* x, uint32_t dim, float most) {
 }
 
 template <bool kStochastic>
-TC_INLINE void quantize(const float* x, uint32_t dim, float step, float least, float most, uint64_t stream,
+TC_INLINE void quantize(const float* x, uint32_t dim, float scale, float least, float most, uint64_t stream,
                         int32_t* codes) {
   for (uint32_t i = 0; i < dim; ++i) {
-    float q = x[i] / step;
+    float q = x[i] / scale;
     q = q == q ? q : 0;
     q = q < least ? least : q;
     q = q > most ? most : q;
@@ -189,17 +191,17 @@ TC_INLINE void quantize(const float* x, uint32_t dim, float step, float least, f
     floor -= q < static_cast<float>(floor);
     const float rest = q - static_cast<float>(floor);
     bool up;
-    if constexpr (kStochastic) up = static_cast<float>(static_cast<int32_t>(chance(stream, i))) < rest * 0x1p24f;
+    if constexpr (kStochastic) up = static_cast<float>(static_cast<int32_t>(random24(stream, i))) < rest * 0x1p24f;
     else up = rest >= 0.5f;
     codes[i] = floor + up;
   }
 }
 
-TC_INLINE int64_t step_gradient(const float* x, uint32_t dim, float step, float least, float most, const int32_t* codes,
-                                const float* sums, float scale) {
+TC_INLINE int64_t scale_gradient(const float* x, uint32_t dim, float scale, float least, float most,
+                                 const int32_t* codes, const float* sums, float grad_scale) {
   int64_t total = 0;
   for (uint32_t i = 0; i < dim; ++i) {
-    const float q = x[i] / step, g = sums[i] * scale;
+    const float q = x[i] / scale, g = sums[i] * grad_scale;
     const float code = q < least ? least : q > most ? most : static_cast<float>(codes[i]);
     const float error = code - q;
     float term = (g * g) * (error * (q < least || q > most ? code : error));
@@ -214,26 +216,26 @@ template <bool kStochastic>
 TC_INLINE void encode_weights(const Codec& c, const float* x, uint64_t stream, int32_t* codes, uint8_t* row) {
   const uint32_t dim = c.layout.dim;
   const Precision& p = c.layout.precision;
-  // Bits past the last code are zero.
+  // Bits after the last code are zero.
   __builtin_memset(row + c.layout.weight_bytes() - sizeof(uint32_t), 0, sizeof(uint32_t));
   if (p.kind == WeightKind::kInt) {
-    float step = p.step;
+    float scale = p.scale;
     if (p.row_scaled) {
-      step = row_step(x, dim, c.most());
-      __builtin_memcpy(row, &step, sizeof(float));
+      scale = row_scale(x, dim, c.most());
+      __builtin_memcpy(row, &scale, sizeof(float));
       row += sizeof(float);
     }
-    quantize<kStochastic>(x, dim, step, c.least(), c.most(), stream, codes);
+    quantize<kStochastic>(x, dim, scale, c.least(), c.most(), stream, codes);
   } else if (p.kind == WeightKind::kFp16) {
-    for (uint32_t i = 0; i < dim; ++i) codes[i] = to_fp16<kStochastic>(x[i], kStochastic ? chance(stream, i) : 0);
+    for (uint32_t i = 0; i < dim; ++i) codes[i] = to_fp16<kStochastic>(x[i], kStochastic ? random24(stream, i) : 0);
   } else {
-    for (uint32_t i = 0; i < dim; ++i) codes[i] = to_bf16<kStochastic>(x[i], kStochastic ? chance(stream, i) : 0);
+    for (uint32_t i = 0; i < dim; ++i) codes[i] = to_bf16<kStochastic>(x[i], kStochastic ? random24(stream, i) : 0);
   }
   pack_codes(p.bits, codes, dim, row);
 }
 
 void encode(const Codec& c, const Rows& rows, const uint32_t* slots, size_t n, const uint64_t* streams,
-            const float* floats, size_t stride, int32_t* codes, StepGradient* gradient) {
+            const float* floats, size_t stride, int32_t* codes, ScaleGradient* gradient) {
   const uint32_t dim = c.layout.dim;
   const size_t weight_bytes = c.layout.weight_bytes(), state_bytes = c.layout.state_floats() * sizeof(float);
   for (size_t r = 0; r < n; ++r, floats += stride) {
@@ -241,8 +243,8 @@ void encode(const Codec& c, const Rows& rows, const uint32_t* slots, size_t n, c
     if (streams) encode_weights<true>(c, floats, streams[r], codes, row);
     else encode_weights<false>(c, floats, 0, codes, row);
     if (gradient) {
-      gradient->total += step_gradient(floats, dim, c.layout.precision.step, c.least(), c.most(), codes,
-                                       gradient->sums + r * dim, gradient->scale);
+      gradient->total += scale_gradient(floats, dim, c.layout.precision.scale, c.least(), c.most(), codes,
+                                        gradient->sums + r * dim, gradient->grad_scale);
     }
     __builtin_memcpy(row + weight_bytes, floats + dim, state_bytes);
   }

@@ -13,7 +13,7 @@ namespace {
 void copy(uint8_t* to, const uint8_t* from, size_t bytes) { std::memcpy(to, from, bytes); }
 
 #if defined(THERMOCLINE_STREAM)
-// Whole lines of 64 bytes, by halves: with 16 bytes at a time it is slower than a plain copy.
+// Writes cache lines of 64 bytes in two halves. Stores of 16 bytes are slower than a plain copy.
 __attribute__((target("avx2"))) void stream(uint8_t* to, const uint8_t* from, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 32) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
@@ -33,7 +33,7 @@ RowCopy::RowCopy(const void* to, size_t row_bytes) : row_bytes_(row_bytes), copy
 #endif
 }
 
-void RowCopy::settle() const {
+void RowCopy::fence() const {
 #if defined(THERMOCLINE_STREAM)
   if (copy_ == stream) _mm_sfence();
 #endif

@@ -15,33 +15,33 @@ void prefetch(const float* row, size_t dim) {
 
 }  // namespace
 
-void take_rows(float* out, size_t dim, const float* rows, const int64_t* places, size_t n) {
+void take_rows(float* out, size_t dim, const float* rows, const int64_t* index, size_t n) {
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) prefetch<0>(rows + static_cast<size_t>(places[i + kAhead]) * dim, dim);
-    std::copy_n(rows + static_cast<size_t>(places[i]) * dim, dim, out + i * dim);
+    if (i + kAhead < n) prefetch<0>(rows + static_cast<size_t>(index[i + kAhead]) * dim, dim);
+    std::copy_n(rows + static_cast<size_t>(index[i]) * dim, dim, out + i * dim);
   }
 }
 
-void put_rows(float* out, size_t stride, size_t dim, const float* rows, const int64_t* places, size_t n) {
+void put_rows(float* out, size_t stride, size_t dim, const float* rows, const int64_t* index, size_t n) {
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) prefetch<1>(out + static_cast<size_t>(places[i + kAhead]) * stride, dim);
-    std::copy_n(rows + i * dim, dim, out + static_cast<size_t>(places[i]) * stride);
+    if (i + kAhead < n) prefetch<1>(out + static_cast<size_t>(index[i + kAhead]) * stride, dim);
+    std::copy_n(rows + i * dim, dim, out + static_cast<size_t>(index[i]) * stride);
   }
 }
 
-void add_rows(float* totals, uint8_t* present, size_t dim, const int64_t* places, const float* rows,
+void add_rows(float* totals, uint8_t* present, size_t dim, const int64_t* index, const float* rows,
               const uint8_t* given, size_t n) {
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) prefetch<1>(totals + static_cast<size_t>(places[i + kAhead]) * dim, dim);
+    if (i + kAhead < n) prefetch<1>(totals + static_cast<size_t>(index[i + kAhead]) * dim, dim);
     if (given && !given[i]) continue;
-    const auto place = static_cast<size_t>(places[i]);
-    float* const total = totals + place * dim;
+    const auto t = static_cast<size_t>(index[i]);
+    float* const total = totals + t * dim;
     const float* const row = rows + i * dim;
-    if (present[place]) {
+    if (present[t]) {
       for (size_t j = 0; j < dim; ++j) total[j] += row[j];
     } else {
       std::copy_n(row, dim, total);
-      present[place] = 1;
+      present[t] = 1;
     }
   }
 }

@@ -9,11 +9,12 @@
 namespace thermocline {
 namespace {
 
-inline int32_t words(uint64_t x) {
+// Sum of the four 16-bit words.
+inline int32_t sum_words(uint64_t x) {
   return static_cast<int32_t>((x & 0xffff) + ((x >> 16) & 0xffff) + ((x >> 32) & 0xffff) + (x >> 48));
 }
 
-// Powers of two: exact unless `scale` is so small that the product is denormal.
+// Multiplications by powers of two: exact unless the product is denormal.
 float factor_of(const Initial& initial) {
   switch (initial.kind) {
     case InitialKind::kConstant:
@@ -55,7 +56,8 @@ void InitialRows::write(uint64_t key, float* row) const {
     case InitialKind::kNormal:
       for (uint32_t i = 0; i < dim; ++i) {
         const uint64_t c = uint64_t{3} * i;
-        const int32_t n = words(counter_bits(s, c)) + words(counter_bits(s, c + 1)) + words(counter_bits(s, c + 2));
+        const int32_t n =
+            sum_words(counter_bits(s, c)) + sum_words(counter_bits(s, c + 1)) + sum_words(counter_bits(s, c + 2));
         row[i] = static_cast<float>(n - 6 * 65535) * factor_;
       }
       break;

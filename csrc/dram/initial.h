@@ -1,14 +1,14 @@
-// The row of a key that was never trained: a function of (seed, table, key), the same on every device.
+// Initial rows: a function of (seed, table, key), equal on every device.
 //
-// All arithmetic is on integers until one last fp32 multiplication, and that integer is exact in fp32: a GPU gives the
-// same bits. With t, s and bits(s, c) of random.h:
+// All arithmetic is on integers, followed by one fp32 multiplication of an integer that is exact in fp32: a GPU
+// computes the same bits. With t, s and bits(s, c) of random.h:
 //   uniform, element i: u = bits(s, i) >> 40;                  w = fp32(2 u - (2^24 - 1)) * fp32(scale * 2^-24)
 //   normal,  element i: n = sum of the twelve 16-bit words of bits(s, 3 i), bits(s, 3 i + 1), bits(s, 3 i + 2);
 //                                                           w = fp32(n - 12 * 65535 / 2) * fp32(scale * 2^-16)
 //   constant:                                               w = scale
-// Uniform lies inside (-scale, scale); normal has deviation `scale` (a sum of twelve uniforms reaches 6 deviations).
-// Optimizer state begins as one constant. Rows of codes (codec.h) are these rows, encoded as by step 0. These functions
-// never change: rows not yet stored depend on them.
+// Uniform values are inside (-scale, scale); normal values have standard deviation `scale` (a sum of twelve uniforms,
+// at most 6 deviations). The optimizer state is one constant. Quantized rows (codec.h) are these rows, encoded with
+// step number 0. These functions never change: rows that are not stored yet depend on them.
 #pragma once
 
 #include <cstddef>
@@ -28,18 +28,18 @@ struct Initial {
   uint64_t table = 0;
 };
 
-// Writes whole rows: thread-safe, no state.
+// Thread safety: all methods may run concurrently.
 class InitialRows {
  public:
   InitialRows(const Initial& initial, const RowLayout& layout);
-  // As fp32, before it is encoded.
+  // Writes the fp32 row.
   void write(uint64_t key, float* row) const;
-  // As it is stored.
+  // Writes the stored form of the row.
   void store(uint64_t key, uint8_t* row) const;
 
  private:
   Initial initial_;
-  Codec codec_;  // with the step a table began with: what rows begin with does not depend on when
+  Codec codec_;  // with the initial scale of the table: initial rows do not depend on when they are created
   float factor_;
 };
 

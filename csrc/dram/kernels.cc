@@ -1,4 +1,4 @@
-// Cuts kernels into tasks for threads. The cuts change who computes, never what.
+// Splits kernel calls into tasks for threads. The split never changes a result.
 #include "dram/kernels.h"
 
 #include <algorithm>
@@ -13,16 +13,16 @@
 namespace thermocline {
 namespace {
 
-// A key of more occurrences is summed by several threads: a multiple of kBlock, so that blocks are the same.
+// A key with more occurrences is summed by several threads. A multiple of kBlock, so that the blocks do not change.
 constexpr uint32_t kHot = 64 * kBlock;
 constexpr size_t kTaskIds = 16384;
-// Rows of codes decoded at a time: as fp32 rows they stay in the cache until they are used.
-constexpr size_t kDecoded = 128;
+// Quantized rows decoded at once: few enough to stay in the cache as fp32 rows.
+constexpr size_t kDecodeRows = 128;
 
 const Kernels& choose() {
 #if defined(THERMOCLINE_X86_KERNELS)
-  const char* asked = std::getenv("THERMOCLINE_ISA");
-  const std::string_view isa = asked ? asked : "avx512";
+  const char* requested = std::getenv("THERMOCLINE_ISA");
+  const std::string_view isa = requested ? requested : "avx512";
   if (isa == "avx512" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")) {
     return kKernelsAvx512;
@@ -32,12 +32,12 @@ const Kernels& choose() {
   return kKernelsBase;
 }
 
-// Ranges of keys (or bags) of about equal numbers of ids. `starts` has items + 1 elements.
+// Runs f(begin, end) over ranges of keys (or bags) with about equal numbers of ids. `starts` has items + 1 elements.
 template <typename Int, typename F>
 void for_ranges(ThreadPool& pool, const Int* starts, size_t items, const F& f) {
   const auto ids = static_cast<size_t>(starts[items]);
   const size_t tasks = std::min(items, (ids + items) / kTaskIds + 1);
-  // Items without ids cost too: bag b counts as its ids and one more.
+  // An item costs its ids plus one: items without ids are not free.
   const auto cut = [&](size_t t) {
     const size_t goal = (ids + items) * t / tasks;
     size_t lo = 0, hi = items;
@@ -57,7 +57,7 @@ void for_equal_ranges(ThreadPool& pool, size_t items, const F& f) {
   pool.parallel(tasks, [&](size_t t) { f(items * t / tasks, items * (t + 1) / tasks); });
 }
 
-// Hot keys: their block sums in parallel, then done(key, sum).
+// Sums the gradients of keys with more than kHot occurrences in parallel, and calls done(key, sum).
 template <typename F>
 void sum_hot(ThreadPool& pool, uint32_t dim, const SegmentArgs& s, const F& done) {
   if (s.starts[s.keys] <= kHot) return;
@@ -81,33 +81,33 @@ void sum_hot(ThreadPool& pool, uint32_t dim, const SegmentArgs& s, const F& done
   }
 }
 
-// fp32 copies of a few rows of codes, of one thread.
-class Decoded {
+// fp32 copies of a few quantized rows. Used by one thread.
+class DecodedRows {
  public:
-  explicit Decoded(const Rows& rows)
-      : rows_(rows), stride_(rows.codec->layout.floats()), codes_(rows.dim), places_(kDecoded) {
-    std::iota(places_.begin(), places_.end(), 0);
+  explicit DecodedRows(const Rows& rows)
+      : rows_(rows), stride_(rows.codec->layout.floats()), codes_(rows.dim), indices_(kDecodeRows) {
+    std::iota(indices_.begin(), indices_.end(), 0);
   }
 
-  // The first `n` of `all` slots; with their state, or weights alone.
+  // Decodes the first `n` of `all` slots, with their state or weights only.
   void read(const uint32_t* slots, size_t n, size_t all, bool state) {
     if (floats_.size() < n * stride_) floats_.resize(n * stride_);
-    for (auto next = static_cast<uint32_t>(places_.size()); next < n; ++next) places_.push_back(next);
+    for (auto next = static_cast<uint32_t>(indices_.size()); next < n; ++next) indices_.push_back(next);
     kernels().decode(*rows_.codec, rows_, slots, n, all, state, floats_.data(), stride_);
   }
-  // One step on those read, given their gradients, and back to their slots; but for those that `skip`.
+  // Applies one step to the decoded rows and encodes them to their slots, except rows i with skip(i).
   template <typename F>
   void apply(const uint32_t* slots, size_t n, const float* sums, const Step& step, float* scratch, const F& skip) {
-    kernels().apply(rows(), places_.data(), sums, step, 0, n, scratch);
+    kernels().apply(rows(), indices_.data(), sums, step, 0, n, scratch);
     for (size_t i = 0, run; i < n; i = run + 1) {
       for (run = i; run < n && !skip(run);) ++run;
       if (run > i) write(slots, i, run, sums, step);
     }
   }
 
-  int64_t step_gradient() const { return step_gradient_; }
+  int64_t scale_gradient() const { return scale_gradient_; }
   Rows rows() { return {reinterpret_cast<uint8_t*>(floats_.data()), stride_ * sizeof(float), rows_.dim}; }
-  const uint32_t* places() const { return places_.data(); }  // 0, 1, 2, ..
+  const uint32_t* indices() const { return indices_.data(); }  // 0, 1, 2, ..: the slots of rows()
 
  private:
   void write(const uint32_t* slots, size_t begin, size_t end, const float* sums, const Step& step) {
@@ -118,29 +118,29 @@ class Decoded {
       std::memcpy(&key, rows_.keys + slots[i] * rows_.key_stride, sizeof(key));
       streams_[i - begin] = rows_.codec->stream(key, step.number);
     }
-    StepGradient gradient{sums + begin * rows_.dim, step.scale, 0};
+    ScaleGradient gradient{sums + begin * rows_.dim, step.grad_scale, 0};
     kernels().encode(*rows_.codec, rows_, slots + begin, end - begin, precision.stochastic ? streams_.data() : nullptr,
                      floats_.data() + begin * stride_, stride_, codes_.data(), precision.learned ? &gradient : nullptr);
-    step_gradient_ += gradient.total;
+    scale_gradient_ += gradient.total;
   }
 
   const Rows& rows_;
   const size_t stride_;
-  int64_t step_gradient_ = 0;
+  int64_t scale_gradient_ = 0;
   std::vector<float> floats_;
   std::vector<int32_t> codes_;
-  std::vector<uint32_t> places_;
+  std::vector<uint32_t> indices_;
   std::vector<uint64_t> streams_;
 };
 
 void pool_decoded(const PoolArgs& a, size_t begin, size_t end, float* scratch) {
-  Decoded decoded(a.rows);
+  DecodedRows decoded(a.rows);
   std::vector<int64_t> offsets;
   const auto first_id = [&](size_t bag) { return a.offsets ? static_cast<size_t>(a.offsets[bag]) : bag; };
   for (size_t b = begin, next; b < end; b = next) {
     const size_t lo = first_id(b);
-    next = b + 1;  // a bag is never cut, however large
-    while (next < end && first_id(next + 1) - lo <= kDecoded) ++next;
+    next = b + 1;  // a bag is never split
+    while (next < end && first_id(next + 1) - lo <= kDecodeRows) ++next;
     const size_t ids = first_id(next) - lo;
     decoded.read(a.slots + lo, ids, a.ids - lo, false);
     PoolArgs part = a;
@@ -150,7 +150,7 @@ void pool_decoded(const PoolArgs& a, size_t begin, size_t end, float* scratch) {
       part.offsets = offsets.data();
     }
     part.rows = decoded.rows();
-    part.slots = decoded.places();
+    part.slots = decoded.indices();
     part.ids = ids;
     part.bags = next - b;
     part.weights = a.weights ? a.weights + lo : nullptr;
@@ -159,32 +159,32 @@ void pool_decoded(const PoolArgs& a, size_t begin, size_t end, float* scratch) {
   }
 }
 
-// Both return the gradient of the table's step.
+// update_decoded() and apply_decoded() return the gradient of a learned scale.
 int64_t update_decoded(const Rows& rows, const uint32_t* slots, const SegmentArgs& s, const Step& step, size_t begin,
                        size_t end, float* scratch) {
-  Decoded decoded(rows);
-  std::vector<float> sums(std::min(kDecoded, end - begin) * rows.dim);
-  for (size_t b = begin; b < end; b += kDecoded) {
-    const size_t n = std::min(kDecoded, end - b);
+  DecodedRows decoded(rows);
+  std::vector<float> sums(std::min(kDecodeRows, end - begin) * rows.dim);
+  for (size_t b = begin; b < end; b += kDecodeRows) {
+    const size_t n = std::min(kDecodeRows, end - b);
     decoded.read(slots + b, n, end - b, true);
     const SegmentArgs part{s.starts + b, s.keys - b, s.grad_rows, s.coefs, s.grads};
     kernels().sum(rows.dim, part, 0, n, kHot, sums.data(), scratch);
-    // Hot keys were updated before.
+    // Hot keys are already updated.
     decoded.apply(slots + b, n, sums.data(), step, scratch,
                   [&](size_t i) { return part.starts[i + 1] - part.starts[i] > kHot; });
   }
-  return decoded.step_gradient();
+  return decoded.scale_gradient();
 }
 
 int64_t apply_decoded(const Rows& rows, const uint32_t* slots, const float* sums, const Step& step, size_t begin,
                       size_t end, float* scratch) {
-  Decoded decoded(rows);
-  for (size_t b = begin; b < end; b += kDecoded) {
-    const size_t n = std::min(kDecoded, end - b);
+  DecodedRows decoded(rows);
+  for (size_t b = begin; b < end; b += kDecodeRows) {
+    const size_t n = std::min(kDecodeRows, end - b);
     decoded.read(slots + b, n, end - b, true);
     decoded.apply(slots + b, n, sums + b * rows.dim, step, scratch, [](size_t) { return false; });
   }
-  return decoded.step_gradient();
+  return decoded.scale_gradient();
 }
 
 }  // namespace
@@ -194,13 +194,13 @@ const Kernels& kernels() {
   return chosen;
 }
 
-Step make_step(const Hyper& h, uint64_t t, double scale) {
+Step make_step(const Hyper& h, uint64_t t, double grad_scale) {
   Step s{};
   s.optimizer = h.optimizer;
   s.lr = static_cast<float>(h.lr);
   s.eps = static_cast<float>(h.eps);
   s.weight_decay = static_cast<float>(h.weight_decay);
-  s.scale = static_cast<float>(scale);
+  s.grad_scale = static_cast<float>(grad_scale);
   s.number = t;
   if (h.optimizer == Optimizer::kAdam) {
     s.one_minus_beta1 = static_cast<float>(1.0 - h.beta1);
@@ -257,14 +257,15 @@ int64_t apply_gradients(ThreadPool& pool, const Rows& rows, const uint32_t* slot
 
 namespace {
 
-// f(rows from `begin` on, their slots 0, 1, .., how many), of n rows that lie one after the other.
+// Runs f(rows, indices, begin) over ranges of n contiguous stored rows: `rows` starts at row `begin`, `indices` is
+// 0, 1, ...
 template <typename F>
 void for_stored(ThreadPool& pool, const Codec& codec, const uint8_t* stored, size_t n, const F& f) {
   for_equal_ranges(pool, n, [&](size_t begin, size_t end) {
-    std::vector<uint32_t> places(end - begin);
-    std::iota(places.begin(), places.end(), 0);
+    std::vector<uint32_t> indices(end - begin);
+    std::iota(indices.begin(), indices.end(), 0);
     const size_t bytes = codec.layout.bytes();
-    f(Rows{const_cast<uint8_t*>(stored) + begin * bytes, bytes, codec.layout.dim}, places, begin);
+    f(Rows{const_cast<uint8_t*>(stored) + begin * bytes, bytes, codec.layout.dim}, indices, begin);
   });
 }
 
@@ -272,16 +273,16 @@ void for_stored(ThreadPool& pool, const Codec& codec, const uint8_t* stored, siz
 
 void decode_rows(ThreadPool& pool, const Codec& codec, const uint8_t* stored, size_t n, float* floats) {
   const size_t stride = codec.layout.floats();
-  for_stored(pool, codec, stored, n, [&](const Rows& rows, const std::vector<uint32_t>& places, size_t begin) {
-    kernels().decode(codec, rows, places.data(), places.size(), places.size(), true, floats + begin * stride, stride);
+  for_stored(pool, codec, stored, n, [&](const Rows& rows, const std::vector<uint32_t>& slots, size_t begin) {
+    kernels().decode(codec, rows, slots.data(), slots.size(), slots.size(), true, floats + begin * stride, stride);
   });
 }
 
 void encode_rows(ThreadPool& pool, const Codec& codec, const float* floats, size_t n, uint8_t* stored) {
   const size_t stride = codec.layout.floats();
-  for_stored(pool, codec, stored, n, [&](const Rows& rows, const std::vector<uint32_t>& places, size_t begin) {
+  for_stored(pool, codec, stored, n, [&](const Rows& rows, const std::vector<uint32_t>& slots, size_t begin) {
     std::vector<int32_t> codes(codec.layout.dim);
-    kernels().encode(codec, rows, places.data(), places.size(), nullptr, floats + begin * stride, stride, codes.data(),
+    kernels().encode(codec, rows, slots.data(), slots.size(), nullptr, floats + begin * stride, stride, codes.data(),
                      nullptr);
   });
 }

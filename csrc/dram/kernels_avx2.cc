@@ -1,18 +1,16 @@
-// Kernels for machines with AVX2: chosen at run time.
+// Kernels for processors with AVX2, chosen at run time.
 #include "dram/kernels.h"
 #include "util/hash.h"
 
 #if defined(THERMOCLINE_X86_KERNELS)
 #include <immintrin.h>
 
-// To the end of the file, so that it also covers the instantiations of templates.
+// Effective to the end of the file, so that it also covers template instantiations.
 #pragma GCC target("avx2")
 
 namespace thermocline {
 
 #include "dram/kernels_impl.h"
-// After it.
-#include "dram/codec_impl.h"
 
 const Kernels kKernelsAvx2 = {"avx2",  hash_keys,  mem_hash_keys, any_pool, any_update,
                               any_sum, any_blocks, any_apply,     decode,   encode};

@@ -1,4 +1,4 @@
-// Kernels for any machine of the architecture.
+// Kernels for any processor of the architecture.
 #include "dram/kernels.h"
 #include "util/hash.h"
 
@@ -9,8 +9,6 @@
 namespace thermocline {
 
 #include "dram/kernels_impl.h"
-// After it.
-#include "dram/codec_impl.h"
 
 const Kernels kKernelsBase = {"base",  hash_keys,  mem_hash_keys, any_pool, any_update,
                               any_sum, any_blocks, any_apply,     decode,   encode};

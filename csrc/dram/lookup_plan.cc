@@ -30,7 +30,7 @@ void check_offsets(const Bags& b) {
   bool rising = b.offsets[0] == 0 && b.offsets[b.bags] == static_cast<int64_t>(b.ids);
   for (size_t i = 0; i < b.bags; ++i) rising &= b.offsets[i] <= b.offsets[i + 1];
   if (!rising) {
-    throw Error("offsets must begin with 0, never fall, and end with the number of ids, " + std::to_string(b.ids));
+    throw Error("offsets must begin with 0, never decrease, and end with the number of ids, " + std::to_string(b.ids));
   }
 }
 

@@ -1,5 +1,5 @@
-// What a row is: `dim` weights, as fp32 or as codes (codec.h), then the optimizer's fp32 state. Row bytes are kept in
-// stores: never change this.
+// Layout of a row: `dim` weights, as fp32 or as codes (codec.h), then the optimizer's fp32 state. Stores contain these
+// bytes: the layout never changes.
 #pragma once
 
 #include <cstddef>
@@ -16,14 +16,14 @@ enum class Optimizer : uint8_t {
 
 enum class WeightKind : uint8_t { kFp32 = 0, kFp16 = 1, kBf16 = 2, kInt = 3 };
 
-// How weights are stored.
+// Stored form of the weights.
 struct Precision {
   WeightKind kind = WeightKind::kFp32;
   uint8_t bits = 32;
-  bool stochastic = false;  // rounded by chance, else to the nearest
-  bool row_scaled = false;  // kInt: every row has a step of its own, its first word; else the table has one
-  float step = 0;           // kInt, not row_scaled: what a code is multiplied by
-  bool learned = false;     // likewise: the step has a gradient
+  bool stochastic = false;  // stochastic rounding, else to nearest
+  bool row_scaled = false;  // kInt: every row has a scale, its first word; else the table has one
+  float scale = 0;          // kInt, not row_scaled: a weight is code * scale
+  bool learned = false;     // kInt, not row_scaled: the scale has a gradient
 };
 
 struct RowLayout {
@@ -44,9 +44,9 @@ struct RowLayout {
     }
     return 0;
   }
-  // Of a row as training sees it.
+  // Decoded row: weights and state.
   size_t floats() const { return dim + state_floats(); }
-  // Of a row as it is stored: whole words of four bytes.
+  // Stored row: whole words of four bytes.
   size_t weight_bytes() const {
     return (precision.row_scaled + (size_t{precision.bits} * dim + 31) / 32) * sizeof(uint32_t);
   }

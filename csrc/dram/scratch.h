@@ -1,8 +1,27 @@
-// Memory for calls in progress: a fixed number of equal pieces, so that it is bounded and counted. A call that finds
-// none waits; a batch larger than a piece is worked on in parts.
+// Fixed working memory for calls in progress. Its size is part of the tier's byte budget, so it never grows: a call
+// waits until a Scratch is idle, and processes a batch larger than `keys_max` in parts.
+//
+// A step of a call accesses the memory only through one of the views below. A view is a struct of typed pointers; each
+// pointer has one meaning. Views of different steps may share memory. The table shows which; a view is valid from the
+// moment its owner fills it until any view that shares one of its columns is filled.
+//
+//   view             column A (u64)  B (u32)  C (u32)    D (u32)     E (u32)        F (u8)      own columns
+//   grouping()                       tags                                                       probes, shards
+//   missing_rows()                            positions  free_slots
+//   row_loads()      keys            slots    positions                             in_store
+//   writeback()      keys            slots
+//   read_status()                                                    loading_slots  status
+//   store_reads()    keys                     positions                             in_store
+//   pushed_slots()                                                   slots
+//   rollback_slots()                 slots
+//
+// Order of use within one call:
+//   pull, push  [pushed_slots] -> grouping -> missing_rows -> writeback (evictions) -> grouping -> row_loads;
+//               rollback_slots -> grouping after a failure
+//   read        read_status -> store_reads
+//   flush       writeback
 #pragma once
 
-#include <algorithm>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -15,47 +34,100 @@
 
 namespace thermocline {
 
-struct Scratch {
+class Scratch {
+ public:
+  // Bytes per key. A small Scratch only has the grouping() view, without tags.
   static constexpr size_t kSmallBytes = sizeof(Probe) + 1;
   static constexpr size_t kBytes = kSmallBytes + sizeof(uint64_t) + 4 * sizeof(uint32_t) + 1;
 
-  size_t keys_max = 0;      // elements of each array
-  Probe* probes = nullptr;  // grouped by shard
-  uint8_t* shard = nullptr;
-  uint64_t* keys = nullptr;    // of rows to read or write
-  uint32_t* slots = nullptr;   // their slots
-  uint32_t* picks = nullptr;   // their places in the batch
-  uint32_t* fresh = nullptr;   // free slots for them
-  uint32_t* pinned = nullptr;  // push(): the slots of the keys
-  uint8_t* found = nullptr;
-  HugeBuffer memory;
+  // DramTier::group(): the keys of a batch sorted by shard.
+  struct Grouping {
+    Probe* probes;    // sorted by shard, in batch order within a shard
+    uint8_t* shards;  // [i] shard of key i
+    uint32_t* tags;   // [i] index tag of key i; consumed before the first shard task runs
+  };
+  // Keys of the batch that are not resident.
+  struct MissingRows {
+    uint32_t* positions;   // their positions in the batch
+    uint32_t* free_slots;  // [k] slot reserved for positions[k]
+  };
+  // Rows that this call inserted into the index and must load. `positions` is filled by compacting
+  // MissingRows::positions in place: entry j is written after all entries up to j were read.
+  struct RowLoads {
+    uint64_t* keys;
+    uint32_t* slots;
+    uint32_t* positions;
+    uint8_t* in_store;  // result of RowStore::get
+  };
+  // Dirty rows on their way to the store.
+  struct Writeback {
+    uint64_t* keys;
+    uint32_t* slots;
+  };
+  enum class ReadState : uint8_t { kMissing, kCopied, kLoading };
+  // DramTier::read(), first pass: the result of the index lookup per key.
+  struct ReadStatus {
+    ReadState* status;
+    uint32_t* loading_slots;  // [i] slot pinned by this call, if status[i] is kLoading
+  };
+  // DramTier::read(), second pass: keys to read from the store. Filled while ReadStatus::status is still read, except
+  // for `in_store`, which is written after the last use of `status`.
+  struct StoreReads {
+    uint64_t* keys;
+    uint32_t* positions;
+    uint8_t* in_store;  // result of RowStore::get
+  };
+
+  Scratch(size_t keys_max, bool small) : keys_max_(keys_max), memory_(keys_max * (small ? kSmallBytes : kBytes)) {
+    auto* next = memory_.as<uint8_t>();
+    const auto take = [&](size_t width) { return std::exchange(next, next + keys_max * width); };
+    probes_ = reinterpret_cast<Probe*>(take(sizeof(Probe)));
+    if (!small) {
+      a_ = reinterpret_cast<uint64_t*>(take(8));
+      b_ = reinterpret_cast<uint32_t*>(take(4));
+      c_ = reinterpret_cast<uint32_t*>(take(4));
+      d_ = reinterpret_cast<uint32_t*>(take(4));
+      e_ = reinterpret_cast<uint32_t*>(take(4));
+      f_ = take(1);
+    }
+    shards_ = take(1);
+  }
+
+  size_t keys_max() const { return keys_max_; }  // elements of each array
+
+  Grouping grouping() const { return {probes_, shards_, b_}; }
+  MissingRows missing_rows() const { return {c_, d_}; }
+  RowLoads row_loads() const { return {a_, b_, c_, f_}; }
+  Writeback writeback() const { return {a_, b_}; }
+  ReadStatus read_status() const { return {reinterpret_cast<ReadState*>(f_), e_}; }
+  StoreReads store_reads() const { return {a_, c_, f_}; }
+  uint32_t* pushed_slots() const { return e_; }    // DramTier::push(): the pinned slot of each key
+  uint32_t* rollback_slots() const { return b_; }  // DramTier::roll_back(): slots to unpin
+
+ private:
+  size_t keys_max_;
+  HugeBuffer memory_;
+  Probe* probes_ = nullptr;
+  uint8_t* shards_ = nullptr;
+  // Columns A to F of the table above; null in a small Scratch.
+  uint64_t* a_ = nullptr;
+  uint32_t *b_ = nullptr, *c_ = nullptr, *d_ = nullptr, *e_ = nullptr;
+  uint8_t* f_ = nullptr;
 };
 
-// Thread safety: all calls may run concurrently.
+// Thread safety: all calls may run concurrently. A leased Scratch is used by the leasing call only.
 class ScratchPool {
  public:
-  ScratchPool(size_t pieces, size_t keys_max, bool small) {
+  ScratchPool(size_t count, size_t keys_max, bool small) {
     keys_max = (keys_max + 63) / 64 * 64;
-    all_.resize(pieces);
-    for (Scratch& s : all_) {
-      s.keys_max = keys_max;
-      s.memory = HugeBuffer(keys_max * (small ? Scratch::kSmallBytes : Scratch::kBytes));
-      auto* p = s.memory.as<uint8_t>();
-      const auto take = [&](size_t width) { return std::exchange(p, p + keys_max * width); };
-      s.probes = reinterpret_cast<Probe*>(take(sizeof(Probe)));
-      if (!small) {
-        s.keys = reinterpret_cast<uint64_t*>(take(8));
-        s.slots = reinterpret_cast<uint32_t*>(take(4));
-        s.picks = reinterpret_cast<uint32_t*>(take(4));
-        s.fresh = reinterpret_cast<uint32_t*>(take(4));
-        s.pinned = reinterpret_cast<uint32_t*>(take(4));
-        s.found = take(1);
-      }
-      s.shard = take(1);
-      idle_.push_back(&s);
+    all_.reserve(count);  // idle_ points into it
+    for (size_t i = 0; i < count; ++i) {
+      all_.emplace_back(keys_max, small);
+      idle_.push_back(&all_.back());
     }
   }
 
+  // Blocks until a Scratch is idle.
   class Lease {
    public:
     explicit Lease(ScratchPool& pool) : pool_(pool) {
@@ -82,8 +154,8 @@ class ScratchPool {
   };
 
  private:
-  std::vector<Scratch> all_;
-  std::mutex mutex_;  // protects idle_
+  std::vector<Scratch> all_;  // constant after construction
+  std::mutex mutex_;          // protects idle_
   std::condition_variable returned_;
   std::vector<Scratch*> idle_;
 };

@@ -37,30 +37,30 @@ uint32_t Shard::likely(uint32_t tag) const {
   return slot;
 }
 
-// Blocks in four passes, so that the cache misses of a block overlap: index, metadata, neighbours in the list, pin.
-size_t Shard::find_and_pin(const Probe* probes, size_t n, const uint64_t* keys, uint32_t* slots, bool* waits) {
-  constexpr size_t kStep = 16;
+// Processes blocks in four passes (index, metadata, list neighbours, pin), so that the cache misses of a block overlap.
+size_t Shard::find_and_pin(const Probe* probes, size_t n, const uint64_t* keys, uint32_t* slots, bool* must_wait) {
+  constexpr size_t kProbeBlock = 16;
   size_t hits = 0;
-  uint32_t maybe[kStep];
-  for (size_t i = 0; i < std::min(kStep, n); ++i) prefetch(probes[i].tag);
-  for (size_t begin = 0; begin < n; begin += kStep) {
-    const size_t end = std::min(begin + kStep, n);
-    for (size_t i = end; i < std::min(end + kStep, n); ++i) prefetch(probes[i].tag);
-    for (size_t i = begin; i < end; ++i) maybe[i - begin] = likely(probes[i].tag);
+  uint32_t block_slots[kProbeBlock];
+  for (size_t i = 0; i < std::min(kProbeBlock, n); ++i) prefetch(probes[i].tag);
+  for (size_t begin = 0; begin < n; begin += kProbeBlock) {
+    const size_t end = std::min(begin + kProbeBlock, n);
+    for (size_t i = end; i < std::min(end + kProbeBlock, n); ++i) prefetch(probes[i].tag);
+    for (size_t i = begin; i < end; ++i) block_slots[i - begin] = likely(probes[i].tag);
     for (size_t i = begin; i < end; ++i) {
-      uint32_t& slot = maybe[i - begin];
+      uint32_t& slot = block_slots[i - begin];
       slot = verified(slot, probes[i].tag, keys[probes[i].index]);
       if (slot == kNoSlot || meta_[slot].list == kNone) continue;
       __builtin_prefetch(&meta_[meta_[slot].prev]);
       __builtin_prefetch(&meta_[meta_[slot].next]);
     }
     for (size_t i = begin; i < end; ++i) {
-      const uint32_t slot = maybe[i - begin];
+      const uint32_t slot = block_slots[i - begin];
       slots[probes[i].index] = slot;
       if (slot == kNoSlot) continue;
       ++hits;
       pin(slot);
-      if (meta_[slot].load_state() != SlotState::kReady) *waits = true;
+      if (meta_[slot].load_state() != SlotState::kReady) *must_wait = true;
     }
   }
   return hits;
@@ -85,7 +85,7 @@ void Shard::insert(uint32_t tag, uint64_t key, uint32_t slot) {
 void Shard::erase(uint32_t tag, uint32_t slot) {
   uint32_t hole = home(tag);
   while (static_cast<uint32_t>(index_[hole]) != slot + 1) hole = after(hole);
-  // Moves later entries of the run back, unless that would put one before its home.
+  // Shift later entries of the probe sequence back, unless that puts one before its home bucket.
   for (uint32_t b = after(hole); index_[b] != 0; b = after(b)) {
     const uint32_t h = home(static_cast<uint32_t>(index_[b] >> 32));
     const bool movable = hole <= b ? (h <= hole || h > b) : (h <= hole && h > b);
@@ -112,7 +112,7 @@ bool Shard::unpin(uint32_t slot) {
   --pinned_;
   const SlotState state = m.load_state();
   if (state == SlotState::kReady) link(slot);
-  return state == SlotState::kFailed;  // a leaving slot is in the hands of the evicting thread
+  return state == SlotState::kFailed;  // the evicting thread frees a kEvicting slot
 }
 
 void Shard::push_newest(uint32_t list, uint32_t slot) {
@@ -152,7 +152,7 @@ void Shard::link_by_visits(uint32_t slot) {
 uint32_t Shard::victim() {
   if (linked_ == 0) return kNoSlot;
   if (policy_ == Policy::kLruLfu) {
-    // Rows fall from the LRU into the LFU only now: between evictions nobody can tell the difference.
+    // Rows move from the LRU to the LFU lists lazily: the order is only observable at an eviction.
     while (lru_size_ > lru_rows_) {
       const uint32_t slot = meta_[sentinel(0)].prev;
       unlink(slot);
@@ -164,7 +164,7 @@ uint32_t Shard::victim() {
   return slot;
 }
 
-// The oldest of the rows with the fewest visits; there is one.
+// Returns the oldest of the rows with the fewest visits. At least one LFU list must be non-empty.
 uint32_t Shard::least_visited() {
   for (;;) {
     const auto v = static_cast<uint32_t>(std::countr_zero(nonempty_));
@@ -184,42 +184,44 @@ void Shard::visit(uint32_t slot) {
   SlotMeta& m = meta_[slot];
   m.visits = static_cast<uint8_t>(std::min<uint32_t>(visits(m) + 1u, kVisitLists - 1));
   m.age = age_;
-  if (++visits_now_ >= visits_per_age_) grow_old();
+  if (++visits_now_ >= visits_per_age_) start_age();
 }
 
-void Shard::grow_old() {
+void Shard::start_age() {
   visits_now_ = 0;
   ++age_;
   for (uint32_t v = 1; v < kVisitLists; ++v) {
     if (empty(1 + v)) continue;
-    // All rows of list v go behind the newest of list v / 2.
+    // Splice list v in front of the newest row of list v / 2.
     const uint32_t from = sentinel(1 + v), to = sentinel(1 + v / 2);
-    const uint32_t newest = meta_[from].next, oldest = meta_[from].prev, was = meta_[to].next;
+    const uint32_t newest = meta_[from].next, oldest = meta_[from].prev, old_newest = meta_[to].next;
     meta_[to].next = newest;
     meta_[newest].prev = to;
-    meta_[oldest].next = was;
-    meta_[was].prev = oldest;
+    meta_[oldest].next = old_newest;
+    meta_[old_newest].prev = oldest;
     meta_[from].prev = meta_[from].next = from;
     nonempty_ |= uint64_t{1} << (v / 2);
   }
 }
 
-// ---- books
+// ---- invariants
 
 void Shard::check(const std::string& name, uint32_t capacity) const {
-  const auto fail = [&](const std::string& what) { throw Error("memory tier, shard " + name + ": " + what); };
+  const auto fail = [&](const std::string& violation) { throw Error("DRAM tier, shard " + name + ": " + violation); };
   uint32_t entries = 0, pinned = 0, unpinned = 0;
   for (uint32_t b = 0; b < buckets_; ++b) {
     if (index_[b] == 0) continue;
     ++entries;
     const auto slot = static_cast<uint32_t>(index_[b]) - 1;
-    if (slot >= capacity) fail("the index names slot " + std::to_string(slot) + " of " + std::to_string(capacity));
+    if (slot >= capacity) {
+      fail("the index has slot " + std::to_string(slot) + ", the capacity is " + std::to_string(capacity));
+    }
     const SlotMeta& m = meta_[slot];
     const auto tag = static_cast<uint32_t>(index_[b] >> 32);
-    if (find(tag, m.key) != slot) fail("key " + std::to_string(m.key) + " is there twice, or cannot be found");
+    if (find(tag, m.key) != slot) fail("key " + std::to_string(m.key) + " is indexed twice, or cannot be found");
     const SlotState state = m.load_state();
     if (state == SlotState::kFree || state == SlotState::kFailed) {
-      fail("key " + std::to_string(m.key) + " is in the index, but its slot is not in use");
+      fail("key " + std::to_string(m.key) + " is in the index but its slot is not in use");
     }
     pinned += m.pins != 0;
     const bool evictable = m.pins == 0 && state == SlotState::kReady && policy_ != Policy::kNever;
@@ -229,22 +231,22 @@ void Shard::check(const std::string& name, uint32_t capacity) const {
   if (entries != resident_) {
     fail("index entries " + std::to_string(entries) + " != resident rows " + std::to_string(resident_));
   }
-  if (pinned > pinned_) {  // fewer: failed slots are pinned, but no longer in the index
-    fail("pinned slots " + std::to_string(pinned) + " > counted " + std::to_string(pinned_));
+  if (pinned > pinned_) {  // pinned < pinned_ is valid: failed slots are pinned but not in the index
+    fail("pinned slots " + std::to_string(pinned) + " > pinned counter " + std::to_string(pinned_));
   }
   uint32_t walked = 0;
   for (uint32_t l = 0; l < kLists; ++l) {
     for (uint32_t s = meta_[sentinel(l)].next; s != sentinel(l); s = meta_[s].next, ++walked) {
-      if (walked > linked_) fail("a list is longer than all lists together should be");
+      if (walked > linked_) fail("the lists have more than " + std::to_string(linked_) + " rows, the counter's value");
       if (meta_[s].list != (l == 0 ? kInLru : kInVisits)) fail("slot " + std::to_string(s) + " is in the wrong list");
       if (meta_[meta_[s].next].prev != s) fail("the links of slot " + std::to_string(s) + " are broken");
     }
     if (l == 0 && walked != lru_size_) {
-      fail("rows in the LRU list " + std::to_string(walked) + " != " + std::to_string(lru_size_));
+      fail("rows in the LRU list " + std::to_string(walked) + " != counter " + std::to_string(lru_size_));
     }
   }
   if (walked != linked_ || unpinned != linked_) {
-    fail("rows in lists " + std::to_string(walked) + ", unpinned rows " + std::to_string(unpinned) + ", counted " +
+    fail("rows in lists " + std::to_string(walked) + ", unpinned rows " + std::to_string(unpinned) + ", counter " +
          std::to_string(linked_));
   }
 }

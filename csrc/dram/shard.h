@@ -1,7 +1,7 @@
-// One shard of the memory tier: the hash index of its keys, and the order in which its rows may leave.
+// One shard of the DRAM tier: the hash index of its keys, and the eviction order of its rows.
 //
-// Slots belong to the tier, not to a shard: a shard only knows which of its keys lies in which slot, so that any shard
-// can use any slot. All lists are intrusive: their links are in the slots' metadata, and so are the sentinels.
+// Slots belong to the tier: any shard can use any slot. A shard maps its keys to slots. All lists are intrusive: the
+// links and the sentinels are SlotMeta entries.
 #pragma once
 
 #include <atomic>
@@ -13,30 +13,33 @@
 namespace thermocline {
 
 enum class Policy : uint8_t {
-  kLruLfu = 0,  // a visited row enters an LRU list; what leaves it falls into an LFU; what leaves that is evicted
+  kLruLfu = 0,  // unpinned rows enter an LRU list; its oldest rows move to an LFU list; evictions take from the LFU
   kLru = 1,
   kLfu = 2,
-  kNever = 3,  // no store below: nothing leaves, so no list is kept
+  kNever = 3,  // no store: nothing is evicted, no list is kept
 };
 
 inline constexpr uint32_t kNoSlot = ~uint32_t{0};
 
+// Transitions: kFree -> kLoading (insert) -> kReady (loaded) -> kEvicting (chosen, dirty) -> kFree (written, unpinned);
+// kLoading -> kFailed (load error) -> kFree (last pin released); kReady -> kFree (chosen, clean);
+// kEvicting -> kReady (pinned meanwhile, or the write failed).
 enum class SlotState : uint8_t {
   kFree = 0,
-  kLoading = 1,  // in the index, its row not yet there; pinned by the loader
-  kReady = 2,
-  kLeaving = 3,  // chosen for eviction, its row being written to the store; a pull may still pin and so keep it
-  kFailed = 4,   // loading failed: no longer in the index; free when its last pin goes
+  kLoading = 1,   // in the index, row not loaded yet; pinned by the loading call
+  kReady = 2,     // in the index, row valid
+  kEvicting = 3,  // in the index, row valid and being written to the store; a pull may pin it, which keeps it resident
+  kFailed = 4,    // loading failed: removed from the index, still pinned
 };
 
-// Zeroed memory is a free slot.
+// All-zero memory is a free slot.
 struct SlotMeta {
   uint64_t key;
-  uint32_t prev, next;  // in one of the shard's lists, when `list` is not kNone; `next` also links free slots
+  uint32_t prev, next;  // links of one of the shard's lists if `list` is not kNone; `next` also links free slots
   uint32_t pins;
-  uint8_t state;  // SlotState; written under the shard's lock or by the loader, read by those who wait for it
+  uint8_t state;  // SlotState; written under the shard's mutex or by the loading call, read by waiting threads
   uint8_t list;
-  uint8_t visits;  // decayed: see Shard::age_
+  uint8_t visits;  // halved per age: see Shard::age_
   uint8_t age;
 
   SlotState load_state() const {
@@ -46,17 +49,18 @@ struct SlotMeta {
 };
 static_assert(sizeof(SlotMeta) == 24);
 
-// A key of a batch, by its place in the batch and the part of its hash that finds it in the index.
+// A key of a batch: its position in the batch, and the part of its hash that the index stores.
 struct Probe {
   uint32_t index;
   uint32_t tag;
 };
 
-// Invariants, under the lock:
-//  1. Every key of the index is in exactly one slot, and that slot's metadata names the key.
-//  2. A resident slot is in exactly one list if it is ready and unpinned, and in none otherwise (policy kNever: always
-//     in none): whatever is at the end of a list can be evicted.
-// Thread safety: the caller holds `mutex` for every call.
+// Invariants, while `mutex` is held:
+//  1. Every key of the index has exactly one slot, and the slot's metadata has that key.
+//  2. A resident slot is in exactly one list if it is ready and unpinned, else in none (policy kNever: always in none).
+//     Therefore every listed slot can be evicted.
+//  3. resident_ is the number of index entries, linked_ the number of listed slots.
+// Thread safety: the caller holds `mutex` for every call except prefetch().
 class alignas(64) Shard {
  public:
   static constexpr uint32_t kVisitLists = 64;
@@ -68,34 +72,34 @@ class alignas(64) Shard {
   void init(SlotMeta* meta, uint32_t sentinels, uint64_t* index, uint32_t buckets, Policy policy, uint32_t fair_share);
 
   uint32_t find(uint32_t tag, uint64_t key) const;
-  // Ahead of a find: first this, then the slot that is likely, told by the tag alone, or kNoSlot; its metadata is on
-  // its way then. At last, whether it is the one.
+  // A find in three steps, so that cache misses of several keys overlap: prefetch() the bucket; likely() returns the
+  // slot with an equal tag, or kNoSlot, and prefetches its metadata; verified() compares the key.
   void prefetch(uint32_t tag) const { __builtin_prefetch(&index_[home(tag)]); }
   uint32_t likely(uint32_t tag) const;
   uint32_t verified(uint32_t likely, uint32_t tag, uint64_t key) const {
-    return likely != kNoSlot && meta_[likely].key != key ? find(tag, key) : likely;  // equal tags
+    return likely != kNoSlot && meta_[likely].key != key ? find(tag, key) : likely;  // tags collide
   }
-  // Finds and pins: slots[probe.index] is the slot or kNoSlot. Returns how many were found; `waits` is set when one
-  // of them is not ready.
-  size_t find_and_pin(const Probe* probes, size_t n, const uint64_t* keys, uint32_t* slots, bool* waits);
+  // Sets slots[probe.index] to the pinned slot, or to kNoSlot. Returns the number of keys found; sets *must_wait if one
+  // of their slots is not ready.
+  size_t find_and_pin(const Probe* probes, size_t n, const uint64_t* keys, uint32_t* slots, bool* must_wait);
   bool full() const { return resident_ + 1 >= buckets_; }
-  // The key must be absent, the shard not full. The slot begins loading, with one pin.
+  // The key must be absent and the shard not full. The slot becomes kLoading, with one pin.
   void insert(uint32_t tag, uint64_t key, uint32_t slot);
-  // Takes a key out of the index. Its slot is the caller's.
+  // Removes a key from the index. The caller then owns its slot.
   void erase(uint32_t tag, uint32_t slot);
 
   void pin(uint32_t slot);
-  // Returns true when the slot is to be freed: its loading had failed and this was the last pin.
+  // Returns true if the caller must free the slot: its load failed and this was the last pin.
   bool unpin(uint32_t slot);
-  // The next row to evict, taken out of its list, or kNoSlot.
+  // Unlinks and returns the next slot to evict, or kNoSlot.
   uint32_t victim();
-  // Puts an unpinned ready slot into the list of its policy.
+  // Links an unpinned ready slot into the list of the policy.
   void link(uint32_t slot);
 
   uint32_t evictable() const { return linked_; }
   uint32_t resident() const { return resident_; }
   uint32_t pinned() const { return pinned_; }
-  // Throws Error with both sides of the violated sum.
+  // Throws Error, with both sides of a violated sum.
   void check(const std::string& name, uint32_t capacity) const;
 
  private:
@@ -108,27 +112,27 @@ class alignas(64) Shard {
   void push_newest(uint32_t list, uint32_t slot);
   void unlink(uint32_t slot);
   void visit(uint32_t slot);
-  void grow_old();
+  void start_age();
   uint8_t visits(const SlotMeta& m) const;
   void link_by_visits(uint32_t slot);
   uint32_t least_visited();
 
   // Constant after init().
   SlotMeta* meta_ = nullptr;
-  uint64_t* index_ = nullptr;  // tag << 32 | slot + 1; 0: empty. Linear probing, deletion by shifting back
+  uint64_t* index_ = nullptr;  // tag << 32 | slot + 1; 0: empty. Linear probing, deletion by backward shift
   uint32_t sentinels_ = 0;
   uint32_t buckets_ = 0;
-  uint32_t lru_rows_ = 0;  // policy lru_lfu: rows of the LRU list before the oldest fall into the LFU
+  uint32_t lru_rows_ = 0;  // policy kLruLfu: rows of the LRU list beyond this number move to the LFU lists
   uint32_t visits_per_age_ = 0;
   Policy policy_ = Policy::kLruLfu;
   // Protected by mutex.
   uint32_t resident_ = 0;
-  uint32_t pinned_ = 0;  // slots with pins, resident or failed
+  uint32_t pinned_ = 0;  // slots with pins: resident or kFailed
   uint32_t linked_ = 0;
   uint32_t lru_size_ = 0;
   uint64_t nonempty_ = 0;  // bit v: the list of v visits may have rows
   uint32_t visits_now_ = 0;
-  uint8_t age_ = 0;  // each age halves all visit counts, so that what was hot once does not stay for ever
+  uint8_t age_ = 0;  // each age halves all visit counts, so that rows that were hot once can be evicted
 };
 
 }  // namespace thermocline

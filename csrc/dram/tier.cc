@@ -1,4 +1,4 @@
-// How a budget is divided, and how a batch is divided among shards. See also pull.cc and writeback.cc.
+// Division of the budget, and grouping of a batch by shard.
 #include "dram/tier.h"
 
 #include <algorithm>
@@ -14,30 +14,30 @@ namespace {
 
 constexpr size_t kSmallKeys = 65536;
 constexpr size_t kScratches = 2;
-constexpr size_t kHashed = 256;
-constexpr size_t kInlineKeys = 2048;  // fewer are not worth waking threads
+constexpr size_t kHashBlock = 256;
+constexpr size_t kInlineKeys = 2048;  // smaller groups are processed without waking threads
 
-static_assert(offsetof(SlotMeta, key) == 0);  // rows() says so
+static_assert(offsetof(SlotMeta, key) == 0);  // Rows::keys of rows() relies on it
 
 }  // namespace
 
 RowStore* DramTier::check_row_bytes(RowStore* store) const {
   if (store && store->row_bytes() != row_bytes_) {
     throw Error("the store has rows of " + std::to_string(store->row_bytes()) + " bytes, but dim " +
-                std::to_string(options_.layout.dim) + " with this optimizer and precision makes rows of " +
-                std::to_string(row_bytes_) + ": open the store with row_bytes=" + std::to_string(row_bytes_) +
-                ", or use the dim, optimizer and precision it was made with");
+                std::to_string(options_.layout.dim) + " with this optimizer and precision needs rows of " +
+                std::to_string(row_bytes_) + " bytes; open the store with row_bytes=" + std::to_string(row_bytes_) +
+                ", or use the dim, optimizer and precision it was created with");
   }
   return store;
 }
 
-// ---- the budget
+// ---- budget
 
 DramTier::Plan DramTier::plan_for(uint32_t capacity, size_t row_bytes, const TierOptions& options) {
   Plan p{};
   p.capacity = capacity;
   p.shards = options.shards ? options.shards : std::bit_floor(std::clamp<uint32_t>(capacity / 4096, 1, 64));
-  // Hashing spreads keys evenly, but not exactly: eight standard deviations more than the even share.
+  // The number of keys per shard varies: the index has buckets for eight standard deviations above the mean.
   const double share = static_cast<double>(capacity) / p.shards;
   const double most = std::min<double>(capacity, share + 8 * std::sqrt(share) + 32);
   p.buckets = static_cast<uint32_t>(most * 1.25) + 2;
@@ -54,11 +54,11 @@ DramTier::Plan DramTier::plan_for(uint32_t capacity, size_t row_bytes, const Tie
 DramTier::Plan DramTier::make_plan(size_t row_bytes, const TierOptions& options) {
   const auto fits = [&](uint32_t capacity) { return plan_for(capacity, row_bytes, options).total() <= options.budget; };
   if (!fits(1)) {
-    throw BudgetError("memory tier: a budget of " + std::to_string(options.budget) + " bytes holds not one row of " +
-                      std::to_string(row_bytes) + " bytes; the least is " +
-                      std::to_string(plan_for(1, row_bytes, options).total()));
+    throw BudgetError("DRAM tier: a budget of " + std::to_string(options.budget) + " bytes cannot hold one row of " +
+                      std::to_string(row_bytes) + " bytes; the minimum is " +
+                      std::to_string(plan_for(1, row_bytes, options).total()) + " bytes");
   }
-  uint32_t lo = 1, hi = (1u << 31) + (1u << 30);  // below 2^32 less the sentinels
+  uint32_t lo = 1, hi = (1u << 31) + (1u << 30);  // below 2^32 minus the sentinels
   while (hi - lo > 1) {
     const uint32_t mid = lo + (hi - lo) / 2;
     (fits(mid) ? lo : hi) = mid;
@@ -87,7 +87,7 @@ DramTier::DramTier(const TierOptions& options, RowStore* store)
   }
 }
 
-void DramTier::require_room(size_t needed, size_t missing) {
+void DramTier::require_capacity(size_t needed, size_t missing) {
   size_t available = 0;
   if (store_) {
     for (uint32_t s = 0; s < plan_.shards; ++s) {
@@ -99,25 +99,25 @@ void DramTier::require_room(size_t needed, size_t missing) {
     std::lock_guard lock(free_mutex_);
     available += free_listed_ + (plan_.capacity - never_used_);
   }
-  if (missing > available) throw_no_room(needed, missing, available);
+  if (missing > available) throw_over_budget(needed, missing, available);
 }
 
-void DramTier::throw_no_room(size_t needed, size_t missing, size_t available) const {
+void DramTier::throw_over_budget(size_t needed, size_t missing, size_t available) const {
   const double bytes_per_row = static_cast<double>(options_.budget) / plan_.capacity;
-  std::string text = "memory tier: a working set of " + std::to_string(needed) + " rows does not fit: the budget of " +
+  std::string text = "DRAM tier: a working set of " + std::to_string(needed) + " rows does not fit: the budget of " +
                      std::to_string(options_.budget) + " bytes holds " + std::to_string(plan_.capacity) + " rows; " +
                      std::to_string(missing) + " rows are missing and " + std::to_string(available) +
-                     " slots are free" + (store_ ? " or can be evicted" : "") +
-                     ", the others are pinned by this or other batches" +
-                     (store_ ? "" : " or have no store below to be evicted to") + ". ";
+                     " slots are free" + (store_ ? " or can be evicted" : "") + "; the other rows are pinned" +
+                     (store_ ? "" : " or cannot be evicted without a store") + ". ";
   if (needed > plan_.capacity) {
-    text += "It needs a budget of about " +
-            std::to_string(static_cast<uint64_t>(bytes_per_row * static_cast<double>(needed) * 1.01)) +
-            " bytes (tiers.mem), or a smaller batch" +
-            (store_ ? "" : "; and without a store (tiers.ssd) all rows of the training have to fit, not only these");
+    text +=
+        "It needs a budget of about " +
+        std::to_string(static_cast<uint64_t>(bytes_per_row * static_cast<double>(needed) * 1.01)) +
+        " bytes (tiers.mem); raise it, or use a smaller batch" +
+        (store_ ? "" : "; without a store (tiers.ssd) all rows of the training must fit, not only this working set");
   } else {
-    text += store_ ? "Use a larger budget (tiers.mem), smaller batches or fewer batches in flight"
-                   : "Use a larger budget (tiers.mem), or give the tier a store (tiers.ssd)";
+    text += store_ ? "Raise the budget (tiers.mem), or use smaller batches or fewer batches in flight"
+                   : "Raise the budget (tiers.mem), or add a store (tiers.ssd)";
   }
   throw BudgetError(text);
 }
@@ -129,19 +129,21 @@ DramTier::Hash DramTier::hash(uint64_t key) const {
   return {static_cast<uint32_t>(m >> 56) & (plan_.shards - 1), static_cast<uint32_t>(m)};
 }
 
-// A stable counting sort: within a shard, keys keep the order of the batch, whatever the number of threads.
+// A stable counting sort: within a shard, keys keep the order of the batch for any number of threads.
 template <typename KeyOf>
-void DramTier::group(Scratch& s, size_t n, const KeyOf& key_of, uint32_t* tags, const ShardTask& f) {
+void DramTier::group(const Scratch::Grouping& g, size_t n, const KeyOf& key_of, bool with_tags, const ShardTask& f) {
   const size_t shards = plan_.shards;
   const size_t chunks = std::min<size_t>(size_t{4} * pool_.size(), n / kInlineKeys + 1);
-  std::vector<uint32_t> place(chunks * shards, 0);
+  // Per chunk and shard: the number of keys, then the offset of the chunk's next probe.
+  std::vector<uint32_t> offsets(chunks * shards, 0);
+  uint32_t* const tags = with_tags ? g.tags : nullptr;
   pool_.parallel(chunks, [&](size_t c) {
     const size_t end = n * (c + 1) / chunks, mask = shards - 1;
-    uint32_t* const counts = place.data() + c * shards;
-    uint8_t* const shard = s.shard;
-    uint64_t keys[kHashed], hashes[kHashed];
-    for (size_t b = n * c / chunks; b < end; b += kHashed) {
-      const size_t m = std::min(kHashed, end - b);
+    uint32_t* const counts = offsets.data() + c * shards;
+    uint8_t* const shard = g.shards;
+    uint64_t keys[kHashBlock], hashes[kHashBlock];
+    for (size_t b = n * c / chunks; b < end; b += kHashBlock) {
+      const size_t m = std::min(kHashBlock, end - b);
       for (size_t i = 0; i < m; ++i) keys[i] = key_of(b + i);
       kernels().mem_hash_keys(keys, m, hashes);
       for (size_t i = 0; i < m; ++i) ++counts[shard[b + i] = static_cast<uint8_t>(hashes[i] >> 56 & mask)];
@@ -152,21 +154,21 @@ void DramTier::group(Scratch& s, size_t n, const KeyOf& key_of, uint32_t* tags, 
   uint32_t sum = 0;
   for (size_t h = 0; h < shards; ++h) {
     begin[h] = sum;
-    for (size_t c = 0; c < chunks; ++c) sum += std::exchange(place[c * shards + h], sum);
+    for (size_t c = 0; c < chunks; ++c) sum += std::exchange(offsets[c * shards + h], sum);
   }
   begin[shards] = sum;
   pool_.parallel(chunks, [&](size_t c) {
     const size_t end = n * (c + 1) / chunks;
-    uint32_t* const next = place.data() + c * shards;
-    const uint8_t* const shard = s.shard;
-    Probe* const probes = s.probes;
+    uint32_t* const next = offsets.data() + c * shards;
+    const uint8_t* const shard = g.shards;
+    Probe* const probes = g.probes;
     for (size_t i = n * c / chunks; i < end; ++i)
       probes[next[shard[i]]++] = {static_cast<uint32_t>(i), tags ? tags[i] : 0};
   });
   const auto task = [&](size_t h) {
     if (begin[h] == begin[h + 1]) return;
     std::lock_guard lock(shards_[h].mutex);
-    f(shards_[h], s.probes + begin[h], begin[h + 1] - begin[h]);
+    f(shards_[h], g.probes + begin[h], begin[h + 1] - begin[h]);
   };
   if (n < kInlineKeys) {
     for (size_t h = 0; h < shards; ++h) task(h);
@@ -175,13 +177,13 @@ void DramTier::group(Scratch& s, size_t n, const KeyOf& key_of, uint32_t* tags, 
   }
 }
 
-void DramTier::group_one(const uint64_t* keys, size_t n, Probe* probes, uint32_t* starts) const {
+void DramTier::sort_by_shard(const uint64_t* keys, size_t n, Probe* probes, uint32_t* starts) const {
   const size_t mask = plan_.shards - 1;
-  uint64_t hashes[kHashed];
+  uint64_t hashes[kHashBlock];
   uint32_t next[kMaxShards + 1] = {};
   const auto for_hashes = [&](const auto& f) {
-    for (size_t b = 0; b < n; b += kHashed) {
-      const size_t m = std::min(kHashed, n - b);
+    for (size_t b = 0; b < n; b += kHashBlock) {
+      const size_t m = std::min(kHashBlock, n - b);
       kernels().mem_hash_keys(keys + b, m, hashes);
       for (size_t i = 0; i < m; ++i) f(b + i, hashes[i] >> 56 & mask, static_cast<uint32_t>(hashes[i]));
     }
@@ -192,27 +194,28 @@ void DramTier::group_one(const uint64_t* keys, size_t n, Probe* probes, uint32_t
   for_hashes([&](size_t i, size_t shard, uint32_t tag) { probes[next[shard]++] = {static_cast<uint32_t>(i), tag}; });
 }
 
-void DramTier::by_shard(Scratch& s, const uint64_t* keys, const uint32_t* pick, size_t n, const ShardTask& f) {
-  // The tags wait in `slots`, which nobody uses before f has run.
-  if (pick) group(s, n, [keys, pick](size_t i) { return keys[pick[i]]; }, s.slots, f);
-  else group(s, n, [keys](size_t i) { return keys[i]; }, s.slots, f);
+void DramTier::for_key_groups(Scratch& s, const uint64_t* keys, const uint32_t* positions, size_t n,
+                              const ShardTask& f) {
+  const Scratch::Grouping g = s.grouping();
+  if (positions) group(g, n, [keys, positions](size_t i) { return keys[positions[i]]; }, true, f);
+  else group(g, n, [keys](size_t i) { return keys[i]; }, true, f);
 }
 
-void DramTier::slots_by_shard(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, const ShardTask& f) {
+void DramTier::for_slot_groups(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, const ShardTask& f) {
   const auto key_of_slot = [m = meta(), slots, n](size_t i) {
     __builtin_prefetch(&m[slots[std::min(i + 16, n - 1)]]);
     return m[slots[i]].key;
   };
-  if (keys) group(s, n, [keys](size_t i) { return keys[i]; }, nullptr, f);
-  else group(s, n, key_of_slot, nullptr, f);
+  if (keys) group(s.grouping(), n, [keys](size_t i) { return keys[i]; }, false, f);
+  else group(s.grouping(), n, key_of_slot, false, f);
 }
 
 void DramTier::check_slots(const uint32_t* slots, size_t n) const {
   uint32_t most = 0;
   for (size_t i = 0; i < n; ++i) most = std::max(most, slots[i]);
   if (n && most >= plan_.capacity) {
-    throw Error("memory tier: there is no slot " + std::to_string(most) + ", the tier has " +
-                std::to_string(plan_.capacity) + ": slots are what pull() gives");
+    throw Error("DRAM tier: slot " + std::to_string(most) + " is out of range: the tier has " +
+                std::to_string(plan_.capacity) + " slots; pass slots that pull() returned");
   }
 }
 

@@ -1,11 +1,20 @@
-// The memory tier: a cache of rows, over a store or by itself, within a byte budget. Start here.
+// The DRAM tier: a cache of rows within a byte budget, over an optional store. Start here.
 //
-// A batch pulls its working set: rows that are here are pinned, missing ones are read from the store in one request
-// or, if the store does not have them, begin with their initial values. Pinned rows stay at their slot, where kernels
-// (kernels.h) read and write them in place, until they are unpinned. Unpinned rows leave in the order of the policy
-// (shard.h); dirty ones are written to the store straight from their slots, in large batches.
+// pull() pins the rows of a batch. Resident rows are pinned in place. Missing rows are read from the store in one
+// request; rows that the store does not have get their initial values. A pinned row stays in its slot until it is
+// unpinned; kernels (kernels.h) read and write it there. Unpinned rows are evicted in the order of the policy
+// (shard.h). Dirty rows are written to the store directly from their slots, in large batches.
 //
-// One truth: a row on its way to the store stays in the index until the store has it; a pull in between keeps it.
+// Implementation: tier.cc (budget, grouping by shard), pull.cc (pin, load, unpin), row_access.cc (read, push, copies),
+// writeback.cc (free slots, eviction, flush, invariants).
+//
+// Invariants:
+//  1. A row has one current copy. While an evicted dirty row is written to the store it stays in the index; a pull
+//     during the write pins it and so cancels the eviction.
+//  2. free + resident == capacity when no call is in progress; a failed pull leaves no pin.
+//  3. A dirty bit is set only for a slot that holds a row.
+//  4. Result, plan and eviction order do not depend on the number of threads.
+//  5. The bytes of rows, metadata, index and scratch memory never exceed the budget.
 #pragma once
 
 #include <atomic>
@@ -37,59 +46,60 @@ struct TierOptions {
   Policy policy = Policy::kLruLfu;
   // Performance.
   int threads = 1;
-  int shards =
-      0;  // a power of two up to 256; 0: from the capacity. Never from the threads: plans do not depend on them
+  int shards = 0;  // a power of two up to 256; 0: derived from the capacity, never from the number of threads
 };
 
 struct TierStats {
   uint64_t capacity = 0, resident = 0, free = 0, pinned = 0, dirty = 0, shards = 0;
-  uint64_t hits = 0, misses = 0;  // of pulls; misses = from_store + initialised + pushed
+  uint64_t hits = 0, misses = 0;  // keys of pull(); misses == from_store + initialised + pushed
   uint64_t from_store = 0, initialised = 0, pushed = 0;
-  uint64_t reads = 0, read_hits = 0;              // of read()
-  uint64_t evictions = 0, flushed = 0, puts = 0;  // flushed: rows written to the store, by `puts` calls
+  uint64_t reads = 0, read_hits = 0;              // keys of read()
+  uint64_t evictions = 0, flushed = 0, puts = 0;  // flushed: rows written to the store by `puts` calls
   uint64_t bytes_rows = 0, bytes_metadata = 0, bytes_index = 0, bytes_buffers = 0, bytes_total = 0, budget = 0;
   std::string kernels;
 };
 
-// Thread safety: all calls may run concurrently. Rows themselves are not locked: while one thread writes a pinned row
-// (kernels, write), no other may read or write that row, nor flush().
+// Thread safety: all calls may run concurrently, except where a method states otherwise. Rows are not locked: while one
+// thread writes a pinned row (kernels, write), no other thread may read or write that row or call flush().
 class DramTier {
  public:
-  // `store` may be null: then nothing can be evicted, and a full tier is an error. It must outlive the tier.
+  // `store` may be null: then nothing is evicted, and a full tier is an error. It must outlive the tier.
   DramTier(const TierOptions& options, RowStore* store);
 
-  // Pins the rows of `keys` and gives their slots. All or nothing: after an exception no pin is left.
-  // Throws BudgetError when they cannot all be here at once. A repeated key is pinned once per occurrence.
+  // Pins the rows of `keys` and writes their slots. All or nothing: an exception leaves no pin. Throws BudgetError if
+  // the rows cannot all be resident at once. A repeated key is pinned once per occurrence. Blocks on the store, and on
+  // rows that another thread loads.
   void pull(const uint64_t* keys, size_t n, uint32_t* slots);
-  // Gives back one pin per slot. `dirty`: the rows were changed. `keys`, those the slots were pulled for, may be null;
-  // with them it is faster.
+  // Releases one pin per slot. `dirty`: the rows were changed. `keys` (the keys the slots were pulled for) may be null;
+  // passing them is faster. Never blocks on the store.
   void unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t* keys = nullptr);
-  // Says that pinned rows were changed, before they are unpinned: a flush() in between writes them.
+  // Marks pinned rows as changed, so that a flush() before their unpin() writes them.
   void mark_dirty(const uint32_t* slots, size_t n);
 
+  // Where read() took rows from; the remaining rows are initial rows.
   struct Sources {
-    size_t here = 0, store = 0;  // the others are initial rows
+    size_t resident = 0, store = 0;
   };
-  // The rows as they are now; those of unknown keys are initial rows. Inserts nothing, visits nothing.
+  // Copies the current rows; unknown keys get initial rows. Inserts nothing and does not count as a visit.
   Sources read(const uint64_t* keys, size_t n, uint8_t* rows);
-  // Replaces whole rows, wherever they are, without reading the store. Of a repeated key the last one wins; `unique`:
-  // there is none, which is faster. Large batches are pushed in parts: after an exception some of the rows may be in.
+  // Replaces whole rows without reading the store. The last row of a repeated key wins; `unique` states that no key
+  // repeats, which is faster. Large batches are pushed in parts: after an exception some rows may be in the tier.
   void push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique = false);
-  // Copies between pinned slots and a buffer.
+  // Copy rows between pinned slots and a buffer.
   void copy_out(const uint32_t* slots, size_t n, uint8_t* rows);
   void write(const uint32_t* slots, size_t n, const uint8_t* rows);
 
-  // Writes all dirty rows to the store, or to `to`: after that they are clean. Costs as much as there are dirty rows.
+  // Writes all dirty rows to the store, or to `to`, and marks them clean. Cost: proportional to the dirty rows.
   void flush(RowStore* to = nullptr);
-  // The next dirty rows, at most `max`, from slot *next on, which moves past them; 0: no more. Changes nothing. Alone:
-  // no other call may be in progress.
+  // Copies the next dirty rows, at most `max`, starting at slot *next, and advances *next. 0: no more rows. Changes
+  // nothing. No other call may be in progress.
   size_t dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t* rows) const;
-  // Evicts until `rows` slots are free, or nothing more can be evicted. A pull does this by itself; calling it earlier,
-  // from another thread, takes the writing out of the pull.
+  // Evicts until `rows` slots are free or nothing more can be evicted. pull() evicts by itself; calling make_room()
+  // before it, from another thread, moves the writes out of pull().
   void make_room(size_t rows);
 
-  // Throws Error unless the books balance: no key twice, every row in its list, and if `idle` (no call in progress, no
-  // batch in flight) free + resident == capacity and nothing pinned.
+  // Throws Error if an invariant is violated: no key twice, every row in its list and, if `idle` (no call in progress,
+  // nothing pinned), free + resident == capacity and no pins.
   void check(bool idle);
   TierStats stats() const;
 
@@ -101,24 +111,25 @@ class DramTier {
             meta_.as<uint8_t>(), sizeof(SlotMeta)};
   }
   const Codec& codec() const { return codec_; }
-  // Of a table that learns its step: what codes mean from now on. No other call that looks into rows may be in
-  // progress.
-  void set_scale(float step) { codec_.layout.precision.step = step; }
+  // Sets the learned quantization scale of the table. No other call that encodes or decodes rows may be in progress.
+  void set_scale(float scale) { codec_.layout.precision.scale = scale; }
   ThreadPool& pool() { return pool_; }
   // Throws Error if a slot is not below the capacity.
   void check_slots(const uint32_t* slots, size_t n) const;
 
  private:
   static constexpr uint32_t kMaxShards = 256;
-  // How a budget is divided.
+  static constexpr size_t kTaskRows = 4096;
+  // Division of the budget.
   struct Plan {
-    uint32_t capacity, shards, buckets;  // buckets of the index, per shard
+    uint32_t capacity, shards, buckets;  // buckets: of the index, per shard
     size_t scratch_keys;
-    size_t rows, metadata, index, buffers;
+    size_t rows, metadata, index, buffers;  // bytes
     size_t total() const { return rows + metadata + index + buffers; }
   };
   static Plan plan_for(uint32_t capacity, size_t row_bytes, const TierOptions& options);
   static Plan make_plan(size_t row_bytes, const TierOptions& options);
+  RowStore* check_row_bytes(RowStore* store) const;
 
   struct Hash {
     uint32_t shard, tag;
@@ -127,56 +138,69 @@ class DramTier {
   uint8_t* row(uint32_t slot) const { return slab_.as<uint8_t>() + slot * row_bytes_; }
   SlotMeta* meta() const { return meta_.as<SlotMeta>(); }
 
-  // Groups keys by shard, then runs f(shard, probes, count) for each group, in parallel, under the shard's lock.
-  // probe.index counts in `pick`, the places of the keys in the batch, or in `keys` itself if there is none.
+  // Grouping by shard (tier.cc).
   using ShardTask = std::function<void(Shard& shard, const Probe* probes, size_t n)>;
-  void by_shard(Scratch& s, const uint64_t* keys, const uint32_t* pick, size_t n, const ShardTask& f);
-  // The same for slots in use, and their keys if the caller has them: a slot's shard follows from its key, and without
-  // the keys all metadata must be read for that. The tags of the probes are not set.
-  void slots_by_shard(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, const ShardTask& f);
+  // Groups keys by shard and runs f(shard, probes, count) per group, in parallel, under the shard's mutex. With
+  // `positions`, key i of the group is keys[positions[i]]; without, keys[i]. probe.index is i.
+  void for_key_groups(Scratch& s, const uint64_t* keys, const uint32_t* positions, size_t n, const ShardTask& f);
+  // Groups pinned slots by the shard of their keys. `keys` may be null: then the keys are read from the metadata. The
+  // tags of the probes are 0.
+  void for_slot_groups(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, const ShardTask& f);
   template <typename KeyOf>
-  void group(Scratch& s, size_t n, const KeyOf& key_of, uint32_t* tags, const ShardTask& f);
-  // The same for the keys of one task: probes by shard, those of shard h from starts[h] to starts[h + 1].
-  void group_one(const uint64_t* keys, size_t n, Probe* probes, uint32_t* starts) const;
-  // each(shard, i, slot) for the keys of one task, under the shard's lock; a key that is not here has kNoSlot.
-  // ahead(i, slot) comes some time before, when the slot is only likely.
-  template <typename Ahead, typename Each>
-  void each_found(const uint64_t* keys, size_t begin, size_t end, const Ahead& ahead, const Each& each);
-  // f(begin, end) for the tasks of n keys, in parallel.
-  template <typename F>
-  void for_tasks(size_t n, const F& f);
-  bool replace_all(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty);
-  // f(begin, end) over ranges of n rows, in parallel.
-  template <typename F>
-  void for_rows(size_t n, const F& f);
-
+  void group(const Scratch::Grouping& g, size_t n, const KeyOf& key_of, bool with_tags, const ShardTask& f);
+  // Single-threaded grouping of at most 4096 keys: the probes of shard h are probes[starts[h]] .. [starts[h + 1] - 1].
+  void sort_by_shard(const uint64_t* keys, size_t n, Probe* probes, uint32_t* starts) const;
   size_t cached_keys(const Scratch& s) const;
-  // pull and push: `given` are the rows to begin with instead of the store's.
+  // Runs f(begin, end) over ranges of n rows, in parallel.
+  template <typename F>
+  void for_rows(size_t n, const F& f) {
+    const size_t tasks = n / kTaskRows + 1;
+    pool_.parallel(tasks, [&](size_t t) { f(n * t / tasks, n * (t + 1) / tasks); });
+  }
+
+  // Pull and unpin (pull.cc). `given`: rows of push(), used instead of the store's.
   void acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given);
   void release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty);
   void roll_back(Scratch& s, const uint32_t* slots, size_t n);
-  void require_room(size_t needed, size_t missing);
-  [[noreturn]] void throw_no_room(size_t needed, size_t missing, size_t available) const;
-  // Both tell whether some row is being loaded by another thread.
-  bool find_present(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, size_t* hits);
-  // From the place `next` on; returns where it stopped.
+  void require_capacity(size_t needed, size_t missing);
+  [[noreturn]] void throw_over_budget(size_t needed, size_t missing, size_t available) const;
+  // Counters of one acquire().
+  struct Progress {
+    size_t hits = 0;
+    bool must_wait = false;  // some pinned row is being loaded or evicted by another thread
+  };
+  void pin_resident(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, Progress* progress);
   size_t load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given, size_t next,
-                      bool* waits);
-  void fill(Scratch& s, size_t n, const uint8_t* given);
+                      Progress* progress);
+  // Returns false if the index of a shard is full.
+  bool insert_missing(Scratch& s, const uint64_t* keys, size_t missing, uint32_t* slots, Progress* progress);
+  size_t select_own_loads(Scratch& s, const uint64_t* keys, size_t missing, const uint32_t* slots);
+  void fill_rows(const Scratch::RowLoads& loads, size_t n, const uint8_t* given);
   void fail_loading(const uint32_t* slots, size_t n);
   void wait_ready(const uint32_t* slots, size_t n);
-  void wake_waiting();
+  void notify_waiters();
 
-  size_t take_free(uint32_t* slots, size_t n);
-  void give_free(const uint32_t* slots, size_t n);
-  void take_slots(Scratch& s, uint32_t* slots, size_t n, size_t needed);
-  // Returns how many rows it chose; those pulled meanwhile stay.
+  // Lookups without pins (row_access.cc).
+  template <typename Prefetch, typename Visit>
+  void for_each_lookup(const uint64_t* keys, size_t begin, size_t end, const Prefetch& prefetch, const Visit& visit);
+  template <typename F>
+  void for_lookup_tasks(size_t n, const F& f);
+  Sources read_part(Scratch& s, const uint64_t* keys, size_t n, uint8_t* rows);
+  size_t copy_resident(const Scratch::ReadStatus& lookups, const uint64_t* keys, size_t n, uint8_t* rows);
+  bool copy_when_loaded(Scratch& s, uint32_t slot, uint8_t* row);
+  size_t read_from_store(const Scratch::StoreReads& reads, size_t n, uint8_t* rows);
+  bool replace_resident(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty);
+
+  // Free slots and eviction (writeback.cc).
+  size_t pop_free(uint32_t* slots, size_t n);
+  void push_free(const uint32_t* slots, size_t n);
+  void reserve_slots(Scratch& s, uint32_t* slots, size_t n, size_t needed);
+  // Returns the number of rows chosen, including rows that a concurrent pull keeps.
   size_t evict(Scratch& s, size_t n);
-  size_t choose_victims(Scratch& s, size_t n, size_t* dirty);
-  size_t choose_from(Shard& shard, size_t n, uint64_t* keys, uint32_t* slots, size_t* dirty);
-  void settle_leaving(Scratch& s, size_t dirty, bool written);
+  size_t choose_victims(const Scratch::Writeback& w, size_t n, size_t* dirty);
+  size_t choose_victims_of(Shard& shard, size_t n, const Scratch::Writeback& w, size_t* dirty);
+  void finish_eviction(const Scratch::Writeback& w, size_t dirty, bool written);
 
-  RowStore* check_row_bytes(RowStore* store) const;
   bool clear_dirty(uint32_t slot);
   void set_dirty(uint32_t slot);
   std::atomic<uint64_t>* dirty_words() const { return dirty_.as<std::atomic<uint64_t>>(); }
@@ -186,23 +210,23 @@ class DramTier {
   const size_t row_bytes_;
   RowStore* const store_;
   const InitialRows initial_;
-  Codec codec_;  // only its step changes
+  Codec codec_;  // except its scale: see set_scale()
   const Plan plan_;
   HugeBuffer slab_, meta_, index_;
-  HugeBuffer dirty_;  // one bit per slot: set by any thread, so atomic words
+  HugeBuffer dirty_;  // one bit per slot in atomic words: any thread may set a bit
   std::unique_ptr<Shard[]> shards_;
   ThreadPool pool_;
-  ScratchPool scratch_;        // of calls that may wait for the store
-  ScratchPool small_scratch_;  // of unpin(), which must not wait behind those
+  ScratchPool scratch_;        // for calls that may block on the store
+  ScratchPool small_scratch_;  // for unpin(), which must not wait for those calls
 
-  // Locks, in the order in which they may be taken: writeback_mutex_, a shard's, free_mutex_.
-  std::mutex writeback_mutex_;     // held while rows travel to the store: evict(), flush(). Slots are freed under it
-  uint32_t next_shard_ = 0;        // protected by writeback_mutex_: who gives the odd victim
-  mutable std::mutex free_mutex_;  // protects the three below
-  uint32_t free_head_ = kNoSlot;   // a list through SlotMeta::next
+  // Lock order: writeback_mutex_, then one shard's mutex, then free_mutex_. Two shard mutexes are never held at once.
+  std::mutex writeback_mutex_;     // held while rows are written to the store: evict(), flush()
+  uint32_t next_shard_ = 0;        // protected by writeback_mutex_: first shard to give one victim more than the others
+  mutable std::mutex free_mutex_;  // protects the next three members
+  uint32_t free_head_ = kNoSlot;   // list through SlotMeta::next
   uint32_t free_listed_ = 0;
-  uint32_t never_used_ = 0;  // slots from here on were never given out
-  std::mutex wait_mutex_;    // with ready_: waiting for rows that another thread loads or evicts
+  uint32_t never_used_ = 0;  // slots from here on were never used
+  std::mutex wait_mutex_;    // for ready_: rows that another thread loads or evicts
   std::condition_variable ready_;
 
   std::atomic<uint64_t> hits_{0}, misses_{0}, from_store_{0}, initialised_{0}, pushed_{0}, reads_{0}, read_hits_{0},

@@ -1,4 +1,4 @@
-// How slots become free and rows reach the store; and the tier's books.
+// Free slots, eviction, flush of dirty rows, and the check of the tier's invariants.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -10,14 +10,14 @@
 namespace thermocline {
 namespace {
 
-constexpr size_t kEvictBytes = 1 << 20;  // of rows at least, in one go: puts shall be large
-constexpr size_t kBlockSlots = 256;
+constexpr size_t kEvictBytes = 1 << 20;  // rows evicted at once, so that puts are large
+constexpr size_t kFreeBlock = 256;       // slots freed under one lock of the free list
 
 }  // namespace
 
 // ---- free slots
 
-size_t DramTier::take_free(uint32_t* slots, size_t n) {
+size_t DramTier::pop_free(uint32_t* slots, size_t n) {
   std::lock_guard lock(free_mutex_);
   size_t got = 0;
   for (; got < n && free_listed_ > 0; ++got, --free_listed_) {
@@ -28,24 +28,24 @@ size_t DramTier::take_free(uint32_t* slots, size_t n) {
   return got;
 }
 
-void DramTier::give_free(const uint32_t* slots, size_t n) {
+void DramTier::push_free(const uint32_t* slots, size_t n) {
   std::lock_guard lock(free_mutex_);
   for (size_t i = n; i-- > 0;) meta()[slots[i]].next = std::exchange(free_head_, slots[i]);
   free_listed_ += static_cast<uint32_t>(n);
 }
 
-void DramTier::take_slots(Scratch& s, uint32_t* slots, size_t n, size_t needed) {
+void DramTier::reserve_slots(Scratch& s, uint32_t* slots, size_t n, size_t needed) {
   const size_t batch = std::min(kEvictBytes / row_bytes_ + 1, size_t{plan_.capacity} / 32);
-  size_t have = take_free(slots, n);
+  size_t have = pop_free(slots, n);
   try {
     while (have < n) {
       const size_t chosen = evict(s, std::max(n - have, batch));
-      const size_t got = take_free(slots + have, n - have);
+      const size_t got = pop_free(slots + have, n - have);
       have += got;
-      if (chosen == 0 && got == 0) throw_no_room(needed, n - have, 0);
+      if (chosen == 0 && got == 0) throw_over_budget(needed, n - have, 0);
     }
   } catch (...) {
-    give_free(slots, have);
+    push_free(slots, have);
     throw;
   }
 }
@@ -67,84 +67,89 @@ void DramTier::make_room(size_t rows) {
 size_t DramTier::evict(Scratch& s, size_t n) {
   if (!store_) return 0;
   std::lock_guard lock(writeback_mutex_);
+  const Scratch::Writeback w = s.writeback();
   size_t dirty = 0;
-  const size_t chosen = choose_victims(s, std::min(n, s.keys_max), &dirty);
+  const size_t chosen = choose_victims(w, std::min(n, s.keys_max()), &dirty);
   if (dirty > 0) {
     try {
-      store_->put(s.keys, dirty, RowsIn{slab_.as<uint8_t>(), row_bytes_, s.slots});
+      store_->put(w.keys, dirty, RowsIn{slab_.as<uint8_t>(), row_bytes_, w.slots});
     } catch (...) {
-      settle_leaving(s, dirty, false);
+      finish_eviction(w, dirty, false);
       throw;
     }
     flushed_ += dirty;
     ++puts_;
-    settle_leaving(s, dirty, true);
+    finish_eviction(w, dirty, true);
   }
   return chosen;
 }
 
-// An equal share from every shard; what some lack, the others give.
-size_t DramTier::choose_victims(Scratch& s, size_t n, size_t* dirty) {
+// Chooses an equal share from every shard; if some shards have too few rows, the other shards give more. Fills `w` with
+// the *dirty dirty ones, grouped by shard.
+size_t DramTier::choose_victims(const Scratch::Writeback& w, size_t n, size_t* dirty) {
   const size_t shards = plan_.shards;
-  std::vector<size_t> chosen(shards), leaving(shards), place(shards + 1, 0);
+  std::vector<size_t> chosen(shards), chosen_dirty(shards), begin(shards + 1, 0);
   for (size_t h = 0; h < shards; ++h) {
-    const bool odd = (h + shards - next_shard_) % shards < n % shards;
-    place[h + 1] = place[h] + n / shards + odd;
+    const bool extra = (h + shards - next_shard_) % shards < n % shards;
+    begin[h + 1] = begin[h] + n / shards + extra;
   }
   next_shard_ = static_cast<uint32_t>((next_shard_ + n) % shards);
   pool_.parallel(shards, [&](size_t h) {
-    chosen[h] = choose_from(shards_[h], place[h + 1] - place[h], s.keys + place[h], s.slots + place[h], &leaving[h]);
+    chosen[h] = choose_victims_of(shards_[h], begin[h + 1] - begin[h], {w.keys + begin[h], w.slots + begin[h]},
+                                  &chosen_dirty[h]);
   });
   size_t total = 0;
   for (size_t h = 0; h < shards; ++h) {
-    std::copy_n(s.keys + place[h], leaving[h], s.keys + *dirty);
-    std::copy_n(s.slots + place[h], leaving[h], s.slots + *dirty);
-    *dirty += leaving[h];
+    std::copy_n(w.keys + begin[h], chosen_dirty[h], w.keys + *dirty);
+    std::copy_n(w.slots + begin[h], chosen_dirty[h], w.slots + *dirty);
+    *dirty += chosen_dirty[h];
     total += chosen[h];
   }
   for (size_t h = 0; h < shards && total < n; ++h) {
     size_t more = 0;
-    total += choose_from(shards_[h], n - total, s.keys + *dirty, s.slots + *dirty, &more);
+    total += choose_victims_of(shards_[h], n - total, {w.keys + *dirty, w.slots + *dirty}, &more);
     *dirty += more;
   }
   return total;
 }
 
-// Clean rows are gone at once, dirty ones begin to leave. Returns how many were chosen of both.
-size_t DramTier::choose_from(Shard& shard, size_t n, uint64_t* keys, uint32_t* slots, size_t* dirty) {
-  uint32_t clean[kBlockSlots];
-  size_t cleaned = 0, chosen = 0, evicted = 0;
+// Frees clean rows at once. Appends dirty rows to `w` and marks them kEvicting. Returns the number of both.
+size_t DramTier::choose_victims_of(Shard& shard, size_t n, const Scratch::Writeback& w, size_t* dirty) {
+  uint32_t freed[kFreeBlock];
+  size_t freed_count = 0, chosen = 0, evicted = 0;
   std::lock_guard lock(shard.mutex);
   for (; chosen < n; ++chosen) {
     const uint32_t slot = shard.victim();
     if (slot == kNoSlot) break;
     SlotMeta& m = meta()[slot];
     if (clear_dirty(slot)) {
-      m.store_state(SlotState::kLeaving);
-      keys[*dirty] = m.key;
-      slots[(*dirty)++] = slot;
+      m.store_state(SlotState::kEvicting);
+      w.keys[*dirty] = m.key;
+      w.slots[(*dirty)++] = slot;
       continue;
     }
     shard.erase(hash(m.key).tag, slot);
     m.store_state(SlotState::kFree);
-    clean[cleaned++] = slot;
+    freed[freed_count++] = slot;
     ++evicted;
-    if (cleaned == kBlockSlots) give_free(clean, std::exchange(cleaned, 0));
+    if (freed_count == kFreeBlock) push_free(freed, std::exchange(freed_count, 0));
   }
-  give_free(clean, cleaned);
+  push_free(freed, freed_count);
   evictions_ += evicted;
   return chosen;
 }
 
-void DramTier::settle_leaving(Scratch& s, size_t dirty, bool written) {
+// Frees the slots of rows that were written and not pinned meanwhile. The other rows stay resident; if the write failed
+// they are dirty again. Freed slots are compacted to the front of w.slots.
+void DramTier::finish_eviction(const Scratch::Writeback& w, size_t dirty, bool written) {
   size_t freed = 0;
   std::unique_lock<std::mutex> lock;
   for (size_t j = 0; j < dirty; ++j) {
-    const uint32_t slot = s.slots[j];
-    const Hash h = hash(s.keys[j]);
+    const uint32_t slot = w.slots[j];
+    const Hash h = hash(w.keys[j]);
     Shard& shard = shards_[h.shard];
-    if (lock.mutex() != &shard.mutex) {  // they come grouped by shard
-      lock = {};                         // before the next: never two shards at once
+    if (lock.mutex() != &shard.mutex) {  // rows are grouped by shard
+      lock = {};                         // unlock first: two shard mutexes are never held at once
       lock = std::unique_lock(shard.mutex);
     }
     SlotMeta& m = meta()[slot];
@@ -152,16 +157,16 @@ void DramTier::settle_leaving(Scratch& s, size_t dirty, bool written) {
     if (written && m.pins == 0) {
       shard.erase(h.tag, slot);
       m.store_state(SlotState::kFree);
-      s.slots[freed++] = slot;
+      w.slots[freed++] = slot;
     } else {
       m.store_state(SlotState::kReady);
       if (m.pins == 0) shard.link(slot);
     }
   }
   lock = {};
-  give_free(s.slots, freed);
+  push_free(w.slots, freed);
   evictions_ += freed;
-  wake_waiting();
+  notify_waiters();
 }
 
 // ---- dirty rows
@@ -186,26 +191,28 @@ bool DramTier::clear_dirty(uint32_t slot) {
 
 void DramTier::flush(RowStore* to) {
   RowStore* const store = to ? check_row_bytes(to) : store_;
-  if (!store) throw Error("memory tier: flush without a store: make the tier with one, or name one to flush to");
+  if (!store) throw Error("DRAM tier: flush needs a store: create the tier with a store, or pass one to flush()");
   ScratchPool::Lease s(scratch_);
+  const Scratch::Writeback w = s->writeback();
   const size_t words = (size_t{plan_.capacity} + 63) / 64;
-  for (size_t w = 0; w < words;) {
-    // Evictions may take turns with our parts; a dirty row can only be evicted under this lock, so its key stays.
+  for (size_t word = 0; word < words;) {
+    // Taken per part, so that evictions can run in between. A dirty row is evicted only under this mutex, so the keys
+    // of its slots do not change here.
     std::lock_guard lock(writeback_mutex_);
     size_t n = 0;
-    for (; w < words && n + 64 <= s->keys_max; ++w) {
-      if (dirty_words()[w].load(std::memory_order_relaxed) == 0) continue;
-      for (uint64_t bits = dirty_words()[w].exchange(0, std::memory_order_acq_rel); bits != 0; bits &= bits - 1) {
-        s->slots[n] = static_cast<uint32_t>(w * 64 + std::countr_zero(bits));
-        s->keys[n] = meta()[s->slots[n]].key;
+    for (; word < words && n + 64 <= s->keys_max(); ++word) {
+      if (dirty_words()[word].load(std::memory_order_relaxed) == 0) continue;
+      for (uint64_t bits = dirty_words()[word].exchange(0, std::memory_order_acq_rel); bits != 0; bits &= bits - 1) {
+        w.slots[n] = static_cast<uint32_t>(word * 64 + std::countr_zero(bits));
+        w.keys[n] = meta()[w.slots[n]].key;
         ++n;
       }
     }
     if (n == 0) continue;
     try {
-      store->put(s->keys, n, RowsIn{slab_.as<uint8_t>(), row_bytes_, s->slots});
+      store->put(w.keys, n, RowsIn{slab_.as<uint8_t>(), row_bytes_, w.slots});
     } catch (...) {
-      for (size_t j = 0; j < n; ++j) set_dirty(s->slots[j]);
+      for (size_t j = 0; j < n; ++j) set_dirty(w.slots[j]);
       throw;
     }
     flushed_ += n;
@@ -218,7 +225,7 @@ size_t DramTier::dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t*
   for (; *next < plan_.capacity && n < max; ++*next) {
     const uint64_t bits = dirty_words()[*next / 64].load(std::memory_order_acquire) >> (*next % 64);
     if (bits == 0) {
-      *next |= 63;  // the loop steps to the next word
+      *next |= 63;  // the loop increment moves to the next word
       continue;
     }
     if (!(bits & 1)) continue;
@@ -228,10 +235,10 @@ size_t DramTier::dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t*
   return n;
 }
 
-// ---- books
+// ---- invariants and statistics
 
 void DramTier::check(bool idle) {
-  const auto fail = [](const std::string& what) { throw Error("memory tier: " + what); };
+  const auto fail = [](const std::string& violation) { throw Error("DRAM tier: " + violation); };
   std::lock_guard writeback(writeback_mutex_);
   uint32_t resident = 0, pinned = 0;
   for (uint32_t h = 0; h < plan_.shards; ++h) {
@@ -243,20 +250,24 @@ void DramTier::check(bool idle) {
   std::lock_guard lock(free_mutex_);
   uint32_t listed = 0;
   for (uint32_t slot = free_head_; listed < free_listed_; slot = meta()[slot].next, ++listed) {
-    if (slot >= never_used_) fail("the list of free slots ends after " + std::to_string(listed));
-    if (meta()[slot].load_state() != SlotState::kFree) fail("slot " + std::to_string(slot) + " is free and in use");
+    if (slot >= never_used_) {
+      fail("the free list ends after " + std::to_string(listed) + " of " + std::to_string(free_listed_) + " slots");
+    }
+    if (meta()[slot].load_state() != SlotState::kFree) {
+      fail("slot " + std::to_string(slot) + " is in the free list and in use");
+    }
   }
-  if (!idle) return;  // what follows changes while calls are in progress
+  if (!idle) return;  // the sums below hold only while no call is in progress
   const uint32_t free = free_listed_ + plan_.capacity - never_used_;
   if (free + resident != plan_.capacity) {
     fail("free " + std::to_string(free) + " + resident " + std::to_string(resident) + " != capacity " +
          std::to_string(plan_.capacity));
   }
-  if (pinned != 0) fail(std::to_string(pinned) + " rows are still pinned: a batch was not unpinned");
+  if (pinned != 0) fail(std::to_string(pinned) + " rows are still pinned; unpin every pulled batch");
   for (uint32_t slot = 0; slot < plan_.capacity; ++slot) {
     const bool dirty = dirty_words()[slot / 64].load() >> (slot % 64) & 1;
     if (dirty && meta()[slot].load_state() != SlotState::kReady) {
-      fail("slot " + std::to_string(slot) + " is dirty, but has no row");
+      fail("slot " + std::to_string(slot) + " is dirty but holds no row");
     }
   }
 }

@@ -112,7 +112,7 @@ std::shared_ptr<DataFile> Catalog::create(FileKind kind) {
     throw;
   }
   opened(file);
-  ctx_.fs->reached(kind == FileKind::kSegment ? "segment.created" : "base.created");
+  ctx_.fs->failpoint(kind == FileKind::kSegment ? "segment.created" : "base.created");
   return file;
 }
 
@@ -155,12 +155,12 @@ void Catalog::require_releasable(uint64_t epoch) const {
 void Catalog::release(uint64_t epoch) {
   std::lock_guard lock(mutex_);
   ctx_.fs->unlink(ctx_.path + "/" + manifest_name(epoch));
-  ctx_.fs->reached("release.unlinked");
+  ctx_.fs->failpoint("release.unlinked");
   // Durable before any file of the epoch goes: a manifest that comes back must not miss its files. If this fails, they
   // stay until the next open.
   ctx_.fs->sync_dir(ctx_.path);
   forget(epoch);
-  ctx_.fs->reached("release.synced");
+  ctx_.fs->failpoint("release.synced");
 }
 
 void Catalog::collect() {
@@ -173,7 +173,7 @@ void Catalog::collect() {
       continue;
     }
     std::string path = ctx_.file_path(it->second.kind, it->first);
-    ctx_.fs->reached("collect.unlink");
+    ctx_.fs->failpoint("collect.unlink");
     try {
       if (ctx_.fs->exists(path)) ctx_.fs->unlink(path);
       it = files_.erase(it);
@@ -181,7 +181,7 @@ void Catalog::collect() {
       ++it;  // tried again by the next collect, or by the next open
     }
   }
-  ctx_.fs->reached("collect.done");
+  ctx_.fs->failpoint("collect.done");
 }
 
 uint64_t Catalog::disk_bytes() const {

@@ -9,7 +9,7 @@ namespace thermocline {
 using namespace ssd;
 
 // What the index says of itself.
-void SsdStore::Impl::check_books() {
+void SsdStore::Impl::check_invariants() {
   std::shared_lock lock(index_mutex_);
   uint64_t pending = 0, base_rows = 0, next = 0;
   for (size_t i = 0; i < index_.size(); ++i) {
@@ -78,7 +78,7 @@ void SsdStore::Impl::check() {
   auto life = alive();
   std::lock_guard write(write_mutex_);
   auto paused = merger_->pause();  // no merge may replace partitions meanwhile
-  check_books();
+  check_invariants();
   std::set<uint64_t> bases;  // by file number: checked already
   auto check_manifest = [&](const Manifest& m) {
     for (size_t i = 0; i < m.partitions.size(); ++i) {

@@ -1,7 +1,16 @@
-// The store behind its interface. Locks, always taken in this order:
+// Implementation of SsdStore: store.cc (open, commit, close), store_read.cc, store_write.cc, store_scan.cc, check.cc.
+//
+// Locks, in the order in which they are taken:
 //   life_         shared by every call, exclusive by close()
-//   write_mutex_  puts, deletes, commits, releases: one at a time
+//   write_mutex_  serialises puts, deletes, commits, releases and checks
+//   merge mutex   of Merger: held for one merge
 //   index_mutex_  the index and the write buffer: shared to plan reads, exclusive to change them; never held during I/O
+// The mutexes of Catalog, Reader and MergeScheduler are innermost: no other lock is taken while one is held.
+//
+// Invariants:
+//  1. A committed file is not changed and not deleted while a retained epoch needs it.
+//  2. A row is in the write buffer or in the index from the return of put() on; a failed flush leaves it in the buffer.
+//  3. After a failed sync the store accepts no more writes (failed_).
 #pragma once
 
 #include <sys/types.h>
@@ -26,7 +35,7 @@ namespace thermocline {
 
 class SsdStore::Impl {
  public:
-  // Opens an existing store whose identity has been read and, for writing, whose lock is held.
+  // Opens an existing store. The caller has read its identity and, for writing, holds its lock.
   Impl(std::shared_ptr<FileSystem> fs, const std::string& path, const ssd::Identity& id, const StoreOptions& options,
        std::unique_ptr<FileLock> lock);
   ~Impl();
@@ -50,18 +59,18 @@ class SsdStore::Impl {
   uint64_t epoch() const;
   std::string note() const;
 
-  // Held by every call on an open store.
+  // Every call holds the result. Throws Error if the store is closed or was opened by another process.
   std::shared_lock<FairMutex> alive() const;
-  bool foreign() const;  // in a process forked from the one that opened the store
+  bool foreign() const;  // this process was forked from the one that opened the store
 
  private:
   void load(const ssd::Manifest& manifest);
   void require_writable() const;
-  // write_mutex_ held:
-  void flush_buffer();  // returns with the rows in the index, or throws with all of them still in the buffer
+  // The caller of the following holds write_mutex_.
+  void flush_buffer();  // moves all rows to the index, or throws and leaves all in the buffer
   template <class Fn>
   auto collecting(Fn&& fn);
-  void add(const uint64_t* keys, size_t n, const RowsIn* rows);  // few to the buffer, many to the log
+  void add(const uint64_t* keys, size_t n, const RowsIn* rows);  // small batches: to the buffer; large: to the log
   uint64_t index_bytes(uint64_t rows) const;
   std::vector<ssd::Partition> write_bases(const std::vector<ssd::Item>& items, const uint64_t* keys, RowsIn rows);
   void write_batch(std::vector<ssd::Item>& items, const uint64_t* keys, const RowsIn* rows);
@@ -69,11 +78,11 @@ class SsdStore::Impl {
   [[noreturn]] void fail(const std::string& what);
   uint64_t buffer_memory() const;
   uint64_t base_bytes() const;
-  // Calls fn with plans of bounded size that cover the keys in hash order.
+  // Calls fn(plan) with plans of bounded size that together cover the keys, in hash order.
   template <class Fn>
   void for_each_plan(const uint64_t* keys, size_t n, Fn&& fn);
-  void take_from_buffer(ssd::Plan& plan, const uint64_t* keys, uint8_t* found, RowsOut rows) const;
-  void check_books();
+  void take_from_buffer(ssd::ReadPlan& plan, const uint64_t* keys, uint8_t* found, RowsOut rows) const;
+  void check_invariants();
   void check_base(const ssd::PartitionRecord& record, uint64_t lo, uint64_t hi);
   void check_extent(const ssd::Extent& extent);
 
@@ -81,12 +90,12 @@ class SsdStore::Impl {
   std::unique_ptr<FileLock> lock_;
   ThreadPool pool_;
   ssd::Catalog catalog_;
-  const pid_t owner_;  // a forked child must not touch the parent's files
+  const pid_t owner_;  // a forked child must not change the parent's files
 
   mutable FairMutex life_;
   std::atomic<bool> closed_{false};
 
-  std::mutex write_mutex_;  // protects log_, epoch_ and note_ for writing
+  std::mutex write_mutex_;  // protects log_; a writer of epoch_ and note_ holds it too
   ssd::LogWriter log_;
 
   mutable FairMutex index_mutex_;  // protects index_, buffer_, epoch_, note_, failed_
@@ -94,11 +103,11 @@ class SsdStore::Impl {
   ssd::WriteBuffer buffer_;
   uint64_t epoch_ = 0;
   std::string note_;
-  std::string failed_;  // why the store takes no more writes; empty: it does
+  std::string failed_;  // why the store accepts no more writes; empty: it accepts them
 
   ssd::Reader reader_;
   std::atomic<uint64_t> bytes_put_{0};
-  std::unique_ptr<ssd::Merger> merger_;  // last: its thread uses all of the above
+  std::unique_ptr<ssd::Merger> merger_;  // last: its thread uses all members above
 };
 
 }  // namespace thermocline

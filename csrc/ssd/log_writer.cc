@@ -67,7 +67,7 @@ std::shared_ptr<Extent> LogWriter::write(const std::vector<Item>& items, const u
     buffers_.emplace_back(chunk * g.page_bytes);
     buffer_bytes_ += buffers_.back().size();
   }
-  ctx_.fs->reached("extent.begin");
+  ctx_.fs->failpoint("extent.begin");
   segment_->synced = false;
   try {
     std::atomic<size_t> next{0};
@@ -77,7 +77,7 @@ std::shared_ptr<Extent> LogWriter::write(const std::vector<Item>& items, const u
         for (uint64_t i = 0; i < n; ++i)
           fill(buffers_[w].data() + i * g.page_bytes, first + i, *extent, items, keys, rows);
         segment_->file->pwrite(buffers_[w].data(), n * g.page_bytes, (extent->first_page + first) * g.page_bytes);
-        ctx_.fs->reached("extent.chunk");
+        ctx_.fs->failpoint("extent.chunk");
       }
     });
   } catch (...) {
@@ -89,7 +89,7 @@ std::shared_ptr<Extent> LogWriter::write(const std::vector<Item>& items, const u
   }
   ctx_.bytes_written += pages * g.page_bytes;
   segment_->pages += pages;
-  ctx_.fs->reached("extent.written");
+  ctx_.fs->failpoint("extent.written");
 
   uint32_t data_page = extent->data_page(g), per_page = extent->per_page(g);
   entries.resize(items.size());

@@ -6,50 +6,91 @@
 namespace thermocline::ssd {
 namespace {
 
-struct Stopped {};
+struct Stopped {};  // thrown to abandon a merge
 
 uint64_t ceil_div(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
+
+// Writes rows in hash order to base files of at most `rows_per_piece` rows: the pieces that replace a partition.
+class PieceWriter {
+ public:
+  PieceWriter(Context& ctx, Catalog& catalog, MergeCounters& counters, uint32_t filter_bits, uint64_t rows_per_piece)
+      : ctx_(ctx), catalog_(catalog), counters_(counters), filter_bits_(filter_bits), rows_per_piece_(rows_per_piece) {}
+
+  void add(uint64_t key, const uint8_t* row) {
+    if (file_ && file_->rows() == rows_per_piece_) close();
+    if (!file_) {
+      pieces_.emplace_back();
+      pieces_.back().lo = hash_key(key);
+      file_ = std::make_unique<BaseWriter>(ctx_, catalog_.create(FileKind::kBase), rows_per_piece_, filter_bits_);
+    }
+    file_->add(key, row);
+  }
+
+  // Returns the pieces; together they cover [lo, hi]. There is one piece without a base if no row was added.
+  std::vector<Partition> finish(uint64_t lo, uint64_t hi) {
+    if (file_) close();
+    if (pieces_.empty()) pieces_.emplace_back();
+    pieces_.front().lo = lo;
+    for (size_t i = 0; i < pieces_.size(); ++i) pieces_[i].hi = i + 1 < pieces_.size() ? pieces_[i + 1].lo - 1 : hi;
+    return std::move(pieces_);
+  }
+
+ private:
+  void close() {
+    pieces_.back().base = file_->finish();
+    counters_.bytes_written += pieces_.back().base->bytes(ctx_.g);
+    file_.reset();
+    ctx_.fs->failpoint("merge.piece");
+  }
+
+  Context& ctx_;
+  Catalog& catalog_;
+  MergeCounters& counters_;
+  const uint32_t filter_bits_;
+  const uint64_t rows_per_piece_;
+  std::vector<Partition> pieces_;
+  std::unique_ptr<BaseWriter> file_;  // of pieces_.back(); null: closed
+};
 
 }  // namespace
 
 Merger::Merger(Context& ctx, const StoreOptions& options, Index& index, FairMutex& index_mutex, Catalog& catalog)
     : ctx_(ctx), options_(options), index_(index), index_mutex_(index_mutex), catalog_(catalog) {
-  if (options_.background_merge && !options_.read_only) thread_ = std::thread([this] { loop(); });
+  if (options_.background_merge && !options_.read_only) thread_ = std::thread([this] { run_background(); });
 }
 
 Merger::~Merger() { stop(); }
 
 void Merger::stop() {
-  {
-    std::lock_guard lock(mutex_);
-    stop_ = true;
-  }
-  wake_.notify_all();
-  progress_.notify_all();
+  scheduler_.stop();
   if (thread_.joinable()) thread_.join();
 }
 
+// ---- limits
+
 uint64_t Merger::limit(uint64_t more_rows, uint64_t more_bytes) const {
   std::shared_lock lock(index_mutex_);
-  // Half of the ratio: partitions are merged in turn, so on average each has half a cycle's rows in the log.
-  double share = options_.max_log_ratio / 2;
+  // Half of the ratio: partitions are merged in turn, so on average each has half of a cycle's rows in the log.
+  const double share = options_.max_log_ratio / 2;
   auto wanted = static_cast<uint64_t>(share * static_cast<double>(index_.base_rows()));
   wanted = std::max<uint64_t>(wanted, options_.min_log_bytes / ctx_.g.entry_bytes());
-  // Entries cost more than their slot: tables are at most 7/8 full, and grow in steps.
-  uint64_t entry = DeltaTable::slot_bytes() * 3 / 2;
-  uint64_t fixed = ctx_.sizes.total(ctx_.g) + index_.memory(), entries = std::min(fixed, index_.pending() * entry);
-  uint64_t need = fixed - entries + more_bytes, room = options_.mem_budget > need ? options_.mem_budget - need : 0;
-  uint64_t affordable = room / entry;
+  // Bytes per log row: tables are at most 7/8 full and grow in increments.
+  const uint64_t entry = DeltaTable::slot_bytes() * 3 / 2;
+  const uint64_t used = ctx_.sizes.total(ctx_.g) + index_.memory();
+  const uint64_t log_entries = std::min(used, index_.pending() * entry);
+  const uint64_t need = used - log_entries + more_bytes;
+  const uint64_t available = options_.mem_budget > need ? options_.mem_budget - need : 0;
+  const uint64_t affordable = available / entry;
   if (affordable < 1024)
     throw BudgetError(ctx_.path + ": mem_budget is " + std::to_string(options_.mem_budget) + " bytes, but " +
                       std::to_string(index_.base_rows() + more_rows) + " rows of " + std::to_string(ctx_.g.row_bytes) +
                       " bytes need " + std::to_string(need + 1024 * entry) +
                       " (fences and buffers); open it with a larger mem_budget");
-  return std::min(wanted, affordable * 2 / 3);  // put() waits at half as much again
+  return std::min(wanted, affordable * 2 / 3);  // put() blocks at 3/2 of the limit
 }
 
 uint64_t Merger::memory() const {
-  uint64_t pages = ctx_.sizes.append_pages + index_.extents();
+  const uint64_t pages = ctx_.sizes.append_pages + index_.extents();
   return std::max<uint64_t>(ctx_.sizes.merge_bytes, pages * ctx_.g.page_bytes);
 }
 
@@ -58,10 +99,10 @@ Merger::Debt Merger::debt() const {
   try {
     limit = this->limit();
   } catch (const BudgetError&) {
-    limit = 1024;  // admit() says it; merging is what may help
+    limit = 1024;  // admit() reports the error; merging may free memory
   }
   std::shared_lock lock(index_mutex_);
-  // What cannot be merged is nobody's debt: damage must not stop the rest.
+  // Rows of damaged partitions do not count: they cannot be merged and must not block writers.
   Debt debt{index_.mergeable(), limit};
   const size_t most = ctx_.sizes.max_extents;
   if (debt.pending == 0 || !index_.damage().empty()) return debt;
@@ -72,23 +113,19 @@ Merger::Debt Merger::debt() const {
   return debt;
 }
 
+// ---- calls of the writer
+
 void Merger::admit() {
   limit();
   if (!options_.background_merge) return;
   double waited = 0;
-  std::unique_lock lock(mutex_);
   for (;;) {
-    const uint64_t seen = rounds_;
-    lock.unlock();
-    Debt now = debt();
-    lock.lock();
-    if (!(waited > 0 ? now.urgent() : now.hard()) || stop_) break;
-    if (error_) std::rethrow_exception(error_);
-    work_ = hurry_ = true;
-    ++requests_;
-    wake_.notify_all();
-    auto start = std::chrono::steady_clock::now();
-    progress_.wait(lock, [&] { return rounds_ != seen || stop_; });
+    const uint64_t seen = scheduler_.rounds();
+    const Debt now = debt();
+    // A writer that has blocked continues only below the lower bound, so that it does not block again at once.
+    if (!(waited > 0 ? now.urgent() : now.must_block())) break;
+    const auto start = std::chrono::steady_clock::now();
+    if (!scheduler_.request_round(seen)) break;
     waited += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() + 1e-9;
   }
   stall_seconds_ = stall_seconds_ + waited;
@@ -96,85 +133,71 @@ void Merger::admit() {
 
 void Merger::flushed(uint64_t bytes) {
   if (!options_.background_merge) {
-    while (debt().due() && merge_one()) {
+    while (debt().over_limit() && merge_one(Caller::kForeground)) {
     }
     return;
   }
-  Debt now = debt();
-  std::lock_guard lock(mutex_);
-  // While the log grows by its share of the base, the base is rewritten once; a tenth more, to keep below the limit.
-  auto grant = static_cast<int64_t>(static_cast<double>(bytes) * 1.1 / options_.max_log_ratio);
-  credit_ = std::min(credit_ + grant, std::max(credit_, 2 * grant));
-  work_ = now.some();
-  hurry_ = now.urgent();
-  error_ = nullptr;  // try again
-  ++requests_;
-  wake_.notify_all();
+  const Debt now = debt();
+  // The base is rewritten once while the log grows by its share of the base. A tenth more keeps the log below the
+  // limit.
+  const auto credit = static_cast<int64_t>(static_cast<double>(bytes) * 1.1 / options_.max_log_ratio);
+  scheduler_.on_flush(credit, now.demand());
 }
 
+// ---- other callers
+
 void Merger::settle() {
-  while (debt().urgent() && merge_one()) {
+  while (debt().urgent() && merge_one(Caller::kForeground)) {
   }
 }
 
-void Merger::loop() {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    wake_.wait(lock, [&] { return stop_ || (work_ && !error_ && rushed_ == 0 && (credit_ > 0 || hurry_)); });
-    if (stop_) return;
-    uint64_t seen = requests_;
-    lock.unlock();
+void Merger::merge_all() {
+  MergeScheduler::Foreground foreground(scheduler_);
+  while (merge_one(Caller::kForeground)) {
+  }
+  std::shared_lock lock(index_mutex_);
+  index_.throw_damage();
+}
+
+std::unique_lock<std::mutex> Merger::pause() {
+  MergeScheduler::Foreground foreground(scheduler_);
+  return std::unique_lock(merge_mutex_);
+}
+
+// ---- the background thread
+
+void Merger::run_background() {
+  while (const std::optional<uint64_t> ticket = scheduler_.wait_for_work()) {
+    std::optional<MergeScheduler::Demand> next;
     std::exception_ptr error;
-    bool merged = false;
-    Debt now{0, 0};
     try {
-      merged = merge_one();
-      now = debt();
+      if (merge_one(Caller::kBackground)) {
+        next = MergeScheduler::Demand::kNone;
+        next = debt().demand();
+      }
     } catch (const Stopped&) {
     } catch (...) {
       error = std::current_exception();
     }
-    lock.lock();
-    error_ = error;
-    if (!merged || requests_ == seen) {  // a flush since then has said better
-      work_ = merged && now.some();
-      hurry_ = merged && now.urgent();
-    }
-    ++rounds_;
-    progress_.notify_all();
+    scheduler_.finish_round(*ticket, next, error);
   }
 }
 
-void Merger::pace(uint64_t bytes) {
-  std::unique_lock lock(mutex_);
-  credit_ -= static_cast<int64_t>(bytes);
-  // Work done in a hurry leaves no debt: it would hold up the merging in step that comes after.
-  if (hurry_ || rushed_ > 0) credit_ = std::max<int64_t>(credit_, 0);
-  if (!options_.background_merge || std::this_thread::get_id() != thread_.get_id()) return;
-  wake_.wait(lock, [&] { return stop_ || hurry_ || rushed_ > 0 || credit_ > 0; });
-  if (stop_) throw Stopped{};
-}
+// ---- one merge
 
-bool Merger::merge_one() {
+bool Merger::merge_one(Caller caller) {
   std::lock_guard merging(merge_mutex_);
   try {
-    bool merged = merge_furthest();
+    const bool merged = merge_next(caller);
     catalog_.collect();
     return merged;
   } catch (...) {
-    catalog_.collect();  // what was written for nothing
+    catalog_.collect();  // deletes the files of the failed merge
     throw;
   }
 }
 
-// This partition cannot be merged; the others can, and its sound pages stay readable. stats() tells, and merge_all().
-void Merger::set_aside(const Index::Merge& job, const char* why) {
-  std::unique_lock lock(index_mutex_);
-  job.partition->damage = why;
-  job.partition->damage_error = std::current_exception();
-}
-
-bool Merger::merge_furthest() {
+bool Merger::merge_next(Caller caller) {
   Index::Merge job;
   uint64_t target;
   {
@@ -182,89 +205,54 @@ bool Merger::merge_furthest() {
     if (!index_.begin_merge(&job)) return false;
     target = std::max<uint64_t>(options_.partition_bytes, index_.base_bytes() / 512);
   }
-  ctx_.fs->reached("merge.begin");
-  uint64_t bytes = job.rows * ctx_.g.entry_bytes();
-  uint64_t pieces_wanted = bytes > target ? ceil_div(bytes, target * 3 / 4 + 1) : 1;
-  uint64_t rows_per_piece = std::max<uint64_t>(1, ceil_div(job.rows, pieces_wanted));
+  ctx_.fs->failpoint("merge.begin");
+  const uint64_t bytes = job.rows * ctx_.g.entry_bytes();
+  const uint64_t piece_count = bytes > target ? ceil_div(bytes, target * 3 / 4 + 1) : 1;
   std::vector<Partition> pieces;
   try {
-    PartitionCursor cursor(ctx_, job.view, ctx_.sizes.merge_bytes);
-    std::unique_ptr<BaseWriter> writer;
-    auto close_piece = [&] {
-      if (!writer) return;
-      pieces.back().base = writer->finish();
-      counters_.bytes_written += pieces.back().base->bytes(ctx_.g);
-      writer.reset();
-      ctx_.fs->reached("merge.piece");
-    };
-    uint64_t since = 0;
-    while (cursor.next()) {
-      if (writer && writer->rows() == rows_per_piece) close_piece();
-      if (!writer) {
-        pieces.emplace_back();
-        pieces.back().lo = pieces.size() == 1 ? job.view.lo : hash_key(cursor.key());
-        writer =
-            std::make_unique<BaseWriter>(ctx_, catalog_.create(FileKind::kBase), rows_per_piece, options_.filter_bits);
-      }
-      writer->add(cursor.key(), cursor.row());
-      since += ctx_.g.entry_bytes();
-      if (since >= (1u << 20)) {
-        ctx_.fs->reached("merge.chunk");
-        pace(since);
-        since = 0;
-      }
-    }
-    close_piece();
-    counters_.bytes_read += cursor.bytes_read();
+    pieces = write_pieces(job, std::max<uint64_t>(1, ceil_div(job.rows, piece_count)), caller);
   } catch (const CorruptionError& e) {
-    set_aside(job, e.what());
+    mark_damaged(job, e.what());
     return true;
   } catch (const UnreadableError& e) {
-    set_aside(job, e.what());
+    mark_damaged(job, e.what());
     return true;
   }
-  if (pieces.empty()) {
-    pieces.emplace_back();
-    pieces.back().lo = job.view.lo;
-  }
-  for (size_t i = 0; i < pieces.size(); ++i) pieces[i].hi = i + 1 < pieces.size() ? pieces[i + 1].lo - 1 : job.view.hi;
-  ctx_.fs->reached("merge.written");
+  ctx_.fs->failpoint("merge.written");
   {
     std::unique_lock lock(index_mutex_);
     index_.finish_merge(job, std::move(pieces));
   }
   ++counters_.merges;
-  ctx_.fs->reached("merge.installed");
+  ctx_.fs->failpoint("merge.installed");
   return true;
 }
 
-class Merger::Rush {
- public:
-  explicit Rush(Merger& merger) : merger_(merger) { change(1); }
-  ~Rush() { change(-1); }
-
- private:
-  void change(int by) {
-    {
-      std::lock_guard lock(merger_.mutex_);
-      merger_.rushed_ += by;
+std::vector<Partition> Merger::write_pieces(const Index::Merge& job, uint64_t rows_per_piece, Caller caller) {
+  constexpr uint64_t kSpendBytes = 1u << 20;  // charged to the scheduler at once
+  PartitionCursor rows(ctx_, job.view, ctx_.sizes.merge_bytes);
+  PieceWriter writer(ctx_, catalog_, counters_, options_.filter_bits, rows_per_piece);
+  uint64_t uncharged = 0;
+  while (rows.next()) {
+    writer.add(rows.key(), rows.row());
+    uncharged += ctx_.g.entry_bytes();
+    if (uncharged >= kSpendBytes) {
+      ctx_.fs->failpoint("merge.chunk");
+      if (!scheduler_.spend(uncharged, caller == Caller::kBackground)) throw Stopped{};
+      uncharged = 0;
     }
-    merger_.wake_.notify_all();
   }
-  Merger& merger_;
-};
-
-void Merger::merge_all() {
-  Rush rush(*this);
-  while (merge_one()) {
-  }
-  std::shared_lock lock(index_mutex_);
-  index_.throw_damage();
+  std::vector<Partition> pieces = writer.finish(job.view.lo, job.view.hi);
+  counters_.bytes_read += rows.bytes_read();
+  return pieces;
 }
 
-std::unique_lock<std::mutex> Merger::pause() {
-  Rush rush(*this);
-  return std::unique_lock(merge_mutex_);
+// Excludes a partition from merging; its undamaged pages stay readable. stats() and merge_all() report the cause.
+// Called from the handler of the exception that stopped the merge.
+void Merger::mark_damaged(const Index::Merge& job, const char* cause) {
+  std::unique_lock lock(index_mutex_);
+  job.partition->damage = cause;
+  job.partition->damage_error = std::current_exception();
 }
 
 }  // namespace thermocline::ssd

@@ -61,9 +61,9 @@ Identity create_store(FileSystem& fs, const std::string& path, const StoreOption
   std::copy(std::begin(id.store_id), std::end(id.store_id), empty.store_id);
   empty.partitions.emplace_back();
   publish_file(fs, path, manifest_name(0), empty.encode());
-  fs.reached("create.manifest");
+  fs.failpoint("create.manifest");
   publish_file(fs, path, kIdentityFile, id.encode());
-  fs.reached("create.identity");
+  fs.failpoint("create.identity");
   return id;
 }
 
@@ -251,7 +251,7 @@ void SsdStore::Impl::sync_files(const std::vector<std::shared_ptr<DataFile>>& fi
       if (file->synced) continue;
       file->file->datasync();
       file->synced = true;
-      ctx.fs->reached("commit.file_synced");
+      ctx.fs->failpoint("commit.file_synced");
     }
     ctx.fs->sync_dir(ctx.path);
   } catch (const Error& e) {
@@ -264,9 +264,9 @@ uint64_t SsdStore::Impl::commit(const std::string& note) {
   auto life = alive();
   std::lock_guard write(write_mutex_);
   require_writable();
-  ctx.fs->reached("commit.begin");
+  ctx.fs->failpoint("commit.begin");
   flush_buffer();
-  ctx.fs->reached("commit.flushed");
+  ctx.fs->failpoint("commit.flushed");
   Manifest m;
   std::vector<std::shared_ptr<DataFile>> files;  // held until the epoch holds them
   {
@@ -279,7 +279,7 @@ uint64_t SsdStore::Impl::commit(const std::string& note) {
   m.next_file = catalog_.next_file();
   m.note = note;
   sync_files(files);
-  ctx.fs->reached("commit.synced");
+  ctx.fs->failpoint("commit.synced");
   try {
     catalog_.publish(m);
   } catch (const DiskFullError& e) {
@@ -289,7 +289,7 @@ uint64_t SsdStore::Impl::commit(const std::string& note) {
   } catch (const Error& e) {
     fail(e.what());
   }
-  ctx.fs->reached("commit.published");
+  ctx.fs->failpoint("commit.published");
   {
     std::unique_lock lock(index_mutex_);
     epoch_ = m.epoch;
@@ -297,7 +297,7 @@ uint64_t SsdStore::Impl::commit(const std::string& note) {
   }
   files.clear();
   catalog_.collect();
-  ctx.fs->reached("commit.done");
+  ctx.fs->failpoint("commit.done");
   return m.epoch;
 }
 
@@ -338,7 +338,7 @@ void SsdStore::Impl::link_checkpoint(const std::string& target) {
     for (; done < names.size(); ++done) {
       if (done + 1 == names.size()) ctx.fs->sync_dir(target);
       ctx.fs->link(ctx.path + "/" + names[done], target + "/" + names[done]);
-      ctx.fs->reached("link.file");
+      ctx.fs->failpoint("link.file");
     }
     ctx.fs->sync_dir(target);
     sync_parent(*ctx.fs, target);
@@ -346,7 +346,7 @@ void SsdStore::Impl::link_checkpoint(const std::string& target) {
     while (done-- > 0) ctx.fs->unlink(target + "/" + names[done]);
     throw;
   }
-  ctx.fs->reached("link.done");
+  ctx.fs->failpoint("link.done");
 }
 
 void SsdStore::Impl::close() {

@@ -86,7 +86,7 @@ std::map<std::string, uint64_t> FaultFs::points() const {
   return {points_.begin(), points_.end()};
 }
 
-void FaultFs::reached(std::string_view point) {
+void FaultFs::failpoint(std::string_view point) {
   std::function<void(std::string_view)> hook;
   {
     std::lock_guard lock(mutex_);
@@ -96,7 +96,7 @@ void FaultFs::reached(std::string_view point) {
     hook = hook_;
   }
   if (hook) hook(point);
-  inner_->reached(point);
+  inner_->failpoint(point);
 }
 
 std::unique_ptr<File> FaultFs::open(const std::string& path, OpenMode mode) {

@@ -61,7 +61,7 @@ class FaultFs : public FileSystem {
   bool exists(const std::string& path) override { return inner_->exists(path); }
   std::vector<std::string> list(const std::string& dir) override { return inner_->list(dir); }
   std::unique_ptr<FileLock> lock(const std::string& path) override { return inner_->lock(path); }
-  void reached(std::string_view point) override;
+  void failpoint(std::string_view point) override;
   std::string name() const override { return "fault"; }
 
  private:

@@ -62,11 +62,11 @@ void publish_file(FileSystem& fs, const std::string& dir, const std::string& nam
     {
       auto file = fs.open(temp, OpenMode::kCreateMeta);
       created = true;
-      fs.reached("publish.created");
+      fs.failpoint("publish.created");
       if (!bytes.empty()) file->pwrite(bytes.data(), bytes.size(), 0);
-      fs.reached("publish.written");
+      fs.failpoint("publish.written");
       file->datasync();
-      fs.reached("publish.synced");
+      fs.failpoint("publish.synced");
     }
     fs.rename(temp, path);
   } catch (...) {
@@ -79,9 +79,9 @@ void publish_file(FileSystem& fs, const std::string& dir, const std::string& nam
     }
     throw;
   }
-  fs.reached("publish.renamed");
+  fs.failpoint("publish.renamed");
   fs.sync_dir(dir);
-  fs.reached("publish.done");
+  fs.failpoint("publish.done");
 }
 
 }  // namespace thermocline

@@ -86,7 +86,7 @@ class FileSystem {
   // The default reads at once, inside submit().
   virtual std::unique_ptr<ReadQueue> read_queue(size_t depth);
   // Called at named moments of a commit or merge; test file systems kill the process or throw there.
-  virtual void reached(std::string_view /*point*/) {}
+  virtual void failpoint(std::string_view /*point*/) {}
   // "io_uring", "pread", ... for stats().
   virtual std::string name() const = 0;
 };

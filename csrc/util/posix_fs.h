@@ -1,5 +1,5 @@
-// The seam between PosixFs and the kernel, so that tests can interrupt, shorten and fail single system calls.
-// Everyone else uses make_posix_fs (util/fs.h).
+// Replaceable system calls of the POSIX file system, so that tests can interrupt, shorten and fail single calls. Other
+// code uses make_posix_fs (util/fs.h).
 #pragma once
 
 #include <sys/types.h>
@@ -16,7 +16,7 @@ struct PosixCalls {
   ssize_t (*pread)(int fd, void* buf, size_t bytes, off_t offset);
   ssize_t (*pwrite)(int fd, const void* buf, size_t bytes, off_t offset);
   int (*fdatasync)(int fd);
-  int32_t (*uring_result)(int32_t result);  // what the ring said; null: as it is
+  int32_t (*uring_result)(int32_t result);  // replaces the result of a completion; null: unchanged
 };
 
 PosixCalls real_posix_calls();

@@ -55,15 +55,15 @@ MUTANTS = [
     ),
     Mutant(
         "an error of fdatasync is ignored",
-        "util/posix_fs.cc",
-        '    if (rc != 0) throw_errno(errno, "fdatasync',
-        '    if (false) throw_errno(errno, "fdatasync',
+        "util/posix_file.cc",
+        '  if (rc != 0) throw_errno(errno, "fdatasync',
+        '  if (false) throw_errno(errno, "fdatasync',
     ),
     Mutant(
         "a read past the end is taken as done",
-        "util/posix_fs.cc",
-        "      if (n == 0) {\n",
-        "      if (n == 0) return;\n      if (n == 0) {\n",
+        "util/posix_file.cc",
+        "    if (n == 0) {\n",
+        "    if (n == 0) return;\n    if (n == 0) {\n",
     ),
     Mutant(
         "page checksums are not compared",

@@ -31,11 +31,11 @@ CSRC = Path(__file__).parents[2] / "csrc"
 
 
 def named_points() -> list[str]:
-    """All points the store reports: the string literals in calls of reached()."""
+    """All points the store reports: the string literals in calls of failpoint()."""
     points: set[str] = set()
     for file in [*CSRC.glob("ssd/*.cc"), CSRC / "util" / "fs.cc"]:
         if not file.name.endswith("_test.cc"):
-            for call in re.findall(r"reached\(([^;]*)\);", file.read_text()):
+            for call in re.findall(r"failpoint\(([^;]*)\);", file.read_text()):
                 points.update(re.findall(r'"([a-z_]+\.[a-z_]+)"', call))
     return sorted(points)
 

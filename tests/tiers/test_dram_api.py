@@ -66,7 +66,7 @@ def test_a_full_tier_without_a_store_says_so() -> None:
     with pytest.raises(tc.BudgetError, match=r"budget of 100000 bytes holds \d+ rows.*give the tier a store"):
         tier.pull(keys_of(2**40))
     tier.check()
-    with pytest.raises(tc.BudgetError, match="the least is"):
+    with pytest.raises(tc.BudgetError, match="the minimum is"):
         tc.DramTier(16, tc.SGD(), budget=1000)
 
 
@@ -257,9 +257,9 @@ def test_wrong_arguments_are_explained(tmp_path: Path) -> None:
         tier.apply_gradients(lookup.slots, np.ones((3, 4)))
     with pytest.raises(ValueError, match="step is 0: it must be at least 1"):
         dram.update(tier, lookup, np.ones((1, 4), np.float32), step=0)
-    with pytest.raises(tc.ThermoclineError, match="no slot"):
+    with pytest.raises(tc.ThermoclineError, match="slot .* is out of range"):
         tier.unpin(np.array([10**6], np.uint32))
-    with pytest.raises(tc.ThermoclineError, match="flush without a store"):
+    with pytest.raises(tc.ThermoclineError, match="flush needs a store"):
         tier.flush()
 
 

@@ -231,7 +231,7 @@ def test_rows_that_cannot_go_down_are_not_lost_silently() -> None:
             bag(batch).sum().backward()
             table.step()
 
-    with pytest.raises(tc.BudgetError, match="memory tier"):
+    with pytest.raises(tc.BudgetError, match="DRAM tier"):
         train()
     with pytest.raises(tc.ThermoclineError, match="rows were lost"):
         bag(batches[0])

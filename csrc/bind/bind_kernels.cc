@@ -1,0 +1,178 @@
+// Python bindings of batch planning and training kernels: Dedup, and the methods of DramTier that read or update rows.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "bind/bind.h"
+#include "bind/dram_args.h"
+#include "bind/to_numpy.h"
+#include "dram/dedup.h"
+#include "dram/kernels.h"
+#include "dram/lookup_plan.h"
+#include "dram/tier.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace thermocline {
+namespace {
+
+void require_below(const uint32_t* values, size_t n, size_t limit, const char* name) {
+  uint32_t most = 0;
+  for (size_t i = 0; i < n; ++i) most = std::max(most, values[i]);
+  if (n > 0 && most >= limit) {
+    throw Error(std::string(name) + ": index " + std::to_string(most) + " is out of range, the limit is " +
+                std::to_string(limit));
+  }
+}
+
+auto dedup(Dedup& self, KeysArg ids) {
+  WorkingSet set;
+  {
+    nb::gil_scoped_release release;
+    set = self.run(ids.data(), ids.size());
+  }
+  return std::make_tuple(to_numpy(std::move(set.keys), set.unique), to_numpy(std::move(set.inverse), set.ids),
+                         to_numpy(std::move(set.starts), set.unique + 1), to_numpy(std::move(set.order), set.ids));
+}
+
+Bags bags_of(size_t ids, const MaybeOffsets& offsets, const MaybeFloats& weights, bool mean) {
+  require(!offsets || offsets->size() >= 1, "offsets: at least one element is needed");
+  require(!weights || weights->size() == ids, "weights: expected one per id");
+  Bags b{ids, offsets ? offsets->data() : nullptr, offsets ? offsets->size() - 1 : ids,
+         weights ? weights->data() : nullptr, mean};
+  check_offsets(b);
+  return b;
+}
+
+void pool_from(ThreadPool& pool, const Rows& rows, size_t row_count, const SlotsArg& slots, const MaybeOffsets& offsets,
+               const MaybeFloats& weights, bool mean, FloatsOutArg& out) {
+  const Bags b = bags_of(slots.size(), offsets, weights, mean);
+  require(out.shape(0) == b.bags && out.shape(1) == rows.dim, "out: expected one row of dim floats per bag");
+  nb::gil_scoped_release release;
+  require_below(slots.data(), slots.size(), row_count, "slots");
+  pool_rows(pool, {rows, slots.data(), b.ids, b.offsets, b.bags, b.weights, b.mean, out.data()});
+}
+
+void pool_tier(DramTier& self, SlotsArg slots, MaybeOffsets offsets, MaybeFloats weights, bool mean, FloatsOutArg out) {
+  pool_from(self.pool(), self.rows(), self.capacity(), slots, offsets, weights, mean, out);
+}
+
+void pool_buffer(DramTier& self, FloatsArg rows, SlotsArg index, MaybeOffsets offsets, MaybeFloats weights, bool mean,
+                 FloatsOutArg out) {
+  check_decoded(self, rows.shape(0), rows);
+  // Rows is writable for the optimizers; pooling only reads.
+  auto* base = reinterpret_cast<uint8_t*>(const_cast<float*>(rows.data()));
+  pool_from(self.pool(), {base, self.layout().floats() * sizeof(float), self.layout().dim}, rows.shape(0), index,
+            offsets, weights, mean, out);
+}
+
+auto plan(DramTier& self, SlotsArg slots, SlotsArg inverse, SlotsArg order, MaybeOffsets offsets, MaybeFloats weights,
+          bool mean) {
+  const size_t n = inverse.size();
+  require(order.size() == n, "order: expected one position per id");
+  const Bags b = bags_of(n, offsets, weights, mean);
+  Recycled<uint32_t> id_slots(n), grad_rows(n);
+  Recycled<float> coefs;
+  if (b.has_coefs()) coefs = Recycled<float>(n);
+  {
+    nb::gil_scoped_release release;
+    require_below(inverse.data(), n, slots.size(), "inverse");
+    require_below(order.data(), n, n, "order");
+    expand_slots(self.pool(), slots.data(), inverse.data(), n, id_slots.get());
+    plan_gradients(self.pool(), b, order.data(), grad_rows.get(), coefs.get());
+  }
+  using Coefs = std::optional<nb::ndarray<nb::numpy, float, nb::ndim<1>>>;
+  return std::make_tuple(to_numpy(std::move(id_slots), n), to_numpy(std::move(grad_rows), n),
+                         b.has_coefs() ? Coefs(to_numpy(std::move(coefs), n)) : Coefs());
+}
+
+SegmentArgs segments_of(const DramTier& self, size_t keys, const SlotsArg& starts, const SlotsArg& grad_rows,
+                        const MaybeFloats& coefs, const FloatsArg& grads) {
+  const size_t n = grad_rows.size();
+  require(starts.size() == keys + 1 && starts(0) == 0 && starts(keys) == n,
+          "starts: expected keys + 1 elements, from 0 to the number of ids");
+  bool rising = true;
+  for (size_t u = 0; u < keys; ++u) rising &= starts(u) < starts(u + 1);
+  require(rising, "starts: every key occurs at least once");
+  require(!coefs || coefs->size() == n, "coefs: expected one per id");
+  require(grads.shape(1) == self.layout().dim, "grads: expected rows of dim floats");
+  require_below(grad_rows.data(), n, grads.shape(0), "grad_rows");
+  return {starts.data(), keys, grad_rows.data(), coefs ? coefs->data() : nullptr, grads.data()};
+}
+
+int64_t update(DramTier& self, SlotsArg slots, SlotsArg starts, SlotsArg grad_rows, MaybeFloats coefs, FloatsArg grads,
+               const Step& step) {
+  require(step.optimizer == self.layout().optimizer, "step: its optimizer is not the optimizer of the tier");
+  nb::gil_scoped_release release;
+  self.check_slots(slots.data(), slots.size());
+  return update_rows(self.pool(), self.rows(), slots.data(),
+                     segments_of(self, slots.size(), starts, grad_rows, coefs, grads), step);
+}
+
+void sum(DramTier& self, SlotsArg starts, SlotsArg grad_rows, MaybeFloats coefs, FloatsArg grads, FloatsOutArg sums) {
+  require(starts.size() == sums.shape(0) + 1 && sums.shape(1) == self.layout().dim,
+          "sums: expected one row of dim floats per key");
+  nb::gil_scoped_release release;
+  sum_gradients(self.pool(), self.layout().dim, segments_of(self, sums.shape(0), starts, grad_rows, coefs, grads),
+                sums.data());
+}
+
+int64_t apply(DramTier& self, SlotsArg slots, FloatsArg sums, const Step& step) {
+  require(step.optimizer == self.layout().optimizer, "step: its optimizer is not the optimizer of the tier");
+  require(sums.shape(0) == slots.size() && sums.shape(1) == self.layout().dim,
+          "sums: expected one row of dim floats per slot");
+  nb::gil_scoped_release release;
+  self.check_slots(slots.data(), slots.size());
+  return apply_gradients(self.pool(), self.rows(), slots.data(), slots.size(), sums.data(), step);
+}
+
+void decode(DramTier& self, FloatsArg stored, FloatsOutArg rows) {
+  check_stored(self, rows.shape(0), stored);
+  check_decoded(self, stored.shape(0), rows);
+  require(!self.codec().plain(), "decode: fp32 rows have no codes");
+  nb::gil_scoped_release release;
+  decode_rows(self.pool(), self.codec(), reinterpret_cast<const uint8_t*>(stored.data()), rows.shape(0), rows.data());
+}
+
+void encode(DramTier& self, FloatsArg rows, FloatsOutArg stored) {
+  check_decoded(self, stored.shape(0), rows);
+  check_stored(self, rows.shape(0), stored);
+  require(!self.codec().plain(), "encode: fp32 rows have no codes");
+  nb::gil_scoped_release release;
+  encode_rows(self.pool(), self.codec(), rows.data(), rows.shape(0), reinterpret_cast<uint8_t*>(stored.data()));
+}
+
+Step step_of(int optimizer, double lr, double eps, double weight_decay, double beta1, double beta2, uint64_t t,
+             double grad_scale) {
+  return make_step({static_cast<Optimizer>(optimizer), lr, eps, weight_decay, beta1, beta2}, t, grad_scale);
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m, nb::class_<DramTier>& tier) {
+  nb::class_<Dedup>(m, "Dedup").def(nb::init<int>(), "threads"_a).def("run", &dedup, "ids"_a.noconvert());
+  nb::class_<Step>(m, "Step");
+  m.def("make_step", &step_of, "optimizer"_a, "lr"_a, "eps"_a, "weight_decay"_a, "beta1"_a, "beta2"_a, "t"_a,
+        "scale"_a);
+  tier.def("decode", &decode, "stored"_a.noconvert(), "rows"_a.noconvert())
+      .def("encode", &encode, "rows"_a.noconvert(), "stored"_a.noconvert())
+      .def("set_scale", &DramTier::set_scale, "scale"_a)
+      .def("plan", &plan, "slots"_a.noconvert(), "inverse"_a.noconvert(), "order"_a.noconvert(),
+           "offsets"_a.noconvert().none(), "weights"_a.noconvert().none(), "mean"_a)
+      .def("pool", &pool_tier, "slots"_a.noconvert(), "offsets"_a.noconvert().none(), "weights"_a.noconvert().none(),
+           "mean"_a, "out"_a.noconvert())
+      .def("pool_buffer", &pool_buffer, "rows"_a.noconvert(), "index"_a.noconvert(), "offsets"_a.noconvert().none(),
+           "weights"_a.noconvert().none(), "mean"_a, "out"_a.noconvert())
+      .def("update", &update, "slots"_a.noconvert(), "starts"_a.noconvert(), "grad_rows"_a.noconvert(),
+           "coefs"_a.noconvert().none(), "grads"_a.noconvert(), "step"_a)
+      .def("sum_gradients", &sum, "starts"_a.noconvert(), "grad_rows"_a.noconvert(), "coefs"_a.noconvert().none(),
+           "grads"_a.noconvert(), "sums"_a.noconvert())
+      .def("apply_gradients", &apply, "slots"_a.noconvert(), "sums"_a.noconvert(), "step"_a);
+}
+
+}  // namespace thermocline

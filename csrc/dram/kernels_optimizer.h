@@ -1,0 +1,132 @@
+// Optimizers (kernels.h defines the arithmetic). Included by kernels_impl.h only, after kernels_sum.h.
+
+namespace {
+
+// Adds the upper half of the lanes to the lower half until one lane is left.
+TC_INLINE float add_halves(Vec<4>::type x) {
+  const float a = x[0] + x[2], b = x[1] + x[3];
+  return a + b;
+}
+#if defined(__AVX2__)
+TC_INLINE float add_halves(Vec<8>::type x) {
+  return add_halves(__builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7));
+}
+#endif
+#if defined(__AVX512F__)
+TC_INLINE float add_halves(Vec<16>::type x) {
+  return add_halves(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+                    __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+#endif
+
+template <int D>
+TC_INLINE float mean_of_squares(uint32_t dim, const Sum<D>& g) {
+  if constexpr (D != 0) {
+    // min(D, 16) lanes, in kParts vectors of the instruction set.
+    constexpr int kParts = (D < 16 ? D : 16) / kWidth<D>;
+    typename Sum<D>::V lanes[kParts] = {};
+    for_elements<D>(dim, [&](auto zero, uint32_t i) __attribute__((always_inline)) {
+      const auto x = g.template get<decltype(zero)>(i);
+      lanes[i / kWidth<D> % kParts] += x * x;
+    });
+    for (int half = kParts / 2; half > 0; half /= 2) {
+      for (int j = 0; j < half; ++j) lanes[j] = lanes[j] + lanes[j + half];
+    }
+    return add_halves(lanes[0]) / static_cast<float>(D);
+  } else {
+    float lanes[16] = {};
+    for (uint32_t i = 0; i < dim; ++i) {
+      const float x = g.template get<float>(i);
+      lanes[i % 16] = lanes[i % 16] + x * x;
+    }
+    for (int half = 8; half > 0; half /= 2) {
+      for (int j = 0; j < half; ++j) lanes[j] = lanes[j] + lanes[j + half];
+    }
+    return lanes[0] / static_cast<float>(dim);
+  }
+}
+
+// Element-wise part of an optimizer; T is a vector or a float.
+template <Optimizer O>
+struct Rule;
+template <>
+struct Rule<Optimizer::kSgd> {
+  template <typename T>
+  static TC_INLINE void apply(float* w, const T& g, uint32_t, const Step& s) {
+    store(w, T(load<T>(w) - g * s.lr));
+  }
+};
+template <>
+struct Rule<Optimizer::kAdagrad> {
+  template <typename T>
+  static TC_INLINE void apply(float* w, const T& g, uint32_t dim, const Step& s) {
+    const T sum = load<T>(w + dim) + g * g;
+    store(w + dim, sum);
+    store(w, T(load<T>(w) - (g / (square_root(sum) + s.eps)) * s.lr));
+  }
+};
+template <>
+struct Rule<Optimizer::kAdam> {
+  template <typename T>
+  static TC_INLINE void apply(float* w, const T& g, uint32_t dim, const Step& s) {
+    const T m0 = load<T>(w + dim);
+    const T m = m0 + (g - m0) * s.one_minus_beta1;
+    const T v = load<T>(w + 2 * dim) * s.beta2 + (g * s.one_minus_beta2) * g;
+    store(w + dim, m);
+    store(w + 2 * dim, v);
+    store(w, T(load<T>(w) - (m * s.step_size) / (square_root(v) / s.sqrt_bias2 + s.eps)));
+  }
+};
+
+template <int D, Optimizer O>
+TC_INLINE void apply_row(float* row, uint32_t dim, Sum<D>& g, const Step& s) {
+  for_elements<D>(dim, [&](auto zero, uint32_t i) __attribute__((always_inline)) {
+    using T = decltype(zero);
+    T x = g.template get<T>(i) * s.grad_scale;
+    if (s.weight_decay != 0) x = x + load<T>(row + i) * s.weight_decay;
+    g.set(i, x);
+  });
+  if constexpr (O == Optimizer::kRowWiseAdagrad) {
+    const float sum = row[dim] + mean_of_squares<D>(dim, g);
+    row[dim] = sum;
+    const float rate = s.lr / (square_root(sum) + s.eps);
+    for_elements<D>(dim, [&](auto zero, uint32_t i) __attribute__((always_inline)) {
+      using T = decltype(zero);
+      store(row + i, T(load<T>(row + i) - g.template get<T>(i) * rate));
+    });
+  } else {
+    for_elements<D>(dim, [&](auto zero, uint32_t i) __attribute__((always_inline)) {
+      using T = decltype(zero);
+      Rule<O>::template apply<T>(row + i, g.template get<T>(i), dim, s);
+    });
+  }
+}
+
+template <int D, Optimizer O>
+void update(const Rows& rows, const uint32_t* slots, const SegmentArgs& s, const Step& step, size_t begin, size_t end,
+            uint32_t hot, float* scratch) {
+  const uint32_t dim = D ? D : rows.dim;
+  for (size_t u = begin; u < end; ++u) {
+    if (u + kAheadKeys < end) prefetch<D>(rows.base + slots[u + kAheadKeys] * rows.stride, rows.stride);
+    const size_t lo = s.starts[u], hi = s.starts[u + 1];
+    if (hi - lo > hot) continue;
+    Sum<D> total(scratch);
+    add_segment<D>(dim, s, lo, hi, total, scratch + dim);
+    apply_row<D, O>(reinterpret_cast<float*>(rows.base + slots[u] * rows.stride), dim, total, step);
+  }
+}
+
+template <int D, Optimizer O>
+void apply(const Rows& rows, const uint32_t* slots, const float* sums, const Step& step, size_t begin, size_t end,
+           float* scratch) {
+  const uint32_t dim = D ? D : rows.dim;
+  for (size_t u = begin; u < end; ++u) {
+    if (u + kAheadKeys < end) prefetch<D>(rows.base + slots[u + kAheadKeys] * rows.stride, rows.stride);
+    Sum<D> g(scratch);
+    for_elements<D>(dim, [&](auto zero, uint32_t i)
+                             __attribute__((always_inline)) { g.set(i, load<decltype(zero)>(sums + u * dim + i)); });
+    apply_row<D, O>(reinterpret_cast<float*>(rows.base + slots[u] * rows.stride), dim, g, step);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,234 @@
+// Copies of rows between the tier and the caller's buffers: read, push, copy_out, write.
+#include <algorithm>
+#include <cstring>
+
+#include "dram/copy_rows.h"
+#include "dram/tier.h"
+
+namespace thermocline {
+namespace {
+
+constexpr size_t kPrefetchAhead = 16;      // lookups whose memory is prefetched before use
+constexpr size_t kPrefetchRowBytes = 512;  // at most, of a row that is read
+constexpr size_t kTaskKeys = 4096;         // of one lookup task: few enough for the TLB to cover their rows in a buffer
+
+void prefetch_row(const uint8_t* row, size_t bytes) {
+  for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+}
+
+}  // namespace
+
+// ---- lookups without pins
+
+// Calls visit(shard, i, slot) for the keys i of [begin, end), at most kTaskKeys, under the shard's mutex; slot is
+// kNoSlot for a key that is not resident. Calls prefetch(i, slot) some lookups earlier, with a slot that is only
+// likely. One task handles its keys shard by shard, so that a batch is one parallel section, and the rows of a task are
+// close together in the caller's buffer.
+template <typename Prefetch, typename Visit>
+void DramTier::for_each_lookup(const uint64_t* keys, size_t begin, size_t end, const Prefetch& prefetch,
+                               const Visit& visit) {
+  Probe probes[kTaskKeys];
+  uint32_t starts[kMaxShards + 1], likely[2 * kPrefetchAhead];  // likely: ring buffer over the probes
+  sort_by_shard(keys + begin, end - begin, probes, starts);
+  for (uint32_t k = 0; k < plan_.shards; ++k) {
+    // Tasks start at different shards, to avoid contention.
+    const uint32_t h = (k + static_cast<uint32_t>(begin / kTaskKeys) * 7) % plan_.shards;
+    const size_t shard_end = starts[h + 1];
+    if (starts[h] == shard_end) continue;
+    Shard& shard = shards_[h];
+    const uint32_t g = h + 1 == plan_.shards ? 0 : h + 1;
+    for (size_t j = starts[g]; j < std::min<size_t>(starts[g] + kPrefetchAhead, starts[g + 1]); ++j) {
+      shards_[g].prefetch(probes[j].tag);
+    }
+    std::lock_guard lock(shard.mutex);
+    const auto finish = [&](size_t first, size_t last) {
+      for (size_t j = first; j < last; ++j) {
+        const size_t i = begin + probes[j].index;
+        visit(shard, i, shard.verified(likely[j % (2 * kPrefetchAhead)], probes[j].tag, keys[i]));
+      }
+    };
+    // A block at a time: its rows are prefetched while the next block is looked up.
+    size_t finished = starts[h];
+    for (size_t first = finished; first < shard_end; first += kPrefetchAhead) {
+      const size_t last = std::min(first + kPrefetchAhead, shard_end);
+      for (size_t j = last; j < std::min(last + kPrefetchAhead, shard_end); ++j) shard.prefetch(probes[j].tag);
+      for (size_t j = first; j < last; ++j) {
+        const uint32_t slot = likely[j % (2 * kPrefetchAhead)] = shard.likely(probes[j].tag);
+        if (slot != kNoSlot) prefetch(begin + probes[j].index, slot);
+      }
+      finish(finished, first);
+      finished = first;
+    }
+    finish(finished, shard_end);
+  }
+}
+
+template <typename F>
+void DramTier::for_lookup_tasks(size_t n, const F& f) {
+  pool_.parallel((n + kTaskKeys - 1) / kTaskKeys,
+                 [&](size_t t) { f(t * kTaskKeys, std::min((t + 1) * kTaskKeys, n)); });
+}
+
+// ---- read
+
+DramTier::Sources DramTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
+  ScratchPool::Lease s(scratch_);
+  Sources sources;
+  for (size_t b = 0; b < n; b += s->keys_max()) {
+    const size_t part = std::min(s->keys_max(), n - b);
+    const Sources from = read_part(*s, keys + b, part, rows + b * row_bytes_);
+    sources.resident += from.resident;
+    sources.store += from.store;
+  }
+  reads_ += n;
+  read_hits_ += sources.resident;
+  return sources;
+}
+
+// First pass: copies the resident rows and notes the state of every key. Second pass: waits for rows that other threads
+// load, and reads the remaining keys from the store.
+DramTier::Sources DramTier::read_part(Scratch& s, const uint64_t* keys, size_t n, uint8_t* rows) {
+  using ReadState = Scratch::ReadState;
+  const Scratch::ReadStatus lookups = s.read_status();
+  if (copy_resident(lookups, keys, n, rows) == n) return {n, 0};
+  const Scratch::StoreReads reads = s.store_reads();
+  size_t missing = 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (lookups.status[i] == ReadState::kCopied) continue;
+    if (lookups.status[i] == ReadState::kLoading &&
+        copy_when_loaded(s, lookups.loading_slots[i], rows + i * row_bytes_)) {
+      continue;
+    }
+    reads.keys[missing] = keys[i];
+    reads.positions[missing++] = static_cast<uint32_t>(i);
+  }
+  return {n - missing, read_from_store(reads, missing, rows)};
+}
+
+// Returns the number of rows copied. Rows that are being loaded are pinned instead.
+size_t DramTier::copy_resident(const Scratch::ReadStatus& lookups, const uint64_t* keys, size_t n, uint8_t* rows) {
+  using ReadState = Scratch::ReadState;
+  const RowCopy copy(rows, row_bytes_);
+  std::atomic<size_t> all_copied{0};
+  for_lookup_tasks(n, [&](size_t begin, size_t end) {
+    size_t copied = 0;
+    const auto prefetch = [&](size_t, uint32_t slot) {
+      prefetch_row(row(slot), std::min(row_bytes_, kPrefetchRowBytes));
+    };
+    for_each_lookup(keys, begin, end, prefetch, [&](Shard& shard, size_t i, uint32_t slot) {
+      lookups.status[i] = slot == kNoSlot ? ReadState::kMissing : ReadState::kCopied;
+      if (slot == kNoSlot) return;
+      if (meta()[slot].load_state() == SlotState::kLoading) {
+        shard.pin(slot);
+        lookups.status[i] = ReadState::kLoading;
+        lookups.loading_slots[i] = slot;
+      } else {
+        copy(rows + i * row_bytes_, row(slot));
+        ++copied;
+      }
+    });
+    copy.fence();
+    all_copied += copied;
+  });
+  return all_copied;
+}
+
+// Waits until another thread has loaded the pinned slot, copies the row and releases the pin. False: loading failed.
+bool DramTier::copy_when_loaded(Scratch& s, uint32_t slot, uint8_t* to) {
+  {
+    std::unique_lock lock(wait_mutex_);
+    ready_.wait(lock, [&] { return meta()[slot].load_state() != SlotState::kLoading; });
+  }
+  const bool loaded = meta()[slot].load_state() != SlotState::kFailed;
+  if (loaded) std::memcpy(to, row(slot), row_bytes_);
+  release(s, &slot, nullptr, 1, false);
+  return loaded;
+}
+
+// Keys that the store does not have get initial rows. Returns the number of rows that the store had.
+size_t DramTier::read_from_store(const Scratch::StoreReads& reads, size_t n, uint8_t* rows) {
+  std::memset(reads.in_store, 0, n);
+  if (store_ && n) store_->get(reads.keys, n, reads.in_store, RowsOut{rows, row_bytes_, reads.positions});
+  for_rows(n, [&](size_t begin, size_t end) {
+    for (size_t j = begin; j < end; ++j) {
+      if (reads.in_store[j]) continue;
+      initial_.store(reads.keys[j], rows + reads.positions[j] * row_bytes_);
+    }
+  });
+  return static_cast<size_t>(std::count(reads.in_store, reads.in_store + n, 1));
+}
+
+// ---- push
+
+void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique) {
+  ScratchPool::Lease s(scratch_);
+  uint32_t* const slots = s->pushed_slots();
+  for (size_t b = 0; b < n; b += s->keys_max()) {
+    const size_t part = std::min(s->keys_max(), n - b);
+    const uint8_t* from = rows + b * row_bytes_;
+    if (unique && !store_ && replace_resident(keys + b, part, from, dirty)) continue;
+    acquire(*s, keys + b, part, slots, from);
+    if (unique) {
+      const RowCopy copy(slab_.as<uint8_t>(), row_bytes_);
+      for_rows(part, [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) copy(row(slots[i]), from + i * row_bytes_);
+        copy.fence();
+      });
+    } else {
+      // Groups keep the batch order within a shard: the last row of a repeated key wins.
+      for_key_groups(*s, keys + b, nullptr, part, [&](Shard&, const Probe* probes, size_t m) {
+        for (size_t j = 0; j < m; ++j) {
+          std::memcpy(row(slots[probes[j].index]), from + probes[j].index * row_bytes_, row_bytes_);
+        }
+      });
+    }
+    release(*s, slots, keys + b, part, dirty);
+  }
+}
+
+// Overwrites rows without pins: a tier without a store evicts nothing. Returns false if a key is not resident; other
+// rows may have been written then.
+bool DramTier::replace_resident(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty) {
+  const RowCopy copy(slab_.as<uint8_t>(), row_bytes_);
+  std::atomic<bool> all_resident{true};
+  for_lookup_tasks(n, [&](size_t begin, size_t end) {
+    uint32_t changed[kTaskKeys];
+    size_t count = 0;
+    const auto prefetch = [&](size_t i, uint32_t) { prefetch_row(rows + i * row_bytes_, row_bytes_); };
+    for_each_lookup(keys, begin, end, prefetch, [&](Shard&, size_t i, uint32_t slot) {
+      if (slot == kNoSlot || meta()[slot].load_state() != SlotState::kReady) {
+        all_resident = false;
+        return;
+      }
+      copy(row(slot), rows + i * row_bytes_);
+      changed[count++] = slot;
+    });
+    copy.fence();
+    // Not in the copy loop: an atomic read-modify-write waits until all earlier streaming stores have completed.
+    for (size_t j = 0; dirty && j < count; ++j) {
+      __builtin_prefetch(&dirty_words()[changed[std::min(j + kPrefetchAhead, count - 1)] / 64], 1);
+      set_dirty(changed[j]);
+    }
+  });
+  if (all_resident) hits_ += n;
+  return all_resident;
+}
+
+// ---- pinned rows
+
+void DramTier::copy_out(const uint32_t* slots, size_t n, uint8_t* rows) {
+  for_rows(n, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) std::memcpy(rows + i * row_bytes_, row(slots[i]), row_bytes_);
+  });
+}
+
+void DramTier::write(const uint32_t* slots, size_t n, const uint8_t* rows) {
+  for_rows(n, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      std::memcpy(row(slots[i]), rows + i * row_bytes_, row_bytes_);
+      set_dirty(slots[i]);
+    }
+  });
+}
+
+}  // namespace thermocline

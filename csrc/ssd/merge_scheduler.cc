@@ -1,0 +1,78 @@
+#include "ssd/merge_scheduler.h"
+
+#include <algorithm>
+
+namespace thermocline::ssd {
+
+std::optional<uint64_t> MergeScheduler::wait_for_work() {
+  std::unique_lock lock(mutex_);
+  wake_.wait(lock, [&] {
+    const bool wanted = demand_ == Demand::kUrgent || (demand_ == Demand::kPaced && credit_ > 0);
+    return stopped_ || (wanted && !error_ && foreground_ == 0);
+  });
+  if (stopped_) return std::nullopt;
+  return demand_updates_;
+}
+
+void MergeScheduler::finish_round(uint64_t ticket, std::optional<Demand> next, std::exception_ptr error) {
+  std::lock_guard lock(mutex_);
+  error_ = std::move(error);
+  if (!next || demand_updates_ == ticket) demand_ = next.value_or(Demand::kNone);
+  ++rounds_;
+  progress_.notify_all();
+}
+
+bool MergeScheduler::spend(uint64_t bytes, bool may_pause) {
+  std::unique_lock lock(mutex_);
+  credit_ -= static_cast<int64_t>(bytes);
+  // Negative credit would delay the paced merging that follows.
+  if (demand_ == Demand::kUrgent || foreground_ > 0) credit_ = std::max<int64_t>(credit_, 0);
+  if (!may_pause) return true;
+  wake_.wait(lock, [&] { return stopped_ || demand_ == Demand::kUrgent || foreground_ > 0 || credit_ > 0; });
+  return !stopped_;
+}
+
+void MergeScheduler::on_flush(int64_t credit, Demand demand) {
+  std::lock_guard lock(mutex_);
+  // At most two grants are saved up, so that a pause in flushes is not followed by a burst of merging.
+  credit_ = std::min(credit_ + credit, std::max(credit_, 2 * credit));
+  demand_ = demand;
+  error_ = nullptr;
+  ++demand_updates_;
+  wake_.notify_all();
+}
+
+uint64_t MergeScheduler::rounds() const {
+  std::lock_guard lock(mutex_);
+  return rounds_;
+}
+
+bool MergeScheduler::request_round(uint64_t seen) {
+  std::unique_lock lock(mutex_);
+  if (stopped_) return false;
+  if (error_) std::rethrow_exception(error_);
+  demand_ = Demand::kUrgent;
+  ++demand_updates_;
+  wake_.notify_all();
+  progress_.wait(lock, [&] { return rounds_ != seen || stopped_; });
+  return true;
+}
+
+void MergeScheduler::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  wake_.notify_all();
+  progress_.notify_all();
+}
+
+void MergeScheduler::add_foreground(int change) {
+  {
+    std::lock_guard lock(mutex_);
+    foreground_ += change;
+  }
+  wake_.notify_all();
+}
+
+}  // namespace thermocline::ssd

@@ -1,0 +1,67 @@
+#include "ssd/read_plan.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+namespace thermocline::ssd {
+
+uint32_t ReadPlan::add_file(const std::shared_ptr<DataFile>& file) {
+  files.push_back(file);
+  return static_cast<uint32_t>(files.size() - 1);
+}
+
+void plan_reads(const Index& index, ReadPlan& plan) {
+  constexpr uint32_t kNoFile = ~uint32_t{0};
+  plan.lookups.reserve(plan.items.size());
+  std::vector<PageLookup> log_lookups;
+  std::unordered_map<const DataFile*, uint32_t> segments;  // index into plan.files
+  auto log_address = [&](uint32_t vpage) {
+    LogPage at = index.log_page(vpage);
+    auto [it, added] = segments.try_emplace(at.segment.get(), 0);
+    if (added) it->second = plan.add_file(at.segment);
+    return make_address(it->second, at.page);
+  };
+  size_t at = plan.items.empty() ? 0 : index.partition_of(plan.items[0].hash);
+  uint32_t base_file = kNoFile, hint = 0;
+  for (uint32_t i = 0; i < plan.items.size(); ++i) {
+    const uint64_t hash = plan.items[i].hash;
+    if (hash > index.partition(at).hi) {
+      at = index.partition_of(hash);
+      base_file = kNoFile;
+      hint = 0;
+    }
+    const Partition& p = index.partition(at);
+    uint32_t page;
+    if (Index::candidate(p, hash, plan.before_page.empty() ? nullptr : &plan.before_page[i], &page)) {
+      log_lookups.push_back({log_address(page), i, page, true});
+    } else if (p.base && Index::base_page(*p.base, hash, &page, hint)) {
+      hint = page;
+      if (base_file == kNoFile) base_file = plan.add_file(p.base->data);
+      plan.lookups.push_back({make_address(base_file, 1 + page), i, 0, false});
+    }
+  }
+  // Base lookups are already in order of address: items are in hash order.
+  std::sort(log_lookups.begin(), log_lookups.end(),
+            [](const PageLookup& a, const PageLookup& b) { return a.address < b.address; });
+  plan.lookups.insert(plan.lookups.end(), log_lookups.begin(), log_lookups.end());
+}
+
+std::vector<ReadRequest> make_requests(const std::vector<PageLookup>& lookups, uint64_t gap, uint32_t max_pages) {
+  std::vector<ReadRequest> requests;
+  for (uint32_t i = 0; i < lookups.size(); ++i) {
+    const PageAddress address = lookups[i].address;
+    if (!requests.empty()) {
+      ReadRequest& last = requests.back();
+      const PageAddress end = last.address + last.pages;
+      if (address < end + gap + 1 && address - last.address < max_pages) {
+        last.pages = static_cast<uint32_t>(std::max<uint64_t>(last.pages, address - last.address + 1));
+        last.end_lookup = i + 1;
+        continue;
+      }
+    }
+    requests.push_back({address, 1, i, i + 1});
+  }
+  return requests;
+}
+
+}  // namespace thermocline::ssd

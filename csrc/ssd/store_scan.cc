@@ -1,0 +1,142 @@
+// Scans, counts and statistics of SsdStore, and the forwarding of its interface to Impl.
+#include <algorithm>
+
+#include "ssd/impl.h"
+
+namespace thermocline {
+
+using namespace ssd;
+
+std::vector<PartitionView> SsdStore::Impl::views() {
+  auto life = alive();
+  std::lock_guard write(write_mutex_);
+  if (buffer_.size() > 0) {
+    require_writable();
+    flush_buffer();
+  }
+  std::shared_lock lock(index_mutex_);
+  std::vector<PartitionView> out;
+  for (size_t i = 0; i < index_.size(); ++i) out.push_back(index_.view(i));
+  return out;
+}
+
+uint64_t SsdStore::Impl::count() {
+  uint64_t sum = 0;
+  for (auto& view : views()) {
+    if (view.extents.empty()) {
+      sum += view.base ? view.base->rows : 0;
+      continue;
+    }
+    PartitionCursor cursor(ctx, std::move(view), ctx.sizes.merge_bytes);
+    while (cursor.next()) ++sum;
+  }
+  return sum;
+}
+
+uint64_t SsdStore::Impl::buffer_memory() const {
+  return buffer_.memory() + log_.memory() + reader_.memory() + merger_->memory();
+}
+
+StoreStats SsdStore::Impl::stats() const {
+  auto life = alive();
+  StoreStats s;
+  {
+    std::shared_lock lock(index_mutex_);
+    s.epoch = epoch_;
+    s.rows_in_base = index_.base_rows();
+    s.rows_in_log = index_.log_rows() + buffer_.size();
+    s.partitions = index_.size();
+    s.log_bytes = index_.log_bytes();
+    s.base_bytes = index_.base_bytes();
+    s.mem_index = index_.memory();
+    s.mem_buffers = buffer_memory();
+    s.damage = index_.damage();
+  }
+  s.mem_total = s.mem_index + s.mem_buffers;
+  s.mem_budget = options_.mem_budget;
+  s.disk_bytes = catalog_.disk_bytes();
+  s.live_files = catalog_.files();
+  const ReadCounters& r = reader_.counters();
+  s.keys_read = r.keys;
+  s.pages_read = r.pages;
+  s.reads = r.reads;
+  s.bytes_read = r.bytes;
+  s.false_pages = r.false_pages;
+  s.bytes_put = bytes_put_;
+  s.bytes_written = ctx.bytes_written;
+  const MergeCounters& m = merger_->counters();
+  s.merges = m.merges;
+  s.merge_bytes_read = m.bytes_read;
+  s.merge_bytes_written = m.bytes_written;
+  s.stall_seconds = merger_->stall_seconds();
+  ReadCost cost = reader_.cost();
+  s.read_cost_us = cost.read_us;
+  s.page_cost_us = cost.page_us;
+  s.engine = ctx.fs->name();
+  return s;
+}
+
+void SsdStore::Impl::merge_all() {
+  auto life = alive();
+  std::lock_guard write(write_mutex_);
+  require_writable();
+  flush_buffer();
+  merger_->merge_all();
+}
+
+// ---- interface
+
+namespace {
+
+class PartitionScan : public SsdStore::Scan {
+ public:
+  PartitionScan(std::shared_ptr<SsdStore::Impl> impl, std::vector<PartitionView> views)
+      : impl_(std::move(impl)), views_(std::move(views)) {}
+
+  size_t next(size_t max_rows, uint64_t* keys, uint8_t* rows) override {
+    const size_t row_bytes = impl_->ctx.g.row_bytes;
+    size_t n = 0;
+    while (n < max_rows) {
+      if (!cursor_) {
+        if (at_ == views_.size()) break;
+        cursor_ = std::make_unique<PartitionCursor>(impl_->ctx, std::move(views_[at_++]), impl_->ctx.sizes.merge_bytes);
+      }
+      if (!cursor_->next()) {
+        cursor_.reset();
+        continue;
+      }
+      keys[n] = cursor_->key();
+      std::memcpy(rows + n++ * row_bytes, cursor_->row(), row_bytes);
+    }
+    return n;
+  }
+
+ private:
+  std::shared_ptr<SsdStore::Impl> impl_;  // keeps the context alive after close()
+  std::vector<PartitionView> views_;
+  size_t at_ = 0;
+  std::unique_ptr<PartitionCursor> cursor_;
+};
+
+}  // namespace
+
+size_t SsdStore::row_bytes() const { return impl_->ctx.g.row_bytes; }
+void SsdStore::get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows) { impl_->get(keys, n, found, rows); }
+void SsdStore::put(const uint64_t* keys, size_t n, RowsIn rows) { impl_->put(keys, n, &rows); }
+void SsdStore::load(const uint64_t* keys, size_t n, RowsIn rows) { impl_->load(keys, n, rows); }
+void SsdStore::erase(const uint64_t* keys, size_t n) { impl_->put(keys, n, nullptr); }
+uint64_t SsdStore::commit(const std::string& note) { return impl_->commit(note); }
+uint64_t SsdStore::epoch() const { return impl_->epoch(); }
+std::string SsdStore::note() const { return impl_->note(); }
+std::vector<uint64_t> SsdStore::epochs() const { return impl_->epochs(); }
+void SsdStore::release(uint64_t epoch) { impl_->release(epoch); }
+std::unique_ptr<SsdStore::Scan> SsdStore::scan() { return std::make_unique<PartitionScan>(impl_, impl_->views()); }
+uint64_t SsdStore::count() { return impl_->count(); }
+StoreStats SsdStore::stats() const { return impl_->stats(); }
+void SsdStore::check() { impl_->check(); }
+void SsdStore::merge_all() { impl_->merge_all(); }
+void SsdStore::link_checkpoint(const std::string& path) { impl_->link_checkpoint(path); }
+void SsdStore::close() { impl_->close(); }
+double SsdStore::read_floor(const uint64_t* keys, size_t n) { return impl_->read_floor(keys, n); }
+
+}  // namespace thermocline
