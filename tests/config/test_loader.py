@@ -178,9 +178,7 @@ def test_error_of_the_file_is_not_blamed_on_an_override() -> None:
 
 
 def test_toml_dates_are_not_text() -> None:
-    with pytest.raises(
-        ConfigError, match=r"file.toml: train\.run_dir is .*2026-11-16.*: it must be the name"
-    ):
+    with pytest.raises(ConfigError, match=r"file.toml: train\.run_dir is .*2026-11-16.*: it must be the name"):
         Config.parse("[train]\nrun_dir = 2026-11-16", name="file.toml")
     assert Config.parse("", ["train.run_dir=2026-11-16"]).train.run_dir == "2026-11-16"
 
