@@ -296,7 +296,10 @@ def test_option_errors() -> None:
         (lambda: Data(label_threshold=float("nan")), "data.label_threshold is nan: it must be a finite number"),
         (lambda: Data(format="synth", valid=("a.csv",)), "data.valid is ['a.csv']: it must be left out with format"),
         (lambda: Numeric(to="both"), "data.numeric_features.to is 'both'"),  # type: ignore[arg-type]
-        (lambda: Numeric(bucket=0.0, to="keys"), "data.numeric_features.bucket is 0.0: it must be a finite number, ab"),
+        (
+            lambda: Numeric(bucket=0.0, to="keys"),
+            "data.numeric_features.bucket is 0.0: it must be a finite number, above 0",
+        ),
         (
             lambda: Numeric(bucket="log_square"),
             "data.numeric_features.bucket is 'log_square': it must be \"none\" when",

@@ -257,7 +257,7 @@ def test_wrong_arguments_are_explained(tmp_path: Path) -> None:
         tier.apply_gradients(lookup.slots, np.ones((3, 4)))
     with pytest.raises(ValueError, match="step is 0: it must be at least 1"):
         dram.update(tier, lookup, np.ones((1, 4), np.float32), step=0)
-    with pytest.raises(tc.ThermoclineError, match="slot .* is out of range"):
+    with pytest.raises(tc.ThermoclineError, match=r"slot .* is out of range"):
         tier.unpin(np.array([10**6], np.uint32))
     with pytest.raises(tc.ThermoclineError, match="flush needs a store"):
         tier.flush()

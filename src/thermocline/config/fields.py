@@ -73,21 +73,15 @@ def _check_size(value: Any) -> str | int:
     return value if isinstance(value, str) else size
 
 
+_SPACE = r"[ \t-\r]*"
+_SIZE_PATTERN = rf"^{_SPACE}([0-9]+(\.[0-9]*)?|\.[0-9]+){_SPACE}([KMGTPkmgtp]([Ii]?[Bb])?|[Bb])?{_SPACE}$"
+_SIZE_SCHEMA: dict[str, Any] = {
+    "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SIZE_PATTERN}]
+}
 Size = Annotated[
     str | int,
     PlainValidator(_check_size),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 0},
-                {
-                    "type": "string",
-                    "pattern": r"^[ \t-\r]*([0-9]+(\.[0-9]*)?|\.[0-9]+)[ \t-\r]*"
-                    r"([KMGTPkmgtp]([Ii]?[Bb])?|[Bb])?[ \t-\r]*$",
-                },
-            ]
-        }
-    ),
+    WithJsonSchema(_SIZE_SCHEMA),
     Rule(
         "a size: a number of bytes, or a number with one of B, KB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB, such as "
         '"256MB" or "1.5GiB"'
