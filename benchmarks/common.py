@@ -132,6 +132,23 @@ def print_claims(title: str, claims: Sequence[Claim]) -> None:
     console.print(table)
 
 
+def select_claims(only: str | None, claims: Sequence[str]) -> list[str]:
+    """Claims named in the option `--only`, all without it; raise SystemExit for an unknown name."""
+    names = only.split(",") if only else list(claims)
+    if unknown := set(names) - set(claims):
+        raise SystemExit(f"--only {','.join(sorted(unknown))}: choose from {','.join(claims)}")
+    return names
+
+
+def earlier_results(path: str | None, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Results of the file `path` if it was measured with equal `sizes`, else empty."""
+    if path is None or not Path(path).exists():
+        return {}
+    record = json.loads(Path(path).read_text())
+    results: dict[str, Any] = record["results"] if record["sizes"] == json.loads(json.dumps(sizes)) else {}
+    return results
+
+
 def write_json(path: str | os.PathLike[str], record: dict[str, Any], claims: Sequence[Claim]) -> None:
     """Write `record` with its claims to `path`."""
     record = {**record, "claims": [{**dataclasses.asdict(claim), "met": claim.met} for claim in claims]}

@@ -116,7 +116,7 @@ def run_hbm_train(scale: float, digest: Digest) -> dict[str, float] | None:
 
     if not torch.cuda.is_available():
         return None
-    table = tc.Table(DIM, tc.Adagrad(lr=0.05), hbm="128MB", mem="1GB", device="cuda")
+    table = tc.Table(DIM, tc.Adagrad(lr=0.05), hbm="64MB", mem="1GB", device="cuda")
     return _train(table, "cuda", 4096, max(4, round(200 * scale)), digest)
 
 

@@ -19,7 +19,6 @@ import argparse
 import concurrent.futures
 import ctypes
 import dataclasses
-import json
 import multiprocessing
 import resource
 import shutil
@@ -30,7 +29,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Claim, console, environment, noise, print_claims, progress_bar, spread, write_json
+from common import (
+    Claim,
+    console,
+    earlier_results,
+    environment,
+    noise,
+    print_claims,
+    progress_bar,
+    select_claims,
+    spread,
+    write_json,
+)
 from engines import ENGINES, PEERS, Data, Engine, Ours, folder_bytes, installed, opened, prepare
 
 CLAIMS = ("get", "cycle", "floor", "growth")
@@ -380,9 +390,7 @@ def main() -> None:
         share = args.cycles / sizes.cycles["ours"]
         scaled = {k: max(sizes.commit_every, round(v * share)) for k, v in sizes.cycles.items()}
         sizes = dataclasses.replace(sizes, cycles=scaled)
-    wanted = args.only.split(",") if args.only else list(CLAIMS)
-    if unknown := set(wanted) - set(CLAIMS):
-        raise SystemExit(f"--only {','.join(unknown)}: choose from {','.join(CLAIMS)}")
+    wanted = select_claims(args.only, CLAIMS)
     kinds = [kind for kind in ENGINES if kind in args.engines.split(",")]
     for kind in [k for k in kinds if not installed(k)]:
         console.print(f"[yellow]skipped: {kind}, because {PEERS[kind][1]} cannot be installed[/]")
@@ -398,11 +406,7 @@ def main() -> None:
         "of memory each.\nOurs and RocksDB bypass the page cache (O_DIRECT); the page cache of every engine's files is "
         "emptied before\neach timed batch (MADV_DONTNEED, POSIX_FADV_DONTNEED). The host of a virtual disk may cache."
     )
-    results: Result = {}
-    if args.json and Path(args.json).exists():
-        old = json.loads(Path(args.json).read_text())
-        if old["sizes"] == json.loads(json.dumps(dataclasses.asdict(sizes))):
-            results = old["results"]
+    results: Result = earlier_results(args.json, dataclasses.asdict(sizes))
     try:
         for name in wanted:
             if name == "get":

@@ -21,7 +21,6 @@ import argparse
 import dataclasses
 import gc
 import itertools
-import json
 import os
 import shutil
 import tempfile
@@ -33,7 +32,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Claim, console, environment, noise, print_claims, progress_bar, spread, write_json
+from common import (
+    Claim,
+    console,
+    earlier_results,
+    environment,
+    noise,
+    print_claims,
+    progress_bar,
+    select_claims,
+    spread,
+    write_json,
+)
 from train_sides import LR, Fm, Lap, Mlp, Ours, Plain, all_keys, same_start
 
 from thermocline.data.synthetic import SyntheticAds
@@ -331,9 +341,7 @@ def main() -> None:
     sizes = QUICK if args.quick else FULL
     given = {name: getattr(args, name) for name in ("keys", "rounds", "steps") if getattr(args, name)}
     sizes = dataclasses.replace(sizes, **given)
-    wanted = args.only.split(",") if args.only else list(CLAIMS)
-    if unknown := set(wanted) - set(CLAIMS):
-        raise SystemExit(f"--only {','.join(unknown)}: choose from {','.join(CLAIMS)}")
+    wanted = select_claims(args.only, CLAIMS)
     torch.set_num_threads(args.torch_threads)
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, set explicitly to avoid a warning
     folder = Path(args.dir or tempfile.mkdtemp(prefix="thermocline-bench-"))
@@ -345,10 +353,7 @@ def main() -> None:
         f"{sizes.rounds} laps of {sizes.steps} steps; load average {os.getloadavg()[0]:.1f}"
     )
     setup = {**dataclasses.asdict(sizes), "torch_threads": args.torch_threads}
-    results: Result = {}
-    if args.json and Path(args.json).exists():
-        old = json.loads(Path(args.json).read_text())
-        results = old["results"] if old["sizes"] == setup else {}
+    results: Result = earlier_results(args.json, setup)
     runs = {
         "ssd": lambda: run_ssd(sizes, folder),
         "torch": lambda: run_torch(sizes),
