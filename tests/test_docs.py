@@ -163,7 +163,7 @@ def config_keys(cls: Any, prefix: str = "") -> Iterator[str]:
 def test_every_config_key_is_documented() -> None:
     text = (ROOT / "docs/command-line.md").read_text().partition("## Configuration")[2]
     documented: set[str] = set()
-    for title, rows in re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", text, re.MULTILINE | re.DOTALL):
+    for title, rows in re.findall(r"^### (\[.*?)\n(.*?)(?=^### |\Z)", text, re.MULTILINE | re.DOTALL):
         sections = re.findall(r"\[([\w.]+)\]", title)
         prefix = f"{sections[0]}." if len(sections) == 1 else "data." if sections[0].startswith("data.") else ""
         for row in re.findall(r"^\| (`.*?) \|", rows, re.MULTILINE):
