@@ -5,6 +5,8 @@ PYTHON = $(VENV_PYTHON)
 BUILD = build
 JOBS := $(shell nproc)
 PYTEST = $(PYTHON) -m pytest -n $(JOBS)
+# Evaluated when a recipe runs, after setup.
+SCRIPTS = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 CPP_TESTS = $(BUILD)/cpp/thermocline_tests
 
 GENERATOR := $(if $(shell command -v ninja),-G Ninja)
@@ -50,13 +52,13 @@ lint: setup
 	$(PYTHON) -m ruff check $(PY_FILES)
 	$(PYTHON) -m ruff format --check $(PY_FILES)
 	$(PYTHON) -m mypy
-	PYTHONPATH=src:. $(PYTHON) -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo --no-cache
-	$(dir $(VENV_PYTHON))clang-format --dry-run -Werror $(CPP_FILES)
+	PYTHONPATH=src:. $(SCRIPTS)/lint-imports --no-logo --no-cache
+	$(SCRIPTS)/clang-format --dry-run -Werror $(CPP_FILES)
 
 format: setup
 	$(PYTHON) -m ruff check --fix $(PY_FILES)
 	$(PYTHON) -m ruff format $(PY_FILES)
-	$(dir $(VENV_PYTHON))clang-format -i $(CPP_FILES)
+	$(SCRIPTS)/clang-format -i $(CPP_FILES)
 
 # $(call configure_cpp,folder,options): library and tests, without Python.
 configure_cpp = @cmake -S . -B $(1) $(GENERATOR) -DTHERMOCLINE_BIND=OFF -DTHERMOCLINE_TESTS=ON $(2) > /dev/null \

@@ -93,7 +93,7 @@ def test_block_counts_around_the_unrolled_loop(blocks: int, device: str) -> None
 @pytest.mark.parametrize("optimizer", OPTIMIZERS[:1] + OPTIMIZERS[-1:], ids=lambda o: type(o).__name__)
 def test_poolings(optimizer: Optimizer, pooling: str, weighted: bool, device: str) -> None:
     random = np.random.default_rng(7)
-    slots = slots_of_sizes([1] * 20 + [2, 4, 64, 65, 200], random, device)
+    slots = slots_of_sizes([1] * 12 + [2, 4, 64, 65, 130], random, device)
     offsets = None if pooling == "none" else random_offsets(len(slots), random, device)
     check(slots, 12, optimizer, random, offsets=offsets, weighted=weighted, mean=pooling == "mean")
 
@@ -120,7 +120,7 @@ def test_keys_around_a_tile(keys: int, device: str) -> None:
     check(slots_of_sizes([65] * keys, random, device), 16, SGD(), random, steps=1)
 
 
-def test_nothing(device: str) -> None:
+def test_empty_batch(device: str) -> None:
     check(torch.zeros(0, dtype=torch.int32, device=device), 4, SGD(), np.random.default_rng(0))
 
 
@@ -128,9 +128,9 @@ def test_nothing(device: str) -> None:
 @pytest.mark.parametrize("size", [1e-20, 3e-23, 1e-39, 1e-44])
 def test_tiny_gradients_are_not_flushed_to_zero(optimizer: Optimizer, size: float, device: str) -> None:
     random = np.random.default_rng(9)
-    slots = slots_of_sizes([1, 3, 80], random, device)
+    slots = slots_of_sizes([1, 3, 66], random, device)
     grad = (floats((len(slots), 8), random, device).double() * size).float()
-    arena = check(slots, 8, optimizer, random, grad=grad, steps=3)
+    arena = check(slots, 8, optimizer, random, grad=grad)
     if isinstance(optimizer, Adam):
         assert arena.state is not None
         rows = slots.long().unique()
@@ -185,7 +185,7 @@ def test_random(ids: list[int], kind: int, dim: int, weighted: bool) -> None:
 def test_half_precision_rows(optimizer: Optimizer, dtype: torch.dtype, rounding: str, device: str) -> None:
     """Rows of half-precision weights and fp32 state."""
     random = np.random.default_rng(13)
-    slots = slots_of_sizes([1, 2, 64, 65, 130], random, device)
+    slots = slots_of_sizes([1, 2, 64, 66], random, device)
     dim, state = 12, optimizer.state_floats(12)
     arena = torch.zeros(20, 2 * dim + 4 * state + 4, dtype=torch.uint8, device=device)
     arena.view(dtype)[:, :dim] = floats((20, dim), random, device).to(dtype)
@@ -199,7 +199,7 @@ def test_half_precision_rows(optimizer: Optimizer, dtype: torch.dtype, rounding:
         whole = rows.view(torch.float32)[:, dim // 2 : dim // 2 + state]
         return rows.view(dtype)[:, :dim], whole if state else None
 
-    for number in (1, 2, 3):
+    for number in (1, 2):
         grads = floats((len(slots), dim), random, device)
         step = OptimizerStep.of(optimizer, number)
         update_rows(*parts(arena), segments, grads, None, None, step, codec)

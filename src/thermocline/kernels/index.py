@@ -185,11 +185,11 @@ def _claim_step(words, parked, stored, block, stride, blocks, active, found, ent
     """Advance every active search by one block."""
     # Entries are only filled while this runs, and every lane claims the first empty one: no key is inserted twice.
     at, vacant = probe(words, block, stored, active, FRESH)
-    wants = active & (at == WIDTH) & (vacant < WIDTH)
+    attempt = active & (at == WIDTH) & (vacant < WIDTH)
     empty = tl.full(stored.shape, EMPTY, tl.int64)
-    old = compare_and_swap(words + block * 8 + vacant, parked, empty, stored, wants)
-    won = wants & (old == EMPTY)
-    done = won | (active & (at < WIDTH)) | (wants & (old == stored))
+    old = compare_and_swap(words + block * 8 + vacant, parked, empty, stored, attempt)
+    won = attempt & (old == EMPTY)
+    done = won | (active & (at < WIDTH)) | (attempt & (old == stored))
     found = tl.where(done, block, found)
     entry = tl.where(done, tl.where(at < WIDTH, at, vacant), entry)
     continues = active & (at == WIDTH) & (vacant == WIDTH)
