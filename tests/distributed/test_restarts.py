@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -25,14 +26,19 @@ SERIAL = RunOptions("two", 0.25, 1, 1)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the result of the run without interruption, which is equal on all ranks."""
-    folder = str(tmp_path_factory.mktemp("undisturbed"))
-    results = run_ranks(PAIR, functools.partial(train, resume=False), JOB, OPTIONS, folder)
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Return the folder and the result, equal on all ranks, of a run without interruption."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    results = run_ranks(PAIR, functools.partial(train, resume=False), JOB, OPTIONS, str(folder))
     assert results[0] == results[1]
     assert results[0]["steps"] == 40
     assert results[0]["examples"] == 2 * (40 + 33)
-    return results[0]
+    return folder, results[0]
+
+
+@pytest.fixture
+def undisturbed(finished_run: tuple[Path, Any]) -> Any:
+    return finished_run[1]
 
 
 @pytest.mark.parametrize("kill_at", [23, "run.committed:5", "run.flushed:7"])
@@ -97,9 +103,9 @@ def test_sigterm_to_one_rank(undisturbed: Any, tmp_path: Path) -> None:
         assert {**result, "examples": 0} == {**undisturbed, "examples": 0}
 
 
-def test_resharding(tmp_path: Path) -> None:
+def test_resharding(finished_run: tuple[Path, Any], tmp_path: Path) -> None:
     """Saved by 2 ranks, loaded and saved by 2, 4, 1 and 2 ranks: always the same rows."""
-    run_ranks(PAIR, functools.partial(train, resume=False), JOB, OPTIONS, str(tmp_path))
+    shutil.copytree(finished_run[0], tmp_path, dirs_exist_ok=True)
     loads = [
         run_ranks(nodes, load_and_save, JOB, OPTIONS, str(tmp_path)) for nodes in (PAIR, TWO_BY_TWO, ONE_RANK, PAIR)
     ]

@@ -13,12 +13,12 @@ import torch
 
 from thermocline.distributed.topology import Topology
 
-Exchange = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
+AllToAll = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
 """Direct all-to-all of the node: (values, items to each rank, items from each rank) -> received values, by sender."""
 
 
 def relayed_all_to_all(
-    topology: Topology, values: torch.Tensor, sizes: list[list[int]], exchange: Exchange
+    topology: Topology, values: torch.Tensor, sizes: list[list[int]], exchange: AllToAll
 ) -> tuple[torch.Tensor, int]:
     """Return the received values, by sender, and the number of items that this rank forwarded for other pairs.
 
