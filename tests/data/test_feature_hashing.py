@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,37 @@ def test_invalid_arrays_are_rejected() -> None:
 
 
 # ---- data and configs
+
+
+def test_readme_examples(tmp_path: Path) -> None:
+    """The program in the README runs, and its [data.hashing] and [precision] sections train."""
+    blocks = re.findall(r"```(toml|python)\n(.*?)```", (Path(__file__).parents[2] / "README.md").read_text(), re.DOTALL)
+    program = next(text for kind, text in blocks if kind == "python" and "tc.hashing" in text)
+    scope: dict[str, Any] = {}
+    exec(program, scope)
+    assert scope["ids"].tolist() == scope["hashed"].ids.tolist()
+    assert scope["ids"][3] in scope["ids"][:3]
+    assert scope["table"].precision.bits == 8
+    scope["table"].close()
+
+    config = next(text for kind, text in blocks if kind == "toml" and text.startswith("# ads.toml"))
+    sections = next(text for kind, text in blocks if kind == "toml" and "[data.hashing]" in text)
+    lines = ["click,price,age,site,ad", *(f"{i % 2},{i},{i % 50},{i % 7},{i % 11}" for i in range(400))]
+    for name in ("day_1.csv", "last.csv"):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    text = config.replace("day_*.csv.gz", str(tmp_path / "day_*.csv")).replace("last.csv", str(tmp_path / "last.csv"))
+    sets = [
+        f"train.run_dir={tmp_path / 'run'}",
+        f"tiers.ssd={tmp_path / 'store'}",
+        "tiers.mem=64MB",
+        "model.hidden=[8]",
+    ]
+    for part in (sections, sections.replace("# range", "range").replace("# scale_lr", "scale_lr")):
+        parsed = tc.Config.parse(f"{text}\n{part}", [*sets, "train.display=false", "train.tensorboard=false"])
+        assert (parsed.precision.kind, parsed.data.hashing.k) == ("int8", 1 << 24)  # type: ignore[union-attr]
+    assert parsed.precision.scale_lr == 0.01
+    with tc.Run(parsed) as run:
+        assert run.fit().progress.examples == 400
 
 
 def test_synthetic_ads_and_files_hash_equally(tmp_path: Path) -> None:
