@@ -165,7 +165,7 @@ def test_files_with_other_columns(tmp_path: Path) -> None:
     message = refused("eval", "run", "new.csv", "--set", 'data.ignore=["shop"]', code=1)
     assert message.endswith("prediction needs no label")
     Path("few.csv").write_text("label,user\n1,u1\n")
-    assert "it lacks 'price' (add them; empty values will do)" in refused("eval", "run", "few.csv", code=1)
+    assert "it lacks 'price' (add them; values may be empty)" in refused("eval", "run", "few.csv", code=1)
     Path("few.csv").write_text("label,user,price\n1,u1,\n0,u2,\n")
     done("eval", "run", "few.csv")
 

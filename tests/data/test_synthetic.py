@@ -15,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 import thermocline as tc
 from thermocline import SyntheticAds
 from thermocline.batch import Batch
+from thermocline.data.ads_distribution import AdsDistribution
 from thermocline.data.paper_models import mlp_parameters
 from thermocline.training.metrics import auc
 
@@ -45,6 +46,17 @@ def test_bits_do_not_depend_on_threads_batch_size_or_order() -> None:
     for number in (15, 3, 0):
         assert contents(ads.batch(number)) == contents(batches[number])
     assert joined(SyntheticAds(**SMALL, batch_size=333, examples=1000)) == joined(batches)
+
+
+def test_distribution_and_options_are_equivalent() -> None:
+    by_options = SyntheticAds(**SMALL, seed=4, batch_size=64)
+    by_distribution = SyntheticAds(AdsDistribution(**SMALL, seed=4), batch_size=64)
+    overridden = SyntheticAds(AdsDistribution(**SMALL, seed=3), seed=4, batch_size=64)
+    for ads in (by_distribution, overridden):
+        assert contents(ads.batch(2)) == contents(by_options.batch(2))
+        assert ads.batch(2).position == by_options.batch(2).position
+    with pytest.raises(TypeError, match="unexpected keyword argument 'key'"):
+        SyntheticAds(key=3)
 
 
 def test_seeds_and_splits_differ_but_share_keys() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint manifests: JSON with a checksum of its own content. Loads no torch."""
+"""Checkpoint manifests: JSON with a checksum of the content. Loads no torch."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class PaperModel:
     hidden: tuple[int, ...]
     """Widths of an MLP with `dense_parameters` (fields * dim inputs, one output)."""
     dense_parameters: int
-    """As published, not scaled."""
+    """Published value, not scaled."""
     model_bytes: int
     mem: int
     """Bytes of DRAM of the paper's cluster, scaled."""

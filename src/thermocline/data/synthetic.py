@@ -9,21 +9,20 @@ bits for any number of threads.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
+import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from thermocline.arrays import Floats, Keys
 from thermocline.batch import Batch
 from thermocline.config.data import Hashing, Split
-from thermocline.core import core
+from thermocline.data.ads_distribution import AdsDistribution
 from thermocline.data.feature_hashing import make_hasher
 from thermocline.data.paper_models import PaperModel
 from thermocline.data.writers import OUTPUT_FORMATS, OutputFormat, write_parquet, write_text
-from thermocline.errors import ThermoclineError, require, require_type, whole_number
+from thermocline.errors import require, require_type, whole_number
 from thermocline.utils.cpu_affinity import cores
 
 # First example number of each split: the splits are disjoint ranges. The fourth quarter calibrates the teacher.
@@ -41,72 +40,44 @@ class SyntheticAds:
 
     def __init__(
         self,
+        distribution: AdsDistribution | None = None,
         *,
-        keys: int | Sequence[int] = 1_000_000,
-        fields: int = 26,
-        nonzeros: int | tuple[int, int] | None = None,
-        zipf: float | Sequence[float] = 1.05,
-        spread: float = 100.0,
-        dense: int = 0,
         batch_size: int = 4096,
         examples: int | None = None,
-        seed: int = 0,
         split: Split = "train",
-        base_rate: float = 0.2,
-        signal: float = 2.5,
-        label_noise: float = 0.05,
         hashing: Hashing | None = None,
         start: int | Mapping[str, Any] | None = None,
         threads: int | None = None,
         tensors: bool = True,
         shard: tuple[int, int] = (0, 1),
+        **options: Any,
     ) -> None:
         """
-        keys         total number of keys, up to 2**63, divided among the fields; or one number per field
-        fields       number of fields, if `keys` is one number
-        nonzeros     ids per example, distributed evenly over the fields; or (least, most). Default: one per field
-        zipf         Zipf exponent of the key frequencies (0: uniform); or one per field
-        spread       ratio of the key counts of the largest and the smallest field
-        dense        number of dense features
-        examples     examples per epoch; None means endless
-        base_rate    fraction of labels that are 1
-        signal       standard deviation of the teacher's logits: 2.5 gives the teacher an AUC near 0.85
-        label_noise  fraction of labels drawn with `base_rate` instead of by the teacher
-        hashing      feature hashing of the batches' keys; `write` writes the keys themselves
-        start        start of the first iteration: a batch's `position`, or a number of examples
-        threads      threads that generate a batch; default: all cores
-        tensors      return labels and dense features as torch tensors; False returns NumPy arrays
-        shard        (number, count): generate every count-th batch of the epoch, beginning with batch `number`
+        distribution  keys, fields, labels ...; `options` override its fields: keys, fields, nonzeros, zipf, spread,
+                      dense, seed, base_rate, signal, label_noise (see `AdsDistribution`)
+        batch_size    examples per batch
+        examples      examples per epoch; None means endless
+        split         training, validation and test data have different examples
+        hashing       feature hashing of the batches' keys; `write` writes the keys themselves
+        start         start of the first iteration: a batch's `position`, or a number of examples
+        threads       threads that generate a batch; None means all cores
+        tensors       return labels and dense features as torch tensors; False returns NumPy arrays
+        shard         (number, count): generate every count-th batch of the epoch, beginning with batch `number`
         """
         rule = "(number, count) with 0 <= number < count"
         require_type(shard, tuple | list, "shard", rule)
         require(len(shard) == 2 and 0 <= shard[0] < shard[1], "shard", shard, rule)
-        fields, dense, seed = whole_number(fields, "fields"), whole_number(dense, "dense"), whole_number(seed, "seed")
         batch_size = whole_number(batch_size, "batch_size")
-        threads = None if threads is None else whole_number(threads, "threads")
-        rates = {"spread": spread, "base_rate": base_rate, "signal": signal, "label_noise": label_noise}
-        for name, rate in rates.items():
-            require_type(rate, int | float, name, "a number")
-        require_type(hashing, Hashing | None, "hashing", "a Hashing, or None")
-        self.keys, self.nonzeros = _field_sizes(keys, fields, nonzeros, spread)
-        self._fields = len(self.keys)
-        self.zipf = _exponents(zipf, self._fields)
         require(batch_size >= 1, "batch_size", batch_size, "at least 1")
-        require(dense >= 0, "dense", dense, "at least 0")
-        require(0 <= seed < 2**64, "seed", seed, "from 0 to 2**64 - 1")
-        self.dense = dense
+        threads = None if threads is None else whole_number(threads, "threads")
+        require_type(hashing, Hashing | None, "hashing", "a Hashing, or None")
+        base = AdsDistribution() if distribution is None else distribution
+        self.distribution = dataclasses.replace(base, **options)
         self.batch_size = batch_size
-        self.seed = seed
         self.tensors = tensors
         self.shard = shard
-        config = [seed, self.keys, self.zipf, self.nonzeros, dense, base_rate, signal, label_noise]
-        self._config = hashlib.blake2b(json.dumps(config).encode(), digest_size=8).hexdigest()
-        workers = cores() if threads is None else threads
-        sizes = (list(self.keys), list(self.zipf), *self.nonzeros, dense)
-        try:
-            self._core = core.Synth(seed, *sizes, base_rate, signal, label_noise, workers)
-        except ThermoclineError as error:
-            raise ValueError(str(error)) from None
+        self._config = self.distribution.digest()
+        self._core = self.distribution.generator(cores() if threads is None else threads)
         self._hasher = make_hasher(hashing, threads)
         self._plan: PaperModel | None = None
         self._next = 0
@@ -133,9 +104,33 @@ class SyntheticAds:
         return self._plan
 
     @property
+    def keys(self) -> tuple[int, ...]:
+        """Number of keys of each field."""
+        return self.distribution.field_keys
+
+    @property
+    def zipf(self) -> tuple[float, ...]:
+        """Zipf exponent of each field."""
+        return self.distribution.field_zipf
+
+    @property
+    def nonzeros(self) -> tuple[int, int]:
+        """Least and most ids per example."""
+        return self.distribution.nonzeros_range
+
+    @property
+    def dense(self) -> int:
+        """Number of dense features."""
+        return self.distribution.dense
+
+    @property
+    def seed(self) -> int:
+        return self.distribution.seed
+
+    @property
     def fields(self) -> int:
         """Number of fields of a batch; 1 if hashing combines them."""
-        return self._fields if self._hasher is None else self._hasher.settings.fields_of(self._fields)
+        return len(self.keys) if self._hasher is None else self._hasher.settings.fields_of(len(self.keys))
 
     def some_keys(self, first: int, end: int) -> Keys:
         """Return keys number first .. end - 1 of all sum(self.keys), numbered by field, then by falling frequency."""
@@ -229,7 +224,7 @@ class SyntheticAds:
         after = first + examples + (self.shard[1] - 1) * self.batch_size  # first example of this shard's next batch
         if self.examples is not None:
             after = min(after, self.examples)
-        return Batch(ids, offsets, self._fields, None, features, target, self._position(after))
+        return Batch(ids, offsets, len(self.keys), None, features, target, self._position(after))
 
     def key_of(self, field: int, rank: int) -> int:
         """Return the key of a field with frequency rank `rank`, counted from 0."""
@@ -283,7 +278,7 @@ class SyntheticAds:
 
     @property
     def _one_hot(self) -> bool:
-        return self.nonzeros == (self._fields,) * 2
+        return self.nonzeros == (len(self.keys),) * 2
 
     def _chunks(self, first: int, end: int, progress: Callable[[int], None]) -> Iterator[Batch]:
         """Yield the examples in chunks whose size does not depend on batch_size or examples_per_file."""
@@ -299,52 +294,6 @@ class SyntheticAds:
         name = "" if self._plan is None else f"{self._plan.name}/{self._plan.scale:g}, "
         count = "endless" if self.examples is None else f"{self.examples} examples"
         return (
-            f"SyntheticAds({name}{self.split_name}, {sum(self.keys)} keys in {self._fields} fields, {ids} ids per "
+            f"SyntheticAds({name}{self.split_name}, {sum(self.keys)} keys in {len(self.keys)} fields, {ids} ids per "
             f"example, {count}, seed={self.seed})"
         )
-
-
-def _field_sizes(
-    keys: int | Sequence[int], fields: int, nonzeros: int | tuple[int, int] | None, spread: float
-) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Return the number of keys of each field, and the least and most ids per example."""
-    if isinstance(keys, Iterable) and not isinstance(keys, str):
-        sizes = tuple(whole_number(size, f"keys[{i}]") for i, size in enumerate(keys))
-        return sizes, _nonzeros_range(len(sizes) if nonzeros is None else nonzeros)
-    keys = whole_number(keys, "keys", "a whole number, or one per field")
-    require(1 <= fields <= 65536, "fields", fields, "from 1 to 65536")
-    ids = _nonzeros_range(fields if nonzeros is None else nonzeros)
-    return _divide_keys(keys, fields, spread, -(-ids[1] // fields)), ids
-
-
-def _exponents(zipf: float | Sequence[float], fields: int) -> tuple[float, ...]:
-    """Return one Zipf exponent per field."""
-    for exponent in zipf if isinstance(zipf, Iterable) else [zipf]:
-        require_type(exponent, int | float, "zipf", "a number, or one per field")
-    exponents = tuple(zipf) if isinstance(zipf, Iterable) else (float(zipf),) * fields
-    if len(exponents) != fields:
-        raise ValueError(f"{len(exponents)} zipf exponents for {fields} fields: give one, or one per field")
-    return exponents
-
-
-def _nonzeros_range(nonzeros: int | tuple[int, int]) -> tuple[int, int]:
-    rule = "a number from 1 to 2**24, or (least, most)"
-    pair = nonzeros if isinstance(nonzeros, (tuple, list)) and len(nonzeros) == 2 else (nonzeros, nonzeros)
-    low, high = (whole_number(number, "nonzeros", rule) for number in pair)
-    require(1 <= low <= high <= 1 << 24, "nonzeros", nonzeros, rule)
-    return low, high
-
-
-def _divide_keys(keys: int, fields: int, spread: float, least: int) -> tuple[int, ...]:
-    """Divide `keys` among fields in a falling geometric series of ratio `spread`, at least `least` each."""
-    require(1 <= keys <= 1 << 63, "keys", keys, "from 1 to 2**63")
-    require(1 <= spread <= 1e6, "spread", spread, "from 1 to 1e6")
-    # Rounded to integers, so that the last bit of pow does not change the data.
-    shares = [round(2**30 * spread ** (-field / max(fields - 1, 1))) for field in range(fields)]
-    sizes = [max(least, keys * share // sum(shares)) for share in shares]
-    sizes[0] = keys - sum(sizes[1:])
-    if sizes[0] < least:
-        raise ValueError(
-            f"{keys} keys are too few: each of {fields} fields needs {least}, the most ids of one example in a field"
-        )
-    return tuple(sizes)

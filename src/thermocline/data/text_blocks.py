@@ -200,7 +200,7 @@ class TextBlocks:
     def pieces(self, split: InputSplit, first: int) -> Iterator[Piece]:
         """Yield pieces: piece i holds the lines that end in the i-th `block_bytes` of text.
 
-        A last line without a line break is a piece of its own.
+        A last line without a line break is a separate piece.
         """
         begin, carry, number = split.start, b"", 0
 

@@ -25,7 +25,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-class World(Protocol):
+class NumberedKeys(Protocol):
     """A data set with numbered keys, such as `tc.SyntheticAds`."""
 
     @property
@@ -34,16 +34,16 @@ class World(Protocol):
     def some_keys(self, first: int, end: int) -> Keys: ...
 
 
-def pieces(world: World, piece: int = PIECE) -> Iterator[Keys]:
+def pieces(source: NumberedKeys, piece: int = PIECE) -> Iterator[Keys]:
     """Yield all keys by number, `piece` keys at a time."""
-    total = sum(world.keys)
+    total = sum(source.keys)
     for first in range(0, total, piece):
-        yield world.some_keys(first, min(total, first + piece))
+        yield source.some_keys(first, min(total, first + piece))
 
 
 def fill_store(
     store: SsdStore,
-    world: World,
+    source: NumberedKeys,
     rows: Callable[[Keys], Floats],
     *,
     done: int = 0,
@@ -53,12 +53,12 @@ def fill_store(
     """Write a row for every key to an SSD store; return the number of rows written so far. Does not commit.
 
     rows    maps keys to their rows; called from several threads
-    done    return value of an earlier call that `after` stopped, with the same `piece`: resumes behind it
+    done    return value of an earlier call that `after` stopped, with the same `piece`: resumes after it
     after   called with the number of rows so far after each piece; returning False stops the call
     """
     workers = min(8, cores())
     with ThreadPoolExecutor(workers, "thermocline-bulk") as pool:
-        partitions = _partition(pool, world, piece)
+        partitions = _partition(pool, source, piece)
 
         def sorted_rows(keys: Keys) -> tuple[Keys, Floats]:
             keys = keys[np.argsort(hash_keys(keys))]
@@ -78,13 +78,13 @@ def fill_store(
     return done
 
 
-def _partition(pool: ThreadPoolExecutor, world: World, piece: int) -> list[Keys]:
+def _partition(pool: ThreadPoolExecutor, source: NumberedKeys, piece: int) -> list[Keys]:
     """Partition all keys by ranges of their hash, into partitions of about `piece` keys."""
-    total = sum(world.keys)
+    total = sum(source.keys)
     count = max(1, -(-total // piece))
 
     def sort_by_partition(first: int) -> tuple[Keys, Any]:
-        keys = world.some_keys(first, min(total, first + PIECE))
+        keys = source.some_keys(first, min(total, first + PIECE))
         partition = ((hash_keys(keys) >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)).astype(np.uint16)
         order = np.argsort(partition, kind="stable")  # a radix sort for 16-bit integers
         return keys[order], np.cumsum(np.bincount(partition, minlength=count))[:-1]
