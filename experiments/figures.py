@@ -81,7 +81,7 @@ def draw(figure: Figure, stem: str) -> str:
 
 def inline(svg: str) -> str:
     """Return a drawn figure without its style sheet, for a page that has it."""
-    return re.sub(r"\n<style>.*?</style>", "", svg, count=1)
+    return re.sub(r"\n<style>.*?</style>", "", svg, count=1).strip()
 
 
 def plot(figure: Figure) -> Canvas:

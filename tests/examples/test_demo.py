@@ -29,7 +29,7 @@ def run_demo(folder: Path, **options: Any) -> None:
 def test_the_demo_prints_its_report_and_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_demo(tmp_path)
     text = " ".join(capsys.readouterr().out.split())
-    for words in (
+    for word in (
         "step 12",
         "saved step",
         "AUC",
