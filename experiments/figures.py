@@ -140,7 +140,7 @@ def _draw_lines(axes: Axes, figure: Figure) -> list[Any]:
 
 
 def _points(series: Series, figure: Figure) -> list[tuple[float, float]]:
-    """Return the points with a value; a logarithmic axis has no place for 0."""
+    """Return the points with a value; a logarithmic axis cannot show 0."""
     points = [(float(x), float(y)) for x, y in zip(series.x, series.y, strict=True) if y is not None]
     return [
         (x, y) for x, y in points if (x > 0 or figure.x_scale == "linear") and (y > 0 or figure.y_scale == "linear")
