@@ -81,7 +81,7 @@ def draw(figure: Figure, stem: str) -> str:
 
 def inline(svg: str) -> str:
     """Return a drawn figure without its style sheet, for a page that has it."""
-    return re.sub(r"\n<style>.*?</style>", "", svg, count=1)
+    return re.sub(r"\n<style>.*?</style>", "", svg, count=1).strip()
 
 
 def plot(figure: Figure) -> Canvas:
@@ -140,7 +140,7 @@ def _draw_lines(axes: Axes, figure: Figure) -> list[Any]:
 
 
 def _points(series: Series, figure: Figure) -> list[tuple[float, float]]:
-    """Return the points with a value; a logarithmic axis has no place for 0."""
+    """Return the points with a value; a logarithmic axis cannot show 0."""
     points = [(float(x), float(y)) for x, y in zip(series.x, series.y, strict=True) if y is not None]
     return [
         (x, y) for x, y in points if (x > 0 or figure.x_scale == "linear") and (y > 0 or figure.y_scale == "linear")

@@ -130,7 +130,7 @@ def cell_text(value: Cell) -> str:
             return value
         case int():
             return f"{value:,}"
-    for least, form in ((1000, ",.0f"), (1, ".4g"), (1e-3, ".4f"), (1e-6, ".6f")):
+    for least, form in ((1000, ",.0f"), (1, ".4g"), (1e-2, ".4f"), (1e-6, ".6f")):
         if abs(value) >= least:
             return f"{value:{form}}"
     return f"{value:.4g}"

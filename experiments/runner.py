@@ -69,14 +69,15 @@ def rebuild(source: str | Path, out: str | Path | None = None) -> Outcome:
     out   folder of the new report; None replaces the earlier one
     """
     folder = Path(source) / "results"
-    found = {name: results for name in registry.NAMES if (results := ExperimentResults.read(folder, name)) is not None}
-    if not found:
+    files = [ExperimentResults.read(folder, name) for name in registry.NAMES]
+    earlier = [results for results in files if results is not None]
+    if not earlier:
         raise ConfigError(f"--from is {source}: {folder} contains no results of an experiment")
     target = Path(source) if out is None else Path(out)
-    chapters = [_finished_chapter(registry.load(name), results) for name, results in found.items()]
     if out is not None:
-        for results in found.values():
+        for results in earlier:
             results.write(target / "results")
+    chapters = [_finished_chapter(registry.load(results.experiment), results) for results in earlier]
     page, claims = _write_report(target, chapters)
     return Outcome(page, 0, claims)
 

@@ -88,6 +88,12 @@ class Squares:
         )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save the time of matplotlib; test_figures.py tests the drawings."""
+    monkeypatch.setattr(report.figures, "draw", lambda figure, stem: f'<svg class="plot" id="{stem}"></svg>')
+
+
 def run(folder: Path, squares: Squares, setup: Setup = SETUP, **more: Experiment) -> runner.Outcome:
     return run_all(folder, {"squares": squares.experiment, **more}, setup, COMMAND)
 
