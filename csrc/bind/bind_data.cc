@@ -23,7 +23,7 @@ namespace {
 void init_synth(Synth* self, uint64_t seed, const std::vector<uint64_t>& keys, const std::vector<double>& exponents,
                 uint64_t min_ids, uint64_t max_ids, size_t dense, double base_rate, double signal, double label_noise,
                 int threads) {
-  if (keys.size() != exponents.size()) throw Error("synthetic ads: one exponent per field");
+  if (keys.size() != exponents.size()) throw Error("synthetic ads: keys and exponents differ in length");
   SynthOptions o;
   o.seed = seed;
   for (size_t f = 0; f < keys.size(); ++f) o.fields.push_back({keys[f], exponents[f]});
@@ -51,7 +51,7 @@ auto generate(const Synth& self, uint64_t first, size_t examples) {
 }
 
 uint64_t key_of(const Synth& self, size_t field, uint64_t rank) {
-  if (field >= self.fields()) throw Error("synthetic ads: there is no field " + std::to_string(field));
+  if (field >= self.fields()) throw Error("synthetic ads: no field " + std::to_string(field));
   return self.key_of(field, rank);
 }
 
@@ -66,9 +66,9 @@ auto keys(const Synth&, uint64_t first, size_t count) {
 
 nb::bytes text(KeysArg ids, Array<int64_t> offsets, size_t fields, Array<float> labels, bool with_fields) {
   const size_t examples = labels.size();
-  // Offsets are those of a Batch, which has checked them against its ids.
+  // The Batch has checked its offsets against its ids.
   if (offsets.size() != examples * fields + 1 || static_cast<size_t>(offsets.data()[examples * fields]) != ids.size()) {
-    throw Error("text: offsets do not fit the ids and labels");
+    throw Error("to_text: offsets do not match the ids and labels");
   }
   std::string lines;
   {

@@ -22,18 +22,18 @@ using Call = HashedBags (OpOsrp::*)(const uint64_t*, const float*, const int64_t
 
 HashedBags hash(const OpOsrp& self, Call call, const KeysArg& ids, const WeightsArg& weights,
                 const Array<int64_t>& offsets) {
-  // Offsets are those of CSR arrays that Python has checked; what memory safety hangs on is checked again.
+  // Python has checked the CSR arrays; memory safety is checked again.
   const size_t bags = offsets.size() - 1;
   if (offsets.size() == 0 || offsets.data()[0] != 0 || static_cast<size_t>(offsets.data()[bags]) != ids.size() ||
       (weights && weights->size() != ids.size())) {
-    throw Error("hashing: offsets or weights do not fit the ids");
+    throw Error("hashing: offsets or weights do not match the ids");
   }
   const uint64_t* const keys = ids.data();
   const float* const factors = weights ? weights->data() : nullptr;
   const int64_t* const cuts = offsets.data();
   nb::gil_scoped_release release;
   for (size_t b = 0; b < bags; ++b) {
-    if (cuts[b] > cuts[b + 1]) throw Error("hashing: offsets fall");
+    if (cuts[b] > cuts[b + 1]) throw Error("hashing: offsets decrease");
   }
   return (self.*call)(keys, factors, cuts, bags);
 }

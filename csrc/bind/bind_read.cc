@@ -36,7 +36,7 @@ nb::object numpy_or_none(Grown<T> array) {
   return array.size() == 0 ? nb::none() : nb::cast(to_numpy(std::move(array)));
 }
 
-// The bytes of any object with the buffer protocol, for as long as this lives. Made and ended with the GIL.
+// The bytes of an object with the buffer protocol. Construct and destroy it with the GIL held.
 class Buffer {
  public:
   explicit Buffer(nb::handle object) {
@@ -59,7 +59,7 @@ NumberRule make_rule(bool log, double mean, double inverse_deviation, const Buck
   } else if (const auto& name = std::get<std::string>(bucket); name == "log_square") {
     rule.bucket = Bucket::kLogSquare;
   } else if (name != "none") {
-    throw Error("bucket = \"" + name + "\": a width, \"log_square\" or \"none\" is possible");
+    throw Error("bucket is \"" + name + "\"; it must be a width, \"log_square\" or \"none\"");
   }
   return rule;
 }
@@ -70,7 +70,7 @@ Role role_of(const std::string& name) {
   if (name == "dense") return Role::kDense;
   if (name == "number_key") return Role::kNumberKey;
   if (name == "ignore") return Role::kIgnore;
-  throw Error("a column's role is label, key, dense, number_key or ignore, not \"" + name + "\"");
+  throw Error("role of a column is \"" + name + "\"; it must be label, key, dense, number_key or ignore");
 }
 
 void init_parser(TextParser* self, const std::string& kind, const std::string& delimiter, bool quoting,
@@ -81,9 +81,9 @@ void init_parser(TextParser* self, const std::string& kind, const std::string& d
   } else if (kind == "libffm") {
     options.format = Format::kLibffm;
   } else if (kind != "libsvm") {
-    throw Error("a parser's kind is libsvm, libffm or table, not \"" + kind + "\"");
+    throw Error("kind is \"" + kind + "\"; it must be libsvm, libffm or table");
   }
-  if (delimiter.size() != 1) throw Error("a delimiter is one byte, not \"" + delimiter + "\"");
+  if (delimiter.size() != 1) throw Error("delimiter is \"" + delimiter + "\"; it must be one byte");
   options.delimiter = delimiter[0];
   for (const auto& [role, name, log, mean, inverse_deviation, bucket] : columns) {
     options.columns.push_back({role_of(role), name, make_rule(log, mean, inverse_deviation, bucket)});
@@ -101,7 +101,7 @@ nb::tuple parse(const TextParser& self, nb::handle block, bool skip_errors) {
   }
   nb::list errors;
   for (const Malformed& error : parsed.errors) {
-    // Values are whatever the file holds.
+    // The values in a message may not be valid UTF-8.
     errors.append(nb::make_tuple(
         error.line,
         nb::steal(PyUnicode_DecodeUTF8(error.cause.data(), static_cast<Py_ssize_t>(error.cause.size()), "replace"))));
@@ -114,14 +114,14 @@ nb::tuple parse(const TextParser& self, nb::handle block, bool skip_errors) {
 Validity validity(const Mask& mask, size_t n) {
   if (!mask) return {nullptr};
   if (mask->size() != n) {
-    throw Error("a column of " + std::to_string(n) + " values has a mask of " + std::to_string(mask->size()));
+    throw Error("a column has " + std::to_string(n) + " values, its mask has " + std::to_string(mask->size()));
   }
   return {reinterpret_cast<const uint8_t*>(mask->data())};
 }
 
 template <typename Offset>
 auto hash_strings_of(const std::string& field, Array<Offset> offsets, Array<uint8_t> data, const Mask& valid) {
-  if (offsets.size() == 0) throw Error("column \"" + field + "\": offsets are one more than values, not none");
+  if (offsets.size() == 0) throw Error("column \"" + field + "\": offsets is empty; expected one more than values");
   const size_t n = offsets.size() - 1;
   const Validity mask = validity(valid, n);
   Grown<uint64_t> keys;

@@ -31,9 +31,9 @@ auto unlocked(Fn&& fn) {
 template <typename Rows>
 void check_rows(const SsdStore& store, size_t keys, const Rows& rows) {
   if (rows.shape(0) != keys || rows.shape(1) != store.row_bytes() || (keys > 0 && rows.stride(1) != 1)) {
-    throw Error("rows are " + std::to_string(rows.shape(0)) + " x " + std::to_string(rows.shape(1)) +
-                " bytes: needed are " + std::to_string(keys) + " x " + std::to_string(store.row_bytes()) +
-                ", the bytes of a row contiguous");
+    throw Error("rows have shape (" + std::to_string(rows.shape(0)) + ", " + std::to_string(rows.shape(1)) +
+                ") in bytes, expected (" + std::to_string(keys) + ", " + std::to_string(store.row_bytes()) +
+                ") with contiguous rows");
   }
 }
 
@@ -41,7 +41,7 @@ IoEngine engine_named(const std::string& name) {
   if (name == "auto") return IoEngine::kAuto;
   if (name == "io_uring") return IoEngine::kUring;
   if (name == "pread") return IoEngine::kPread;
-  throw Error("io_engine is '" + name + "': it is one of auto, io_uring, pread");
+  throw Error("io_engine is '" + name + "'; it must be auto, io_uring or pread");
 }
 
 std::unique_ptr<SsdStore> open_store(const nb::bytes& path, const StoreOptions& options, const std::string& io_engine,
@@ -111,14 +111,15 @@ nb::dict stats(const SsdStore& self) {
   return d;
 }
 
-// A scan and the width of the rows it writes.
+// A scan and its row size.
 struct BoundScan {
   std::unique_ptr<SsdStore::Scan> scan;
   size_t row_bytes;
 
   size_t next(nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> keys,
               nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows) {
-    if (rows.shape(0) != keys.size() || rows.shape(1) != row_bytes) throw Error("scan: keys and rows differ in size");
+    if (rows.shape(0) != keys.size() || rows.shape(1) != row_bytes)
+      throw Error("scan: rows must have shape (keys, row_bytes)");
     return unlocked([&, k = keys.data(), n = keys.size(), r = rows.data()] { return scan->next(n, k, r); });
   }
 };

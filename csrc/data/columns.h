@@ -1,5 +1,5 @@
-// Columns of values that are already in memory (Arrow), and what becomes of numbers: the same keys and features as the
-// same values in a text file (parse.h).
+// Keys and features of columns in memory (Arrow), equal to those of the same values in a text file (parse.h), and the
+// rules for numbers.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +14,11 @@ namespace thermocline {
 enum class Bucket : uint8_t {
   kNone,       // the text itself is the value
   kWidth,      // floor(x / width)
-  kLogSquare,  // x > 2: floor(ln(x)^2), else floor(x): the rule of Criteo's contest
+  kLogSquare,  // x > 2: floor(ln(x)^2), else floor(x), as in the Criteo contest
 };
 
-// x -> [sign(x) log(1 + |x|)] -> (x - mean) * inverse_deviation -> float32, or the number of its bucket. In doubles, by
-// arithmetic that gives the same bits on every machine.
+// x -> [sign(x) log(1 + |x|)] -> (x - mean) * inverse_deviation -> float32 or bucket number. Computed in double with
+// the same bits on every machine.
 struct NumberRule {
   bool log = false;
   double mean = 0;
@@ -27,21 +27,21 @@ struct NumberRule {
   double width = 0;
 };
 
-// Throws Error for a rule without sense (a width of zero, a mean that is not finite): names `column`.
+// Throws Error for an invalid rule (a width of zero, a mean that is not finite); the message has `column`.
 void check_rule(const NumberRule& rule, std::string_view column);
 
-// False: the result does not fit (float32, or a bucket number of 64 bits).
+// False: the result is out of range of float32, or of a 64-bit bucket number.
 bool number_feature(const NumberRule& rule, double x, float& out);
 bool number_bucket(const NumberRule& rule, double x, int64_t& out);
 
-// What to_keys and to_dense do when a value is missing (`valid` 0, or NaN): the key of "", and 0. `valid` null: none
-// is.
+// Mask of a column: valid[i] == 0 means that value i is missing; null: no value is. NaN is missing too. A missing value
+// has the key of "" and the dense feature 0.
 struct Validity {
   const uint8_t* valid;
   bool at(size_t i) const { return valid == nullptr || valid[i] != 0; }
 };
 
-// Value i is data[offsets[i], offsets[i + 1]). Offset: int32_t, int64_t. Throws when offsets leave the data.
+// Value i is data[offsets[i], offsets[i + 1]). Offset: int32_t, int64_t. Throws Error if an offset is out of range.
 template <typename Offset>
 Grown<uint64_t> hash_strings(std::string_view field, const Offset* offsets, size_t n, const uint8_t* data, size_t bytes,
                              Validity valid);
@@ -49,7 +49,7 @@ Grown<uint64_t> hash_strings(std::string_view field, const Offset* offsets, size
 template <typename Number>
 Grown<uint64_t> hash_numbers(std::string_view field, const Number* values, size_t n, Validity valid);
 
-// Throw for an infinite value or a result that does not fit; Bucket::kNone hashes the shortest text.
+// Throw Error for an infinite value or a result out of range. Bucket::kNone hashes the shortest text.
 Grown<float> number_dense(const NumberRule& rule, const double* values, size_t n, Validity valid);
 Grown<uint64_t> number_keys(std::string_view field, const NumberRule& rule, const double* values, size_t n,
                             Validity valid);

@@ -1,4 +1,4 @@
-// Examples of several parsed blocks in any order: shuffling, and cutting into batches.
+// Gathers examples of several parsed blocks in any order, for shuffling and batching.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace thermocline {
 
-// The arrays of parse.h's Parsed, wherever they are.
+// The arrays of one parsed block (parse.h).
 struct Examples {
   const uint64_t* ids;
   size_t id_count;
@@ -28,8 +28,8 @@ struct Gathered {
   Grown<float> labels;
 };
 
-// Example order[i] of the blocks' concatenation becomes example i. Throws Error for a number out of range and for
-// offsets that leave the ids.
+// Example i of the result is example order[i] of the concatenated blocks. Throws Error if an element of `order` or an
+// offset is out of range.
 Gathered gather_examples(const std::vector<Examples>& blocks, size_t fields, size_t dense, const int64_t* order,
                          size_t n);
 

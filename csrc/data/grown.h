@@ -1,5 +1,5 @@
-// An array of plain numbers that grows, is not initialised, and gives its memory to the next one: every block of a file
-// needs about the same large arrays, and new pages would have to be cleared for each.
+// A growing array of plain numbers without initialisation, with recycled memory: every block of a file needs arrays of
+// similar size, and new pages would have to be zeroed for each.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,7 @@ class Grown {
   T& operator[](size_t i) { return data_[i]; }
   const T& operator[](size_t i) const { return data_[i]; }
 
-  // What lies between size() and capacity() may be written, stays when memory grows, and is counted by resize().
+  // Elements between size() and capacity() may be written. They are kept when the array grows, and resize() adds them.
   void reserve(size_t capacity) {
     if (capacity > capacity_) reallocate(capacity);
   }
@@ -50,13 +50,13 @@ class Grown {
     reserve(size);
     size_ = size;
   }
-  // Ends a waste of more than half.
+  // Frees memory if more than half is unused.
   void shrink() {
     if (size_ < capacity_ / 2) reallocate(size_);
   }
 
  private:
-  static constexpr size_t kLarge = 256 << 10;  // bytes: below, malloc reuses memory by itself
+  static constexpr size_t kLarge = 256 << 10;  // bytes: malloc reuses smaller blocks
 
   void reallocate(size_t capacity) {
     if (capacity > static_cast<size_t>(-1) / 2 / sizeof(T)) throw std::bad_alloc();
@@ -79,8 +79,8 @@ class Grown {
     capacity_ = capacity;
   }
 
-  void* small_ = nullptr;  // one of the two
-  HugeBuffer large_;
+  void* small_ = nullptr;  // from malloc, if smaller than kLarge
+  HugeBuffer large_;       // else
   T* data_ = nullptr;
   size_t size_ = 0;
   size_t capacity_ = 0;

@@ -1,10 +1,9 @@
-// Keys of values: xxh64(value bytes, seed = xxh64(field name, 0)). Persisted in models: never to change.
+// Keys of values: xxh64(value bytes, seed = xxh64(field name, 0)). Persisted in models: these functions never change.
 //
-// The value's bytes are its text in the file: what a CSV and a Parquet file of the same rows say alike gives the same
-// key. Integers are their decimal text, booleans "0" and "1", a missing value is "". Floats without a fraction, up to
-// 2^53, are the text of that integer (1.0 is "1", -0.0 is "0"), for integers with missing values often come as floats;
-// other floats are the shortest text that reads back the same. Number features in buckets are the bucket's number as
-// decimal text.
+// The bytes of a value are its text, so that a CSV and a Parquet file with the same rows have the same keys. Integers:
+// decimal text. Booleans: "0" and "1". Missing values: "". Floats without a fraction, up to 2^53: the text of the
+// integer (1.0 is "1", -0.0 is "0"), because integer columns with missing values are often stored as floats. Other
+// floats: the shortest text with the same value. Bucketed numbers: the bucket number as decimal text.
 #pragma once
 
 #include <charconv>
@@ -21,7 +20,7 @@ inline uint64_t field_seed(std::string_view field) { return xxh64(field.data(), 
 
 inline uint64_t hash_value(const char* p, size_t n, uint64_t seed) { return xxh64(p, n, seed); }
 
-// The same for eight bytes, the length of most values of Criteo's files.
+// hash_value() of eight bytes, the length of most values of the Criteo data.
 inline uint64_t hash_eight(uint64_t word, uint64_t seed) { return xxh64(&word, 8, seed); }
 
 template <typename Number>  // integers, float, double

@@ -1,5 +1,5 @@
-// exp and log that give the same bits on every machine: plain double arithmetic, no libm, whose last bit differs
-// between versions and between processors with and without FMA. Within 2 ulp of the true value.
+// exp and log with the same bits on every machine, within 2 ulp: plain double arithmetic. The last bit of libm differs
+// between versions and between processors with and without FMA.
 #pragma once
 
 #include <bit>

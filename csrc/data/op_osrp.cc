@@ -14,29 +14,29 @@ namespace {
 
 constexpr size_t kChunkIds = 16384;  // of a task
 
-// Entries of a bag by their place in the permuted space.
+// Entries of a bag, with permuted keys.
 struct Weighted {
-  uint64_t place;
+  uint64_t permuted;
   float weight;
 
-  // By size, not by sign: u and -u are then added up in the same order, and their sums differ in nothing but sign.
+  // By magnitude, not by sign: then u and -u are summed in the same order, and their sums differ only in sign.
   bool operator<(const Weighted& other) const {
-    if (place != other.place) return place < other.place;
+    if (permuted != other.permuted) return permuted < other.permuted;
     return std::abs(weight) < std::abs(other.weight);
   }
 };
 struct Plain {
-  uint64_t place;
+  uint64_t permuted;
   static constexpr double weight = 1;
 
-  bool operator<(const Plain& other) const { return place < other.place; }
+  bool operator<(const Plain& other) const { return permuted < other.permuted; }
 };
 
-// Places are spread evenly by construction: each entry goes near its rank at once, then neighbours are put in order.
+// Permuted keys are uniformly distributed: each entry is first placed near its rank, then neighbours are sorted.
 template <typename Entry>
 class Sorter {
  public:
-  // The entries to be sorted; room for n.
+  // Input array, with capacity for n entries.
   Entry* input(size_t n) {
     if (input_.size() < n) {
       input_.resize(n);
@@ -45,7 +45,7 @@ class Sorter {
     return input_.data();
   }
 
-  // The first n of input(), in order.
+  // Returns the first n entries of input(), sorted.
   const Entry* sort(size_t n) {
     constexpr size_t kFew = 32, kCrowd = 64;
     if (n <= kFew) {
@@ -54,10 +54,10 @@ class Sorter {
     }
     const int bits = std::bit_width(n) - 1, shift = 64 - bits;
     ends_.assign((size_t{1} << bits) + 1, 0);
-    for (size_t i = 0; i < n; ++i) ++ends_[(input_[i].place >> shift) + 1];
+    for (size_t i = 0; i < n; ++i) ++ends_[(input_[i].permuted >> shift) + 1];
     const bool crowded = *std::max_element(ends_.begin(), ends_.end()) > kCrowd;  // one key many times
     for (size_t b = 1; b < ends_.size(); ++b) ends_[b] += ends_[b - 1];
-    for (size_t i = 0; i < n; ++i) sorted_[ends_[input_[i].place >> shift]++] = input_[i];
+    for (size_t i = 0; i < n; ++i) sorted_[ends_[input_[i].permuted >> shift]++] = input_[i];
     if (crowded) {
       std::sort(sorted_.data(), sorted_.data() + n);
       return sorted_.data();
@@ -81,11 +81,11 @@ class Sorter {
 OpOsrp::OpOsrp(uint64_t bins, uint64_t seed, int threads)
     : bins_(bins), permutation_(seed), sign_key_(Stream(seed, ~uint64_t{0})()), pool_(threads) {
   if (bins < 1 || bins > kMaxBins) {
-    throw Error("OP+OSRP: k is " + std::to_string(bins) + ": it must be 1 to 2**40 bins");
+    throw Error("OP+OSRP: k is " + std::to_string(bins) + "; it must be 1 to 2**40 bins");
   }
 }
 
-// Results of a chunk lie where its first id was, and its offsets count from there.
+// The results of a chunk start at the index of its first id, and its offsets are relative to it.
 template <bool kWeighted, bool kSketch>
 void OpOsrp::run_bags(const uint64_t* ids, const float* weights, const int64_t* offsets, size_t first, size_t end,
                       HashedBags& out) const {
@@ -97,7 +97,7 @@ void OpOsrp::run_bags(const uint64_t* ids, const float* weights, const int64_t* 
     const auto begin = static_cast<size_t>(offsets[b]), n = static_cast<size_t>(offsets[b + 1]) - begin;
     Entry* const input = sorter.input(n);
     for (size_t i = 0; i < n; ++i) {
-      input[i].place = permutation_(ids[begin + i]);
+      input[i].permuted = permutation_(ids[begin + i]);
       if constexpr (kWeighted) {
         input[i].weight = weights[begin + i];
         if (!std::isfinite(input[i].weight)) {
@@ -107,12 +107,12 @@ void OpOsrp::run_bags(const uint64_t* ids, const float* weights, const int64_t* 
     }
     const Entry* const entries = sorter.sort(n);
     for (size_t i = 0; i < n;) {
-      const uint64_t bin = bin_at(entries[i].place);
-      // Each side by itself: what is added up, and in which order, is the same for u and -u.
+      const uint64_t bin = bin_at(entries[i].permuted);
+      // Positive and negative terms separately: the terms and their order are then the same for u and -u.
       double sums[2] = {0, 0};
-      for (; i < n && bin_at(entries[i].place) == bin; ++i) {
+      for (; i < n && bin_at(entries[i].permuted) == bin; ++i) {
         const double weight = entries[i].weight;
-        sums[sign_at(entries[i].place) == (weight > 0)] += std::abs(weight);
+        sums[sign_at(entries[i].permuted) == (weight > 0)] += std::abs(weight);
       }
       if (sums[0] == sums[1]) continue;
       if constexpr (kSketch) {
@@ -140,7 +140,7 @@ HashedBags OpOsrp::run(const uint64_t* ids, const float* weights, const int64_t*
   const auto cut = [&](size_t chunk) { return bags * chunk / chunks; };
   pool_.parallel(chunks,
                  [&](size_t c) { run_bags<kWeighted, kSketch>(ids, weights, offsets, cut(c), cut(c + 1), out); });
-  size_t made = 0;  // close the gaps that smaller bags left
+  size_t made = 0;  // removes the gaps between chunks
   out.offsets[0] = 0;
   for (size_t c = 0; c < chunks; ++c) {
     const auto from = static_cast<size_t>(offsets[cut(c)]);

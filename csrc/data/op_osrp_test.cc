@@ -16,14 +16,14 @@ namespace {
 
 struct Bags {
   std::vector<uint64_t> ids;
-  std::vector<float> weights;  // empty: none
+  std::vector<float> weights;  // empty: all 1
   std::vector<int64_t> offsets = {0};
 
   const float* weights_or_null() const { return weights.empty() ? nullptr : weights.data(); }
   size_t count() const { return offsets.size() - 1; }
 };
 
-// Small whole keys when `keys` is small: many meet in a bin, and some are there twice.
+// Keys below `keys` if it is not 0: many keys share a bin, and some repeat.
 Bags random_bags(uint64_t seed, size_t bags, size_t longest, uint64_t keys, bool weighted) {
   std::mt19937_64 random(seed);
   Bags made;
@@ -64,7 +64,7 @@ TEST(Permutation, IsABijection) {
       }
     }
   }
-  const Permutation wide(5);  // 64 bits: can be undone, as each of its steps can
+  const Permutation wide(5);  // 64 bits: every step is inverted
   const auto inverse = [](uint64_t odd) {
     uint64_t x = odd;
     for (int i = 0; i < 6; ++i) x *= 2 - odd * x;
@@ -92,7 +92,7 @@ TEST(OpOsrp, BinsAreEvenAndSeedsIndependent) {
   const OpOsrp one(1000, 1, 1), two(1000, 2, 1);
   std::vector<int> counts(1000), signs(1000);
   int meet = 0;
-  for (uint64_t key = 0; key < 100000; ++key) {  // consecutive keys: the worst for a poor permutation
+  for (uint64_t key = 0; key < 100000; ++key) {  // consecutive keys, the worst case of a poor permutation
     ++counts[one.bin_of(key)];
     signs[one.bin_of(key)] += one.sign_of(key);
     meet += one.bin_of(key) == two.bin_of(key);
@@ -107,7 +107,7 @@ TEST(OpOsrp, BinsAreEvenAndSeedsIndependent) {
   CHECK(std::abs(meet - 100) < 50);
 }
 
-TEST(OpOsrp, EqualsTheObviousWay) {
+TEST(OpOsrp, EqualsAPlainImplementation) {
   for (uint64_t k : {uint64_t{1}, uint64_t{2}, uint64_t{7}, uint64_t{50}, uint64_t{1000}, OpOsrp::kMaxBins}) {
     for (bool weighted : {false, true}) {
       const OpOsrp hasher(k, 9, 1);
@@ -122,7 +122,7 @@ TEST(OpOsrp, EqualsTheObviousWay) {
         for (const auto& [bin, entries] : bins) {
           double z = 0;
           for (const auto& [key, u] : entries) z += u * hasher.sign_of(key);
-          if (std::abs(z) < 1e-9) {  // multiples of 0.37f: nothing else comes near zero
+          if (std::abs(z) < 1e-9) {  // weights are multiples of 0.37f: other sums are not near zero
             CHECK(at == static_cast<size_t>(made.offsets[b + 1]) || made.ids[at] / 2 != bin);
             continue;
           }
@@ -138,11 +138,11 @@ TEST(OpOsrp, EqualsTheObviousWay) {
   }
 }
 
-TEST(OpOsrp, OrderWithinABagAndThreadsDoNotShow) {
+TEST(OpOsrp, DoesNotDependOnOrderOrThreads) {
   std::mt19937_64 random(3);
   for (bool weighted : {false, true}) {
     Bags bags = random_bags(4, 3000, 60, 500, weighted);
-    for (float& w : bags.weights) w *= static_cast<float>(random() % 1000) * 1e-3f;  // sums that do round
+    for (float& w : bags.weights) w *= static_cast<float>(random() % 1000) * 1e-3f;  // sums with rounding
     const OpOsrp one(97, 5, 1), three(97, 5, 3);
     const HashedBags expected = slots(one, bags), expected_sketch = sketch(one, bags);
     CHECK(same(slots(three, bags), expected));
@@ -159,7 +159,7 @@ TEST(OpOsrp, OrderWithinABagAndThreadsDoNotShow) {
   }
 }
 
-TEST(OpOsrp, TheSignOfAVectorIsTheSlot) {
+TEST(OpOsrp, NegatedVectorsHaveTheOtherSlots) {
   Bags bags = random_bags(8, 500, 100, 150, true);
   for (size_t i = 0; i < bags.weights.size(); ++i) bags.weights[i] *= 1 + 1e-3f * static_cast<float>(i % 17);
   Bags negated = bags;
@@ -172,7 +172,7 @@ TEST(OpOsrp, TheSignOfAVectorIsTheSlot) {
   CHECK(std::abs(static_cast<double>(up) / static_cast<double>(made.ids.size()) - 0.5) < 0.05);
 }
 
-TEST(OpOsrp, TheSketchIsUnbiasedForInnerProducts) {
+TEST(OpOsrp, SketchIsUnbiasedForInnerProducts) {
   const Bags bags = random_bags(21, 2, 80, 60, true);
   std::map<uint64_t, double> u, v;
   for (auto i = bags.offsets[0]; i < bags.offsets[1]; ++i) u[bags.ids[i]] += bags.weights[i];
@@ -202,13 +202,13 @@ TEST(OpOsrp, BagsOfAnySize) {
   CHECK_EQ(hasher.slots(nullptr, nullptr, none, 0).offsets.size(), 1u);
   const int64_t empty[] = {0, 0, 0};
   CHECK_EQ(hasher.slots(nullptr, nullptr, empty, 2).offsets[2], 0);
-  Bags many = random_bags(2, 40, 3000, 0, false);  // all 64 bits, all bins: hardly two meet
+  Bags many = random_bags(2, 40, 3000, 0, false);  // 64-bit keys, many bins: few collisions
   const HashedBags made = slots(hasher, many);
   CHECK_EQ(made.ids.size(), many.ids.size());
   for (size_t b = 0; b < many.count(); ++b) {
     for (auto i = made.offsets[b] + 1; i < made.offsets[b + 1]; ++i) CHECK(made.ids[i - 1] < made.ids[i]);
   }
-  Bags one_key = many;  // one key many times: a vector with one large entry
+  Bags one_key = many;  // one repeated key: a vector with one large entry
   std::fill(one_key.ids.begin(), one_key.ids.end(), 7);
   const HashedBags single = sketch(hasher, one_key);
   for (size_t b = 0; b < many.count(); ++b) {
@@ -218,14 +218,14 @@ TEST(OpOsrp, BagsOfAnySize) {
   }
 }
 
-TEST(OpOsrp, TheSameBitsEverywhere) {
-  // Computed once; another number here means that trained tables can no longer be used with new batches.
+TEST(OpOsrp, ResultsNeverChange) {
+  // Golden values: a change would make trained tables unusable with new batches.
   const HashedBags made = slots(OpOsrp(1000003, 42, 1), random_bags(6, 100, 100, 0, true));
   CHECK_EQ(xxh64(made.ids.data(), made.ids.size() * 8, xxh64(made.offsets.data(), made.offsets.size() * 8, 0)),
            12268413927330883018ULL);
 }
 
-TEST(OpOsrp, WrongArguments) {
+TEST(OpOsrp, InvalidArgumentsThrow) {
   CHECK_THROWS(Error, OpOsrp(0, 1, 1));
   CHECK_THROWS(Error, OpOsrp(OpOsrp::kMaxBins + 1, 1, 1));
   const OpOsrp hasher(10, 1, 1);

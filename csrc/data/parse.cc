@@ -35,7 +35,7 @@ size_t TextParser::dense() const { return lines_->dense; }
 
 Parsed TextParser::parse(std::string_view block, bool skip_errors) const {
   if (block.size() > UINT32_MAX) {
-    throw Error("a block of " + std::to_string(block.size()) + " bytes: cut it into blocks of less than 4 GiB");
+    throw Error("parse: a block has " + std::to_string(block.size()) + " bytes; split it into blocks below 4 GiB");
   }
   Output out(block, skip_errors);
   lines_->parse(out);

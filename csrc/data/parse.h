@@ -1,26 +1,25 @@
-// Blocks of text lines -> examples: ids, offsets, weights, dense features, labels. One pass, one thread per block.
+// Text parsers: blocks of lines to examples (ids, offsets, weights, dense features, labels), in one pass.
 //
-// A block is whole lines. Lines end with \n or \r\n; the last one may lack it. Empty lines are no examples. Every other
-// line is an example or malformed: nothing is guessed, repaired or truncated, and no byte outside the block is read.
+// A block consists of whole lines. Lines end with \n or \r\n, optional for the last one. Empty lines are skipped. Every
+// other line is an example or malformed: values are never repaired or truncated, and no byte outside the block is read.
 //
 //   LibSVM  label id[:value] ...           separated by spaces or tabs, any number of them
 //   LibFFM  label field:id[:value] ...     field: a number below `fields`; ids of a field keep their order
-//   table   one column per delimiter; with quoting, a column that begins with " ends with " and has "" for " inside
-//           (RFC 4180, without line breaks inside: blocks are cut at line breaks). All lines have all columns.
+//   table   columns separated by the delimiter; with quoting, a column that starts with " ends with " and has "" for "
+//           inside (RFC 4180, without line breaks inside columns). Every line has all columns.
 //
-//   label   any finite float32. LibSVM and LibFFM: -1, the convention for "no", becomes 0. A table's stays as it is.
-//   id      decimal digits, as many as you like: their text is hashed (hash_value.h) with the field's name: LibSVM "0",
-//           "1", .. by position, "0" in one bag; LibFFM the field's number. raw_keys: the number itself, below 2^64.
-//   value   the id's weight, any finite float32; absent: 1. Weights that are all 1 are left out.
-//   key     a table's categorical value: any bytes but NUL, hashed with the column's name; empty is a value like
-//   others.
-//           raw_keys: decimal digits, the number itself.
-//   dense   a number (parse_number.h) through its rule (columns.h); empty is missing: 0.
-//   number_key  a number through its rule and bucket, hashed as the bucket's number; empty is missing: the key of "".
-//           Bucket::kNone hashes the number's text as it stands.
+//   label   any finite float32. LibSVM and LibFFM: -1 (negative class) becomes 0. Tables: unchanged.
+//   id      decimal digits, any number of them: the text is hashed (hash_value.h) with the field name: LibSVM "0",
+//           "1", .. by position, "0" for one_bag; LibFFM the field number. raw_keys: the number itself, below 2^64.
+//   value   weight of the id, any finite float32; absent: 1. Weights are omitted if all are 1.
+//   key     categorical value of a table: any bytes except NUL, hashed with the column name; the empty text is a value
+//           too. raw_keys: decimal digits, the number itself.
+//   dense   a number (parse_number.h), transformed by its rule (columns.h); empty means missing: 0.
+//   number_key  a number, transformed by its rule; the number of its bucket is hashed; empty means missing: the key of
+//           "". Bucket::kNone hashes the text of the number.
 //
-// Malformed: a wrong number of columns, or of ids by position; a label, id, value or number that is none, is not finite
-// or does not fit; a field out of range; quotes that do not end, or text after them; a NUL byte anywhere in the line.
+// Malformed: a wrong number of columns, or of ids by position; a label, id, value or number that is invalid, not finite
+// or out of range; a field out of range; an unclosed quote, or text after a closing quote; a NUL byte.
 #pragma once
 
 #include <cstdint>
@@ -47,15 +46,15 @@ struct ParseOptions {
   Format format = Format::kLibsvm;
   char delimiter = '\t';
   bool quoting = false;
-  std::vector<Column> columns = {};  // of a table: all, in file order
+  std::vector<Column> columns = {};  // table: all columns in file order
   size_t fields = 0;                 // LibSVM by position, LibFFM
-  bool one_bag = false;              // LibSVM: a line is one bag
+  bool one_bag = false;              // LibSVM: all ids of a line are one bag
   bool raw_keys = false;
 };
 
 struct Malformed {
-  size_t line;        // in the block, from 0, empty lines counted
-  std::string cause;  // names column and value; bytes, not always UTF-8
+  size_t line;        // in the block, from 0, including empty lines
+  std::string cause;  // with column and value; may not be valid UTF-8
 };
 inline constexpr size_t kMaxDescribed = 16;
 
@@ -66,7 +65,7 @@ struct Parsed {
   Grown<float> dense;      // [labels * dense]
   Grown<float> labels;
   std::vector<Malformed> errors;  // the first kMaxDescribed
-  uint64_t malformed = 0;         // all
+  uint64_t malformed = 0;         // number of malformed lines
 };
 
 class LineParser;
@@ -74,13 +73,13 @@ class LineParser;
 // Thread safety: constant after construction.
 class TextParser {
  public:
-  // Throws Error when the options make no sense.
+  // Throws Error if the options are invalid.
   explicit TextParser(ParseOptions options);
   ~TextParser();
   TextParser(TextParser&&) noexcept;
 
-  // `skip_errors`: malformed lines are left out, counted, and the first of them described. Otherwise parsing ends at
-  // the first; the examples before it are returned with it.
+  // `skip_errors`: skips and counts malformed lines, and describes the first ones. Otherwise parsing stops at the first
+  // one; the result has the examples before it.
   Parsed parse(std::string_view block, bool skip_errors) const;
 
   size_t fields() const;

@@ -1,7 +1,8 @@
-// Any bytes, through every parser: what comes out is whole, is the same line by line, and nothing else is read.
+// Arbitrary bytes through every parser: the output is consistent, equals that of single lines, and no byte outside the
+// block is read.
 //
 // `make test-cpp` replays the corpus (tests/data/corpus) and seeded mutations of it, `make test-sanitize` does so under
-// ASan; `make fuzz` builds this file with libFuzzer. The first byte of an input chooses the parser, the rest is the
+// ASan; `make fuzz` builds this file with libFuzzer. The first byte of an input selects the parser, the rest is the
 // block.
 #include <algorithm>
 #include <bit>
@@ -57,7 +58,7 @@ std::vector<TextParser> make_parsers() {
   return parsers;
 }
 
-// In a buffer of exactly its size, so that ASan sees every read outside.
+// A buffer of exactly the input size, so that ASan detects every read outside.
 Parsed parse_copy(const TextParser& parser, std::string_view block, bool skip_errors) {
   const std::unique_ptr<char[]> copy(new char[block.size()]);
   std::memcpy(copy.get(), block.data(), block.size());
@@ -85,7 +86,7 @@ void check_whole(const TextParser& parser, const Parsed& parsed, std::string_vie
   for (const Malformed& error : parsed.errors) HOLDS(!error.cause.empty() && error.cause.size() < 400);
 }
 
-// Whether examples [0, n) of `part` are those of `whole` from `first` on, to the bit.
+// True if examples [0, n) of `part` equal examples [first, first + n) of `whole`, to the bit.
 void check_part(const TextParser& parser, const Parsed& whole, size_t first, const Parsed& part,
                 std::string_view block) {
   const size_t fields = parser.fields(), n = part.labels.size();
@@ -114,7 +115,7 @@ void check_block(const TextParser& parser, std::string_view block) {
   for (size_t i = 0; i < all.weights.size(); ++i) weighted |= all.weights[i] != 1;
   HOLDS(weighted);
 
-  // Line by line, each by itself.
+  // Every line as one block.
   size_t line = 0, examples = 0;
   uint64_t malformed = 0;
   for (size_t at = 0; at < block.size(); ++line) {
@@ -194,7 +195,7 @@ std::vector<std::string> read_corpus() {
 
 struct Random {
   uint64_t state;
-  // Below n.
+  // Returns a number below n.
   size_t operator()(size_t n) {
     state += 0x9e3779b97f4a7c15ULL;
     uint64_t x = state;
@@ -266,17 +267,17 @@ std::string mutate(std::string text, const std::string& other, Random& random) {
   return text;
 }
 
-TEST(ParseFuzz, CorpusHolds) {
+TEST(ParseFuzz, Corpus) {
   const std::vector<std::string> corpus = read_corpus();
   CHECK(corpus.size() >= 20);
-  // Every input through every parser, not only its own.
+  // Every input through every parser.
   for (const std::string& input : corpus) {
     for (char parser = '0'; parser <= '8'; ++parser)
       check_input(parser + input.substr(std::min<size_t>(input.size(), 1)));
   }
 }
 
-TEST(ParseFuzz, MutationsHold) {
+TEST(ParseFuzz, Mutations) {
   const std::vector<std::string> corpus = read_corpus();
   Random random{2021};
   for (uint64_t i = 0; i < testing::scaled(20'000, 5'000'000); ++i) {
@@ -287,8 +288,8 @@ TEST(ParseFuzz, MutationsHold) {
   }
 }
 
-// Blocks longer than the scanner looks ahead, cut anywhere.
-TEST(ParseFuzz, LongBlocksHold) {
+// Blocks longer than the look-ahead of the scanner, split anywhere.
+TEST(ParseFuzz, LongBlocks) {
   const std::vector<std::string> corpus = read_corpus();
   Random random{7};
   for (uint64_t i = 0; i < testing::scaled(30, 1000); ++i) {

@@ -1,4 +1,4 @@
-// What the parsers of all formats share: where examples go, and how malformed lines are told.
+// Shared by the parsers of all formats: output arrays and the list of malformed lines.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace thermocline {
 
-// Examples of one block as they are parsed. A line's ids, dense features and label are written behind the accepted ones
-// and counted only once the whole line is right.
+// Output of one block. The values of a line are written after the accepted ones and counted only if the whole line is
+// valid. Not thread-safe.
 class Output {
  public:
   Output(std::string_view block, bool skip_errors)
@@ -27,22 +27,22 @@ class Output {
   Parsed parsed;
   size_t line = 0;
 
-  // Room for `n` more of `array`, `at` being how far the block is parsed: large arrays are sized by what it took so
-  // far. There are never more than `most`.
+  // Reserves `n` more elements of `array`. `at`: current position in the block, from which the final size is estimated.
+  // `most`: upper bound of the final size.
   template <typename T>
-  void make_room(Grown<T>& array, size_t n, const char* at, size_t most = SIZE_MAX) const {
+  void reserve_more(Grown<T>& array, size_t n, const char* at, size_t most = SIZE_MAX) const {
     if (array.capacity() - array.size() < n) [[unlikely]]
       grow(array, array.size() + n, at, most);
   }
 
-  // Tells of the current line. True: go on behind it.
+  // Records the current line as malformed. Returns true if parsing continues after it.
   bool malformed(std::string cause) {
     ++parsed.malformed;
     if (parsed.errors.size() < kMaxDescribed) parsed.errors.push_back({line, std::move(cause)});
     return skip_errors_;
   }
 
-  // The end of the line that `p` is in: its \n, or the block's end.
+  // End of the line of `p`: its \n, or the end of the block.
   const char* line_end(const char* p) const {
     const void* found = p < end ? std::memchr(p, '\n', static_cast<size_t>(end - p)) : nullptr;
     return found ? static_cast<const char*>(found) : end;
@@ -56,7 +56,7 @@ class Output {
   template <typename T>
   void grow(Grown<T>& array, size_t need, const char* at, size_t most) const {
     size_t expected = 64 * need;
-    if (array.size() >= 63 && at > block.data()) {  // some lines are known
+    if (array.size() >= 63 && at > block.data()) {  // enough lines for an estimate
       const double done = static_cast<double>(at - block.data()) / static_cast<double>(block.size());
       expected = std::max(static_cast<size_t>(1.05 * static_cast<double>(need) / done), need + need / 4);
     }
@@ -79,7 +79,7 @@ class LineParser {
 std::unique_ptr<const LineParser> make_table_parser(ParseOptions options);
 std::unique_ptr<const LineParser> make_svm_parser(const ParseOptions& options);
 
-// A value for people: in quotes, at most 40 bytes, control characters as \xNN.
+// Formats a value for messages: in quotes, at most 40 bytes, control characters as \xNN.
 std::string quoted(std::string_view value);
 
 }  // namespace thermocline

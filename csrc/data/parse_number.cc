@@ -23,7 +23,7 @@ NumberStatus parse_number(const char* p, const char* end, double& out) {
 
   uint64_t mantissa = 0;
   int64_t digits = 0, significant = 0, fraction = 0;
-  int64_t leading = 0;  // place of the first digit that is not zero: 10^leading
+  int64_t leading = 0;  // exponent of the first nonzero digit: 10^leading
   bool point = false;
   for (; p < end; ++p) {
     if (*p == '.') {

@@ -1,5 +1,5 @@
-// Numbers in text: [+-] digits [. digits] [e [+-] digits], with a digit before or after the point; spaces around are
-// allowed. No hexadecimal, no "inf", no "nan", no locale.
+// Parsing of numbers: [+-] digits [. digits] [e [+-] digits], with a digit before or after the point; surrounding
+// spaces are allowed. No hexadecimal, "inf", "nan" or locale.
 #pragma once
 
 #include <bit>
@@ -11,13 +11,13 @@ namespace thermocline {
 
 enum class NumberStatus : uint8_t { kOk, kMissing, kNotANumber, kOutOfRange };
 
-// kMissing: nothing but spaces. kOutOfRange: larger than any double; what is too small is zero.
+// kMissing: only spaces. kOutOfRange: larger than any double. Numbers that are too small become zero.
 NumberStatus parse_number(const char* p, const char* end, double& out);
 
-// As float32, which it must fit: kOutOfRange otherwise.
+// Parses a float32; kOutOfRange if the number is too large for it.
 NumberStatus parse_float(const char* p, const char* end, float& out);
 
-// The eight bytes at p as a word in which the first byte is the lowest; bytes at or after `limit` are not read (zero).
+// Loads eight bytes at p, the first byte lowest. Bytes at or after `limit` are not read; they are zero.
 inline uint64_t load_word(const char* p, const char* limit) {
   uint64_t word = 0;
   if (limit - p >= 8) [[likely]] {
@@ -28,7 +28,7 @@ inline uint64_t load_word(const char* p, const char* limit) {
   return word;
 }
 
-// Nonzero bits in every byte up to the first that is no decimal digit; later bytes are undefined.
+// The first nonzero byte of the result is the first byte that is not a decimal digit; later bytes are undefined.
 inline uint64_t non_digits(uint64_t word) {
   constexpr uint64_t kHigh = 0xf0f0f0f0f0f0f0f0ULL, kSix = 0x0606060606060606ULL, kThree = 0x3333333333333333ULL;
   return ((word & kHigh) | (((word + kSix) & kHigh) >> 4)) ^ kThree;
@@ -43,9 +43,9 @@ inline uint32_t eight_digits(uint64_t word) {
       ((word & kMask) * 0x000f424000000064ULL + ((word >> 16) & kMask) * 0x0000271000000001ULL) >> 32);
 }
 
-// At most 8 digits at p and nothing else, none being 0; `limit` as in load_word. No branch depends on n.
+// Parses the n <= 8 digits at p; n = 0 is the number 0. `limit` as in load_word. No branch depends on n.
 inline bool parse_up_to_8(const char* p, size_t n, const char* limit, uint32_t& out) {
-  const size_t half = 4 * (8 - n), rest = 4 * n;  // shifts in halves: one of 64 bits is not defined
+  const size_t half = 4 * (8 - n), rest = 4 * n;  // two shifts each: a shift by 64 bits is undefined
   const uint64_t zeros = 0x3030303030303030ULL >> rest >> rest;
   const uint64_t word = load_word(p, limit) << half << half | zeros;
   if (non_digits(word) != 0) return false;
@@ -53,7 +53,7 @@ inline bool parse_up_to_8(const char* p, size_t n, const char* limit, uint32_t& 
   return true;
 }
 
-// How many decimal digits [p, end) begins with; `limit` as in load_word.
+// Number of decimal digits at the start of [p, end); `limit` as in load_word.
 inline size_t leading_digits(const char* p, const char* end, const char* limit) {
   const char* q = p;
   for (;;) {
@@ -67,7 +67,7 @@ inline size_t leading_digits(const char* p, const char* end, const char* limit) 
   }
 }
 
-// Decimal digits, at least one and nothing else, of a value below 2^64: kMissing, kNotANumber and kOutOfRange else.
+// Parses a key: only decimal digits, at least one, a value below 2^64; else kMissing, kNotANumber or kOutOfRange.
 NumberStatus parse_key(const char* p, const char* end, uint64_t& out);
 
 }  // namespace thermocline

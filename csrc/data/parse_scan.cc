@@ -14,7 +14,7 @@ namespace {
 
 constexpr uint64_t repeat(char byte) { return 0x0101010101010101ULL * static_cast<uint8_t>(byte); }
 
-// 0x80 in every byte of x that is zero, exactly (no borrow runs into a neighbour).
+// 0x80 in every byte of x that is zero. Exact: no borrow propagates to the next byte.
 constexpr uint64_t zero_bytes(uint64_t x) {
   constexpr uint64_t kLow = 0x7f7f7f7f7f7f7f7fULL;
   return ~(((x & kLow) + kLow) | x | kLow);
@@ -61,7 +61,7 @@ __attribute__((target("avx2,bmi,popcnt"))) size_t scan_avx2(const char* text, si
     if (n - i < 64) hits &= (uint64_t{1} << (n - i)) - 1;
     const auto found = static_cast<size_t>(_mm_popcnt_u64(hits));
     const uint32_t at = first + static_cast<uint32_t>(i);
-    // Eight at a time without a branch per hit: what is written beyond `found` is overwritten or never read.
+    // Eight at a time without a branch per hit: elements after `found` are overwritten or never read.
     for (size_t k = 0; k < found; k += 8) {
       for (size_t j = 0; j < 8; ++j) {
         o[k + j] = at + static_cast<uint32_t>(_tzcnt_u64(hits));
@@ -77,8 +77,8 @@ __attribute__((target("avx2,bmi,popcnt"))) size_t scan_avx2(const char* text, si
 ScanFunction best_scan() {
   static const ScanFunction best = [] {
 #ifdef THERMOCLINE_SCAN_AVX2
-    const char* asked = std::getenv("THERMOCLINE_ISA");
-    const bool base = asked && std::string_view(asked) == "base";
+    const char* requested = std::getenv("THERMOCLINE_ISA");
+    const bool base = requested && std::string_view(requested) == "base";
     if (!base && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt"))
       return &scan_avx2;
 #endif

@@ -1,4 +1,4 @@
-// Where lines and fields end: positions of up to three bytes in a block, found a few KB ahead of the parser.
+// Positions of up to three delimiter bytes in a block, found a few KB ahead of the parser.
 #pragma once
 
 #include <cstddef>
@@ -8,25 +8,25 @@
 
 namespace thermocline {
 
-// Writes first + the positions of all bytes of text[0, n) that are `a`, `b` or `c`, in order; returns how many. Reads
-// nothing outside; `out` has room for n + kScanSlack. All implementations give the same.
+// Writes `first` + position of every byte of text[0, n) that is `a`, `b` or `c`, in order, and returns their number.
+// Reads no byte outside. `out` has n + kScanSlack elements. All implementations have the same result.
 using ScanFunction = size_t (*)(const char* text, size_t n, uint32_t first, char a, char b, char c, uint32_t* out);
 inline constexpr size_t kScanSlack = 64;
 
 size_t scan_base(const char* text, size_t n, uint32_t first, char a, char b, char c, uint32_t* out);
 #if defined(__x86_64__) && defined(__GNUC__)
 #define THERMOCLINE_SCAN_AVX2 1
-// Only where the processor has AVX2.
+// Requires AVX2.
 size_t scan_avx2(const char* text, size_t n, uint32_t first, char a, char b, char c, uint32_t* out);
 #endif
 
-// The best this machine has; THERMOCLINE_ISA=base asks for the portable one.
+// The fastest implementation of this machine; the portable one if THERMOCLINE_ISA=base.
 ScanFunction best_scan();
 
-// A cursor over the delimiters of one block of less than 4 GiB.
+// A cursor over the delimiters of one block of less than 4 GiB. Not thread-safe.
 class Delimiters {
  public:
-  // `line`: how many ahead() may be asked for.
+  // `line`: maximum argument of ahead().
   Delimiters(std::string_view block, char a, char b, char c, size_t line = 0)
       : begin_(block.data()),
         end_(block.data() + block.size()),
@@ -37,15 +37,15 @@ class Delimiters {
         c_(c),
         positions_(new uint32_t[line + kAhead + kScanSlack]) {}
 
-  // The next delimiter, or the block's end.
+  // Returns the next delimiter, or the end of the block.
   const char* next() {
     if (i_ == count_ && !refill()) [[unlikely]]
       return end_;
     return begin_ + positions_[i_++];
   }
 
-  // The positions of the next `n`, which next() will give, relative to the block's begin; null: there are fewer. May be
-  // written to.
+  // Returns the positions, relative to the start of the block, of the next `n` delimiters; null: there are fewer. The
+  // caller may write to the array.
   uint32_t* ahead(size_t n) {
     while (count_ - i_ < n) {
       if (!refill()) return nullptr;
@@ -54,7 +54,7 @@ class Delimiters {
   }
   void skip(size_t n) { i_ += n; }
 
-  // From here on next() gives only delimiters at or after `p`.
+  // Skips delimiters before `p`.
   void seek(const char* p) {
     for (;;) {
       while (i_ < count_ && begin_ + positions_[i_] < p) ++i_;
@@ -65,9 +65,9 @@ class Delimiters {
   }
 
  private:
-  static constexpr size_t kAhead = 4096;  // bytes: what is found in them stays in the L1 cache
+  static constexpr size_t kAhead = 4096;  // bytes: their positions stay in the L1 cache
 
-  // Finds more; false: there are none.
+  // Scans further; false: no more delimiters.
   bool refill();
 
   const char* const begin_;

@@ -1,4 +1,4 @@
-// LibSVM and LibFFM.
+// Parser of LibSVM and LibFFM.
 #include <charconv>
 #include <limits>
 #include <vector>
@@ -25,7 +25,7 @@ class SvmParser final : public LineParser {
         raw_keys_(options.raw_keys) {
     fields = shape_ == Shape::kOneBag ? 1 : options.fields;
     if (fields > kMaxFields) {
-      throw Error(std::to_string(fields) + " fields: at most " + std::to_string(kMaxFields) + " are possible");
+      throw Error("fields is " + std::to_string(fields) + "; the maximum is " + std::to_string(kMaxFields));
     }
     for (size_t f = 0; f < fields; ++f) seeds_.push_back(field_seed(std::to_string(f)));
   }
@@ -53,7 +53,7 @@ class SvmParser final : public LineParser {
  private:
   enum class Cause : uint8_t { kNone, kLabel, kField, kFieldRange, kNoColon, kId, kKey, kValue, kCount };
 
-  // One line as it is parsed; its ids stand behind those accepted.
+  // State of one line; its ids are written after the accepted ones.
   struct Line {
     size_t tokens = 0;  // label included
     size_t ids = 0;
@@ -61,9 +61,9 @@ class SvmParser final : public LineParser {
     bool weighted = false;  // some weight is not 1
     bool in_order = true;   // LibFFM: fields do not descend
     std::vector<float> weights;
-    std::vector<uint32_t> fields;  // LibFFM: of each id
+    std::vector<uint32_t> fields;  // LibFFM: field of each id
     Cause cause = Cause::kNone;
-    std::string_view token;  // that caused it
+    std::string_view token;  // with the error
 
     void restart() {
       tokens = ids = 0;
@@ -80,7 +80,7 @@ class SvmParser final : public LineParser {
     }
   };
 
-  // `next`: the line's end. False: malformed.
+  // Sets `next` to the end of the line. False: the line is malformed.
   bool parse_line(Output& out, Delimiters& delimiters, const char* p, Line& line, const char*& next) const {
     for (;;) {
       const char* const delimiter = delimiters.next();
@@ -131,7 +131,7 @@ class SvmParser final : public LineParser {
       p += n + 1;
     } else if (shape_ == Shape::kPosition) {
       field = line.ids;
-      if (field >= fields) {  // counted, to be told
+      if (field >= fields) {  // only counted, for the message
         ++line.ids;
         return true;
       }
@@ -140,7 +140,7 @@ class SvmParser final : public LineParser {
     if (n == 0 || (p + n < end && p[n] != ':')) return line.fail(Cause::kId, token, end);
     Grown<uint64_t>& ids = out.parsed.ids;
     if (ids.capacity() - ids.size() <= line.ids) [[unlikely]]
-      out.make_room(ids, line.ids + 1, end);
+      out.reserve_more(ids, line.ids + 1, end);
     uint64_t& id = ids[ids.size() + line.ids];
     if (!raw_keys_) {
       id = hash_value(p, n, seeds_[field]);
@@ -168,11 +168,11 @@ class SvmParser final : public LineParser {
     }
     to.ids.resize(before + line.ids);
     if (line.weighted || to.weights.size() > 0) {
-      out.make_room(to.weights, line.ids, at);
+      out.reserve_more(to.weights, line.ids, at);
       to.weights.resize(to.ids.size());
       std::copy(line.weights.begin(), line.weights.end(), to.weights.data() + before);
     }
-    out.make_room(to.labels, 1, at);
+    out.reserve_more(to.labels, 1, at);
     to.labels.resize(to.labels.size() + 1);
     to.labels[to.labels.size() - 1] = line.label;
     add_offsets(out, line, at);
@@ -181,13 +181,13 @@ class SvmParser final : public LineParser {
   void add_offsets(Output& out, const Line& line, const char* at) const {
     Grown<int64_t>& offsets = out.parsed.offsets;
     const size_t first = offsets.size();
-    // A block of tiny lines and a million fields must not take all memory.
+    // A block of short lines with a million fields must not exhaust memory.
     const size_t most = 64 * out.block.size() + (1 << 20);
     if (first + fields > most) {
       throw Error("lines have so few ids that the offsets of " + std::to_string(fields) + " fields are " +
                   std::to_string(first / out.block.size()) + " times the text: the number of fields is wrong");
     }
-    out.make_room(offsets, fields, at, most);
+    out.reserve_more(offsets, fields, at, most);
     offsets.resize(first + fields);
     int64_t id = offsets[first - 1];
     if (shape_ == Shape::kFfm) {
@@ -203,7 +203,7 @@ class SvmParser final : public LineParser {
     }
   }
 
-  // Stable: a field's ids keep their order.
+  // Stable: the ids of a field keep their order.
   static void sort_by_field(uint64_t* ids, Line& line) {
     std::vector<uint32_t> order(line.ids);
     for (size_t i = 0; i < line.ids; ++i) order[i] = static_cast<uint32_t>(i);
@@ -220,7 +220,7 @@ class SvmParser final : public LineParser {
   }
 
   std::string describe(const Output& out, const char* p, const Line& line) const {
-    if (out.nul_in_line(p)) return "there is a NUL byte in the line: the file is damaged, or no text";
+    if (out.nul_in_line(p)) return "the line has a NUL byte: the file is damaged, or is not text";
     const std::string token = quoted(line.token);
     const std::string at = line.tokens > 1 ? "id " + std::to_string(line.tokens - 1) + ", " + token + ": " : "";
     const char* const form = shape_ == Shape::kFfm ? "field:id or field:id:value" : "id or id:value";
@@ -228,21 +228,22 @@ class SvmParser final : public LineParser {
       case Cause::kLabel:
         return "the label " + token + " is not a finite number that fits float32";
       case Cause::kField:
-        return at + "the field is not a decimal number; expected is " + form;
+        return at + "the field is not a decimal number; expected " + form;
       case Cause::kNoColon:
-        return at + "no colon after the field's number; expected is " + form;
+        return at + "no colon after the field number; expected " + form;
       case Cause::kFieldRange:
         return at + "the field is out of range: there are " + std::to_string(fields) +
-               " fields, numbered from 0; data.num_fields sets how many";
+               " fields, numbered from 0; set data.num_fields to their number";
       case Cause::kId:
-        return at + "the id is not a decimal number; expected is " + form;
+        return at + "the id is not a decimal number; expected " + form;
       case Cause::kKey:
-        return at + "the id is no key; with raw_keys = true it is a decimal number below 2^64";
+        return at + "the id is not a key; with raw_keys = true it must be a decimal number below 2^64";
       case Cause::kValue:
-        return at + "the value is not a finite number that fits float32; expected is " + form;
+        return at + "the value is not a finite number that fits float32; expected " + form;
       case Cause::kCount:
         return "the line has " + std::to_string(line.ids) + " ids, not " + std::to_string(fields) +
-               ": with fields = \"position\" all lines have equally many; fields = \"one\" takes a line as one bag";
+               ": with fields = \"position\" all lines must have the same number; fields = \"one\" makes a line one "
+               "bag";
       case Cause::kNone:
         break;
     }

@@ -20,7 +20,7 @@ TableParser::TableParser(ParseOptions options) : options_(std::move(options)) {
     for (int64_t i = 0; i < kSmall; ++i) {
       int64_t bucket = 0;
       float feature = 0;
-      // What does not fit, parse_line tells.
+      // Values out of range have no entry: parse_line() reports them.
       if (column.role == Role::kNumberKey && column.rule.bucket != Bucket::kNone) {
         if (!number_bucket(column.rule, static_cast<double>(i), bucket)) break;
         plan.small_keys.push_back(hash_number(bucket, plan.seed));
@@ -41,9 +41,9 @@ void TableParser::parse(Output& out) const {
   std::string unquoted;
   Parsed& to = out.parsed;
   for (const char* p = out.block.data(); p < out.end; ++out.line) {
-    out.make_room(to.ids, fields, p);
-    out.make_room(to.dense, dense, p);
-    out.make_room(to.labels, 1, p);
+    out.reserve_more(to.ids, fields, p);
+    out.reserve_more(to.dense, dense, p);
+    out.reserve_more(to.labels, 1, p);
     Line line{to.ids.data() + to.ids.size(), to.dense.data() + to.dense.size(), to.labels.data() + to.labels.size()};
     *line.label = 0;
     const char* next = nullptr;
@@ -222,7 +222,7 @@ TableParser::Cause TableParser::unquote(const Output& out, Delimiters& delimiter
 void TableParser::check_options() const {
   const auto code = static_cast<uint8_t>(options_.delimiter);
   if (code == 0 || code == '\n' || code == '\r' || (options_.quoting && code == '"')) {
-    throw Error("a table's delimiter must not be " + quoted({&options_.delimiter, 1}));
+    throw Error("delimiter of a table must not be " + quoted({&options_.delimiter, 1}));
   }
   if (options_.columns.empty()) throw Error("a table needs columns");
   size_t labels = 0;
@@ -230,14 +230,14 @@ void TableParser::check_options() const {
     labels += column.role == Role::kLabel;
     if (column.role == Role::kDense || column.role == Role::kNumberKey) check_rule(column.rule, column.name);
   }
-  if (labels > 1) throw Error("a table has one label column, not " + std::to_string(labels));
+  if (labels > 1) throw Error("a table must have at most one label column, not " + std::to_string(labels));
 }
 
 std::string TableParser::describe(const Output& out, const char* p, Cause cause, const Line& line) const {
-  if (out.nul_in_line(p)) return "there is a NUL byte in the line: the file is damaged, or no text";
+  if (out.nul_in_line(p)) return "the line has a NUL byte: the file is damaged, or is not text";
   const size_t expected = options_.columns.size();
   if (cause != Cause::kOpenQuote && cause != Cause::kTextAfterQuote) {
-    // A shifted value is malformed because a column is missing: say that.
+    // A missing column shifts the values after it: report the number of columns, not the shifted value.
     const size_t columns = count_columns(out, p);
     if (columns != expected) {
       return std::to_string(columns) + (columns == 1 ? " column" : " columns") + " where " + std::to_string(expected) +
@@ -259,11 +259,11 @@ std::string TableParser::describe(const Output& out, const char* p, Cause cause,
     case Cause::kTooLarge:
       return at + value + " is too large a number";
     case Cause::kNoKey:
-      return at + "the key is empty; with raw_keys = true it is a decimal number below 2^64";
+      return at + "the key is empty; with raw_keys = true it must be a decimal number below 2^64";
     case Cause::kBadKey:
-      return at + value + " is not a key; with raw_keys = true it is a decimal number below 2^64";
+      return at + value + " is not a key; with raw_keys = true it must be a decimal number below 2^64";
     case Cause::kOpenQuote:
-      return at + "the quote that begins at " + value + " does not end in this line";
+      return at + "the quote at " + value + " does not end in this line";
     case Cause::kTextAfterQuote:
       return at + "text follows the closing quote of " + value;
     case Cause::kNone:

@@ -1,4 +1,5 @@
-// Tables: Criteo's TSV, CSV, TSV. parse_table.cc is the whole truth; parse_table_fast.cc takes the plain lines.
+// Parser of tables (CSV, TSV, the Criteo format). parse_table.cc parses any line; parse_table_fast.cc is the fast path
+// for lines without quotes and with all columns.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,7 @@ class TableParser final : public LineParser {
   void parse(Output& out) const override;
 
  private:
-  // Why a value is malformed. Texts are made where the line is given up.
+  // Cause of a malformed value; describe() makes the message.
   enum class Cause : uint8_t {
     kNone,
     kNoLabel,
@@ -35,26 +36,26 @@ class TableParser final : public LineParser {
     Role role;
     uint64_t seed = 0;
     uint64_t missing = 0;  // the key of ""
-    // Features of small integers, of which most numbers in logs are: of 0 .. kSmall - 1, or of none.
+    // Precomputed features of the integers 0 .. kSmall - 1, which are most numbers in logs; may be empty.
     std::vector<uint64_t> small_keys = {};  // number_key in buckets
     std::vector<float> small_dense = {};    // dense
   };
   static constexpr int64_t kSmall = 2048;
 
-  // Neighbouring columns of one role: up to, not with, column `end`.
+  // Neighbouring columns of one role, up to (not including) column `end`.
   struct Run {
     Role role;
     size_t end;
   };
 
-  // A piece of one line, and what follows it.
+  // The value of one column.
   struct Value {
     const char* begin;
     const char* end;
-    const char* next;  // its delimiter, its line's \n, or the block's end
+    const char* next;  // its delimiter, the \n of the line, or the end of the block
   };
 
-  // Where the next values of a line go; after a failure, the column and value that caused it.
+  // Output pointers of the next values of a line; after a failure, the column and value that caused it.
   struct Line {
     uint64_t* ids;
     float* dense;
@@ -65,11 +66,11 @@ class TableParser final : public LineParser {
 
   void check_options() const;
 
-  // `delimiters`: the line's, ended by its \n, if it is as it should be. False: it is not, or has values that are not
-  // plain; what was written is to be overwritten, by parse_line.
+  // Fast path. `delimiters`: those of the line and its \n. Returns false if the line is malformed or needs
+  // parse_line(), which then overwrites the values written here.
   bool parse_plain_line(const Output& out, uint32_t* delimiters, const char* p, Line line) const;
 
-  // `next`: the line's end. `empty`: it is no example.
+  // Sets `next` to the end of the line, and `empty` for an empty line.
   Cause parse_line(const Output& out, Delimiters& delimiters, const char* p, Line& line, std::string& unquoted,
                    const char*& next, bool& empty) const;
   Cause take(size_t c, const Value& value, Line& line) const;
@@ -78,10 +79,10 @@ class TableParser final : public LineParser {
   Cause take_dense(size_t c, const Value& value, Line& line) const;
   static Cause take_label(const Value& value, Line& line);
 
-  // `p` is at the opening quote. Finds the value, in place or, where quotes are doubled, copied to `unquoted`.
+  // `p` is at the opening quote. The value is in the block or, if it has doubled quotes, copied to `unquoted`.
   Cause unquote(const Output& out, Delimiters& delimiters, const char* p, std::string& unquoted, Value& value) const;
 
-  // The causes of malformed lines, for people; `p` is the line's first byte.
+  // Message of a malformed line; `p` is its first byte.
   std::string describe(const Output& out, const char* p, Cause cause, const Line& line) const;
   size_t count_columns(const Output& out, const char* p) const;
 

@@ -1,4 +1,5 @@
-// Plain lines of tables: no quotes, all columns. What is odd is left to parse_line, which also finds the words for it.
+// Fast path of TableParser for lines without quotes and with all columns. Other lines, and all error messages, are left
+// to parse_line().
 #include <cstring>
 
 #include "data/hash_value.h"
@@ -14,7 +15,7 @@ uint64_t load(const char* p) {
   return word;
 }
 
-// a, or b if `other`: without a branch, which would be mispredicted where every other value is empty.
+// Returns b if `other`, else a, without a branch: it would be mispredicted if every other value is empty.
 uint64_t choose(bool other, uint64_t a, uint64_t b) { return a ^ ((a ^ b) & (0 - static_cast<uint64_t>(other))); }
 
 }  // namespace
@@ -23,7 +24,7 @@ bool TableParser::parse_plain_line(const Output& out, uint32_t* delimiters, cons
   const char* const text = out.block.data();
   const size_t columns = plans_.size();
   const uint32_t newline = delimiters[columns - 1];
-  // Eight bytes are loaded wherever a value begins.
+  // Eight bytes are loaded at the start of every value.
   if (text[newline] != '\n' || out.block.size() - newline < 8) return false;
   const bool cr = text + newline > p && text[newline - 1] == '\r';
   if (text + newline - cr == p) return false;  // empty
@@ -31,10 +32,10 @@ bool TableParser::parse_plain_line(const Output& out, uint32_t* delimiters, cons
 
   const char delimiter = options_.delimiter;
   const bool quoting = options_.quoting, raw_keys = options_.raw_keys;
-  size_t ends = 0;  // columns that end with something else than the delimiter: the last one, or more
+  size_t ends = 0;  // columns that do not end with the delimiter: in a complete line only the last one
   bool odd = false;
   size_t c = 0;
-  // Calls f(plan, begin, size) for the columns of a run, until one says false.
+  // Calls f(plan, begin, size) for the columns of a run until it returns false.
   const auto each = [&](size_t end, auto f) {
     for (; c < end; ++c) {
       const char* const value_end = text + delimiters[c];

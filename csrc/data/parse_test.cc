@@ -16,7 +16,7 @@ namespace {
 
 struct Random {
   uint64_t state;
-  // Below n.
+  // Returns a number below n.
   size_t operator()(size_t n) { return static_cast<size_t>(mix64(state += 0x9e3779b97f4a7c15ULL) % n); }
 };
 
@@ -35,7 +35,7 @@ NumberStatus status(const std::string& text) {
   return number(text, out);
 }
 
-TEST(ParseNumber, ReadsWhatStrtodReads) {
+TEST(ParseNumber, EqualsStrtod) {
   Random random{1};
   for (uint64_t i = 0; i < testing::scaled(50'000, 10'000'000); ++i) {
     std::string text = random(3) == 0 ? "-" : "";
@@ -100,7 +100,7 @@ TEST(ParseNumber, KeysOfAllLengths) {
   CHECK(key("", got) == NumberStatus::kMissing);
 }
 
-// The specification's own values: keys are persisted in models.
+// Values of the specification: keys are persisted in models.
 TEST(HashValue, IsXxh64) {
   CHECK_EQ(hash_value("", 0, 0), 0xef46db3751d8e999ULL);
   CHECK_EQ(hash_value("a", 1, 0), 0xd24ec4f1a98c6e5bULL);
@@ -143,7 +143,7 @@ TEST(Parse, LibsvmByPosition) {
   CHECK_EQ(parsed.weights[3], 1.0f);
 }
 
-TEST(Parse, WeightsOfMalformedLinesLeaveNoTrace) {
+TEST(Parse, WeightsOfMalformedLinesAreDropped) {
   const Parsed parsed = parse({.format = Format::kLibsvm, .fields = 2}, "1 1 2\n1 1:0.5 x\n0 3 4\n", true);
   CHECK_EQ(parsed.malformed, 1u);
   CHECK_EQ(parsed.errors[0].line, 1u);
@@ -163,8 +163,8 @@ TEST(Parse, LibffmGroupsByField) {
   CHECK_EQ(parsed.weights[1], 1.0f);
 }
 
-// The table of small integers and the long way say the same.
-TEST(Parse, SmallNumbersAreNumbers) {
+// The precomputed table of small integers equals the general path.
+TEST(Parse, SmallIntegersEqualTheGeneralPath) {
   for (const Bucket bucket : {Bucket::kLogSquare, Bucket::kWidth}) {
     const NumberRule rule{
         .log = bucket == Bucket::kWidth, .mean = 0.5, .inverse_deviation = 3, .bucket = bucket, .width = 0.25};
@@ -197,7 +197,7 @@ TEST(Parse, CriteoBuckets) {
   CHECK(same("2.5", "0"));
 }
 
-TEST(Parse, OptionsAreChecked) {
+TEST(Parse, InvalidOptionsThrow) {
   CHECK_THROWS(Error, TextParser({.format = Format::kTable}));
   CHECK_THROWS(Error, TextParser({.format = Format::kLibffm, .fields = size_t{1} << 40}));
   CHECK_THROWS(Error, TextParser({.format = Format::kTable, .delimiter = '\r', .columns = {{Role::kKey, "a", {}}}}));

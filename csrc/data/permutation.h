@@ -1,4 +1,4 @@
-// A keyed bijection of the numbers of some width: "permute the columns once" for 2^64 columns, without a table.
+// A keyed bijection of the integers of some width: a random permutation of 2^64 columns without a table.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,12 @@
 
 namespace thermocline {
 
-// Rounds of: xor with a key, multiply by an odd number, xor with the upper half. Each step can be undone, so the whole
-// is a bijection whatever the seed. At 64 bits two rounds between keys are Murmur3's finaliser. Constant after
-// construction.
+// Rounds of xor with a key, multiplication by an odd number and xor with the upper half. Each step is invertible, so
+// the whole is a bijection for every seed. At 64 bits two rounds between keys are Murmur3's finaliser. Thread safety:
+// constant after construction.
 class Permutation {
  public:
-  // bits: 2 to 64. Narrow ones exist so that tests can visit every number.
+  // bits: 2 to 64. Tests use small widths to enumerate all numbers.
   explicit Permutation(uint64_t seed, int bits = 64)
       : mask_(bits == 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1), shift_(bits / 2 + (bits > 2)) {
     Stream keys(seed, static_cast<uint64_t>(bits));

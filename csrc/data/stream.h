@@ -1,4 +1,4 @@
-// Random bits as a function of (seed, index): example 10^15 costs as much as example 0, and no thread shares state.
+// Random bits as a function of (seed, index): every example has its own stream, and threads share no state.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace thermocline {
 
-// Not thread-safe: every example has its own.
+// Not thread-safe.
 class Stream {
  public:
   Stream(uint64_t seed, uint64_t index) : state_(mix64((mix64(seed + kGolden) ^ index) + kGolden)) {}
@@ -17,11 +17,11 @@ class Stream {
     state_ += kGolden;
     return mix64(state_);
   }
-  // In [0, n), n > 0. Off from uniform by less than n / 2^64.
+  // Returns a number in [0, n), n > 0, with a bias below n / 2^64.
   uint64_t below(uint64_t n) { return static_cast<uint64_t>((static_cast<unsigned __int128>((*this)()) * n) >> 64); }
   // In [0, 1), 53 bits.
   double uniform() { return static_cast<double>((*this)() >> 11) * 0x1p-53; }
-  // Mean 0, deviation 1, within 6: a sum of twelve uniform words. Exact integers up to one last rounding.
+  // Mean 0, standard deviation 1, absolute value below 6: a sum of twelve uniform words, rounded once.
   float normal() {
     int32_t sum = 0;
     for (int i = 0; i < 3; ++i) {

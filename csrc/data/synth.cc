@@ -10,20 +10,20 @@ namespace thermocline {
 namespace {
 
 constexpr uint64_t kCalibrationFirst = uint64_t{3} << 62;
-constexpr int kDrawsPerId = 16;  // before the most popular key that is not there is taken
+constexpr int kDrawsPerId = 16;  // then the most popular key that the bag does not have is taken
 
 size_t largest_bag(const SynthOptions& o) {
   return o.fields.empty() ? 0 : static_cast<size_t>((o.max_ids + o.fields.size() - 1) / o.fields.size());
 }
 
 SynthOptions checked(SynthOptions o) {
-  const auto fail = [](const std::string& what) { throw Error("synthetic ads: " + what); };
-  if (o.fields.empty() || o.fields.size() > 65536) fail("there are 1 to 65536 fields");
+  const auto fail = [](const std::string& rule) { throw Error("synthetic ads: " + rule); };
+  if (o.fields.empty() || o.fields.size() > 65536) fail("the number of fields must be 1 to 65536");
   if (o.min_ids < 1 || o.min_ids > o.max_ids || o.max_ids > (1u << 24))
-    fail("ids per example are 1 to 2^24, min first");
-  if (!(o.base_rate > 0 && o.base_rate < 1)) fail("base_rate lies between 0 and 1");
-  if (!(o.signal >= 0 && o.signal <= 20)) fail("signal lies between 0 and 20");
-  if (!(o.label_noise >= 0 && o.label_noise <= 1)) fail("label_noise lies between 0 and 1");
+    fail("min_ids and max_ids must be 1 to 2^24, with min_ids <= max_ids");
+  if (!(o.base_rate > 0 && o.base_rate < 1)) fail("base_rate must be between 0 and 1");
+  if (!(o.signal >= 0 && o.signal <= 20)) fail("signal must be from 0 to 20");
+  if (!(o.label_noise >= 0 && o.label_noise <= 1)) fail("label_noise must be from 0 to 1");
   uint64_t total = 0;
   for (size_t f = 0; f < o.fields.size(); ++f) {
     if (o.fields[f].keys < largest_bag(o)) {
@@ -31,7 +31,7 @@ SynthOptions checked(SynthOptions o) {
            " keys, but an example can have " + std::to_string(largest_bag(o)) +
            " different ones of it: more keys, more fields or fewer ids are needed");
     }
-    if (o.fields[f].keys > Zipf::kMaxRanks - total) fail("the fields have more than 2^63 keys together");
+    if (o.fields[f].keys > Zipf::kMaxRanks - total) fail("the fields have more than 2^63 keys in total");
     total += o.fields[f].keys;
   }
   return o;
@@ -54,7 +54,7 @@ Synth::Synth(SynthOptions options)
 
 void Synth::draw_bag(size_t field, size_t count, Stream& bits, uint64_t* out) const {
   for (size_t i = 0; i < count; ++i) {
-    const auto is_new = [&](uint64_t key) {  // no early end: bags are short, and a wrong guess of the branch is not
+    const auto is_new = [&](uint64_t key) {  // no early exit: bags are short, and a mispredicted branch costs more
       bool seen = false;
       for (size_t j = 0; j < i; ++j) seen |= out[j] == key;
       return !seen;
@@ -66,10 +66,11 @@ void Synth::draw_bag(size_t field, size_t count, Stream& bits, uint64_t* out) co
   }
 }
 
-// `bits` stands after the draw of the number of ids; offsets[0] is set, offsets[fields] is what was laid out.
+// `bits` is positioned after the draw of the number of ids. offsets[0] is set; the result for offsets[fields] must
+// equal the layout.
 Signals Synth::draw_example(uint64_t ids, uint64_t* keys, int64_t* offsets, float* dense, Stream& bits) const {
   const size_t fields = options_.fields.size();
-  // Field f has the whole numbers in (f, f + 1] * ids / fields + start: even shares, and their sum is `ids`.
+  // Field f gets the number of integers in (f, f + 1] * ids / fields + start: even shares with the sum `ids`.
   const uint64_t start = bits.below(fields);
   const int64_t first = offsets[0];
   for (size_t f = 0; f < fields; ++f) {
@@ -105,7 +106,7 @@ void Synth::draw_all(uint64_t first, SynthBatch& batch, const Use& use) const {
     for (size_t e = chunk * kChunk; e < std::min(batch.examples, (chunk + 1) * kChunk); ++e) {
       Stream bits(options_.seed, first + e);
       const uint64_t ids = ids_of(bits);
-      // By way of a copy: the last offset of one example is the first of the next, maybe on another thread.
+      // Through a copy: the last offset of an example is the first of the next, which another thread may write.
       offsets[0] = batch.offsets[e * fields];
       const Signals signals =
           draw_example(ids, batch.keys.get(), offsets.data(), batch.dense.get() + e * options_.dense, bits);

@@ -1,5 +1,5 @@
-// Synthetic ads: examples of any number of keys, labelled by a planted model. Example i is a function of the
-// configuration and i alone: any batch can be made at any time, by any number of threads, with the same bits.
+// Synthetic ads: examples with any number of keys, labelled by a planted model (teacher.h). Example i depends only on
+// the configuration and i: any batch can be generated at any time, with any number of threads, with the same bits.
 #pragma once
 
 #include <cstddef>
@@ -21,12 +21,12 @@ struct SynthField {
 
 struct SynthOptions {
   uint64_t seed = 0;
-  std::vector<SynthField> fields;     // all their keys together: at most 2^63
-  uint64_t min_ids = 0, max_ids = 0;  // per example, spread evenly over the fields; distinct within a field
+  std::vector<SynthField> fields;     // at most 2^63 keys in total
+  uint64_t min_ids = 0, max_ids = 0;  // per example, divided evenly among the fields; distinct within a field
   size_t dense = 0;
   double base_rate = 0.2;  // of label 1
-  double signal = 2.5;     // deviation of the teacher's logits
-  double label_noise = 0;  // share of labels that know nothing of their example
+  double signal = 2.5;     // standard deviation of the logits
+  double label_noise = 0;  // share of labels that are independent of their example
   int threads = 1;
 };
 
@@ -36,20 +36,20 @@ struct SynthBatch {
   Recycled<int64_t> offsets;  // examples * fields + 1
   Recycled<float> dense;      // examples x dense
   Recycled<float> labels;     // 0 or 1
-  Recycled<float> logits;     // the teacher's own, before label noise
+  Recycled<float> logits;     // of the teacher, before label noise
 };
 
-// Thread safety: generate may be called by several threads at once.
+// Thread safety: all calls may run concurrently.
 class Synth {
  public:
   explicit Synth(SynthOptions options);
 
-  // Examples first .. first + examples - 1. The last quarter of the 64-bit numbers is kept for calibration.
+  // Generates examples first .. first + examples - 1. The last quarter of the 64-bit numbers is used for calibration.
   SynthBatch generate(uint64_t first, size_t examples) const;
 
-  // A bijection over all fields' ranks: no two keys are alike. Independent of the seed.
+  // Key of a rank of a field. A bijection over the ranks of all fields; independent of the seed.
   uint64_t key_of(size_t field, uint64_t rank) const { return key_at(first_key_[field] + rank); }
-  // The same by number: field after field, each from its most popular key on.
+  // Key by number: numbers count the ranks of all fields, one field after the other.
   static uint64_t key_at(uint64_t number) { return mix64(number ^ kKeySalt); }
 
   size_t fields() const { return options_.fields.size(); }
@@ -63,7 +63,7 @@ class Synth {
   void draw_bag(size_t field, size_t count, Stream& bits, uint64_t* out) const;
   Signals draw_example(uint64_t ids, uint64_t* keys, int64_t* offsets, float* dense, Stream& bits) const;
   void calibrate();
-  // Allocates, and says where every example's ids begin.
+  // Allocates a batch and sets the first offset of every example.
   SynthBatch lay_out(uint64_t first, size_t examples) const;
   // Fills keys, offsets and dense features, then calls use(example within the batch, its stream, its signals).
   template <typename Use>

@@ -28,7 +28,7 @@ uint64_t digest(const SynthBatch& b, size_t fields, size_t dense) {
   return xxh64(b.labels.get(), b.examples * 4, h);
 }
 
-TEST(Synth, ThreadsDoNotShow) {
+TEST(Synth, DoesNotDependOnThreads) {
   SynthOptions o = options(7, 1000, 20, 60);
   o.dense = 3;
   const Synth one(o);
@@ -43,7 +43,7 @@ TEST(Synth, ThreadsDoNotShow) {
   for (uint64_t h : found) CHECK_EQ(h, expected);
 }
 
-TEST(Synth, AnExampleDependsOnItsNumberAlone) {
+TEST(Synth, ExamplesDependOnTheirNumberOnly) {
   SynthOptions o = options(5, 500, 5, 25);
   o.dense = 2;
   const Synth synth(o);
@@ -60,8 +60,8 @@ TEST(Synth, AnExampleDependsOnItsNumberAlone) {
   }
 }
 
-TEST(Synth, IdsAreSpreadEvenlyAndDistinctWithinAField) {
-  const Synth synth(options(6, 12, 30, 70));  // bags of up to 12 of 12 keys
+TEST(Synth, IdsAreEvenOverFieldsAndDistinctWithinAField) {
+  const Synth synth(options(6, 12, 30, 70));  // up to 12 ids of a field with 12 keys
   const SynthBatch b = synth.generate(0, 2000);
   std::set<uint64_t> lengths;
   for (size_t e = 0; e < b.examples; ++e) {
@@ -113,8 +113,8 @@ TEST(Synth, LabelsFollowTheTeacherAndTheBaseRate) {
   }
 }
 
-TEST(Synth, TheSameBitsEverywhere) {
-  // Computed once; another number here means that written data sets can no longer be made again.
+TEST(Synth, ResultsNeverChange) {
+  // Golden values: a change would make earlier data sets irreproducible.
   SynthOptions o = options(9, 100003, 20, 50);
   o.seed = 42;
   o.dense = 4;
@@ -122,7 +122,7 @@ TEST(Synth, TheSameBitsEverywhere) {
   CHECK_EQ(digest(Synth(o).generate(1u << 20, 1000), 9, 4), 150224245148272492ULL);
 }
 
-TEST(Synth, WrongArguments) {
+TEST(Synth, InvalidArgumentsThrow) {
   CHECK_THROWS(Error, Synth(options(0, 10, 1, 1)));
   CHECK_THROWS(Error, Synth(options(2, 4, 1, 9)));
   CHECK_THROWS(Error, Synth(options(2, uint64_t{1} << 63, 2, 2)));

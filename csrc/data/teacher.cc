@@ -10,12 +10,12 @@
 namespace thermocline {
 namespace {
 
-// What share of the logit's deviation each signal has (squares add up to 1).
+// Share of each signal in the standard deviation of the logit (the squares add up to 1).
 constexpr double kLinearShare = 0.6, kPairsShare = 0.69282032302755092, kUnitsShare = 0.4;
 
-constexpr double kLatentDeviation = 147.8;  // of a latent: half that of a sum of four 2 b - 255, b any byte
-constexpr double kFieldDecay = 0.75;        // of a field's weight against that of its group's field before
-constexpr double kSecondLatent = 0.5;       // its weight in the pairs
+constexpr double kLatentDeviation = 147.8;  // half of that of a sum of four 2 b - 255, b a uniform byte
+constexpr double kFieldDecay = 0.75;        // ratio of the weights of two successive fields of a group
+constexpr double kSecondLatent = 0.5;       // weight in the pairs
 
 // Sums of the latents over a bag. A key's latents are zero, or, for one key in four, the centred sums of four bytes of
 // its hash each.
@@ -23,7 +23,7 @@ void sum_latents(const uint64_t* keys, size_t n, uint64_t salt, int64_t sums[2])
   constexpr uint64_t kMask = 0x00ff00ff00ff00ffULL;
   sums[0] = sums[1] = 0;
   for (size_t i = 0; i < n;) {
-    const size_t stop = std::min(n, i + 256);  // 16-bit lanes hold 256 bytes' sum
+    const size_t stop = std::min(n, i + 256);  // 16-bit lanes can hold the sum of 256 bytes
     uint64_t even = 0, odd = 0;
     int64_t that_matter = 0;
     for (; i < stop; ++i) {
@@ -40,7 +40,7 @@ void sum_latents(const uint64_t* keys, size_t n, uint64_t salt, int64_t sums[2])
   }
 }
 
-// Mean and deviation, in the order given.
+// Mean and standard deviation, summed in the given order.
 template <typename Get>
 std::pair<double, double> moments(const std::vector<Signals>& sample, Get get) {
   double sum = 0, squares = 0;
@@ -119,7 +119,7 @@ void Teacher::calibrate(const std::vector<Signals>& sample, double base_rate, do
   scale_ = {stretch * scale_.linear, stretch * scale_.pairs, stretch * scale_.units};
   std::vector<double> logits;
   for (const Signals& s : sample) logits.push_back(logit(s));
-  // The mean probability rises with the bias: bisection, always the same number of steps.
+  // The mean probability increases with the bias: bisection, with a fixed number of steps.
   const auto [least, most] = std::minmax_element(logits.begin(), logits.end());
   double low = -40 - *most, high = 40 - *least;
   for (int step = 0; step < 60; ++step) {

@@ -7,9 +7,10 @@
 namespace thermocline {
 
 Zipf::Zipf(uint64_t n, double exponent) : n_(n), exponent_(exponent) {
-  if (n < 1 || n > kMaxRanks) throw Error("Zipf: " + std::to_string(n) + " ranks: there are 1 to 2^63");
+  if (n < 1 || n > kMaxRanks)
+    throw Error("Zipf: the number of ranks is " + std::to_string(n) + "; it must be 1 to 2^63");
   if (!(exponent >= 0 && exponent <= kMaxExponent)) {
-    throw Error("Zipf: exponent " + std::to_string(exponent) + " is not between 0 and 20");
+    throw Error("Zipf: exponent is " + std::to_string(exponent) + "; it must be from 0 to 20");
   }
   for (int q = 0; q < 4; ++q) {
     const double width = 1.0 / (4 + q);
@@ -22,7 +23,7 @@ Zipf::Zipf(uint64_t n, double exponent) : n_(n), exponent_(exponent) {
     weight.push_back(portable_exp(-exponent * log_first + shift_of(piece) * (kLn2High + kLn2Low)));
     total += weight.back();
   }
-  // Vose's alias method: cells that are too light are filled up by one that is too heavy.
+  // Vose's alias method: a cell below the mean weight is filled up from one above it.
   const size_t pieces = weight.size();
   std::vector<uint32_t> light, heavy;
   for (uint32_t i = 0; i < pieces; ++i) {
@@ -41,7 +42,7 @@ Zipf::Zipf(uint64_t n, double exponent) : n_(n), exponent_(exponent) {
     }
   }
   for (const auto& rest : {light, heavy}) {
-    for (const uint32_t i : rest) table_[i] = ~kAliasMask | i;  // full: itself either way
+    for (const uint32_t i : rest) table_[i] = ~kAliasMask | i;  // full: never takes an alias
   }
 }
 

@@ -1,11 +1,11 @@
 // Zipf's law over up to 2^63 ranks: P(rank r) is proportional to (r + 1)^-exponent, r = 0 .. n - 1.
 //
-// Rejection from a step function. The ranks (counted from 1) are cut into pieces: 1, 2, .. 7 alone, then four pieces of
-// equal length per power of two. A piece is drawn by an alias table with the weight it would have if all its ranks were
-// as likely as its first; a rank is drawn evenly inside it and accepted with probability (rank / first)^-exponent,
-// which is at least 0.8^exponent. So every rank can come up, with its exact probability (up to rounding of doubles), at
-// the same cost for any n: inversion in doubles would leave most ranks above 2^50 unreachable. All arithmetic gives the
-// same bits on every machine.
+// Rejection sampling from a step function. The ranks (counted from 1) are divided into pieces: 1, 2, .. 7 alone, then
+// four pieces of equal length per power of two. An alias table draws a piece with the weight it would have if all its
+// ranks were as likely as its first. A rank is drawn uniformly inside it and accepted with probability
+// (rank / first)^-exponent, which is at least 0.8^exponent. So every rank has its exact probability (up to rounding of
+// doubles), at the same cost for any n; inversion in doubles would never return most ranks above 2^50. All arithmetic
+// has the same bits on every machine.
 #pragma once
 
 #include <cstddef>
@@ -38,7 +38,7 @@ class Zipf {
       if (offset > n_ - first) continue;
       const double x = static_cast<double>(offset) / static_cast<double>(first);  // rank / first - 1, below 1/4
       const double coin = bits.uniform();
-      // (1 + x)^-s is convex: it lies above its tangent at 0 and below its chord over the piece.
+      // (1 + x)^-s is convex: it is above its tangent at 0 and below its chord over the piece.
       if (coin < 1 - exponent_ * x) return first + offset - 1;
       if (coin >= 1 - chord_[quarter_of(piece)] * x) continue;
       if (coin < portable_exp(-exponent_ * portable_log(1 + x))) return first + offset - 1;
@@ -58,7 +58,7 @@ class Zipf {
   uint64_t n_;
   double exponent_;
   double chord_[4];
-  std::vector<uint64_t> table_;  // per piece: keep it if the fraction is below (high 56 bits), else take alias (low 8)
+  std::vector<uint64_t> table_;  // per piece: threshold of the fraction (high 56 bits), alias if not below it (low 8)
 };
 
 }  // namespace thermocline

@@ -26,7 +26,7 @@ TEST(PortableMath, IsWithinTwoUnitsInTheLastPlace) {
   CHECK(std::isinf(portable_exp(1000)));
 }
 
-// Chi-squared over all ranks: within 5 deviations of its mean, n - 1.
+// Chi-squared test over all ranks: within 5 standard deviations of its mean, n - 1.
 void check_frequencies(uint64_t n, double exponent) {
   const Zipf zipf(n, exponent);
   Stream bits(7, n);
@@ -44,7 +44,7 @@ void check_frequencies(uint64_t n, double exponent) {
     const double expected = draws * std::pow(r + 1.0, -exponent) / total;
     rest_seen += seen[r];
     rest_expected += expected;
-    if (rest_expected < 20 && r + 1 < n) continue;  // rare ranks share a cell
+    if (rest_expected < 20 && r + 1 < n) continue;  // rare ranks are combined
     if (rest_expected >= 5) {
       chi += (rest_seen - rest_expected) * (rest_seen - rest_expected) / rest_expected;
       ++cells;
@@ -60,7 +60,7 @@ TEST(Zipf, EveryRankHasItsProbability) {
   }
 }
 
-TEST(Zipf, TwoToTheSixtyThreeRanks) {
+TEST(Zipf, AllOf2To63Ranks) {
   const uint64_t n = Zipf::kMaxRanks;
   const Zipf zipf(n, 1.05), even(n, 0);
   Stream bits(3, 0);
@@ -76,15 +76,15 @@ TEST(Zipf, TwoToTheSixtyThreeRanks) {
     ++even_octave[63 - std::countl_zero(flat + 1)];
     low_bits |= flat;
   }
-  CHECK_EQ(low_bits, n - 1);  // doubles would leave the low bits 0
+  CHECK_EQ(low_bits, n - 1);  // inversion in doubles would never set the low bits
   CHECK(std::abs(even_octave[62] - draws / 2) < 5 * std::sqrt(draws / 4.0));
-  // From octave to octave the mass falls by 2^-0.05; over many ranks the sum is the integral.
+  // The probability of successive octaves decreases by 2^-0.05; over many ranks the sum is the integral.
   const double mass20 = octave[20] + octave[21] + octave[22], mass50 = octave[50] + octave[51] + octave[52];
   CHECK(std::abs(mass50 / mass20 - std::pow(2, -1.5)) < 0.02);
 }
 
-TEST(Zipf, TheSameBitsEverywhere) {
-  // Computed once; other numbers here mean that written data sets can no longer be made again.
+TEST(Zipf, ResultsNeverChange) {
+  // Golden values: a change would make earlier data sets irreproducible.
   Stream bits(42, 1);
   const Zipf zipf(1000000007, 1.05);
   uint64_t hash = 0;
@@ -92,7 +92,7 @@ TEST(Zipf, TheSameBitsEverywhere) {
   CHECK_EQ(hash, 17670122067885757561ULL);
 }
 
-TEST(Zipf, WrongArguments) {
+TEST(Zipf, InvalidArgumentsThrow) {
   CHECK_THROWS(Error, Zipf(0, 1));
   CHECK_THROWS(Error, Zipf(Zipf::kMaxRanks + 1, 1));
   CHECK_THROWS(Error, Zipf(10, -0.1));

@@ -1,5 +1,5 @@
-// Rows of codes: every instruction set and number of threads must give the same bytes, and training on them must be
-// decode, train, encode. That the bytes are right is checked against tables/reference_codec.py (tests/tables).
+// Quantized rows: every instruction set and number of threads must have the same bytes, and training must equal decode,
+// train, encode. Python tests compare the bytes with embedding/reference_codec.py (tests/embedding).
 #include "dram/codec.h"
 
 #include <cmath>
@@ -15,7 +15,7 @@
 namespace thermocline {
 namespace {
 
-constexpr uint32_t kRows = 300;  // more than are decoded at a time
+constexpr uint32_t kRows = 300;  // more than are decoded at once
 
 std::vector<Precision> all_precisions() {
   std::vector<Precision> all;
@@ -74,7 +74,7 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-TEST(Codec, EveryInstructionSetGivesTheSameBytes) {
+TEST(Codec, EveryInstructionSetHasTheSameBytes) {
   for (const Precision& precision : all_precisions()) {
     for (uint32_t dim : {1, 3, 7, 8, 9, 16, 17, 33, 64, 100}) {
       const Setup s(dim, precision, Optimizer::kRowWiseAdagrad);
@@ -84,7 +84,7 @@ TEST(Codec, EveryInstructionSetGivesTheSameBytes) {
         CHECK(s.encoded(*k, s.floats, precision.stochastic) == want);
         CHECK(same(s.decoded(*k, want), floats));
       }
-      // What a code means is stored as that code.
+      // Encoding a decoded row returns the same codes.
       CHECK(s.encoded(kKernelsBase, floats, false) == want || precision.row_scaled);
       for (int threads : {1, 3}) {
         ThreadPool pool(threads);
@@ -115,7 +115,7 @@ struct Gradients {
   SegmentArgs segments() const { return {starts.data(), kRows, rows.data(), nullptr, grads.data()}; }
 };
 
-TEST(Codec, TrainingIsDecodeTrainEncode) {
+TEST(Codec, TrainingEqualsDecodeTrainEncode) {
   for (const Precision& precision : all_precisions()) {
     for (Optimizer optimizer : {Optimizer::kSgd, Optimizer::kRowWiseAdagrad, Optimizer::kAdam}) {
       const uint32_t dim = precision.bits % 2 ? 9 : 8;

@@ -1,4 +1,4 @@
-// Ids of a batch -> its working set: the unique keys, and where each of them occurs.
+// Deduplication: the unique keys of a batch of ids, and the positions of each.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace thermocline {
 
-// Every array is a function of the ids alone, whatever the number of threads.
+// All arrays depend on the ids only, not on the number of threads.
 struct WorkingSet {
   size_t ids = 0;
   size_t unique = 0;
@@ -21,8 +21,8 @@ struct WorkingSet {
   Recycled<uint32_t> order;    // [ids] positions grouped by key, ascending within a key
 };
 
-// Keeps its scratch memory (25 bytes per id of the largest batch seen) and its threads between calls.
-// Thread safety: calls wait for each other.
+// Keeps its working memory (25 bytes per id of the largest batch so far) and its threads between calls.
+// Thread safety: all calls may run concurrently; they are executed one at a time.
 class Dedup {
  public:
   explicit Dedup(int threads) : pool_(threads) {}

@@ -29,7 +29,7 @@ void check_against_the_obvious(const std::vector<uint64_t>& ids, int threads) {
   }
 }
 
-TEST(Dedup, EmptySingleEqualAndDifferent) {
+TEST(Dedup, EmptySingleEqualAndDistinctIds) {
   for (int threads : {1, 3}) {
     check_against_the_obvious({}, threads);
     check_against_the_obvious({~uint64_t{0}}, threads);
@@ -52,7 +52,7 @@ TEST(Dedup, SkewedBatchesOfManyPartitions) {
   }
 }
 
-TEST(Dedup, ScratchOfALargerBatchDoesNotShowInASmaller) {
+TEST(Dedup, MemoryOfALargerBatchDoesNotAffectASmaller) {
   Dedup dedup(2);
   std::vector<uint64_t> large(100000), small{1, 1, 2};
   for (size_t i = 0; i < large.size(); ++i) large[i] = i % 1000;

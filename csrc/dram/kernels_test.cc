@@ -1,5 +1,5 @@
-// Every instruction set and number of threads must give the same bits as the plain loops here. That the plain loops are
-// right is checked against tables/reference.py (tests/tables).
+// Every instruction set and number of threads must have the same bits as the plain loops here. Python tests compare the
+// kernels with embedding/reference.py (tests/embedding).
 #include "dram/kernels.h"
 
 #include <cmath>
@@ -25,7 +25,7 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-// Keys with 1, 2, 63, 64, 65, 128, 129 and (hot) 64 * 64 + 1 occurrences, over and over.
+// Keys with 1, 2, 63, 64, 65, 128, 129 and (hot) 64 * 64 + 1 occurrences.
 struct Batch {
   std::vector<uint32_t> starts{0}, grad_rows, slots;
   std::vector<float> grads, coefs;
@@ -68,7 +68,7 @@ const std::vector<uint32_t> kDims{1, 3, 4, 7, 8, 10, 15, 16, 17, 32, 33, 64, 100
 const std::vector<Optimizer> kOptimizers{Optimizer::kSgd, Optimizer::kAdagrad, Optimizer::kRowWiseAdagrad,
                                          Optimizer::kAdam};
 
-TEST(Kernels, SumsFollowTheOrderOnEveryInstructionSet) {
+TEST(Kernels, SumsKeepTheOrderOnEveryInstructionSet) {
   for (uint32_t dim : kDims) {
     const Batch b(dim, false);
     for (bool weighted : {false, true}) {
@@ -91,8 +91,8 @@ TEST(Kernels, SumsFollowTheOrderOnEveryInstructionSet) {
   }
 }
 
-// Fused update == sum, then apply; on every instruction set, hot keys and threads included.
-TEST(Kernels, UpdatesAreTheSameBitsEverywhere) {
+// A fused update equals sum and apply, on every instruction set, with hot keys and threads.
+TEST(Kernels, UpdatesHaveTheSameBitsEverywhere) {
   for (uint32_t dim : kDims) {
     for (Optimizer optimizer : kOptimizers) {
       const Batch b(dim, true);
@@ -133,7 +133,7 @@ TEST(Kernels, UpdatesAreTheSameBitsEverywhere) {
   }
 }
 
-TEST(Kernels, PoolingIsTheSameBitsEverywhere) {
+TEST(Kernels, PoolingHasTheSameBitsEverywhere) {
   for (uint32_t dim : kDims) {
     std::vector<float> table = random_floats(size_t{500} * (dim + 1), 4);  // rows of dim + 1: unaligned
     std::vector<uint32_t> slots;
@@ -199,7 +199,7 @@ TEST(InitialRows, DependOnSeedTableKeyAndElement) {
   }
 }
 
-TEST(InitialRows, HaveTheDeviationAskedFor) {
+TEST(InitialRows, HaveTheRequestedDeviation) {
   const RowLayout layout{64, Optimizer::kSgd};
   std::vector<float> row(64);
   for (auto [kind, deviation, most] :

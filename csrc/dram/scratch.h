@@ -17,7 +17,7 @@
 //
 // Order of use within one call:
 //   pull, push  [pushed_slots] -> grouping -> missing_rows -> writeback (evictions) -> grouping -> row_loads;
-//               rollback_slots -> grouping after a failure
+//               after a failure rollback_slots -> grouping, without tags
 //   read        read_status -> store_reads
 //   flush       writeback
 #pragma once

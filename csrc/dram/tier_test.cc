@@ -1,12 +1,8 @@
 #include "dram/tier.h"
 
-#include <array>
-#include <cstring>
-#include <limits>
 #include <random>
-#include <thread>
-#include <unordered_map>
 
+#include "dram/tier_test_util.h"
 #include "testing/test.h"
 #include "util/error.h"
 #include "util/hash.h"
@@ -14,76 +10,7 @@
 namespace thermocline {
 namespace {
 
-// The obvious store. Can be told to fail, and counts what is asked of it.
-class MapStore : public RowStore {
- public:
-  explicit MapStore(size_t row_bytes) : row_bytes_(row_bytes) {}
-  size_t row_bytes() const override { return row_bytes_; }
-  void get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows) override {
-    std::lock_guard lock(mutex_);
-    ++gets;
-    if (fail_gets) throw IoError("get fails", EIO);
-    for (size_t i = 0; i < n; ++i) {
-      auto it = rows_.find(keys[i]);
-      found[i] = it != rows_.end();
-      if (found[i]) std::memcpy(rows.at(i), it->second.data(), row_bytes_);
-    }
-  }
-  void put(const uint64_t* keys, size_t n, RowsIn rows) override {
-    std::lock_guard lock(mutex_);
-    ++puts;
-    if (fail_puts) throw DiskFullError("put fails", ENOSPC);
-    for (size_t i = 0; i < n; ++i) rows_[keys[i]].assign(rows.at(i), rows.at(i) + row_bytes_);
-  }
-  size_t size() const { return rows_.size(); }
-
-  std::atomic<int> gets{0}, puts{0};
-  std::atomic<bool> fail_gets{false}, fail_puts{false};
-
- private:
-  const size_t row_bytes_;
-  std::mutex mutex_;
-  std::unordered_map<uint64_t, std::vector<uint8_t>> rows_;
-};
-
-constexpr RowLayout kLayout{4, Optimizer::kSgd};
-
-TierOptions options(size_t budget, Policy policy = Policy::kLruLfu, int threads = 2, int shards = 4) {
-  TierOptions o;
-  o.layout = kLayout;
-  o.initial = {InitialKind::kUniform, 0.5f, 0, 1, 2};
-  o.budget = budget;
-  o.policy = policy;
-  o.threads = threads;
-  o.shards = shards;
-  return o;
-}
-
-using Row = std::array<float, 4>;
-
-Row initial_row(const DramTier& tier, uint64_t key) {
-  Row row;
-  tier.initial().write(key, row.data());
-  return row;
-}
-
-float* row_at(DramTier& tier, uint32_t slot) {
-  return reinterpret_cast<float*>(tier.rows().base + slot * tier.rows().stride);
-}
-
-std::vector<uint32_t> pull(DramTier& tier, const std::vector<uint64_t>& keys) {
-  std::vector<uint32_t> slots(keys.size());
-  tier.pull(keys.data(), keys.size(), slots.data());
-  return slots;
-}
-
-std::vector<uint64_t> range(uint64_t begin, uint64_t end) {
-  std::vector<uint64_t> keys;
-  for (uint64_t k = begin; k < end; ++k) keys.push_back(k);
-  return keys;
-}
-
-TEST(DramTier, AnyKeysOfTheCapacityFit) {
+TEST(DramTier, FullCapacityFitsForAnyKeys) {
   MapStore store(kLayout.bytes());
   for (int shards : {1, 4, 64}) {
     DramTier tier(options(1 << 18, Policy::kLruLfu, 2, shards), &store);
@@ -100,10 +27,10 @@ TEST(DramTier, AnyKeysOfTheCapacityFit) {
   }
 }
 
-TEST(DramTier, TooLargeAWorkingSetLeavesNothingPinned) {
+TEST(DramTier, FailedPullOverTheBudgetLeavesNoPins) {
   MapStore store(kLayout.bytes());
-  for (RowStore* below : {static_cast<RowStore*>(&store), static_cast<RowStore*>(nullptr)}) {
-    DramTier tier(options(1 << 16), below);
+  for (RowStore* lower : {static_cast<RowStore*>(&store), static_cast<RowStore*>(nullptr)}) {
+    DramTier tier(options(1 << 16), lower);
     auto slots = pull(tier, range(0, 10));
     CHECK_THROWS(BudgetError, pull(tier, range(0, tier.capacity() + 1)));
     CHECK_THROWS(BudgetError, pull(tier, range(10, tier.capacity() + 1)));
@@ -114,7 +41,7 @@ TEST(DramTier, TooLargeAWorkingSetLeavesNothingPinned) {
   }
 }
 
-TEST(DramTier, MemoryOnlyNeverForgets) {
+TEST(DramTier, TierWithoutStoreEvictsNothing) {
   DramTier tier(options(1 << 16), nullptr);
   auto keys = range(0, tier.capacity());
   auto slots = pull(tier, keys);
@@ -124,13 +51,13 @@ TEST(DramTier, MemoryOnlyNeverForgets) {
   tier.check(true);
 }
 
-TEST(DramTier, TooSmallABudgetSaysTheLeast) {
+TEST(DramTier, InvalidBudgetOrStoreThrows) {
   CHECK_THROWS(BudgetError, DramTier(options(100), nullptr));
   MapStore wrong(kLayout.bytes() + 4);
   CHECK_THROWS(Error, DramTier(options(1 << 20), &wrong));
 }
 
-// Hashing spreads keys over shards; keys chosen to defeat it are refused, and nothing is lost.
+// Keys crafted to have hashes of one shard are refused without side effects.
 TEST(DramTier, CraftedKeysThatFillOneShardAreRefused) {
   MapStore store(kLayout.bytes());
   DramTier tier(options(1 << 20, Policy::kLruLfu, 2, 256), &store);
@@ -231,7 +158,7 @@ TEST(DramTier, FailedPutLosesNothing) {
   tier.check(true);
 }
 
-TEST(DramTier, FlushWritesWhatIsDirtyOnce) {
+TEST(DramTier, FlushWritesDirtyRowsOnce) {
   MapStore store(kLayout.bytes());
   DramTier tier(options(1 << 18), &store);
   auto slots = pull(tier, range(0, 1000));
@@ -262,7 +189,7 @@ TEST(DramTier, ReadInsertsNothing) {
   CHECK_EQ(store.size(), 0u);
 }
 
-TEST(DramTier, LruEvictsTheOldestAndLfuTheRarest) {
+TEST(DramTier, LruEvictsTheOldestAndLfuTheLeastVisited) {
   MapStore store(kLayout.bytes());
   for (Policy policy : {Policy::kLru, Policy::kLfu, Policy::kLruLfu}) {
     DramTier tier(options(1 << 16, policy, 1, 1), &store);
@@ -271,8 +198,8 @@ TEST(DramTier, LruEvictsTheOldestAndLfuTheRarest) {
       auto slots = pull(tier, keys);
       tier.unpin(slots.data(), slots.size(), false);
     };
-    for (int i = 0; i < 5; ++i) visit(range(0, cap / 4));                                // often, long ago
-    for (uint64_t k = cap / 4; k < 8 * cap; k += cap / 8) visit(range(k, k + cap / 8));  // once, one after the other
+    for (int i = 0; i < 5; ++i) visit(range(0, cap / 4));                                // often, but early
+    for (uint64_t k = cap / 4; k < 8 * cap; k += cap / 8) visit(range(k, k + cap / 8));  // once each
     const auto before = tier.stats().hits;
     visit(range(0, cap / 4));
     const auto kept = tier.stats().hits - before;
@@ -282,7 +209,7 @@ TEST(DramTier, LruEvictsTheOldestAndLfuTheRarest) {
 }
 
 // Two tiers that differ only in threads choose the same victims.
-TEST(DramTier, PlansDoNotDependOnThreads) {
+TEST(DramTier, EvictionDoesNotDependOnThreads) {
   std::vector<TierStats> all;
   for (int threads : {1, 2, 4}) {
     MapStore store(kLayout.bytes());
@@ -303,123 +230,6 @@ TEST(DramTier, PlansDoNotDependOnThreads) {
     CHECK_EQ(t.from_store, all[0].from_store);
   }
   CHECK(all[0].evictions > 1000);
-}
-
-// Each worker adds one to the rows of random working sets; workers lock rows they share through `owners`. At the end
-// every row must count its additions: no update lost, whatever was evicted, loaded or flushed meanwhile.
-void stress(Policy policy, int workers, int rounds, double budget_share) {
-  constexpr uint64_t kKeys = 3000;
-  MapStore store(kLayout.bytes());
-  // About 90 bytes per row of 16: rows, metadata, index, buffers.
-  DramTier tier(options(static_cast<size_t>(kKeys * 90 * budget_share), policy, 2, 4), &store);
-  std::vector<std::atomic<uint32_t>> expected(kKeys);
-  std::vector<std::mutex> row_locks(kKeys);
-  std::mutex error_mutex;
-  std::string error;
-  std::atomic<int> running{workers};
-  const auto work = [&](int id) {
-    try {
-      std::mt19937_64 random(id + 100);
-      for (int r = 0; r < rounds; ++r) {
-        std::vector<uint64_t> keys;
-        const uint64_t skew = random() % kKeys + 1;
-        for (uint64_t k = random() % 50; k < kKeys; k += 1 + random() % 60) keys.push_back((k + skew) % kKeys);
-        std::vector<uint32_t> slots;
-        while (slots.empty()) {
-          try {
-            slots = pull(tier, keys);
-          } catch (const BudgetError&) {
-            std::this_thread::yield();  // the other workers hold too many
-          }
-        }
-        for (size_t i = 0; i < keys.size(); ++i) {
-          std::lock_guard lock(row_locks[keys[i]]);
-          row_at(tier, slots[i])[1] += 1;
-          ++expected[keys[i]];
-        }
-        tier.unpin(slots.data(), slots.size(), true);
-      }
-    } catch (const std::exception& e) {
-      std::lock_guard lock(error_mutex);
-      error = e.what();
-    }
-    --running;
-  };
-  std::vector<std::thread> threads;
-  for (int id = 0; id < workers; ++id) threads.emplace_back(work, id);
-  while (running > 0) {
-    tier.make_room(10);
-    tier.check(false);
-    std::this_thread::yield();
-  }
-  for (auto& t : threads) t.join();
-  CHECK_EQ(error, std::string());
-  CHECK(tier.stats().evictions > kKeys);
-  tier.check(true);
-  const auto keys = range(0, kKeys);
-  std::vector<Row> rows(kKeys);
-  tier.flush();
-  tier.read(keys.data(), kKeys, reinterpret_cast<uint8_t*>(rows.data()));
-  for (uint64_t k = 0; k < kKeys; ++k) {
-    Row want = initial_row(tier, k);
-    for (uint32_t i = 0; i < expected[k]; ++i) want[1] += 1;
-    CHECK(rows[k] == want);
-  }
-}
-
-TEST(MemTierStress, SeveralPullersLoseNothing) {
-  for (Policy policy : {Policy::kLruLfu, Policy::kLru, Policy::kLfu}) stress(policy, 3, 300, 0.2);
-}
-
-TEST(MemTierStress, AlmostNoRoom) { stress(Policy::kLruLfu, 4, 200, 0.09); }
-
-TEST(MemTierStress, FailingStoreLosesNothing) {
-  MapStore store(kLayout.bytes());
-  DramTier tier(options(1 << 16, Policy::kLruLfu, 2, 4), &store);
-  std::atomic<bool> stop{false};
-  std::thread saboteur([&] {
-    for (int i = 0; !stop; ++i) {
-      store.fail_gets = i % 3 == 1;
-      store.fail_puts = i % 3 == 2;
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
-    store.fail_gets = store.fail_puts = false;
-  });
-  std::vector<std::thread> threads;
-  std::vector<std::vector<uint32_t>> expected(2, std::vector<uint32_t>(4000, 0));
-  for (int id = 0; id < 2; ++id) {
-    threads.emplace_back([&, id] {
-      std::mt19937_64 random(id);
-      for (int r = 0; r < 400; ++r) {
-        std::vector<uint64_t> keys;  // even keys for one worker, odd ones for the other; both pull some of the other's
-        for (uint64_t k = random() % 40; k < 4000; k += 1 + random() % 80) keys.push_back(k);
-        std::vector<uint32_t> slots;
-        try {
-          slots = pull(tier, keys);
-        } catch (const Error&) {
-          continue;
-        }
-        for (size_t i = 0; i < keys.size(); ++i) {
-          if (keys[i] % 2 != static_cast<uint64_t>(id)) continue;
-          row_at(tier, slots[i])[2] += 1;
-          ++expected[id][keys[i]];
-        }
-        tier.unpin(slots.data(), slots.size(), true);
-      }
-    });
-  }
-  for (auto& t : threads) t.join();
-  stop = true;
-  saboteur.join();
-  tier.check(true);
-  std::vector<Row> rows(4000);
-  const auto keys = range(0, 4000);
-  tier.read(keys.data(), keys.size(), reinterpret_cast<uint8_t*>(rows.data()));
-  for (uint64_t k = 0; k < 4000; ++k) {
-    Row want = initial_row(tier, k);
-    for (uint32_t i = 0; i < expected[k % 2][k]; ++i) want[2] += 1;
-    CHECK(rows[k] == want);
-  }
 }
 
 }  // namespace

@@ -40,7 +40,7 @@ void Catalog::load() {
     try {
       retain(read(epoch));
     } catch (const NotFoundError&) {
-      epochs_.erase(epoch);  // released by the writer, beside whom we read
+      epochs_.erase(epoch);  // released by a concurrent writer
     } catch (const CorruptionError&) {
       epochs_[epoch].damaged = true;
     } catch (const FormatError&) {
@@ -53,7 +53,7 @@ Manifest Catalog::read(uint64_t epoch) const {
   std::string path = ctx_.path + "/" + manifest_name(epoch);
   Manifest m = Manifest::decode(read_whole(*ctx_.fs, path), path);
   if (m.epoch != epoch || m.store_id[0] != ctx_.id.store_id[0] || m.store_id[1] != ctx_.id.store_id[1])
-    throw CorruptionError(path + ": it belongs to another epoch or store");
+    throw CorruptionError(path + ": the manifest belongs to another epoch or store");
   return m;
 }
 
@@ -102,13 +102,13 @@ std::shared_ptr<DataFile> Catalog::create(FileKind kind) {
     std::lock_guard lock(mutex_);
     number = next_file_++;
   }
-  // Entered only once it is open: a collect() in between would take an entry without a holder for garbage.
+  // Registered only once it is open: a concurrent collect() would delete an entry without a holder.
   std::shared_ptr<DataFile> file;
   try {
     file = create_data_file(ctx_, kind, number);
   } catch (...) {
     std::lock_guard lock(mutex_);
-    files_[number].kind = kind;  // it may exist: for the next collect() to see to
+    files_[number].kind = kind;  // the file may exist: the next collect() deletes it
     throw;
   }
   opened(file);
@@ -127,7 +127,7 @@ void Catalog::publish(const Manifest& manifest) {
   try {
     publish_file(*ctx_.fs, ctx_.path, name, manifest.encode());
   } catch (...) {
-    // The name may be there without being durable: the next open will find it and need its files.
+    // The manifest may exist without being durable: the next open may find it and need its files.
     if (ctx_.fs->exists(ctx_.path + "/" + name)) {
       std::lock_guard lock(mutex_);
       retain(manifest);
@@ -136,18 +136,18 @@ void Catalog::publish(const Manifest& manifest) {
   }
   std::lock_guard lock(mutex_);
   retain(manifest);
-  if (manifest.epoch == 0 || epochs_.erase(0) == 0) return;  // it has no files
+  if (manifest.epoch == 0 || epochs_.erase(0) == 0) return;  // epoch 0 has no files
   try {
     ctx_.fs->unlink(ctx_.path + "/" + manifest_name(0));
   } catch (const Error&) {
-    // The commit stands; an empty epoch 0 that stays behind harms nobody.
+    // The commit is valid; a remaining empty epoch 0 has no effect.
   }
 }
 
 void Catalog::require_releasable(uint64_t epoch) const {
   std::lock_guard lock(mutex_);
   if (epoch == 0 || epochs_.count(epoch) == 0)
-    throw NotFoundError(ctx_.path + ": there is no epoch " + std::to_string(epoch) + " to release");
+    throw NotFoundError(ctx_.path + ": no epoch " + std::to_string(epoch) + " to release");
   if (epochs_.rbegin()->first == epoch)
     throw Error(ctx_.path + ": epoch " + std::to_string(epoch) + " is the newest commit and cannot be released");
 }
@@ -156,8 +156,8 @@ void Catalog::release(uint64_t epoch) {
   std::lock_guard lock(mutex_);
   ctx_.fs->unlink(ctx_.path + "/" + manifest_name(epoch));
   ctx_.fs->failpoint("release.unlinked");
-  // Durable before any file of the epoch goes: a manifest that comes back must not miss its files. If this fails, they
-  // stay until the next open.
+  // Durable before any file of the epoch is deleted: a manifest that reappears after a crash needs its files. If this
+  // fails, the files stay until the next open.
   ctx_.fs->sync_dir(ctx_.path);
   forget(epoch);
   ctx_.fs->failpoint("release.synced");
@@ -166,7 +166,7 @@ void Catalog::release(uint64_t epoch) {
 void Catalog::collect() {
   std::lock_guard lock(mutex_);
   for (auto& [_, epoch] : epochs_)
-    if (epoch.damaged) return;  // who knows what it needs
+    if (epoch.damaged) return;  // its files are unknown
   for (auto it = files_.begin(); it != files_.end();) {
     if (it->second.epochs > 0 || !it->second.open.expired()) {
       ++it;
@@ -178,7 +178,7 @@ void Catalog::collect() {
       if (ctx_.fs->exists(path)) ctx_.fs->unlink(path);
       it = files_.erase(it);
     } catch (const Error&) {
-      ++it;  // tried again by the next collect, or by the next open
+      ++it;  // the next collect() or open retries
     }
   }
   ctx_.fs->failpoint("collect.done");

@@ -1,6 +1,11 @@
-// Which files exist and who still needs them: retained epochs, and whatever holds a DataFile open (the index, reads,
-// scans, merges). A file that nobody needs is deleted by collect().
-// Thread safety: all methods may run concurrently.
+// The files and epochs of a store. A file is needed by the retained epochs that list it, and by every holder of its
+// DataFile (index, reads, scans, merges). collect() deletes the files that are not needed.
+//
+// Thread safety: all methods may run concurrently. mutex_ is innermost: no other lock is taken while it is held.
+// Invariants:
+//  1. Entry::epochs is the number of retained epochs that list the file.
+//  2. No file of a retained epoch is deleted; with a damaged manifest no file is deleted at all.
+//  3. A manifest is durably removed before any of its files is deleted.
 #pragma once
 
 #include <cstdint>
@@ -19,22 +24,22 @@ class Catalog {
  public:
   explicit Catalog(Context& ctx) : ctx_(ctx) {}
 
-  // Reads the folder: manifests and data files. A manifest that cannot be read keeps every file alive until released.
+  // Reads the folder: manifests and data files. A damaged manifest prevents all deletions until it is released.
   void load();
   Manifest read(uint64_t epoch) const;
 
-  std::vector<uint64_t> epochs() const;  // retained, oldest first; without the empty epoch 0 of a new store
-  uint64_t newest() const;               // 0: nothing committed
+  std::vector<uint64_t> epochs() const;  // retained, oldest first; without epoch 0, the empty state of a new store
+  uint64_t newest() const;               // 0: no commit
   bool has(uint64_t epoch) const;
 
   std::shared_ptr<DataFile> create(FileKind kind);
   void opened(const std::shared_ptr<DataFile>& file);
 
-  // Publishes the manifest: the commit. Epoch 0 is forgotten by the first one.
+  // Commits: publishes the manifest. The first commit removes epoch 0.
   void publish(const Manifest& manifest);
   void require_releasable(uint64_t epoch) const;  // throws NotFoundError, or Error for the newest
   void release(uint64_t epoch);
-  // Deletes the files nobody needs.
+  // Deletes all files that are not needed.
   void collect();
 
   uint64_t disk_bytes() const;
@@ -46,7 +51,7 @@ class Catalog {
     FileKind kind;
     std::weak_ptr<DataFile> open;
     uint64_t pages = 0;
-    uint32_t epochs = 0;  // that need it
+    uint32_t epochs = 0;  // retained epochs that list it
   };
   struct Epoch {
     std::vector<uint64_t> files;
@@ -56,7 +61,7 @@ class Catalog {
   void forget(uint64_t epoch);
 
   Context& ctx_;
-  mutable std::mutex mutex_;  // protects what follows
+  mutable std::mutex mutex_;  // protects all members below
   std::map<uint64_t, Entry> files_;
   std::map<uint64_t, Epoch> epochs_;
   uint64_t next_file_ = 1;

@@ -1,4 +1,4 @@
-// check(): every byte and every book of a store.
+// SsdStore::check(): verifies every page of every file, and the invariants of the index.
 #include <algorithm>
 #include <set>
 
@@ -8,46 +8,48 @@ namespace thermocline {
 
 using namespace ssd;
 
-// What the index says of itself.
 void SsdStore::Impl::check_invariants() {
   std::shared_lock lock(index_mutex_);
   uint64_t pending = 0, base_rows = 0, next = 0;
   for (size_t i = 0; i < index_.size(); ++i) {
     const Partition& p = index_.partition(i);
-    if (p.lo != next || p.hi < p.lo) throw Error(ctx.path + ": the partitions do not cover all keys");
+    if (p.lo != next || p.hi < p.lo) throw Error(ctx.path + ": the partitions do not cover all hashes");
     next = p.hi + 1;
     pending += p.pending;
     base_rows += p.base ? p.base->rows : 0;
     if (p.pending == 0 && !p.tables.empty()) throw Error(ctx.path + ": a merged partition still has a table");
   }
-  if (next != 0) throw Error(ctx.path + ": the partitions do not reach the last key");
+  if (next != 0) throw Error(ctx.path + ": the partitions do not reach the last hash");
   if (pending != index_.pending() || base_rows != index_.base_rows())
-    throw Error(ctx.path + ": rows counted " + std::to_string(base_rows) + " + " + std::to_string(pending) +
-                ", booked " + std::to_string(index_.base_rows()) + " + " + std::to_string(index_.pending()));
+    throw Error(ctx.path + ": base + log rows of the partitions are " + std::to_string(base_rows) + " + " +
+                std::to_string(pending) + ", the counters are " + std::to_string(index_.base_rows()) + " + " +
+                std::to_string(index_.pending()));
   for (auto& file : index_.files())
     if (file->file->size() < file->pages * ctx.g.page_bytes)
-      throw CorruptionError(file->file->path() + ": the file is shorter than its books say");
+      throw CorruptionError(file->file->path() + ": the file has fewer than " + std::to_string(file->pages) + " pages");
 }
 
-// Every page of a base file, read anew: header, rows in order, fences, filter.
+// Reads every page of a base file: header, rows in order, fences, filter.
 void SsdStore::Impl::check_base(const PartitionRecord& record, uint64_t lo, uint64_t hi) {
   std::shared_ptr<const BaseFile> base = open_base(ctx, record, true);
-  auto wrong = [&](const std::string& what) { throw CorruptionError(base->data->file->path() + ": " + what); };
+  auto fail = [&](const std::string& cause) { throw CorruptionError(base->data->file->path() + ": " + cause); };
   PartitionCursor rows(ctx, {0, ~uint64_t{0}, base, {}}, ctx.sizes.merge_bytes);
   uint64_t n = 0, last = 0;
   while (rows.next()) {
     uint64_t hash = hash_key(rows.key());
-    if (n > 0 && hash <= last) wrong("its rows are out of order");
-    if (hash < lo || hash > hi) wrong("it has a row of another partition");
-    if (n % ctx.g.rows_per_page() == 0 && base->fences.at(n / ctx.g.rows_per_page()) != hash) wrong("a fence is wrong");
-    if (!base->filter.may_contain(hash)) wrong("its filter hides a row");
+    if (n > 0 && hash <= last) fail("the rows are out of order");
+    if (hash < lo || hash > hi) fail("a row belongs to another partition");
+    if (n % ctx.g.rows_per_page() == 0 && base->fences.at(n / ctx.g.rows_per_page()) != hash)
+      fail("a fence is not the first hash of its page");
+    if (!base->filter.may_contain(hash)) fail("the filter excludes a row of the file");
     last = hash;
     ++n;
   }
-  if (n != base->rows) wrong("it has " + std::to_string(n) + " rows, the manifest says " + std::to_string(base->rows));
+  if (n != base->rows)
+    fail("the file has " + std::to_string(n) + " rows, the manifest lists " + std::to_string(base->rows));
 }
 
-// Every page of an extent: its key column, and the same keys on its row pages.
+// Reads every page of an extent: its key column, and the same keys on its row pages.
 void SsdStore::Impl::check_extent(const Extent& extent) {
   const std::string& path = extent.segment->file->path();
   Extent copy = extent;
@@ -60,16 +62,17 @@ void SsdStore::Impl::check_extent(const Extent& extent) {
     PartitionCursor rows(ctx, {0, ~uint64_t{0}, nullptr, {std::make_shared<Extent>(copy)}}, ctx.sizes.merge_bytes);
     for (auto& key : keys)
       if (!rows.next() || hash_key(rows.key()) != key.hash)
-        throw CorruptionError(path + ": the rows of extent " + std::to_string(extent.seq) + " are not its keys");
+        throw CorruptionError(path + ": the keys of the row pages of extent " + std::to_string(extent.seq) +
+                              " differ from its key pages");
   }
-  if (extent.fences.empty()) return;  // of another epoch: not in the index
+  if (extent.fences.empty()) return;  // an extent of another epoch, not in the index
   std::shared_lock lock(index_mutex_);
   for (auto& key : keys) {
     const Partition& p = index_.partition(index_.partition_of(key.hash));
     if (extent.seq <= p.merged_seq) continue;
     bool found = false;
     for (auto& table : p.tables) table->find(key.hash, [&](uint32_t v) { found |= v == extent.vbase + key.page; });
-    if (!found) throw Error(ctx.path + ": the index lacks a row of extent " + std::to_string(extent.seq));
+    if (!found) throw Error(ctx.path + ": the index has no entry for a row of extent " + std::to_string(extent.seq));
     if (p.pending == 0) throw Error(ctx.path + ": rows of extent " + std::to_string(extent.seq) + " are not counted");
   }
 }
@@ -77,9 +80,9 @@ void SsdStore::Impl::check_extent(const Extent& extent) {
 void SsdStore::Impl::check() {
   auto life = alive();
   std::lock_guard write(write_mutex_);
-  auto paused = merger_->pause();  // no merge may replace partitions meanwhile
+  auto paused = merger_->pause();  // a merge would replace partitions
   check_invariants();
-  std::set<uint64_t> bases;  // by file number: checked already
+  std::set<uint64_t> bases;  // numbers of checked files
   auto check_manifest = [&](const Manifest& m) {
     for (size_t i = 0; i < m.partitions.size(); ++i) {
       const PartitionRecord& r = m.partitions[i];
@@ -98,7 +101,7 @@ void SsdStore::Impl::check() {
   for (auto& extent : live) {
     check_extent(*extent);
   }
-  // The other retained epochs, as far as they have files and extents of their own.
+  // Other retained epochs: the files and extents that the current state does not share.
   for (uint64_t epoch : catalog_.epochs()) {
     Manifest m = catalog_.read(epoch);
     check_manifest(m);

@@ -1,4 +1,4 @@
-// Damaged bytes: no wrong row ever; an error that names the file; and rows of other pages stay readable.
+// Damaged files: no wrong row is returned, the error has the file, and rows of other pages stay readable.
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr const char* kPath = "/d/store";
 
-// A closed store with bases, log and retained epochs. Tests damage it in place and repair it again.
+// A closed store with base files, log and retained epochs. Tests damage it in place and repair it.
 struct Image {
   std::shared_ptr<MemFs> fs = std::make_shared<MemFs>();
   DriverOptions options;
@@ -62,11 +62,11 @@ Image make_image(uint64_t seed) {
 
 std::string base_name(const std::string& path) { return path.substr(path.rfind('/') + 1); }
 
-// An error of a damaged store must be one of damage, and say where.
+// The error of a damaged store must be CorruptionError with the path.
 void check_named(const Error& e, const std::string& path) {
   const bool kind = dynamic_cast<const CorruptionError*>(&e) || dynamic_cast<const FormatError*>(&e);
   if (!kind || std::string(e.what()).find(base_name(path)) == std::string::npos) {
-    throw Failure("damage to " + path + " gave an error that does not say so: " + e.what());
+    throw Failure("damage to " + path + " is not reported by the error: " + e.what());
   }
 }
 
@@ -78,7 +78,7 @@ std::unique_ptr<SsdStore> open_read_only(const Image& image) {
 
 constexpr int kRefused = -1;
 
-// Reads every key. Returns how many could not be read, or kRefused if the store did not open.
+// Reads every key. Returns the number of unreadable keys, or kRefused if the store does not open.
 int probe(const Image& image, const std::string& damaged, const std::string& context,
           std::unique_ptr<SsdStore> store = nullptr) {
   const size_t bytes = image.options.row_bytes;
@@ -141,7 +141,7 @@ struct Tally {
   }
 };
 
-// Damage confined to one page, of a random file. Alternately the store is open already, as when a disk decays under it.
+// Damages one page of a random file, alternately before and after the store is opened.
 void damage_pages(uint64_t cases, const std::function<void(std::string&, size_t, std::mt19937_64&)>& damage) {
   Tally tally;
   std::mt19937_64 rng(99);
@@ -160,7 +160,7 @@ void damage_pages(uint64_t cases, const std::function<void(std::string&, size_t,
         "case " + std::to_string(i) + ", page " + std::to_string(page / kSector) + " of " + path;
     const int bad = probe(image, path, context, std::move(store));
     tally.add(bad);
-    if (rows) CHECK(bad >= 0 && bad <= 2 * int(image.rows_per_page));  // twice: neighbours with the same tag
+    if (rows) CHECK(bad >= 0 && bad <= 2 * int(image.rows_per_page));  // twice: keys with equal tags
     image.fs->bytes(path).replace(page, kSector, saved);
   }
   CHECK_EQ(probe(image, "", "repaired"), 0);
@@ -169,12 +169,12 @@ void damage_pages(uint64_t cases, const std::function<void(std::string&, size_t,
 
 TEST(FaultsCorrupt, BitFlipsInDataFiles) {
   damage_pages(scaled(5000, 100000), [](std::string& bytes, size_t page, std::mt19937_64& rng) {
-    const size_t bit = rng() % (rng() % 4 == 0 ? 64 * 8 : kSector * 8);  // headers more often than their share
+    const size_t bit = rng() % (rng() % 4 == 0 ? 64 * 8 : kSector * 8);  // headers more often than other bytes
     bytes[page + bit / 8] ^= char(1 << (bit % 8));
   });
 }
 
-// Some of a page's sectors were not written: they have zeros, garbage, or bytes of another page.
+// Some sectors of a page were not written: they have zeros, random bytes, or bytes of another page.
 TEST(FaultsCorrupt, TornPages) {
   damage_pages(scaled(1000, 50000), [](std::string& bytes, size_t page, std::mt19937_64& rng) {
     const size_t sectors = kSector / 512, kept = rng() % sectors, other = rng() % (bytes.size() / kSector) * kSector;
@@ -198,7 +198,7 @@ TEST(StoreCorrupt, SomeBitFlipsAndTornPages) {
   });
 }
 
-// Whole pages that are sound in themselves, at the wrong place: another page of the file, or the page of another file.
+// Valid pages at the wrong location: another page of the file, or a page of another file.
 TEST(FaultsCorrupt, MisdirectedPages) {
   Tally tally;
   const Image image = make_image(5);
@@ -218,13 +218,13 @@ TEST(FaultsCorrupt, MisdirectedPages) {
   tally.print();
 }
 
-// Damage to the newest manifest or to the identity must be refused: falling back to an older commit would lose one.
+// A store with a damaged newest manifest or identity must not open: an older commit would lose the newest.
 void must_refuse(const Image& image, const std::string& path, const std::string& context) {
-  if (probe(image, path, context) != kRefused) throw Failure(context + ": opened, though " + path + " is damaged");
-  StoreOptions o = image.options.store;  // and a writer must not "repair" anything away
+  if (probe(image, path, context) != kRefused) throw Failure(context + ": opened although " + path + " is damaged");
+  StoreOptions o = image.options.store;  // a writer must not delete anything
   try {
     SsdStore::open(image.fs, kPath, o);
-    throw Failure(context + ": opened for writing, though " + path + " is damaged");
+    throw Failure(context + ": opened for writing although " + path + " is damaged");
   } catch (const Error& e) {
     check_named(e, path);
   }
@@ -245,13 +245,13 @@ TEST(FaultsCorrupt, EveryBitOfManifestAndIdentity) {
   std::printf("[%llu bits] ", (unsigned long long)cases);
 }
 
-TEST(FaultsCorrupt, ManifestAndIdentityCutAtEveryByte) {
+TEST(FaultsCorrupt, ManifestAndIdentityTruncatedAtEveryByte) {
   const Image image = make_image(8);
   for (const std::string& path : {image.manifests.back(), image.identity}) {
     const std::string saved = image.fs->bytes(path);
     for (size_t n = 0; n < saved.size(); ++n) {
       image.fs->bytes(path).resize(n);
-      must_refuse(image, path, "cut at " + std::to_string(n));
+      must_refuse(image, path, "truncated at " + std::to_string(n));
       image.fs->bytes(path) = saved;
     }
     image.fs->bytes(path) += '\0';
@@ -261,15 +261,15 @@ TEST(FaultsCorrupt, ManifestAndIdentityCutAtEveryByte) {
   CHECK_EQ(probe(image, "", "repaired"), 0);
 }
 
-// An older epoch's manifest is of no concern to the newest.
-TEST(StoreCorrupt, DamagedOldManifestDoesNotHideTheNewest) {
+// A damaged manifest of an older epoch does not affect the newest.
+TEST(StoreCorrupt, DamagedOldManifestDoesNotAffectTheNewest) {
   const Image image = make_image(9);
   CHECK(image.manifests.size() >= 2);
   image.fs->bytes(image.manifests.front())[50] ^= 1;
   CHECK_EQ(probe(image, image.manifests.front(), "old manifest"), 0);
 }
 
-TEST(FaultsCorrupt, DataFilesCutAtEverySectorAndHeadersAtEveryByte) {
+TEST(FaultsCorrupt, DataFilesTruncatedAtEverySectorAndHeadersAtEveryByte) {
   Tally tally;
   const Image image = make_image(10);
   for (const std::string& path : image.needed) {
@@ -305,7 +305,7 @@ TEST(FaultsCorrupt, EveryByteOfAHeaderPage) {
   tally.print();
 }
 
-TEST(StoreCorrupt, MissingFilesAreNamed) {
+TEST(StoreCorrupt, MissingFilesAreReported) {
   const Image image = make_image(12);
   Tally tally;
   for (const std::string& path : image.needed) {
@@ -317,8 +317,8 @@ TEST(StoreCorrupt, MissingFilesAreNamed) {
   CHECK_EQ(tally.refused, tally.cases);
 }
 
-// A damaged store must keep what is sound: merging around the damage may fail, but never loses or invents a row.
-TEST(FaultsCorrupt, MergingADamagedStoreInventsNothing) {
+// Merging a damaged store may fail, but never loses an undamaged row or returns a wrong one.
+TEST(FaultsCorrupt, MergingADamagedStoreReturnsNoWrongRow) {
   std::mt19937_64 rng(13);
   for (uint64_t i = 0; i < scaled(100, 2000); ++i) {
     Image image = make_image(200 + i % 10);

@@ -1,5 +1,5 @@
-// Power loss: every state that crash.h can build from a recorded run must open as the last commit, or the one that was
-// being made, complete with its note; every retained epoch too; and the store must be usable afterwards.
+// Power loss: every state that crash.h builds from a recorded run must open at the last commit that returned, or at the
+// one in progress, with its note. Every retained epoch must open too, and the store must be usable afterwards.
 #include <cstdio>
 #include <sstream>
 
@@ -41,7 +41,7 @@ Run record_run(uint64_t seed, int steps) {
   return run;
 }
 
-// What the caller of the store knew when the crash came.
+// The commits that the caller of the store had seen at the crash.
 struct Known {
   std::vector<StoreDriver::Attempt> attempts;
   std::vector<StoreDriver::Checkpoint> checkpoints;
@@ -72,7 +72,7 @@ int verify_all(std::shared_ptr<FileSystem> fs, const Run& run, const Known& know
   return verify_recovered(fs, kPath, run.options, known.attempts, context);
 }
 
-// Work after recovery, with a second crash on top when `again`.
+// Continues after recovery, with a second crash if `again`.
 void use_recovered(std::shared_ptr<MemFs> mem, const Run& run, std::vector<StoreDriver::Attempt> known, bool again,
                    const std::string& context) {
   DriverOptions options = run.options;
@@ -126,8 +126,8 @@ void replay(uint64_t runs, uint64_t states_per_run, int steps) {
 TEST(StoreCrash, SomeStatesOfAPowerLoss) { replay(2, 100, 120); }
 TEST(FaultsCrash, ReplayOfRecordedOperations) { replay(scaled(10, 50), scaled(200, 400), 150); }
 
-// A killed process leaves its operations in the page cache: opening may find the commit in progress. Once the store has
-// opened on it, it must not be lost by a power loss that follows.
+// After a process is killed, its operations are in the page cache: open may find the commit in progress. A later power
+// loss must not lose a commit that open returned.
 void kill_then_power_loss(uint64_t runs, size_t stride) {
   uint64_t states = 0;
   for (uint64_t seed = 1; seed <= runs; ++seed) {
@@ -141,7 +141,7 @@ void kill_then_power_loss(uint64_t runs, size_t stride) {
       StoreDriver driver(fs, kPath, run.options);
       driver.resume(known_at(run, prefix).attempts);
       try {
-        driver.open();  // notes the commit found as one that has returned
+        driver.open();  // records the commit found as one that returned
         driver.close();
         for_each_crash(
             fs->recording(), prefix, 14,
@@ -162,9 +162,9 @@ void kill_then_power_loss(uint64_t runs, size_t stride) {
 TEST(StoreCrash, KilledThenPowerLoss) { kill_then_power_loss(1, 5); }
 TEST(FaultsCrash, KilledThenPowerLoss) { kill_then_power_loss(scaled(6, 20), scaled(3, 1)); }
 
-// A process that dies at a named point leaves its file operations in order, which the replay covers; here the points
-// themselves are counted, and an exception at each must do no harm to the running store.
-TEST(FaultsCrash, NamedPointsAreReachedAndMayThrow) {
+// The replay covers processes killed at a failpoint. Here every failpoint must be called, and an exception at each must
+// not damage the running store.
+TEST(FaultsCrash, FailpointsAreCalledAndMayThrow) {
   auto run = [&](const std::string& stop_at, uint64_t nth, std::map<std::string, uint64_t>* points) {
     auto mem = std::make_shared<MemFs>();
     mem->make_dir("/d");
@@ -180,7 +180,7 @@ TEST(FaultsCrash, NamedPointsAreReachedAndMayThrow) {
         if (!driver.is_open()) driver.open();
         driver.step();
       } catch (const ReadOnlyError&) {
-        driver.close();  // it said so: open again
+        driver.close();  // the store is read-only: open it again
       } catch (const IoError&) {
       }
     }

@@ -123,7 +123,7 @@ bool PartitionCursor::later(const Run* a, const Run* b) const {
 bool PartitionCursor::next() {
   auto order = [this](Run* a, Run* b) { return later(a, b); };
   for (;;) {
-    for (Run* run : behind_) {
+    for (Run* run : to_advance_) {
       run->advance();
       if (run == base_) {
         if (run->done()) base_ = nullptr;
@@ -132,10 +132,10 @@ bool PartitionCursor::next() {
         std::push_heap(heap_.begin(), heap_.end(), order);
       }
     }
-    behind_.clear();
+    to_advance_.clear();
     if (heap_.empty() && !base_) return false;
     if (base_ && (heap_.empty() || base_->hash() < heap_.front()->hash())) {
-      behind_.push_back(base_);
+      to_advance_.push_back(base_);
       key_ = base_->key();
       row_ = base_->row();
       return true;
@@ -143,10 +143,10 @@ bool PartitionCursor::next() {
     Run* newest = heap_.front();
     while (!heap_.empty() && heap_.front()->hash() == newest->hash()) {
       std::pop_heap(heap_.begin(), heap_.end(), order);
-      behind_.push_back(heap_.back());
+      to_advance_.push_back(heap_.back());
       heap_.pop_back();
     }
-    if (base_ && base_->hash() == newest->hash()) behind_.push_back(base_);
+    if (base_ && base_->hash() == newest->hash()) to_advance_.push_back(base_);
     if (newest->tombstone()) continue;
     key_ = newest->key();
     row_ = newest->row();

@@ -1,6 +1,6 @@
-// All live rows of one partition in hash order: the base and the extents above it, merged, newest version wins.
-// Used by merging, scanning, counting and checking. Memory: the buffers asked for, but at least a page per extent; the
-// merger keeps the extents few enough (BufferSizes::max_extents).
+// Iterates over the live rows of one partition in hash order: merges base and newer extents; the newest version wins.
+// Used by merges, scans, counts and checks. Memory: the given buffer size, but at least one page per extent; the merger
+// bounds the number of extents (BufferSizes::max_extents).
 #pragma once
 
 #include <cstdint>
@@ -11,24 +11,25 @@
 
 namespace thermocline::ssd {
 
-// A page of a partition cannot be read, twice in a row. (A read that fails is the device's word, not damaged bytes.)
+// Two reads of a page of a partition failed. (An I/O error of the device, not a checksum mismatch.)
 struct UnreadableError : IoError {
   using IoError::IoError;
 };
 
-// A snapshot of one partition: stays readable whatever happens to the store meanwhile.
+// A snapshot of one partition. It stays readable after merges, commits and close().
 struct PartitionView {
   uint64_t lo = 0, hi = 0;                             // hashes, both inclusive
   std::shared_ptr<const BaseFile> base;                // may be null
   std::vector<std::shared_ptr<const Extent>> extents;  // newer than the base
 };
 
+// Not thread-safe.
 class PartitionCursor {
  public:
   PartitionCursor(Context& ctx, PartitionView view, size_t buffer_bytes);
   ~PartitionCursor();
 
-  // Moves to the next live row. False at the end. key() and row() are valid until the next call.
+  // Moves to the next live row; false: no more rows. key() and row() are valid until the next call.
   bool next();
   uint64_t key() const { return key_; }
   const uint8_t* row() const { return row_; }
@@ -41,9 +42,9 @@ class PartitionCursor {
   Context& ctx_;
   PartitionView view_;
   std::vector<std::unique_ptr<Run>> runs_;
-  std::vector<Run*> heap_;  // extents' runs, the smallest hash first, the newest first among equals
+  std::vector<Run*> heap_;  // runs of extents: smallest hash first, among equal hashes the newest first
   Run* base_ = nullptr;
-  std::vector<Run*> behind_;  // runs that stood on the row given out last: they move on in the next call
+  std::vector<Run*> to_advance_;  // runs positioned at the current key: the next call advances them
   uint64_t key_ = 0;
   const uint8_t* row_ = nullptr;
 };

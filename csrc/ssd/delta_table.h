@@ -1,13 +1,13 @@
-// Where the newer rows of one partition are: key hash -> page of the log, six bytes a slot.
+// Index of the newer rows of one partition: key hash -> log page, six bytes per slot.
 //
-// A slot keeps 16 bits of the hash (the tag) and a page number, not the key: the key is checked on the page itself.
-// Hence two versions of one key are two entries, and an entry may name a page that does not have the key ("false
-// page"). A table never grows (its hashes are gone): when it is full the partition gets another one, and merging drops
+// A slot has 16 bits of the hash (the tag) and a page number, not the key: the reader compares the key on the page.
+// Therefore two versions of one key are two entries, and an entry may refer to a page without the key ("false page"). A
+// table never grows, because it does not have the full hashes: a full partition gets another table, and a merge drops
 // them all.
 //
-// Positions follow the hash order, so that looking up a sorted batch walks through memory once. Rows that come in that
-// order (a scan of another store) crowd one place of such a table: in a `mixed` one they spread, whatever their order.
-// Thread safety: as the store's index lock says: insert exclusive, the rest shared.
+// Slots are in hash order, so that lookups of a sorted batch access memory sequentially. Rows that are inserted in hash
+// order (a scan of another store) crowd one region of such a table; a `mixed` table spreads them.
+// Thread safety: protected by the store's index lock: insert() exclusive, other methods shared.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ class DeltaTable {
         tags_(capacity, 0),
         pages_(capacity, 0) {}
 
-  // False: no room near the hash's place; use another table.
+  // False: the table is full, or full near the slot of the hash; use another table.
   bool insert(uint64_t hash, uint32_t page) {
     if (full()) return false;
     uint32_t cap = capacity(), at = home(hash);
@@ -43,7 +43,7 @@ class DeltaTable {
     return false;
   }
 
-  // Calls fn(page) for every entry that may be the hash's, in no order.
+  // Calls fn(page) for every entry that may belong to the hash, in no particular order.
   template <class Fn>
   void find(uint64_t hash, Fn&& fn) const {
     uint32_t cap = capacity(), at = home(hash);

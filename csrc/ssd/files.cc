@@ -11,13 +11,13 @@ uint64_t random_nonce() {
   return (uint64_t{device()} << 32) ^ device();
 }
 
-// Reads pages [first, first + count) in large pieces, calling fn(page bytes, page number).
+// Reads pages [first, first + count) sequentially and calls fn(page bytes, page number).
 template <class Fn>
 void for_each_page(const Context& ctx, DataFile& file, uint64_t first, uint64_t count, Fn&& fn) {
   AlignedBuffer buffer(std::min<uint64_t>(ctx.sizes.append_pages, std::max<uint64_t>(count, 1)) * ctx.g.page_bytes);
-  uint64_t room = buffer.size() / ctx.g.page_bytes;
+  const uint64_t buffer_pages = buffer.size() / ctx.g.page_bytes;
   for (uint64_t done = 0; done < count;) {
-    uint64_t n = std::min(room, count - done);
+    uint64_t n = std::min(buffer_pages, count - done);
     file.file->pread(buffer.data(), n * ctx.g.page_bytes, (first + done) * ctx.g.page_bytes);
     for (uint64_t i = 0; i < n; ++i) fn(buffer.data() + i * ctx.g.page_bytes, first + done + i);
     done += n;
@@ -27,7 +27,7 @@ void for_each_page(const Context& ctx, DataFile& file, uint64_t first, uint64_t 
 }  // namespace
 
 BufferSizes BufferSizes::of(size_t mem_budget, size_t write_buffer, const Geometry& g, FileSystem::Concurrency reads) {
-  constexpr size_t kReadBytes = 64u << 10;  // beyond it a longer read gains nothing on the devices measured
+  constexpr size_t kReadBytes = 64u << 10;  // longer reads are not faster on the measured devices
   auto pages = [&](size_t bytes, size_t most) {
     return static_cast<uint32_t>(std::max<size_t>(1, std::min(bytes, most) / g.page_bytes));
   };
@@ -46,7 +46,7 @@ BufferSizes BufferSizes::of(size_t mem_budget, size_t write_buffer, const Geomet
 uint64_t BufferSizes::total(const Geometry& g) const {
   uint64_t reads = static_cast<uint64_t>(read_workers) * static_cast<uint64_t>(read_depth) * read_pages;
   uint64_t merge = std::max<uint64_t>(merge_bytes, max_extents * g.page_bytes);
-  return (reads + 3ull * append_pages) * g.page_bytes + merge + write_buffer;  // log: 2 chunks; a base: 1
+  return (reads + 3ull * append_pages) * g.page_bytes + merge + write_buffer;  // 2 chunks for the log, 1 for a base
 }
 
 std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t number) {
@@ -72,12 +72,12 @@ std::shared_ptr<DataFile> open_data_file(Context& ctx, FileKind kind, uint64_t n
   try {
     data->file = ctx.fs->open(path, OpenMode::kRead);
   } catch (const NotFoundError&) {
-    throw CorruptionError(path + ": the file is missing, though the manifest names it");
+    throw CorruptionError(path + ": the file is missing, but the manifest lists it");
   }
   uint64_t bytes = data->file->size(), need = std::max<uint64_t>(pages, 1) * ctx.g.page_bytes;
   if (bytes < need)
-    throw CorruptionError(path + ": the file is cut short: " + std::to_string(bytes) + " bytes, the manifest needs " +
-                          std::to_string(need));
+    throw CorruptionError(path + ": the file is truncated: it has " + std::to_string(bytes) +
+                          " bytes, the manifest needs " + std::to_string(need));
   AlignedBuffer page(ctx.g.page_bytes);
   data->file->pread(page.data(), ctx.g.page_bytes, 0);
   verify_file_header(page.data(), ctx.g, kind, ctx.id.store_id, number, nonce, path);
@@ -164,7 +164,7 @@ void BaseWriter::add(uint64_t key, const uint8_t* row) {
 void BaseWriter::seal() {
   if (on_page_ == 0) return;
   const Geometry& g = ctx_.g;
-  if (on_page_ < g.rows_per_page()) {  // the last page: rows close up to the keys
+  if (on_page_ < g.rows_per_page()) {  // the last page: move the rows up to the keys
     uint8_t* keys_end = page_ + sizeof(PageHeader) + 8ull * on_page_;
     uint8_t* rows = page_ + sizeof(PageHeader) + 8ull * g.rows_per_page();
     uint64_t bytes = uint64_t{g.row_bytes} * on_page_;
@@ -217,11 +217,11 @@ void read_extent_keys(Context& ctx, Extent& extent, const std::function<void(uin
                   uint64_t n = page_header(page).count;
                   if (info.seq != extent.seq || info.rows != extent.rows || info.first_row != row ||
                       n != std::min<uint64_t>(g.keys_per_page(), extent.rows - row))
-                    throw CorruptionError(path + ": page " + std::to_string(number) + ": belongs to another extent");
+                    throw CorruptionError(path + ": page " + std::to_string(number) + " belongs to another extent");
                   for (uint32_t i = 0; i < n; ++i, ++row) {
                     uint64_t hash = hash_key(page_key(page, kind, i));
                     if (row > 0 && hash <= last)
-                      throw CorruptionError(path + ": page " + std::to_string(number) + ": keys out of order");
+                      throw CorruptionError(path + ": page " + std::to_string(number) + " has keys out of order");
                     last = hash;
                     if (row % per_page == 0) extent.fences.push_back(hash);
                     fn(hash, data_page + static_cast<uint32_t>(row / per_page));

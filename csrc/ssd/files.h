@@ -1,5 +1,5 @@
-// The two kinds of data file: log segments, made of extents, and base files. Both are written once, front to back, and
-// never overwritten; page 0 is a header (format.h).
+// Data files: log segments, which contain extents, and base files. Both are written once, front to back, and never
+// overwritten; page 0 is a header (format.h).
 #pragma once
 
 #include <atomic>
@@ -17,21 +17,20 @@
 
 namespace thermocline::ssd {
 
-// How large the buffers of one open store are: full size from a budget of 64 MB on, less below it, never less than a
-// page each.
+// Buffer sizes of one open store: full size with a budget of 64 MB or more, else smaller; at least one page each.
 struct BufferSizes {
   int read_workers, read_depth;
-  uint32_t read_pages;    // of one read; workers x depth buffers
-  uint32_t append_pages;  // written or read at once, sequentially
-  size_t merge_bytes;     // of the sources of a merge; more if there are many extents
-  size_t max_extents;     // live ones: each takes a page of a merge's memory, and a place in every manifest
+  uint32_t read_pages;    // of one read; there are workers x depth buffers
+  uint32_t append_pages;  // of one sequential write or read
+  size_t merge_bytes;     // input buffers of a merge; more if there are many extents
+  size_t max_extents;     // live extents: each needs a page of a merge's memory, and an entry in every manifest
   size_t write_buffer;
 
   static BufferSizes of(size_t mem_budget, size_t write_buffer, const Geometry& g, FileSystem::Concurrency reads);
-  uint64_t total(const Geometry& g) const;  // with everything allocated
+  uint64_t total(const Geometry& g) const;  // if all buffers are allocated
 };
 
-// What every part of one open store shares. Constant after construction but for the counters.
+// Shared by all parts of one open store. Constant after construction, except the counter.
 struct Context {
   Context(std::shared_ptr<FileSystem> fs, std::string path, const Identity& id, size_t mem_budget, size_t write_buffer)
       : fs(std::move(fs)),
@@ -50,7 +49,7 @@ struct Context {
   std::string file_path(FileKind kind, uint64_t number) const { return path + "/" + file_name(kind, number); }
 };
 
-// An open data file. `synced` is false from creation or the last append until commit() has synced it.
+// An open data file. `synced` is false from creation or the last append until commit() syncs the file.
 struct DataFile {
   FileKind kind;
   uint64_t number;
@@ -64,12 +63,12 @@ std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t
 // Verifies the header and that the file has at least `pages` pages.
 std::shared_ptr<DataFile> open_data_file(Context& ctx, FileKind kind, uint64_t number, uint64_t nonce, uint64_t pages);
 
-// Appends pages to a new file through one buffer.
+// Appends pages to a new file through one buffer. Not thread-safe.
 class PageAppender {
  public:
   PageAppender(Context& ctx, DataFile& file);
-  uint8_t* next();                                      // zeroed memory of the next page; valid until the call after
-  uint64_t page() const { return first_ + used_ - 1; }  // number of the page last given out
+  uint8_t* next();                                      // zeroed memory of the next page; valid until the next call
+  uint64_t page() const { return first_ + used_ - 1; }  // number of the page that next() returned last
   void flush();
 
  private:
@@ -80,14 +79,14 @@ class PageAppender {
   size_t used_ = 0;
 };
 
-// Immutable rows of one partition, in hash order. Row page i is page 1 + i of the file; fence pages follow,
-// then those of the filter, if there is one.
+// Immutable rows of one partition, in hash order. Row page i is page 1 + i of the file; fence pages follow, then filter
+// pages, if there is a filter.
 struct BaseFile {
   std::shared_ptr<DataFile> data;
   uint64_t rows = 0;
   std::vector<uint64_t> fences;  // first hash of each row page
   uint64_t filter_bytes = 0;     // in the file
-  Filter filter;                 // empty where it was not asked for
+  Filter filter;                 // empty if not loaded
 
   uint32_t pages() const { return static_cast<uint32_t>(fences.size()); }
   uint64_t bytes(const Geometry& g) const { return file_pages(g, pages(), filter_bytes) * g.page_bytes; }
@@ -98,10 +97,10 @@ struct BaseFile {
 
 std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& record, bool with_filter);
 
-// Writes a base file from rows in strictly rising hash order.
+// Writes a base file from rows in strictly ascending hash order. Not thread-safe.
 class BaseWriter {
  public:
-  // `filter_bits` per row of a filter for at most `rows`; 0: none.
+  // `filter_bits`: bits per row of a filter for at most `rows` rows; 0: no filter.
   BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, uint64_t rows, uint32_t filter_bits);
   void add(uint64_t key, const uint8_t* row);
   uint64_t rows() const { return rows_; }
@@ -121,17 +120,17 @@ class BaseWriter {
   Filter filter_;
 };
 
-// One flush of the log: `rows` keys in strictly rising hash order; key pages, then row pages (none for deletions).
+// One flush of the log: `rows` keys in strictly ascending hash order; key pages, then row pages (none for deletions).
 struct Extent {
   uint64_t seq = 0;
   std::shared_ptr<DataFile> segment;
   uint32_t first_page = 0;
-  uint32_t vbase = 0;  // segment page p is page vbase + p of the whole log (wraps; see delta_table.h)
+  uint32_t vbase = 0;  // page p of the segment is page vbase + p of the whole log, modulo 2^32
   uint64_t rows = 0;
   bool tombstones = false;
   std::vector<uint64_t> fences;  // first hash of each data page
 
-  // Data pages are those a lookup reads: row pages, or the key pages of deletions.
+  // First data page. Lookups read data pages: row pages, or the key pages of deletions.
   uint32_t data_page(const Geometry& g) const {
     return tombstones ? first_page : first_page + static_cast<uint32_t>(g.key_pages(rows));
   }
@@ -140,7 +139,7 @@ struct Extent {
   uint64_t bytes(const Geometry& g) const { return pages(g) * g.page_bytes; }
 };
 
-// Reads the key column, calling fn(hash, data page number in the segment) in order; fills extent.fences.
+// Reads the key pages, calls fn(hash, number of the data page in the segment) in order, and fills extent.fences.
 void read_extent_keys(Context& ctx, Extent& extent, const std::function<void(uint64_t, uint32_t)>& fn);
 
 }  // namespace thermocline::ssd

@@ -1,6 +1,6 @@
-// Answers "this key was never put" for a base file without reading it: a Bloom filter in blocks of one cache line.
-// Optional: costs StoreOptions::filter_bits per key of DRAM, saves the page read of each key that is not there.
-// Persisted after the fences of a base file: its functions never change.
+// Bloom filter of the keys of a base file, in blocks of one cache line. Optional: it uses StoreOptions::filter_bits of
+// DRAM per key and avoids the page read of most absent keys. Persisted after the fences of a base file: its functions
+// never change.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ class Filter {
  public:
   static constexpr uint64_t kBlockBytes = 64;
 
-  Filter() = default;  // knows nothing: may_contain() is always true
+  Filter() = default;  // empty: may_contain() is always true
   Filter(uint64_t keys, uint32_t bits_per_key)
       : words_(std::max<uint64_t>(1, (keys * bits_per_key + 511) / 512) * (kBlockBytes / 8), 0) {}
 
@@ -48,7 +48,7 @@ class Filter {
     uint64_t blocks = words_.size() / (kBlockBytes / 8);
     return static_cast<uint64_t>((static_cast<unsigned __int128>(mix64(hash)) * blocks) >> 64) * (kBlockBytes / 8);
   }
-  // Six bits of 512, from other bits than the block's.
+  // Six of 512 bits, chosen by other hash bits than block_of() uses.
   template <class Fn>
   static bool for_each_bit(uint64_t hash, Fn&& fn) {
     uint64_t bits = hash * 0x9e3779b97f4a7c15ULL;

@@ -34,7 +34,7 @@ void verify_checksum(const uint8_t* page, const Geometry& g, uint64_t nonce, uin
   for (uint32_t i = 0; i < g.page_bytes && zero; ++i) zero = page[i] == 0;
   corrupt(path, number,
           zero ? "checksum mismatch (the page is all zeros: a lost write)"
-               : "checksum mismatch (damaged, stale or misplaced bytes)");
+               : "checksum mismatch (damaged, stale or misplaced page)");
 }
 
 void verify_count(const uint8_t* page, const Geometry& g, uint64_t number, const std::string& path) {
@@ -44,7 +44,7 @@ void verify_count(const uint8_t* page, const Geometry& g, uint64_t number, const
                   : header.kind == PageKind::kHeader || header.kind == PageKind::kFilter ? 0
                                                                                          : g.keys_per_page();
   if (header.count > most)
-    corrupt(path, number, "count " + std::to_string(header.count) + " is above " + std::to_string(most));
+    corrupt(path, number, "count is " + std::to_string(header.count) + ", the maximum is " + std::to_string(most));
 }
 
 }  // namespace

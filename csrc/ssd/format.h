@@ -1,5 +1,5 @@
-// Every constant and structure on disk. docs/formats.md says the same in words. Persisted numbers never change.
-// All integers are little endian.
+// Constants and structures of the files, described in docs/formats.md. Persisted numbers never change. All integers are
+// little endian.
 #pragma once
 
 #include <cstdint>
@@ -50,15 +50,15 @@ static_assert(sizeof(FileHeader) == 56);
 
 enum class FileKind : uint32_t { kSegment = 1, kBase = 2 };
 
-// Follows the PageHeader on every key page: which extent the page belongs to.
+// Follows the PageHeader on every key page.
 struct ExtentInfo {
-  uint64_t seq;        // of the extent; newer extents have larger ones
+  uint64_t seq;        // of the extent; newer extents have larger numbers
   uint64_t first_row;  // index in the extent of the page's first key
   uint64_t rows;       // of the whole extent
 };
 static_assert(sizeof(ExtentInfo) == 24);
 
-// What all files of a store have in common.
+// Row and page size, equal for all files of a store.
 struct Geometry {
   uint32_t row_bytes = 0;
   uint32_t page_bytes = 0;
@@ -78,7 +78,7 @@ struct Geometry {
     return (bytes + filter_bytes_per_page() - 1) / filter_bytes_per_page();
   }
 
-  // The smallest page, in sectors, that wastes at most an eighth of itself (or the least wasteful of the first 16).
+  // The smallest page, in sectors, with at most 1/8 unused (or the best of the first 16 sizes).
   static Geometry of(uint32_t row_bytes) {
     constexpr uint32_t kMaxRow = 1u << 20;
     if (row_bytes == 0 || row_bytes > kMaxRow)
@@ -96,7 +96,7 @@ struct Geometry {
   }
 };
 
-// A file's nonce is random, so the pages of an older file that had the same place on the device never pass as ours.
+// A file's nonce is random: pages of an older file at the same location of the device do not pass the check.
 inline uint64_t page_seed(uint64_t nonce, uint64_t page) { return nonce ^ mix64(page + 1); }
 
 inline void seal_page(uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t number, PageKind kind,
@@ -109,10 +109,10 @@ inline void seal_page(uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t
   header->checksum = xxh64(page + 8, g.page_bytes - 8, page_seed(nonce, number));
 }
 
-// Throws CorruptionError unless the page is exactly what was written there, of that kind, with a count that fits it.
+// Throws CorruptionError unless checksum, kind and count of the page are valid.
 void verify_page(const uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t number, PageKind kind,
                  const std::string& path);
-// As above, where a row page or a tombstone page may stand.
+// Verifies a row page or a tombstone page and returns its kind.
 PageKind verify_data_page(const uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t number,
                           const std::string& path);
 
@@ -125,7 +125,7 @@ inline uint64_t page_key(const uint8_t* page, PageKind kind, uint32_t i) {
   std::memcpy(&key, page + keys_offset(kind) + 8ull * i, 8);
   return key;
 }
-// Row i of a row page: keys come first, packed to the page's count.
+// Row i of a row page. The rows follow the keys.
 inline const uint8_t* page_row(const uint8_t* page, const Geometry& g, uint32_t i) {
   return page + sizeof(PageHeader) + 8ull * page_header(page).count + uint64_t{g.row_bytes} * i;
 }

@@ -1,5 +1,5 @@
-// Long random lives of a store against the oracle: on one thread, every answer checked; on several, each with keys of
-// its own. Under ASan, UBSan and TSan through `make test-sanitize`.
+// Long random operations on a store against the oracle, on one thread and on several threads with disjoint keys. `make
+// test-sanitize` runs them under ASan, UBSan and TSan.
 #include <cstdio>
 #include <cstring>
 #include <thread>
@@ -39,11 +39,11 @@ void fuzz(uint64_t key_ops, bool background) {
 }
 
 TEST(StoreFuzz, AgainstTheOracle) { fuzz(100'000, false); }
-TEST(FaultsFuzz, AMillionOperations) { fuzz(scaled(1'000'000, 10'000'000), false); }
-TEST(FaultsFuzz, AMillionOperationsWithBackgroundMerging) { fuzz(scaled(1'000'000, 10'000'000), true); }
+TEST(FaultsFuzz, OneMillionOperations) { fuzz(scaled(1'000'000, 10'000'000), false); }
+TEST(FaultsFuzz, OneMillionOperationsWithBackgroundMerges) { fuzz(scaled(1'000'000, 10'000'000), true); }
 
-// Threads that put, delete and get keys of their own, beside one that commits, releases, scans and checks.
-void threads_at_once(uint64_t rounds, uint64_t seed) {
+// Threads put, delete and get disjoint keys, while one thread commits, releases, scans and checks.
+void concurrent_threads(uint64_t rounds, uint64_t seed) {
   constexpr uint32_t kThreads = 4, kKeys = 4000;
   DriverOptions options(seed);
   StoreOptions o = options.store;
@@ -52,7 +52,7 @@ void threads_at_once(uint64_t rounds, uint64_t seed) {
   o.background_merge = true;
   auto fs = std::make_shared<MemFs>();
   auto store = SsdStore::open(fs, "/store", o);
-  std::vector<Snapshot> state(kThreads);  // each thread's own
+  std::vector<Snapshot> state(kThreads);  // per thread
   std::vector<std::exception_ptr> errors(kThreads + 1);
   auto work = [&](uint32_t t) {
     Snapshot& mine = state[t];
@@ -119,7 +119,7 @@ void threads_at_once(uint64_t rounds, uint64_t seed) {
       auto scan = store->scan();
       uint64_t scanned = 0;
       while (size_t n = scan->next(keys.size(), keys.data(), rows.data())) scanned += n;
-      if (scanned > kKeys) throw Failure("scan gave more rows than there are keys");
+      if (scanned > kKeys) throw Failure("scan returned more rows than there are keys");
       if (commits % 8 == 0) store->check();
       store->stats();
     }
@@ -139,13 +139,13 @@ void threads_at_once(uint64_t rounds, uint64_t seed) {
   store.reset();
   o.create = false;
   auto again = SsdStore::open(fs, "/store", o);
-  verify(*again, want, "opened again");
+  verify(*again, want, "reopened");
   std::printf("[%llu commits] ", (unsigned long long)commits);
 }
 
-TEST(StoreFuzz, ThreadsAtOnce) { threads_at_once(300, 1); }
-TEST(FaultsFuzz, ThreadsAtOnce) {
-  for (uint64_t seed = 2; seed < 8; ++seed) threads_at_once(scaled(600, 6000), seed);
+TEST(StoreFuzz, ConcurrentThreads) { concurrent_threads(300, 1); }
+TEST(FaultsFuzz, ConcurrentThreads) {
+  for (uint64_t seed = 2; seed < 8; ++seed) concurrent_threads(scaled(600, 6000), seed);
 }
 
 }  // namespace

@@ -75,7 +75,7 @@ class SsdStore::Impl {
   std::vector<ssd::Partition> write_bases(const std::vector<ssd::Item>& items, const uint64_t* keys, RowsIn rows);
   void write_batch(std::vector<ssd::Item>& items, const uint64_t* keys, const RowsIn* rows);
   void sync_files(const std::vector<std::shared_ptr<ssd::DataFile>>& files);
-  [[noreturn]] void fail(const std::string& what);
+  [[noreturn]] void fail(const std::string& cause);  // makes the store read-only
   uint64_t buffer_memory() const;
   uint64_t base_bytes() const;
   // Calls fn(plan) with plans of bounded size that together cover the keys, in hash order.

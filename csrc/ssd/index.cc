@@ -34,18 +34,19 @@ void Index::insert(Partition& p, uint64_t hash, uint32_t vpage, size_t expected)
   ++p.pending;
   ++pending_;
   if (!p.tables.empty() && p.tables.back()->insert(hash, vpage)) return;
-  // A quarter of what the partition gathers before it is merged, so that memory follows need in small steps.
+  // A quarter of the rows that the partition collects between merges, so that memory grows in small increments.
   uint64_t usual = p.base ? static_cast<uint64_t>(static_cast<double>(p.base->rows) * log_ratio_ / 4) : 0;
   uint64_t capacity = std::max({uint64_t{64}, usual, expected, p.pending / 4});
   capacity = std::min<uint64_t>(capacity + capacity / 6 + 8, 1u << 30);
-  // One that took no more before it was full was crowded, by rows in hash order: the next of them would be, too.
+  // If the last table refused an entry before it was full, rows arrive in hash order and crowd one region: mix them.
   const bool mixed = !p.tables.empty() && (p.tables.back()->mixed() || !p.tables.back()->full());
   p.tables.push_back(std::make_shared<DeltaTable>(p.lo, p.hi, static_cast<uint32_t>(capacity), mixed));
-  if (!p.tables.back()->insert(hash, vpage)) throw Error("a new delta table took no entry");
+  if (!p.tables.back()->insert(hash, vpage)) throw Error("index: a new delta table refused its first entry");
 }
 
 void Index::add_extent(std::shared_ptr<Extent> extent, const std::vector<HashAndPage>& rows) {
-  if (extent->seq <= last_seq_) throw Error("extents must come in order");
+  if (extent->seq <= last_seq_)
+    throw Error("index: extent " + std::to_string(extent->seq) + " is not newer than " + std::to_string(last_seq_));
   size_t at = rows.empty() ? 0 : partition_of(rows[0].hash);
   for (size_t i = 0; i < rows.size();) {
     while (rows[i].hash > partitions_[at]->hi) ++at;
@@ -61,13 +62,13 @@ void Index::add_extent(std::shared_ptr<Extent> extent, const std::vector<HashAnd
   extents_.push_back(std::move(extent));
 }
 
-bool Index::candidate(const Partition& p, uint64_t hash, const uint32_t* older, uint32_t* vpage) {
-  // Log page numbers rise with age and may wrap around: compare distances.
+bool Index::candidate(const Partition& p, uint64_t hash, const uint32_t* before_page, uint32_t* vpage) {
+  // Log page numbers ascend with time and may wrap around: compare distances.
   auto before = [](uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; };
   bool found = false;
   for (auto& table : p.tables) {
     table->find(hash, [&](uint32_t page) {
-      if ((older && !before(page, *older)) || (found && before(page, *vpage))) return;
+      if ((before_page && !before(page, *before_page)) || (found && before(page, *vpage))) return;
       *vpage = page;
       found = true;
     });
@@ -86,7 +87,7 @@ LogPage Index::log_page(uint32_t vpage) const {
   auto after =
       std::upper_bound(segment_starts_.begin(), segment_starts_.end(), vpage,
                        [](uint32_t v, const auto& start) { return static_cast<int32_t>(v - start->vbase) < 0; });
-  if (after == segment_starts_.begin()) throw Error("an index entry names a page before the log");
+  if (after == segment_starts_.begin()) throw Error("index: an entry refers to a page before the start of the log");
   const Extent& start = **(after - 1);
   return {start.segment, vpage - start.vbase};
 }
@@ -94,13 +95,13 @@ LogPage Index::log_page(uint32_t vpage) const {
 bool Index::base_page(const BaseFile& base, uint64_t hash, uint32_t* page, uint32_t hint) {
   auto& f = base.fences;
   if (f.empty() || hash < f[0] || !base.filter.may_contain(hash)) return false;
-  // Batches come sorted: gallop from the last page found.
-  size_t low = hint < f.size() && f[hint] <= hash ? hint : 0, step = 1;
-  while (low + step < f.size() && f[low + step] <= hash) {
-    low += step;
-    step *= 2;
+  // Batches are sorted: gallop from the last page found.
+  size_t low = hint < f.size() && f[hint] <= hash ? hint : 0, stride = 1;
+  while (low + stride < f.size() && f[low + stride] <= hash) {
+    low += stride;
+    stride *= 2;
   }
-  size_t high = std::min(low + step, f.size());
+  size_t high = std::min(low + stride, f.size());
   *page = static_cast<uint32_t>(std::upper_bound(f.begin() + low, f.begin() + high, hash) - f.begin() - 1);
   return true;
 }
@@ -149,7 +150,7 @@ bool Index::begin_merge(Merge* merge) {
   size_t best = partitions_.size();
   for (size_t i = 0; i < partitions_.size(); ++i) {
     Partition& p = *partitions_[i];
-    if (p.pending == 0) p.merged_seq = last_seq_;  // nothing of the log is its own
+    if (p.pending == 0) p.merged_seq = last_seq_;  // the log has no rows of this partition
     if (p.pending == 0 || !p.damage.empty()) continue;
     if (best == partitions_.size()) best = i;
     const Partition& b = *partitions_[best];
@@ -163,8 +164,8 @@ bool Index::begin_merge(Merge* merge) {
   merge->frozen_tables = p.tables.size();
   merge->frozen_pending = p.pending;
   merge->rows = p.pending + (p.base ? p.base->rows : 0);
-  // Entries that arrive while the merge runs go to a table of their own, which outlives it.
-  if (p.tables.back()->count() == 0) --merge->frozen_tables;  // of a merge that failed
+  // Entries that arrive during the merge go to a new table, which is kept after it.
+  if (p.tables.back()->count() == 0) --merge->frozen_tables;  // left by a failed merge
   else p.tables.push_back(std::make_shared<DeltaTable>(p.lo, p.hi, static_cast<uint32_t>(p.pending / 8 + 64)));
   return true;
 }
@@ -179,7 +180,7 @@ bool Index::begin_load(uint64_t first, uint64_t last, Merge* merge) {
 
 void Index::finish_merge(const Merge& merge, std::vector<Partition> pieces) {
   size_t at = partition_of(merge.partition->lo);
-  if (partitions_[at].get() != merge.partition) throw Error("the merged partition is gone");
+  if (partitions_[at].get() != merge.partition) throw Error("index: the merged partition was replaced meanwhile");
   std::shared_ptr<Partition> old = partitions_[at];
   uint64_t arrived = old->pending - merge.frozen_pending;
   pending_ -= old->pending;
@@ -188,7 +189,7 @@ void Index::finish_merge(const Merge& merge, std::vector<Partition> pieces) {
   for (auto& piece : pieces) {
     piece.merged_seq = merge.seq;
     if (arrived > 0) {
-      // Pieces share the tables filled meanwhile, and a share of the count, rounded up: 0 would mean "nothing".
+      // Pieces share the tables filled meanwhile. Each counts an equal part of their rows, rounded up: 0 means none.
       piece.tables.assign(old->tables.begin() + static_cast<ptrdiff_t>(merge.frozen_tables), old->tables.end());
       piece.pending = (arrived + pieces.size() - 1) / pieces.size();
     }
@@ -206,10 +207,10 @@ void Index::drop_merged_extents() {
   for (auto& p : partitions_)
     if (p->pending > 0) merged = std::min(merged, p->merged_seq);
   while (!extents_.empty() && extents_.front()->seq <= merged) {
-    auto gone = extents_.front();
+    auto dropped = extents_.front();
     extents_.pop_front();
-    // The segment lives on while a later extent of it does.
-    if (extents_.empty() || extents_.front()->segment != gone->segment) segment_starts_.pop_front();
+    // The segment stays while it has a later extent.
+    if (extents_.empty() || extents_.front()->segment != dropped->segment) segment_starts_.pop_front();
   }
   for (auto& p : partitions_)
     if (p->pending == 0) p->merged_seq = last_seq_;

@@ -1,9 +1,11 @@
-// What the store keeps in DRAM: the partitions with their bases' fences, the live extents, and where each newer row is.
+// The in-memory index of a store: the partitions with the fences of their base files, the live extents, and the log
+// page of every row that is newer than its base.
 //
-// Thread safety: none of its own. The store's index lock guards it: const methods shared, the others exclusive.
-// Invariants: 1. the partitions cover all hashes, in order, without overlap. 2. An extent is listed while some
-// partition has not merged it. 3. Every row of an extent newer than its partition's base has an entry in that
-// partition's tables.
+// Thread safety: protected by the store's index lock: shared for const methods, exclusive for the others.
+// Invariants:
+//  1. The partitions cover all hashes, in order, without overlap.
+//  2. An extent is listed while some partition has not merged it.
+//  3. Every row of an extent newer than its partition's base has an entry in the partition's tables.
 #pragma once
 
 #include <cstdint>
@@ -23,11 +25,11 @@ namespace thermocline::ssd {
 struct Partition {
   uint64_t lo = 0, hi = 0;
   std::shared_ptr<const BaseFile> base;             // null: no rows
-  uint64_t merged_seq = 0;                          // extents up to this one are in the base
+  uint64_t merged_seq = 0;                          // extents up to this number are merged into the base
   std::vector<std::shared_ptr<DeltaTable>> tables;  // entries of newer extents
-  uint64_t pending = 0;                             // rows in the log not merged yet; never 0 while there are any
-  std::string damage;                               // why it cannot be merged; empty: it can
-  std::exception_ptr damage_error;                  // the same, as it was thrown
+  uint64_t pending = 0;                             // estimate of unmerged rows; 0 only if there are none
+  std::string damage;                               // error that prevents merging; empty: none
+  std::exception_ptr damage_error;                  // the exception with this message
 };
 
 struct HashAndPage {
@@ -45,52 +47,55 @@ class Index {
   explicit Index(const Geometry& g, double log_ratio) : g_(g), log_ratio_(log_ratio) {}
 
   void clear();
-  // Opening: all partitions in order, then all extents in order. With no partitions: one, empty.
+  // Opening: first all partitions in order, then add_extent() for all extents in order. An empty list becomes one empty
+  // partition.
   void load_partitions(std::vector<Partition> partitions);
-  // Adds an extent that is newer than all others, with its rows in hash order.
+  // Adds an extent that is newer than all others. `rows` are in hash order.
   void add_extent(std::shared_ptr<Extent> extent, const std::vector<HashAndPage>& rows);
-  // Opening, at last: extents to come begin at this number, even where no older one is left in the log.
+  // Opening, last step: sets the number of the next extent, which may be larger than that of the newest live extent
+  // + 1.
   void start_at(uint64_t next_seq) { last_seq_ = next_seq - 1; }
 
   size_t size() const { return partitions_.size(); }
   const Partition& partition(size_t i) const { return *partitions_[i]; }
   size_t partition_of(uint64_t hash) const;
-  // The newest page of the log that may hold the hash's row; with `older`, the newest before *older. False: none.
-  static bool candidate(const Partition& p, uint64_t hash, const uint32_t* older, uint32_t* vpage);
+  // Finds the newest log page that may have the row; with `before_page`, the newest before that page. False: none.
+  static bool candidate(const Partition& p, uint64_t hash, const uint32_t* before_page, uint32_t* vpage);
   LogPage log_page(uint32_t vpage) const;
-  // Row page of the base that would hold the hash, starting the search at `hint`. False: certainly not in the base, by
-  // the fences or by the filter.
+  // Finds the row page of the base that may have the row; the search starts at page `hint`. False: fences or filter
+  // exclude the row.
   static bool base_page(const BaseFile& base, uint64_t hash, uint32_t* page, uint32_t hint);
 
   PartitionView view(size_t i) const;
   Manifest manifest() const;  // partitions, segments and extents filled in
   std::vector<std::shared_ptr<DataFile>> files() const;
 
-  // Merging: begin() picks the partition that is furthest behind (size(): none has anything) and freezes its tables;
-  // finish() replaces it by the pieces written, whose bases cover it in order.
+  // A merge of one partition.
   struct Merge {
     Partition* partition = nullptr;
     PartitionView view;
     uint64_t seq = 0;
     size_t frozen_tables = 0;
     uint64_t frozen_pending = 0;
-    uint64_t rows = 0;  // at most, in the result
+    uint64_t rows = 0;  // upper bound of the rows of the result
   };
+  // Picks the partition whose merged extents are oldest and freezes its tables. False: nothing to merge.
   bool begin_merge(Merge* merge);
-  // Loading: the partition of these hashes, if it has no row and holds them all; finish_merge() replaces it too.
+  // Picks the partition of the hashes [first, last] for a bulk load. False: it has rows, or does not cover all hashes.
   bool begin_load(uint64_t first, uint64_t last, Merge* merge);
+  // Replaces the partition by pieces that cover it in order.
   void finish_merge(const Merge& merge, std::vector<Partition> pieces);
 
-  uint64_t pending() const { return pending_; }  // rows
-  uint64_t mergeable() const;                    // those of partitions without damage
+  uint64_t pending() const { return pending_; }  // unmerged rows
+  uint64_t mergeable() const;                    // unmerged rows of partitions without damage
   uint64_t base_rows() const { return base_rows_; }
   uint64_t base_bytes() const;
   uint64_t log_bytes() const;
   uint64_t log_rows() const;
   size_t extents() const { return extents_.size(); }
   uint64_t memory() const;
-  std::string damage() const;  // of the first partition that has any
-  void throw_damage() const;   // likewise; returns if there is none
+  std::string damage() const;  // error of the first damaged partition; empty: none
+  void throw_damage() const;   // throws it; returns if there is none
   const std::deque<std::shared_ptr<Extent>>& live_extents() const { return extents_; }
 
  private:

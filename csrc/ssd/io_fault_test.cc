@@ -1,5 +1,5 @@
-// The i-th operation on the disk fails: the error surfaces, no answer is wrong afterwards, and opening again gives the
-// last commit, or the one that was being made.
+// The i-th disk operation fails: the error is reported, no later result is wrong, and the store reopens at the last
+// commit that returned, or at the one in progress.
 #include <cstdio>
 
 #include "ssd/store.h"
@@ -42,7 +42,7 @@ struct Bench {
 
 constexpr int kSteps = 100;
 
-// How many operations of these classes the workload does without a fault.
+// Number of operations of these classes in the workload without a fault.
 uint64_t count_ops(unsigned ops, uint64_t seed) {
   Bench b;
   const DriverOptions options(seed);
@@ -54,7 +54,7 @@ uint64_t count_ops(unsigned ops, uint64_t seed) {
   return b.fs->seen();
 }
 
-// One case; returns the number of exceptions the caller saw.
+// Runs one case. Returns the number of exceptions.
 int run_case(const Kind& kind, uint64_t at, bool for_good, bool background, uint64_t seed) {
   const std::string context = std::string(kind.name) + ", operation " + std::to_string(at) +
                               (for_good ? " and all after" : "") + (background ? ", merging in the background" : "") +
@@ -81,20 +81,20 @@ int run_case(const Kind& kind, uint64_t at, bool for_good, bool background, uint
         read_only = true;
         ++errors;
       } catch (const Error& e) {
-        if (b.fs->fired() == 0) throw;  // not from us
+        if (b.fs->fired() == 0) throw;  // not injected
         ++errors;
         if (dynamic_cast<const CorruptionError*>(&e) && kind.fault != Fault::kShortRead) {
-          throw Failure(context + ": a failing disk was called corruption: " + e.what());
+          throw Failure(context + ": an I/O error was reported as corruption: " + e.what());
         }
       }
-      // A store that says it is read-only still reads, and its readers see no wrong row.
+      // A read-only store still reads, without wrong rows.
       if (read_only && driver.is_open() && b.fs->fired() == fired && !for_good) driver.get(100);
       if (read_only && i % 10 == 9) driver.close();
-      if (for_good && b.fs->fired() > 20) b.fs->disarm();  // the disk was replaced, space was freed
+      if (for_good && b.fs->fired() > 20) b.fs->disarm();  // as if the disk was replaced or space was freed
     }
     b.fs->disarm();
     driver.close();
-    // On the disk as it is, and as a power loss would leave it: what was not synced may be gone.
+    // With the current files, and after a power loss that drops unsynced changes.
     verify_recovered(b.mem->clone(), kPath, options, driver.attempts(), context);
     const Recording recording = b.record->recording();
     auto check = [&](CrashState& state) {
@@ -125,7 +125,7 @@ void cases(uint64_t n) {
 TEST(StoreIo, SomeOperationsFail) { cases(48); }
 TEST(FaultsIo, TheIthOperationFails) { cases(scaled(500, 20000)); }
 
-// A sync that failed is never tried again: the kernel may have dropped the pages and would report success.
+// A failed sync is not retried: the kernel may have dropped the pages and would report success.
 TEST(StoreIo, FailedSyncMakesTheStoreReadOnly) {
   for (uint64_t at = 0;; ++at) {
     Bench b;
@@ -145,7 +145,7 @@ TEST(StoreIo, FailedSyncMakesTheStoreReadOnly) {
       CHECK(at >= 3);  // data, folder, manifest and folder again were synced
       break;
     }
-    CHECK(driver.attempts().back().epoch == 0);  // it did not return
+    CHECK(driver.attempts().back().epoch == 0);  // commit() did not return
     b.fs->disarm();
     CHECK_THROWS(ReadOnlyError, driver.put(1));
     CHECK_THROWS(ReadOnlyError, driver.erase(1));
@@ -153,14 +153,14 @@ TEST(StoreIo, FailedSyncMakesTheStoreReadOnly) {
     driver.get(300);
     verify(driver.store(), driver.live(), "read-only after a failed sync");
     driver.close();
-    driver.open();  // a commit that had returned is there
+    driver.open();  // the last commit that returned
     driver.check_all();
     driver.put(100);
     driver.commit();
   }
 }
 
-// A full disk is not the end: everything stays readable, and after freeing space the same store goes on.
+// With a full disk all rows stay readable; after space is freed the same store continues.
 TEST(StoreIo, FullDiskRecoversInPlace) {
   for (uint64_t at = 0; at < 12; ++at) {
     Bench b;
@@ -192,8 +192,8 @@ TEST(StoreIo, FullDiskRecoversInPlace) {
   }
 }
 
-// A bit that flips on its way from the disk is caught like one that flipped on it.
-TEST(StoreIo, FlippedReadsAreCaught) {
+// A bit that flips during a read is detected.
+TEST(StoreIo, FlippedBitsOfReadsAreDetected) {
   Bench b;
   DriverOptions options;
   StoreDriver driver(b.fs, kPath, options);
@@ -212,7 +212,7 @@ TEST(StoreIo, FlippedReadsAreCaught) {
     fired += b.fs->fired();
     b.fs->disarm();
   }
-  driver.check_all();  // nothing of it stuck
+  driver.check_all();  // no lasting effect
   CHECK(fired > 100);
   std::printf("[%llu flips, %llu caught, the rest in bytes that were read along] ", (unsigned long long)fired,
               (unsigned long long)caught);

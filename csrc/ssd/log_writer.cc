@@ -5,7 +5,7 @@
 
 namespace thermocline::ssd {
 namespace {
-constexpr size_t kWriters = 2;  // counted by BufferSizes
+constexpr size_t kWriters = 2;  // BufferSizes::total() counts their buffers
 constexpr uint64_t kMaxRows = 1u << 20;
 }  // namespace
 
@@ -34,7 +34,7 @@ void LogWriter::fill(uint8_t* page, uint64_t i, const Extent& extent, const std:
   }
   for (uint32_t k = 0; k < count; ++k, out += 8) std::memcpy(out, &keys[items[first + k].index], 8);
   if (!key_page) {
-    constexpr uint32_t kAhead = 8;  // rows lie scattered in the caller's memory
+    constexpr uint32_t kAhead = 8;  // prefetch: rows are scattered in the caller's memory
     for (uint32_t k = 0; k < count; ++k, out += g.row_bytes) {
       if (first + k + kAhead < items.size()) __builtin_prefetch(rows->at(items[first + k + kAhead].index));
       std::memcpy(out, rows->at(items[first + k].index), g.row_bytes);
@@ -81,7 +81,7 @@ std::shared_ptr<Extent> LogWriter::write(const std::vector<Item>& items, const u
       }
     });
   } catch (...) {
-    // Pages of unknown content: this file is not written again. On a full disk their space is what is needed next.
+    // The content of the pages is unknown: this file is not written again. A full disk needs their space.
     segment_->file->truncate(segment_->pages * g.page_bytes);
     vbase_ += static_cast<uint32_t>(segment_->pages + pages);
     segment_.reset();

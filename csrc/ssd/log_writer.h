@@ -1,6 +1,6 @@
-// Appends extents to the log. A segment is begun anew after every open and after every failure, so that no page of the
-// log is ever written twice.
-// Thread safety: one caller at a time (the store's write lock).
+// Appends extents to the log. Every open and every failure starts a new segment, so that no page of the log is written
+// twice.
+// Thread safety: one caller at a time (the holder of the store's write lock); memory() may run concurrently.
 #pragma once
 
 #include <atomic>
@@ -18,17 +18,17 @@ namespace thermocline::ssd {
 
 class LogWriter {
  public:
-  // `new_file` creates a registered file of the store.
+  // `new_file` creates a file and registers it in the catalog.
   LogWriter(Context& ctx, ThreadPool& pool, size_t segment_bytes,
             std::function<std::shared_ptr<DataFile>(FileKind)> new_file);
 
-  // Opening: the number of log pages the loaded extents span, and the next extent's seq.
+  // Opening: the number of log pages of the loaded extents, and the number of the next extent.
   void start_at(uint32_t vpage, uint64_t seq) {
     vbase_ = vpage;
     next_seq_ = seq;
   }
-  // `items` in hash order, each hash once. `rows` null: deletions. Fills `entries` for Index::add_extent. Segments grow
-  // with the store (`base_bytes`), so that their number does not.
+  // Writes one extent. `items` are in hash order without duplicates. `rows` null: deletions. Fills `entries` for
+  // Index::add_extent. The segment size grows with the store (`base_bytes`), so that their number stays bounded.
   std::shared_ptr<Extent> write(const std::vector<Item>& items, const uint64_t* keys, const RowsIn* rows,
                                 uint64_t base_bytes, std::vector<HashAndPage>& entries);
 
@@ -45,8 +45,8 @@ class LogWriter {
   ThreadPool& pool_;
   const size_t segment_bytes_;
   const std::function<std::shared_ptr<DataFile>(FileKind)> new_file_;
-  std::shared_ptr<DataFile> segment_;  // being appended to; null: begin another
-  uint32_t vbase_ = 0;                 // of segment_, or of the next one
+  std::shared_ptr<DataFile> segment_;  // current segment; null: the next write starts one
+  uint32_t vbase_ = 0;                 // of segment_ or of the next segment
   uint64_t next_seq_ = 1;
   std::vector<AlignedBuffer> buffers_;
   std::atomic<uint64_t> buffer_bytes_{0};

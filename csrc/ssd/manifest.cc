@@ -7,7 +7,7 @@
 namespace thermocline::ssd {
 namespace {
 
-// Seeds that keep one kind of record from passing as another.
+// Different seeds, so that one kind of record does not pass the check of the other.
 constexpr uint64_t kIdentitySeed = 0x53544f5245ULL, kManifestSeed = 0x4d414e4946455354ULL;
 
 template <class T>
@@ -22,7 +22,7 @@ struct Reader {
 
   template <class T>
   T take() {
-    if (bytes.size() < sizeof(T)) fail("it ends too early");
+    if (bytes.size() < sizeof(T)) fail("the file ends inside a field");
     T value;
     std::memcpy(&value, bytes.data(), sizeof value);
     bytes.remove_prefix(sizeof value);
@@ -46,7 +46,7 @@ void append_array(std::string& out, const std::vector<T>& values) {
   out.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
 }
 
-// magic, version, total bytes ... checksum: the frame of both records.
+// Checks the frame of a record (magic, version, total bytes ... checksum) and returns a reader of its body.
 Reader open_frame(std::string_view bytes, const std::string& path, const char magic[8], uint64_t seed) {
   Reader in{bytes, path};
   if (bytes.size() < 8 || std::memcmp(bytes.data(), magic, 8) != 0)
@@ -56,11 +56,11 @@ Reader open_frame(std::string_view bytes, const std::string& path, const char ma
   in.take<uint32_t>();
   auto total = in.take<uint64_t>();
   if (total != bytes.size())
-    in.fail("it is " + std::to_string(bytes.size()) + " bytes long, its header says " + std::to_string(total));
+    in.fail("the file has " + std::to_string(bytes.size()) + " bytes, its header states " + std::to_string(total));
   uint64_t stored;
   std::memcpy(&stored, bytes.data() + bytes.size() - 8, 8);
   if (bytes.size() < 32 || stored != xxh64(bytes.data(), bytes.size() - 8, seed)) in.fail("checksum mismatch");
-  // Only a sound record may claim a newer version.
+  // After the checksum: a damaged version number is corruption, not a newer format.
   if (version != kFormatVersion)
     throw FormatError(path + ": format version " + std::to_string(version) + ", this build reads version " +
                       std::to_string(kFormatVersion) + "; upgrade thermocline to open it");
@@ -98,7 +98,7 @@ Identity Identity::decode(std::string_view bytes, const std::string& path) {
   id.geometry.page_bytes = in.take<uint32_t>();
   if (!in.bytes.empty() || id.geometry.page_bytes % kSector != 0 || id.geometry.row_bytes == 0 ||
       id.geometry.page_bytes < id.geometry.row_bytes + 8 + sizeof(PageHeader))
-    in.fail("its geometry is impossible");
+    in.fail("row_bytes or page_bytes are invalid");
   return id;
 }
 
@@ -132,20 +132,20 @@ Manifest Manifest::decode(std::string_view bytes, const std::string& path) {
   m.partitions = in.take_array<PartitionRecord>();
   m.segments = in.take_array<SegmentRecord>();
   m.extents = in.take_array<ExtentRecord>();
-  if (!in.bytes.empty()) in.fail("it has bytes after its end");
-  if (m.partitions.empty() || m.partitions[0].lo != 0) in.fail("the partitions do not cover all keys");
+  if (!in.bytes.empty()) in.fail("the file has bytes after the last field");
+  if (m.partitions.empty() || m.partitions[0].lo != 0) in.fail("the partitions do not cover all hashes");
   for (size_t i = 1; i < m.partitions.size(); ++i)
     if (m.partitions[i].lo <= m.partitions[i - 1].lo) in.fail("the partitions are out of order");
   constexpr uint64_t kMaxPages = std::numeric_limits<uint32_t>::max();
   for (auto& p : m.partitions)
-    if (p.pages > kMaxPages || p.filter_bytes % 64 != 0) in.fail("a base file has an impossible size");
+    if (p.pages > kMaxPages || p.filter_bytes % 64 != 0) in.fail("the size of a base file is invalid");
   for (size_t i = 0, s = 0; i < m.extents.size(); ++i) {
     auto& e = m.extents[i];
     if (i > 0 && e.seq <= m.extents[i - 1].seq) in.fail("the extents are out of order");
     while (s < m.segments.size() && m.segments[s].file != e.segment) ++s;
-    if (s == m.segments.size()) in.fail("an extent lies in no segment");
+    if (s == m.segments.size()) in.fail("an extent has no segment");
     if (e.rows == 0 || e.first_page == 0 || e.first_page >= m.segments[s].pages || m.segments[s].pages > kMaxPages)
-      in.fail("an extent lies outside its segment");
+      in.fail("an extent is outside its segment");
   }
   return m;
 }

@@ -1,5 +1,5 @@
-// One manifest per commit: the whole state of the store at that epoch, published atomically under its own name.
-// The manifest's existence is the commit; its files are never written again while it exists.
+// Identity and manifests of a store. A manifest lists the whole state of one epoch. Publishing it atomically under its
+// own name is the commit; the files it lists are never written again while it exists.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +21,10 @@ struct Identity {
   static Identity decode(std::string_view bytes, const std::string& path);
 };
 
-// Partition i holds the hashes from lo up to (not including) the next partition's lo.
+// Partition i covers the hashes from lo up to (not including) the next partition's lo.
 struct PartitionRecord {
   uint64_t lo = 0;
-  uint64_t merged_seq = 0;  // extents up to this one are in the base already
+  uint64_t merged_seq = 0;  // extents up to this number are merged into the base
   uint64_t file = 0;        // base file number; 0: no base
   uint64_t nonce = 0;
   uint64_t rows = 0;
@@ -35,13 +35,13 @@ struct PartitionRecord {
 struct SegmentRecord {
   uint64_t file = 0;
   uint64_t nonce = 0;
-  uint64_t pages = 0;  // in use by this commit's extents, header included
+  uint64_t pages = 0;  // used by the extents of this commit, header included
 };
 
 struct ExtentRecord {
   uint64_t seq = 0;
   uint64_t segment = 0;     // file number
-  uint64_t first_page = 0;  // key pages come first, row pages follow
+  uint64_t first_page = 0;  // key pages, then row pages
   uint64_t rows = 0;
   uint64_t tombstones = 0;  // 1: deletions, key pages only
 };

@@ -1,4 +1,4 @@
-// A batch of keys in hash order: the first step of every read and write.
+// Sorting of a batch by key hash, for reads and writes.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ struct Item {
   uint32_t index;  // in the caller's arrays
 };
 
-// By hash, then by index. Radix passes over the upper 33 bits, then insertion for what they left equal.
+// Sorts by hash, then by index: radix passes over the upper 33 bits, then std::sort within equal upper bits.
 inline void sort_items(std::vector<Item>& items) {
   auto less = [](const Item& a, const Item& b) { return a.hash != b.hash ? a.hash < b.hash : a.index < b.index; };
   if (items.size() < 512) {
@@ -38,7 +38,7 @@ inline void sort_items(std::vector<Item>& items) {
     for (auto& item : items) other[start[(item.hash >> shift) & kMask]++] = item;
     items.swap(other);
   }
-  // Ties of 33 bits are rare for hashes; a long run of them (crafted keys) is sorted as such.
+  // Equal upper 33 bits are rare, except for crafted keys.
   constexpr int kTie = 64 - kBits * kPasses;
   for (size_t i = 0; i < items.size();) {
     size_t end = i + 1;
@@ -49,7 +49,7 @@ inline void sort_items(std::vector<Item>& items) {
   }
 }
 
-// Of items with equal hashes (one key, as the hash is a bijection) keeps the last.
+// Keeps the last of items with equal hashes. Equal hashes mean equal keys: the hash is a bijection.
 inline void keep_last(std::vector<Item>& items) {
   size_t out = 0;
   for (size_t i = 0; i < items.size(); ++i)

@@ -1,4 +1,4 @@
-// Opening, closing, committing: what decides which rows a crash leaves. Lookups and puts are in batch.cc.
+// Open, commit, release, checkpoint and close: the durability of SsdStore.
 #include "ssd/store.h"
 
 #include <unistd.h>
@@ -19,24 +19,24 @@ namespace {
 constexpr char kIdentityFile[] = "STORE";
 constexpr char kLockFile[] = "LOCK";
 
-// A publication of ours that did not come to its end.
+// Temporary file of a publish_file() that did not finish.
 bool is_temporary(const std::string& name) {
   constexpr std::string_view kEnd = ".tmp";
   if (name.size() <= kEnd.size() || !name.ends_with(kEnd)) return false;
   uint64_t epoch;
-  std::string of = name.substr(0, name.size() - kEnd.size());
-  return of == kIdentityFile || parse_manifest_name(of, &epoch);
+  std::string target = name.substr(0, name.size() - kEnd.size());
+  return target == kIdentityFile || parse_manifest_name(target, &epoch);
 }
 
-// What a creation that did not come to its end may have left.
-bool harmless(const std::string& name) {
+// A file that an interrupted create_store() may have left.
+bool is_from_creation(const std::string& name) {
   uint64_t epoch;
   return name == kLockFile || (parse_manifest_name(name, &epoch) && epoch == 0) || is_temporary(name);
 }
 
 void validate(const StoreOptions& o) {
-  auto require = [](bool ok, const char* what) {
-    if (!ok) throw Error(std::string("store options: ") + what);
+  auto require = [](bool ok, const char* rule) {
+    if (!ok) throw Error(std::string("store options: ") + rule);
   };
   require(o.max_log_ratio >= 0.01 && o.max_log_ratio <= 100, "max_log_ratio must be from 0.01 to 100");
   require(o.segment_bytes >= kSector, "segment_bytes must be at least 4096");
@@ -44,13 +44,13 @@ void validate(const StoreOptions& o) {
   require(o.filter_bits <= 64, "filter_bits must be at most 64");
 }
 
-// A new folder is durable once its parent is.
+// A new folder is durable once its parent folder is synced.
 void sync_parent(FileSystem& fs, const std::string& path) {
   std::string parent = std::filesystem::path(path).lexically_normal().parent_path().string();
   fs.sync_dir(parent.empty() ? "." : parent);
 }
 
-// A new, empty store. The identity is published last: without it there is no store.
+// Creates an empty store. The identity file is published last: a folder without it is not a store.
 Identity create_store(FileSystem& fs, const std::string& path, const StoreOptions& options) {
   if (options.row_bytes == 0) throw FormatError(path + ": a new store needs row_bytes");
   Identity id;
@@ -76,28 +76,27 @@ std::unique_ptr<SsdStore> SsdStore::open(std::shared_ptr<FileSystem> fs, const s
   while (path.size() > 1 && path.back() == '/') path.pop_back();
   if (options.create && options.read_only) throw Error(path + ": create and read_only exclude each other");
   const std::string identity = path + "/" + kIdentityFile;
-  bool there = fs->exists(path);
-  if (!there && !options.create)
-    throw NotFoundError(path +
-                        ": there is no such folder; to make a new store there, open with create=True and row_bytes");
-  if (!there) fs->make_dir(path);
+  const bool folder_exists = fs->exists(path);
+  if (!folder_exists && !options.create)
+    throw NotFoundError(path + ": no such folder; to create a store there, open it with create=True and row_bytes");
+  if (!folder_exists) fs->make_dir(path);
   bool is_store = fs->exists(identity);
   if (!is_store) {
     for (auto& name : fs->list(path))
-      if (!harmless(name))
-        throw FormatError(path + ": the folder has '" + name +
-                          "' in it and is not a Thermocline store; choose another");
+      if (!is_from_creation(name))
+        throw FormatError(path + ": the folder contains '" + name +
+                          "' and is not a Thermocline store; choose another folder");
     if (!options.create)
-      throw NotFoundError(path + ": no store there; to make a new one, open with create=True and row_bytes");
-    sync_parent(*fs, path);  // also of a folder that was made by a process that died here
+      throw NotFoundError(path + ": no store in this folder; to create one, open it with create=True and row_bytes");
+    sync_parent(*fs, path);  // an earlier process may have created the folder and died before this sync
   }
   std::unique_ptr<FileLock> lock;
   if (!options.read_only) lock = fs->lock(path + "/" + kLockFile);
   Identity id = is_store || fs->exists(identity) ? Identity::decode(read_whole(*fs, identity), identity)
                                                  : create_store(*fs, path, options);
   if (options.row_bytes != 0 && options.row_bytes != id.geometry.row_bytes)
-    throw FormatError(path + ": its rows have " + std::to_string(id.geometry.row_bytes) +
-                      " bytes, row_bytes=" + std::to_string(options.row_bytes) + " was asked for");
+    throw FormatError(path + ": the store has row_bytes=" + std::to_string(id.geometry.row_bytes) +
+                      ", but it was opened with row_bytes=" + std::to_string(options.row_bytes));
   auto impl = std::make_shared<Impl>(std::move(fs), path, id, options, std::move(lock));
   return std::unique_ptr<SsdStore>(new SsdStore(std::move(impl)));
 }
@@ -106,13 +105,13 @@ SsdStore::SsdStore(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 SsdStore::~SsdStore() {
   if (impl_->foreign()) {
-    new std::shared_ptr<Impl>(std::move(impl_));  // its threads are the parent's: nothing here can be taken apart
+    new std::shared_ptr<Impl>(std::move(impl_));  // leaked: its threads exist only in the parent process
     return;
   }
   try {
     impl_->close();
   } catch (...) {
-    // Nothing that was committed depends on a clean close.
+    // Committed rows do not depend on a clean close.
   }
 }
 
@@ -133,30 +132,30 @@ SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, co
     uint64_t epoch = options.epoch.value_or(catalog_.newest());
     if (!catalog_.has(epoch)) {
       if (!options.epoch)
-        throw CorruptionError(path + ": the store has no manifest; its commits cannot be found. Restore a checkpoint");
+        throw CorruptionError(path + ": the store has no manifest, so its commits are lost; restore a checkpoint");
       std::string have;
       for (uint64_t e : catalog_.epochs()) have += (have.empty() ? "" : ", ") + std::to_string(e);
-      throw NotFoundError(path + ": there is no epoch " + std::to_string(epoch) +
-                          "; retained: " + (have.empty() ? "none" : have));
+      throw NotFoundError(path + ": no epoch " + std::to_string(epoch) +
+                          "; retained epochs: " + (have.empty() ? "none" : have));
     }
     try {
       index_.clear();
       load(catalog_.read(epoch));
       break;
     } catch (const Error&) {
-      // A reader beside a writer may meet a commit that was released meanwhile: look again, a few times.
-      bool moved = options.read_only && attempt < 3 && !ctx.fs->exists(path + "/" + manifest_name(epoch));
-      if (!moved) throw;
+      // A writer may have released this commit while a read-only open was reading it: retry a few times.
+      bool released = options.read_only && attempt < 3 && !ctx.fs->exists(path + "/" + manifest_name(epoch));
+      if (!released) throw;
     }
   }
   if (!options.read_only) {
-    ctx.fs->sync_dir(path);  // the commit just opened may be one whose writer was killed before it was durable
+    ctx.fs->sync_dir(path);  // the writer of the opened commit may have been killed before it was durable
     for (auto& name : ctx.fs->list(path))
       if (is_temporary(name)) ctx.fs->unlink(path + "/" + name);
     catalog_.collect();
   }
   merger_ = std::make_unique<Merger>(ctx, options_, index_, index_mutex_, catalog_);
-  merger_->limit();  // throws if the index cannot fit the budget
+  merger_->limit();  // throws if the index exceeds the budget
   if (!options.read_only) {
     merger_->settle();
     return;
@@ -198,7 +197,7 @@ void SsdStore::Impl::load(const Manifest& m) {
     e->rows = r.rows;
     e->tombstones = r.tombstones != 0;
     if (r.first_page + e->pages(ctx.g) > segment->pages)
-      throw CorruptionError(segment->file->path() + ": an extent of the manifest ends after the segment");
+      throw CorruptionError(segment->file->path() + ": an extent of the manifest ends after the end of the segment");
     extents.push_back(std::move(e));
   }
   if (segment) vbase += static_cast<uint32_t>(segment->pages);
@@ -222,8 +221,8 @@ bool SsdStore::Impl::foreign() const { return getpid() != owner_; }
 
 std::shared_lock<FairMutex> SsdStore::Impl::alive() const {
   if (foreign())
-    throw Error(ctx.path + ": the store was opened before this process was forked; open it here, read_only");
-  // Before the lock too: close() must not wait for calls that keep coming.
+    throw Error(ctx.path + ": the store was opened before this process was forked; open it again here, read_only");
+  // Also checked before the lock, so that new calls do not delay close().
   if (closed_) throw Error(ctx.path + ": the store is closed");
   std::shared_lock lock(life_);
   if (closed_) throw Error(ctx.path + ": the store is closed");
@@ -236,11 +235,11 @@ void SsdStore::Impl::require_writable() const {
   if (!failed_.empty()) throw ReadOnlyError(failed_);
 }
 
-void SsdStore::Impl::fail(const std::string& what) {
+void SsdStore::Impl::fail(const std::string& cause) {
   {
     std::unique_lock lock(index_mutex_);
-    failed_ = ctx.path + ": read-only since a sync failed (" + what +
-              "): what reached the device is unknown. Reopen the store to go on from its last commit";
+    failed_ = ctx.path + ": read-only since a sync failed (" + cause +
+              "): the state on the device is unknown; reopen the store to continue from its last commit";
   }
   throw ReadOnlyError(failed_);
 }
@@ -255,7 +254,7 @@ void SsdStore::Impl::sync_files(const std::vector<std::shared_ptr<DataFile>>& fi
     }
     ctx.fs->sync_dir(ctx.path);
   } catch (const Error& e) {
-    // The kernel may have dropped the pages and forgotten the error: a second sync would lie.
+    // The kernel may have dropped the pages and cleared the error: a second sync could succeed without the data.
     fail(e.what());
   }
 }
@@ -268,7 +267,7 @@ uint64_t SsdStore::Impl::commit(const std::string& note) {
   flush_buffer();
   ctx.fs->failpoint("commit.flushed");
   Manifest m;
-  std::vector<std::shared_ptr<DataFile>> files;  // held until the epoch holds them
+  std::vector<std::shared_ptr<DataFile>> files;  // keeps the files until the catalog retains them for the epoch
   {
     std::shared_lock lock(index_mutex_);
     m = index_.manifest();
@@ -283,7 +282,8 @@ uint64_t SsdStore::Impl::commit(const std::string& note) {
   try {
     catalog_.publish(m);
   } catch (const DiskFullError& e) {
-    // Nothing published: free space and commit again. If the name is there, its durability is unknown.
+    // If the manifest does not exist, nothing is published and the commit can be repeated. If it exists, its durability
+    // is unknown.
     if (ctx.fs->exists(ctx.path + "/" + manifest_name(m.epoch))) fail(e.what());
     throw;
   } catch (const Error& e) {
@@ -316,13 +316,13 @@ void SsdStore::Impl::release(uint64_t epoch) {
 
 void SsdStore::Impl::link_checkpoint(const std::string& target) {
   auto life = alive();
-  std::lock_guard write(write_mutex_);  // no release, no collection of what is being linked
-  uint64_t epoch = this->epoch();       // the commit that is open, which need not be the newest
-  if (epoch == 0) throw Error(ctx.path + ": nothing is committed yet; commit() before link_checkpoint()");
+  std::lock_guard write(write_mutex_);  // the files must not be released or deleted meanwhile
+  uint64_t epoch = this->epoch();       // of the opened commit, which may not be the newest
+  if (epoch == 0) throw Error(ctx.path + ": the store has no commit; call commit() before link_checkpoint()");
   if (!catalog_.has(epoch))
-    throw NotFoundError(ctx.path + ": epoch " + std::to_string(epoch) + " was released; commit() first");
+    throw NotFoundError(ctx.path + ": epoch " + std::to_string(epoch) + " was released; call commit() first");
   if (ctx.fs->exists(target)) {
-    if (!ctx.fs->list(target).empty()) throw FormatError(target + ": the folder is not empty; choose a new one");
+    if (!ctx.fs->list(target).empty()) throw FormatError(target + ": the folder is not empty; choose another one");
   } else {
     ctx.fs->make_dir(target);
   }
@@ -332,7 +332,7 @@ void SsdStore::Impl::link_checkpoint(const std::string& target) {
     if (p.file) names.push_back(file_name(FileKind::kBase, p.file));
   for (auto& s : m.segments) names.push_back(file_name(FileKind::kSegment, s.file));
   names.push_back(manifest_name(epoch));
-  names.push_back(kIdentityFile);  // last: a folder without it is no store
+  names.push_back(kIdentityFile);  // last: a folder without it is not a store
   size_t done = 0;
   try {
     for (; done < names.size(); ++done) {
@@ -351,12 +351,12 @@ void SsdStore::Impl::link_checkpoint(const std::string& target) {
 
 void SsdStore::Impl::close() {
   if (foreign() || closed_.exchange(true)) return;
-  std::unique_lock life(life_);  // waits for the calls under way
+  std::unique_lock life(life_);  // waits for running calls
   merger_->stop();
   if (!options_.read_only) {
     index_.clear();
     log_.close();
-    catalog_.collect();  // what was never committed
+    catalog_.collect();  // deletes files that were never committed
   }
   lock_.reset();
 }

@@ -1,5 +1,5 @@
-// Rows put in small batches, until they are enough for an extent. Allocated on first use.
-// Thread safety: none of its own; the store's index lock guards it (find shared, the rest exclusive).
+// Collects rows of small puts until there are enough for an extent. Allocated on first use.
+// Thread safety: protected by the store's index lock: shared for const methods, exclusive for the others.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ class WriteBuffer {
   uint32_t size() const { return static_cast<uint32_t>(keys_.size()); }
   bool full() const { return size() == capacity_; }
 
-  // -1: not here.
+  // Returns the index of the key's entry, or -1.
   int64_t find(uint64_t key) const {
     if (keys_.empty()) return -1;
     for (uint64_t at = probe(key) & mask_;; at = (at + 1) & mask_) {
@@ -73,14 +73,14 @@ class WriteBuffer {
     keys_.reserve(capacity_);
     deleted_.reserve(capacity_);
     rows_.resize(uint64_t{capacity_} * row_bytes_);
-    table_.assign(slots, 0);  // last: its size says that all is there
+    table_.assign(slots, 0);  // last: a non-empty table_ means that everything is allocated
     mask_ = slots - 1;
   }
 
   const uint32_t row_bytes_;
   uint32_t capacity_;
   uint64_t mask_ = 0;
-  std::vector<uint32_t> table_;  // index + 1 into what follows; 0: free
+  std::vector<uint32_t> table_;  // entry index + 1; 0: free
   std::vector<uint64_t> keys_;
   std::vector<uint8_t> deleted_;
   std::vector<uint8_t> rows_;

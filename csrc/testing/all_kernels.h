@@ -1,4 +1,4 @@
-// Every instruction set's kernels that this machine can run.
+// The kernels of all instruction sets of this machine.
 #pragma once
 
 #include <vector>

@@ -12,15 +12,15 @@ namespace {
 
 constexpr size_t kDiskSector = 512;
 
-enum class Fill { kZeros, kGarbage, kOtherFile };  // what is found in lost sectors of a file that has grown
+enum class Fill { kZeros, kGarbage, kOtherFile };  // content of lost sectors of a file that grew
 enum class Tear { kWhole, kHead, kTail, kScattered };
 
-// Which of the unsynced changes survived.
+// The unsynced changes that survive.
 struct Survivors {
   std::vector<bool> kept;
   std::vector<Tear> tear;  // of kept writes
   Fill fill = Fill::kZeros;
-  bool grown = false;  // sizes survive even where bytes did not
+  bool grown = false;  // sizes survive even if bytes do not
   uint64_t seed = 0;   // of tears and garbage
   std::string what;
 };
@@ -30,14 +30,14 @@ bool is_name(OpKind kind) {
          kind == OpKind::kMakeDir;
 }
 
-// What is surely on the disk after a prefix of the recording, and what may be.
+// State of the disk after a prefix of the recording: durable changes and pending ones.
 class Disk {
  public:
   explicit Disk(const Recording& recording) : rec_(recording), base_(recording.start->clone()) {
     for (const auto& [path, number] : rec_.start_files) {
       files_[number] = base_->files().at(path);
       names_[path] = number;
-      base_->set(path, nullptr);  // leaves the folders
+      base_->set(path, nullptr);  // keeps the folders
     }
   }
 
@@ -48,7 +48,7 @@ class Disk {
     } else if (op.kind == OpKind::kDatasync) {
       settle([&](const RecordedOp& p) { return p.kind == OpKind::kWrite && p.file == op.file; });
     } else if (op.kind == OpKind::kSyncDir) {
-      // A rename between folders is taken as safe with the sync of its target.
+      // A rename between folders is durable after the sync of its target folder.
       settle([&](const RecordedOp& p) {
         return is_name(p.kind) && MemFs::parent(p.to.empty() ? p.path : p.to) == op.path;
       });
@@ -73,7 +73,7 @@ class Disk {
     std::map<uint32_t, std::shared_ptr<MemInode>> inodes;
     for (const auto& [path, number] : names) {
       const std::string dir = MemFs::parent(path);
-      if (dir != "/" && dir != "." && !fs->exists(dir)) continue;  // its folder did not survive
+      if (dir != "/" && dir != "." && !fs->exists(dir)) continue;  // the folder is lost
       auto& inode = inodes[number];
       if (!inode) inode = contents(number, writes[number], s);
       fs->set(path, inode);
@@ -139,7 +139,7 @@ class Disk {
     const size_t safe = bytes.size();
     std::mt19937_64 rng(s.seed ^ number);
     size_t end = safe;
-    std::vector<bool> there;  // sectors above `safe` that were really written
+    std::vector<bool> there;  // sectors after `safe` that were written
     for (size_t i : writes) {
       const RecordedOp& op = rec_.ops[pending_[i]];
       if (s.grown) end = std::max(end, op.offset + op.data.size());
@@ -182,13 +182,13 @@ class Disk {
   }
 
   const Recording& rec_;
-  const std::shared_ptr<MemFs> base_;  // safe folders, no files
+  const std::shared_ptr<MemFs> base_;  // durable folders, no files
   std::map<std::string, uint32_t> names_;
   std::map<uint32_t, std::shared_ptr<MemInode>> files_;
-  std::vector<size_t> pending_;  // ops that are not safe yet, in order
+  std::vector<size_t> pending_;  // operations that are not durable yet, in order
 };
 
-// The kinds of survivors. count() and make() number those of one prefix.
+// Kinds of survivors. count() and make() enumerate those of one prefix.
 enum Kind { kBasic, kSingle, kPair, kTorn, kMixed, kKinds };
 constexpr std::array<double, kKinds> kShare = {0.30, 0.25, 0.15, 0.15, 0.15};
 
@@ -196,7 +196,7 @@ size_t count(Kind kind, const Disk& disk) {
   const size_t m = disk.pending().size();
   if (kind == kBasic) return m == 0 ? 1 : 4;
   if (kind == kSingle) return 2 * m;
-  if (kind == kPair) return m * (m - 1);  // of m = 0 too: 0
+  if (kind == kPair) return m * (m - 1);  // 0 for m = 0
   if (kind == kMixed) return m < 2 ? 0 : 6;
   size_t writes = 0;
   for (size_t i : disk.pending()) writes += disk.op(i).kind == OpKind::kWrite;
@@ -228,7 +228,7 @@ Survivors make(Kind kind, size_t variant, const Disk& disk, uint64_t seed) {
     s.kept[i] = variant % 2;
     s.what = (variant % 2 ? "kept only " : "dropped only ") + label(i);
   } else if (kind == kPair) {
-    const size_t pair = variant / 2;  // of (i, j) with i < j, counted by j
+    const size_t pair = variant / 2;  // index of (i, j) with i < j, ordered by j
     size_t j = 1;
     while (j * (j + 1) / 2 <= pair) ++j;
     const size_t i = pair - j * (j - 1) / 2;
@@ -241,7 +241,7 @@ Survivors make(Kind kind, size_t variant, const Disk& disk, uint64_t seed) {
       if (is_write(i) && nth-- == 0) break;
     }
     if (variant % 2) {
-      for (size_t k = 0; k < m; ++k) s.kept[k] = !is_write(k) || k == i;  // alone of all writes
+      for (size_t k = 0; k < m; ++k) s.kept[k] = !is_write(k) || k == i;  // the only write
     }
     s.tear[i] = std::array{Tear::kHead, Tear::kTail, Tear::kScattered}[variant / 2 % 3];
     s.grown = variant / 6 % 2;
@@ -263,7 +263,7 @@ Survivors make(Kind kind, size_t variant, const Disk& disk, uint64_t seed) {
 
 size_t for_each_crash(const Recording& recording, uint64_t seed, size_t cap,
                       const std::function<void(CrashState&)>& visit, size_t first_prefix) {
-  // First walk: how many states each prefix has of each kind.
+  // First pass: the number of states of each kind per prefix.
   const size_t prefixes = recording.ops.size() + 1;
   std::array<std::vector<size_t>, kKinds> ends;  // running sums
   {
@@ -275,7 +275,7 @@ size_t for_each_crash(const Recording& recording, uint64_t seed, size_t cap,
       }
     }
   }
-  // An even sample of each kind; what a kind leaves of its share goes to the next.
+  // An even sample of each kind; a kind with fewer states leaves its share to the next.
   struct Pick {
     size_t prefix;
     Kind kind;
@@ -299,7 +299,7 @@ size_t for_each_crash(const Recording& recording, uint64_t seed, size_t cap,
     }
   }
   std::sort(picks.begin(), picks.end());
-  // Second walk: build them.
+  // Second pass: build them.
   Disk disk(recording);
   size_t applied = 0;
   for (const Pick& pick : picks) {

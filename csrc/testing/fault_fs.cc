@@ -9,7 +9,7 @@ namespace {
 
 [[noreturn]] void throw_fault(Fault fault, const std::string& what) {
   if (fault == Fault::kDiskFull) throw DiskFullError(what + ": No space left on device (injected)", ENOSPC);
-  if (fault == Fault::kShortRead) throw IoError(what + ": the file was cut short (injected)", 0);
+  if (fault == Fault::kShortRead) throw IoError(what + ": the file was truncated (injected)", 0);
   throw IoError(what + ": Input/output error (injected)", EIO);
 }
 
@@ -120,7 +120,7 @@ void FaultFs::link(const std::string& from, const std::string& to) {
 }
 
 void FaultFs::make_dir(const std::string& path) {
-  maybe_fail(kNames, "making the folder " + path);
+  maybe_fail(kNames, "creating the folder " + path);
   inner_->make_dir(path);
 }
 

@@ -1,4 +1,4 @@
-// Makes chosen operations of a file system fail, flips bits in what is read, and acts at named points.
+// Injects failures into operations of a file system, flips bits of reads, and calls a hook at failpoints.
 #pragma once
 
 #include <atomic>
@@ -16,12 +16,12 @@ namespace thermocline::testing {
 enum class Fault {
   kIoError,    // EIO
   kDiskFull,   // ENOSPC
-  kShortRead,  // the file seems to end inside the read
-  kTornWrite,  // some of the pages are written, then EIO
-  kFlip,       // one bit of what is read is wrong; nothing is reported
+  kShortRead,  // as if the file ends inside the read
+  kTornWrite,  // some pages are written, then EIO
+  kFlip,       // one bit of the read is flipped, without an error
 };
 
-// Classes of operations, to be combined.
+// Classes of operations, a bit mask.
 enum FaultOps : unsigned {
   kReads = 1,
   kWrites = 2,
@@ -32,25 +32,25 @@ enum FaultOps : unsigned {
 
 struct FaultPlan {
   Fault fault = Fault::kIoError;
-  unsigned ops = kAllOps;  // which operations are counted and may fail
-  uint64_t at = 0;         // the first of them to fail, from 0
-  bool for_good = false;   // and all after it
-  uint64_t bit = 0;        // of kFlip, modulo the length of the read
+  unsigned ops = kAllOps;  // operations that are counted and may fail
+  uint64_t at = 0;         // index of the first one that fails
+  bool for_good = false;   // all later ones fail too
+  uint64_t bit = 0;        // kFlip: bit index, modulo the length of the read
 };
 
-// Thread safety: like any FileSystem; arm and disarm at any time.
+// Thread safety: as FileSystem; arm() and disarm() may be called at any time.
 class FaultFs : public FileSystem {
  public:
   explicit FaultFs(std::shared_ptr<FileSystem> inner) : inner_(std::move(inner)) {}
 
-  void arm(const FaultPlan& plan);  // counting begins anew
+  void arm(const FaultPlan& plan);  // restarts the count
   void disarm();
   uint64_t seen() const { return seen_; }    // operations of the plan's classes since arm()
-  uint64_t fired() const { return fired_; }  // of them failed
+  uint64_t fired() const { return fired_; }  // operations that failed
 
-  // Called at every named point; may throw or end the process.
+  // Sets a hook for every failpoint; it may throw or end the process.
   void on_point(std::function<void(std::string_view)> hook);
-  std::map<std::string, uint64_t> points() const;  // how often each was reached
+  std::map<std::string, uint64_t> points() const;  // calls per failpoint
 
   std::unique_ptr<File> open(const std::string& path, OpenMode mode) override;
   void rename(const std::string& from, const std::string& to) override;
@@ -66,13 +66,13 @@ class FaultFs : public FileSystem {
 
  private:
   friend class FaultFile;
-  // Counts an operation; true if the plan's fault hits it.
+  // Counts an operation; true if it must fail.
   bool hit(unsigned op, FaultPlan* plan);
   void maybe_fail(unsigned op, const std::string& what);
 
   const std::shared_ptr<FileSystem> inner_;
   std::atomic<uint64_t> seen_{0}, fired_{0};
-  mutable std::mutex mutex_;  // protects what follows
+  mutable std::mutex mutex_;  // protects all members below
   bool armed_ = false;
   FaultPlan plan_;
   std::function<void(std::string_view)> hook_;

@@ -29,14 +29,14 @@ class MemFile : public File {
     const std::string& from = *inode_->bytes;
     if (offset > from.size() || bytes > from.size() - offset) {
       throw IoError("read of " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) + " of " + path_ +
-                        ": the file ends at " + std::to_string(from.size()) + ", it was cut short",
+                        ": the file ends at " + std::to_string(from.size()) + ", it was truncated",
                     0);
     }
     std::memcpy(buf, from.data() + offset, bytes);
   }
 
   void pwrite(const void* buf, size_t bytes, uint64_t offset) override {
-    if (!writable_) throw IoError("write to " + path_ + ", which is open for reading", EBADF);
+    if (!writable_) throw IoError("write to " + path_ + ": the file is open for reading", EBADF);
     check(buf, bytes, offset);
     std::lock_guard lock(inode_->mutex);
     std::string& to = inode_->own();
@@ -65,7 +65,7 @@ class MemFile : public File {
 
 }  // namespace
 
-// Outlives its file system: it holds the set of locked paths.
+// May outlive its file system: it shares the set of locked paths.
 class MemLock : public FileLock {
  public:
   MemLock(std::shared_ptr<std::set<std::string>> locked, std::string path)
@@ -135,7 +135,7 @@ void MemFs::link(const std::string& from, const std::string& to) {
 void MemFs::make_dir(const std::string& path) {
   std::lock_guard lock(mutex_);
   need_dir(parent(path));
-  if (names_.contains(clean(path))) throw IoError("making the folder " + path + ": File exists", EEXIST);
+  if (names_.contains(clean(path))) throw IoError("creating the folder " + path + ": File exists", EEXIST);
   dirs_.insert(clean(path));
 }
 

@@ -1,4 +1,4 @@
-// A whole file system in memory: fast, and any state of it can be built, copied and damaged by hand.
+// A file system in memory. Tests can build, copy and damage any state of it.
 #pragma once
 
 #include <map>
@@ -17,11 +17,11 @@ namespace thermocline::testing {
 struct MemInode {
   std::mutex mutex;  // protects bytes
   std::shared_ptr<std::string> bytes = std::make_shared<std::string>();
-  std::string& own();  // the bytes, no longer shared with a copy. Call with mutex held.
+  std::string& own();  // makes the bytes private to this inode. The caller holds mutex.
 };
 
-// Thread safety: all calls of FileSystem may run concurrently; those marked "alone" must not.
-// Data files are held to the alignment rules of the real file system.
+// Thread safety: all calls of FileSystem may run concurrently. No other call may run during those marked "alone".
+// Data files have the alignment rules of the real file system.
 class MemFs : public FileSystem {
  public:
   using Names = std::map<std::string, std::shared_ptr<MemInode>>;
@@ -39,14 +39,14 @@ class MemFs : public FileSystem {
   std::unique_ptr<FileLock> lock(const std::string& path) override;
   std::string name() const override { return "memory"; }
 
-  // The same files and links in a file system of its own; locks are not copied. Alone.
+  // Copies files and links, not locks. Alone.
   std::shared_ptr<MemFs> clone() const;
-  // The bytes of a file, to be damaged or cut at will. Alone.
+  // The bytes of a file, for changes by tests. Alone.
   std::string& bytes(const std::string& path);
-  // Puts an inode at a path, whatever was there; null removes. Makes the folders above. Alone.
+  // Sets the inode of a path and creates its folders; null removes the file. Alone.
   void set(const std::string& path, std::shared_ptr<MemInode> inode);
   void set_bytes(const std::string& path, std::string bytes);
-  // Every file, by path; and the sum of their sizes, each inode once. Alone.
+  // All files by path, and the sum of the sizes of all inodes. Alone.
   const Names& files() const { return names_; }
   uint64_t total_bytes() const;
 
@@ -57,7 +57,7 @@ class MemFs : public FileSystem {
   std::shared_ptr<MemInode> find(const std::string& path) const;  // throws NotFoundError
   void need_dir(const std::string& path) const;
 
-  mutable std::mutex mutex_;  // protects what follows
+  mutable std::mutex mutex_;  // protects all members below
   Names names_;
   std::set<std::string> dirs_;
   std::shared_ptr<std::set<std::string>> locked_ = std::make_shared<std::set<std::string>>();

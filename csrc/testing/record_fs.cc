@@ -57,12 +57,12 @@ size_t RecordFs::size() const {
 }
 
 void RecordFs::repeat(const Recording& recording, size_t count) {
-  std::map<uint32_t, std::unique_ptr<File>> files;  // numbered as in `recording`, hence as here
+  std::map<uint32_t, std::unique_ptr<File>> files;  // with the numbers of `recording`
   for (size_t i = 0; i < count; ++i) {
     const RecordedOp& op = recording.ops[i];
     switch (op.kind) {
       case OpKind::kCreate:
-        files[op.file] = open(op.path, OpenMode::kCreateMeta);  // any alignment of the recorded bytes
+        files[op.file] = open(op.path, OpenMode::kCreateMeta);  // no alignment rules for recorded bytes
         break;
       case OpKind::kWrite:
         files.at(op.file)->pwrite(op.data.data(), op.data.size(), op.offset);

@@ -1,4 +1,4 @@
-// Records every change made to a file system, in order, so that crash.h can rebuild what a power loss could leave.
+// Records all changes of a file system in order, so that crash.h can rebuild the states after a power loss.
 #pragma once
 
 #include <map>
@@ -14,7 +14,7 @@ namespace thermocline::testing {
 
 enum class OpKind { kCreate, kWrite, kDatasync, kRename, kUnlink, kLink, kMakeDir, kSyncDir, kMarker };
 
-// Files are numbered, because what is written to a file follows it through renames and links.
+// Files are numbered: writes belong to a file, whatever its names are.
 struct RecordedOp {
   OpKind kind;
   uint32_t file = 0;     // kCreate, kWrite, kDatasync, kRename, kLink
@@ -24,19 +24,19 @@ struct RecordedOp {
 };
 
 struct Recording {
-  std::shared_ptr<const MemFs> start;  // durable when the recording began; its files have the numbers below
+  std::shared_ptr<const MemFs> start;  // durable state at the start; its files have the numbers below
   std::map<std::string, uint32_t> start_files;
   std::vector<RecordedOp> ops;
 };
 
-// Thread safety: like any FileSystem; changes are serialised, so that their recorded order is their real one.
+// Thread safety: as FileSystem; changes are serialised, so that the recorded order is the real order.
 class RecordFs : public FileSystem {
  public:
-  // What `inner` holds now is taken as durable.
+  // The current state of `inner` counts as durable.
   explicit RecordFs(std::shared_ptr<MemFs> inner);
 
   void marker(const std::string& text);
-  // Does the first `count` operations of a recording that began on what this one began on.
+  // Repeats the first `count` operations of a recording with the same start.
   void repeat(const Recording& recording, size_t count);
   Recording recording() const;
   size_t size() const;
@@ -49,14 +49,14 @@ class RecordFs : public FileSystem {
   void sync_dir(const std::string& path) override;
   bool exists(const std::string& path) override { return inner_->exists(path); }
   std::vector<std::string> list(const std::string& dir) override { return inner_->list(dir); }
-  // Not recorded: whether the empty lock file survives a crash is of no consequence to anyone.
+  // Not recorded: the survival of the empty lock file has no effect.
   std::unique_ptr<FileLock> lock(const std::string& path) override { return inner_->lock(path); }
   std::string name() const override { return "record"; }
 
  private:
   friend class RecordFile;
   const std::shared_ptr<MemFs> inner_;
-  mutable std::mutex mutex_;  // protects what follows
+  mutable std::mutex mutex_;  // protects all members below
   Recording log_;
   std::map<std::string, uint32_t> files_;
   uint32_t next_file_ = 1;

@@ -26,7 +26,7 @@ uint64_t Snapshot::live() const {
 
 namespace {
 
-// The version a row has, of those allowed; throws Failure if it has none of them.
+// Returns the version of a row; throws Failure if it is not one of the allowed ones.
 void check_row(const Snapshot& want, uint32_t i, bool found, const uint8_t* row, size_t bytes,
                const std::string& context) {
   std::vector<uint8_t> expected(bytes);
@@ -69,8 +69,8 @@ void check_scan(SsdStore& store, const Snapshot& want, const std::string& contex
   while (size_t n = scan->next(keys.size(), keys.data(), rows.data())) {
     for (size_t k = 0; k < n; ++k, ++total) {
       auto it = number.find(keys[k]);
-      if (it == number.end()) throw Failure(context + ": scan gave a key that was never put");
-      if (seen[it->second]) throw Failure(context + ": scan gave a key twice");
+      if (it == number.end()) throw Failure(context + ": scan returned a key that was never put");
+      if (seen[it->second]) throw Failure(context + ": scan returned a key twice");
       if (total > 0 && hash_key(keys[k]) <= last) throw Failure(context + ": scan is not in hash order");
       last = hash_key(keys[k]);
       seen[it->second] = true;
@@ -78,9 +78,9 @@ void check_scan(SsdStore& store, const Snapshot& want, const std::string& contex
     }
   }
   if (want.also.empty() && total != want.live())
-    throw Failure(context + ": scan gave " + std::to_string(total) + " rows of " + std::to_string(want.live()));
+    throw Failure(context + ": scan returned " + std::to_string(total) + " rows of " + std::to_string(want.live()));
   if (const uint64_t count = store.count(); count != total)
-    throw Failure(context + ": count() is " + std::to_string(count) + ", scan gave " + std::to_string(total));
+    throw Failure(context + ": count() is " + std::to_string(count) + ", scan returned " + std::to_string(total));
 }
 
 StoreOptions open_options(const DriverOptions& options) {
@@ -110,7 +110,7 @@ StoreOptions small_store() {
 }
 
 DriverOptions::DriverOptions(uint64_t seed) : seed(seed) {
-  if (seed % 2) store.write_buffer = 16u << 10;  // most puts become extents of their own
+  if (seed % 2) store.write_buffer = 16u << 10;  // most puts become one extent each
   row_bytes = std::array<size_t, 4>{64, 64, 24, 200}[seed / 2 % 4];
   if (seed % 5 == 4) store.max_log_ratio = 1.0;
   if (seed % 5 == 3) store.partition_bytes = 32u << 10;
@@ -127,13 +127,13 @@ void StoreDriver::event(const char* what, size_t attempt) {
 
 void StoreDriver::resume(std::vector<Attempt> attempts) {
   attempts_ = std::move(attempts);
-  next_version_ = 1u << 24;  // above all that the other one used
+  next_version_ = 1u << 24;  // above all versions of the other driver
 }
 
 void StoreDriver::open() {
   store_.reset();
   store_ = SsdStore::open(fs_, path_, open_options(options_));
-  // The last commit that returned; or, after one that failed half-way, that one. The note tells which.
+  // The last commit that returned, or a later one that failed half-way; its note identifies it.
   const std::string note = store_->note();
   int found = -1;
   for (size_t i = 0; i < attempts_.size(); ++i) {
@@ -144,7 +144,7 @@ void StoreDriver::open() {
     if (attempts_[i].epoch != 0) last = int(i);
   }
   if (found < last)
-    throw Failure("opening gave commit " + std::to_string(found) + ", but " + std::to_string(last) +
+    throw Failure("open returned commit " + std::to_string(found) + ", but " + std::to_string(last) +
                   " had returned: LOST COMMIT");
   if (found >= 0) {
     attempts_[found].epoch = store_->epoch();
@@ -159,7 +159,7 @@ void StoreDriver::close() { store_.reset(); }
 
 std::vector<uint32_t> StoreDriver::pick(uint32_t n) {
   std::vector<uint32_t> out(n);
-  const bool dense = rng_() % 4 == 0;  // neighbours, and many repeats
+  const bool dense = rng_() % 4 == 0;  // neighbouring keys, with many repeats
   const uint32_t from = uint32_t(rng_() % options_.keys);
   for (auto& k : out)
     k = dense ? (from + uint32_t(rng_() % (n / 2 + 1))) % options_.keys : uint32_t(rng_() % options_.keys);
@@ -218,12 +218,12 @@ void StoreDriver::commit() {
   event("begin", index);
   const uint64_t epoch = store_->commit(live_.note);
   for (const Attempt& a : attempts_) {
-    if (a.epoch >= epoch) throw Failure("commit() gave epoch " + std::to_string(epoch) + " again");
+    if (a.epoch >= epoch) throw Failure("commit() returned epoch " + std::to_string(epoch) + " again");
   }
   attempts_.back().epoch = epoch;
   event("end", index);
   if (store_->epoch() != epoch || store_->note() != live_.note)
-    throw Failure("epoch() or note() is not that of the last commit");
+    throw Failure("epoch() or note() differs from the last commit");
 }
 
 void StoreDriver::release_one() {
@@ -283,7 +283,7 @@ int verify_recovered(std::shared_ptr<FileSystem> fs, const std::string& path, co
   auto store = SsdStore::open(fs, path, open_options(options));
   if (store->epoch() != 0) {
     auto it = by_note.find(store->note());
-    if (it == by_note.end()) throw Failure(context + ": its note is of no commit: " + store->note());
+    if (it == by_note.end()) throw Failure(context + ": its note belongs to no commit: " + store->note());
     found = it->second;
   }
   if (found < ended) {
@@ -304,7 +304,8 @@ int verify_recovered(std::shared_ptr<FileSystem> fs, const std::string& path, co
     o.epoch = epoch;
     auto old = SsdStore::open(fs, path, o);
     auto it = by_note.find(old->note());
-    if (it == by_note.end()) throw Failure(context + ": epoch " + std::to_string(epoch) + " has the note of no commit");
+    if (it == by_note.end())
+      throw Failure(context + ": epoch " + std::to_string(epoch) + " has a note that belongs to no commit");
     verify(*old, attempts[it->second].state, context + ", epoch " + std::to_string(epoch), false);
     there.insert(it->second);
   }
@@ -327,7 +328,7 @@ void verify_checkpoint(std::shared_ptr<FileSystem> fs, const DriverOptions& opti
   } catch (const FormatError&) {
   }
   if (store) {
-    if (store->note() != want.note) throw Failure(context + ": " + checkpoint.path + " is of another commit");
+    if (store->note() != want.note) throw Failure(context + ": " + checkpoint.path + " belongs to another commit");
     verify(*store, want, context + ": " + checkpoint.path);
   } else if (checkpoint.done) {
     throw Failure(context + ": LOST CHECKPOINT " + checkpoint.path);

@@ -1,4 +1,4 @@
-// Drives an SsdStore with random operations and knows, at every moment, what it must answer.
+// Runs random operations on an SsdStore and compares every result with an oracle.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,13 @@
 
 namespace thermocline::testing {
 
-// A row is a function of (key, version), so that the oracle keeps numbers instead of bytes. Version 0: no row.
+// A row is a function of (key, version): the oracle has versions instead of bytes. Version 0: no row.
 void make_row(uint64_t key, uint32_t version, uint8_t* row, size_t bytes);
 
-// Key i of a small universe. Spread over all of 64 bits, with the extremes among them.
+// Key i of a small universe of keys: 64-bit keys, including the smallest and the largest.
 uint64_t test_key(uint32_t i);
 
-// What a store holds: a version per key of the universe. A key whose put failed may have either version.
+// Content of a store: a version per key. After a failed put either version is allowed.
 struct Snapshot {
   std::vector<uint32_t> version;
   std::map<uint32_t, std::set<uint32_t>> also;  // other versions that are allowed
@@ -30,7 +30,7 @@ struct Snapshot {
   uint64_t live() const;
 };
 
-// Small files, so that merges and splits happen all the time. No background thread: the same seed, the same operations.
+// Small files, so that merges and splits are frequent. No background thread: operations depend on the seed only.
 StoreOptions small_store();
 
 struct DriverOptions {
@@ -38,11 +38,11 @@ struct DriverOptions {
   uint32_t max_batch = 600;
   size_t row_bytes = 64;
   uint64_t seed = 1;
-  bool reopen = true;  // closing and opening again is one of the operations
+  bool reopen = true;  // reopening is one of the operations
   StoreOptions store = small_store();
 
   DriverOptions() = default;
-  // A seed also chooses the size of rows, of the write buffer and of the log, so that every path is taken by some seed.
+  // The seed also selects the sizes of rows, write buffer and log, so that some seed covers every path.
   explicit DriverOptions(uint64_t seed);
 };
 
@@ -51,11 +51,11 @@ class StoreDriver {
  public:
   StoreDriver(std::shared_ptr<FileSystem> fs, std::string path, const DriverOptions& options);
 
-  void open();   // creates, or goes back to the last commit
-  void close();  // what was not committed is gone
-  void step();   // one random operation, its answer checked. Errors of the store pass through.
+  void open();   // creates, or opens the last commit
+  void close();  // uncommitted rows are lost
+  void step();   // one random operation, its result checked; errors of the store are not caught
 
-  // The operations, for those who want to choose.
+  // Single operations.
   void put(uint32_t n);
   void erase(uint32_t n);
   void get(uint32_t n);
@@ -69,21 +69,21 @@ class StoreDriver {
   const Snapshot& live() const { return live_; }
   uint64_t key_ops() const { return key_ops_; }
 
-  // Every commit that was begun, by its note; notes are unique. An epoch number is known once commit() has returned.
+  // Every commit() call, identified by its unique note.
   struct Attempt {
     Snapshot state;
-    uint64_t epoch = 0;      // 0: commit() has not returned
+    uint64_t epoch = 0;      // 0: commit() did not return
     bool releasing = false;  // release() was called
   };
   const std::vector<Attempt>& attempts() const { return attempts_; }
-  // Every link_checkpoint that was begun.
+  // Every link_checkpoint() call.
   struct Checkpoint {
     std::string path;
-    size_t attempt;  // the commit it holds
+    size_t attempt;  // the commit that it copies
     bool done = false;
   };
   const std::vector<Checkpoint>& checkpoints() const { return checkpoints_; }
-  // Goes on with a store that another driver left. Before open().
+  // Continues with the store of another driver. Call before open().
   void resume(std::vector<Attempt> attempts);
 
   // "begin N", "end N", "release N" with the attempt's index, "link N", "linked N" with the checkpoint's.
@@ -105,16 +105,16 @@ class StoreDriver {
   uint64_t key_ops_ = 0;
 };
 
-// Throws Failure unless the store answers every key of the universe as the snapshot says (with scan and count, if
-// `thorough`). Errors of the store pass through.
+// Throws Failure unless the store has the rows of the snapshot (also by scan and count, if `thorough`). Errors of the
+// store are not caught.
 void verify(SsdStore& store, const Snapshot& want, const std::string& context, bool thorough = true);
 
-// Opens the store that a crash left, and checks it whole: it is the last commit that had returned, or a later one that
-// had begun; all commits that were not being released can be opened. Returns the index of the commit found, -1: none.
+// Opens the store after a crash and checks all of it: it must be at the last commit that returned, or at a later one
+// that had started; all commits that were not being released must open. Returns the index of the commit found, or -1.
 int verify_recovered(std::shared_ptr<FileSystem> fs, const std::string& path, const DriverOptions& options,
                      const std::vector<StoreDriver::Attempt>& attempts, const std::string& context);
 
-// A checkpoint that was finished is there; one that was not is there wholly, or is no store.
+// A finished checkpoint must exist; an unfinished one must be complete, or not be a store.
 void verify_checkpoint(std::shared_ptr<FileSystem> fs, const DriverOptions& options,
                        const StoreDriver::Checkpoint& checkpoint, const Snapshot& want, const std::string& context);
 

@@ -1,9 +1,9 @@
-// A test harness in one small header: pip-installed machines have no gtest.
+// Minimal test harness: gtest is not available from pip.
 //
 //   TEST(Hash, IsABijection) { CHECK_EQ(unmix64(mix64(7)), 7u); }
 //
-// A failed CHECK throws and so ends its test: call it on the test's own thread, or on a ThreadPool, which hands the
-// exception to its caller. Suites named Faults* run in `make test-faults`, all others in `make test`.
+// A failed CHECK throws, which ends the test: call it on the thread of the test, or in a ThreadPool task, whose
+// exceptions are rethrown by parallel(). Suites named Faults* run in `make test-faults`, all others in `make test`.
 #pragma once
 
 #include <cstdint>
@@ -22,10 +22,10 @@ struct Failure : std::runtime_error {
 using TestBody = void (*)();
 bool register_test(const char* suite, const char* name, TestBody body);
 
-// `quick` in CI, `full` in `make test-long` (THERMOCLINE_LONG=1).
+// Returns `quick`, or `full` in `make test-long` (THERMOCLINE_LONG=1).
 uint64_t scaled(uint64_t quick, uint64_t full);
 
-// A new empty folder for the running test, removed when the object dies. Under THERMOCLINE_TEST_DIR, else TMPDIR.
+// A new empty folder, removed by the destructor. In THERMOCLINE_TEST_DIR, else in TMPDIR.
 class TempDir {
  public:
   TempDir();
@@ -78,16 +78,16 @@ void check_eq(const A& a, const B& b, const char* text, const char* file, int li
 #define CHECK_EQ(a, b) ::thermocline::testing::check_eq((a), (b), #a " == " #b, __FILE__, __LINE__)
 
 // The expression must throw Type (or a type derived from it).
-#define CHECK_THROWS(Type, ...)                                                                            \
-  do {                                                                                                     \
-    bool thrown_ = false;                                                                                  \
-    try {                                                                                                  \
-      (void)(__VA_ARGS__);                                                                                 \
-    } catch (const Type&) {                                                                                \
-      thrown_ = true;                                                                                      \
-    } catch (const std::exception& other) {                                                                \
-      ::thermocline::testing::fail(__FILE__, __LINE__,                                                     \
-                                   std::string(#__VA_ARGS__ " threw not " #Type " but: ") + other.what()); \
-    }                                                                                                      \
-    if (!thrown_) ::thermocline::testing::fail(__FILE__, __LINE__, #__VA_ARGS__ " did not throw " #Type);  \
+#define CHECK_THROWS(Type, ...)                                                                                \
+  do {                                                                                                         \
+    bool thrown_ = false;                                                                                      \
+    try {                                                                                                      \
+      (void)(__VA_ARGS__);                                                                                     \
+    } catch (const Type&) {                                                                                    \
+      thrown_ = true;                                                                                          \
+    } catch (const std::exception& other) {                                                                    \
+      ::thermocline::testing::fail(__FILE__, __LINE__,                                                         \
+                                   std::string(#__VA_ARGS__ " did not throw " #Type " but: ") + other.what()); \
+    }                                                                                                          \
+    if (!thrown_) ::thermocline::testing::fail(__FILE__, __LINE__, #__VA_ARGS__ " did not throw " #Type);      \
   } while (0)

@@ -1,5 +1,5 @@
 // thermocline_tests [--list] [--skip SUBSTRING] [SUBSTRING...]
-// Runs the tests whose "Suite.Name" contains one of the substrings (all without any), less the skipped ones.
+// Runs the tests whose "Suite.Name" contains one of the substrings (without substrings: all), except the skipped ones.
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct Test {
 };
 
 std::vector<Test>& tests() {
-  static std::vector<Test> all;  // filled before main, in any order of files
+  static std::vector<Test> all;  // filled before main(), in any order
   return all;
 }
 
@@ -29,7 +29,7 @@ bool contains_any(const std::string& name, const std::vector<std::string_view>& 
   return std::any_of(parts.begin(), parts.end(), [&](auto p) { return name.find(p) != std::string::npos; });
 }
 
-// The reason of the failure, or nothing.
+// Returns the cause of the failure, or an empty string.
 std::string run(const Test& test) {
   try {
     test.body();
@@ -62,7 +62,7 @@ TempDir::TempDir() {
 }
 
 TempDir::~TempDir() {
-  std::error_code ignored;  // a folder left behind must not hide the test's own failure
+  std::error_code ignored;  // a failed removal must not hide the failure of the test
   std::filesystem::remove_all(path_, ignored);
 }
 

@@ -1,4 +1,4 @@
-// The test file systems are themselves tested: a crash simulator that misses states proves nothing.
+// Tests of the test file systems: a crash simulator that misses states would prove nothing.
 #include <algorithm>
 #include <cstring>
 #include <functional>
@@ -29,7 +29,7 @@ void write_file(FileSystem& fs, const std::string& path, std::string_view text, 
 
 TEST(MemFs, BehavesLikeAFileSystem) {
   MemFs fs;
-  CHECK_THROWS(NotFoundError, fs.open("/d/x", OpenMode::kCreate));  // no folder yet
+  CHECK_THROWS(NotFoundError, fs.open("/d/x", OpenMode::kCreate));  // the folder does not exist
   fs.make_dir("/d");
   fs.make_dir("/d/");
   auto f = fs.open("/d/x", OpenMode::kCreate);
@@ -59,7 +59,7 @@ TEST(MemFs, BehavesLikeAFileSystem) {
   fs.lock("/d/LOCK");
 }
 
-TEST(MemFs, CopiesShareNothingThatChanges) {
+TEST(MemFs, CopiesAreIndependent) {
   MemFs fs;
   fs.set_bytes("/d/a", "one");
   fs.link("/d/a", "/d/b");
@@ -86,7 +86,7 @@ TEST(RecordFs, RecordsChangesInOrder) {
   CHECK(r.start_files.contains("/d/old"));
 }
 
-// Every content of /d/f that a crash of `body` can leave ("-": no file), and whether names may be missing.
+// All contents of /d/f after a crash during `body`; "-": no file.
 std::set<std::string> outcomes(const std::function<void(RecordFs&)>& body, size_t cap = 100000) {
   auto mem = std::make_shared<MemFs>();
   mem->set_bytes("/d/f", "old");
@@ -99,21 +99,21 @@ std::set<std::string> outcomes(const std::function<void(RecordFs&)>& body, size_
   return seen;
 }
 
-TEST(Crash, ProperPublishLeavesOldOrNew) {
+TEST(Crash, PublishFileLeavesOldOrNew) {
   const auto seen = outcomes([](RecordFs& fs) { publish_file(fs, "/d", "f", "new"); });
   CHECK(seen == (std::set<std::string>{"old", "new"}));
 }
 
-TEST(Crash, PublishWithoutSyncIsCaught) {
+TEST(Crash, PublishWithoutSyncIsDetected) {
   const auto seen = outcomes([](RecordFs& fs) {
     write_file(fs, "/d/f.tmp", "new", false);
     fs.rename("/d/f.tmp", "/d/f");
     fs.sync_dir("/d");
   });
-  CHECK(seen.contains(""));  // renamed, but empty
+  CHECK(seen.contains(""));  // renamed but empty
 }
 
-TEST(Crash, OverwritingInPlaceIsCaught) {
+TEST(Crash, OverwritingInPlaceIsDetected) {
   const auto seen = outcomes([](RecordFs& fs) {
     fs.unlink("/d/f");
     write_file(fs, "/d/f", "new", true);
@@ -122,7 +122,7 @@ TEST(Crash, OverwritingInPlaceIsCaught) {
   CHECK(seen.contains("-") && seen.contains("old") && seen.contains("new"));
 }
 
-TEST(Crash, EverythingSyncedStays) {
+TEST(Crash, SyncedChangesSurvive) {
   auto mem = std::make_shared<MemFs>();
   mem->make_dir("/d");
   RecordFs fs(mem);
@@ -135,7 +135,7 @@ TEST(Crash, EverythingSyncedStays) {
     if (state.prefix < safe) return;
     ++after;
     const bool f = state.fs->exists("/d/f"), h = state.fs->exists("/d/h");
-    CHECK(f != h);  // a rename is there wholly or not at all
+    CHECK(f != h);  // a rename is atomic
     CHECK_EQ(read_whole(*state.fs, f ? "/d/f" : "/d/h"), "one");
   });
   CHECK(after > 10);
@@ -168,7 +168,7 @@ TEST(Crash, TearsAtSectorsAndFillsWithOldBytes) {
   CHECK(head && hole && other && garbage && second_alone);
 }
 
-TEST(Crash, FolderThatWasNotSyncedMayVanish) {
+TEST(Crash, UnsyncedFolderMayBeLost) {
   auto mem = std::make_shared<MemFs>();
   mem->make_dir("/d");
   RecordFs fs(mem);
@@ -182,7 +182,7 @@ TEST(Crash, FolderThatWasNotSyncedMayVanish) {
   CHECK(with && without);
 }
 
-TEST(Crash, IsDeterministicAndKeepsToItsCap) {
+TEST(Crash, IsDeterministicAndLimited) {
   auto mem = std::make_shared<MemFs>();
   mem->make_dir("/d");
   RecordFs fs(mem);
@@ -228,14 +228,14 @@ TEST(FaultFs, ShortReadsTornWritesAndFlips) {
   fs.arm({.fault = Fault::kShortRead, .ops = kReads, .at = 0});
   CHECK_THROWS(IoError, f->pread(b.data(), kSector, 0));
   fs.arm({.fault = Fault::kFlip, .ops = kReads, .at = 0, .bit = 8 * 5 + 1});
-  auto q = fs.read_queue(2);  // reads of a queue pass through as well
+  auto q = fs.read_queue(2);  // reads of a queue are counted too
   q->submit({f.get(), 0, kSector, b.data()}, 1);
   CHECK_EQ(q->wait(), 1u);
   CHECK_EQ(b.data()[5], 'x' ^ 2);
   CHECK_EQ(b.data()[4], 'x');
 }
 
-TEST(FaultFs, ActsAtNamedPoints) {
+TEST(FaultFs, CallsTheHookAtFailpoints) {
   auto mem = std::make_shared<MemFs>();
   mem->make_dir("/d");
   FaultFs fs(mem);

@@ -1,4 +1,4 @@
-// The errors a user can meet. Each kind becomes its own Python exception (bind/module.cc).
+// Error classes. Each is translated to a Python exception (bind/module.cc).
 #pragma once
 
 #include <stdexcept>
@@ -6,32 +6,32 @@
 
 namespace thermocline {
 
-// Base of all: also used as such for misuse (closed store, wrong argument sizes).
+// Base class; thrown directly for misuse (closed store, wrong argument sizes).
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Bytes on disk are not what was written. Names file, page and cause.
+// Bytes on disk differ from the bytes written. The message has file, page and cause.
 struct CorruptionError : Error {
   using Error::Error;
 };
 
-// Another process (or another object of this one) has the store open for writing.
+// The store is open for writing in another process, or in another object of this process.
 struct LockError : Error {
   using Error::Error;
 };
 
-// Not one of our folders, a newer format, or a row size other than the one asked for.
+// Not a store folder, a newer format version, or a different row size.
 struct FormatError : Error {
   using Error::Error;
 };
 
-// The byte budget cannot hold what was asked for. Names the budget and the need.
+// The byte budget is too small. The message has the budget and the need.
 struct BudgetError : Error {
   using Error::Error;
 };
 
-// The store, or the file system under it, takes no writes.
+// The store or its file system does not accept writes.
 struct ReadOnlyError : Error {
   using Error::Error;
 };
@@ -42,12 +42,12 @@ struct IoError : Error {
   int code;
 };
 
-// The file system is full (ENOSPC, EDQUOT). What was committed is safe.
+// The file system is full (ENOSPC, EDQUOT). Committed rows are safe.
 struct DiskFullError : IoError {
   using IoError::IoError;
 };
 
-// There is no such file or epoch.
+// A file or epoch does not exist.
 struct NotFoundError : Error {
   using Error::Error;
 };

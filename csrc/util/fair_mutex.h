@@ -1,4 +1,4 @@
-// A shared mutex whose writers are not starved by readers that keep coming, as they are with glibc's.
+// A shared mutex without writer starvation: glibc's prefers readers.
 #pragma once
 
 #include <mutex>
@@ -6,11 +6,11 @@
 
 namespace thermocline {
 
-// For std::unique_lock and std::shared_lock. Not recursive: not even shared within shared.
+// For std::unique_lock and std::shared_lock. Not recursive, not even for shared locks.
 class FairMutex {
  public:
   void lock() {
-    std::lock_guard turn(turn_);  // readers that come later wait behind us
+    std::lock_guard turn(turn_);  // later readers wait until the writer has the lock
     mutex_.lock();
   }
   void unlock() { mutex_.unlock(); }

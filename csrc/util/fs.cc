@@ -8,7 +8,7 @@
 namespace thermocline {
 namespace {
 
-// Reads at once, inside submit(); a failure is kept and thrown by the wait() that would have returned its tag.
+// Reads inside submit(). The wait() that would return the tag of a failed read throws its error.
 class SyncReadQueue : public ReadQueue {
  public:
   explicit SyncReadQueue(size_t depth) : depth_(depth < 1 ? 1 : depth) {}
@@ -56,7 +56,7 @@ std::string read_whole(FileSystem& fs, const std::string& path) {
 
 void publish_file(FileSystem& fs, const std::string& dir, const std::string& name, std::string_view bytes) {
   const std::string path = dir + "/" + name, temp = path + ".tmp";
-  if (fs.exists(temp)) fs.unlink(temp);  // left by a crash
+  if (fs.exists(temp)) fs.unlink(temp);  // of a crashed process
   bool created = false;
   try {
     {
@@ -74,7 +74,7 @@ void publish_file(FileSystem& fs, const std::string& dir, const std::string& nam
       try {
         fs.unlink(temp);
       } catch (const Error&) {
-        // The first failure is the one to report; a stale temporary is removed by the next publish.
+        // Report the first failure. The next publish_file() removes the temporary file.
       }
     }
     throw;

@@ -1,5 +1,5 @@
-// The one door to files. Everything the store does to a disk goes through FileSystem, so that tests can record it,
-// replay any crash of it, and make any single operation fail (csrc/testing).
+// File system interface. All file operations of the store use it, so that tests can record them, replay crashes and
+// inject failures (csrc/testing).
 #pragma once
 
 #include <cstddef>
@@ -12,20 +12,20 @@
 
 namespace thermocline {
 
-// Buffers, offsets and lengths of data files are multiples of this, so that O_DIRECT works.
+// Buffers, offsets and lengths of data files are multiples of this, as O_DIRECT requires.
 inline constexpr size_t kSector = 4096;
 
-// An open file. Closing is the destructor; it never throws and syncs nothing.
-// Thread safety: pread and pwrite of different ranges may run concurrently.
+// An open file. The destructor closes it, without a sync and without exceptions.
+// Thread safety: pread and pwrite of disjoint ranges may run concurrently.
 class File {
  public:
   virtual ~File() = default;
-  // Whole or an exception: a read that meets the end of the file is an IoError (code 0) that says so.
+  // Transfer all bytes or throw. A read past the end of the file throws IoError with code 0.
   virtual void pread(void* buf, size_t bytes, uint64_t offset) = 0;
   virtual void pwrite(const void* buf, size_t bytes, uint64_t offset) = 0;
-  // Data and size are on the device when it returns. After a failure the file must not be trusted again.
+  // Makes data and size durable. After a failure the content of the file is unknown.
   virtual void datasync() = 0;
-  // Gives back the space of a tail that nobody needs, where that is possible; never throws.
+  // Frees the space of an unused tail, if possible.
   virtual void truncate(uint64_t /*bytes*/) noexcept {}
   virtual uint64_t size() = 0;
   virtual const std::string& path() const = 0;
@@ -38,20 +38,20 @@ struct ReadOp {
   uint8_t* buf;
 };
 
-// One thread's reads in flight. Not thread-safe. Destroying a queue waits for what is in flight.
+// Reads in flight of one thread. Not thread-safe. The destructor waits for all reads.
 class ReadQueue {
  public:
   virtual ~ReadQueue() = default;
-  // At most depth() reads may be in flight: wait() first when full.
+  // At most depth() reads may be in flight.
   virtual void submit(const ReadOp& op, uint64_t tag) = 0;
-  // The tag of one finished read, in any order. Throws IoError if that read failed; the others stay waitable.
+  // Blocks until a read finishes and returns its tag. Throws IoError if that read failed; the others stay in the queue.
   virtual uint64_t wait() = 0;
   virtual size_t depth() const = 0;
-  // Most reads will go into this memory, which outlives the queue: lets the kernel prepare it once.
+  // Registers the memory that most reads use, so that the kernel pins it once. It must outlive the queue.
   virtual void use_buffer(uint8_t* /*memory*/, size_t /*bytes*/) {}
 };
 
-// Held for as long as it lives; released by process death too.
+// An exclusive lock, released by the destructor or by the end of the process.
 class FileLock {
  public:
   virtual ~FileLock() = default;
@@ -59,11 +59,12 @@ class FileLock {
 
 enum class OpenMode {
   kRead,        // must exist
-  kCreate,      // must not exist; data file: page-aligned, O_DIRECT where there is one
+  kCreate,      // must not exist; data file: page-aligned, O_DIRECT if available
   kCreateMeta,  // must not exist; small buffered file, any alignment (still needs datasync)
   kReadMeta,    // must exist; small buffered file, any alignment
 };
 
+// Thread safety: all calls may run concurrently.
 class FileSystem {
  public:
   virtual ~FileSystem() = default;
@@ -71,21 +72,21 @@ class FileSystem {
   virtual void rename(const std::string& from, const std::string& to) = 0;  // atomic, replaces
   virtual void unlink(const std::string& path) = 0;
   virtual void link(const std::string& from, const std::string& to) = 0;  // hard link
-  virtual void make_dir(const std::string& path) = 0;                     // fine if it exists
+  virtual void make_dir(const std::string& path) = 0;                     // no error if it exists
   virtual void sync_dir(const std::string& path) = 0;
   virtual bool exists(const std::string& path) = 0;
   virtual std::vector<std::string> list(const std::string& dir) = 0;    // names, sorted; throws NotFoundError
   virtual std::unique_ptr<FileLock> lock(const std::string& path) = 0;  // creates the file; throws LockError
 
-  // Reads of `depth` at a time by each of `workers` threads suit this file system best.
+  // The fastest concurrency of reads: `workers` threads with `depth` reads in flight each.
   struct Concurrency {
     int workers;
     int depth;
   };
   virtual Concurrency read_concurrency() const { return {1, 1}; }
-  // The default reads at once, inside submit().
+  // The default implementation reads synchronously inside submit().
   virtual std::unique_ptr<ReadQueue> read_queue(size_t depth);
-  // Called at named moments of a commit or merge; test file systems kill the process or throw there.
+  // Called at named points of commits, merges and other writes. Crash tests kill the process or throw there.
   virtual void failpoint(std::string_view /*point*/) {}
   // "io_uring", "pread", ... for stats().
   virtual std::string name() const = 0;
@@ -93,12 +94,13 @@ class FileSystem {
 
 enum class IoEngine { kAuto, kUring, kPread };
 
-// The operating system's files. `workers` and `depth` 0: defaults of the engine.
+// The file system of the operating system. `workers` and `depth` 0: defaults of the engine.
 std::shared_ptr<FileSystem> make_posix_fs(IoEngine engine = IoEngine::kAuto, int workers = 0, int depth = 0);
 
-// Whole small files, for manifests and tests.
+// Reads a whole small file.
 std::string read_whole(FileSystem& fs, const std::string& path);
-// Atomic publish: write `path`.tmp, sync it, rename it to `path`, sync the folder. Removes the temporary on failure.
+// Writes a file atomically: writes name.tmp, syncs it, renames it to name, syncs the folder. A failure removes
+// name.tmp.
 void publish_file(FileSystem& fs, const std::string& dir, const std::string& name, std::string_view bytes);
 
 }  // namespace thermocline

@@ -1,9 +1,9 @@
 // Hashes used by every tier. Persisted in store files: these functions never change.
 //
-// Bits of h = hash_key(key), so that no two uses of a hash depend on each other:
-//   63..16  place in the SSD store (partitions and pages are in order of h; tags are bits 31..16)
+// Different uses take different bits of h = hash_key(key), so that they are independent:
+//   63..16  order in the SSD store (partitions and pages are in order of h; tags are bits 31..16)
 //   15..0   owning rank
-//   and m = mem_hash(h), a second mix: its top 8 bits choose the memory shard, its low bits the probe position.
+// m = mem_hash(h) is a second mix for the DRAM tier: its top 8 bits select the shard, its low bits the index bucket.
 #pragma once
 
 #include <bit>
@@ -14,7 +14,7 @@
 
 namespace thermocline {
 
-// Murmur3's finaliser: a bijection, so two keys never share a hash and the hash order is a total order of keys.
+// Murmur3's finaliser: a bijection, so different keys have different hashes and hash order is a total order of keys.
 inline constexpr uint64_t mix64(uint64_t x) {
   x ^= x >> 33;
   x *= 0xff51afd7ed558ccdULL;
@@ -27,7 +27,7 @@ inline constexpr uint64_t mix64(uint64_t x) {
 inline constexpr uint64_t hash_key(uint64_t key) { return mix64(key ^ 0x9e3779b97f4a7c15ULL); }
 inline constexpr uint64_t mem_hash(uint64_t h) { return mix64(h ^ 0xd6e8feb86659fd93ULL); }
 
-// XXH64 (public specification), little endian machines. The checksum of every page and record.
+// XXH64 (public specification) for little-endian machines. The checksum of every page and record.
 inline uint64_t xxh64(const void* data, size_t len, uint64_t seed) {
   constexpr uint64_t kP1 = 0x9E3779B185EBCA87ULL, kP2 = 0xC2B2AE3D27D4EB4FULL, kP3 = 0x165667B19E3779F9ULL,
                      kP4 = 0x85EBCA77C2B2AE63ULL, kP5 = 0x27D4EB2F165667C5ULL;

@@ -1,5 +1,5 @@
-// Large zeroed memory straight from the system, on huge pages where it has them: rows are touched at random, and with
-// 4 KiB pages every touch would also miss the TLB.
+// Large zeroed memory from mmap, on huge pages if available: rows are accessed at random, and with 4 KiB pages every
+// access would also miss the TLB.
 #pragma once
 
 #include <sys/mman.h>
@@ -16,7 +16,7 @@ class HugeBuffer {
   HugeBuffer() = default;
   explicit HugeBuffer(size_t bytes) : bytes_(bytes) {
     if (bytes == 0) return;
-    // A mapping is aligned to 4 KiB only; the slack lets data() start on a huge page.
+    // A mapping is aligned to 4 KiB only: map one huge page more, so that data_ can start on a huge page.
     mapped_ = bytes >= kHugePage ? bytes + kHugePage : bytes;
     void* p = ::mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
@@ -24,7 +24,7 @@ class HugeBuffer {
     data_ = base_;
     if (mapped_ != bytes) {
       data_ = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(base_) + kHugePage - 1) / kHugePage * kHugePage);
-      ::madvise(data_, bytes, MADV_HUGEPAGE);  // advice: without it everything still works
+      ::madvise(data_, bytes, MADV_HUGEPAGE);  // optional: a failure only costs speed
     }
   }
   HugeBuffer(HugeBuffer&& other) noexcept { *this = std::move(other); }

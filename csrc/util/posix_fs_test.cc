@@ -1,78 +1,26 @@
+// The POSIX file system on real files: transfers, read queues, folders, locks, failpoints.
 #include "util/posix_fs.h"
 
-#include <fcntl.h>
 #include <sys/stat.h>
-#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <cerrno>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <random>
 #include <set>
 
 #include "testing/test.h"
-#include "util/aligned.h"
 #include "util/error.h"
-#include "util/uring.h"
+#include "util/posix_test_util.h"
 
 namespace thermocline {
 namespace {
 
 using testing::TempDir;
 
-struct Buffer {
-  explicit Buffer(size_t bytes) : memory(bytes), p(memory.data()), bytes(bytes) { std::memset(p, 0, bytes); }
-  const AlignedBuffer memory;
-  uint8_t* const p;
-  const size_t bytes;
-};
-
-// Word i of a test file holds f(i), so that every range can be checked alone.
-void fill(uint8_t* p, size_t bytes, uint64_t offset) {
-  for (size_t i = 0; i < bytes; i += 8) {
-    const uint64_t v = (offset + i) * 0x9e3779b97f4a7c15ULL;
-    std::memcpy(p + i, &v, 8);
-  }
-}
-bool filled(const uint8_t* p, size_t bytes, uint64_t offset) {
-  Buffer want(bytes);
-  fill(want.p, bytes, offset);
-  return std::memcmp(p, want.p, bytes) == 0;
-}
-
-void write_pages(FileSystem& fs, const std::string& path, size_t pages) {
-  Buffer b(pages * kSector);
-  fill(b.p, b.bytes, 0);
-  auto f = fs.open(path, OpenMode::kCreate);
-  f->pwrite(b.p, b.bytes, 0);
-  f->datasync();
-}
-
-std::vector<IoEngine> engines() {
-  std::vector<IoEngine> all = {IoEngine::kPread};
-  if (Uring::create(4)) all.push_back(IoEngine::kUring);
-  return all;
-}
-
-template <typename E>
-std::string message(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const E& e) {
-    return e.what();
-  }
-  return "";
-}
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
-// Folders to test in: the usual one, and tmpfs (no O_DIRECT on older kernels) where there is one.
+// Additional folders to test in: tmpfs (no O_DIRECT on older kernels), if available.
 std::vector<std::string> more_dirs() {
   struct stat st;
   std::vector<std::string> dirs;
@@ -140,7 +88,7 @@ TEST(PosixFs, QueueReadsEverythingAtEveryDepth) {
   }
 }
 
-TEST(PosixFs, QueueKeepsGoingAfterAFailedRead) {
+TEST(PosixFs, QueueContinuesAfterAFailedRead) {
   TempDir dir;
   write_pages(*make_posix_fs(IoEngine::kPread), dir / "data", 4);
   for (IoEngine engine : engines()) {
@@ -177,7 +125,7 @@ TEST(PosixFs, DestroyedQueueWaitsForItsReads) {
     auto fs = make_posix_fs(engine);
     auto f = fs->open(dir / "data", OpenMode::kRead);
     for (int round = 0; round < 50; ++round) {
-      Buffer b(32 * kSector);  // freed at once afterwards: ASan sees a read that lands late
+      Buffer b(32 * kSector);  // freed right after the queue: ASan reports a late write of the kernel
       auto q = fs->read_queue(32);
       for (uint64_t i = 0; i < 32; ++i) q->submit({f.get(), i * kSector, kSector, b.p + i * kSector}, i);
       if (round % 2) q->wait();
@@ -187,7 +135,7 @@ TEST(PosixFs, DestroyedQueueWaitsForItsReads) {
   }
 }
 
-TEST(PosixFs, ShortFilesAreErrorsThatSaySo) {
+TEST(PosixFs, ReadsPastTheEndThrow) {
   TempDir dir;
   auto fs = make_posix_fs();
   {
@@ -196,7 +144,7 @@ TEST(PosixFs, ShortFilesAreErrorsThatSaySo) {
     f->datasync();
   }
   CHECK_EQ(read_whole(*fs, dir / "odd"), "hello");
-  for (IoEngine engine : engines()) {  // a data file cut at an odd byte
+  for (IoEngine engine : engines()) {  // a data file that ends inside a sector
     auto e = make_posix_fs(engine);
     auto f = e->open(dir / "odd", OpenMode::kRead);
     Buffer b(kSector);
@@ -208,7 +156,7 @@ TEST(PosixFs, ShortFilesAreErrorsThatSaySo) {
   }
 }
 
-TEST(PosixFs, UnalignedUseOfADataFileIsRefusedEverywhere) {
+TEST(PosixFs, UnalignedTransfersOfADataFileThrow) {
   TempDir dir;
   write_pages(*make_posix_fs(IoEngine::kPread), dir / "data", 2);
   for (IoEngine engine : engines()) {
@@ -223,140 +171,7 @@ TEST(PosixFs, UnalignedUseOfADataFileIsRefusedEverywhere) {
   }
 }
 
-// What the injected system calls do. Each counts its calls; every second one misbehaves.
-std::atomic<int> g_calls{0};
-std::atomic<int> g_errno{0};
-
-ssize_t bumpy_pread(int fd, void* buf, size_t bytes, off_t offset) {
-  switch (g_calls++ % 3) {
-    case 0:
-      errno = EINTR;
-      return -1;
-    case 1:
-      return ::pread(fd, buf, std::min<size_t>(bytes, kSector), offset);
-    default:
-      return ::pread(fd, buf, bytes, offset);
-  }
-}
-ssize_t bumpy_pwrite(int fd, const void* buf, size_t bytes, off_t offset) {
-  switch (g_calls++ % 3) {
-    case 0:
-      errno = EINTR;
-      return -1;
-    case 1:
-      return ::pwrite(fd, buf, std::min<size_t>(bytes, kSector), offset);
-    default:
-      return ::pwrite(fd, buf, bytes, offset);
-  }
-}
-int bumpy_fdatasync(int fd) {
-  if (g_calls++ % 2 == 0) {
-    errno = EINTR;
-    return -1;
-  }
-  return ::fdatasync(fd);
-}
-int32_t bumpy_uring(int32_t result) {
-  switch (g_calls++ % 4) {
-    case 0:
-      return -EINTR;
-    case 1:
-      return -EAGAIN;
-    case 2:
-      return std::min<int32_t>(result, kSector);
-    default:
-      return result;
-  }
-}
-ssize_t failing_pwrite(int, const void*, size_t, off_t) {
-  errno = g_errno;
-  return -1;
-}
-ssize_t failing_pread(int, void*, size_t, off_t) {
-  errno = g_errno;
-  return -1;
-}
-int failing_fdatasync(int) {
-  ++g_calls;
-  errno = g_errno;
-  return -1;
-}
-
-TEST(PosixFs, InterruptedAndShortCallsAreContinued) {
-  TempDir dir;
-  const PosixCalls bumpy = {bumpy_pread, bumpy_pwrite, bumpy_fdatasync, bumpy_uring};
-  for (IoEngine engine : engines()) {
-    const std::string path = dir / (engine == IoEngine::kUring ? "u" : "p");
-    auto fs = make_posix_fs_on(bumpy, engine, 0, 0);
-    write_pages(*fs, path, 32);
-    auto f = fs->open(path, OpenMode::kRead);
-    CHECK_EQ(f->size(), 32 * kSector);
-    Buffer b(32 * kSector);
-    f->pread(b.p, b.bytes, 0);
-    CHECK(filled(b.p, b.bytes, 0));
-    auto q = fs->read_queue(4);
-    for (int round = 0; round < 50; ++round) {
-      std::memset(b.p, 0, b.bytes);
-      for (uint64_t i = 0; i < 4; ++i) q->submit({f.get(), i * 8 * kSector, 8 * kSector, b.p + i * 8 * kSector}, i);
-      for (int i = 0; i < 4; ++i) q->wait();
-      CHECK(filled(b.p, b.bytes, 0));
-    }
-  }
-}
-
-TEST(PosixFs, RealSignalsDoNotDisturb) {
-  TempDir dir;
-  auto fs = make_posix_fs();
-  struct sigaction act = {}, old = {};
-  act.sa_handler = [](int) { ++g_calls; };  // without SA_RESTART: blocking calls return EINTR
-  ::sigaction(SIGALRM, &act, &old);
-  itimerval timer = {{0, 200}, {0, 200}};
-  ::setitimer(ITIMER_REAL, &timer, nullptr);
-  std::string problem;
-  try {
-    for (int i = 0; i < 30 && problem.empty(); ++i) {
-      const std::string path = dir / ("s" + std::to_string(i));
-      write_pages(*fs, path, 64);
-      auto f = fs->open(path, OpenMode::kRead);
-      Buffer b(64 * kSector);
-      auto q = fs->read_queue(16);
-      for (uint64_t k = 0; k < 16; ++k) q->submit({f.get(), k * 4 * kSector, 4 * kSector, b.p + k * 4 * kSector}, k);
-      for (int k = 0; k < 16; ++k) q->wait();
-      if (!filled(b.p, b.bytes, 0)) problem = "wrong bytes";
-    }
-  } catch (const std::exception& e) {
-    problem = e.what();
-  }
-  timer = {};
-  ::setitimer(ITIMER_REAL, &timer, nullptr);
-  ::sigaction(SIGALRM, &old, nullptr);
-  CHECK_EQ(problem, "");
-}
-
-TEST(PosixFs, ErrnoBecomesTheRightError) {
-  TempDir dir;
-  write_pages(*make_posix_fs(IoEngine::kPread), dir / "data", 1);
-  const PosixCalls failing = {failing_pread, failing_pwrite, failing_fdatasync, nullptr};
-  auto fs = make_posix_fs_on(failing, IoEngine::kPread, 0, 0);
-  auto w = fs->open(dir / "new", OpenMode::kCreate);
-  Buffer b(kSector);
-  g_errno = ENOSPC;
-  CHECK_THROWS(DiskFullError, w->pwrite(b.p, kSector, 0));
-  g_errno = EDQUOT;
-  CHECK_THROWS(DiskFullError, w->pwrite(b.p, kSector, 0));
-  CHECK_THROWS(DiskFullError, w->datasync());
-  g_errno = EROFS;
-  CHECK_THROWS(ReadOnlyError, w->pwrite(b.p, kSector, 0));
-  g_errno = EIO;
-  const std::string text = message<IoError>([&] { w->pwrite(b.p, kSector, 2 * kSector); });
-  CHECK(contains(text, "new") && contains(text, "4096 bytes") && contains(text, "8192") && contains(text, "error"));
-  CHECK_THROWS(IoError, fs->open(dir / "data", OpenMode::kRead)->pread(b.p, kSector, 0));
-  g_calls = 0;
-  CHECK_THROWS(IoError, w->datasync());
-  CHECK_EQ(g_calls.load(), 1);  // a failed sync is never tried again: the kernel has forgotten the pages
-}
-
-TEST(PosixFs, MissingThingsAreNotFound) {
+TEST(PosixFs, MissingFilesThrowNotFoundError) {
   TempDir dir;
   auto fs = make_posix_fs();
   CHECK_THROWS(NotFoundError, fs->open(dir / "none", OpenMode::kRead));
@@ -372,7 +187,7 @@ TEST(PosixFs, FoldersLinksAndRenames) {
   TempDir dir;
   auto fs = make_posix_fs();
   fs->make_dir(dir / "d");
-  fs->make_dir(dir / "d");  // fine if it exists
+  fs->make_dir(dir / "d");  // no error if it exists
   write_pages(*fs, dir / "d/b", 1);
   write_pages(*fs, dir / "d/c", 2);
   CHECK_THROWS(IoError, fs->make_dir(dir / "d/b"));  // a file is not a folder
@@ -385,7 +200,7 @@ TEST(PosixFs, FoldersLinksAndRenames) {
   CHECK_EQ(fs->open(dir / "d/b", OpenMode::kRead)->size(), 2 * kSector);
 }
 
-TEST(PosixFs, UnwritableFolderIsAReadOnlyError) {
+TEST(PosixFs, UnwritableFolderThrowsReadOnlyError) {
   if (::geteuid() == 0) return;  // root may write anywhere; tests/faults mounts a read-only file system instead
   TempDir dir;
   auto fs = make_posix_fs();
@@ -395,7 +210,7 @@ TEST(PosixFs, UnwritableFolderIsAReadOnlyError) {
   CHECK_THROWS(ReadOnlyError, fs->lock(dir / "ro/LOCK"));
 }
 
-TEST(PosixFs, LockIsExclusiveInOneProcessAndAcross) {
+TEST(PosixFs, LockIsExclusiveInAndAcrossProcesses) {
   TempDir dir;
   auto fs = make_posix_fs();
   auto lock = fs->lock(dir / "LOCK");
@@ -415,15 +230,15 @@ TEST(PosixFs, LockIsExclusiveInOneProcessAndAcross) {
   ::waitpid(child, &status, 0);
   CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
   lock.reset();
-  lock = fs->lock(dir / "LOCK");  // free again
+  lock = fs->lock(dir / "LOCK");  // released
 }
 
-TEST(PosixFs, LockOfADeadProcessIsFree) {
+TEST(PosixFs, LockOfADeadProcessIsReleased) {
   TempDir dir;
   const pid_t child = ::fork();
   if (child == 0) {
-    auto* held = make_posix_fs(IoEngine::kPread)->lock(dir / "LOCK").release();
-    ::kill(::getpid(), held ? SIGKILL : SIGTERM);
+    auto* lock = make_posix_fs(IoEngine::kPread)->lock(dir / "LOCK").release();
+    ::kill(::getpid(), lock ? SIGKILL : SIGTERM);
   }
   int status = 0;
   ::waitpid(child, &status, 0);
@@ -431,12 +246,12 @@ TEST(PosixFs, LockOfADeadProcessIsFree) {
   make_posix_fs()->lock(dir / "LOCK");
 }
 
-TEST(PosixFs, KillsItselfAtTheNamedPoint) {
+TEST(PosixFs, KillsTheProcessAtTheFailpoint) {
   TempDir dir;
-  for (int wanted : {1, 3}) {
+  for (int count : {1, 3}) {
     const pid_t child = ::fork();
     if (child == 0) {
-      ::setenv("THERMOCLINE_KILL_AT", ("publish.synced:" + std::to_string(wanted)).c_str(), 1);
+      ::setenv("THERMOCLINE_KILL_AT", ("publish.synced:" + std::to_string(count)).c_str(), 1);
       auto fs = make_posix_fs(IoEngine::kPread);
       for (int i = 1; i <= 3; ++i) publish_file(*fs, dir.path(), "f", std::to_string(i));
       ::_exit(0);
@@ -446,7 +261,7 @@ TEST(PosixFs, KillsItselfAtTheNamedPoint) {
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
     auto fs = make_posix_fs();
     CHECK(fs->exists(dir / "f.tmp"));
-    if (wanted == 1) {
+    if (count == 1) {
       CHECK(!fs->exists(dir / "f"));
     } else {
       CHECK_EQ(read_whole(*fs, dir / "f"), "2");
@@ -454,28 +269,7 @@ TEST(PosixFs, KillsItselfAtTheNamedPoint) {
   }
 }
 
-TEST(PublishFile, ReplacesWholeOrNotAtAll) {
-  TempDir dir;
-  auto fs = make_posix_fs();
-  publish_file(*fs, dir.path(), "f", "one");
-  publish_file(*fs, dir.path(), "f", "");
-  CHECK_EQ(read_whole(*fs, dir / "f"), "");
-  publish_file(*fs, dir.path(), "f", "two");
-  fs->open(dir / "f.tmp", OpenMode::kCreateMeta)->pwrite("stale", 5, 0);  // as a crash leaves it
-  publish_file(*fs, dir.path(), "f", "three");
-  CHECK_EQ(read_whole(*fs, dir / "f"), "three");
-
-  g_errno = ENOSPC;
-  for (const PosixCalls& calls : {PosixCalls{failing_pread, failing_pwrite, ::fdatasync, nullptr},
-                                  PosixCalls{failing_pread, ::pwrite, failing_fdatasync, nullptr}}) {
-    auto full = make_posix_fs_on(calls, IoEngine::kPread, 0, 0);
-    CHECK_THROWS(DiskFullError, publish_file(*full, dir.path(), "f", "four"));
-    CHECK_EQ(read_whole(*fs, dir / "f"), "three");
-    CHECK(fs->list(dir.path()) == std::vector<std::string>{"f"});  // no temporary left
-  }
-}
-
-TEST(PosixFs, EngineIsChosenByTheEnvironment) {
+TEST(PosixFs, EngineIsSetByTheEnvironment) {
   const char* before = std::getenv("THERMOCLINE_IO");
   const std::string saved = before ? before : "auto";
   ::setenv("THERMOCLINE_IO", "pread", 1);

@@ -1,5 +1,5 @@
-// Arrays of a batch. Every batch needs the same few large ones; memory given back by one is taken by the next, so that
-// the system need not clear new pages for each.
+// Arrays of a batch with recycled memory. Every batch needs a few large arrays of similar size; reusing their memory
+// avoids page faults and the zeroing of new pages.
 #pragma once
 
 #include <cstddef>
@@ -16,10 +16,10 @@ namespace thermocline {
 class Recycler {
  public:
   static HugeBuffer take(size_t bytes) {
-    // Sizes in steps of an eighth: batches of about the same size fit each other's memory.
-    size_t step = 4096;
-    while (step * 16 <= bytes) step *= 2;
-    bytes = (bytes + step - 1) / step * step;
+    // Rounds up by at most 1/8, so that batches of about the same size can reuse a buffer.
+    size_t granule = 4096;
+    while (granule * 16 <= bytes) granule *= 2;
+    bytes = (bytes + granule - 1) / granule * granule;
     {
       State& s = state();
       std::lock_guard lock(s.mutex);
@@ -38,7 +38,7 @@ class Recycler {
     if (buffer.size() == 0) return;
     State& s = state();
     std::lock_guard lock(s.mutex);
-    if (s.idle.size() == kIdle) s.idle.erase(s.idle.begin());  // the one that waited longest
+    if (s.idle.size() == kIdle) s.idle.erase(s.idle.begin());  // the oldest
     s.idle.push_back(std::move(buffer));
   }
 
@@ -49,13 +49,13 @@ class Recycler {
     std::vector<HugeBuffer> idle;
   };
   static State& state() {
-    static State* s = new State;  // never destroyed: arrays may outlive static objects
+    static State* s = new State;  // never deleted: arrays may outlive static objects
     return *s;
   }
 };
 
-// An array of n elements, not initialised. Small ones are the heap's: whoever keeps many batches would run out of
-// mappings.
+// An uninitialised array of n elements. Small arrays use the heap: a program that keeps many batches would otherwise
+// reach the limit of memory mappings.
 template <typename T>
 class Recycled {
  public:

@@ -1,4 +1,4 @@
-// What the memory tier needs of the tier below it. Implemented by ssd/store.h; tests use a map.
+// Interface of the tier below the DRAM tier. Implemented by ssd/store.h; tests use a map.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace thermocline {
 
-// Where row i of a batch is written: base + (slot ? slot[i] : i) * stride.
+// Destination of the rows of a batch: row i is at base + (slot ? slot[i] : i) * stride.
 struct RowsOut {
   uint8_t* base;
   size_t stride;
@@ -14,7 +14,7 @@ struct RowsOut {
   uint8_t* at(size_t i) const { return base + (slot ? slot[i] : i) * stride; }
 };
 
-// Where row i of a batch is read from.
+// Source of the rows of a batch, with the same addressing.
 struct RowsIn {
   const uint8_t* base;
   size_t stride;
@@ -28,11 +28,11 @@ class RowStore {
   virtual ~RowStore() = default;
   virtual size_t row_bytes() const = 0;
 
-  // found[i] = 1 and the row is written if key i is there; otherwise found[i] = 0 and its place stays untouched.
-  // Keys may repeat.
+  // If the store has key i, writes its row and sets found[i] = 1. Otherwise sets found[i] = 0 and writes no row. Keys
+  // may repeat.
   virtual void get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows) = 0;
 
-  // Newest wins; of a key that repeats within one call the last occurrence wins.
+  // Replaces the rows of the keys. The last row of a repeated key wins.
   virtual void put(const uint64_t* keys, size_t n, RowsIn rows) = 0;
 };
 

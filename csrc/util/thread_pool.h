@@ -1,4 +1,4 @@
-// A fixed set of threads that run numbered tasks; the caller works along and gets the first exception.
+// A fixed set of threads that run numbered tasks. The caller also runs tasks, and gets the first exception.
 #pragma once
 
 #include <sys/types.h>
@@ -18,18 +18,18 @@
 
 namespace thermocline {
 
-// Thread safety: parallel() may be called from several threads at once. It must not be called from inside a task.
-// A batch is a few short jobs in a row: where cores are many, threads that have nothing to do look out for the next one
-// for a moment before they fall asleep, because waking them takes longer than their work.
-// In a forked child the threads do not exist: parallel() runs everything inline there, and nothing is joined.
+// Thread safety: parallel() may be called from several threads at once, but not from inside a task.
+// A batch is a short sequence of short jobs. On machines with many cores, idle threads spin for kSpinTime before they
+// block, because waking a thread takes longer than its part of a job.
+// In a forked child the threads do not exist: parallel() runs all tasks inline there, and no thread is joined.
 class ThreadPool {
  public:
-  // `threads` counts the caller: ThreadPool(1) starts no thread and runs everything inline.
+  // `threads` includes the caller: ThreadPool(1) starts no thread and runs all tasks inline.
   explicit ThreadPool(int threads) : size_(threads < 1 ? 1 : threads), owner_(getpid()), state_(new State) {
     for (int i = 1; i < size_; ++i) state_->workers.emplace_back([state = state_] { work(*state); });
   }
   ~ThreadPool() {
-    if (getpid() != owner_) return;  // a child's copy: its mutex may be held by a thread that is not there
+    if (getpid() != owner_) return;  // forked child: a thread of the parent may hold the mutex
     {
       std::lock_guard lock(state_->mutex);
       state_->stop = true;
@@ -43,8 +43,8 @@ class ThreadPool {
 
   int size() const { return size_; }
 
-  // Runs fn(0) .. fn(tasks - 1), each once, in any order. Returns when all are done; rethrows the first exception,
-  // after which tasks not yet begun are skipped.
+  // Runs fn(0) .. fn(tasks - 1), each once, in any order. Returns when all are done. Rethrows the first exception;
+  // tasks that have not started by then are skipped.
   void parallel(size_t tasks, const std::function<void(size_t)>& fn) {
     if (tasks == 0) return;
     if (size_ == 1 || tasks == 1 || getpid() != owner_) {
@@ -67,11 +67,11 @@ class ThreadPool {
     }
     run(*job);
     const auto finished = [&] { return job->finished.load(std::memory_order_acquire) == tasks; };
-    if (!look_out(finished)) {
+    if (!spin_until(finished)) {
       std::unique_lock lock(job->mutex);
       job->done.wait(lock, finished);
     }
-    std::lock_guard lock(job->mutex);  // the last one may still be in it
+    std::lock_guard lock(job->mutex);  // the last thread may still hold it
     if (job->error) std::rethrow_exception(job->error);
   }
 
@@ -82,7 +82,7 @@ class ThreadPool {
     std::atomic<size_t> next{0};
     std::atomic<bool> failed{false};
     std::atomic<size_t> finished{0};
-    std::mutex mutex;  // protects what follows
+    std::mutex mutex;  // protects error
     std::condition_variable done;
     std::exception_ptr error;
   };
@@ -90,7 +90,7 @@ class ThreadPool {
     std::mutex mutex;  // protects queue and stop
     std::condition_variable wake;
     std::deque<std::shared_ptr<Job>> queue;
-    std::atomic<size_t> queued{0};  // the queue's length, for those who look out
+    std::atomic<size_t> queued{0};  // length of the queue, for spinning threads
     bool stop = false;
     std::vector<std::thread> workers;
   };
@@ -113,19 +113,20 @@ class ThreadPool {
         if (!job.error) job.error = error;
       }
       if (job.finished.fetch_add(1, std::memory_order_acq_rel) + 1 == job.tasks) {
-        std::lock_guard lock(job.mutex);  // the caller is not between looking and falling asleep
+        std::lock_guard lock(job.mutex);  // the caller is not between its check and its sleep
         job.done.notify_all();
       }
     }
   }
 
-  // Whether `ready` comes true within a moment. On few cores it would take them from those it waits for.
+  // Spins until ready() is true; false after kSpinTime. On few cores it does not spin, because that would take a core
+  // from the threads it waits for.
   template <typename Ready>
-  static bool look_out(const Ready& ready) {
+  static bool spin_until(const Ready& ready) {
     static const bool many_cores = std::thread::hardware_concurrency() > 4;
     if (ready()) return true;
     if (!many_cores) return false;
-    const auto until = std::chrono::steady_clock::now() + kLookOut;
+    const auto until = std::chrono::steady_clock::now() + kSpinTime;
     do {
       for (int i = 0; i < 16; ++i) {
         if (ready()) return true;
@@ -142,7 +143,7 @@ class ThreadPool {
     for (;;) {
       if (state.queue.empty() && !state.stop) {
         lock.unlock();
-        look_out([&] { return state.queued.load(std::memory_order_acquire) > 0; });
+        spin_until([&] { return state.queued.load(std::memory_order_acquire) > 0; });
         lock.lock();
       }
       state.wake.wait(lock, [&] { return state.stop || !state.queue.empty(); });
@@ -157,11 +158,11 @@ class ThreadPool {
     }
   }
 
-  static constexpr std::chrono::microseconds kLookOut{40};
+  static constexpr std::chrono::microseconds kSpinTime{40};
 
   const int size_;
   const pid_t owner_;
-  State* const state_;  // outlives a forked child's copy of the pool on purpose
+  State* const state_;  // a raw pointer: the pool of a forked child must not delete it
 };
 
 }  // namespace thermocline

@@ -4,7 +4,7 @@
 #include <linux/io_uring.h>
 #endif
 
-// The macro came with the headers that also have IORING_OP_READ and the probe (Linux 5.6).
+// Headers with this macro also have IORING_OP_READ and the probe (Linux 5.6).
 #ifdef IO_URING_OP_SUPPORTED
 
 #include <sched.h>
@@ -61,7 +61,7 @@ struct Uring::Mapping {
   bool init(unsigned entries) {
     io_uring_params p{};
 #ifdef IORING_SETUP_COOP_TASKRUN
-    p.flags = IORING_SETUP_COOP_TASKRUN;  // completions need not interrupt us: we come for them
+    p.flags = IORING_SETUP_COOP_TASKRUN;  // completions do not interrupt this thread: it polls for them
     fd = sys_setup(entries, &p);
     if (fd < 0) p = {};
 #endif
@@ -106,12 +106,12 @@ void Uring::register_buffer(void* memory, size_t bytes) {
 }
 
 void Uring::prepare_read(int fd, void* buf, uint32_t bytes, uint64_t offset, uint64_t user_data) {
-  const unsigned tail = *m_->sq_tail;  // only we write it
+  const unsigned tail = *m_->sq_tail;  // written by this side only
   io_uring_sqe* sqe = &m_->sqes[tail & m_->sq_mask];
   std::memset(sqe, 0, sizeof *sqe);
   const auto begin = reinterpret_cast<uintptr_t>(buf);
   const bool fixed = begin >= fixed_begin_ && begin + bytes <= fixed_end_;
-  sqe->opcode = fixed ? IORING_OP_READ_FIXED : IORING_OP_READ;  // buf_index 0: there is one
+  sqe->opcode = fixed ? IORING_OP_READ_FIXED : IORING_OP_READ;  // buf_index 0: the only registered buffer
   sqe->fd = fd;
   sqe->off = offset;
   sqe->addr = reinterpret_cast<uint64_t>(buf);
@@ -128,10 +128,10 @@ void Uring::enter(bool wait) {
     if (n >= 0) {
       prepared_ -= unsigned(n);
       if (prepared_ == 0) return;
-      continue;  // the kernel took a part of them
+      continue;  // the kernel accepted only some of them
     }
     if (errno == EINTR) continue;
-    if (errno == EAGAIN || errno == EBUSY) {  // short of kernel memory for requests: let some finish
+    if (errno == EAGAIN || errno == EBUSY) {  // the kernel lacks memory for requests: let some finish
       if (*m_->cq_head != std::atomic_ref(*m_->cq_tail).load(std::memory_order_acquire)) return;
       sched_yield();
       continue;
@@ -143,7 +143,7 @@ void Uring::enter(bool wait) {
 }
 
 bool Uring::pop(Completion* out) {
-  const unsigned head = *m_->cq_head;  // only we write it
+  const unsigned head = *m_->cq_head;  // written by this side only
   if (head == std::atomic_ref(*m_->cq_tail).load(std::memory_order_acquire)) return false;
   const io_uring_cqe& cqe = m_->cqes[head & m_->cq_mask];
   *out = {cqe.user_data, cqe.res};
@@ -153,7 +153,7 @@ bool Uring::pop(Completion* out) {
 
 }  // namespace thermocline
 
-#else  // headers without io_uring: every ring is refused, and reads go through pread
+#else  // no io_uring headers: create() fails and reads use pread
 
 namespace thermocline {
 struct Uring::Mapping {};

@@ -1,4 +1,4 @@
-// A minimal io_uring, by raw system calls: reads only. liburing is not needed, and nothing is missing without it.
+// Minimal io_uring by raw system calls, for reads only. Does not need liburing.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 
 namespace thermocline {
 
-// Thread safety: none; one thread at a time uses a ring.
-// Invariant: the owner never has more than `entries` reads prepared or in flight, so neither ring overflows.
+// Thread safety: one thread at a time.
+// Invariant: at most `entries` reads are prepared or in flight, so neither ring overflows. The owner ensures it.
 class Uring {
  public:
   struct Completion {
@@ -16,18 +16,18 @@ class Uring {
     int32_t result;  // bytes read, or -errno
   };
 
-  // Null where the kernel, a container's filter or a limit refuses a ring, or it cannot read.
+  // Returns null if the kernel, a container's filter or a limit refuses a ring, or if the ring has no read operation.
   static std::unique_ptr<Uring> create(unsigned entries);
   ~Uring();
   Uring(const Uring&) = delete;
   Uring& operator=(const Uring&) = delete;
 
-  // Reads into this memory, which must outlive the ring, need no pinning of their own. Fine if the kernel refuses.
+  // Pins memory once for all reads into it. It must outlive the ring. If the kernel refuses, reads work without it.
   void register_buffer(void* memory, size_t bytes);
   // Prepares a read; the kernel sees it at the next enter().
   void prepare_read(int fd, void* buf, uint32_t bytes, uint64_t offset, uint64_t user_data);
   unsigned prepared() const { return prepared_; }
-  // Submits what is prepared and, with `wait`, sleeps until there is a completion. Throws IoError.
+  // Submits the prepared reads and, with `wait`, blocks until there is a completion. Throws IoError.
   void enter(bool wait);
   // Takes one completion, if there is one.
   bool pop(Completion* out);

@@ -215,7 +215,7 @@ def test_parse_accepts_any_buffer() -> None:
         ({"kind": "table", "columns": COLUMNS, "delimiter": "||"}, "one byte"),
         ({"kind": "table", "columns": COLUMNS, "delimiter": "\n"}, "must not be"),
         ({"kind": "table", "columns": [COLUMNS[0], COLUMNS[0]]}, "one label column"),
-        ({"kind": "table", "columns": [("keys", *COLUMNS[0][1:])]}, "role is label"),
+        ({"kind": "table", "columns": [("keys", *COLUMNS[0][1:])]}, "it must be label"),
         ({"kind": "table", "columns": [("dense", "a", False, 0.0, 1.0, "squares")]}, "log_square"),
         ({"kind": "table", "columns": [("number_key", "a", False, 0.0, 1.0, 0.0)]}, "width must be positive"),
         ({"kind": "table", "columns": [("dense", "a", False, math.nan, 1.0, "none")]}, "mean must be finite"),

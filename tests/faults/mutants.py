@@ -1,8 +1,8 @@
-"""Plants known bugs in a copy of the C++ sources, one at a time, and counts how many the fault tests catch.
+"""Mutation test: plants known bugs in a copy of the C++ sources, one at a time, and counts those that tests detect.
 
     python tests/faults/mutants.py [NAME...]
 
-A suite that stays green with a skipped fsync proves nothing: this is the test of the tests. Run by `make test-faults`.
+A test suite that passes without an fsync would prove nothing. Run by `make test-faults`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Quick groups first: most bugs need no more. A group that does not end is a bug caught, too.
+# Fast groups first: they detect most bugs. A group that times out counts as a detection.
 GROUPS = [
     ["PosixFs.", "PublishFile.", "StoreCrash.", "StoreFuzz."],
     ["StoreIo.", "StoreCorrupt."],
@@ -47,9 +47,9 @@ MUTANTS = [
     Mutant("manifest is renamed before it is synced", "util/fs.cc", "      file->datasync();\n", ""),
     Mutant("folder is not synced after the rename", "util/fs.cc", "  fs.sync_dir(dir);\n", ""),
     Mutant(
-        "a failed sync may be tried again",
+        "a failed sync may be retried",
         "ssd/store.cc",
-        "    // The kernel may have dropped the pages and forgotten the error: a second sync would lie.\n"
+        "    // The kernel may have dropped the pages and cleared the error: a second sync could succeed without the data.\n"
         "    fail(e.what());",
         "    throw;",
     ),
@@ -60,7 +60,7 @@ MUTANTS = [
         '  if (false) throw_errno(errno, "fdatasync',
     ),
     Mutant(
-        "a read past the end is taken as done",
+        "a read past the end succeeds",
         "util/posix_file.cc",
         "    if (n == 0) {\n",
         "    if (n == 0) return;\n    if (n == 0) {\n",
@@ -72,13 +72,13 @@ MUTANTS = [
         "  if (true || page_header(page).checksum ==",
     ),
     Mutant(
-        "checksums do not know their page number",
+        "checksums do not depend on the page number",
         "ssd/format.h",
         "{ return nonce ^ mix64(page + 1); }",
         "{ return nonce + 0 * page; }",
     ),
     Mutant(
-        "checksums do not know their file",
+        "checksums do not depend on the file",
         "ssd/format.h",
         "{ return nonce ^ mix64(page + 1); }",
         "{ return 0 * nonce + mix64(page + 1); }",
@@ -90,32 +90,32 @@ MUTANTS = [
         "bytes.size() < 32 || 0 * stored !=  0 *",
     ),
     Mutant(
-        "a damaged newest manifest is passed over",
+        "a damaged newest manifest is ignored",
         "ssd/catalog.cc",
         "    } catch (const CorruptionError&) {\n      epochs_[epoch].damaged = true;",
         "    } catch (const CorruptionError&) {\n      epochs_.erase(epoch);",
     ),
     Mutant(
-        "files of retained epochs are collected", "ssd/catalog.cc", "    ++entry.epochs;\n", "    entry.epochs = 1;\n"
+        "files of retained epochs are deleted", "ssd/catalog.cc", "    ++entry.epochs;\n", "    entry.epochs = 1;\n"
     ),
     Mutant(
-        "release removes files before its manifest is durably gone",
+        "release deletes files before its manifest is durably removed",
         "ssd/catalog.cc",
         "  ctx_.fs->sync_dir(ctx_.path);\n  forget(epoch);",
         "  forget(epoch);",
     ),
     Mutant(
-        "a failed commit's files are collected while its manifest is there",
+        "files of a failed commit are deleted while its manifest exists",
         "ssd/catalog.cc",
         "      retain(manifest);\n    }\n    throw;",
         "    }\n    throw;",
     ),
-    Mutant("extent numbers begin again after opening", "ssd/store.cc", "  index_.start_at(m.next_seq);\n", ""),
+    Mutant("extent numbers restart after opening", "ssd/store.cc", "  index_.start_at(m.next_seq);\n", ""),
     Mutant(
         "opening trusts a commit that is not durable",
         "ssd/store.cc",
-        "    ctx.fs->sync_dir(path);  // the commit just opened",
-        "    // the commit just opened",
+        "    ctx.fs->sync_dir(path);  // the writer of the opened commit",
+        "    // the writer of the opened commit",
     ),
     Mutant(
         "older versions in the log win",
@@ -133,7 +133,7 @@ MUTANTS = [
 
 
 class Copy:
-    """A copy of the C++ sources with a build folder of its own."""
+    """A copy of the C++ sources with its own build folder."""
 
     def __init__(self, folder: Path) -> None:
         self.csrc = folder / "csrc"
@@ -152,7 +152,7 @@ class Copy:
             raise SystemExit(f"the build failed:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
 
     def first_failure(self) -> str:
-        """The first test that fails, with its reason; empty: all pass."""
+        """Return the first failing test with its cause; empty if all pass."""
         env = dict(os.environ, THERMOCLINE_LONG="0")
         for group in GROUPS:
             try:
@@ -161,7 +161,7 @@ class Copy:
                     command, capture_output=True, text=True, env=env, timeout=GROUP_TIMEOUT, check=False
                 )
             except subprocess.TimeoutExpired:
-                return f"{' '.join(group)} did not end"
+                return f"{' '.join(group)} timed out"
             if done.returncode != 0:
                 lines = done.stdout.splitlines()
                 at = next((i for i, line in enumerate(lines) if " FAILED " in line), None)
@@ -173,18 +173,18 @@ class Copy:
 
 def main(names: list[str]) -> int:
     mutants = [m for m in MUTANTS if not names or any(n in m.name for n in names)]
-    caught = 0
+    detected = 0
     with tempfile.TemporaryDirectory(prefix="thermocline-mutants-") as folder:
         copy = Copy(Path(folder))
-        for mutant in mutants:  # before the long builds: a mutant that no longer fits its source is an error
+        for mutant in mutants:  # before the long builds: every mutant must match its source
             if (copy.csrc / mutant.file).read_text().count(mutant.old) != 1:
                 raise SystemExit(
-                    f"'{mutant.name}' does not fit csrc/{mutant.file} any more: adapt tests/faults/mutants.py"
+                    f"'{mutant.name}' does not match csrc/{mutant.file}: update it in tests/faults/mutants.py"
                 )
         copy.build()
         reason = copy.first_failure()
         if reason:
-            raise SystemExit(f"the sources fail without any planted bug: {reason}")
+            raise SystemExit(f"the tests fail without a planted bug: {reason}")
         for mutant in mutants:
             start = time.monotonic()
             path = copy.csrc / mutant.file
@@ -193,11 +193,11 @@ def main(names: list[str]) -> int:
             copy.build()
             reason = copy.first_failure()
             path.write_text(text)
-            caught += bool(reason)
-            verdict = f"caught by {reason}" if reason else "NOT CAUGHT"
+            detected += bool(reason)
+            verdict = f"detected by {reason}" if reason else "NOT DETECTED"
             print(f"{mutant.name} ({time.monotonic() - start:.0f} s): {verdict}", flush=True)
-    print(f"planted bugs caught: {caught} of {len(mutants)}")
-    return 0 if caught == len(mutants) else 1
+    print(f"planted bugs detected: {detected} of {len(mutants)}")
+    return 0 if detected == len(mutants) else 1
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_a_full_tier_without_a_store_says_so() -> None:
     tier = tc.DramTier(16, tc.SGD(), budget="100KB")
     slots = tier.pull(np.arange(tier.capacity, dtype=np.uint64))
     tier.unpin(slots, dirty=True)
-    with pytest.raises(tc.BudgetError, match=r"budget of 100000 bytes holds \d+ rows.*give the tier a store"):
+    with pytest.raises(tc.BudgetError, match=r"budget of 100000 bytes holds \d+ rows.*add a store"):
         tier.pull(keys_of(2**40))
     tier.check()
     with pytest.raises(tc.BudgetError, match="the minimum is"):

@@ -1,4 +1,4 @@
-"""The C++ core's Python face. Use the classes of `thermocline.embedding`, which check arguments and explain errors."""
+"""Loads the C++ module. Use the classes of `thermocline.embedding`, which check arguments and explain errors."""
 
 from __future__ import annotations
 

@@ -175,14 +175,14 @@ class Synth:
 
 def to_text(ids: _Keys, offsets: _Offsets, fields: int, labels: _Floats, with_fields: bool) -> bytes: ...
 
-# Readers of files (csrc/data/parse.h says what each format accepts). All calls release the GIL and may run at once.
+# Parsers (csrc/data/parse.h defines the formats). All calls release the GIL and may run concurrently.
 _Doubles = npt.NDArray[np.float64]
 _Mask = npt.NDArray[np.bool_]
-# Role "label", "key", "dense", "number_key" or "ignore"; name; then for numbers: log, mean, inverse deviation, and the
+# Role ("label", "key", "dense", "number_key" or "ignore"), name; for numbers: log, mean, inverse deviation, and the
 # bucket: a width, "log_square" or "none".
 _Column = tuple[str, str, bool, float, float, float | str]
 # ids, offsets [examples * fields + 1], weights (None: all are 1), dense [examples * dense], labels, the first malformed
-# lines (number in the block from 0, empty lines counted; cause), how many lines were malformed.
+# lines (index in the block including empty lines; cause), the number of malformed lines.
 _Parsed = tuple[_Keys, _Offsets, _Floats | None, _Floats, _Floats, list[tuple[int, str]], int]
 # ids, offsets, weights, dense, labels: the first five of _Parsed.
 _Examples = tuple[_Keys, _Offsets, _Floats | None, _Floats, _Floats]
@@ -194,24 +194,24 @@ class TextParser:
         *,
         delimiter: str = "\t",  # table: one byte
         quoting: bool = False,  # table: fields may be "quoted, with ""quotes"" inside"; no line breaks inside
-        columns: Sequence[_Column] = (),  # table: all of them, in file order
-        fields: int = 0,  # libsvm by position, libffm; a table's: its "key" and "number_key" columns, in order
+        columns: Sequence[_Column] = (),  # table: all columns in file order
+        fields: int = 0,  # libsvm by position, libffm; the fields of a table are its key and number_key columns
         one_bag: bool = False,  # libsvm: a line is one bag of field "0"
-        raw_keys: bool = False,  # values are decimal 64-bit keys, taken as they are
+        raw_keys: bool = False,  # values are decimal 64-bit keys, not hashed
     ) -> None: ...
-    # `block`: whole lines. skip_errors: malformed lines are left out (at most 16 are described, all are counted);
-    # otherwise parsing ends at the first one, which is described, with the examples before it.
+    # `block`: whole lines. skip_errors: skips malformed lines (the first 16 are described, all are counted);
+    # otherwise parsing stops at the first one, which is described, and returns the examples before it.
     def parse(self, block: Buffer, skip_errors: bool) -> _Parsed: ...
     @property
     def fields(self) -> int: ...
     @property
     def dense(self) -> int: ...
 
-# The key of one value: xxh64(value, seed = xxh64(field, 0)).
+# Key of one value: xxh64(value, seed = xxh64(field, 0)).
 def key_of(field: str, value: bytes) -> int: ...
 
-# Arrow columns: the keys that a text file with the same values gives. `valid`: a bool per value, None: all are;
-# what is not valid, and NaN, is the empty value "". Offsets may begin anywhere in `data` (slices).
+# Keys of Arrow columns, equal to those of a text file with the same values. `valid`: one bool per value, None: all are
+# valid. Invalid values and NaN have the key of "". The first offset may be any position in `data` (slices).
 def hash_strings(
     field: str,
     offsets: npt.NDArray[np.int32] | npt.NDArray[np.int64],
@@ -223,7 +223,7 @@ def hash_ints(
 ) -> _Keys: ...
 def hash_floats(field: str, values: _Doubles | _Floats, valid: _Mask | None = None) -> _Keys: ...
 
-# Numbers as a table's "dense" and "number_key" columns treat them. Missing: 0 and the key of "". Infinity raises.
+# Features of numbers, as for "dense" and "number_key" columns of a table. Missing: 0 and the key of "". Infinity raises.
 def number_dense(
     values: _Doubles, valid: _Mask | None, log: bool, mean: float, inverse_deviation: float
 ) -> _Floats: ...
@@ -237,13 +237,14 @@ def number_keys(
     bucket: float | str,
 ) -> _Keys: ...
 
-# Examples by their numbers in the concatenation of `blocks`: shuffling and cutting into batches. There are weights when
-# any block has some.
+# Gathers examples by their index in the concatenated `blocks`, for shuffling and batching. The result has weights if
+# any block has.
 def gather_examples(
     blocks: Sequence[_Examples], fields: int, dense: int, order: npt.NDArray[np.int64]
 ) -> _Examples: ...
 
-# Hashing into k bins (csrc/data/op_osrp.h). Bags in, bags out: ids ascending in each; `sketch` adds their weights.
+# Hashing into k bins (csrc/data/op_osrp.h). Input and output are bags, with ascending ids in the output; `sketch` also
+# returns weights.
 class OpOsrp:
     def __init__(self, k: int, seed: int, threads: int) -> None: ...
     def slots(self, ids: _Keys, weights: _Floats | None, offsets: _Offsets) -> tuple[_Keys, _Offsets]: ...

@@ -1,0 +1,135 @@
+// DramTier under concurrent pulls, evictions and store failures.
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "dram/tier_test_util.h"
+#include "testing/test.h"
+#include "util/error.h"
+
+namespace thermocline {
+namespace {
+
+// Each worker adds one to the rows of random working sets, with one mutex per row. At the end every row must have the
+// sum of its additions: evictions, loads and flushes lose no update.
+void stress(Policy policy, int workers, int rounds, double budget_share) {
+  constexpr uint64_t kKeys = 3000;
+  MapStore store(kLayout.bytes());
+  // A row of 16 bytes needs about 90 bytes: row, metadata, index, buffers.
+  DramTier tier(options(static_cast<size_t>(kKeys * 90 * budget_share), policy, 2, 4), &store);
+  std::vector<std::atomic<uint32_t>> expected(kKeys);
+  std::vector<std::mutex> row_locks(kKeys);
+  std::mutex error_mutex;
+  std::string error;
+  std::atomic<int> running{workers};
+  const auto work = [&](int id) {
+    try {
+      std::mt19937_64 random(id + 100);
+      for (int r = 0; r < rounds; ++r) {
+        std::vector<uint64_t> keys;
+        const uint64_t skew = random() % kKeys + 1;
+        for (uint64_t k = random() % 50; k < kKeys; k += 1 + random() % 60) keys.push_back((k + skew) % kKeys);
+        std::vector<uint32_t> slots;
+        while (slots.empty()) {
+          try {
+            slots = pull(tier, keys);
+          } catch (const BudgetError&) {
+            std::this_thread::yield();  // other workers have too many pins
+          }
+        }
+        for (size_t i = 0; i < keys.size(); ++i) {
+          std::lock_guard lock(row_locks[keys[i]]);
+          row_at(tier, slots[i])[1] += 1;
+          ++expected[keys[i]];
+        }
+        tier.unpin(slots.data(), slots.size(), true);
+      }
+    } catch (const std::exception& e) {
+      std::lock_guard lock(error_mutex);
+      error = e.what();
+    }
+    --running;
+  };
+  std::vector<std::thread> threads;
+  for (int id = 0; id < workers; ++id) threads.emplace_back(work, id);
+  while (running > 0) {
+    tier.make_room(10);
+    tier.check(false);
+    std::this_thread::yield();
+  }
+  for (auto& t : threads) t.join();
+  CHECK_EQ(error, std::string());
+  CHECK(tier.stats().evictions > kKeys);
+  tier.check(true);
+  const auto keys = range(0, kKeys);
+  std::vector<Row> rows(kKeys);
+  tier.flush();
+  tier.read(keys.data(), kKeys, reinterpret_cast<uint8_t*>(rows.data()));
+  for (uint64_t k = 0; k < kKeys; ++k) {
+    Row want = initial_row(tier, k);
+    for (uint32_t i = 0; i < expected[k]; ++i) want[1] += 1;
+    CHECK(rows[k] == want);
+  }
+}
+
+TEST(DramTierStress, ConcurrentPullsLoseNoUpdate) {
+  for (Policy policy : {Policy::kLruLfu, Policy::kLru, Policy::kLfu}) stress(policy, 3, 300, 0.2);
+}
+
+TEST(DramTierStress, SmallBudgetLosesNoUpdate) { stress(Policy::kLruLfu, 4, 200, 0.09); }
+
+TEST(DramTierStress, FailingStoreLosesNoUpdate) {
+  MapStore store(kLayout.bytes());
+  DramTier tier(options(1 << 16, Policy::kLruLfu, 2, 4), &store);
+  std::atomic<bool> stop{false};
+  std::thread injector([&] {
+    for (int i = 0; !stop; ++i) {
+      store.fail_gets = i % 3 == 1;
+      store.fail_puts = i % 3 == 2;
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    store.fail_gets = store.fail_puts = false;
+  });
+  std::vector<std::thread> threads;
+  std::vector<std::vector<uint32_t>> expected(2, std::vector<uint32_t>(4000, 0));
+  for (int id = 0; id < 2; ++id) {
+    threads.emplace_back([&, id] {
+      std::mt19937_64 random(id);
+      for (int r = 0; r < 400; ++r) {
+        std::vector<uint64_t> keys;  // both workers pull all keys; one updates even keys, one odd keys
+        for (uint64_t k = random() % 40; k < 4000; k += 1 + random() % 80) keys.push_back(k);
+        std::vector<uint32_t> slots;
+        try {
+          slots = pull(tier, keys);
+        } catch (const Error&) {
+          continue;
+        }
+        for (size_t i = 0; i < keys.size(); ++i) {
+          if (keys[i] % 2 != static_cast<uint64_t>(id)) continue;
+          row_at(tier, slots[i])[2] += 1;
+          ++expected[id][keys[i]];
+        }
+        tier.unpin(slots.data(), slots.size(), true);
+      }
+    });
+  }
+  for (auto& t : threads) t.join();
+  stop = true;
+  injector.join();
+  tier.check(true);
+  std::vector<Row> rows(4000);
+  const auto keys = range(0, 4000);
+  tier.read(keys.data(), keys.size(), reinterpret_cast<uint8_t*>(rows.data()));
+  for (uint64_t k = 0; k < 4000; ++k) {
+    Row want = initial_row(tier, k);
+    for (uint32_t i = 0; i < expected[k % 2][k]; ++i) want[2] += 1;
+    CHECK(rows[k] == want);
+  }
+}
+
+}  // namespace
+}  // namespace thermocline
