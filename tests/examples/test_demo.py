@@ -29,16 +29,7 @@ def run_demo(folder: Path, **options: Any) -> None:
 def test_the_demo_prints_its_report_and_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_demo(tmp_path)
     text = " ".join(capsys.readouterr().out.split())
-    for word in (
-        "step 12",
-        "saved step",
-        "AUC",
-        "examples/s",
-        "rows from SSD",
-        "DRAM per SSD row",
-        "disk",
-        "checked:",
-    ):
+    for word in ("step 12", "saved step", "AUC", "examples/s", "rows from SSD", "DRAM per SSD row", "disk", "checked:"):
         assert word in text
     assert list(tmp_path.iterdir()) == []
 
