@@ -156,7 +156,7 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.stats().dirty == 0
         self.store.commit()
         rows = {key: row.copy() for key, row in self.table.rows.items()}
-        self.committed = (rows, dict(self.table.steps), self.step)
+        self.committed = (rows, dict(self.table.scales), self.step)
 
     @precondition(lambda self: self.store)
     @rule()
@@ -164,8 +164,8 @@ class TierMachine(RuleBasedStateMachine):
         assert self.store is not None
         self.store.close()
         self.store = tc.SsdStore.open(self.folder / "s", **SMALL)
-        rows, steps, self.step = self.committed
-        self.table.steps = dict(steps)
+        rows, scales, self.step = self.committed
+        self.table.scales = dict(scales)
         self.table.rows = {key: row.copy() for key, row in rows.items()}
         self.held.clear()
         self.begin()
