@@ -95,6 +95,13 @@ def test_named_paths_exist() -> None:
         assert [path for path in named if path not in GENERATED and not any(ROOT.glob(path))] == [], page_id(page)
 
 
+def test_pages_named_in_source_files_exist() -> None:
+    for folder in ("src", "csrc", "benchmarks", "examples", "experiments", "tools"):
+        for file in (path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".h", ".cc")):
+            named = re.findall(r"\bdocs/[\w/-]+\.md", file.read_text())
+            assert [page for page in named if not (ROOT / page).exists()] == [], file
+
+
 def is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None

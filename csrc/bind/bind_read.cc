@@ -114,7 +114,7 @@ nb::tuple parse(const TextParser& self, nb::handle block, bool skip_errors) {
 Validity validity(const Mask& mask, size_t n) {
   if (!mask) return {nullptr};
   if (mask->size() != n) {
-    throw Error("a column has " + std::to_string(n) + " values, its mask has " + std::to_string(mask->size()));
+    throw Error("a column has " + std::to_string(n) + " values, but a mask of " + std::to_string(mask->size()));
   }
   return {reinterpret_cast<const uint8_t*>(mask->data())};
 }

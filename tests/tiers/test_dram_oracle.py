@@ -166,8 +166,8 @@ class TierMachine(RuleBasedStateMachine):
         assert self.store is not None
         self.store.close()
         self.store = tc.SsdStore.open(self.folder / "s", **SMALL)
-        rows, steps, self.step = self.committed
-        self.table.scales = dict(steps)
+        rows, scales, self.step = self.committed
+        self.table.scales = dict(scales)
         self.table.rows = {key: row.copy() for key, row in rows.items()}
         self.held.clear()
         self.begin()

@@ -29,7 +29,7 @@ _BLOCK = 1 << 21
 _TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 """Hit rates for which `suggest_sizes` computes a memory size."""
 _SSD_MEM_PER_KEY = 10
-"""DRAM of the SSD store per key, in bytes: 4 to 5 for index and filter, the rest for buffers (docs/benchmarks)."""
+"""DRAM of the SSD store per key, in bytes: 4 to 5 for index and filter, the rest for buffers."""
 _SSD_MEM_LEAST = 32_000_000
 _DISK_FACTOR = 2.5
 """Disk bytes per byte of rows: retained checkpoints and unmerged data (2.2 in the demo)."""

@@ -44,16 +44,16 @@ def initial_weights(initial: Initial, seed: int, table: int, key: int, dim: int)
 
 
 def mean_of_squares(g: Floats) -> np.float32:
-    """Sixteen comms, then halves: the one order of csrc/dram/kernels.h."""
+    """Sixteen lanes, then halves: the one order of csrc/dram/kernels.h."""
     squares = np.zeros((-(-len(g) // 16), 16), np.float32)
     squares.reshape(-1)[: len(g)] = g * g
-    comms = squares[0]
+    lanes = squares[0]
     for row in squares[1:]:
-        comms = comms + row
-    while len(comms) > 1:
-        half = len(comms) // 2
-        comms = comms[:half] + comms[half:]
-    return np.float32(comms[0] / np.float32(len(g)))
+        lanes = lanes + row
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = lanes[:half] + lanes[half:]
+    return np.float32(lanes[0] / np.float32(len(g)))
 
 
 def sum_in_blocks(gradients: Sequence[Floats]) -> Floats:

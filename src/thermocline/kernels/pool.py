@@ -11,7 +11,7 @@ from thermocline.kernels.launch import EXACT, blocks, row_block, tile_rows
 from thermocline.kernels.ordered_sum import sum_rows
 
 GATHER_ELEMENTS, POOL_ELEMENTS = 512, 256
-"""Elements per program of one warp, tuned on an H200: docs/benchmarks.md."""
+"""Elements per program of one warp, tuned on an H200: docs/benchmarks/hbm.md."""
 
 
 @triton.jit(do_not_specialize=["ids"])

@@ -256,7 +256,7 @@ def _launch(
 
 
 def _items(dim: int, step: OptimizerStep) -> int:
-    """Rows per program of one warp, tuned on an H200: docs/benchmarks.md. Fewer if tiles of state need registers."""
+    """Rows per program of one warp, tuned on an H200: docs/benchmarks/hbm.md. Fewer if state tiles need registers."""
     return tile_rows(dim, 256 if dim >= 64 and state_floats(step.optimizer, dim) <= 1 else 128)
 
 
