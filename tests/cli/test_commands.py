@@ -168,7 +168,7 @@ WRONG = [
     ("", ["--set", "data.format=csv"], 2, "data.train is missing: it must name at least one file"),
     ("", ["--set", "data.format=csv", "--set", "data.train=no.csv"], 2, "data.train[0]: no.csv: no such file"),
     ("", ["--set", "data.synth.keys=2"], 2, "[data.synth]: 2 keys are too few"),
-    ("", ["--set", "data.synth.preset=Z"], 2, "[data.synth]: there is no preset 'Z'"),
+    ("", ["--set", "data.synth.preset=Z"], 2, "[data.synth]: unknown preset 'Z'"),
     ("", ["--set", "tiers.mem=10KB"], 1, "does not fit: the budget of 10000 bytes holds"),
     ("", ["--set", "train.patience=1", "--set", "data.synth.valid_examples=1"], 1, "patience needs an AUC"),
 ]

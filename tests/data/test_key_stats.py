@@ -11,7 +11,8 @@ import pytest
 from helpers.cli import SMALL, done, write_config
 
 import thermocline as tc
-from thermocline.data.key_stats import KeyCounter, KeyHistogram, count_keys, describe, suggest_sizes, tiers_toml
+from thermocline.data.key_stats import KeyCounter, KeyHistogram, count_keys
+from thermocline.planner.tier_sizing import describe, suggest_sizes, tiers_toml
 from thermocline.utils.text_format import format_size
 
 

@@ -207,6 +207,7 @@ def stats(config: Config, split: Split, examples: int | None) -> Row:
     """Count keys, skew and sizes of a split for the config's model; `examples` limits it to the first ones."""
     from thermocline.data import key_stats
     from thermocline.models import row_dim
+    from thermocline.planner.tier_sizing import suggest_sizes
     from thermocline.training.run import row_optimizer
 
     config = config.resolve()
@@ -224,9 +225,7 @@ def stats(config: Config, split: Split, examples: int | None) -> Row:
         field["name"] = name
     optimizer = row_optimizer(config)
     pinned = config.train.depth * config.train.pull_window
-    sizes = key_stats.suggest_sizes(
-        counts, report["batches"], row_dim(config.model), optimizer, pinned, config.precision
-    )
+    sizes = suggest_sizes(counts, report["batches"], row_dim(config.model), optimizer, pinned, config.precision)
     report["model"] = {"name": config.model.name, "optimizer": config.train.optimizer, **sizes}
     return {**report, "batch_size": config.train.batch_size, "skipped": skipped(batches)}
 

@@ -360,7 +360,7 @@ def stats(
         else:
             config = loader.build(Config, {"data": {"train": source}}, sets or (), name="data files")
         from thermocline.cli import commands
-        from thermocline.data.key_stats import describe
+        from thermocline.planner.tier_sizing import describe
         from thermocline.utils.machine import memory_bytes
 
         report = commands.stats(config, split.value, examples)
