@@ -42,7 +42,8 @@ def run_workload(checkout: Path, workload: str, python: str, scale: float) -> Ru
     """Run one workload on the package of `checkout`; raise SystemExit if it fails or imports another package."""
     source = (checkout / "src").resolve()
     command = [python, str(Path(__file__).with_name("compare_workloads.py")), workload, "--scale", str(scale)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(source)})
+    search = os.pathsep.join([str(source), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": search})
     if done.returncode:
         raise SystemExit(f"{workload} failed with exit status {done.returncode} in {checkout}:\n{done.stderr.strip()}")
     result: Run = json.loads(done.stdout.splitlines()[-1])
