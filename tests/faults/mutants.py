@@ -49,9 +49,8 @@ MUTANTS = [
     Mutant(
         "a failed sync may be retried",
         "ssd/store.cc",
-        "    // The kernel may have dropped the pages and cleared the error: a second sync could succeed without the data.\n"
-        "    fail(e.what());",
-        "    throw;",
+        "a second sync could succeed without the data.\n    fail(e.what());",
+        "a second sync could succeed without the data.\n    throw;",
     ),
     Mutant(
         "an error of fdatasync is ignored",

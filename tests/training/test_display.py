@@ -14,7 +14,7 @@ from helpers.run import Ads, World
 from rich.console import Console
 
 from thermocline.batch import Batch
-from thermocline.cli.progress_bar import counted, watched
+from thermocline.cli.progress_bar import count_examples, progress
 from thermocline.training.callbacks import Callback
 from thermocline.training.display import Display
 from thermocline.training.trainer import TrainConfig, Trainer
@@ -120,8 +120,8 @@ def test_time_left(world: World, seconds: float, text: str, monkeypatch: pytest.
 def test_progress_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = [0.0]
     monkeypatch.setattr("thermocline.cli.progress_bar.time.monotonic", lambda: clock[0])
-    with watched("counting", 5000) as advance:
-        for _ in counted([[0] * 1000] * 5, advance):
+    with progress("counting", 5000) as advance:
+        for _ in count_examples([[0] * 1000] * 5, advance):
             clock[0] += 4
     out, errors = capsys.readouterr()
     assert out == ""
@@ -131,6 +131,6 @@ def test_progress_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, caps
 def test_progress_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with watched("counting", 5000) as advance:
+    with progress("counting", 5000) as advance:
         advance(5000)
     assert "counting" in capsys.readouterr().err
