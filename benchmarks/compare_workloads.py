@@ -78,7 +78,7 @@ def run_ssd(scale: float, digest: Digest) -> dict[str, float]:
 
 
 def run_mem(scale: float, digest: Digest) -> dict[str, float]:
-    """Deduplicate ids, pin rows in the DRAM tier, apply one gradient per unique key, unpin; sometimes evaluate."""
+    """Deduplicate ids, pin rows in the DRAM tier, apply one gradient per unique key, unpin; sometimes read."""
     tier_class = tc.DramTier if hasattr(tc, "DramTier") else tc.MemTier  # its name before the redesign
     ads = tc.SyntheticAds(keys=500_000, fields=FIELDS, batch_size=8192, tensors=False)
     tier = tier_class(DIM, tc.Adagrad(lr=0.05), budget="128MB")
@@ -93,7 +93,7 @@ def run_mem(scale: float, digest: Digest) -> dict[str, float]:
         tier.apply_gradients(slots, gradients[: len(slots)], step=number + 1)
         tier.unpin(slots, dirty=True)
         if number % 10 == 0:
-            digest.add(tier.evaluate(working_set, batch.offsets, pooling="sum"))
+            digest.add(tier.read(working_set.keys))
 
     for number in range(len(batches)):
         step(number)
