@@ -185,14 +185,14 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[str]:
     """The nth named point that a save reaches raises; the names so far are in the list."""
     passed: list[str] = []
 
-    def reached(point: str) -> None:
+    def failpoint(point: str) -> None:
         passed.append(point)
         if len(passed) == nth:
             raise Crash(point)
 
-    monkeypatch.setattr(atomic_file, "reached", reached)
-    monkeypatch.setattr(checkpoint_module, "reached", reached)
-    monkeypatch.setattr(table_stores, "reached", reached)
+    monkeypatch.setattr(atomic_file, "failpoint", failpoint)
+    monkeypatch.setattr(checkpoint_module, "failpoint", failpoint)
+    monkeypatch.setattr(table_stores, "failpoint", failpoint)
     return passed
 
 

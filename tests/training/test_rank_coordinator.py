@@ -31,7 +31,7 @@ class Watch(tc.Callback):
         if trainer.progress.step == self.step and self.what == "signal":
             os.kill(os.getpid(), signal.SIGTERM)
         elif trainer.progress.step == self.step and self.what == "clock":
-            trainer._saved_at = -1e9
+            trainer._saves.saved_at = -1e9
 
     def on_checkpoint(self, trainer: Any, checkpoint: tc.Checkpoint) -> None:
         self.saves.append(checkpoint.step)

@@ -140,7 +140,7 @@ def test_ctrl_c_finishes_the_step_saves_and_ends(
     with pytest.raises(error):
         trainer_of(world, tmp_path, [Press()], epochs=2, display=True).fit(TRAIN, VALID)
     assert signal.getsignal(number) is handler
-    assert "interrupted and saved at step 5: --resume (resume=True) goes on" in capsys.readouterr().out
+    assert "interrupted and saved at step 5: continue with --resume (resume=True)" in capsys.readouterr().out
     world.close()
     world = World(None)
     trainer = trainer_of(world, tmp_path, epochs=2)
@@ -304,7 +304,7 @@ def test_a_trained_model_does_not_begin_again_with_new_rows(tmp_path: Path) -> N
     trainer = trainer_of(world, tmp_path, [HaltAt(2)])
     with pytest.raises(Halt):
         trainer.fit(TRAIN)
-    with pytest.raises(tc.ThermoclineError, match=r"no checkpoint yet.*make the model anew"):
+    with pytest.raises(tc.ThermoclineError, match=r"has no checkpoint.*create a new model"):
         trainer.fit(TRAIN, resume=True)
     world.close()
 
@@ -330,7 +330,7 @@ def test_validation_data_that_is_missing_or_used_up_is_told(tmp_path: Path) -> N
     world = World(None)
     with pytest.raises(ValueError, match="patience needs validation data"):
         trainer_of(world, tmp_path, patience=1).fit(TRAIN)
-    with pytest.raises(ValueError, match="no batches to evaluate on: a generator runs only once"):
+    with pytest.raises(ValueError, match="evaluation data has no batches: a generator can be iterated only once"):
         trainer_of(world, epochs=2).fit(TRAIN, iter(VALID))
     world.close()
 
@@ -404,9 +404,9 @@ def test_evaluation_changes_nothing() -> None:
     world = World(None)
     trainer = trainer_of(world)
     trainer.fit(TRAIN)
-    before = world.bits(), world.tables[0].tier.stats().resident
+    before = world.bits(), world.tables[0].dram.stats().resident
     assert trainer.evaluate(VALID) == trainer.evaluate(list(VALID))
-    assert (world.bits(), world.tables[0].tier.stats().resident) == before
+    assert (world.bits(), world.tables[0].dram.stats().resident) == before
     assert world.model.training
 
 
@@ -522,11 +522,11 @@ def test_a_folder_or_store_with_a_run_in_it_is_not_reused(tmp_path: Path) -> Non
     world = World(tmp_path)
     trainer = trainer_of(world, tmp_path)
     trainer.fit(TRAIN)
-    with pytest.raises(tc.ThermoclineError, match="resume=True goes on with it"):
+    with pytest.raises(tc.ThermoclineError, match="continue it with resume=True"):
         trainer.fit(TRAIN)
     world.close()
     world = World(tmp_path)
-    with pytest.raises(tc.ThermoclineError, match="resume=True goes on with it"):
+    with pytest.raises(tc.ThermoclineError, match="continue it with resume=True"):
         trainer_of(world, tmp_path).fit(TRAIN)
     with pytest.raises(tc.ThermoclineError, match="already has commits"):
         trainer_of(world, tmp_path / "other").fit(TRAIN)
@@ -557,7 +557,7 @@ def test_wrong_settings_name_the_field() -> None:
     world = World(None)
     with pytest.raises(ValueError, match="patience needs a run_dir"):
         trainer_of(world, patience=1)
-    with pytest.raises(ValueError, match="resume needs a run_dir"):
+    with pytest.raises(ValueError, match="resume=True needs a run_dir"):
         trainer_of(world).fit(TRAIN, resume=True)
 
 
@@ -565,10 +565,10 @@ def test_wrong_models_and_data_say_so() -> None:
     with pytest.raises(ValueError, match="needs EmbeddingBags"):
         tables_of(torch.nn.Linear(1, 1))
     world = World(None)
-    with pytest.raises(ValueError, match="no batches in epoch 2: a generator runs only once"):
+    with pytest.raises(ValueError, match="no batches in epoch 2: a generator can be iterated only once"):
         trainer_of(world, epochs=2).fit(iter(TRAIN))
     world.model.forward = lambda batch: torch.zeros(3)
-    with pytest.raises(ValueError, match=r"returned \[3\] logits for \[16\] labels"):
+    with pytest.raises(ValueError, match=r"returned logits of shape \[3\] for \[16\] labels"):
         trainer_of(world).fit(TRAIN)
     world = World(None)
     trainer = trainer_of(world)
