@@ -1,4 +1,4 @@
-"""Rows as Parquet and safetensors."""
+"""Export of rows to Parquet and safetensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ import thermocline as tc
 from thermocline.checkpoint.export import export_rows
 
 worlds = run_helpers.worlds  # the fixture
-
-
-# ---- export
 
 
 @pytest.mark.parametrize("place", ["memory", "memory, saved", "ssd"])
@@ -60,7 +57,7 @@ def read_export(file: Path) -> tuple[Any, Any]:
     return tensors["keys"].view(np.uint64), np.concatenate([tensors["weights"], tensors["state"]], 1)
 
 
-def test_export_of_nothing_is_an_index_of_nothing(tmp_path: Path) -> None:
+def test_export_of_an_empty_table(tmp_path: Path) -> None:
     table = tc.Table(4, tc.Adagrad(), mem="1MB")
     assert export_rows(table, tmp_path / "out") == []
     assert json.loads((tmp_path / "out" / "index.json").read_text())["rows"] == 0
