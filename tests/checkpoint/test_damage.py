@@ -51,9 +51,9 @@ def state_of(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("file", ["00000005.json", "00000005.safetensors", "00000004.json"])
 @pytest.mark.parametrize("damage", ["flip first", "flip middle", "flip last", "truncate", "empty", "missing"])
 def test_damaged_file_is_named_and_nothing_changes(
-    tmp_path: Path, worlds: Any, place: str, file: str, damage: str
+    tmp_path: Path, worlds: Any, saved_runs: dict[str, Path], place: str, file: str, damage: str
 ) -> None:
-    saved_run(tmp_path, place)
+    shutil.copytree(saved_runs[place], tmp_path, dirs_exist_ok=True)
     damaged = tmp_path / "run" / "checkpoints" / file
     data = bytearray(damaged.read_bytes())
     if damage.startswith("flip"):
