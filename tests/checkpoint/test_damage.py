@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import run as run_helpers
-from helpers.run import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differing, folder_of
+from helpers.run import ADS, OPTIMIZERS, STORAGES, World, checkpoints_of, differing, folder_of
 
 import thermocline as tc
 from thermocline.checkpoint.manager import Checkpoints
@@ -22,9 +22,9 @@ from thermocline.embedding.table import Table
 worlds = run_helpers.worlds  # the fixture
 
 
-def saved_run(path: Path, place: str) -> None:
+def saved_run(path: Path, storage: str) -> None:
     """Train 4 steps with a save after each."""
-    world = World(folder_of(place, path))
+    world = World(folder_of(storage, path))
     checkpoints = checkpoints_of(world, path)
     for n in range(4):
         world.step(ADS.batch(n))
@@ -34,10 +34,10 @@ def saved_run(path: Path, place: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One saved run per place; tests copy it before they change it."""
-    runs = {place: tmp_path_factory.mktemp(place) for place in PLACES}
-    for place, path in runs.items():
-        saved_run(path, place)
+    """One saved run per storage; tests copy it before they change it."""
+    runs = {storage: tmp_path_factory.mktemp(storage) for storage in STORAGES}
+    for storage, path in runs.items():
+        saved_run(path, storage)
     return runs
 
 
@@ -47,13 +47,13 @@ def state_of(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("file", ["00000005.json", "00000005.safetensors", "00000004.json"])
 @pytest.mark.parametrize("damage", ["flip first", "flip middle", "flip last", "truncate", "empty", "missing"])
 def test_damaged_file_is_named_and_nothing_changes(
-    tmp_path: Path, worlds: Any, saved_runs: dict[str, Path], place: str, file: str, damage: str
+    tmp_path: Path, worlds: Any, saved_runs: dict[str, Path], storage: str, file: str, damage: str
 ) -> None:
-    shutil.copytree(saved_runs[place], tmp_path, dirs_exist_ok=True)
+    shutil.copytree(saved_runs[storage], tmp_path, dirs_exist_ok=True)
     damaged = tmp_path / "run" / "checkpoints" / file
     data = bytearray(damaged.read_bytes())
     if damage.startswith("flip"):
@@ -66,7 +66,7 @@ def test_damaged_file_is_named_and_nothing_changes(
         damaged.unlink()
     else:
         damaged.write_bytes(data)
-    world = worlds(folder_of(place, tmp_path))
+    world = worlds(folder_of(storage, tmp_path))
     before, bits = state_of(tmp_path / "run" / "checkpoints"), world.bits()
     checkpoints = checkpoints_of(world, tmp_path)
     if damage == "missing" and file.endswith(".json"):

@@ -17,15 +17,15 @@ from thermocline.checkpoint.export import export_rows
 worlds = run_helpers.worlds  # the fixture
 
 
-@pytest.mark.parametrize("place", ["memory", "memory, saved", "ssd"])
+@pytest.mark.parametrize("storage", ["memory", "memory, saved", "ssd"])
 @pytest.mark.parametrize("format", ["parquet", "safetensors"])
-def test_export_holds_every_trained_row_once(tmp_path: Path, worlds: Any, place: str, format: Any) -> None:
-    world = worlds(folder_of(place, tmp_path))
-    if place == "memory, saved":
+def test_export_holds_every_trained_row_once(tmp_path: Path, worlds: Any, storage: str, format: Any) -> None:
+    world = worlds(folder_of(storage, tmp_path))
+    if storage == "memory, saved":
         checkpoints = checkpoints_of(world, tmp_path)
     for n in range(8):
         world.step(ADS.batch(n))
-        if place == "memory, saved" and n == 4:
+        if storage == "memory, saved" and n == 4:
             checkpoints.save(n)
     trained_keys = np.unique(np.concatenate([ADS.batch(n).select([0, 1])[0] for n in range(8)]))
     for table in world.tables[:1]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import run as run_helpers
-from helpers.run import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differing, folder_of, trained
+from helpers.run import ADS, OPTIMIZERS, STORAGES, World, checkpoints_of, differing, folder_of, trained
 
 import thermocline as tc
 from thermocline.checkpoint import manager, state_tree, table_stores
@@ -29,13 +29,13 @@ worlds = run_helpers.worlds  # the fixture
 # ---- bit-identical restore
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
-def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, place: str, optimizers: str) -> None:
+def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, storage: str, optimizers: str) -> None:
     reference = trained(None, 12, optimizers)
     for stop in (1, 5, 11):
         path = tmp_path / str(stop)
-        folder = folder_of(place, path)
+        folder = folder_of(storage, path)
         world = World(folder, optimizers)
         checkpoints = checkpoints_of(world, path)
         assert checkpoints.restore() is None
@@ -58,9 +58,9 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, place: str, optimi
         world.close()
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_save_during_a_pipeline_is_at_a_step_boundary(tmp_path: Path, worlds: Any, place: str) -> None:
-    folder = folder_of(place, tmp_path)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_save_during_a_pipeline_is_at_a_step_boundary(tmp_path: Path, worlds: Any, storage: str) -> None:
+    folder = folder_of(storage, tmp_path)
     world = worlds(folder)
     checkpoints = checkpoints_of(world, tmp_path)
     from thermocline.pipeline.prefetch import prefetch
@@ -78,9 +78,9 @@ def test_save_during_a_pipeline_is_at_a_step_boundary(tmp_path: Path, worlds: An
     assert differing(again.bits(), trained(None, 5)) == []
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_restore_in_one_process_to_any_kept_step_or_tag(tmp_path: Path, worlds: Any, place: str) -> None:
-    world = worlds(folder_of(place, tmp_path))
+@pytest.mark.parametrize("storage", STORAGES)
+def test_restore_in_one_process_to_any_kept_step_or_tag(tmp_path: Path, worlds: Any, storage: str) -> None:
+    world = worlds(folder_of(storage, tmp_path))
     checkpoints = checkpoints_of(world, tmp_path, keep=3)
     bits = {}
     for n in range(6):
@@ -104,10 +104,10 @@ def test_restore_in_one_process_to_any_kept_step_or_tag(tmp_path: Path, worlds: 
 
 
 def test_run_killed_before_its_first_save_restarts(tmp_path: Path, worlds: Any) -> None:
-    for place in PLACES:
-        path = tmp_path / place
+    for storage in STORAGES:
+        path = tmp_path / storage
         for _ in range(3):
-            world = worlds(folder_of(place, path))
+            world = worlds(folder_of(storage, path))
             assert checkpoints_of(world, path).restore() is None
             world.train(ADS.batch(n) for n in range(4))
             assert differing(world.bits(), trained(None, 4)) == []
@@ -141,9 +141,9 @@ def test_dense_state_round_trip(tmp_path: Path) -> None:
 # ---- retention and cost
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_only_the_last_saves_and_the_tags_are_kept(tmp_path: Path, worlds: Any, place: str) -> None:
-    world = worlds(folder_of(place, tmp_path))
+@pytest.mark.parametrize("storage", STORAGES)
+def test_only_the_last_saves_and_the_tags_are_kept(tmp_path: Path, worlds: Any, storage: str) -> None:
+    world = worlds(folder_of(storage, tmp_path))
     checkpoints = checkpoints_of(world, tmp_path, keep=2)
     for n in range(7):
         world.step(ADS.batch(n))
@@ -156,9 +156,9 @@ def test_only_the_last_saves_and_the_tags_are_kept(tmp_path: Path, worlds: Any, 
         assert store.epochs == (4, 5, 7, 8)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_save_writes_only_dirty_rows(tmp_path: Path, worlds: Any, place: str) -> None:
-    world = worlds(folder_of(place, tmp_path))
+@pytest.mark.parametrize("storage", STORAGES)
+def test_save_writes_only_dirty_rows(tmp_path: Path, worlds: Any, storage: str) -> None:
+    world = worlds(folder_of(storage, tmp_path))
     table = world.tables[0]
     table.dram.push(np.arange(5000, dtype=np.uint64), np.ones((5000, 8), np.float32))
     checkpoints = checkpoints_of(world, tmp_path)
@@ -193,9 +193,9 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[str]:
     return passed
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage", STORAGES)
 def test_crash_at_any_failpoint_of_a_save_leaves_a_valid_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
     after = {n: trained(None, n) for n in (3, 4, 5, 6)}
     seen: set[str] = set()
@@ -203,7 +203,7 @@ def test_crash_at_any_failpoint_of_a_save_leaves_a_valid_checkpoint(
     while True:
         nth += 1
         path = tmp_path / str(nth)
-        world = World(folder_of(place, path))
+        world = World(folder_of(storage, path))
         checkpoints = checkpoints_of(world, path, keep=1)
         for n in range(4):
             world.step(ADS.batch(n))
@@ -220,7 +220,7 @@ def test_crash_at_any_failpoint_of_a_save_leaves_a_valid_checkpoint(
         seen.update(passed)
         world.close()
 
-        world = World(folder_of(place, path))
+        world = World(folder_of(storage, path))
         checkpoints = checkpoints_of(world, path, keep=1)
         saved = checkpoints.restore()
         assert saved is not None
@@ -241,11 +241,13 @@ def test_crash_at_any_failpoint_of_a_save_leaves_a_valid_checkpoint(
     assert nth > 15
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_run_starts_after_a_crash_during_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_run_starts_after_a_crash_during_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
     for nth in range(1, 20):
         path = tmp_path / str(nth)
-        world = World(folder_of(place, path))
+        world = World(folder_of(storage, path))
         passed = crash_at(monkeypatch, nth)
         try:
             checkpoints_of(world, path)
@@ -254,7 +256,7 @@ def test_run_starts_after_a_crash_during_its_start(tmp_path: Path, monkeypatch: 
             crashed = True
         monkeypatch.undo()
         world.close()
-        world = World(folder_of(place, path))
+        world = World(folder_of(storage, path))
         assert checkpoints_of(world, path).restore() is None
         world.train(ADS.batch(n) for n in range(3))
         assert differing(world.bits(), trained(None, 3)) == []
@@ -281,12 +283,12 @@ def test_failed_save_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert differing(again.bits(), bits) == []
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage", STORAGES)
 def test_save_is_refused_after_an_interrupted_restore(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worlds: Any, place: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worlds: Any, storage: str
 ) -> None:
     """Interrupted between two tables."""
-    world = worlds(folder_of(place, tmp_path))
+    world = worlds(folder_of(storage, tmp_path))
     checkpoints = checkpoints_of(world, tmp_path)
     for n in range(3):
         world.step(ADS.batch(n))
@@ -303,7 +305,7 @@ def test_save_is_refused_after_an_interrupted_restore(
     def interrupted_replace(*_: object) -> None:
         raise Crash
 
-    if place == "ssd":
+    if storage == "ssd":
         monkeypatch.setattr(Table, "reopen", interrupted)
     else:
         monkeypatch.setattr(second.backend, "replace_rows", interrupted_replace)

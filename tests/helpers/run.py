@@ -50,7 +50,7 @@ class Ads:
 
 
 ADS = Ads(12)
-PLACES = ["memory", "ssd"]
+STORAGES = ["memory", "ssd"]
 
 
 class Model(torch.nn.Module):
@@ -128,8 +128,8 @@ def differing(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
     return sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
 
 
-def folder_of(place: str, path: Path) -> Path | None:
-    return path if place == "ssd" else None
+def folder_of(storage: str, path: Path) -> Path | None:
+    return path if storage == "ssd" else None
 
 
 def checkpoints_of(world: World, path: Path, **options: Any) -> Checkpoints:

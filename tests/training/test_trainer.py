@@ -24,7 +24,7 @@ from thermocline.training.trainer import TrainConfig, Trainer, tables_of
 
 TRAIN, VALID, TEST = Ads(7), Ads(4, seed=1), Ads(4, seed=2)
 QUIET: dict[str, Any] = {"display": False, "tensorboard": False, "checkpoint_minutes": None}
-PLACES = ["memory", "ssd"]
+STORAGES = ["memory", "ssd"]
 REPRODUCIBLE = ("event", "step", "epoch", "rate", "examples", "auc", "logloss", "ne", "calibration")
 
 
@@ -79,11 +79,11 @@ FULL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("optimizers", ["adagrad", "adam"])
-def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, place: str, optimizers: str) -> None:
+def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, storage: str, optimizers: str) -> None:
     def world_at(path: Path) -> World:
-        return World(path if place == "ssd" else None, optimizers)
+        return World(path if storage == "ssd" else None, optimizers)
 
     world = world_at(tmp_path / "whole")
     whole = trainer_of(world, tmp_path / "whole", **FULL).fit(TRAIN, VALID, TEST)
@@ -204,10 +204,10 @@ class CrashAtBatch(Ads):
         return super().batch(n)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_run_crashed_between_accumulated_batches_equals_uninterrupted_run(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_run_crashed_between_accumulated_batches_equals_uninterrupted_run(tmp_path: Path, storage: str) -> None:
     def world_at(path: Path) -> World:
-        return World(path if place == "ssd" else None, "adam")
+        return World(path if storage == "ssd" else None, "adam")
 
     settings = {**FULL, "accumulate": 3, "log_every": 1}
     world = world_at(tmp_path / "whole")
@@ -273,12 +273,12 @@ def test_sigint_between_accumulated_batches_finishes_the_step(tmp_path: Path) ->
 # ---- state after a failure
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_resume_discards_the_gradients_of_a_failed_step(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_resume_discards_the_gradients_of_a_failed_step(tmp_path: Path, storage: str) -> None:
     """In one process: the step fails between backward and update, with dense gradients and pinned rows left."""
     expected = World(None)
     trainer_of(expected).fit(TRAIN)
-    world = World(tmp_path if place == "ssd" else None)
+    world = World(tmp_path if storage == "ssd" else None)
     trainer = trainer_of(world, tmp_path, checkpoint_every=2)
     step, calls = world.optimizer.step, 0
 
@@ -351,12 +351,12 @@ def test_evaluation_restores_the_mode_of_every_module() -> None:
 # ---- validation and the best step
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage", STORAGES)
 def test_patience_ends_the_run_and_restores_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
     aucs = iter([0.6, 0.7, 0.65, 0.8, 0.79, 0.8, 0.9])
-    world = World(tmp_path if place == "ssd" else None)
+    world = World(tmp_path if storage == "ssd" else None)
     bits: dict[int, dict[str, bytes]] = {}
 
     class Recorder(Callback):
@@ -379,7 +379,7 @@ def test_patience_ends_the_run_and_restores_the_best(
     assert differing(world.bits(), bits[12]) == []
     world.close()
     # A resumed run is already finished and restores the best again.
-    watched = world = World(tmp_path if place == "ssd" else None)
+    watched = world = World(tmp_path if storage == "ssd" else None)
     trainer = trainer_of(world, tmp_path, [CrashAtStep(19)], epochs=9, valid_every=3, patience=2, keep=1)
     resumed = trainer.fit(TRAIN, VALID, resume=True)
     assert resumed.progress == progress

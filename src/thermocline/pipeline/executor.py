@@ -55,8 +55,8 @@ class Pipeline(Generic[T]):
     on_stop()      called before the threads are joined; blocked stages must return or raise
     on_closed(n)   called after the threads have ended; n is the most items that any stage can have started
 
-    Closes at the end of its `with` block, at the end of the source, on an error, and when it is garbage-collected. So a
-    `for` loop over it may be left in any way.
+    Closes at the end of its `with` block, at the end of the source, on an error, and when it is garbage-collected: any
+    exit from a `for` loop over it is safe.
     """
 
     def __init__(

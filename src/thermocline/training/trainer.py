@@ -118,7 +118,7 @@ class Trainer:
                 interrupted = self._interrupted(caught)
                 step = self._finish(valid, interrupted=interrupted)
                 trained = int(self._ranks.total(self.progress.examples - examples_before)[0])
-                if interrupted and not caught:  # the signal went to another rank: end in the same way here
+                if interrupted and not caught:  # another rank received the signal: exit here too
                     caught.append(signal.SIGTERM)
             seconds = self._meter.seconds
             tested = None
@@ -285,7 +285,7 @@ class Trainer:
     # ---- start, end
 
     def _start(self, train: Iterable[Batch], resume: bool) -> None:
-        """Reset the state of an earlier `fit`, open the run folder and restore if asked to."""
+        """Reset the state of an earlier `fit`, open the run folder, and restore it with `resume`."""
         trained = self.progress.step > 0
         self._optimizer_step.discard_gradients()  # left by a failed step
         self._losses = []
