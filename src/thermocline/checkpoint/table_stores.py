@@ -211,9 +211,7 @@ class TableStores:
         store = saving_store(table)
         if source.epoch not in store.epochs and not self._read_only:  # a writer may commit it while others read
             have = ", ".join(map(str, store.epochs)) or "none"
-            raise NotFoundError(
-                f"{subject} needs epoch {source.epoch}, but {store.path} has {have}: wrong store?"
-            )
+            raise NotFoundError(f"{subject} needs epoch {source.epoch}, but {store.path} has {have}: wrong store?")
         if store.epoch == source.epoch:
             _check_note(store, source, subject)
         else:  # open on a newer commit, of an interrupted save

@@ -137,14 +137,13 @@ class Trainer:
 
     def _train_epoch(self, train: Iterable[Batch], valid: Iterable[Batch] | None, caught: list[int]) -> None:
         """Train to the end of the epoch, or until the run finishes or is interrupted."""
-        pipeline = prefetch(
+        with prefetch(
             _rest_of_epoch(train, self.progress, self.position),
             *self.tables,
             depth=self.config.depth,
             pull_window=self.config.pull_window,
             flags_fn=lambda: self._ranks.local_flags(bool(caught), self._saves.interval_elapsed(), self._stop),
-        )
-        with pipeline as batches:
+        ) as batches:
             self._stages = batches.stats
             for batch in batches:
                 self._ranks.merge_flags(batches.flags)
