@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, foreign or misused say so, and change nothing."""
+"""Errors for damaged or foreign checkpoints and for misuse; none of them changes any state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import run as run_helpers
-from helpers.run import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differing, folder_of
+from helpers.run import ADS, OPTIMIZERS, STORAGES, World, checkpoints_of, differing, folder_of
 
 import thermocline as tc
 from thermocline.checkpoint.manager import Checkpoints
@@ -22,52 +22,59 @@ from thermocline.embedding.table import Table
 worlds = run_helpers.worlds  # the fixture
 
 
-# ---- damaged, foreign, missing
-
-
-def saved_run(path: Path, place: str) -> dict[str, bytes]:
-    world = World(folder_of(place, path))
+def saved_run(path: Path, storage: str) -> None:
+    """Train 4 steps with a save after each."""
+    world = World(folder_of(storage, path))
     checkpoints = checkpoints_of(world, path)
     for n in range(4):
         world.step(ADS.batch(n))
         checkpoints.save(n + 1)
-    bits = world.bits()
     world.close()
-    return bits
+
+
+@pytest.fixture(scope="module")
+def saved_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One saved run per storage; tests copy it before they change it."""
+    runs = {storage: tmp_path_factory.mktemp(storage) for storage in STORAGES}
+    for storage, path in runs.items():
+        saved_run(path, storage)
+    return runs
 
 
 def state_of(path: Path) -> dict[str, bytes]:
-    """Every file of a folder but the locks."""
+    """Content of every file in a folder except locks."""
     files = (file for file in path.rglob("*") if file.is_file() and file.name != "LOCK")
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("file", ["00000005.json", "00000005.safetensors", "00000004.json"])
-@pytest.mark.parametrize("harm", ["flip first", "flip middle", "flip last", "truncate", "empty", "missing"])
-def test_damage_is_named_and_touches_nothing(tmp_path: Path, worlds: Any, place: str, file: str, harm: str) -> None:
-    saved_run(tmp_path, place)
-    victim = tmp_path / "run" / "checkpoints" / file
-    data = bytearray(victim.read_bytes())
-    if harm.startswith("flip"):
-        data[{"first": 0, "middle": len(data) // 2, "last": len(data) - 1}[harm.split()[1]]] ^= 0x10
-    elif harm == "truncate":
+@pytest.mark.parametrize("damage", ["flip first", "flip middle", "flip last", "truncate", "empty", "missing"])
+def test_damaged_file_is_named_and_nothing_changes(
+    tmp_path: Path, worlds: Any, saved_runs: dict[str, Path], storage: str, file: str, damage: str
+) -> None:
+    shutil.copytree(saved_runs[storage], tmp_path, dirs_exist_ok=True)
+    damaged = tmp_path / "run" / "checkpoints" / file
+    data = bytearray(damaged.read_bytes())
+    if damage.startswith("flip"):
+        data[{"first": 0, "middle": len(data) // 2, "last": len(data) - 1}[damage.split()[1]]] ^= 0x10
+    elif damage == "truncate":
         del data[len(data) * 2 // 3 :]
-    elif harm == "empty":
+    elif damage == "empty":
         data.clear()
-    if harm == "missing":
-        victim.unlink()
+    if damage == "missing":
+        damaged.unlink()
     else:
-        victim.write_bytes(data)
-    world = worlds(folder_of(place, tmp_path))
+        damaged.write_bytes(data)
+    world = worlds(folder_of(storage, tmp_path))
     before, bits = state_of(tmp_path / "run" / "checkpoints"), world.bits()
     checkpoints = checkpoints_of(world, tmp_path)
-    if harm == "missing" and file.endswith(".json"):
-        saved = checkpoints.restore()  # as if it had never been
+    if damage == "missing" and file.endswith(".json"):
+        saved = checkpoints.restore()  # as if it had never been saved
         assert saved is not None
         assert saved.step == (3 if file == "00000005.json" else 4)
         return
-    error = tc.NotFoundError if harm == "missing" else tc.CorruptionError
+    error = tc.NotFoundError if damage == "missing" else tc.CorruptionError
     with pytest.raises(error, match=file):
         checkpoints.restore()
     assert differing(world.bits(), bits) == []
@@ -76,20 +83,20 @@ def test_damage_is_named_and_touches_nothing(tmp_path: Path, worlds: Any, place:
         checkpoints.save(9)
 
 
-def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     data = encode_manifest({"format": 1, "step": 3, "lr": 0.1, "position": {"file": "a\u00e9", "row": None}})
     assert decode_manifest(data, "x")["step"] == 3
-    for place in range(8 * len(data)):
+    for bit in range(8 * len(data)):
         flipped = bytearray(data)
-        flipped[place // 8] ^= 1 << place % 8
+        flipped[bit // 8] ^= 1 << bit % 8
         try:
             manifest = decode_manifest(bytes(flipped), "x")
         except tc.CorruptionError:
             continue
-        assert encode_manifest(manifest) == data, place  # other bytes of the same meaning, such as \u00E9
+        assert encode_manifest(manifest) == data, bit  # an equal value in other bytes, such as \u00E9
 
 
-def test_a_memory_table_with_a_damaged_store_is_left_as_it_was(tmp_path: Path, worlds: Any) -> None:
+def test_damaged_store_leaves_a_table_without_ssd_unchanged(tmp_path: Path, worlds: Any) -> None:
     saved_run(tmp_path, "memory")
     for log in (tmp_path / "run" / "stores" / "b").glob("log-*"):
         data = bytearray(log.read_bytes())
@@ -112,7 +119,7 @@ def table_like(name: str = "a", dim: int = 4, optimizer: Any = None, **options: 
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda w: w.tables.pop(), r"is of tables \['a', 'b'\], these are \['a'\]"),
         (lambda w: w.tables.__setitem__(0, table_like("z")), r"these are \['b', 'z'\]"),
@@ -126,18 +133,20 @@ def table_like(name: str = "a", dim: int = 4, optimizer: Any = None, **options: 
         (lambda w: setattr(w, "optimizer", torch.optim.Adam(w.model.out.parameters())), "other dense optimizers"),
     ],
 )
-def test_a_foreign_checkpoint_is_refused(tmp_path: Path, worlds: Any, change: Any, words: str) -> None:
-    saved_run(tmp_path, "memory")
+def test_foreign_checkpoint_is_refused(
+    tmp_path: Path, worlds: Any, saved_runs: dict[str, Path], change: Any, message: str
+) -> None:
+    shutil.copytree(saved_runs["memory"], tmp_path, dirs_exist_ok=True)
     world = worlds(None)
     change(world)
     before = state_of(tmp_path / "run")
-    with pytest.raises(tc.FormatError, match=words):
+    with pytest.raises(tc.FormatError, match=message):
         checkpoints_of(world, tmp_path).restore()
     assert state_of(tmp_path / "run") == before
     assert all(table.step_count == 0 for table in world.tables)
 
 
-def test_a_table_elsewhere_or_of_another_run_is_refused(tmp_path: Path, worlds: Any) -> None:
+def test_missing_store_or_store_of_another_run_is_refused(tmp_path: Path, worlds: Any) -> None:
     saved_run(tmp_path / "1", "ssd")
     saved_run(tmp_path / "2", "ssd")
     with pytest.raises(tc.FormatError, match="saved with an ssd folder"):
@@ -152,8 +161,8 @@ def test_a_table_elsewhere_or_of_another_run_is_refused(tmp_path: Path, worlds: 
         checkpoints_of(worlds(None), tmp_path / "3").restore()
 
 
-def test_k_step_adam_of_an_earlier_version_is_told(tmp_path: Path, worlds: Any) -> None:
-    """It froze denominators without a word of how many ranks they are the mean of. Reading needs no optimizer."""
+def test_frozen_adam_of_an_earlier_version_is_refused(tmp_path: Path, worlds: Any) -> None:
+    """Its state lacks the number of ranks that the frozen denominators average. Reading does not need it."""
     world = worlds(None)
     world.optimizer = FrozenAdam(world.model.parameters(), lr=0.01)
     checkpoints = checkpoints_of(world, tmp_path)
@@ -183,7 +192,7 @@ def dense_bits(world: World) -> dict[str, bytes]:
     return {name: value.numpy().tobytes() for name, value in world.model.state_dict().items()}
 
 
-def test_rows_that_do_not_fit_are_a_budget_error_and_change_nothing(tmp_path: Path, worlds: Any) -> None:
+def test_rows_that_do_not_fit_raise_budget_error_and_change_nothing(tmp_path: Path, worlds: Any) -> None:
     big = worlds(None)
     big.tables[1].dram.push(np.arange(5000, dtype=np.uint64), np.zeros((5000, 7), np.float32))
     checkpoints_of(big, tmp_path).save(1)
@@ -194,7 +203,7 @@ def test_rows_that_do_not_fit_are_a_budget_error_and_change_nothing(tmp_path: Pa
     assert all(table.dram.stats().resident == 0 for table in world.tables)
 
 
-def test_a_store_with_commits_is_not_taken_over(tmp_path: Path, worlds: Any) -> None:
+def test_store_with_commits_is_not_reused(tmp_path: Path, worlds: Any) -> None:
     saved_run(tmp_path, "ssd")
     world = worlds(tmp_path)
     with pytest.raises(tc.ThermoclineError, match=r"already has commits.*Resume the run"):
@@ -208,11 +217,11 @@ class WithExtraState(torch.nn.Module):
         return object()
 
 
-def test_misuse_says_so(tmp_path: Path, worlds: Any) -> None:
+def test_misuse_raises(tmp_path: Path, worlds: Any) -> None:
     world = worlds(None)
     with pytest.raises(ValueError, match="keep is 0"):
         checkpoints_of(world, tmp_path, keep=0)
-    with pytest.raises(ValueError, match="each with a name of its own"):
+    with pytest.raises(ValueError, match="with unique names"):
         Checkpoints(tmp_path / "run", [world.tables[0]] * 2)
     checkpoints = checkpoints_of(world, tmp_path)
     for wrong, where in ((np.int64(3), "position is a int64"), ({"a": [1, (2,)]}, r"position\['a'\]\[1\] is a tuple")):

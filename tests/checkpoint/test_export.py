@@ -1,4 +1,4 @@
-"""Rows as Parquet and safetensors."""
+"""Export of rows to Parquet and safetensors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,15 @@ from thermocline.checkpoint.export import export_rows
 worlds = run_helpers.worlds  # the fixture
 
 
-# ---- export
-
-
-@pytest.mark.parametrize("place", ["memory", "memory, saved", "ssd"])
+@pytest.mark.parametrize("storage", ["memory", "memory, saved", "ssd"])
 @pytest.mark.parametrize("format", ["parquet", "safetensors"])
-def test_export_holds_every_trained_row_once(tmp_path: Path, worlds: Any, place: str, format: Any) -> None:
-    world = worlds(folder_of(place, tmp_path))
-    if place == "memory, saved":
+def test_export_holds_every_trained_row_once(tmp_path: Path, worlds: Any, storage: str, format: Any) -> None:
+    world = worlds(folder_of(storage, tmp_path))
+    if storage == "memory, saved":
         checkpoints = checkpoints_of(world, tmp_path)
     for n in range(8):
         world.step(ADS.batch(n))
-        if place == "memory, saved" and n == 4:
+        if storage == "memory, saved" and n == 4:
             checkpoints.save(n)
     trained_keys = np.unique(np.concatenate([ADS.batch(n).select([0, 1])[0] for n in range(8)]))
     for table in world.tables[:1]:
@@ -60,7 +57,7 @@ def read_export(file: Path) -> tuple[Any, Any]:
     return tensors["keys"].view(np.uint64), np.concatenate([tensors["weights"], tensors["state"]], 1)
 
 
-def test_export_of_nothing_is_an_index_of_nothing(tmp_path: Path) -> None:
+def test_export_of_an_empty_table(tmp_path: Path) -> None:
     table = tc.Table(4, tc.Adagrad(), mem="1MB")
     assert export_rows(table, tmp_path / "out") == []
     assert json.loads((tmp_path / "out" / "index.json").read_text())["rows"] == 0

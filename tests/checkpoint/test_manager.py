@@ -1,4 +1,4 @@
-"""Checkpoints: the same bits after a restore; nothing lost wherever a save dies."""
+"""Checkpoints: a restore is bit-identical, and a crash at any point of a save leaves a valid checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import run as run_helpers
-from helpers.run import ADS, OPTIMIZERS, PLACES, World, checkpoints_of, differing, folder_of, trained
+from helpers.run import ADS, OPTIMIZERS, STORAGES, World, checkpoints_of, differing, folder_of, trained
 
 import thermocline as tc
-from thermocline.checkpoint import manager as checkpoint_module, state_tree, table_stores
+from thermocline.checkpoint import manager, state_tree, table_stores
 from thermocline.checkpoint.manager import Checkpoints
 from thermocline.embedding.optimizers import Adagrad
 from thermocline.embedding.table import Table
@@ -26,26 +26,25 @@ from thermocline.utils import atomic_file
 worlds = run_helpers.worlds  # the fixture
 
 
-# ---- the same bits
+# ---- bit-identical restore
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
-def test_resumed_run_has_the_bits_of_one_never_stopped(tmp_path: Path, place: str, optimizers: str) -> None:
-    folder = folder_of(place, tmp_path)
+def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, storage: str, optimizers: str) -> None:
     reference = trained(None, 12, optimizers)
     for stop in (1, 5, 11):
         path = tmp_path / str(stop)
-        folder = folder_of(place, path)
+        folder = folder_of(storage, path)
         world = World(folder, optimizers)
         checkpoints = checkpoints_of(world, path)
         assert checkpoints.restore() is None
         for batch in map(ADS.batch, range(stop)):
             world.step(batch)
-            if stop < 11 or batch.position["batch"] > 8:  # several saves, of which the last counts
+            if stop < 11 or batch.position["batch"] > 8:  # several saves; the last is restored
                 checkpoints.save(batch.position["batch"], batch.position, {"stop": stop})
         bits = world.bits()
-        world.step(ADS.batch(stop))  # trained and never saved
+        world.step(ADS.batch(stop))  # trained but not saved
         world.close()
 
         world = World(folder, optimizers)
@@ -59,9 +58,9 @@ def test_resumed_run_has_the_bits_of_one_never_stopped(tmp_path: Path, place: st
         world.close()
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_save_beside_a_running_pipeline_is_a_step_boundary(tmp_path: Path, worlds: Any, place: str) -> None:
-    folder = folder_of(place, tmp_path)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_save_during_a_pipeline_is_at_a_step_boundary(tmp_path: Path, worlds: Any, storage: str) -> None:
+    folder = folder_of(storage, tmp_path)
     world = worlds(folder)
     checkpoints = checkpoints_of(world, tmp_path)
     from thermocline.pipeline.prefetch import prefetch
@@ -79,11 +78,9 @@ def test_a_save_beside_a_running_pipeline_is_a_step_boundary(tmp_path: Path, wor
     assert differing(again.bits(), trained(None, 5)) == []
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_restore_goes_back_within_a_process_and_to_any_kept_step_or_tag(
-    tmp_path: Path, worlds: Any, place: str
-) -> None:
-    world = worlds(folder_of(place, tmp_path))
+@pytest.mark.parametrize("storage", STORAGES)
+def test_restore_in_one_process_to_any_kept_step_or_tag(tmp_path: Path, worlds: Any, storage: str) -> None:
+    world = worlds(folder_of(storage, tmp_path))
     checkpoints = checkpoints_of(world, tmp_path, keep=3)
     bits = {}
     for n in range(6):
@@ -95,7 +92,7 @@ def test_restore_goes_back_within_a_process_and_to_any_kept_step_or_tag(
         assert saved is not None
         assert saved.step == step
         assert differing(world.bits(), bits[step]) == []
-    # From there it goes on: a new save is the newest.
+    # Training continues from the restored step, and the next save is the newest.
     world.step(ADS.batch(5))
     assert differing(world.bits(), bits[6]) == []
     checkpoints.save(6)
@@ -106,18 +103,18 @@ def test_restore_goes_back_within_a_process_and_to_any_kept_step_or_tag(
         checkpoints.restore(3)
 
 
-def test_a_run_that_died_before_its_first_save_begins_anew(tmp_path: Path, worlds: Any) -> None:
-    for place in PLACES:
-        path = tmp_path / place
+def test_run_killed_before_its_first_save_restarts(tmp_path: Path, worlds: Any) -> None:
+    for storage in STORAGES:
+        path = tmp_path / storage
         for _ in range(3):
-            world = worlds(folder_of(place, path))
+            world = worlds(folder_of(storage, path))
             assert checkpoints_of(world, path).restore() is None
             world.train(ADS.batch(n) for n in range(4))
             assert differing(world.bits(), trained(None, 4)) == []
             world.close()
 
 
-def test_dense_state_of_many_kinds_survives(tmp_path: Path) -> None:
+def test_dense_state_round_trip(tmp_path: Path) -> None:
     table = Table(2, Adagrad(), mem="1MB", ssd_mem="16MB")
     tied = torch.nn.Linear(3, 3)
     model = torch.nn.ModuleDict({"a": tied, "b": tied, "c": torch.nn.Linear(3, 3).to(torch.bfloat16)})
@@ -141,12 +138,12 @@ def test_dense_state_of_many_kinds_survives(tmp_path: Path) -> None:
     checkpoints.close()
 
 
-# ---- what is kept
+# ---- retention and cost
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_the_last_k_and_the_tags_stay_and_nothing_else(tmp_path: Path, worlds: Any, place: str) -> None:
-    world = worlds(folder_of(place, tmp_path))
+@pytest.mark.parametrize("storage", STORAGES)
+def test_only_the_last_saves_and_the_tags_are_kept(tmp_path: Path, worlds: Any, storage: str) -> None:
+    world = worlds(folder_of(storage, tmp_path))
     checkpoints = checkpoints_of(world, tmp_path, keep=2)
     for n in range(7):
         world.step(ADS.batch(n))
@@ -159,9 +156,9 @@ def test_the_last_k_and_the_tags_stay_and_nothing_else(tmp_path: Path, worlds: A
         assert store.epochs == (4, 5, 7, 8)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_cost_follows_the_dirty_rows(tmp_path: Path, worlds: Any, place: str) -> None:
-    world = worlds(folder_of(place, tmp_path))
+@pytest.mark.parametrize("storage", STORAGES)
+def test_save_writes_only_dirty_rows(tmp_path: Path, worlds: Any, storage: str) -> None:
+    world = worlds(folder_of(storage, tmp_path))
     table = world.tables[0]
     table.dram.push(np.arange(5000, dtype=np.uint64), np.ones((5000, 8), np.float32))
     checkpoints = checkpoints_of(world, tmp_path)
@@ -178,11 +175,11 @@ def test_cost_follows_the_dirty_rows(tmp_path: Path, worlds: Any, place: str) ->
 
 
 class Crash(BaseException):
-    """Not an Exception: nothing may catch it."""
+    """Derives from BaseException, so that no handler for Exception catches it."""
 
 
 def crash_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[str]:
-    """The nth named point that a save reaches raises; the names so far are in the list."""
+    """Raise at the nth failpoint; return the list to which the passed failpoints are added."""
     passed: list[str] = []
 
     def failpoint(point: str) -> None:
@@ -191,14 +188,14 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[str]:
             raise Crash(point)
 
     monkeypatch.setattr(atomic_file, "failpoint", failpoint)
-    monkeypatch.setattr(checkpoint_module, "failpoint", failpoint)
+    monkeypatch.setattr(manager, "failpoint", failpoint)
     monkeypatch.setattr(table_stores, "failpoint", failpoint)
     return passed
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_crash_between_any_two_steps_of_a_save_leaves_one_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+@pytest.mark.parametrize("storage", STORAGES)
+def test_crash_at_any_failpoint_of_a_save_leaves_a_valid_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
     after = {n: trained(None, n) for n in (3, 4, 5, 6)}
     seen: set[str] = set()
@@ -206,7 +203,7 @@ def test_a_crash_between_any_two_steps_of_a_save_leaves_one_whole_checkpoint(
     while True:
         nth += 1
         path = tmp_path / str(nth)
-        world = World(folder_of(place, path))
+        world = World(folder_of(storage, path))
         checkpoints = checkpoints_of(world, path, keep=1)
         for n in range(4):
             world.step(ADS.batch(n))
@@ -223,13 +220,13 @@ def test_a_crash_between_any_two_steps_of_a_save_leaves_one_whole_checkpoint(
         seen.update(passed)
         world.close()
 
-        world = World(folder_of(place, path))
+        world = World(folder_of(storage, path))
         checkpoints = checkpoints_of(world, path, keep=1)
         saved = checkpoints.restore()
         assert saved is not None
-        assert saved.step == (5 if passed.count("run.file_renamed") == 2 else 4)  # the dense file's, the manifest's
+        assert saved.step == (5 if passed.count("run.file_renamed") == 2 else 4)  # the dense file and the manifest
         assert differing(world.bits(), after[saved.step]) == []
-        # Once it has saved again, nothing of the crash is left.
+        # The next save removes all leftovers of the crash.
         world.train(ADS.batch(n) for n in range(saved.step, 6))
         assert differing(world.bits(), after[6]) == []
         checkpoints.save(6, {"batch": 6})
@@ -244,11 +241,13 @@ def test_a_crash_between_any_two_steps_of_a_save_leaves_one_whole_checkpoint(
     assert nth > 15
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_crash_while_a_run_begins_lets_it_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_run_starts_after_a_crash_during_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
     for nth in range(1, 20):
         path = tmp_path / str(nth)
-        world = World(folder_of(place, path))
+        world = World(folder_of(storage, path))
         passed = crash_at(monkeypatch, nth)
         try:
             checkpoints_of(world, path)
@@ -257,7 +256,7 @@ def test_a_crash_while_a_run_begins_lets_it_begin(tmp_path: Path, monkeypatch: p
             crashed = True
         monkeypatch.undo()
         world.close()
-        world = World(folder_of(place, path))
+        world = World(folder_of(storage, path))
         assert checkpoints_of(world, path).restore() is None
         world.train(ADS.batch(n) for n in range(3))
         assert differing(world.bits(), trained(None, 3)) == []
@@ -267,7 +266,7 @@ def test_a_crash_while_a_run_begins_lets_it_begin(tmp_path: Path, monkeypatch: p
     assert passed[-1] == "run.done"
 
 
-def test_a_save_that_failed_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worlds: Any) -> None:
+def test_failed_save_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worlds: Any) -> None:
     world = worlds(None)
     checkpoints = checkpoints_of(world, tmp_path)
     world.step(ADS.batch(0))
@@ -284,12 +283,12 @@ def test_a_save_that_failed_can_be_tried_again(tmp_path: Path, monkeypatch: pyte
     assert differing(again.bits(), bits) == []
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_nothing_is_saved_after_a_restore_that_was_cut_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worlds: Any, place: str
+@pytest.mark.parametrize("storage", STORAGES)
+def test_save_is_refused_after_an_interrupted_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worlds: Any, storage: str
 ) -> None:
-    """Ctrl-C between two tables: one is back at the checkpoint, the other is not."""
-    world = worlds(folder_of(place, tmp_path))
+    """Interrupted between two tables."""
+    world = worlds(folder_of(storage, tmp_path))
     checkpoints = checkpoints_of(world, tmp_path)
     for n in range(3):
         world.step(ADS.batch(n))
@@ -303,7 +302,13 @@ def test_nothing_is_saved_after_a_restore_that_was_cut_short(
             raise Crash
         reopen(table, epoch)
 
-    monkeypatch.setattr(Table, "reopen", interrupted)
+    def interrupted_replace(*_: object) -> None:
+        raise Crash
+
+    if storage == "ssd":
+        monkeypatch.setattr(Table, "reopen", interrupted)
+    else:
+        monkeypatch.setattr(second.backend, "replace_rows", interrupted_replace)
     with pytest.raises(Crash):
         checkpoints.restore()
     monkeypatch.undo()
@@ -313,8 +318,8 @@ def test_nothing_is_saved_after_a_restore_that_was_cut_short(
     assert differing(world.bits(), bits) == []
 
 
-def test_a_closed_table_gives_its_checkpoints_to_the_next(tmp_path: Path, worlds: Any) -> None:
-    """In one process, as in a notebook: tables without ssd lock the run's folder until they are closed."""
+def test_closing_a_table_releases_the_lock_of_its_checkpoints(tmp_path: Path, worlds: Any) -> None:
+    """In one process, as in a notebook: tables without `ssd` lock the run folder until they are closed."""
     world = worlds(None)
     checkpoints_of(world, tmp_path).save(1)
     for table in world.tables:
@@ -322,14 +327,14 @@ def test_a_closed_table_gives_its_checkpoints_to_the_next(tmp_path: Path, worlds
     assert checkpoints_of(worlds(None), tmp_path).restore() is not None
 
 
-def test_tensors_whose_names_meet_are_kept_apart() -> None:
+def test_tensors_with_equal_paths_are_kept_apart() -> None:
     value = {"a": {"b": torch.zeros(1)}, "a/b": torch.ones(1), 1: torch.full((1,), 2.0), "1": torch.full((1,), 3.0)}
     tensors: state_tree.Tensors = {}
     packed = state_tree.pack(value, tensors, "x")
     assert repr(state_tree.unpack(packed, state_tree.decode(state_tree.encode(tensors)))) == repr(value)
 
 
-def test_kill_at_a_named_point(tmp_path: Path) -> None:
+def test_kill_at_a_failpoint(tmp_path: Path) -> None:
     code = """if True:
         import sys; from pathlib import Path; from helpers.run import *; import thermocline.checkpoint.manager as c
         path = Path(sys.argv[1]); world = World(path)

@@ -79,7 +79,7 @@ def test_sigterm_prints_the_command_that_resumes(tmp_path: Path) -> None:
     assert process.returncode == 143
     command = "thermocline train small.toml --set train.epochs=1000 --resume"
     assert errors == f"thermocline: interrupted; resume with: {command}\n"
-    assert re.search(r"^interrupted and saved at step \d+: --resume \(resume=True\) goes on from there$", out, re.M)
+    assert re.search(r"^interrupted and saved at step \d+: continue with --resume \(resume=True\)$", out, re.M)
 
 
 SECOND_SIGINT = """

@@ -1,4 +1,4 @@
-"""A model small enough to train in milliseconds, with everything a checkpoint must carry: two tables, dropout, Adam."""
+"""A model that trains in milliseconds and has every kind of checkpoint state: two tables, dropout, Adam."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIMIZERS = {
 
 
 class Ads:
-    """Batches by number: two fields of table "a", one of table "b". The label follows from the keys."""
+    """Batches by number: two fields of table "a", one of table "b". The label depends on the keys."""
 
     def __init__(self, batches: int, seed: int = 0) -> None:
         self.batches, self.seed = batches, seed
@@ -50,7 +50,7 @@ class Ads:
 
 
 ADS = Ads(12)
-PLACES = ["memory", "ssd"]
+STORAGES = ["memory", "ssd"]
 
 
 class Model(torch.nn.Module):
@@ -70,7 +70,7 @@ class Model(torch.nn.Module):
 
 
 class World:
-    """One process of a run: tables, model and dense optimizer, made anew."""
+    """New tables, model and dense optimizer, as in a new process of a run."""
 
     def __init__(self, folder: Path | None, optimizers: str = "adagrad", *, mem: str = "2MB", seed: int = 0) -> None:
         torch.set_num_threads(1)
@@ -79,10 +79,10 @@ class World:
         np.random.seed(7)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        places = [None, None] if folder is None else [folder / "ssd-a", folder / "ssd-b"]
+        stores = [None, None] if folder is None else [folder / "ssd-a", folder / "ssd-b"]
         self.tables = [
-            Table(dim, optimizer, mem=mem, ssd=place, name=name, seed=seed, threads=1, ssd_mem="16MB")
-            for dim, optimizer, place, name in zip((4, 6), OPTIMIZERS[optimizers], places, "ab", strict=True)
+            Table(dim, optimizer, mem=mem, ssd=store, name=name, seed=seed, threads=1, ssd_mem="16MB")
+            for dim, optimizer, store, name in zip((4, 6), OPTIMIZERS[optimizers], stores, "ab", strict=True)
         ]
         self.model = Model(self.tables)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
@@ -101,7 +101,7 @@ class World:
         self.optimizer.zero_grad()
 
     def bits(self) -> dict[str, bytes]:
-        """Everything that a resumed run must have in common with one that was never stopped."""
+        """State that must be equal in a resumed and an uninterrupted run."""
         keys = np.arange(KEYS, dtype=np.uint64)
         bits = {f"table {table.name}": table.read(keys).tobytes() for table in self.tables}
         for table in self.tables:
@@ -124,12 +124,12 @@ class World:
 
 
 def differing(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
-    """Names of what is not the same: short enough to read in a failure."""
+    """Names of unequal entries; short, for assertion messages."""
     return sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
 
 
-def folder_of(place: str, path: Path) -> Path | None:
-    return path if place == "ssd" else None
+def folder_of(storage: str, path: Path) -> Path | None:
+    return path if storage == "ssd" else None
 
 
 def checkpoints_of(world: World, path: Path, **options: Any) -> Checkpoints:
@@ -137,7 +137,7 @@ def checkpoints_of(world: World, path: Path, **options: Any) -> Checkpoints:
 
 
 def trained(folder: Path | None, steps: int, optimizers: str = "adagrad") -> dict[str, bytes]:
-    """The bits of a run that was never stopped."""
+    """State of an uninterrupted run after `steps` steps."""
     world = World(folder, optimizers)
     world.train(ADS.batch(n) for n in range(steps))
     bits = world.bits()

@@ -1,4 +1,4 @@
-"""The pipeline by itself: order, depth, errors of every stage, closing in every state, and no thread left behind."""
+"""The executor without tables: order, depth, errors of every stage, closing in every state, no leaked thread."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def our_threads() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _no_thread_left() -> Iterator[None]:
+def _no_leaked_thread() -> Iterator[None]:
     assert our_threads() == []
     yield
     assert our_threads() == []
 
 
-class Books:
-    """Counts what goes in and what is finished."""
+class ItemCounter:
+    """Counts the items that are read and finished."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -52,24 +52,24 @@ class Books:
         with self.lock:
             self.finished.append(item)
 
-    def balanced(self) -> None:
-        """Everything that was read is finished, once."""
+    def assert_all_finished(self) -> None:
+        """Assert that every item read was finished exactly once."""
         assert sorted(self.finished) == self.read
 
 
-def same(item: Any) -> Any:
+def identity(item: Any) -> Any:
     return item
 
 
 @DEPTHS
-def test_items_come_in_order_through_all_stages(depth: int) -> None:
+def test_items_pass_all_stages_in_order(depth: int) -> None:
     stages: list[tuple[str, Callable[[Any], Any]]] = [("double", lambda n: 2 * n), ("text", str)]
     assert list(Pipeline(range(50), stages, depth=depth)) == [str(2 * n) for n in range(50)]
 
 
 @DEPTHS
-def test_nothing_to_read_and_no_stages(depth: int) -> None:
-    assert list(Pipeline([], [("a", same)], depth=depth)) == []
+def test_empty_source_and_no_stages(depth: int) -> None:
+    assert list(Pipeline([], [("a", identity)], depth=depth)) == []
     assert list(Pipeline(range(5), [], depth=depth)) == [0, 1, 2, 3, 4]
     pipeline: Pipeline[int] = Pipeline([], [], depth=depth)
     for _ in range(2):
@@ -78,25 +78,25 @@ def test_nothing_to_read_and_no_stages(depth: int) -> None:
 
 
 @DEPTHS
-def test_depth_is_reached_and_never_passed(depth: int) -> None:
-    books = Books(40)
-    with Pipeline(books.source(), [("a", same), ("b", same)], depth=depth, finish=books.finish) as pipeline:
+def test_depth_is_reached_and_never_exceeded(depth: int) -> None:
+    counter = ItemCounter(40)
+    with Pipeline(counter.source(), [("a", identity), ("b", identity)], depth=depth, finish=counter.finish) as pipeline:
         for n, item in enumerate(pipeline):
             assert item == n
-            assert books.finished == list(range(n)), "an item is finished when the next one is asked for"
+            assert counter.finished == list(range(n)), "an item is finished when the next one is requested"
             if n == 5:
-                wait_until(lambda: len(books.read) == 5 + depth)
+                wait_until(lambda: len(counter.read) == 5 + depth)
             if n % 10 == 9:
                 time.sleep(0.01)  # time to read too far
-            assert len(books.read) - len(books.finished) <= depth
-    assert books.most == depth
-    books.balanced()
+            assert len(counter.read) - len(counter.finished) <= depth
+    assert counter.most == depth
+    counter.assert_all_finished()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.001)
 
 
@@ -117,87 +117,87 @@ def test_depth_one_is_serial_on_the_callers_thread() -> None:
     assert events == [(name, n) for n in range(3) for name in ("read", "a", "b", "train", "end")]
 
 
-def test_stages_work_at_the_same_time() -> None:
-    """Item n + 2 is read, n + 1 in the first stage and n in the second, and each waits for the others."""
+def test_stages_run_concurrently() -> None:
+    """The reader has item n + 2, the first stage n + 1 and the second n; each waits for the others at a barrier."""
     barrier = threading.Barrier(3, timeout=20)
 
-    def meet(item: int) -> int:
+    def wait_for_others(item: int) -> int:
         if 0 <= item < 5:
             barrier.wait()
         return item
 
-    source = (meet(n - 2) + 2 for n in range(10))
-    stages = [("a", lambda n: meet(n - 1) + 1), ("b", meet)]
+    source = (wait_for_others(n - 2) + 2 for n in range(10))
+    stages = [("a", lambda n: wait_for_others(n - 1) + 1), ("b", wait_for_others)]
     assert list(Pipeline(source, stages, depth=4)) == list(range(10))
 
 
 def test_bad_depth() -> None:
-    with pytest.raises(ValueError, match="depth is 0: at least 1"):
+    with pytest.raises(ValueError, match="depth is 0: it must be at least 1"):
         Pipeline([], [], depth=0)
 
 
 # ---- errors
 
 
-class Broken(Exception):
+class StageError(Exception):
     pass
 
 
-def breaks_at(n: int) -> Callable[[int], int]:
-    def the_stage_that_breaks(item: int) -> int:
+def fails_at(n: int) -> Callable[[int], int]:
+    def failing_stage(item: int) -> int:
         if item == n:
-            raise Broken(f"item {item}")
+            raise StageError(f"item {item}")
         return item
 
-    return the_stage_that_breaks
+    return failing_stage
 
 
 @DEPTHS
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("where", [0, 1, 7])
-def test_an_error_of_a_stage_comes_in_its_items_place(depth: int, stage: int, where: int) -> None:
-    books = Books()
-    stages = [(f"s{n}", breaks_at(where) if n == stage else same) for n in range(3)]
-    pipeline: Pipeline[int] = Pipeline(books.source(), stages, depth=depth, finish=books.finish)
+def test_stage_error_is_raised_in_place_of_its_item(depth: int, stage: int, where: int) -> None:
+    counter = ItemCounter()
+    stages = [(f"s{n}", fails_at(where) if n == stage else identity) for n in range(3)]
+    pipeline: Pipeline[int] = Pipeline(counter.source(), stages, depth=depth, finish=counter.finish)
     seen: list[int] = []
-    with pytest.raises(Broken, match=f"item {where}") as caught:
+    with pytest.raises(StageError, match=f"item {where}") as caught:
         seen.extend(pipeline)
     assert seen == list(range(where))
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert frames[-1] == "the_stage_that_breaks"
+    assert frames[-1] == "failing_stage"
     assert our_threads() == []
-    books.balanced()
+    counter.assert_all_finished()
     with pytest.raises(StopIteration):
         next(pipeline)
 
 
 @DEPTHS
-@pytest.mark.parametrize("kind", [Broken, KeyboardInterrupt, SystemExit, StopAsyncIteration])
-def test_an_error_of_the_source(depth: int, kind: type[BaseException]) -> None:
-    def the_source_that_breaks() -> Iterator[int]:
+@pytest.mark.parametrize("kind", [StageError, KeyboardInterrupt, SystemExit, StopAsyncIteration])
+def test_source_error_is_raised(depth: int, kind: type[BaseException]) -> None:
+    def failing_source() -> Iterator[int]:
         yield from range(3)
         raise kind("no more")
 
     seen: list[int] = []
     with pytest.raises(kind, match="no more") as caught:
-        seen.extend(Pipeline(the_source_that_breaks(), [("a", same)], depth=depth))
+        seen.extend(Pipeline(failing_source(), [("a", identity)], depth=depth))
     assert seen == [0, 1, 2]
-    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "the_source_that_breaks"
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "failing_source"
 
 
-def test_a_source_that_cannot_be_iterated() -> None:
+def test_source_that_is_not_iterable() -> None:
     with pytest.raises(TypeError, match="not iterable"):
         Pipeline(7, [], depth=4)  # type: ignore[arg-type]
 
 
 @DEPTHS
-@pytest.mark.parametrize("kind", [Broken, KeyboardInterrupt])
-def test_an_error_in_the_loop_stops_the_threads_at_once(depth: int, kind: type[BaseException]) -> None:
-    """No `with`, no close: the loop's iterator is dropped, and that is enough, without the garbage collector."""
-    books = Books()
+@pytest.mark.parametrize("kind", [StageError, KeyboardInterrupt])
+def test_error_in_the_loop_stops_the_threads(depth: int, kind: type[BaseException]) -> None:
+    """Without `with` or close: dropping the iterator closes it by reference count, without a collection."""
+    counter = ItemCounter()
 
     def loop() -> None:
-        for item in Pipeline(books.source(), [("a", same)], depth=depth, finish=books.finish):
+        for item in Pipeline(counter.source(), [("a", identity)], depth=depth, finish=counter.finish):
             if item == 4:
                 raise kind("in the loop")
 
@@ -208,27 +208,27 @@ def test_an_error_in_the_loop_stops_the_threads_at_once(depth: int, kind: type[B
         assert our_threads() == []
     finally:
         gc.enable()
-    books.balanced()
+    counter.assert_all_finished()
 
 
 @DEPTHS
-def test_break_return_and_del(depth: int) -> None:
-    books = Books()
+def test_break_return_and_del_close_the_pipeline(depth: int) -> None:
+    counter = ItemCounter()
 
     def loop() -> int:
-        for item in Pipeline(books.source(), [("a", same)], depth=depth, finish=books.finish):
+        for item in Pipeline(counter.source(), [("a", identity)], depth=depth, finish=counter.finish):
             if item == 2:
                 return item
         raise AssertionError
 
     assert loop() == 2
     assert our_threads() == []
-    books.balanced()
-    other = Books()
-    for _ in Pipeline(other.source(), [("a", same)], depth=depth, finish=other.finish):
+    counter.assert_all_finished()
+    other = ItemCounter()
+    for _ in Pipeline(other.source(), [("a", identity)], depth=depth, finish=other.finish):
         break
     assert our_threads() == []
-    pipeline: Pipeline[int] = Pipeline(other.source(), [("a", same)], depth=depth)
+    pipeline: Pipeline[int] = Pipeline(other.source(), [("a", identity)], depth=depth)
     next(pipeline)
     del pipeline
     assert our_threads() == []
@@ -240,57 +240,59 @@ def test_break_return_and_del(depth: int) -> None:
 @DEPTHS
 @pytest.mark.parametrize("taken", [0, 1, 5])
 def test_close_in_the_middle(depth: int, taken: int) -> None:
-    books = Books()
-    pipeline: Pipeline[int] = Pipeline(books.source(), [("a", same), ("b", same)], depth=depth, finish=books.finish)
+    counter = ItemCounter()
+    pipeline: Pipeline[int] = Pipeline(
+        counter.source(), [("a", identity), ("b", identity)], depth=depth, finish=counter.finish
+    )
     assert [next(pipeline) for _ in range(taken)] == list(range(taken))
     for _ in range(3):
         pipeline.close()
         assert our_threads() == []
-        books.balanced()
+        counter.assert_all_finished()
     with pytest.raises(StopIteration):
         next(pipeline)
 
 
 @DEPTHS
 def test_close_after_the_end(depth: int) -> None:
-    books = Books(3)
-    with Pipeline(books.source(), [("a", same)], depth=depth, finish=books.finish) as pipeline:
+    counter = ItemCounter(3)
+    with Pipeline(counter.source(), [("a", identity)], depth=depth, finish=counter.finish) as pipeline:
         assert list(pipeline) == [0, 1, 2]
         assert our_threads() == []
-        books.balanced()
+        counter.assert_all_finished()
     pipeline.close()
-    books.balanced()
+    counter.assert_all_finished()
 
 
-def test_close_while_every_stage_is_busy_or_waits() -> None:
-    """The first stage works, the second waits for something only `on_stop` can give, the reader waits for room."""
-    books = Books()
+def test_close_while_stages_are_busy_or_blocked() -> None:
+    """The first stage is busy, the second is blocked until `on_stop`, and the reader is blocked by the depth."""
+    counter = ItemCounter()
     stop = threading.Event()
     waiting = queue.SimpleQueue[int]()
 
-    def waits(item: int) -> int:
+    def blocks(item: int) -> int:
         waiting.put(item)
         stop.wait()
-        raise Broken("gave up")
+        raise StageError("stopped")
 
     def slow(item: int) -> int:
         time.sleep(0.001)
         return item
 
     pipeline: Pipeline[int] = Pipeline(
-        books.source(), [("slow", slow), ("waits", waits)], depth=4, finish=books.finish, on_stop=stop.set
+        counter.source(), [("slow", slow), ("blocks", blocks)], depth=4, finish=counter.finish, on_stop=stop.set
     )
     assert waiting.get() == 0
-    wait_until(lambda: len(books.read) == 4)
+    wait_until(lambda: len(counter.read) == 4)
     pipeline.close()
     assert our_threads() == []
-    books.balanced()
+    counter.assert_all_finished()
 
 
 def test_close_interrupted_and_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while it waits for the threads: the next call goes on where it was."""
-    books = Books()
-    pipeline: Pipeline[int] = Pipeline(books.source(), [("a", same)], depth=3, finish=books.finish)
+    """Ctrl-C while it joins the threads: the next call completes the close."""
+    counter = ItemCounter()
+    pipeline: Pipeline[int] = Pipeline(counter.source(), [("a", identity)], depth=3, finish=counter.finish)
     next(pipeline)
     join = threading.Thread.join
 
@@ -304,14 +306,14 @@ def test_close_interrupted_and_called_again(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(StopIteration):
         next(pipeline)
     assert our_threads() == []
-    books.balanced()
+    counter.assert_all_finished()
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("late", [False, True])
-def test_interrupted_while_the_threads_begin(at: int, late: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Ctrl-C before the last of them runs, which it never does, or only then: all end, nothing is complained about."""
-    books = Books()
+def test_interrupt_while_the_threads_start(at: int, late: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Ctrl-C in the start of a thread, which then starts late or never: all threads end, and stderr is empty."""
+    counter = ItemCounter()
     start, calls = threading.Thread.start, 0
 
     def interrupted(self: threading.Thread) -> None:
@@ -325,7 +327,7 @@ def test_interrupted_while_the_threads_begin(at: int, late: bool, monkeypatch: p
         start(self)
 
     def make() -> None:
-        Pipeline(books.source(), [("a", same), ("b", same)], depth=4, finish=books.finish)
+        Pipeline(counter.source(), [("a", identity), ("b", identity)], depth=4, finish=counter.finish)
 
     timers: list[threading.Timer] = []
     monkeypatch.setattr(threading.Thread, "start", interrupted)
@@ -335,13 +337,13 @@ def test_interrupted_while_the_threads_begin(at: int, late: bool, monkeypatch: p
     for timer in timers:
         timer.join()
     wait_until(lambda: our_threads() == [])
-    books.balanced()
+    counter.assert_all_finished()
     assert capsys.readouterr().err == ""
 
 
-def test_dropped_on_a_thread_of_its_own() -> None:
-    """The garbage collector may find a pipeline on any thread, its own stage's included."""
-    books = Books()
+def test_dropped_on_a_stage_thread() -> None:
+    """The garbage collector may finalize a pipeline on any thread, including its own stages."""
+    counter = ItemCounter()
     holder: list[Any] = []
     held, dropped = threading.Event(), threading.Event()
 
@@ -352,23 +354,23 @@ def test_dropped_on_a_thread_of_its_own() -> None:
             dropped.set()
         return item
 
-    holder.append(Pipeline(books.source(), [("a", stage), ("b", same)], depth=6, finish=books.finish))
+    holder.append(Pipeline(counter.source(), [("a", stage), ("b", identity)], depth=6, finish=counter.finish))
     held.set()
     assert dropped.wait(20)
-    wait_until(lambda: our_threads() == [] and len(books.finished) == len(books.read))
-    books.balanced()
+    wait_until(lambda: our_threads() == [] and len(counter.finished) == len(counter.read))
+    counter.assert_all_finished()
 
 
-# ---- books of time
+# ---- statistics
 
 
 @DEPTHS
-def test_stats(depth: int) -> None:
+def test_stage_statistics(depth: int) -> None:
     def slow(item: int) -> int:
         time.sleep(0.002)
         return item
 
-    with Pipeline(range(20), [("quick", same), ("slow", slow)], depth=depth) as pipeline:
+    with Pipeline(range(20), [("quick", identity), ("slow", slow)], depth=depth) as pipeline:
         assert len(list(pipeline)) == 20
         stats = {stage.name: stage for stage in pipeline.stats}
     assert list(stats) == ["read", "quick", "slow", "train"]

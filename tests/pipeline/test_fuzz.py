@@ -1,8 +1,8 @@
-"""Random stalls and failures in every stage of the prefetching loop: no deadlock, no lost row, the books balance.
+"""Random stalls and failures in every stage of the prefetching loop: no deadlock, no lost row, no leaked pin.
 
-Every seed trains the same batches, on memory for little more than one window over an SSD store, through as many
-pipelines as its failures need: after each failure the books must balance and no thread may be left, and training goes
-on with the first batch that was not trained. In the end every row and every dense weight is the reference's.
+Every seed trains the same batches over an SSD store, with DRAM for little more than one window. After each injected
+failure no pin and no thread may be left, and a new pipeline continues with the first untrained batch. At the end every
+row and every dense weight equals the reference.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from helpers.train import (
 
 import thermocline as tc
 from thermocline.tiers.dram import DramTier
+from thermocline.tiers.dram_backend import DramBackend
 
 pytestmark = pytest.mark.timeout(120)
 LONG = os.environ.get("THERMOCLINE_LONG") == "1"
@@ -64,7 +65,7 @@ def our_threads() -> list[str]:
 
 @dataclasses.dataclass
 class Loop:
-    """A model and its state, whoever pools for it."""
+    """A model with its dense optimizer and the number of trained batches; tables may be the reference's."""
 
     tables: list[Any]
     model: Net
@@ -82,22 +83,24 @@ class Loop:
         self.trained += 1
 
 
-def a_reference() -> Loop:
+def make_reference() -> Loop:
     one_torch_thread()
-    sides = [Reference(tc.Table(4, optimizer, mem="1MB", name=name)) for name, optimizer in OPTIMIZERS.items()]
-    return Loop(sides, Net([ReferenceBag(sides[0], 3, ["sum", "mean", "sum"]), ReferenceBag(sides[1], [2])], 16))
+    references = [Reference(tc.Table(4, optimizer, mem="1MB", name=name)) for name, optimizer in OPTIMIZERS.items()]
+    return Loop(
+        references, Net([ReferenceBag(references[0], 3, ["sum", "mean", "sum"]), ReferenceBag(references[1], [2])], 16)
+    )
 
 
 @functools.cache
 def expected(count: int = COUNT) -> tuple[list[bytes], bytes]:
-    loop = a_reference()
+    loop = make_reference()
     for batch in batches()[:count]:
         loop.train(batch)
-    return [bits(side.table.read(all_keys(batches()))) for side in loop.tables], weights_of(loop.model)
+    return [bits(reference.table.read(all_keys(batches()))) for reference in loop.tables], weights_of(loop.model)
 
 
-class Chaos:
-    """Stalls and failures by a seeded plan; `armed` is the stage that fails next, at its `countdown`-th call."""
+class FaultInjector:
+    """Injects seeded stalls and failures; `armed` is the stage that fails next, at its `countdown`-th call."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.random = random.Random(seed)
@@ -106,10 +109,19 @@ class Chaos:
         self.armed: str | None = None
         self.countdown = 0
         self.failures = 0
-        pin, collect, bind = DramTier.pin, tc.Table.collect, tc.Table.bind
-        monkeypatch.setattr(DramTier, "pin", lambda tier, keys: (self.at("pull"), pin(tier, keys))[1])
-        monkeypatch.setattr(tc.Table, "collect", lambda table, batch: (self.at("collect"), collect(table, batch))[1])
-        monkeypatch.setattr(tc.Table, "bind", lambda table, *args: (self.at("load"), bind(table, *args))[1])
+        for stage, owner, method in (
+            ("collect", tc.Table, "inputs"),
+            ("pull", DramTier, "pin"),
+            ("load", DramBackend, "plan_batch"),
+        ):
+            monkeypatch.setattr(owner, method, self.wrapped(stage, getattr(owner, method)))
+
+    def wrapped(self, stage: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.at(stage)
+            return method(*args)
+
+        return call
 
     def arm(self) -> None:
         with self.lock:
@@ -121,7 +133,7 @@ class Chaos:
             self.armed = None
 
     def at(self, stage: str) -> bool:
-        """Stalls perhaps. Fails, or returns True for the loop's own ways to leave, if it is the stage's turn."""
+        """Stall at random. If the failure is due, raise it, or return True for a regular exit of the loop."""
         with self.lock:
             stall = self.random.random() < self.stalls
             seconds = self.random.choice([0.0, 0.0005, 0.003])
@@ -144,26 +156,26 @@ class Chaos:
             yield batch
 
 
-def run_until_failure(loop: Loop, chaos: Chaos, depth: int, window: int) -> None:
-    """A pipeline from the first untrained batch to the end, or until something happens."""
-    source = tc.prefetch(chaos.source(loop.trained), *loop.tables, depth=depth, pull_window=window)
+def run_until_failure(loop: Loop, faults: FaultInjector, depth: int, window: int) -> None:
+    """Train from the first untrained batch to the end, or until the injected event."""
+    source = tc.prefetch(faults.source(loop.trained), *loop.tables, depth=depth, pull_window=window)
     for batch in source:
-        chaos.at("body")
+        faults.at("body")
         loop.train(batch)
-        if chaos.at("interrupt"):
+        if faults.at("interrupt"):
             raise KeyboardInterrupt
-        if chaos.at("break"):
+        if faults.at("break"):
             break
-        if chaos.at("close"):
+        if faults.at("close"):
             source.close()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_training_survives_anything(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_after_any_failure(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_torch_thread()
-    chaos = Chaos(seed, monkeypatch)
-    depth, window = chaos.random.choice([1, 2, 3, 4, 8]), chaos.random.choice([1, 1, 2, 4])
-    share = chaos.random.choice([1.0, 1.3, 3.0])
+    faults = FaultInjector(seed, monkeypatch)
+    depth, window = faults.random.choice([1, 2, 3, 4, 8]), faults.random.choice([1, 1, 2, 4])
+    share = faults.random.choice([1.0, 1.3, 3.0])
     tables = [
         tc.Table(
             4,
@@ -171,31 +183,31 @@ def test_training_survives_anything(seed: int, tmp_path: Path, monkeypatch: pyte
             mem=budget_for(int(share * most_keys(window)) + 3, 4, optimizer),
             ssd=tmp_path / name,
             name=name,
-            threads=chaos.random.choice([1, 2]),
-            policy=chaos.random.choice(["lru_lfu", "lru", "lfu"]),
+            threads=faults.random.choice([1, 2]),
+            policy=faults.random.choice(["lru_lfu", "lru", "lfu"]),
             ssd_options=SMALL,
         )
         for name, optimizer in OPTIMIZERS.items()
     ]
     bags = [tc.EmbeddingBag(tables[0], 3, pooling=["sum", "mean", "sum"]), tc.EmbeddingBag(tables[1], [2])]
     loop = Loop(tables, Net(bags, 16))
-    failures = chaos.random.randint(1, 6)
-    seen: list[str] = []
+    failures = faults.random.randint(1, 6)
+    raised: list[str] = []
     while loop.trained < COUNT:
-        if chaos.failures < failures:
-            chaos.arm()
-        before = chaos.failures, loop.trained
+        if faults.failures < failures:
+            faults.arm()
+        before = faults.failures, loop.trained
         try:
-            run_until_failure(loop, chaos, depth, window)
+            run_until_failure(loop, faults, depth, window)
         except (Injected, OSError, MemoryError, KeyboardInterrupt) as error:
-            seen.append(str(error))
-        chaos.disarm()
+            raised.append(str(error))
+        faults.disarm()
         assert our_threads() == []
         for table in tables:
             table.discard_gradients()
             table.dram.check()
-        assert (chaos.failures, loop.trained) != before
-    assert set(seen) <= {"", *STAGES}, "only what was injected"
+        assert (faults.failures, loop.trained) != before
+    assert set(raised) <= {"", *STAGES}, "an error that was not injected"
     rows = [bits(table.read(all_keys(batches()))) for table in tables]
     assert (rows, weights_of(loop.model)) == expected()
     for table in tables:
@@ -206,8 +218,8 @@ def test_training_survives_anything(seed: int, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("seed", range(400 if LONG else 12))
-def test_control_c_at_any_moment(seed: int, tmp_path: Path) -> None:
-    """Real interrupts, between any two instructions of the loop: no thread left, balanced books, the last commit."""
+def test_ctrl_c_at_random_times(seed: int, tmp_path: Path) -> None:
+    """Interrupts between any two instructions of the loop: no leaked thread or pin, and the last commit is intact."""
     one_torch_thread()
     rng = random.Random(seed)
     depth, window = rng.choice([1, 2, 4]), rng.choice([1, 2])
@@ -242,9 +254,9 @@ def test_control_c_at_any_moment(seed: int, tmp_path: Path) -> None:
         done = int(table.store.note)
     assert interrupts > 0
     reference = Reference(table)
-    twin = ReferenceBag(reference, 3)
+    reference_bag = ReferenceBag(reference, 3)
     for batch in batches():
-        twin(batch).pow(2).sum().backward()
+        reference_bag(batch).pow(2).sum().backward()
         reference.step()
     reference.assert_equals(table, all_keys(batches()))
     table.close()

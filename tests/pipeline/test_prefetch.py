@@ -1,4 +1,4 @@
-"""tc.prefetch: what is pinned and when, memory too small for the queue, errors of each stage, Ctrl-C, and the exit."""
+"""tc.prefetch: pinned rows, DRAM too small for the queue, errors of each stage, Ctrl-C, and process exit."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ def our_threads() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _no_thread_left() -> Iterator[None]:
+def _no_leaked_thread() -> Iterator[None]:
     one_torch_thread()
     yield
     assert our_threads() == []
 
 
-def a_table(folder: Path | None = None, rows: int = 5000, **more: Any) -> tc.Table:
-    place = {} if folder is None else {"ssd": folder / "t", "ssd_options": SMALL}
-    return tc.Table(4, ADAGRAD, mem=budget_for(rows, 4, ADAGRAD), **place, **more)
+def make_table(folder: Path | None = None, rows: int = 5000, **more: Any) -> tc.Table:
+    store = {} if folder is None else {"ssd": folder / "t", "ssd_options": SMALL}
+    return tc.Table(4, ADAGRAD, mem=budget_for(rows, 4, ADAGRAD), **store, **more)
 
 
 def most_keys(batches: list[tc.Batch], window: int) -> int:
     return max(len(all_keys(batches[n : n + window])) for n in range(0, len(batches), window))
 
 
-# ---- what is in flight
+# ---- pinned rows
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("window", [1, 3])
-def test_rows_of_queued_batches_are_pinned_and_no_others(depth: int, window: int) -> None:
+def test_only_rows_of_batches_in_flight_are_pinned(depth: int, window: int) -> None:
     batches = make_batches(20)
-    table = a_table()
+    table = make_table()
     bag = tc.EmbeddingBag(table, 3)
     seen = 0
     for n, batch in enumerate(tc.prefetch(batches, table, depth=depth, pull_window=window)):
         first = n // window * window
         end = time.monotonic() + 20
-        while True:  # the pipeline fills up, and stays
+        while True:  # until the pipeline is full
             pinned = table.dram.stats().pinned
             expected = len(all_keys(batches[first : first + depth * window]))
             if pinned == expected or time.monotonic() > end:
@@ -73,20 +73,20 @@ def test_rows_of_queued_batches_are_pinned_and_no_others(depth: int, window: int
     table.dram.check()
 
 
-def test_fields_that_no_bag_reads_are_not_pulled() -> None:
+def test_fields_without_a_bag_are_not_pulled() -> None:
     batches = make_batches(5)
-    table = a_table()
+    table = make_table()
     bag = tc.EmbeddingBag(table, [1])
     for batch in tc.prefetch(batches, table):
         bag(batch).sum().backward()
         table.step()
-    wanted = np.unique(np.concatenate([batch.select([1])[0] for batch in batches]))
-    assert table.dram.stats().resident == len(wanted)
+    expected = np.unique(np.concatenate([batch.select([1])[0] for batch in batches]))
+    assert table.dram.stats().resident == len(expected)
 
 
-def test_batches_carry_what_they_came_with() -> None:
+def test_batches_keep_label_and_position() -> None:
     batches = make_batches(7)
-    table = a_table()
+    table = make_table()
     for n, batch in enumerate(tc.prefetch(iter(batches), table, pull_window=3)):
         assert batch is not batches[n]
         assert batch.label is batches[n].label
@@ -94,8 +94,8 @@ def test_batches_carry_what_they_came_with() -> None:
         assert batches[n].prepared == {}
 
 
-def test_arguments() -> None:
-    table = a_table()
+def test_wrong_arguments() -> None:
+    table = make_table()
     with pytest.raises(ValueError, match="needs at least one table"):
         tc.prefetch([])
     with pytest.raises(ValueError, match="pull_window is 0"):
@@ -105,8 +105,8 @@ def test_arguments() -> None:
     assert list(tc.prefetch([], table, table)) == []
 
 
-def test_the_same_table_given_twice_is_pulled_once() -> None:
-    table = a_table()
+def test_table_passed_twice_is_pulled_once() -> None:
+    table = make_table()
     tc.EmbeddingBag(table, 3)
     for _ in tc.prefetch(make_batches(5), table, table):
         pass
@@ -114,7 +114,7 @@ def test_the_same_table_given_twice_is_pulled_once() -> None:
 
 
 def test_stats_name_the_stages() -> None:
-    table = a_table()
+    table = make_table()
     bag = tc.EmbeddingBag(table, 3)
     with tc.prefetch(make_batches(10), table, depth=2, pull_window=2) as source:
         for batch in source:
@@ -124,17 +124,17 @@ def test_stats_name_the_stages() -> None:
     assert [stage.items for stage in stats] == [5] * 5
 
 
-# ---- memory
+# ---- DRAM budget
 
 
 @pytest.mark.parametrize("depth", [2, 8])
 @pytest.mark.parametrize("window", [1, 4])
-def test_a_pull_waits_for_earlier_windows(
+def test_pull_waits_until_earlier_windows_are_released(
     depth: int, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory holds one window and a little: the pipeline runs as deep as it can, and the bits are the same."""
+    """DRAM holds little more than one window: the pipeline is as deep as it allows, and rows equal the reference."""
     batches = make_batches(24, keys=3000)
-    table = a_table(tmp_path, most_keys(batches, window) + 5)
+    table = make_table(tmp_path, most_keys(batches, window) + 5)
     reference = Reference(table)
     refused = 0
     pin = DramTier.pin
@@ -148,9 +148,9 @@ def test_a_pull_waits_for_earlier_windows(
             raise
 
     monkeypatch.setattr(DramTier, "pin", counted)
-    model, twin = Net([tc.EmbeddingBag(table, 3)], 12), Net([ReferenceBag(reference, 3)], 12)
+    model, reference_model = Net([tc.EmbeddingBag(table, 3)], 12), Net([ReferenceBag(reference, 3)], 12)
     train_on(model, [table], tc.prefetch(batches, table, depth=depth, pull_window=window))
-    train_on(twin, [reference], batches)
+    train_on(reference_model, [reference], batches)
     reference.assert_equals(table, all_keys(batches))
     table.dram.check()
     assert refused > 0
@@ -159,9 +159,9 @@ def test_a_pull_waits_for_earlier_windows(
 
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("ssd", [False, True])
-def test_a_window_larger_than_memory_names_budget_and_need(depth: int, ssd: bool, tmp_path: Path) -> None:
+def test_error_of_a_window_larger_than_dram_names_budget_and_need(depth: int, ssd: bool, tmp_path: Path) -> None:
     batches = make_batches(8, keys=3000)
-    table = a_table(tmp_path if ssd else None, most_keys(batches, 1) + 5)
+    table = make_table(tmp_path if ssd else None, most_keys(batches, 1) + 5)
     bag = tc.EmbeddingBag(table, 3)
     budget, need = table.dram.stats().budget, len(all_keys(batches[:8]))
     assert table.dram.capacity < need
@@ -170,25 +170,25 @@ def test_a_window_larger_than_memory_names_budget_and_need(depth: int, ssd: bool
     assert "needs a budget of about" in str(caught.value)
     table.dram.check()
     with pytest.raises(tc.BudgetError):
-        train_forward_only(bag, table, tc.prefetch(batches[:1] * 2 + [joined(batches)], table, depth=depth))
+        train_table_only(bag, table, tc.prefetch(batches[:1] * 2 + [concatenated(batches)], table, depth=depth))
     table.dram.check()
 
 
-def joined(batches: list[tc.Batch]) -> tc.Batch:
+def concatenated(batches: list[tc.Batch]) -> tc.Batch:
     offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(batch.offsets) for batch in batches]))])
     return tc.Batch(np.concatenate([batch.ids for batch in batches]), offsets, batches[0].fields)
 
 
-def train_forward_only(bag: tc.EmbeddingBag, table: tc.Table, source: Any) -> None:
+def train_table_only(bag: tc.EmbeddingBag, table: tc.Table, source: Any) -> None:
     for batch in source:
         bag(batch).sum().backward()
         table.step()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_accumulating_more_than_memory_is_an_error_not_a_deadlock(depth: int, tmp_path: Path) -> None:
+def test_accumulating_more_than_dram_raises_instead_of_deadlock(depth: int, tmp_path: Path) -> None:
     batches = make_batches(24, keys=3000)
-    table = a_table(tmp_path, 3 * most_keys(batches, 1))
+    table = make_table(tmp_path, 3 * most_keys(batches, 1))
     bag = tc.EmbeddingBag(table, 3)
     trained = 0
     with pytest.raises(tc.BudgetError), tc.prefetch(batches, table, depth=depth) as source:  # noqa: PT012
@@ -200,10 +200,10 @@ def test_accumulating_more_than_memory_is_an_error_not_a_deadlock(depth: int, tm
     table.dram.check()
 
 
-def test_dropped_by_a_pull_that_begins_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The garbage collector may find the pipeline on any thread at any allocation: here, inside its own wait."""
+def test_dropped_on_the_pull_thread_as_it_starts_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may finalize the pipeline on any thread at any allocation: here, inside its own wait."""
     batches = make_batches(24, keys=3000)
-    table = a_table(tmp_path, most_keys(batches, 1) + 5)
+    table = make_table(tmp_path, most_keys(batches, 1) + 5)
     bag = tc.EmbeddingBag(table, 3)
     dropped = threading.Event()
     holder: list[Any] = []
@@ -211,17 +211,17 @@ def test_dropped_by_a_pull_that_begins_to_wait(tmp_path: Path, monkeypatch: pyte
 
     def collecting() -> Any:
         if threading.current_thread().name == "thermocline-pull" and not dropped.is_set():
-            while not begun:
+            while not started:
                 time.sleep(0.001)
             holder.clear()
             dropped.set()
         return allocate()
 
-    begun: list[bool] = []
+    started: list[bool] = []
     monkeypatch.setattr(threading, "_allocate_lock", collecting)
     holder.append(tc.prefetch(batches, table, depth=4))
     bag(next(holder[0]))
-    begun.append(True)
+    started.append(True)
     end = time.monotonic() + 20
     while not dropped.is_set() and time.monotonic() < end:
         time.sleep(0.01)
@@ -237,27 +237,27 @@ def test_dropped_by_a_pull_that_begins_to_wait(tmp_path: Path, monkeypatch: pyte
 # ---- errors of each stage
 
 
-class Broken(Exception):
+class StageError(Exception):
     pass
 
 
-def break_stage(stage: str, tables: list[tc.Table], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The `at`-th call of what the stage does on the last table fails."""
+def inject_failure(stage: str, tables: list[tc.Table], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the `at`-th call of the stage on the last table fail."""
     calls = 0
 
-    def fails_sometimes(real: Any, name: str) -> Any:
-        def the_broken_call(*args: Any) -> Any:
+    def fail_at_call(real: Any, name: str) -> Any:
+        def failing_call(*args: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == at:
-                raise Broken(name)
+                raise StageError(name)
             return real(*args)
 
-        return the_broken_call
+        return failing_call
 
     if stage == "pull":
-        pin, broken = DramTier.pin, fails_sometimes(DramTier.pin, stage)
-        monkeypatch.setattr(DramTier, "pin", lambda self, k: (broken if self is tables[-1].dram else pin)(self, k))
+        pin, failing = DramTier.pin, fail_at_call(DramTier.pin, stage)
+        monkeypatch.setattr(DramTier, "pin", lambda self, k: (failing if self is tables[-1].dram else pin)(self, k))
     else:
         table = tables[-1]
         calls_per_batch = {
@@ -266,36 +266,36 @@ def break_stage(stage: str, tables: list[tc.Table], at: int, monkeypatch: pytest
             "read": (table, "prepare_read"),
         }
         owner, method = calls_per_batch[stage]
-        setattr(owner, method, fails_sometimes(getattr(owner, method), stage))
+        setattr(owner, method, fail_at_call(getattr(owner, method), stage))
 
 
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize(("window", "at"), [(1, 1), (1, 4), (3, 2), (3, 5)])
 @pytest.mark.parametrize("stage", ["collect", "pull", "load", "read"])
-def test_a_failing_stage_gives_everything_back(
+def test_failing_stage_releases_all_pins(
     depth: int, window: int, at: int, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the second of two tables, in the middle of a window: the first table's pins are returned too, and once."""
+    """Fails on the second of two tables, inside a window: the pins of the first are released too, and only once."""
     batches = make_batches(30)
-    tables = [a_table(name="a"), a_table(name="b")]
+    tables = [make_table(name="a"), make_table(name="b")]
     bags = [tc.EmbeddingBag(table, 3) for table in tables]
-    break_stage(stage, tables, at, monkeypatch)
+    inject_failure(stage, tables, at, monkeypatch)
     source = tc.prefetch(batches, *tables, depth=depth, pull_window=window, training=stage != "read")
-    with pytest.raises(Broken, match=stage) as caught:  # noqa: PT012
+    with pytest.raises(StageError, match=stage) as caught:  # noqa: PT012
         for batch in source:
             sum(bag(batch).sum() for bag in bags).backward()  # type: ignore[union-attr]
             for table in tables:
                 table.step()
-    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "the_broken_call"
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "failing_call"
     for table in tables:
-        table.dram.check()  # although `caught` still holds the failed frames
+        table.dram.check()  # although `caught` still refers to the failed frames
     assert our_threads() == []
 
 
 @pytest.mark.parametrize("depth", [1, 4])
-@pytest.mark.parametrize("kind", [Broken, KeyboardInterrupt])
-def test_an_error_in_the_loop_gives_everything_back(depth: int, kind: type[BaseException]) -> None:
-    table = a_table()
+@pytest.mark.parametrize("kind", [StageError, KeyboardInterrupt])
+def test_error_in_the_loop_releases_all_pins(depth: int, kind: type[BaseException]) -> None:
+    table = make_table()
     bag = tc.EmbeddingBag(table, 3)
 
     def loop() -> None:
@@ -312,16 +312,16 @@ def test_an_error_in_the_loop_gives_everything_back(depth: int, kind: type[BaseE
     table.dram.check()
 
 
-def test_a_gradient_outlives_the_pipeline() -> None:
+def test_gradient_is_valid_after_the_pipeline_is_closed() -> None:
     """backward, break, step: the rows stay pinned until the step."""
     batches = make_batches(3)
-    table = a_table()
+    table = make_table()
     reference = Reference(table)
-    bag, twin = tc.EmbeddingBag(table, 3), ReferenceBag(reference, 3)
+    bag, reference_bag = tc.EmbeddingBag(table, 3), ReferenceBag(reference, 3)
     for batch in tc.prefetch(batches, table):
         bag(batch).pow(2).sum().backward()
         break
-    twin(batches[0]).pow(2).sum().backward()
+    reference_bag(batches[0]).pow(2).sum().backward()
     assert table.dram.stats().pinned == len(all_keys(batches[:1]))
     table.step()
     reference.step()
@@ -329,11 +329,11 @@ def test_a_gradient_outlives_the_pipeline() -> None:
     table.dram.check()
 
 
-# ---- whole processes
+# ---- process exit
 
 SCRIPT = """
 import signal, sys, time, numpy as np, torch, thermocline as tc
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits SIG_IGN
 sys.path.insert(0, {tests!r})
 from helpers.train import make_batches
 table = tc.Table(4, tc.SGD(), mem="1MB", ssd={folder!r})
@@ -354,8 +354,8 @@ for n, batch in enumerate(source):
 
 
 @pytest.mark.parametrize("leave", [True, False])
-def test_a_script_ends_at_once(leave: bool, tmp_path: Path) -> None:
-    """Left with a full pipeline in a global, or by Ctrl-C: no hang, no crash, and the store opens at its commit."""
+def test_script_exits_without_delay(leave: bool, tmp_path: Path) -> None:
+    """Exit with a full pipeline in a global variable, or by Ctrl-C: no hang, no crash, and the commit is intact."""
     code = SCRIPT.format(tests=str(Path(__file__).parent.parent), folder=str(tmp_path / "t"), leave=leave)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Pipelines of several ranks: left early, uneven, with evaluation in between, failing; none waits for ever."""
+"""Pipelines over several ranks: early exit, uneven data, interleaved evaluation, failures; no rank hangs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def step(model: Any, tables: dict[str, Any], batch: tc.Batch) -> None:
         table.step()
 
 
-def left_early(groups: Groups, depth: int, window: int) -> Any:
-    """Loops left at any batch, by break and by forgetting the iterator; then others."""
+def exit_loops_early(groups: Groups, depth: int, window: int) -> Any:
+    """Run loops that end at different batches, by break with and without close."""
     tables, model = make(groups)
     data = JOB.data(groups.topology.rank)
     for turn, leave in enumerate([1, 5, 2, 30, 7]):
@@ -51,21 +51,21 @@ def left_early(groups: Groups, depth: int, window: int) -> Any:
 
 
 @pytest.mark.parametrize(("depth", "window"), [(1, 1), (4, 1), (3, 4)])
-def test_loops_left_early(depth: int, window: int) -> None:
-    results = run_ranks(PAIR, left_early, depth, window)
+def test_early_exit_from_loops(depth: int, window: int) -> None:
+    results = run_ranks(PAIR, exit_loops_early, depth, window)
     assert results[0] == results[1]
 
 
-def evaluating(groups: Groups) -> Any:
-    """Evaluation, of more batches on one rank, while the training pipeline is ahead; and what ranks say."""
+def evaluate_while_training(groups: Groups) -> Any:
+    """Evaluate, with more batches on one rank, while the training pipeline prefetches; return the flags received."""
     rank = groups.topology.rank
     tables, model = make(groups)
-    heard, seen = [], 0
-    source = tc.prefetch(JOB.data(rank), *tables.values(), depth=4, flags_fn=lambda: 1 << rank if seen >= 7 else 0)
+    flags, trained = [], 0
+    source = tc.prefetch(JOB.data(rank), *tables.values(), depth=4, flags_fn=lambda: 1 << rank if trained >= 7 else 0)
     for n, batch in enumerate(source, start=1):
-        seen = n
+        trained = n
         step(model, tables, batch)
-        heard.append(source.flags)
+        flags.append(source.flags)
         if n in (10, 20):
             model.eval()
             with torch.no_grad(), tc.prefetch(
@@ -78,27 +78,26 @@ def evaluating(groups: Groups) -> Any:
     direct = JOB.data(rank)[3]  # without a pipeline
     step(model, tables, direct)
     assert [bits(table.read(KEYS)) for table in tables.values()] != before
-    norms = []
     for batch in JOB.data(rank)[4:6]:
         loss_of(model, batch).backward()
     norms = [table.gradient_norm() for table in tables.values()]
     for table in tables.values():
         table.step()
-    return heard, norms
+    return flags, norms
 
 
-def test_evaluation_in_between() -> None:
-    (heard, norms), (also, same) = run_ranks(PAIR, evaluating)
-    assert heard == also
-    assert heard[0] == 0  # nobody had said anything
-    assert heard[-1] == 3  # both had, each when its own pipeline asked; all hear it with the same batch
-    assert heard == sorted(heard, key=lambda word: (word > 0, word == 3))
-    assert norms == same
+def test_evaluation_while_training() -> None:
+    (flags, norms), (other_flags, other_norms) = run_ranks(PAIR, evaluate_while_training)
+    assert flags == other_flags
+    assert flags[0] == 0  # before any rank set its flag
+    assert flags[-1] == 3  # both ranks set theirs, at different windows
+    assert flags == sorted(flags, key=lambda value: (value > 0, value == 3))
+    assert norms == other_norms
     assert min(norms) > 0
 
 
-def evaluation_left_early(groups: Groups) -> Any:
-    """One rank closes at once; the other's stage has begun more windows by then, of several batches and tables."""
+def exit_evaluation_early(groups: Groups) -> Any:
+    """One rank closes immediately, while the other has already started more windows."""
     rank = groups.topology.rank
     tables, model = make(groups)
     model.eval()
@@ -111,63 +110,63 @@ def evaluation_left_early(groups: Groups) -> Any:
     return [bits(table.read(KEYS)) for table in tables.values()]
 
 
-def test_evaluation_left_early() -> None:
-    results = run_ranks(PAIR, evaluation_left_early, seconds=20)
+def test_early_exit_from_evaluation() -> None:
+    results = run_ranks(PAIR, exit_evaluation_early, seconds=20)
     assert results[0] == results[1]
 
 
-def failing(groups: Groups, where: str) -> Any:
-    """Rank 1 fails; rank 0 must hear of it."""
+def fail_on_rank_1(groups: Groups, where: str) -> Any:
+    """Raise on rank 1; rank 0 must get a RankError."""
     tables, model = make(groups)
     data: Any = JOB.data(groups.topology.rank)
     if groups.topology.rank == 1 and where == "reader":
-        data = _broken(data)
+        data = _failing_reader(data)
     for n, batch in enumerate(tc.prefetch(data, *tables.values(), depth=4), start=1):
         if groups.topology.rank == 1 and where == "loop" and n == 9:
-            raise ArithmeticError("of its own")
+            raise ArithmeticError("injected")
         step(model, tables, batch)
     return n
 
 
-def _broken(data: Any) -> Any:
+def _failing_reader(data: Any) -> Any:
     yield from data[:11]
-    raise ArithmeticError("of its own")
+    raise ArithmeticError("injected")
 
 
 @pytest.mark.parametrize("where", ["loop", "reader"])
-def test_a_rank_fails(where: str) -> None:
-    (zero, words), (one, cause) = run_failing_ranks(PAIR, failing, where)
-    assert (zero, one) == ("raised", "raised")
-    assert "ArithmeticError: of its own" in cause
-    assert "RankError: rank 0 of 2" in words
+def test_failure_of_one_rank_raises_on_the_other(where: str) -> None:
+    (status_0, error_0), (status_1, error_1) = run_failing_ranks(PAIR, fail_on_rank_1, where)
+    assert (status_0, status_1) == ("raised", "raised")
+    assert "ArithmeticError: injected" in error_1
+    assert "RankError: rank 0 of 2" in error_0
 
 
-def twice(groups: Groups) -> Any:
-    """A second pipeline beside one that is open; reading beside an evaluation."""
+def open_two_pipelines(groups: Groups) -> Any:
+    """Open a second pipeline while one is open; read rows during an evaluation. Return the errors."""
     tables, _ = make(groups)
-    said = []
+    messages = []
     first = tc.prefetch(JOB.data(groups.topology.rank), *tables.values())
     with pytest.raises(RuntimeError) as error:
         tc.prefetch(JOB.data(groups.topology.rank), *tables.values())
-    said.append(str(error.value))
+    messages.append(str(error.value))
     first.close()
     with tc.prefetch(JOB.data(groups.topology.rank), *tables.values(), training=False) as reading:
         next(reading)
         with pytest.raises(RuntimeError) as error:
             tables["wide"].read(KEYS)
-        said.append(str(error.value))
+        messages.append(str(error.value))
     tc.prefetch(JOB.data(groups.topology.rank), *tables.values()).close()
-    return said
+    return messages
 
 
-def test_one_pipeline_at_a_time() -> None:
-    for words, others in run_ranks(PAIR, twice):
-        assert "another pipeline over these ranks is still open" in words
-        assert "an evaluation pipeline over these ranks is open" in others
+def test_only_one_pipeline_may_be_open() -> None:
+    for pipeline_error, read_error in run_ranks(PAIR, open_two_pipelines):
+        assert "another pipeline over these ranks is still open" in pipeline_error
+        assert "an evaluation pipeline over these ranks is open" in read_error
 
 
-def stale(groups: Groups) -> Any:
-    """Rows of a batch that came before the last step."""
+def use_batch_after_step(groups: Groups) -> Any:
+    """Use a batch again after the step that changed its rows. Return the error."""
     tables, model = make(groups)
     source = tc.prefetch(JOB.data(groups.topology.rank), *tables.values(), depth=2)
     first = next(source)
@@ -181,6 +180,6 @@ def stale(groups: Groups) -> Any:
         return str(error)
 
 
-def test_rows_of_before_the_last_step() -> None:
-    for words in run_ranks(PAIR, stale):
-        assert "the rows of this batch are those before the last step" in words
+def test_batch_from_before_the_last_step_is_refused() -> None:
+    for message in run_ranks(PAIR, use_batch_after_step):
+        assert "the rows of this batch are those before the last step" in message

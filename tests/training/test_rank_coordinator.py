@@ -1,4 +1,4 @@
-"""Trainers of several ranks: what one of them alone is told reaches all; figures are of all of them."""
+"""Trainers of several ranks: signals and save requests of one rank reach all; figures cover all ranks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ JOB = Job(PAIR, "sgd", (12, 10))
 EXAMPLES = 2 * (12 + 10)
 
 
-class Watch(tc.Callback):
-    """What came of it; and at a step: a signal to this rank, or the clock's word that a save is due."""
+class Recorder(tc.Callback):
+    """Records saves and logs. At a step it sends this process SIGTERM, or makes a save due by the clock."""
 
-    def __init__(self, step: int = 0, what: str = "") -> None:
-        self.step, self.what = step, what
+    def __init__(self, step: int = 0, event: str = "") -> None:
+        self.step, self.event = step, event
         self.saves: list[int] = []
         self.logs: list[tuple[int, int]] = []
 
     def on_step(self, trainer: Any, loss: object) -> None:
-        if trainer.progress.step == self.step and self.what == "signal":
+        if trainer.progress.step == self.step and self.event == "signal":
             os.kill(os.getpid(), signal.SIGTERM)
-        elif trainer.progress.step == self.step and self.what == "clock":
-            trainer._saved_at = -1e9
+        elif trainer.progress.step == self.step and self.event == "clock":
+            trainer._saves.saved_at = -1e9
 
     def on_checkpoint(self, trainer: Any, checkpoint: tc.Checkpoint) -> None:
         self.saves.append(checkpoint.step)
@@ -40,47 +40,47 @@ class Watch(tc.Callback):
         self.logs.append((row["step"], row["examples"]))
 
 
-def fit(groups: Groups, folder: str, watch: Watch, *, resume: bool = False, **settings: Any) -> Any:
-    """Four ranks have two times the data of two. Rank 0 alone has what `watch` does at a step."""
+def fit(groups: Groups, folder: str, recorder: Recorder, *, resume: bool = False, **settings: Any) -> Any:
+    """Train one rank. Four ranks have twice the data of two. Only on rank 0 does `recorder` trigger its event."""
     rank = groups.topology.rank
     if rank:
-        watch.step = 0
+        recorder.step = 0
     tables = {name: make_table(name, JOB, RunOptions(), groups, folder) for name in DIMS}
     model = make_model(tables)
     config = tc.TrainConfig(depth=2, tensorboard=False, display=False, torch_threads=1, log_every=5, **settings)
     dense = torch.optim.Adam(model.dense.parameters())
-    trainer = tc.Trainer(model, dense, run_dir=Path(folder) / "run", config=config, callbacks=[watch])
+    trainer = tc.Trainer(model, dense, run_dir=Path(folder) / "run", config=config, callbacks=[recorder])
     data = JOB.data(rank % 2)
     try:
         trainer.fit(data, None, data, resume=resume)
-        how = "fine"
+        outcome = "finished"
     except (KeyboardInterrupt, SystemExit) as error:
-        how = type(error).__name__
-    return how, trainer.ending, watch.saves, watch.logs
+        outcome = type(error).__name__
+    return outcome, trainer.ending, recorder.saves, recorder.logs
 
 
-def test_the_clocks_word_with_an_epochs_last_window(tmp_path: Path) -> None:
-    """It comes when all have run out of batches; the next step saves."""
+def test_save_due_in_the_last_window_of_an_epoch(tmp_path: Path) -> None:
+    """The flag arrives when all ranks have no more batches; the next step saves."""
     run = functools.partial(fit, checkpoint_minutes=1.0, epochs=3)
-    for _, _, saves, _ in run_ranks(PAIR, run, str(tmp_path), Watch(11, "clock")):
+    for _, _, saves, _ in run_ranks(PAIR, run, str(tmp_path), Recorder(11, "clock")):
         assert saves == [13, 36]
 
 
-def test_a_signal_to_one_rank_ends_all_alike(tmp_path: Path) -> None:
-    """None goes on to a collective that the others have left for ever."""
-    zero, one = run_ranks(PAIR, functools.partial(fit, epochs=3), str(tmp_path), Watch(5, "signal"), seconds=20)
-    assert zero[0] == "SystemExit"
-    assert one[0] == "SystemExit"
-    assert zero[1:3] == one[1:3]
-    assert "interrupted and saved at step" in zero[1]
+def test_signal_to_one_rank_ends_all(tmp_path: Path) -> None:
+    """No rank enters a collective that the others skip."""
+    rank_0, rank_1 = run_ranks(PAIR, functools.partial(fit, epochs=3), str(tmp_path), Recorder(5, "signal"), seconds=20)
+    assert rank_0[0] == "SystemExit"
+    assert rank_1[0] == "SystemExit"
+    assert rank_0[1:3] == rank_1[1:3]
+    assert "interrupted and saved at step" in rank_0[1]
 
 
-def test_figures_are_of_all_ranks_whatever_their_number(tmp_path: Path) -> None:
-    """An epoch of two ranks, then one of four: examples are counted once."""
-    for _, ending, _, logs in run_ranks(PAIR, functools.partial(fit, epochs=1), str(tmp_path), Watch()):
+def test_figures_cover_all_ranks_after_their_number_changes(tmp_path: Path) -> None:
+    """One epoch with two ranks, then one with four: every example is counted once."""
+    for _, ending, _, logs in run_ranks(PAIR, functools.partial(fit, epochs=1), str(tmp_path), Recorder()):
         assert logs == [(5, 20), (10, 40)]
         assert ending == f"finished after 12 steps, {EXAMPLES:,} examples"
-    again = functools.partial(fit, resume=True, epochs=2)
-    for _, ending, _, logs in run_ranks(TWO_BY_TWO, again, str(tmp_path), Watch()):
+    resumed = functools.partial(fit, resume=True, epochs=2)
+    for _, ending, _, logs in run_ranks(TWO_BY_TWO, resumed, str(tmp_path), Recorder()):
         assert logs == [(15, EXAMPLES + 3 * 8), (20, EXAMPLES + 8 * 8)]
         assert ending == f"finished after 24 steps, {3 * EXAMPLES:,} examples"

@@ -1,4 +1,4 @@
-"""The trainer: resumes with the bits of a run never stopped, restores the best, and says what it does."""
+"""Trainer: a resumed run equals an uninterrupted run, the best step is restored, progress is reported."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from thermocline.training.trainer import TrainConfig, Trainer, tables_of
 
 TRAIN, VALID, TEST = Ads(7), Ads(4, seed=1), Ads(4, seed=2)
 QUIET: dict[str, Any] = {"display": False, "tensorboard": False, "checkpoint_minutes": None}
-PLACES = ["memory", "ssd"]
-SAME = ("event", "step", "epoch", "rate", "examples", "auc", "logloss", "ne", "calibration")
+STORAGES = ["memory", "ssd"]
+REPRODUCIBLE = ("event", "step", "epoch", "rate", "examples", "auc", "logloss", "ne", "calibration")
 
 
-class Halt(Exception):
-    """A crash in the middle of a run."""
+class Crash(Exception):
+    """A simulated crash of a run."""
 
 
-class HaltAt(Callback):
+class CrashAtStep(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
     def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
         if trainer.progress.step == self.step:
-            raise Halt
+            raise Crash
 
 
 def trainer_of(world: World, path: Path | None = None, callbacks: Any = (), **config: Any) -> Trainer:
@@ -48,15 +48,15 @@ def trainer_of(world: World, path: Path | None = None, callbacks: Any = (), **co
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """What of metrics.jsonl does not depend on time, nor on where the process began."""
+    """Rows of metrics.jsonl without columns that depend on time or on the step at which the process started."""
     rows = [json.loads(line) for line in (path / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k in SAME} for row in rows]
+    return [{k: v for k, v in row.items() if k in REPRODUCIBLE} for row in rows]
 
 
-# ---- the same bits
+# ---- bit-identical training
 
 
-def test_fit_is_the_loop_one_would_write(tmp_path: Path) -> None:
+def test_fit_equals_a_plain_loop(tmp_path: Path) -> None:
     world = World(None)
     world.train(TRAIN)
     world.train(TRAIN)
@@ -79,28 +79,28 @@ FULL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("optimizers", ["adagrad", "adam"])
-def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, place: str, optimizers: str) -> None:
+def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, storage: str, optimizers: str) -> None:
     def world_at(path: Path) -> World:
-        return World(path if place == "ssd" else None, optimizers)
+        return World(path if storage == "ssd" else None, optimizers)
 
     world = world_at(tmp_path / "whole")
     whole = trainer_of(world, tmp_path / "whole", **FULL).fit(TRAIN, VALID, TEST)
     expected = world.bits()
     world.close()
     path = tmp_path / "killed"
-    for halt in (2, 7, 8, 15, 20):  # before the first save, at an epoch's end, at a validation, mid-epoch
+    for step in (2, 7, 8, 15, 20):  # before the first save, at the end of an epoch, at a validation, inside an epoch
         world = world_at(path)
-        trainer = trainer_of(world, path, [HaltAt(halt)], checkpoint_every=3, depth=1 + halt % 3, **FULL)
-        with pytest.raises(Halt):
+        trainer = trainer_of(world, path, [CrashAtStep(step)], checkpoint_every=3, depth=1 + step % 3, **FULL)
+        with pytest.raises(Crash):
             trainer.fit(TRAIN, VALID, TEST, resume=True)
         world.close()
     world = world_at(path)
     result = trainer_of(world, path, **FULL).fit(TRAIN, VALID, TEST, resume=True)
     assert differing(world.bits(), expected) == []
     assert result.progress == whole.progress
-    assert result.progress.plateau < 1, "rates were lowered on the way"
+    assert result.progress.plateau < 1, "learning rates were lowered"
     assert result.test is not None
     assert whole.test is not None
     assert whole.test.pop("examples_per_s") > 0
@@ -110,15 +110,15 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, place: str, optim
     world.close()
 
 
-def test_a_loader_that_cannot_seek_is_read_again(tmp_path: Path) -> None:
+def test_loader_without_seek_is_read_from_its_start(tmp_path: Path) -> None:
     batches = list(Ads(9))
     for batch in batches:
         batch.position = None
     expected = World(None)
     trainer_of(expected, epochs=2).fit(batches)
     world = World(None)
-    with pytest.raises(Halt):
-        trainer_of(world, tmp_path, [HaltAt(14)], epochs=2, checkpoint_every=4).fit(batches)
+    with pytest.raises(Crash):
+        trainer_of(world, tmp_path, [CrashAtStep(14)], epochs=2, checkpoint_every=4).fit(batches)
     world.close()
     world = World(None)
     trainer_of(world, tmp_path, epochs=2).fit(batches, resume=True)
@@ -127,10 +127,10 @@ def test_a_loader_that_cannot_seek_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_ctrl_c_finishes_the_step_saves_and_ends(
+def test_signal_finishes_the_step_saves_and_ends(
     tmp_path: Path, number: signal.Signals, error: type[BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Press(Callback):
+    class SendSignal(Callback):
         def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
             if trainer.progress.step == 5:
                 os.kill(os.getpid(), number)
@@ -138,9 +138,9 @@ def test_ctrl_c_finishes_the_step_saves_and_ends(
     handler = signal.getsignal(number)
     world = World(None)
     with pytest.raises(error):
-        trainer_of(world, tmp_path, [Press()], epochs=2, display=True).fit(TRAIN, VALID)
+        trainer_of(world, tmp_path, [SendSignal()], epochs=2, display=True).fit(TRAIN, VALID)
     assert signal.getsignal(number) is handler
-    assert "interrupted and saved at step 5: --resume (resume=True) goes on" in capsys.readouterr().out
+    assert "interrupted and saved at step 5: continue with --resume (resume=True)" in capsys.readouterr().out
     world.close()
     world = World(None)
     trainer = trainer_of(world, tmp_path, epochs=2)
@@ -154,8 +154,8 @@ def test_ctrl_c_finishes_the_step_saves_and_ends(
 # ---- gradient accumulation
 
 
-def accumulate_by_hand(world: World, batches: list[Any], accumulate: int) -> None:
-    """The loop one would write: the mean of the gradients, and what is left at the end."""
+def train_plain_loop(world: World, batches: list[Any], accumulate: int) -> None:
+    """Plain loop: the mean of the gradients of each group; the last group may be smaller."""
     for begin in range(0, len(batches), accumulate):
         group = batches[begin : begin + accumulate]
         for batch in group:
@@ -170,19 +170,19 @@ def accumulate_by_hand(world: World, batches: list[Any], accumulate: int) -> Non
 
 
 @pytest.mark.parametrize("accumulate", [2, 3, 7, 20])
-def test_accumulation_is_the_loop_one_would_write(accumulate: int) -> None:
+def test_accumulation_equals_a_plain_loop(accumulate: int) -> None:
     expected = World(None, "adam")
     for _ in range(2):
-        accumulate_by_hand(expected, list(TRAIN), accumulate)
+        train_plain_loop(expected, list(TRAIN), accumulate)
     losses: list[float] = []
 
-    class Watch(Callback):
+    class Recorder(Callback):
         def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
             losses.append(float(loss))
             assert all(table.pending_gradients == 0 for table in trainer.tables)
 
     world = World(None, "adam")
-    trainer = trainer_of(world, callbacks=[Watch()], epochs=2, accumulate=accumulate, depth=2)
+    trainer = trainer_of(world, callbacks=[Recorder()], epochs=2, accumulate=accumulate, depth=2)
     progress = trainer.fit(list(TRAIN)).progress
     steps = 2 * -(-7 // accumulate)
     assert (progress.step, progress.examples, len(losses)) == (steps, 14 * EXAMPLES, steps)
@@ -190,8 +190,8 @@ def test_accumulation_is_the_loop_one_would_write(accumulate: int) -> None:
     assert differing(world.bits(), expected.bits()) == []
 
 
-class CrashAt(Ads):
-    """A source that breaks before its nth batch: in the middle of a step that takes several."""
+class CrashAtBatch(Ads):
+    """A source that raises before its nth batch."""
 
     def __init__(self, batches: int, nth: int) -> None:
         super().__init__(batches)
@@ -200,14 +200,14 @@ class CrashAt(Ads):
     def batch(self, n: int) -> Any:
         self.left -= 1
         if self.left < 0:
-            raise Halt
+            raise Crash
         return super().batch(n)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_run_killed_between_the_batches_of_a_step_resumes_to_the_same_bits(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_run_crashed_between_accumulated_batches_equals_uninterrupted_run(tmp_path: Path, storage: str) -> None:
     def world_at(path: Path) -> World:
-        return World(path if place == "ssd" else None, "adam")
+        return World(path if storage == "ssd" else None, "adam")
 
     settings = {**FULL, "accumulate": 3, "log_every": 1}
     world = world_at(tmp_path / "whole")
@@ -217,9 +217,9 @@ def test_a_run_killed_between_the_batches_of_a_step_resumes_to_the_same_bits(tmp
     path = tmp_path / "killed"
     for nth, depth in ((1, 1), (4, 2), (5, 1), (7, 2), (4, 1)):
         world = world_at(path)
-        with pytest.raises(Halt):
+        with pytest.raises(Crash):
             trainer_of(world, path, checkpoint_every=1, depth=depth, **settings).fit(
-                CrashAt(7, nth), VALID, TEST, resume=True
+                CrashAtBatch(7, nth), VALID, TEST, resume=True
             )
         saved = tc.Checkpoints(path / "run", world.tables, world.model, world.optimizer).saved()
         assert all(checkpoint.extra["trainer"]["batch"] in (0, 3, 6, 7) for checkpoint in saved)
@@ -232,10 +232,10 @@ def test_a_run_killed_between_the_batches_of_a_step_resumes_to_the_same_bits(tmp
     world.close()
 
 
-def test_ctrl_c_that_the_process_ignores_stays_ignored(tmp_path: Path) -> None:
-    """As nohup and background jobs of a shell start a process."""
+def test_ignored_sigint_stays_ignored(tmp_path: Path) -> None:
+    """Background jobs of a shell start with SIGINT ignored."""
 
-    class Press(Callback):
+    class SendSignal(Callback):
         def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
             if trainer.progress.step == 2:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -243,7 +243,7 @@ def test_ctrl_c_that_the_process_ignores_stays_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     world = World(None)
     try:
-        result = trainer_of(world, tmp_path, [Press()]).fit(TRAIN)
+        result = trainer_of(world, tmp_path, [SendSignal()]).fit(TRAIN)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -251,18 +251,18 @@ def test_ctrl_c_that_the_process_ignores_stays_ignored(tmp_path: Path) -> None:
     world.close()
 
 
-def test_ctrl_c_between_the_batches_of_a_step_waits_for_its_end(tmp_path: Path) -> None:
+def test_sigint_between_accumulated_batches_finishes_the_step(tmp_path: Path) -> None:
     world = World(None)
     forward, calls = world.model.forward, 0
 
-    def pressed(batch: Any) -> torch.Tensor:
+    def forward_with_signal(batch: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == 4:
             os.kill(os.getpid(), signal.SIGINT)
         return forward(batch)
 
-    world.model.forward = pressed
+    world.model.forward = forward_with_signal
     with pytest.raises(KeyboardInterrupt):
         trainer_of(world, tmp_path, accumulate=3).fit(TRAIN)
     (saved,) = tc.Checkpoints(tmp_path / "run", world.tables, world.model, world.optimizer).saved()
@@ -270,27 +270,27 @@ def test_ctrl_c_between_the_batches_of_a_step_waits_for_its_end(tmp_path: Path) 
     world.close()
 
 
-# ---- what a failure leaves behind
+# ---- state after a failure
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_failed_step_leaves_no_gradient_to_the_resumed_run(tmp_path: Path, place: str) -> None:
-    """In one process: after backward and before the update, dense gradients and pinned rows are there."""
+@pytest.mark.parametrize("storage", STORAGES)
+def test_resume_discards_the_gradients_of_a_failed_step(tmp_path: Path, storage: str) -> None:
+    """In one process: the step fails between backward and update, with dense gradients and pinned rows left."""
     expected = World(None)
     trainer_of(expected).fit(TRAIN)
-    world = World(tmp_path if place == "ssd" else None)
+    world = World(tmp_path if storage == "ssd" else None)
     trainer = trainer_of(world, tmp_path, checkpoint_every=2)
     step, calls = world.optimizer.step, 0
 
-    def fails() -> None:
+    def failing_step() -> None:
         nonlocal calls
         calls += 1
         if calls == 4:
-            raise Halt
+            raise Crash
         step()
 
-    world.optimizer.step = fails  # type: ignore[assignment,method-assign]
-    with pytest.raises(Halt):
+    world.optimizer.step = failing_step  # type: ignore[assignment,method-assign]
+    with pytest.raises(Crash):
         trainer.fit(TRAIN)
     assert world.model.out.weight.grad is not None
     trainer.fit(TRAIN, resume=True)
@@ -298,27 +298,27 @@ def test_a_failed_step_leaves_no_gradient_to_the_resumed_run(tmp_path: Path, pla
     world.close()
 
 
-def test_a_trained_model_does_not_begin_again_with_new_rows(tmp_path: Path) -> None:
-    """Nothing was saved: the tables could begin anew, the dense model could not."""
+def test_trained_model_without_a_checkpoint_cannot_resume(tmp_path: Path) -> None:
+    """The initial state of the tables is saved, that of the dense model is not."""
     world = World(None)
-    trainer = trainer_of(world, tmp_path, [HaltAt(2)])
-    with pytest.raises(Halt):
+    trainer = trainer_of(world, tmp_path, [CrashAtStep(2)])
+    with pytest.raises(Crash):
         trainer.fit(TRAIN)
-    with pytest.raises(tc.ThermoclineError, match=r"no checkpoint yet.*make the model anew"):
+    with pytest.raises(tc.ThermoclineError, match=r"has no checkpoint.*create a new model"):
         trainer.fit(TRAIN, resume=True)
     world.close()
 
 
-def test_a_validation_that_is_done_again_is_written_once(tmp_path: Path) -> None:
-    """Killed after an epoch's validation, saved before it."""
+def test_repeated_validation_is_written_once(tmp_path: Path) -> None:
+    """The run crashes after the validation of an epoch; its last save is before it."""
 
-    class HaltAfterEpoch(Callback):
+    class CrashAfterEpoch(Callback):
         def on_epoch(self, trainer: Trainer) -> None:
-            raise Halt
+            raise Crash
 
     world = World(None)
-    with pytest.raises(Halt):
-        trainer_of(world, tmp_path, [HaltAfterEpoch()], checkpoint_every=7).fit(TRAIN, VALID)
+    with pytest.raises(Crash):
+        trainer_of(world, tmp_path, [CrashAfterEpoch()], checkpoint_every=7).fit(TRAIN, VALID)
     world.close()
     world = World(None)
     trainer_of(world, tmp_path).fit(TRAIN, VALID, resume=True)
@@ -326,16 +326,16 @@ def test_a_validation_that_is_done_again_is_written_once(tmp_path: Path) -> None
     world.close()
 
 
-def test_validation_data_that_is_missing_or_used_up_is_told(tmp_path: Path) -> None:
+def test_missing_or_exhausted_validation_data_raises(tmp_path: Path) -> None:
     world = World(None)
     with pytest.raises(ValueError, match="patience needs validation data"):
         trainer_of(world, tmp_path, patience=1).fit(TRAIN)
-    with pytest.raises(ValueError, match="no batches to evaluate on: a generator runs only once"):
+    with pytest.raises(ValueError, match="evaluation data has no batches: a generator can be iterated only once"):
         trainer_of(world, epochs=2).fit(TRAIN, iter(VALID))
     world.close()
 
 
-def test_evaluation_leaves_every_module_in_its_mode() -> None:
+def test_evaluation_restores_the_mode_of_every_module() -> None:
     world = World(None)
     trainer = trainer_of(world)
     trainer.fit(TRAIN)
@@ -348,26 +348,26 @@ def test_evaluation_leaves_every_module_in_its_mode() -> None:
     assert not any(module.training for module in world.model.modules())
 
 
-# ---- epochs, validation, the best
+# ---- validation and the best step
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_patience_ends_the_run_and_the_best_is_restored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+@pytest.mark.parametrize("storage", STORAGES)
+def test_patience_ends_the_run_and_restores_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
     aucs = iter([0.6, 0.7, 0.65, 0.8, 0.79, 0.8, 0.9])
-    world = World(tmp_path if place == "ssd" else None)
+    world = World(tmp_path if storage == "ssd" else None)
     bits: dict[int, dict[str, bytes]] = {}
 
-    class Watch(Callback):
+    class Recorder(Callback):
         def on_validation(self, trainer: Trainer, row: Any) -> None:
             if row["event"] == "valid":
                 bits[trainer.progress.step] = watched.bits()
 
     watched = world
-    trainer = trainer_of(world, tmp_path, [Watch()], epochs=9, valid_every=3, patience=2, keep=1)
+    trainer = trainer_of(world, tmp_path, [Recorder()], epochs=9, valid_every=3, patience=2, keep=1)
     monkeypatch.setattr(trainer, "evaluate", lambda data: {"auc": next(aucs, 0.5), "examples": 1})
-    # The pinned rows of the pipeline are no business of the test.
+    # bits() runs during a pipeline here, whose pinned rows the check would reject.
     monkeypatch.setattr(tc.DramTier, "check", lambda self, *, idle=True: None)
     result = trainer.fit(TRAIN, VALID, TEST)
     progress = result.progress
@@ -378,16 +378,16 @@ def test_patience_ends_the_run_and_the_best_is_restored(
     assert (result.test["auc"], result.test["step"]) == (0.9, 12)
     assert differing(world.bits(), bits[12]) == []
     world.close()
-    # A resumed run has nothing left to train, and restores the best again.
-    watched = world = World(tmp_path if place == "ssd" else None)
-    trainer = trainer_of(world, tmp_path, [HaltAt(19)], epochs=9, valid_every=3, patience=2, keep=1)
-    again = trainer.fit(TRAIN, VALID, resume=True)
-    assert again.progress == progress
+    # A resumed run is already finished and restores the best again.
+    watched = world = World(tmp_path if storage == "ssd" else None)
+    trainer = trainer_of(world, tmp_path, [CrashAtStep(19)], epochs=9, valid_every=3, patience=2, keep=1)
+    resumed = trainer.fit(TRAIN, VALID, resume=True)
+    assert resumed.progress == progress
     assert differing(world.bits(), bits[12]) == []
     world.close()
 
 
-def test_validation_follows_each_epoch_and_the_end(tmp_path: Path) -> None:
+def test_validation_after_each_epoch_and_at_the_end(tmp_path: Path) -> None:
     world = World(None)
     result = trainer_of(world, tmp_path, epochs=5, steps=17, checkpoint_every=7).fit(TRAIN, VALID, TEST)
     rows = [(row["event"], row["step"], row["epoch"]) for row in lines_of(tmp_path)]
@@ -404,13 +404,13 @@ def test_evaluation_changes_nothing() -> None:
     world = World(None)
     trainer = trainer_of(world)
     trainer.fit(TRAIN)
-    before = world.bits(), world.tables[0].tier.stats().resident
+    before = world.bits(), world.tables[0].dram.stats().resident
     assert trainer.evaluate(VALID) == trainer.evaluate(list(VALID))
-    assert (world.bits(), world.tables[0].tier.stats().resident) == before
+    assert (world.bits(), world.tables[0].dram.stats().resident) == before
     assert world.model.training
 
 
-def test_labels_of_one_kind_have_no_auc(tmp_path: Path) -> None:
+def test_equal_labels_have_no_auc(tmp_path: Path) -> None:
     batches = [TRAIN.batch(0)]
     batches[0].label = torch.ones(EXAMPLES)
     world = World(None)
@@ -427,7 +427,7 @@ def test_labels_of_one_kind_have_no_auc(tmp_path: Path) -> None:
         trainer_of(World(None), plateau_factor=0.5).fit(TRAIN, batches)
 
 
-def test_it_learns() -> None:
+def test_training_improves_the_auc() -> None:
     world = World(None)
     trainer = trainer_of(world, epochs=4)
     before = trainer.evaluate(VALID)["auc"]
@@ -435,27 +435,27 @@ def test_it_learns() -> None:
     assert trainer.evaluate(VALID)["auc"] > max(0.6, before + 0.05)
 
 
-def test_checkpoints_by_the_clock(tmp_path: Path) -> None:
+def test_checkpoint_minutes(tmp_path: Path) -> None:
     class Count(Callback):
         saved = 0
 
         def on_checkpoint(self, trainer: Trainer, checkpoint: tc.Checkpoint) -> None:
             self.saved += 1
 
-    for minutes, expected in ((1e-9, 7 + 1), (60.0, 1)):  # and one at the end: by then the epoch has been counted
+    for minutes, expected in ((1e-9, 7 + 1), (60.0, 1)):  # and one at the end, because the epoch count has changed
         world, count = World(None), Count()
         trainer_of(world, tmp_path / str(minutes), [count], checkpoint_minutes=minutes).fit(TRAIN)
         assert count.saved == expected
         world.close()
 
 
-# ---- what it says
+# ---- callbacks and display
 
 
-def test_callbacks_come_in_order(tmp_path: Path) -> None:
+def test_order_of_callbacks(tmp_path: Path) -> None:
     calls: list[str] = []
 
-    class Watch(Callback):
+    class Recorder(Callback):
         def __getattribute__(self, name: str) -> Any:
             if name.startswith("on_"):
                 calls.append(name.removeprefix("on_"))
@@ -467,7 +467,7 @@ def test_callbacks_come_in_order(tmp_path: Path) -> None:
                 trainer.stop()
 
     world = World(None)
-    trainer = trainer_of(world, tmp_path, [Watch()], epochs=3, log_every=2, checkpoint_every=3, patience=9)
+    trainer = trainer_of(world, tmp_path, [Recorder()], epochs=3, log_every=2, checkpoint_every=3, patience=9)
     trainer.fit(Ads(3), VALID, TEST)
     first_epoch = ["step", "step", "log", "step", "checkpoint", "validation", "checkpoint", "epoch"]
     rest = ["step", "log", "step", "validation", "checkpoint", "validation"]
@@ -475,7 +475,7 @@ def test_callbacks_come_in_order(tmp_path: Path) -> None:
     world.close()
 
 
-def test_metrics_file_tensorboard_and_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_file_tensorboard_and_plain_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     world = World(tmp_path)
     trainer = trainer_of(world, tmp_path, display=True, tensorboard=True, log_every=2, checkpoint_every=4)
     trainer.fit(TRAIN, VALID, TEST)
@@ -492,7 +492,7 @@ def test_metrics_file_tensorboard_and_plain_lines(tmp_path: Path, capsys: pytest
     assert all(set(stage) == {"busy", "wait", "blocked", "fill"} for stage in log["stages"].values())
     assert list((tmp_path / "run" / "tensorboard").iterdir())
     out = capsys.readouterr().out
-    for words in (
+    for text in (
         "epoch 1/1  step 2  loss 0.",
         "examples/s",
         "a: memory ",
@@ -500,33 +500,33 @@ def test_metrics_file_tensorboard_and_plain_lines(tmp_path: Path, capsys: pytest
         "saved step 4 in",
         "test at step 7: auc 0.",
     ):
-        assert words in out
+        assert text in out
     assert "finished after 7 steps, 112 examples" in out
     world.close()
 
 
-def test_the_live_display_renders(tmp_path: Path) -> None:
-    text = io.StringIO()
-    display = Display(Console(file=text, force_terminal=True, width=150))
+def test_live_display_renders(tmp_path: Path) -> None:
+    output = io.StringIO()
+    display = Display(Console(file=output, force_terminal=True, width=150))
     world = World(None)
     trainer_of(world, tmp_path, [display], log_every=3, checkpoint_every=3).fit(TRAIN, VALID)
-    for words in ("busy", "blocked", "step 6", "valid at step 7", "saved step 3", "finished after 7 steps"):
-        assert words in text.getvalue()
+    for text in ("busy", "blocked", "step 6", "valid at step 7", "saved step 3", "finished after 7 steps"):
+        assert text in output.getvalue()
     world.close()
 
 
 # ---- misuse
 
 
-def test_a_folder_or_store_with_a_run_in_it_is_not_reused(tmp_path: Path) -> None:
+def test_folder_or_store_of_another_run_is_not_reused(tmp_path: Path) -> None:
     world = World(tmp_path)
     trainer = trainer_of(world, tmp_path)
     trainer.fit(TRAIN)
-    with pytest.raises(tc.ThermoclineError, match="resume=True goes on with it"):
+    with pytest.raises(tc.ThermoclineError, match="continue it with resume=True"):
         trainer.fit(TRAIN)
     world.close()
     world = World(tmp_path)
-    with pytest.raises(tc.ThermoclineError, match="resume=True goes on with it"):
+    with pytest.raises(tc.ThermoclineError, match="continue it with resume=True"):
         trainer_of(world, tmp_path).fit(TRAIN)
     with pytest.raises(tc.ThermoclineError, match="already has commits"):
         trainer_of(world, tmp_path / "other").fit(TRAIN)
@@ -557,18 +557,18 @@ def test_wrong_settings_name_the_field() -> None:
     world = World(None)
     with pytest.raises(ValueError, match="patience needs a run_dir"):
         trainer_of(world, patience=1)
-    with pytest.raises(ValueError, match="resume needs a run_dir"):
+    with pytest.raises(ValueError, match="resume=True needs a run_dir"):
         trainer_of(world).fit(TRAIN, resume=True)
 
 
-def test_wrong_models_and_data_say_so() -> None:
+def test_wrong_models_and_data_raise() -> None:
     with pytest.raises(ValueError, match="needs EmbeddingBags"):
         tables_of(torch.nn.Linear(1, 1))
     world = World(None)
-    with pytest.raises(ValueError, match="no batches in epoch 2: a generator runs only once"):
+    with pytest.raises(ValueError, match="no batches in epoch 2: a generator can be iterated only once"):
         trainer_of(world, epochs=2).fit(iter(TRAIN))
     world.model.forward = lambda batch: torch.zeros(3)
-    with pytest.raises(ValueError, match=r"returned \[3\] logits for \[16\] labels"):
+    with pytest.raises(ValueError, match=r"returned logits of shape \[3\] for \[16\] labels"):
         trainer_of(world).fit(TRAIN)
     world = World(None)
     trainer = trainer_of(world)
@@ -579,7 +579,7 @@ def test_wrong_models_and_data_say_so() -> None:
     assert [name for name in differing(world.bits(), before) if name.startswith("table")] == []
 
 
-def test_the_number_of_torch_threads_is_that_of_the_run(tmp_path: Path) -> None:
+def test_torch_threads_are_restored_on_resume(tmp_path: Path) -> None:
     world = World(None)
     trainer_of(world, tmp_path, torch_threads=2).fit(TRAIN)
     assert torch.get_num_threads() == 2

@@ -1,4 +1,4 @@
-"""All rows of a table as files that other programs read: Parquet or safetensors shards, in bounded memory."""
+"""Exports the rows of a table to Parquet or safetensors shards, in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _BATCH_ROWS = 65536
 def export_rows(
     table: Table, path: str | os.PathLike[str], *, format: Format = "parquet", shard_rows: int = 1_000_000
 ) -> list[Path]:
-    """Writes every trained row of `table` to `path/part-00000.<format>` and so on; returns the files. Between steps.
+    """Write every trained row to `path/part-00000.<format>` and following shards; return their paths.
 
-    Parquet has columns `key` (uint64), `weights` and `state` (lists of float). safetensors has tensors `keys` (int64
-    bit patterns), `weights` and `state`. A shard has at most `shard_rows` rows; memory never holds more than one.
-    `path/index.json` is written last: without it the export did not end.
+    Call it between steps. Parquet has columns `key` (uint64), `weights` and `state` (lists of float). safetensors has
+    tensors `keys` (int64 bit patterns), `weights` and `state`. A shard has at most `shard_rows` rows, and memory holds
+    at most one shard. `path/index.json` is written last: without it the export is incomplete.
     """
     if format not in ("parquet", "safetensors"):
-        raise ValueError(f"format is {format!r}: it is one of parquet, safetensors")
+        raise ValueError(f"format is {format!r}: it must be parquet or safetensors")
     if shard_rows < 1:
-        raise ValueError(f"shard_rows is {shard_rows}: a shard has at least one row")
+        raise ValueError(f"shard_rows is {shard_rows}: it must be at least 1")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty: export into a new folder")
     write = _write_parquet if format == "parquet" else _write_safetensors
-    source = _Pieces(table)
+    source = _RowStream(table)
     shards: list[dict[str, Any]] = []
-    while source.more():
+    while source.has_more():
         file = folder / f"part-{len(shards):05}.{format}"
         shards.append({"file": file.name, "rows": write(file, table, source, shard_rows)})
     index = {"table": table.name, **table.layout, "format": format, "rows": sum(s["rows"] for s in shards)}
@@ -47,15 +47,15 @@ def export_rows(
     return [folder / shard["file"] for shard in shards]
 
 
-class _Pieces:
-    """A table's rows, a batch at a time, cut where a shard ends."""
+class _RowStream:
+    """Iterates over the rows of a table in batches that end at shard boundaries."""
 
     def __init__(self, table: Table) -> None:
         self._batches = table.rows(_BATCH_ROWS)
         self._keys: Keys = np.empty(0, np.uint64)
         self._rows: Floats = np.empty((0, 0), np.float32)
 
-    def more(self) -> bool:
+    def has_more(self) -> bool:
         while not len(self._keys):
             try:
                 self._keys, self._rows = next(self._batches)
@@ -63,16 +63,16 @@ class _Pieces:
                 return False
         return True
 
-    def take(self, most: int) -> Iterator[tuple[Keys, Floats]]:
-        """At most so many rows."""
-        while most and self.more():
-            keys, rows = self._keys[:most], self._rows[:most]
-            self._keys, self._rows = self._keys[most:], self._rows[most:]
-            most -= len(keys)
+    def take(self, limit: int) -> Iterator[tuple[Keys, Floats]]:
+        """Yield at most `limit` rows, in batches."""
+        while limit and self.has_more():
+            keys, rows = self._keys[:limit], self._rows[:limit]
+            self._keys, self._rows = self._keys[limit:], self._rows[limit:]
+            limit -= len(keys)
             yield keys, rows
 
 
-def _write_parquet(path: Path, table: Table, source: _Pieces, shard_rows: int) -> int:
+def _write_parquet(path: Path, table: Table, source: _RowStream, shard_rows: int) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -97,7 +97,7 @@ def _lists(values: Floats) -> Any:
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
-def _write_safetensors(path: Path, table: Table, source: _Pieces, shard_rows: int) -> int:
+def _write_safetensors(path: Path, table: Table, source: _RowStream, shard_rows: int) -> int:
     from safetensors.numpy import save_file
 
     pieces = [(keys.copy(), rows.copy()) for keys, rows in source.take(shard_rows)]

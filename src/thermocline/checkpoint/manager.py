@@ -1,16 +1,16 @@
-"""What survives: `tc.Checkpoints` keeps a run's tables, dense model, reader position and random numbers collective.
+"""`tc.Checkpoints`: saves and restores the tables, dense model, reader position and random states of a run.
 
-    run_dir/checkpoints/00000012.json           manifest of save 12: names all of the below; its appearance is the save
-    run_dir/checkpoints/00000012.safetensors    dense model, dense optimizers, random numbers
-    run_dir/stores/<table>/                     rows of tables that have no ssd of their own
-    each table's store                          one epoch per manifest
+    run_dir/checkpoints/00000012.json           manifest of save 12; names everything below
+    run_dir/checkpoints/00000012.safetensors    dense model, dense optimizers, random states
+    run_dir/stores/<table>/                     rows of tables without `ssd`
+    store of each table                         one epoch per manifest
 
-Over several ranks each has a store per table, in a folder of its own, and rank 0 writes the manifest, which names them
-all (checkpoint_stores.py).
+Over several ranks each rank has a store per table. Rank 0 writes the manifest, which names the stores of all ranks
+(table_stores.py).
 
-A save commits the stores, publishes the dense file, then the manifest; then it removes what no kept manifest names: old
-manifests first, then epochs, then files. So a manifest always names things that exist, wherever the process dies, and
-what nobody names is removed by the next save or restore.
+Order of a save: commit the stores, write the dense file, write the manifest. The save exists once its manifest does.
+Then everything that no kept manifest names is removed: old manifests first, then epochs, then files. So a manifest
+always names things that exist, whenever the process is killed, and leftovers are removed by the next save or restore.
 """
 
 from __future__ import annotations
@@ -42,37 +42,39 @@ from thermocline.utils.atomic_file import failpoint
 
 FORMAT = 1
 RANKS_FORMAT = 2
-"""Of manifests that name the stores of several ranks."""
+"""Format of manifests of sharded tables, with the stores of every rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One saved point of a run."""
+    """One save of a run."""
 
     step: int
     position: Any
-    """Of the last trained batch: `Batch.position`."""
+    """`Batch.position` of the last trained batch. None if the number of ranks changed: shards of the data differ."""
     extra: Any
-    """As given to `save`."""
+    """The value passed to `save`."""
     tag: str | None
     path: Path
-    """Its manifest."""
+    """Path of the manifest."""
     world: int = 1
-    """Ranks that saved it. With another number of them `position` is none: each has other data."""
+    """Number of ranks that saved it."""
     extras: tuple[Any, ...] = ()
     """`extra` of every rank that saved it."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder.
+    """The checkpoints of a run folder.
 
         checkpoints = tc.Checkpoints("runs/a", tables=[table], model=model, dense_optimizer=optimizer)
         saved = checkpoints.restore()             # None: a new run
         ...
-        checkpoints.save(step, batch.position)    # between steps; costs what changed since the last one
+        checkpoints.save(step, batch.position)    # between steps; writes only rows changed since the last save
 
-    Make it before training begins: it notes what the tables hold, so that a run that dies before its first save begins
-    anew from there. A folder that already has checkpoints takes no `save` before a `restore`.
+    Create it before training starts: it saves the initial state of the tables, so that a run killed before its first
+    save restarts from there. In a folder that already has checkpoints, `restore` must precede `save`.
+
+    Not thread-safe: use it on the training thread.
     """
 
     def __init__(
@@ -87,18 +89,18 @@ class Checkpoints:
         dense_sync: Any = None,
     ) -> None:
         """
-        keep        the last so many saves stay, and beside them the last of each tag
-        read_only   only `saved` and `restore`, which then change nothing: another process may be training
-        dense_sync  of several ranks: `DenseParameters`, whose state is saved, too
+        keep        number of most recent saves to keep, in addition to the last save of each tag
+        read_only   allow only `saved` and `restore`, without changes on disk: another process may be training
+        dense_sync  over several ranks: their `DenseParameters`, whose state is saved too
 
-        Over several ranks, all of them make it and call it, at the same steps; the folder is one that all see.
+        Over several ranks, every rank creates it and calls it at the same steps, on a shared folder.
         """
         if keep < 1:
-            raise ValueError(f"keep is {keep}: at least one checkpoint stays")
+            raise ValueError(f"keep is {keep}: it must be at least 1 checkpoint")
         self.tables = {table.name: table for table in tables}
         if not tables or len(self.tables) != len(tables):
             names = [table.name for table in tables]
-            raise ValueError(f"tables are {names}: give at least one, each with a name of its own (Table(name=...))")
+            raise ValueError(f"tables are {names}: pass at least one, with unique names (Table(name=...))")
         self._collective = CollectiveRunner.of(tables)
         self._model = model
         if isinstance(dense_optimizer, torch.optim.Optimizer):
@@ -111,24 +113,24 @@ class Checkpoints:
         self._stores = TableStores(self._run_dir, self.tables, self._collective, read_only=read_only)
         self._folder = self._run_dir / "checkpoints"
         self._manifests: dict[int, dict[str, Json]] = {}
-        """By number: those that stay."""
+        """Kept manifests, by number."""
         self._ready = False
-        """Whether the tables hold what the newest manifest says, plus training since."""
-        numbers, self._run = self._collective.broadcast("listing checkpoints", self._look)
+        """Whether the tables hold the state of the newest manifest plus the training since then."""
+        numbers, self._run = self._collective.broadcast("listing checkpoints", self._numbers_and_run)
         self._next = max(numbers, default=0) + 1
         self.exists = bool(numbers)
-        """Whether the folder had a run in it when this object was made."""
+        """Whether the folder had a run when this object was created."""
         if not numbers and not read_only:
             self._begin()
 
-    # ---- what there is
+    # ---- list
 
     def saved(self) -> list[Checkpoint]:
-        """All there are, oldest first. Raises `CorruptionError` for a damaged manifest."""
-        found = ((number, self._read(number)) for number in self._numbers())
-        return [self._describe(number, manifest) for number, manifest in found if not manifest["begin"]]
+        """Return all saves, oldest first. Raises `CorruptionError` for a damaged manifest."""
+        manifests = ((number, self._read(number)) for number in self._numbers())
+        return [self._describe(number, manifest) for number, manifest in manifests if not manifest["begin"]]
 
-    def _look(self) -> tuple[list[int], str]:
+    def _numbers_and_run(self) -> tuple[list[int], str]:
         return self._numbers(), secrets.token_hex(8)
 
     def _numbers(self) -> list[int]:
@@ -143,7 +145,7 @@ class Checkpoints:
         try:
             manifest = decode_manifest(path.read_bytes(), str(path))
         except CorruptionError as error:
-            raise CorruptionError(f"{error}. Move it away to go on from the checkpoint before it") from None
+            raise CorruptionError(f"{error}. Move it away to continue from the previous checkpoint") from None
         if manifest.get("format") not in (FORMAT, RANKS_FORMAT):
             raise FormatError(
                 f"{path} has format {manifest.get('format')}; thermocline {__version__} reads {FORMAT}, {RANKS_FORMAT}"
@@ -163,7 +165,7 @@ class Checkpoints:
     # ---- save
 
     def _begin(self) -> None:
-        """The first manifest: what the tables hold before the first save."""
+        """Write the first manifest: the state of the tables before training."""
         self._collective.run_all("starting a run", self._stores.require_unused)
         self._collective.broadcast("starting a run", lambda: atomic_file.make_folder(self._folder))
         self._collective.run_all("starting a run", self._stores.create)
@@ -171,18 +173,19 @@ class Checkpoints:
         self._ready = True
 
     def save(self, step: int, position: Any = None, extra: Any = None, *, tag: str | None = None) -> Checkpoint:
-        """Everything as it is now, durable when it returns. Between steps only; a pipeline may be running ahead.
+        """Save the current state; it is durable on return. Call between steps; a pipeline may be running.
 
-        position   of the last trained batch; extra: whatever else the run needs. Both plain JSON
-        tag        the last save of each tag stays, whatever `keep` says
+        position   `Batch.position` of the last trained batch, as JSON values
+        extra      further state of the run, as JSON values
+        tag        the last save of each tag is kept, regardless of `keep`
         """
         if self._read_only:
-            raise ThermoclineError(f"{self._run_dir} was opened for reading only: nothing can be saved")
+            raise ThermoclineError(f"{self._run_dir} was opened with read_only=True: it cannot be saved to")
         if not self._ready:
-            raise ThermoclineError(f"{self._run_dir} has an earlier run: restore() first, or use another folder")
+            raise ThermoclineError(f"{self._run_dir} has an earlier run: call restore() first, or use another folder")
         for table in self.tables.values():
             if table.pending_gradients:
-                raise ThermoclineError(f"table {table.name!r} has gradients not yet applied: save between steps")
+                raise ThermoclineError(f"table {table.name!r} has unapplied gradients: save between steps")
         require_json(position, "position")
         require_json(extra, "extra")
         return self._write(step, position, extra, tag, begin=False)
@@ -193,7 +196,9 @@ class Checkpoints:
         collective = self._collective
         note = {"thermocline": "begin" if begin else "save", "run": self._run, "number": number, "step": step}
         committed = collective.gather("committing tables", lambda: self._stores.commit(json.dumps(note)))
-        own = collective.gather("gathering the checkpoint state", lambda: self._own(position, extra, begin))
+        rank_states = collective.gather(
+            "gathering the checkpoint state", lambda: self._rank_state(position, extra, begin)
+        )
         manifest: dict[str, Json] = {
             "format": FORMAT,
             "run": self._run,
@@ -212,22 +217,24 @@ class Checkpoints:
         if self._stores.sharded:
             manifest["format"] = RANKS_FORMAT
             manifest["ranks"] = [
-                {"position": mine["position"], "extra": mine["extra"], "stores": stores}
-                for mine, stores in zip(own, committed, strict=True)
+                {"position": rank["position"], "extra": rank["extra"], "stores": stores}
+                for rank, stores in zip(rank_states, committed, strict=True)
             ]
-        manifest = collective.broadcast("publishing the checkpoint", lambda: self._publish(number, manifest, own))
+        manifest = collective.broadcast(
+            "publishing the checkpoint", lambda: self._publish(number, manifest, rank_states)
+        )
         self._manifests[number] = manifest
         self._retain()
         self._sweep()
         failpoint("run.done")
         return self._describe(number, manifest)
 
-    def _publish(self, number: int, manifest: dict[str, Json], own: list[dict[str, Any]]) -> dict[str, Json]:
-        if not manifest["begin"]:  # before the first save the dense model is its maker's business
+    def _publish(self, number: int, manifest: dict[str, Json], rank_states: list[dict[str, Any]]) -> dict[str, Json]:
+        if not manifest["begin"]:  # the initial dense model is not saved: the caller creates it again
             tensors: state_tree.Tensors = {}
-            state = self._dense_state() | own[0]["state"]
-            if len(own) > 1:
-                state["ranks"] = [mine["state"] for mine in own]
+            state = self._dense_state() | rank_states[0]["state"]
+            if len(rank_states) > 1:
+                state["ranks"] = [rank["state"] for rank in rank_states]
             manifest["dense"] = state_tree.pack(state, tensors, "dense")
             data = state_tree.encode(tensors)
             path = self._path(number, ".safetensors")
@@ -238,8 +245,8 @@ class Checkpoints:
         failpoint("run.published")
         return manifest
 
-    def _own(self, position: Json, extra: Json, begin: bool) -> dict[str, Any]:
-        """What each rank has for itself: its place in the data, its random numbers, perhaps its optimizers."""
+    def _rank_state(self, position: Json, extra: Json, begin: bool) -> dict[str, Any]:
+        """Return the state that differs between ranks: position, random states, and optimizers in some modes."""
         state: dict[str, Any] = {}
         if not begin:
             state["random"] = state_tree.random_state()
@@ -259,26 +266,27 @@ class Checkpoints:
         return [{"kind": type(o).__name__, "state": o.state_dict()} for o in self._optimizers]
 
     def _retain(self) -> None:
-        """Drops from the books what `keep` and the tags do not hold."""
+        """Drop manifests that are neither among the last `keep` nor the last of a tag."""
         saves = [number for number, manifest in self._manifests.items() if not manifest["begin"]]
         if not saves:
             return
         last_of_tag = {self._manifests[number]["tag"]: number for number in saves if self._manifests[number]["tag"]}
-        stay = {*saves[-self._keep :], *last_of_tag.values()}
-        self._manifests = {number: manifest for number, manifest in self._manifests.items() if number in stay}
+        kept = {*saves[-self._keep :], *last_of_tag.values()}
+        self._manifests = {number: manifest for number, manifest in self._manifests.items() if number in kept}
 
     def _sweep(self) -> None:
-        """Removes what no manifest in the books names: of old saves, and of saves that never ended."""
+        """Remove everything that no kept manifest names: old saves and interrupted saves."""
         self._collective.broadcast("removing old checkpoints", self._sweep_manifests)
         self._collective.run_all("removing old commits", lambda: self._stores.sweep(list(self._manifests.values())))
         self._collective.broadcast("removing old files", self._sweep_files)
 
     def _sweep_manifests(self) -> None:
-        gone = [number for number in self._numbers() if number not in self._manifests]
-        for number in gone:
-            self._path(number).unlink()
-            failpoint("run.manifest_removed")
-        # Before anything they name goes; and a manifest found after a kill may not have been durable yet.
+        for number in self._numbers():
+            if number not in self._manifests:
+                self._path(number).unlink()
+                failpoint("run.manifest_removed")
+        # Removals must be durable before the named epochs and files are removed. This also makes a kept manifest
+        # durable whose writer was killed before it synced the folder.
         atomic_file.sync_folder(self._folder)
 
     def _sweep_files(self) -> None:
@@ -291,28 +299,28 @@ class Checkpoints:
     # ---- restore
 
     def restore(self, which: int | str | None = None) -> Checkpoint | None:
-        """Puts everything back as it was at the newest save, or at the last one of a step or a tag.
+        """Restore the newest save, or the last one of a step or a tag, and return it.
 
-        None: nothing was saved; the tables are as they were when the run began, the dense model is left alone. Whatever
-        was trained since is forgotten. Not while a pipeline is running.
+        Returns None if nothing was saved: the tables are in their initial state and the dense model is unchanged.
+        Training since the save is discarded. Call it while no pipeline is running.
 
-        Raises before it changes anything: `CorruptionError` (damaged), `FormatError` (of another run, table or model),
-        `NotFoundError` (something it names is gone).
+        Raises before it changes anything: `CorruptionError` (damaged file), `FormatError` (another run, table or
+        model), `NotFoundError` (a missing save, file or epoch).
         """
         collective = self._collective
-        manifests, number, files = collective.broadcast("reading the checkpoints", lambda: self._chosen(which))
+        manifests, number, files = collective.broadcast("reading the checkpoints", lambda: self._load(which))
         manifest = manifests[number]
-        what = "checking the checkpoint"
-        dense = collective.run_all(what, lambda: None if manifest["begin"] else self._unpacked(manifest, files))
-        collective.run_all(what, lambda: self._stores.check(manifest, str(self._path(number))))
-        self._ready = False  # whatever cuts this short, nothing can be saved before a restore that succeeds
+        doing = "checking the checkpoint"
+        dense = collective.run_all(doing, lambda: None if manifest["begin"] else self._unpacked(manifest, files))
+        collective.run_all(doing, lambda: self._stores.check(manifest, str(self._path(number))))
+        self._ready = False  # after an interrupted restore, `save` raises until a restore succeeds
         collective.run_all("restoring rows", lambda: self._stores.restore(manifest, list(manifests.values())))
         if dense is not None:
             self._restore_dense(dense, _world(manifest))
         torch.set_num_threads(manifest["torch_threads"])
         if manifest["versions"] != _versions():
             versions = f"saved with {manifest['versions']}, resumed with {_versions()}"
-            warnings.warn(f"{versions}: bits may differ", stacklevel=2)
+            warnings.warn(f"{versions}: results may differ in the last bits", stacklevel=2)
         self._run = manifest["run"]
         self._manifests = manifests
         if not self._read_only:
@@ -320,30 +328,32 @@ class Checkpoints:
             self._sweep()
         return None if manifest["begin"] else self._describe(number, manifest)
 
-    def _restore_dense(self, own: dict[str, Any], world: int) -> None:
+    def _restore_dense(self, state: dict[str, Any], world: int) -> None:
         if self._model is not None:
-            self._model.load_state_dict(own["model"])
-        for optimizer, saved in zip(self._optimizers, own["optimizers"], strict=True):
+            self._model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved["state"])
-        if self._dense_sync is not None and "sync" in own:
-            self._dense_sync.load_state_dict(own["sync"])
-        if world == self._collective.world:  # of another number of ranks: these would all draw the same
-            state_tree.set_random_state(own["random"])
+        if self._dense_sync is not None and "sync" in state:
+            self._dense_sync.load_state_dict(state["sync"])
+        if world == self._collective.world:  # else every rank would get the random state of rank 0
+            state_tree.set_random_state(state["random"])
 
-    def _chosen(self, which: int | str | None) -> tuple[dict[int, dict[str, Json]], int, dict[str, bytes]]:
-        """All manifests, the number of the one asked for, and the files it names."""
+    def _load(self, which: int | str | None) -> tuple[dict[int, dict[str, Json]], int, dict[str, bytes]]:
+        """Return all manifests, the number of the selected one, and the content of its files."""
         manifests = {number: self._read(number) for number in self._numbers()}
-        number = self._choose(manifests, which)
+        number = self._select(manifests, which)
         return manifests, number, self._files(manifests[number])
 
-    def _choose(self, manifests: dict[int, dict[str, Json]], which: int | str | None) -> int:
-        fits = [n for n, m in manifests.items() if which is None or (not m["begin"] and which in (m["step"], m["tag"]))]
-        if not fits:
+    def _select(self, manifests: dict[int, dict[str, Json]], which: int | str | None) -> int:
+        matches = [
+            n for n, m in manifests.items() if which is None or (not m["begin"] and which in (m["step"], m["tag"]))
+        ]
+        if not matches:
             saves = (m for m in manifests.values() if not m["begin"])
             have = ", ".join(f"step {m['step']}" + f" ({m['tag']})" * bool(m["tag"]) for m in saves)
             wanted = "checkpoint" if which is None else f"checkpoint {which!r}"
             raise NotFoundError(f"{self._folder} has no {wanted}; it has {have or 'none'}")
-        return fits[-1]
+        return matches[-1]
 
     def _files(self, manifest: dict[str, Json]) -> dict[str, bytes]:
         files = {}
@@ -354,7 +364,7 @@ class Checkpoints:
             except FileNotFoundError:
                 raise NotFoundError(f"{path} is missing: the checkpoint of step {manifest['step']} needs it") from None
             if len(data) != expected["bytes"] or sha256_hex(data) != expected["sha256"]:
-                raise CorruptionError(f"{path} is damaged: its checksum is not the one its manifest has")
+                raise CorruptionError(f"{path} is damaged: its checksum differs from the manifest")
         return files
 
     def _unpacked(self, manifest: dict[str, Json], files: dict[str, bytes]) -> dict[str, Any]:
@@ -363,14 +373,14 @@ class Checkpoints:
             tensors.update(state_tree.decode(data))
         state: dict[str, Any] = state_tree.unpack(manifest["dense"], tensors)
         state_tree.check_dense(state, self._dense_state())
-        own = self._part_of(state, _world(manifest))
+        local = self._local_state(state, _world(manifest))
         if not self._read_only:
-            for optimizer in own["optimizers"]:
+            for optimizer in local["optimizers"]:
                 check_frozen_state(optimizer["state"])
-        return own
+        return local
 
-    def _part_of(self, dense: dict[str, Any], world: int) -> dict[str, Any]:
-        """What this rank has of what so many ranks saved."""
+    def _local_state(self, dense: dict[str, Any], world: int) -> dict[str, Any]:
+        """Return the dense state for this rank; `world` ranks saved it."""
         if world == self._collective.world > 1:
             return {**dense, **dense["ranks"][self._collective.rank]}
         if world > 1 and "optimizers" in dense["ranks"][0]:
@@ -381,13 +391,13 @@ class Checkpoints:
         return dense
 
     def close(self) -> None:
-        """Closes the stores of tables without ssd. Nothing can be saved any more."""
+        """Close the stores of tables without `ssd`. `save` raises afterwards."""
         self._ready = False
         self._stores.close()
 
 
 def _world(manifest: dict[str, Json]) -> int:
-    """Ranks that saved it."""
+    """Return the number of ranks that saved the checkpoint."""
     return len(manifest.get("ranks", [None]))
 
 

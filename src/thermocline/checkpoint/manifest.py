@@ -41,7 +41,7 @@ def _dump(value: Json) -> bytes:
 
 
 def require_json(value: Any, name: str) -> None:
-    """Raise TypeError unless `value` survives a round trip through JSON; `name` names it in the error.
+    """Raise TypeError unless JSON preserves `value` exactly; `name` is its name in the error.
 
     Rejects values that JSON would change silently: a tuple becomes a list, an integer key becomes a string.
     """

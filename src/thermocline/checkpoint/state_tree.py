@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside rows: trees of tensors and plain values, as safetensors and JSON, never pickle."""
+"""Serializes the dense state of a checkpoint: tensors to safetensors, all other values to JSON. Uses no pickle."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 def pack(value: Any, tensors: Tensors, path: str) -> Json:
-    """`value` as JSON; tensors go to `tensors`, under the path that leads to them. `unpack` gives it back as it was."""
+    """Convert a nested value to JSON, and add its tensors to `tensors` by path. `unpack` is the inverse."""
     match value:
         case None | bool() | int() | float() | str():
             return value
         case torch.Tensor():
-            while path in tensors:  # of {"a": {"b": ...}} and {"a/b": ...}, of 1 and "1"
+            while path in tensors:  # {"a": {"b": ...}} and {"a/b": ...} have the same path, as have the keys 1 and "1"
                 path += "'"
             tensors[path] = value
             return {"tensor": path}
@@ -36,12 +36,12 @@ def pack(value: Any, tensors: Tensors, path: str) -> Json:
             items = [pack(v, tensors, f"{path}/{i}") for i, v in enumerate(value)]
             return items if isinstance(value, list) else {"tuple": items}
     raise TypeError(
-        f"{path} is a {type(value).__name__}: a checkpoint holds tensors, numbers, text, lists and dicts only"
+        f"{path} is a {type(value).__name__}: a checkpoint holds only tensors, numbers, strings, lists and dicts"
     )
 
 
 def unpack(value: Json, tensors: Tensors) -> Any:
-    """What `pack` was given."""
+    """Return the value that `pack` converted."""
     match value:
         case {"tensor": path}:
             return tensors[path]
@@ -55,35 +55,36 @@ def unpack(value: Json, tensors: Tensors) -> Any:
 
 
 def encode(tensors: Tensors) -> bytes:
-    """A safetensors file. Tensors that share memory are written once each."""
+    """Serialize tensors as a safetensors file. Tensors that share memory are copied: the format does not allow it."""
     seen: set[int] = set()
-    plain: Tensors = {}
+    separate: Tensors = {}
     for name, tensor in tensors.items():
         copy = tensor.detach().cpu().contiguous()
-        where = copy.untyped_storage().data_ptr()
-        plain[name] = copy.clone() if where in seen else copy
-        seen.add(where)
-    return safetensors.torch.save(plain)
+        address = copy.untyped_storage().data_ptr()
+        separate[name] = copy.clone() if address in seen else copy
+        seen.add(address)
+    return safetensors.torch.save(separate)
 
 
 def decode(data: bytes) -> Tensors:
-    """The tensors of a safetensors file."""
+    """Return the tensors of a safetensors file."""
     return safetensors.torch.load(data)
 
 
-def check_dense(saved: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raises `FormatError` unless a saved model and its optimizers fit the ones that are here."""
-    was, now = (_shapes(state["model"]) for state in (saved, here))
-    for name in {**was, **now}:
-        if was.get(name) != now.get(name):
+def check_dense(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise `FormatError` unless the saved model and optimizers match the current ones in names, shapes and groups."""
+    saved_shapes, shapes = (_shapes(state["model"]) for state in (saved, current))
+    for name in {**saved_shapes, **shapes}:
+        if saved_shapes.get(name) != shapes.get(name):
             raise FormatError(
-                f"the checkpoint is of another model: {name} is {was.get(name, 'not there')} in the checkpoint and "
-                f"{now.get(name, 'not there')} here"
+                f"the checkpoint is of another model: {name} is {saved_shapes.get(name, 'missing')} in the checkpoint "
+                f"and {shapes.get(name, 'missing')} in this model"
             )
-    groups_were, groups = ([_groups(optimizer) for optimizer in state["optimizers"]] for state in (saved, here))
-    if groups_were != groups:
+    saved_groups, groups = ([_groups(optimizer) for optimizer in state["optimizers"]] for state in (saved, current))
+    if saved_groups != groups:
         raise FormatError(
-            f"the checkpoint has other dense optimizers: {groups_were} (parameters per group), here {groups}"
+            f"the checkpoint has other dense optimizers: {saved_groups} (parameters per group), but this run has "
+            f"{groups}"
         )
 
 
@@ -98,11 +99,14 @@ def _groups(optimizer: dict[str, Any]) -> str:
     return f"{optimizer['kind']} {[len(group['params']) for group in optimizer['state']['param_groups']]}"
 
 
-# ---- random numbers
+# ---- random states
 
 
 def random_state() -> dict[str, Any]:
-    """Of torch, NumPy's and Python's global generators. A loader's own randomness belongs into its position."""
+    """Return the states of the global generators of torch, NumPy and Python.
+
+    A loader with its own generator must put its state into `Batch.position`.
+    """
     state = {"torch": torch.get_rng_state(), "python": random.getstate()}
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
@@ -113,7 +117,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Back to what `random_state` found."""
+    """Restore the result of `random_state`."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

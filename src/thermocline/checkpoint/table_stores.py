@@ -1,4 +1,4 @@
-"""Which epoch of which store a checkpoint names, for every table of a run.
+"""Commits, restores and removes the table stores that checkpoints name.
 
 A table without `ssd` has its store in the run folder. Over several ranks each rank has a store per table, in a folder
 named after the rank and the number of ranks. A different number of ranks reads all stores of a checkpoint, and each
@@ -193,30 +193,30 @@ class TableStores:
             before = "with" if entry["ssd"] else "without"
             raise FormatError(f"{path}: table {table.name!r} was saved {before} an ssd folder: open it {before} one")
 
-    def _check_stores(self, table: Table, manifest: Manifest, what: str) -> None:
+    def _check_stores(self, table: Table, manifest: Manifest, subject: str) -> None:
         saved = self._saved(table, manifest)
         if not self._same_ranks(manifest):
             for source in saved:
                 with self._open_saved(table, source) as store:
-                    _check_note(store, source, what)
+                    _check_note(store, source, subject)
             return
         source = saved[self._rank]
         self._use_folder(table, source.path.name if self.sharded else "")
         if table.store is None and table.checkpoint_store is None:
             table.checkpoint_store = self._open_checkpoint_store(table)
-        self._check_epoch(table, source, what)
+        self._check_epoch(table, source, subject)
 
-    def _check_epoch(self, table: Table, source: _SavedStore, what: str) -> None:
+    def _check_epoch(self, table: Table, source: _SavedStore, subject: str) -> None:
         """Raise unless the table's store has the epoch and its note proves that this checkpoint made it."""
         store = saving_store(table)
         if source.epoch not in store.epochs and not self._read_only:  # a writer may commit it while others read
             have = ", ".join(map(str, store.epochs)) or "none"
-            raise NotFoundError(f"{what} needs epoch {source.epoch}, but {store.path} has {have}: is it another store?")
+            raise NotFoundError(f"{subject} needs epoch {source.epoch}, but {store.path} has {have}: wrong store?")
         if store.epoch == source.epoch:
-            _check_note(store, source, what)
+            _check_note(store, source, subject)
         else:  # open on a newer commit, of an interrupted save
             with self._open_saved(table, source) as old:
-                _check_note(old, source, what)
+                _check_note(old, source, subject)
 
     @staticmethod
     def _open_saved(table: Table, source: _SavedStore) -> SsdStore:
@@ -307,7 +307,7 @@ def saving_store(table: Table) -> SsdStore:
 
 
 def _remove_store(root: Path) -> None:
-    """Remove the store of one process that trained the table before ranks did: its files are beside their folders."""
+    """Remove the store of an earlier single process, whose files are in `root` next to the folders of the ranks."""
     identity = root / _IDENTITY
     if identity.exists():
         for path in root.iterdir():
@@ -316,8 +316,8 @@ def _remove_store(root: Path) -> None:
         identity.unlink()  # last: after an interruption the next sweep continues
 
 
-def _check_note(store: SsdStore, source: _SavedStore, what: str) -> None:
+def _check_note(store: SsdStore, source: _SavedStore, subject: str) -> None:
     if store.note.decode(errors="replace") != source.note:
         raise FormatError(
-            f"{what} was not saved in the store at {store.path}: its epoch {source.epoch} is of another run"
+            f"{subject} was not saved in the store at {store.path}: its epoch {source.epoch} is of another run"
         )

@@ -1,10 +1,13 @@
-"""Stages connected by bounded queues, each on a thread of its own; knows no tables.
+"""Runs stages connected by queues, one thread per stage. Independent of tables.
 
     read  ->  stage 1  ->  ...  ->  stage n  ->  the caller's loop
 
-At most `depth` items are between `read` and the end of the loop's body. Depth 1 runs the same stages one after the
-other on the caller's thread. An exception in any stage reaches the caller, with its own traceback, in place of the item
-it belongs to; whatever came before it is delivered first.
+Depth      at most `depth` items are between `read` and the end of the loop's body. Depth 1 runs the same stages
+           serially on the caller's thread
+Errors     an exception in the source or a stage is re-raised in the consumer, with its traceback, in place of the item
+           that failed; all earlier items are delivered first. Then the pipeline closes
+Threads    each stage runs on one thread, in item order. `Pipeline` itself is not thread-safe: one thread consumes and
+           closes it, except that the garbage collector may drop it on any thread
 """
 
 from __future__ import annotations
@@ -23,18 +26,17 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(slots=True)
 class StageStats:
-    """Where one stage's time went."""
+    """Time of one stage. Each field has one writer thread; other threads may read it at any time."""
 
     name: str
     items: int = 0
     busy_seconds: float = 0.0
-    """Working."""
     wait_seconds: float = 0.0
-    """Waiting for the stage before it."""
+    """Time waiting for the previous stage."""
     blocked_seconds: float = 0.0
-    """Waiting for room in the pipeline: the stages after it are slower."""
+    """Time waiting because `depth` items are in flight: later stages are slower."""
     fill: float = 0.0
-    """Items ready for the next stage, on average."""
+    """Mean number of items ready for the next stage."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,14 +48,15 @@ _END = object()
 
 
 class Pipeline(Generic[T]):
-    """An iterator over `source` with every item passed through `stages`, in order.
+    """Iterates over `source` with every item passed through `stages`, in order.
 
-    `finish(item)` is called for every item that was read, whatever became of it: when the caller asks for the next one,
-    when a stage fails on it, or at the end; once more if an interrupt cut it short. `on_stop()` is called before the
-    stages' threads are waited for: a stage that waits must give up then; `on_closed(n)` afterwards, once they have
-    ended: n items could have begun, however many did. The pipeline closes with its `with` block, at
-    its end, when an error leaves it, and when nobody holds it any more: a `for` loop over it cleans up however it is
-    left.
+    finish(item)   called for every item that was read: when the caller requests the next item, when a stage fails on
+                   it, or on close. Called again for the same item if an interrupt aborted the first call
+    on_stop()      called before the threads are joined; blocked stages must return or raise
+    on_closed(n)   called after the threads have ended; n is the most items that any stage can have started
+
+    Closes at the end of its `with` block, at the end of the source, on an error, and when it is garbage-collected: any
+    exit from a `for` loop over it is safe.
     """
 
     def __init__(
@@ -67,21 +70,21 @@ class Pipeline(Generic[T]):
         on_closed: Callable[[int], None] = lambda items: None,
     ) -> None:
         if depth < 1:
-            raise ValueError(f"depth is {depth}: at least 1, which runs the stages one after the other")
-        self._flow = _Flow(iter(source), stages, depth, finish, on_stop, on_closed)
-        # The threads know the flow, never this object: so it can be dropped while they run, and stops them.
-        weakref.finalize(self, _close, self._flow)
-        self._flow.start()
+            raise ValueError(f"depth is {depth}: it must be at least 1, which runs the stages serially")
+        self._executor = _Executor(iter(source), stages, depth, finish, on_stop, on_closed)
+        # The threads do not refer to this object, so that it can be dropped, and closes them, while they run.
+        weakref.finalize(self, _close_executor, self._executor)
+        self._executor.start()
 
     def __iter__(self) -> Pipeline[T]:
         return self
 
     def __next__(self) -> T:
-        return self._flow.next()  # type: ignore[no-any-return]
+        return self._executor.next()  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Stops the stages, waits for them, and finishes what they had ready. Calling it again does nothing."""
-        self._flow.close()
+        """Stop the stages, join their threads, and finish all items in flight. Further calls have no effect."""
+        self._executor.close()
 
     def __enter__(self) -> Pipeline[T]:
         return self
@@ -91,26 +94,26 @@ class Pipeline(Generic[T]):
 
     @property
     def stats(self) -> list[StageStats]:
-        """Of the reader, every stage, and the caller's loop."""
-        return self._flow.stats
+        """Statistics of "read", every stage, and "train", the caller's loop."""
+        return self._executor.stats
 
 
-def _close(flow: _Flow) -> None:
-    """For the garbage collector, out of which no exception can come."""
-    if flow.runs_here():  # in the middle of anything, maybe with a lock that the other stages need to end
-        _thread.start_new_thread(flow.close, ())
+def _close_executor(executor: _Executor) -> None:
+    """Close from a finalizer, which cannot raise."""
+    if executor.on_stage_thread():  # it cannot join itself, and may hold a lock that other stages need to end
+        _thread.start_new_thread(executor.close, ())
         return
     try:
-        flow.close()
+        executor.close()
     except KeyboardInterrupt:
-        flow.close()
+        executor.close()
         _thread.interrupt_main()
 
 
 def _join(thread: threading.Thread) -> None:
-    """Also of one whose start an interrupt cut short: it may run a moment later, or never."""
-    end = time.monotonic() + 0.2
-    while time.monotonic() < end:
+    """Join a thread. If an interrupt aborted its start, wait 0.2 s: it may still start."""
+    deadline = time.monotonic() + 0.2
+    while time.monotonic() < deadline:
         try:
             thread.join()
         except RuntimeError:
@@ -119,12 +122,12 @@ def _join(thread: threading.Thread) -> None:
             return
 
 
-class _Flow:
-    """What the caller and the threads share.
+class _Executor:
+    """State shared by the caller and the stage threads.
 
-    The caller may be interrupted (Ctrl-C) between any two instructions. So everything it shares with the threads is
-    plain: an attribute, or a SimpleQueue, whose put and get are whole. The locks inside threading's Event, Condition
-    and Semaphore could be left taken for ever.
+    Thread safety: KeyboardInterrupt may be raised in the caller between any two instructions. So all shared state is
+    either an attribute with one writer or a SimpleQueue, whose put and get are atomic. An interrupt inside threading's
+    Event, Condition or Semaphore could leave their lock acquired forever.
     """
 
     def __init__(
@@ -142,14 +145,14 @@ class _Flow:
         self._finish = finish
         self._on_stop = on_stop
         self._on_closed = on_closed
-        self._left = 0  # items that the caller is done with
+        self._consumed = 0  # items that the caller has finished
         self._current: Any = _END
         self.stats = [StageStats("read"), *(StageStats(name) for name, _ in stages), StageStats("train")]
-        self._asked = time.perf_counter()
+        self._returned_at = time.perf_counter()
         self._stopping = False
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each item that may still be read
+        self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry per item that may be read
         for _ in range(depth):
-            self._room.put(None)
+            self._permits.put(None)
         self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(len(stages) + 1)]
         self._threads: list[threading.Thread] = []
 
@@ -157,48 +160,48 @@ class _Flow:
         if self._depth == 1:
             return
         for i, stats in enumerate(self.stats[:-1]):
-            work, args = (self._read, ()) if i == 0 else (self._work, (i - 1,))
-            thread = threading.Thread(target=work, args=args, name=f"thermocline-{stats.name}", daemon=True)
+            target, args = (self._run_reader, ()) if i == 0 else (self._run_worker, (i - 1,))
+            thread = threading.Thread(target=target, args=args, name=f"thermocline-{stats.name}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def runs_here(self) -> bool:
-        """Whether the calling thread is one of the stages'."""
+    def on_stage_thread(self) -> bool:
+        """Whether the calling thread runs one of the stages."""
         return any(thread.ident == threading.get_ident() for thread in self._threads)
 
-    # ---- the caller's side
+    # ---- caller
 
     def next(self) -> Any:
         now = time.perf_counter()
         train = self.stats[-1]
         try:
             if self._current is not _END:
-                train.busy_seconds += now - self._asked
+                train.busy_seconds += now - self._returned_at
                 train.items += 1
-                self._left += 1
-                self._done()
+                self._consumed += 1
+                self._finish_current()
             if not self._stopping:
-                self._current = self._serial() if self._depth == 1 else self._take()
+                self._current = self._next_serial() if self._depth == 1 else self._next_ready()
         except BaseException:
             self.close()
             raise
-        self._asked = time.perf_counter()
-        train.wait_seconds += self._asked - now
+        self._returned_at = time.perf_counter()
+        train.wait_seconds += self._returned_at - now
         if self._current is _END:
             self.close()
             raise StopIteration
         return self._current
 
     def close(self) -> None:
-        """May be called again, also after an interrupt cut it short."""
+        """Stop and join. May be called again, also after an interrupt aborted it."""
         self._stopping = True
         self._on_stop()
-        self._room.put(None)  # the reader may be waiting for room
+        self._permits.put(None)  # wakes the reader
         for q in self._queues:
             q.put(_END)
         for thread in self._threads:
             _join(thread)
-        self._done()
+        self._finish_current()
         for q in self._queues:
             while True:
                 try:
@@ -207,16 +210,16 @@ class _Flow:
                     break
                 if item is not _END and not isinstance(item, _Failure):
                     self._finish(item)
-            q.put(_END)  # for a thread that an interrupt let begin only now
-        self._on_closed(self._left + self._depth)
+            q.put(_END)  # for a thread that starts only now, after an interrupted start
+        self._on_closed(self._consumed + self._depth)
 
-    def _done(self) -> None:
+    def _finish_current(self) -> None:
         if self._current is not _END:
             self._finish(self._current)
             self._current = _END
-            self._room.put(None)
+            self._permits.put(None)
 
-    def _take(self) -> Any:
+    def _next_ready(self) -> Any:
         last, before = self._queues[-1], self.stats[-2]
         before.fill += (last.qsize() - before.fill) / (self.stats[-1].items + 1)
         item = last.get()
@@ -224,17 +227,17 @@ class _Flow:
             raise item.error
         return item
 
-    def _serial(self) -> Any:
+    def _next_serial(self) -> Any:
         item = self._timed(0, lambda: next(self._source, _END))
         if item is not _END:
             for i in range(len(self._stages)):
-                item = self._pass(i, item)
+                item = self._run_stage(i, item)
         return item
 
-    # ---- both sides
+    # ---- caller and stage threads
 
-    def _pass(self, i: int, item: Any) -> Any:
-        """The item after stage i. One that fails is finished here."""
+    def _run_stage(self, i: int, item: Any) -> Any:
+        """Return the result of stage i; finish the item if the stage fails."""
         try:
             return self._timed(i + 1, lambda: self._stages[i](item))
         except BaseException:
@@ -250,43 +253,43 @@ class _Flow:
         self.stats[i].items += item is not _END
         return item
 
-    # ---- the stages' threads
+    # ---- stage threads
 
-    def _read(self) -> None:
+    def _run_reader(self) -> None:
         stats = self.stats[0]
         while True:
             start = time.perf_counter()
-            self._room.get()
+            self._permits.get()
             stats.blocked_seconds += time.perf_counter() - start
             if self._stopping:
                 return
             try:
                 item = self._timed(0, lambda: next(self._source, _END))
-            except BaseException as error:  # handed to the caller
+            except BaseException as error:  # re-raised in the consumer
                 item = _Failure(error)
             self._queues[0].put(item)
             if item is _END or isinstance(item, _Failure):
                 return
 
-    def _work(self, i: int) -> None:
+    def _run_worker(self, i: int) -> None:
         before, stats = self.stats[i], self.stats[i + 1]
-        source, target = self._queues[i], self._queues[i + 1]
+        inbox, outbox = self._queues[i], self._queues[i + 1]
         while True:
-            item = None  # while this one waits, others decide how long the last one lives
+            item = None  # drop the reference to the last item while waiting
             start = time.perf_counter()
-            before.fill += (source.qsize() - before.fill) / (stats.items + 1)
-            item = source.get()
+            before.fill += (inbox.qsize() - before.fill) / (stats.items + 1)
+            item = inbox.get()
             stats.wait_seconds += time.perf_counter() - start
             if item is _END or isinstance(item, _Failure):
-                target.put(item)
+                outbox.put(item)
                 return
             if not self._stopping:
                 try:
-                    item = self._pass(i, item)
-                except BaseException as error:  # handed to the caller
-                    target.put(_Failure(error))
+                    item = self._run_stage(i, item)
+                except BaseException as error:  # re-raised in the consumer
+                    outbox.put(_Failure(error))
                     return
-            if self._stopping:  # nobody may be left to take it; what waits in the queue is for close()
+            if self._stopping:  # no later stage may take it; items still in the queue are finished by close()
                 self._finish(item)
                 return
-            target.put(item)
+            outbox.put(item)

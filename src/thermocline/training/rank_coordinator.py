@@ -1,14 +1,17 @@
-"""The trainers of all ranks, as one of them sees them: what they agree on between steps. One process is a crew of one.
+"""Coordinates interrupt, save and stop across ranks, and synchronizes dense parameters; a no-op for one rank.
 
-Ranks must take the same decisions at the same steps. Most follow from the config and the step; the others, a signal or
-the clock of one rank, travel with the batches ahead (`say`), so that all hear of them with the same batch.
+Ranks must take the same decisions at the same steps. Most decisions follow from the config and the step. The others,
+from a signal or the clock of one rank, are flags that travel with the windows of the pipeline (`prefetch(flags_fn=)`),
+so that all ranks receive them with the same batch.
+
+Thread     the training thread; `local_flags` also on the thread of the exchange stage
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,7 +29,7 @@ INTERRUPT, SAVE, STOP = 1, 2, 4
 
 
 class RankCoordinator:
-    """Made by every rank's trainer."""
+    """One per trainer; every rank has a trainer."""
 
     def __init__(
         self,
@@ -35,11 +38,11 @@ class RankCoordinator:
         optimizers: Sequence[torch.optim.Optimizer],
         dense_sync: DenseSync,
     ) -> None:
-        self._collective = CollectiveRunner.of(tables)
-        self.world, self.is_rank0 = self._collective.world, self._collective.is_rank0
+        runner = CollectiveRunner.of(tables)
+        self.world, self.is_rank0 = runner.world, runner.is_rank0
         self.groups: Groups | None = None
         self.sync: DenseParameters | None = None
-        """Keeps the dense parameters of all ranks together; none: there is one rank."""
+        """Synchronizes the dense parameters; None for one rank."""
         groups = tables[0].groups
         if groups is not None and self.world > 1:
             from thermocline.distributed.dense_sync import DenseParameters
@@ -48,69 +51,72 @@ class RankCoordinator:
             self.sync = DenseParameters.make(
                 model.parameters(), optimizers, self.groups, dense_sync, buffers=model.buffers()
             )
-        self._said = self._heard = 0
+        self._sent = 0
+        """SAVE while this rank's request for a save is pending."""
+        self._requests = 0
+        """Flags received from all ranks."""
 
-    # ---- what only one of them knows
+    # ---- flags
 
     def local_flags(self, interrupted: bool, save: bool, stop: bool) -> int:
-        """What this rank asks for; the clock's word is rank 0's. Asked for a save once, it waits for that."""
-        save = save and self.is_rank0 and not self._said & SAVE
-        self._said |= SAVE * save
+        """Return this rank's flags for the next window. Only rank 0's clock counts; a save is requested once."""
+        save = save and self.is_rank0 and not self._sent & SAVE
+        self._sent |= SAVE * save
         return INTERRUPT * interrupted | SAVE * save | STOP * stop
 
-    def merge_flags(self, said: int) -> None:
-        """What all ranks asked for with the batch at hand."""
-        self._heard |= said
+    def merge_flags(self, flags: int) -> None:
+        """Add the combined flags of all ranks, received with the current batch."""
+        self._requests |= flags
 
-    def requested(self, what: int, here: bool) -> bool:
-        """Whether it is to be done now: because it is so here, or, in a crew, because all have heard of it."""
-        return here if self.world == 1 else bool(self._heard & what)
+    def requested(self, flag: int, local: bool) -> bool:
+        """Whether to act now: for one rank `local`, else whether all ranks received `flag`."""
+        return local if self.world == 1 else bool(self._requests & flag)
 
     def saved(self) -> None:
-        """What was asked for is done."""
-        self._said &= ~SAVE
-        self._heard &= ~SAVE
+        """Clear the request for a save."""
+        self._sent &= ~SAVE
+        self._requests &= ~SAVE
 
     # ---- dense parameters
 
     def begin(self) -> None:
-        """Every rank takes rank 0's parameters."""
-        self._said = self._heard = 0
+        """Clear all flags and broadcast rank 0's parameters."""
+        self._sent = self._requests = 0
         if self.sync is not None:
             self.sync.begin()
 
     def after_backward(self) -> None:
-        """Gradients of the step are there."""
+        """Synchronize dense gradients, if the mode does."""
         if self.sync is not None:
             self.sync.after_backward()
 
     def after_step(self, step: int) -> None:
-        """So many have been taken."""
+        """Average dense parameters, if due after `step` steps."""
         if self.sync is not None:
             self.sync.after_step(step)
 
     def merge(self) -> None:
-        """All ranks have one model: before evaluation, before a checkpoint, at the end."""
+        """Make the dense parameters equal on all ranks: before evaluation and before a checkpoint."""
         if self.sync is not None:
             self.sync.merge_now()
 
     def norm(self, dense: float) -> float:
-        """Of the dense gradients: the root of the mean square over ranks, which are their own between merges."""
+        """Return the root mean square over ranks of the dense gradient norm, equal on all ranks."""
         if self.groups is None:
             return dense
-        found = self.groups.train.all_gather(np.array([dense]), "computing the gradient norm")
-        return math.hypot(*found[:, 0].tolist()) / math.sqrt(self.world)
+        norms = self.groups.train.all_gather(np.array([dense]), "computing the gradient norm")
+        return math.hypot(*norms[:, 0].tolist()) / math.sqrt(self.world)
 
-    # ---- figures
+    # ---- metrics
 
     def joined(self, metrics: ExactMetrics) -> ExactMetrics:
-        """Of all ranks' examples, on all ranks the same."""
+        """Return metrics over the examples of all ranks, equal on all ranks."""
         return metrics if self.groups is None else metrics.joined(self.groups)
 
     def total(self, *figures: float) -> list[float]:
-        """Each summed over all ranks."""
+        """Return each figure summed over all ranks."""
         if self.groups is None:
             return list(figures)
-        found = self.groups.train.all_gather(np.array(figures, np.float64), "summing metrics")
-        total: list[Any] = found.sum(0).tolist()
+        gathered = self.groups.train.all_gather(np.array(figures, np.float64), "summing metrics")
+        total: list[float] = gathered.sum(0).tolist()
         return total
