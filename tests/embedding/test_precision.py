@@ -13,7 +13,7 @@ from helpers.ssd import SMALL
 
 import thermocline as tc
 from thermocline.embedding.precision import Kind, Precision
-from thermocline.embedding.reference_codec import chances, encode, pack
+from thermocline.embedding.reference_codec import encode, pack, rounding_bits
 
 KINDS: list[Kind] = [kind for kind in get_args(Kind) if kind != "fp32"]
 PRECISIONS = [
@@ -65,9 +65,9 @@ def test_settings_and_bytes() -> None:
     [
         ({"kind": "int9"}, "Precision.kind is 'int9': it must be one of fp32, fp16"),
         ({"kind": "int8", "rounding": "up"}, "Precision.rounding is 'up'"),
-        ({"kind": "int8", "range": 0.0}, "Precision.range is 0.0: it must be a finite number above 0, or none"),
-        ({"kind": "int8", "range": "1"}, "Precision.range is '1': it must be a finite number above 0, or none"),
-        ({"kind": "int8", "range": 1e-45}, "Precision.range is 1e-45: it must be so large that its step is a float32"),
+        ({"kind": "int8", "range": 0.0}, "Precision.range is 0.0: it must be a finite number above 0, or None"),
+        ({"kind": "int8", "range": "1"}, "Precision.range is '1': it must be a finite number above 0, or None"),
+        ({"kind": "int8", "range": 1e-45}, "Precision.range is 1e-45: it must be such that its scale is a float32"),
         ({"kind": "int2", "range": 1e39}, "Precision.range is 1e[+]39: it must be"),
         (
             {"kind": "int8", "scale_lr": 0.01},
@@ -75,7 +75,7 @@ def test_settings_and_bytes() -> None:
         ),
         (
             {"kind": "fp16", "scale_lr": 0.01},
-            "Precision.scale_lr is 0.01: it must be 0: only integers have a step to learn",
+            "Precision.scale_lr is 0.01: it must be 0: only integers have a scale to learn",
         ),
         (
             {"kind": "int8", "range": 1.0, "scale_lr": 0.5},
@@ -85,7 +85,7 @@ def test_settings_and_bytes() -> None:
             {"kind": "int8", "range": 1.0, "scale_lr": "x"},
             "Precision.scale_lr is 'x': it must be a number from 0 to 0.1",
         ),
-        ({"kind": "fp16", "range": 1.0}, "Precision.range is 1.0: it must be none: only integers, .* not fp16"),
+        ({"kind": "fp16", "range": 1.0}, "Precision.range is 1.0: it must be None: only integers, .* not fp16"),
     ],
 )
 def test_settings_that_are_wrong(settings: dict[str, Any], message: str) -> None:
@@ -120,7 +120,7 @@ def test_stored_bytes_are_the_references(precision: Precision, dim: int) -> None
     tier.apply_gradients(slots, -rows, step=9)
     tier.unpin(slots, dirty=True)
     for key, row, words in zip(other, rows, tier.read_stored(other), strict=True):
-        chance = chances(SEED, TABLE, int(key), 9, dim) if precision.stochastic else None
+        chance = rounding_bits(SEED, TABLE, int(key), 9, dim) if precision.stochastic else None
         assert words.tobytes() == stored_bytes(precision, row + np.float32(0), chance)
 
 

@@ -25,7 +25,7 @@ import thermocline as tc
 from thermocline.kernels import INTERPRETED
 from thermocline.tiers import hbm_backend
 from thermocline.tiers.hbm import HbmTier, bytes_for, row_capacity
-from thermocline.tiers.hbm_transfer import Mover
+from thermocline.tiers.hbm_transfer import RowTransfer
 
 DEVICE: Any = "interpreter" if INTERPRETED else "cuda"
 FRESH = [5, 2**63, 2**64 - 1]
@@ -260,7 +260,7 @@ def test_rounding_is_by_the_key_whose_row_it_was(monkeypatch: pytest.MonkeyPatch
     late(hbm_backend, "update_rows")
     after(hbm_backend, "pool_rows")  # on the same stream
     after(HbmTier, "_wait_for_training")
-    after(Mover, "_on")  # where rows leave
+    after(RowTransfer, "_on")  # where rows leave
     options: dict[str, Any] = {"precision": tc.Precision(kind="int4"), "mem": "4MB"}
     tables = [
         tc.Table(4, tc.SGD(lr=0.1), hbm=bytes_for(8, 2), device=DEVICE, **options),

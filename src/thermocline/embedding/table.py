@@ -15,7 +15,7 @@ from thermocline.embedding.backend import RowBackend, RowWindow, ShardBackend
 from thermocline.embedding.batch_plan import BagInputs, BagSpec, BatchPlan, Gradient, ReducedGradients, select_inputs
 from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.optimizers import Optimizer
-from thermocline.embedding.precision import Kind, Precision, note_with
+from thermocline.embedding.precision import Kind, Precision, append_precision
 from thermocline.embedding.table_spec import Policy, TableSpec
 from thermocline.errors import require_type, whole_number
 from thermocline.tiers.host_rows import open_store
@@ -350,7 +350,7 @@ class Table:
 
     def commit_note(self, note: bytes) -> bytes:
         """Return the note of a commit of this table's rows: below fp32 it records the precision."""
-        return note_with(note, self.precision, self.backend.learned_scale)
+        return append_precision(note, self.precision, self.backend.learned_scale)
 
     def write_back(self) -> None:
         """Copy every row that changed in HBM to DRAM: `table.dram` is then complete. Between steps only."""
