@@ -6,7 +6,9 @@ Two tables of different dims, three bags, eight fields of skewed keys and a smal
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import functools
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,9 @@ BAGS: list[tuple[str, Any, Any]] = [
 ]
 WIDTH = sum(DIMS[name] * len(fields) for name, fields, _ in BAGS)
 UNTRAINED = [11, 2**63, 2**64 - 1]
+shared_dir: Path | None = None
+"""Folder in which test processes share references; None: each process computes its own. Set by conftest.py."""
+
 PRECISIONS = {
     "fp32": tc.Precision(),
     "bf16": tc.Precision(kind="bf16"),
@@ -137,6 +142,20 @@ def make_model(tables: dict[str, tc.Table], seed: int = 0) -> Net:
 @functools.cache
 def reference(optimizer: str, count: int = 320, device: str = "cpu") -> Result:
     """Train on `ReferenceTable`; `device` is that of the dense network, whose result depends on it."""
+    if shared_dir is None:
+        return _train_reference(optimizer, count, device)
+    with open(shared_dir / f"reference-{optimizer.replace('/', '-')}-{count}-{device}", "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if data := file.read():
+            shared: Result = pickle.loads(data)
+            return shared
+        result = _train_reference(optimizer, count, device)
+        file.write(pickle.dumps(result))
+        return result
+
+
+def _train_reference(optimizer: str, count: int, device: str) -> Result:
     one_torch_thread()
     seed = recipe(optimizer)[2]
     references = {name: Reference(make_table(name, optimizer, RunOptions(), Path())) for name in DIMS}

@@ -15,7 +15,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 SMALL = 8  # batches
 
 # (hbm, dram, depth, window); 2 % of the rows hold one batch, but not a window of eight.
-QUICK = [(1.0, None, 1, 1), (0.4, None, 2, 1), (0.25, 0.5, 4, 1)]
+QUICK = [("sgd", (1.0, None, 1, 1)), ("adam", (0.25, 0.5, 4, 1))]
 EVERY = [
     options
     for options in itertools.product([1.0, 0.2, 0.05, 0.02], [None, 0.05], [1, 2, 4], [1, 8])
@@ -36,7 +36,7 @@ def check(optimizer: str, options: RunOptions, folder: Path, count: int, min_evi
             assert stats.written_back == stats.evictions
 
 
-@pytest.mark.parametrize(("optimizer", "options"), [*zip(["adagrad", "sgd", "adam"], QUICK, strict=True)], ids=str)
+@pytest.mark.parametrize(("optimizer", "options"), QUICK, ids=str)
 def test_same_bits(optimizer: str, options: tuple[float, float | None, int, int], tmp_path: Path) -> None:
     hbm, dram, depth, window = options
     check(optimizer, RunOptions(dram, depth, window, hbm=hbm), tmp_path, SMALL, 0.1)

@@ -126,11 +126,15 @@ class ReferenceTable:
         self.scale = np.float32(precision.scale if precision.integer else 1)
         """Scale of the table otherwise."""
         self.learned = LearnedScale(precision.scale) if precision.scale_lr else None
+        self._initial: dict[int, tuple[Floats, np.float32]] = {}
+        """Cache of initial rows: units and scale."""
 
     def initial_row(self, key: int) -> Floats:
         """Return the initial row of a key."""
-        weights = initial_weights(self.initial, self.seed, self.table, key, self.dim)
-        units, scale = self._encode(key, weights, np.float32(self.precision.scale), 0)
+        if key not in self._initial:
+            weights = initial_weights(self.initial, self.seed, self.table, key, self.dim)
+            self._initial[key] = self._encode(key, weights, np.float32(self.precision.scale), 0)
+        units, scale = self._initial[key]
         return np.concatenate([units * (scale if self.precision.row_scaled else self.scale), self._initial_state()])
 
     def _initial_state(self) -> Floats:
