@@ -265,7 +265,7 @@ def test_backward_after_the_next_batch_is_an_error(table: tc.Table) -> None:
     bag = tc.EmbeddingBag(table, 3)
     kept = [bag(batch).sum() for batch in tc.prefetch(make_batches(3), table, depth=1)]
     for loss in kept:
-        with pytest.raises(RuntimeError, match="released: call it before the loop asks for the next batch"):
+        with pytest.raises(RuntimeError, match="released: call it before the loop requests the next batch"):
             loss.backward()
     table.dram.check()
 
