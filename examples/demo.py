@@ -149,7 +149,7 @@ def print_report(console: Console, run: Run, best_auc: float) -> None:
     if table.hbm is not None:
         hbm = table.hbm.stats()
         line("HBM", format_size(hbm.budget), f"{hbm.capacity:,} rows on the GPU, with their index")
-        moves = f"{hbm.misses:,} rows loaded, {hbm.written_down:,} written back"
+        moves = f"{hbm.misses:,} rows loaded, {hbm.written_back:,} written back"
         line("ids found in HBM", f"{1 - hbm.misses / hbm.ids:.1%}", moves)
         line("of the others in DRAM", f"{dram.read_hits / max(dram.reads, 1):.1%}", f"{ssd.reads:,} reads of the SSD")
     else:

@@ -1,4 +1,4 @@
-"""How hard hypothesis tries: quick in `make test`, long in `make test-long` (THERMOCLINE_LONG=1). GPU tests."""
+"""Hypothesis profiles (quick in `make test`, long with THERMOCLINE_LONG=1), shared fixtures, skipped GPU tests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ settings.load_profile("long" if os.environ.get("THERMOCLINE_LONG") == "1" else "
 
 
 def pytest_configure() -> None:
-    """A background job of a shell inherits Ctrl-C ignored: tests that press it would press nothing."""
+    """Restore the SIGINT handler: a background job of a shell ignores SIGINT, which some tests send."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def command_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For the command line: configs name folders relative to the current one, and set torch's threads."""
+    """Run a command-line test in `tmp_path`, and restore the torch threads that a config sets."""
     import torch
 
     monkeypatch.chdir(tmp_path)
@@ -41,4 +41,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if not torch.cuda.is_available():
         for item in marked:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device: the same assertions run small, interpreted"))
+            item.add_marker(pytest.mark.skip(reason="no CUDA device: smaller cases run under Triton's interpreter"))

@@ -1,4 +1,4 @@
-"""tc.EmbeddingBag as a module: shapes, autograd, training and evaluation, and what a user's own loop may do with it."""
+"""`tc.EmbeddingBag`: shapes, autograd, training, evaluation and use in custom loops."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ def torch_bag(table: tc.Table, keys: Any, mode: str) -> torch.nn.EmbeddingBag:
 
 
 @pytest.mark.parametrize(("mode", "weighted"), [("sum", False), ("mean", False), ("sum", True)])
-def test_against_torchs_embedding_bag(mode: Any, weighted: bool) -> None:
-    """Pooled vectors, the gradient that reaches them, and the sparse gradient of a step."""
+def test_equals_torch_embedding_bag(mode: Any, weighted: bool) -> None:
+    """Compare pooled vectors, their gradients and the sparse gradient of a step."""
     (batch,) = make_batches(1, weighted=weighted)
     keys = all_keys([batch])
     plain = tc.Table(4, tc.SGD(lr=1.0), mem="1MB")
     bag, twin = tc.EmbeddingBag(plain, 3, pooling=mode), torch_bag(plain, keys, mode)
     factors = None if batch.weights is None else torch.from_numpy(batch.weights)
-    mine = bag(batch)
-    places = torch.from_numpy(np.searchsorted(keys, batch.ids))
-    its = twin(places, torch.from_numpy(batch.offsets), factors).view(len(batch), 3, 4)
-    torch.testing.assert_close(mine, its)
+    pooled = bag(batch)
+    indices = torch.from_numpy(np.searchsorted(keys, batch.ids))
+    expected = twin(indices, torch.from_numpy(batch.offsets), factors).view(len(batch), 3, 4)
+    torch.testing.assert_close(pooled, expected)
     torch.manual_seed(0)
     head = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
-    mine.retain_grad()
-    its.retain_grad()
-    head(mine).pow(2).sum().backward()
+    pooled.retain_grad()
+    expected.retain_grad()
+    head(pooled).pow(2).sum().backward()
     dense = [p.grad.clone() for p in head.parameters() if p.grad is not None]
     head.zero_grad()
-    head(its).pow(2).sum().backward()
-    torch.testing.assert_close(mine.grad, its.grad)
+    head(expected).pow(2).sum().backward()
+    torch.testing.assert_close(pooled.grad, expected.grad)
     for a, b in zip(dense, head.parameters(), strict=True):
         torch.testing.assert_close(a, b.grad)
     before = plain.read(keys)
@@ -63,7 +63,7 @@ def test_against_torchs_embedding_bag(mode: Any, weighted: bool) -> None:
 
 
 def test_pooling_none_gives_a_vector_per_id(table: tc.Table) -> None:
-    """And trains: twice, beside a pooled bag over the same field."""
+    """It trains together with a pooled bag over the same field."""
     batches = make_batches(4, weighted=True, keys=50)
     reference = Reference(table)
     bags = tc.EmbeddingBag(table, [1], pooling="none"), tc.EmbeddingBag(table, 3, pooling="mean")
@@ -90,11 +90,11 @@ def test_shapes_and_order_of_fields(table: tc.Table) -> None:
     table.dram.check()
 
 
-def test_an_empty_batch_and_empty_bags(table: tc.Table) -> None:
+def test_empty_batch_and_empty_bags(table: tc.Table) -> None:
     bag = tc.EmbeddingBag(table, 3, pooling=["sum", "mean", "sum"])
-    nothing = tc.Batch([], [0], 3)
-    hollow = tc.Batch([], np.zeros(7, np.int64), 3)
-    for batch, shape in ((nothing, (0, 3, 4)), (hollow, (2, 3, 4))):
+    empty_batch = tc.Batch([], [0], 3)
+    empty_bags = tc.Batch([], np.zeros(7, np.int64), 3)
+    for batch, shape in ((empty_batch, (0, 3, 4)), (empty_bags, (2, 3, 4))):
         for source in ([batch], tc.prefetch([batch], table), tc.prefetch([batch, batch], table, pull_window=2)):
             for ready in source:
                 pooled = bag(ready)
@@ -107,7 +107,7 @@ def test_an_empty_batch_and_empty_bags(table: tc.Table) -> None:
     table.dram.check()
 
 
-def test_the_same_bag_twice_in_one_forward(table: tc.Table) -> None:
+def test_bag_used_twice_in_one_forward(table: tc.Table) -> None:
     batches = make_batches(3, keys=30)
     reference = Reference(table)
     bag, twin = tc.EmbeddingBag(table, 3), ReferenceBag(reference, 3)
@@ -120,17 +120,17 @@ def test_the_same_bag_twice_in_one_forward(table: tc.Table) -> None:
 
 
 def test_gradients_are_summed_in_the_order_of_the_forwards() -> None:
-    """Backward goes the other way round, or first through the second loss: no bit changes."""
+    """The order of the backward passes changes no bit."""
     batches = make_batches(2, keys=20, examples=40)
 
     def train(order: list[int]) -> bytes:
-        own = tc.Table(4, tc.Adagrad(lr=0.1), mem="1MB")
-        bag = tc.EmbeddingBag(own, 3)
+        table = tc.Table(4, tc.Adagrad(lr=0.1), mem="1MB")
+        bag = tc.EmbeddingBag(table, 3)
         losses = [bag(batch).pow(2).sum() * 0.37 for batch in batches]
         for n in order:
             losses[n].backward()
-        own.step()
-        return bits(own.read(all_keys(batches)))
+        table.step()
+        return bits(table.read(all_keys(batches)))
 
     assert train([0, 1]) == train([1, 0])
 
@@ -149,8 +149,8 @@ def test_backward_twice_through_one_graph() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_gradient_that_a_dense_parameter_shares(shared: bool) -> None:
-    """Clipping that parameter's gradient in place must not change the table's behind its back."""
+def test_gradient_shared_with_a_dense_parameter(shared: bool) -> None:
+    """Clipping the parameter's gradient in place must not silently change the gradient of the table."""
     (batch,) = make_batches(1, examples=1)
     sgd = tc.Table(4, tc.SGD(lr=1.0), mem="1MB")
     keys = all_keys([batch])
@@ -158,7 +158,7 @@ def test_a_gradient_that_a_dense_parameter_shares(shared: bool) -> None:
     bias = torch.nn.Parameter(torch.zeros(1, 3, 4))
     ((bias.view(1, 3, 4) if shared else bias) + tc.EmbeddingBag(sgd, 3)(batch)).mul(1.0).sum().backward()
     torch.nn.utils.clip_grad_norm_([bias], 1e-6)
-    if shared:  # a view of the gradient became the parameter's: torch has only one copy of it
+    if shared:  # the parameter's gradient is a view of the same tensor
         with pytest.raises(
             RuntimeError, match=r"changed in place between backward and step.*call table.step\(\) before"
         ):
@@ -199,7 +199,7 @@ def test_evaluation_inserts_nothing_and_reads_unseen_keys_as_initial(table: tc.T
 
 
 @pytest.mark.parametrize("how", ["by hand", "for evaluation", "for training"])
-def test_backward_in_evaluation_says_so(table: tc.Table, how: str) -> None:
+def test_backward_in_evaluation_is_an_error(table: tc.Table, how: str) -> None:
     (batch,) = make_batches(1)
     bag = tc.EmbeddingBag(table, 3).eval()
     source = iter([batch]) if how == "by hand" else tc.prefetch([batch], table, training=how == "for training")
@@ -235,7 +235,7 @@ def test_training_on_a_batch_prefetched_for_evaluation(table: tc.Table) -> None:
 
 
 def test_evaluation_in_the_middle_of_training(table: tc.Table) -> None:
-    """Every other batch is also evaluated, on another one, while the pipeline runs ahead: no bit changes."""
+    """Evaluating other batches while the training pipeline is ahead changes no bit."""
     batches, others = make_batches(8), make_batches(8, seed=1)
 
     def train(own: tc.Table, evaluate: bool) -> None:
@@ -258,19 +258,19 @@ def test_evaluation_in_the_middle_of_training(table: tc.Table) -> None:
     assert table.dram.stats().resident == len(all_keys(batches))
 
 
-# ---- what a loop may do
+# ---- custom loops
 
 
-def test_backward_after_the_loop_moved_on_is_an_error(table: tc.Table) -> None:
+def test_backward_after_the_next_batch_is_an_error(table: tc.Table) -> None:
     bag = tc.EmbeddingBag(table, 3)
     kept = [bag(batch).sum() for batch in tc.prefetch(make_batches(3), table, depth=1)]
     for loss in kept:
-        with pytest.raises(RuntimeError, match="released: call it before the loop asks for the next batch"):
+        with pytest.raises(RuntimeError, match="released: call it before the loop requests the next batch"):
             loss.backward()
     table.dram.check()
 
 
-def test_a_batch_kept_from_an_earlier_iteration_can_be_used_again(table: tc.Table) -> None:
+def test_batch_of_an_earlier_iteration_can_be_reused(table: tc.Table) -> None:
     batches = make_batches(3)
     reference = Reference(table)
     bag, twin = tc.EmbeddingBag(table, 3), ReferenceBag(reference, 3)
@@ -285,7 +285,7 @@ def test_a_batch_kept_from_an_earlier_iteration_can_be_used_again(table: tc.Tabl
     table.dram.check()
 
 
-def test_a_bag_made_while_the_pipeline_runs(table: tc.Table) -> None:
+def test_bag_created_while_the_pipeline_runs(table: tc.Table) -> None:
     batches = make_batches(4)
     reference = Reference(table)
     bags, twins = [tc.EmbeddingBag(table, [0])], [ReferenceBag(reference, [0])]
@@ -300,7 +300,7 @@ def test_a_bag_made_while_the_pipeline_runs(table: tc.Table) -> None:
     table.dram.check()
 
 
-def test_a_dropped_bag_is_prepared_for_no_more(table: tc.Table) -> None:
+def test_deleted_bag_is_not_planned(table: tc.Table) -> None:
     (batch,) = make_batches(1)
     bag, other = tc.EmbeddingBag(table, [0]), tc.EmbeddingBag(table, [1])
     assert len(table.inputs(batch)) == 2
@@ -309,8 +309,8 @@ def test_a_dropped_bag_is_prepared_for_no_more(table: tc.Table) -> None:
     assert [spec.fields for spec in table.inputs(batch)] == [bag.fields]
 
 
-def test_a_users_module_with_ordinary_optimizers() -> None:
-    """The table is no parameter: dense optimizers, state dicts, devices and dtypes leave it alone."""
+def test_custom_module_with_torch_optimizers() -> None:
+    """A table is not a parameter: dense optimizers and state dicts do not contain it."""
 
     class TwoTowers(torch.nn.Module):
         def __init__(self, users: tc.Table, items: tc.Table) -> None:
@@ -342,7 +342,7 @@ def test_a_users_module_with_ordinary_optimizers() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_bags_arguments(table: tc.Table) -> None:
+def test_invalid_arguments(table: tc.Table) -> None:
     for fields, pooling, match in (
         ([], "sum", "0 fields"),
         (2, ["sum"], "2 fields with 1 poolings"),
@@ -353,6 +353,6 @@ def test_a_bags_arguments(table: tc.Table) -> None:
             tc.EmbeddingBag(table, fields, pooling=pooling)  # type: ignore[arg-type]
     assert "table='table', fields=2, dim=4" in repr(tc.EmbeddingBag(table, [3, 1]))
     (batch,) = make_batches(1)
-    with pytest.raises(IndexError, match="field 9 of a batch with 3 fields"):
+    with pytest.raises(IndexError, match="field 9 is out of range: the batch has 3 fields"):
         tc.EmbeddingBag(table, [9])(batch)
     table.dram.check()

@@ -13,7 +13,7 @@ from helpers.ssd import SMALL
 
 import thermocline as tc
 from thermocline.embedding.precision import Kind, Precision
-from thermocline.embedding.reference_codec import chances, encode, pack
+from thermocline.embedding.reference_codec import encode, pack, rounding_bits
 
 KINDS: list[Kind] = [kind for kind in get_args(Kind) if kind != "fp32"]
 PRECISIONS = [
@@ -65,9 +65,9 @@ def test_settings_and_bytes() -> None:
     [
         ({"kind": "int9"}, "Precision.kind is 'int9': it must be one of fp32, fp16"),
         ({"kind": "int8", "rounding": "up"}, "Precision.rounding is 'up'"),
-        ({"kind": "int8", "range": 0.0}, "Precision.range is 0.0: it must be a finite number above 0, or none"),
-        ({"kind": "int8", "range": "1"}, "Precision.range is '1': it must be a finite number above 0, or none"),
-        ({"kind": "int8", "range": 1e-45}, "Precision.range is 1e-45: it must be so large that its step is a float32"),
+        ({"kind": "int8", "range": 0.0}, "Precision.range is 0.0: it must be a finite number above 0, or None"),
+        ({"kind": "int8", "range": "1"}, "Precision.range is '1': it must be a finite number above 0, or None"),
+        ({"kind": "int8", "range": 1e-45}, "Precision.range is 1e-45: it must be such that its scale is a float32"),
         ({"kind": "int2", "range": 1e39}, "Precision.range is 1e[+]39: it must be"),
         (
             {"kind": "int8", "scale_lr": 0.01},
@@ -75,7 +75,7 @@ def test_settings_and_bytes() -> None:
         ),
         (
             {"kind": "fp16", "scale_lr": 0.01},
-            "Precision.scale_lr is 0.01: it must be 0: only integers have a step to learn",
+            "Precision.scale_lr is 0.01: it must be 0: only integers have a scale to learn",
         ),
         (
             {"kind": "int8", "range": 1.0, "scale_lr": 0.5},
@@ -85,25 +85,25 @@ def test_settings_and_bytes() -> None:
             {"kind": "int8", "range": 1.0, "scale_lr": "x"},
             "Precision.scale_lr is 'x': it must be a number from 0 to 0.1",
         ),
-        ({"kind": "fp16", "range": 1.0}, "Precision.range is 1.0: it must be none: only integers, .* not fp16"),
+        ({"kind": "fp16", "range": 1.0}, "Precision.range is 1.0: it must be None: only integers, .* not fp16"),
     ],
 )
-def test_settings_that_are_wrong(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tc.Precision(**settings)
 
 
-# ---- the C++ codec and the obvious one
+# ---- the C++ codec and the reference
 
 
-def stored_bytes(precision: Precision, weights: Any, chance: list[int] | None) -> bytes:
-    return pack(precision, *encode(precision, weights, np.float32(precision.scale), chance))
+def stored_bytes(precision: Precision, weights: Any, random: list[int] | None) -> bytes:
+    return pack(precision, *encode(precision, weights, np.float32(precision.scale), random))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=name)
 @pytest.mark.parametrize("dim", [1, 3, 7, 8, 9, 16, 31, 32, 33, 70])
-def test_stored_bytes_are_the_references(precision: Precision, dim: int) -> None:
-    """To the nearest by push, by chance by a step; values of every size, and rows that are all zero."""
+def test_stored_bytes_equal_the_reference(precision: Precision, dim: int) -> None:
+    """push rounds to nearest, a step stochastically; values of all magnitudes and a zero row."""
     tier = make_tier(dim, precision, initial=tc.Constant(value=0.0))
     random = np.random.default_rng(dim)
     keys = random.integers(0, 2**63, 12, dtype=np.uint64)
@@ -114,20 +114,20 @@ def test_stored_bytes_are_the_references(precision: Precision, dim: int) -> None
     got = tier.read_stored(keys)
     for row, words in zip(rows, got, strict=True):
         assert words.tobytes() == stored_bytes(precision, row, None)
-    # w - 1.0 * g of zero rows: what is rounded is -g.
+    # The update of a zero row is w - 1.0 * g, so -g is rounded.
     other = keys ^ np.uint64(1)
     slots = tier.pull(other)
     tier.apply_gradients(slots, -rows, step=9)
     tier.unpin(slots, dirty=True)
     for key, row, words in zip(other, rows, tier.read_stored(other), strict=True):
-        chance = chances(SEED, TABLE, int(key), 9, dim) if precision.stochastic else None
-        assert words.tobytes() == stored_bytes(precision, row + np.float32(0), chance)
+        random_bits = rounding_bits(SEED, TABLE, int(key), 9, dim) if precision.stochastic else None
+        assert words.tobytes() == stored_bytes(precision, row + np.float32(0), random_bits)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=name)
 @pytest.mark.parametrize("dim", [1, 5, 8, 33])
-def test_every_code_comes_back(precision: Precision, dim: int) -> None:
-    """Stored, decoded and stored again: the same bytes. All codes of few bits, many of 16."""
+def test_encoding_is_idempotent(precision: Precision, dim: int) -> None:
+    """Encode, decode and encode again: the bytes are equal. All codes of up to 8 bits, many of 16."""
     tier = make_tier(dim, precision)
     bits = precision.bits
     codes = np.arange(2**bits) if bits < 16 else np.random.default_rng(1).integers(0, 2**16, 5000)
@@ -153,14 +153,14 @@ def test_every_code_comes_back(precision: Precision, dim: int) -> None:
 def test_values_outside_the_range_are_clamped(kind: Kind) -> None:
     tier = make_tier(4, Precision(kind=kind, range=1.0))
     bits = Precision(kind=kind).bits
-    step = np.float32(2 / (2**bits - 1))
+    scale = np.float32(2 / (2**bits - 1))
     got = tier.decode(tier.encode(np.array([[1e9, -1e9, np.inf, -np.inf]], np.float32)))
-    high, low = np.float32(2 ** (bits - 1) - 1) * step, -np.float32(2 ** (bits - 1)) * step
+    high, low = np.float32(2 ** (bits - 1) - 1) * scale, -np.float32(2 ** (bits - 1)) * scale
     np.testing.assert_array_equal(got, [[high, low, high, low]])
 
 
-def test_what_is_no_number_shows() -> None:
-    """A row's own step is NaN if a weight is: the whole row says so."""
+def test_nan_is_kept_per_row() -> None:
+    """The scale of a row is NaN if a weight is, and then the whole row."""
     bad = np.array([[1.0, np.nan, 2.0]], np.float32)
     for kind in ("fp16", "bf16"):
         tier = make_tier(3, Precision(kind=kind))  # type: ignore[arg-type]
@@ -170,14 +170,14 @@ def test_what_is_no_number_shows() -> None:
     assert np.isnan(tier.decode(tier.encode(np.array([[1.0, np.inf, 2.0]], np.float32))))[0, 0]
 
 
-def test_codes_of_a_table_have_no_nan() -> None:
-    """As `Precision.range` says: who looks at no loss finds a 0."""
+def test_nan_is_stored_as_0_with_a_table_scale() -> None:
+    """See `Precision.range`."""
     tier = make_tier(3, Precision("int8", rounding="nearest", range=127.5))
     bad = np.array([[1.0, np.nan, np.inf]], np.float32)
     np.testing.assert_array_equal(tier.decode(tier.encode(bad)), [[1.0, 0.0, 127.0]])
 
 
-# ---- what rounding means
+# ---- rounding
 
 
 def initial_values(precision: Precision, value: float, count: int) -> Any:
@@ -185,19 +185,19 @@ def initial_values(precision: Precision, value: float, count: int) -> Any:
     return tier.initial_rows(np.arange(count // 8, dtype=np.uint64))
 
 
-def test_the_talks_example() -> None:
-    """x = 1.8 in steps of 1: 2 with 80 %, 1 with 20 %; fixed rounding gives 2."""
-    by_chance = initial_values(Precision(kind="int8", range=127.5), 1.8, 80_000)
-    assert set(np.unique(by_chance)) == {1.0, 2.0}
-    assert abs((by_chance == 2.0).mean() - 0.8) < 5 * np.sqrt(0.8 * 0.2 / 80_000)
-    fixed = initial_values(Precision(kind="int8", rounding="nearest", range=127.5), 1.8, 800)
-    assert np.unique(fixed).tolist() == [2.0]
+def test_example_of_the_talk() -> None:
+    """x = 1.8 at scale 1: 2 with probability 80 %, 1 with 20 %; rounding to nearest gives 2."""
+    stochastic = initial_values(Precision(kind="int8", range=127.5), 1.8, 80_000)
+    assert set(np.unique(stochastic)) == {1.0, 2.0}
+    assert abs((stochastic == 2.0).mean() - 0.8) < 5 * np.sqrt(0.8 * 0.2 / 80_000)
+    nearest = initial_values(Precision(kind="int8", rounding="nearest", range=127.5), 1.8, 800)
+    assert np.unique(nearest).tolist() == [2.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [0.3, -0.3, 0.0123, -0.002])
 def test_unbiased_inside_the_range(kind: Kind, value: float) -> None:
-    """The mean over many keys is the value, to five standard errors."""
+    """The mean over many keys equals the value within five standard errors."""
     precision = Precision(kind=kind, range=None if kind.endswith("p16") or kind == "bf16" else 1.0)
     got = initial_values(precision, value, 80_000).astype(np.float64)
     assert len(np.unique(got)) <= 2
@@ -205,7 +205,7 @@ def test_unbiased_inside_the_range(kind: Kind, value: float) -> None:
     assert error <= 5 * got.std() / np.sqrt(got.size) + 1e-9
 
 
-def test_a_chance_depends_on_seed_table_key_step_and_element() -> None:
+def test_random_bits_depend_on_seed_table_key_step_and_element() -> None:
     def codes(seed: int = 1, table: int = 2, key: int = 3, step: int = 4) -> bytes:
         tier = tc.DramTier(64, tc.SGD(lr=1.0), precision=Precision(kind="int8", range=127.5), seed=seed, table=table,
                           initial=tc.Constant(value=0.0), budget="1MB", threads=1)  # fmt: skip
@@ -219,8 +219,8 @@ def test_a_chance_depends_on_seed_table_key_step_and_element() -> None:
     assert len(set(np.frombuffer(variants[0], np.float32))) == 2
 
 
-def test_small_updates_are_lost_to_the_nearest_and_kept_by_chance() -> None:
-    """A thousand updates of a tenth of a step each: the reason for stochastic rounding."""
+def test_rounding_to_nearest_loses_small_updates() -> None:
+    """300 updates of a tenth of the scale: lost by rounding to nearest, kept on average by stochastic rounding."""
     ends = {}
     for rounding in ("nearest", "stochastic"):
         precision = Precision(kind="int8", rounding=rounding, range=127.5)  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ def test_small_updates_are_lost_to_the_nearest_and_kept_by_chance() -> None:
 # ---- stores, checkpoints, exports
 
 
-def test_rows_are_given_as_floats_everywhere(tmp_path: Path) -> None:
+def test_all_readers_return_floats(tmp_path: Path) -> None:
     table = tc.Table(6, tc.Adagrad(), precision="int8", mem="1MB", ssd=tmp_path / "rows", ssd_options=SMALL)
     keys = np.arange(50, dtype=np.uint64)
     rows = np.random.default_rng(1).normal(size=(50, 12)).astype(np.float32)
@@ -260,13 +260,13 @@ def test_rows_are_given_as_floats_everywhere(tmp_path: Path) -> None:
     again = tc.Table(6, tc.Adagrad(), precision="int8", mem="1MB", ssd=tmp_path / "rows", ssd_options=SMALL)
     np.testing.assert_array_equal(again.read(keys), read)
     again.close()
-    with pytest.raises(tc.FormatError, match="36 bytes"):
+    with pytest.raises(tc.FormatError, match="row_bytes=36, but it was opened with row_bytes=32"):
         tc.Table(6, tc.Adagrad(), precision="int4", mem="1MB", ssd=tmp_path / "rows", ssd_options=SMALL)
 
 
 @pytest.mark.parametrize(("saved", "opened"), [("int16", "bf16"), ("fp32", "int8"), ("int8", "fp32")])
-def test_a_checkpoint_of_another_precision_is_refused(saved: Kind, opened: Kind, tmp_path: Path) -> None:
-    """int16 with a table's range and bf16 have rows of the same bytes."""
+def test_checkpoint_of_another_precision_is_refused(saved: Kind, opened: Kind, tmp_path: Path) -> None:
+    """int16 with a table scale and bf16 have the same row size."""
 
     def table(kind: Kind) -> tc.Table:
         limit = 1.0 if kind == "int16" else None
@@ -291,12 +291,12 @@ def train_a_little(table: tc.Table, first: int) -> None:
         dram.release(table.dram, lookup)
 
 
-def test_a_learned_step_survives_in_the_store(tmp_path: Path) -> None:
-    """With the rows it belongs to: an older commit has an older one."""
+def test_learned_scale_is_in_the_store(tmp_path: Path) -> None:
+    """Each commit has the scale of its rows."""
 
     def opened(**options: Any) -> tc.Table:
-        place = {"ssd": tmp_path / "rows", "ssd_options": SMALL}
-        return tc.Table(4, tc.Adagrad(lr=0.5), precision=LEARNED, mem="1MB", **place, **options)
+        location = {"ssd": tmp_path / "rows", "ssd_options": SMALL}
+        return tc.Table(4, tc.Adagrad(lr=0.5), precision=LEARNED, mem="1MB", **location, **options)
 
     keys = np.arange(40, dtype=np.uint64)
     table = opened()
@@ -318,14 +318,14 @@ def test_a_learned_step_survives_in_the_store(tmp_path: Path) -> None:
     older.close()
 
 
-def test_a_learned_step_survives_in_checkpoints(tmp_path: Path) -> None:
-    """Of a table in memory: restored in place, and by another process."""
+def test_learned_scale_is_in_checkpoints(tmp_path: Path) -> None:
+    """A table without SSD: restored in place, and into another table."""
     keys = np.arange(40, dtype=np.uint64)
 
-    def made() -> tc.Table:
+    def make() -> tc.Table:
         return tc.Table(4, tc.Adagrad(lr=0.5), precision=LEARNED, mem="1MB")
 
-    table = made()
+    table = make()
     checkpoints = tc.Checkpoints(tmp_path, [table])
     train_a_little(table, 1)
     checkpoints.save(step=5)
@@ -335,13 +335,13 @@ def test_a_learned_step_survives_in_checkpoints(tmp_path: Path) -> None:
     checkpoints.restore()
     assert (table.dram.learned, table.read(keys).tobytes()) == saved
     checkpoints.close()
-    other = made()
+    other = make()
     tc.Checkpoints(tmp_path, [other]).restore()
     assert (other.dram.learned, other.read(keys).tobytes()) == saved
 
 
-def test_a_learned_step_finds_the_range() -> None:
-    """Weights go to targets beyond the range, or far inside: the step follows them out, and in."""
+def test_learned_scale_follows_the_weights() -> None:
+    """The scale grows for weights beyond the range, and shrinks for weights far inside it."""
     ends = {}
     for size in (0.1, 1.0, 4.0):
         tier = make_tier(8, Precision(kind="int8", range=1.0, scale_lr=0.05), initial=tc.Constant(value=0.0))
@@ -354,11 +354,11 @@ def test_a_learned_step_finds_the_range() -> None:
     assert 0.08 < ends[0.1][0] < 0.3
     assert 0.8 < ends[1.0][0] < 2.0
     assert 3 < ends[4.0][0] < 8
-    assert ends[4.0][1] < 0.5  # clamped it would be 3
+    assert ends[4.0][1] < 0.5  # 3 if clamped
 
 
-def test_a_learned_step_of_large_gradients() -> None:
-    """The loss may be a sum over a large batch: however large the gradients are, a step too wide becomes finer."""
+def test_learned_scale_with_large_gradients() -> None:
+    """Gradients of a loss summed over a large batch: a scale that is too large shrinks at the full rate."""
     tier = make_tier(128, Precision(kind="int8", range=4.0, scale_lr=0.01), tc.SGD(lr=1e-3), budget="8MB")
     keys = np.arange(10_000, dtype=np.uint64)
     for step in range(1, 4):
@@ -371,7 +371,7 @@ def test_a_learned_step_of_large_gradients() -> None:
     assert tier.learned.scale == pytest.approx(tier.precision.scale * 0.99**3, rel=1e-3)
 
 
-def test_a_config_chooses_it() -> None:
+def test_precision_in_a_config() -> None:
     config = tc.Config.parse('[precision]\nkind = "int4"\nrounding = "nearest"\nrange = 0.5')
     assert config.precision == tc.Precision(kind="int4", rounding="nearest", range=0.5)
     assert tc.Config.parse(config.to_toml()) == config

@@ -1,4 +1,4 @@
-"""The oracle itself: small cases computed by hand, and torch.optim on the same gradients."""
+"""`tc.ReferenceTable`: small cases computed by hand, and comparison with torch.optim."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_mix64_is_the_published_murmur3_finaliser() -> None:
     assert reference_codec.mix64(2**64 - 1) == 0x64B5720B4B825F21
 
 
-def test_initial_rows_are_these_for_ever() -> None:
-    # Rows not yet stored depend on the generator: a change here breaks every table in use.
+def test_initial_rows_never_change() -> None:
+    # Rows that are not stored are computed from the key: a change would break every existing table.
     uniform = reference.initial_weights(tc.Uniform(scale=1.0), 1, 2, 3, 3)
     normal = reference.initial_weights(tc.Normal(scale=1.0), 1, 2, 3, 3)
     assert uniform.tobytes().hex() == "823adfbe9a26c9be2856e7bd"
@@ -30,15 +30,15 @@ def test_initial_rows_are_these_for_ever() -> None:
     assert reference.initial_weights(tc.Constant(value=0.5), 1, 2, 3, 2).tolist() == [0.5, 0.5]
 
 
-def test_blocks_of_64_are_summed_apart() -> None:
-    # 1 + 2**-24 rounds back to 1: added one by one to a total of 1 the small ones vanish, as a block they count.
+def test_blocks_of_64_are_summed_separately() -> None:
+    # 1 + 2**-24 rounds to 1: added one by one the small terms are lost, summed as a block they are not.
     small = np.float32(2.0**-24)
     gradients = [np.ones(1, np.float32)] + [np.zeros(1, np.float32)] * 63 + [np.full(1, small)] * 64
     assert reference.sum_in_blocks(gradients)[0] == np.float32(1 + 64 * 2.0**-24)
     assert reference.sum_in_blocks(gradients[:1] + gradients[64:])[0] == np.float32(1 + 2.0**-24)
 
 
-def test_mean_of_squares_is_a_mean_of_squares() -> None:
+def test_mean_of_squares() -> None:
     for dim in (1, 2, 15, 16, 17, 40):
         g = np.arange(1, dim + 1, dtype=np.float32)
         assert reference.mean_of_squares(g) == pytest.approx(sum(i * i for i in range(1, dim + 1)) / dim, rel=1e-6)
@@ -83,7 +83,7 @@ def test_update_by_hand() -> None:
     ],
     ids=["sgd", "sgd-decay", "adagrad", "adagrad-options", "adam", "adam-options"],
 )
-def test_optimizers_follow_torch(ours: Optimizer, theirs: dict[str, Any]) -> None:
+def test_optimizers_equal_torch(ours: Optimizer, theirs: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed: optimizers are NOT compared with torch.optim")
     dim, keys = 5, list(range(6))
     table = tc.ReferenceTable(dim, ours)
@@ -98,7 +98,7 @@ def test_optimizers_follow_torch(ours: Optimizer, theirs: dict[str, Any]) -> Non
     np.testing.assert_allclose(table.read(keys)[:, :dim], weights.detach().numpy(), rtol=2e-5, atol=1e-6)
 
 
-def test_rowwise_adagrad_by_its_formula() -> None:
+def test_rowwise_adagrad_formula() -> None:
     table = tc.ReferenceTable(3, tc.RowWiseAdagrad(lr=0.1, eps=0.01, initial_accumulator=0.5))
     w, s = table.read([1])[0, :3].astype(np.float64), 0.5
     for grad in ([1.0, 2.0, 3.0], [0.5, 0.0, -1.0]):
@@ -120,6 +120,6 @@ def test_rowwise_adagrad_by_its_formula() -> None:
         (lambda: tc.Constant(value="1"), "Constant.value"),  # type: ignore[arg-type]
     ],
 )
-def test_bad_options_are_named(make: Callable[[], object], field: str) -> None:
+def test_invalid_options_are_named(make: Callable[[], object], field: str) -> None:
     with pytest.raises(ValueError, match=re.escape(field)):
         make()

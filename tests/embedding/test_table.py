@@ -1,4 +1,4 @@
-"""tc.Table against the reference table, bit for bit: steps, rates, clipping, accumulation, several tables and bags."""
+"""`tc.Table` gives the bits of the reference table: steps, learning rates, clipping, accumulation, tables and bags."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from helpers.train import (
 import thermocline as tc
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
-FRESH = [5, 2**63, 2**64 - 1]  # keys no batch has
+UNTRAINED = [5, 2**63, 2**64 - 1]
 
 
 @pytest.fixture
@@ -38,10 +38,10 @@ def _one_thread() -> None:
 
 
 class Twins:
-    """The same model twice: over tc.Table and over the reference."""
+    """A model on `tc.Table` and an equal one on the reference."""
 
     def __init__(self, tables: list[tc.Table], bags: list[tuple[int, Any, Any]], seed: int = 0) -> None:
-        """bags: (which table, fields, pooling)."""
+        """bags: (index of the table, fields, pooling)."""
         self.tables = tables
         self.references = [Reference(table, seed=seed) for table in tables]
         width = sum(tables[t].dim * (f if isinstance(f, int) else len(f)) for t, f, _ in bags)
@@ -53,7 +53,7 @@ class Twins:
         train_on(self.twin, self.references, batches, **step)
 
     def check(self, batches: list[tc.Batch]) -> None:
-        keys = [*all_keys(batches).tolist(), *FRESH]
+        keys = [*all_keys(batches).tolist(), *UNTRAINED]
         for table, reference in zip(self.tables, self.references, strict=True):
             reference.assert_equals(table, keys)
             table.dram.check()
@@ -86,23 +86,23 @@ def test_several_tables_of_different_dims_and_optimizers() -> None:
 def test_several_bags_on_one_table() -> None:
     batches = make_batches(8, fields=4, keys=60, weighted=True)
     table = tc.Table(6, tc.Adagrad(lr=0.05), mem="1MB")
-    # Overlapping fields, the same fields in the same kind twice, and equal groups that stand at different places.
+    # Overlapping fields, fields pooled alike in two bags, and equal groups at different positions.
     bags = [(0, [0, 1], "sum"), (0, [1, 2, 3], ["sum", "mean", "sum"]), (0, [0, 2, 1], ["sum", "mean", "sum"])]
     twins = Twins([table], bags)
     twins.train(batches)
     twins.check(batches)
 
 
-def test_names_and_seeds_give_tables_their_own_rows() -> None:
+def test_initial_rows_depend_on_name_and_seed() -> None:
     options = {"mem": "1MB", "optimizer": tc.SGD()}
-    rows = [tc.Table(8, name=n, seed=s, **options).read(FRESH) for n, s in [("a", 0), ("b", 0), ("a", 1), ("a", 0)]]  # type: ignore[arg-type]
+    rows = [tc.Table(8, name=n, seed=s, **options).read(UNTRAINED) for n, s in [("a", 0), ("b", 0), ("a", 1), ("a", 0)]]  # type: ignore[arg-type]
     assert bits(rows[0]) == bits(rows[3])
     assert len({bits(r) for r in rows}) == 3
     reference = Reference(tc.Table(8, tc.SGD(), mem="1MB", name="a"), seed=1)
-    assert bits(reference.table.read(FRESH)) == bits(rows[2])
+    assert bits(reference.table.read(UNTRAINED)) == bits(rows[2])
 
 
-# ---- the step
+# ---- step
 
 
 def test_learning_rate_of_the_table_and_of_one_step() -> None:
@@ -126,7 +126,7 @@ def test_clipping(optimizer: Any, max_norm: float) -> None:
 
 
 @pytest.mark.parametrize("max_norm", [0.02, 10.0])
-def test_clipping_is_torchs(max_norm: float) -> None:
+def test_clipping_equals_torch(max_norm: float) -> None:
     (batch,) = make_batches(1, keys=40)
     table = tc.Table(4, tc.SGD(lr=0.1), mem="1MB")
     model = Net([tc.EmbeddingBag(table, 3)], 12)
@@ -134,8 +134,8 @@ def test_clipping_is_torchs(max_norm: float) -> None:
     embedding = torch.nn.EmbeddingBag.from_pretrained(
         torch.from_numpy(table.read(keys)), freeze=False, mode="sum", include_last_offset=True
     )
-    places = torch.from_numpy(np.searchsorted(keys, batch.ids))
-    twin = Net([lambda b: embedding(places, torch.from_numpy(b.offsets)).view(len(b), -1)], 12)
+    indices = torch.from_numpy(np.searchsorted(keys, batch.ids))
+    twin = Net([lambda b: embedding(indices, torch.from_numpy(b.offsets)).view(len(b), -1)], 12)
     twin.load_state_dict(model.state_dict())
     loss_of(model, batch).backward()
     loss_of(twin, batch).backward()
@@ -149,8 +149,8 @@ def test_clipping_is_torchs(max_norm: float) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_asking_for_the_norm_changes_nothing(optimizer: Any) -> None:
-    """Asked for before, between or after the backward passes of a step: the same norm as the step's, the same rows."""
+def test_gradient_norm_changes_nothing(optimizer: Any) -> None:
+    """gradient_norm() between or after the backward passes of a step equals the norm of the step; no row changes."""
     batches = make_batches(6, keys=40, weighted=True)
     tables = [tc.Table(4, optimizer, mem="1MB") for _ in range(2)]
     models = [Net([tc.EmbeddingBag(table, 3, pooling=["mean", "sum", "sum"])], 12) for table in tables]
@@ -191,7 +191,7 @@ def test_weight_decay_is_l2_on_touched_rows(kind: Any) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("window", [1, 2])
 def test_gradient_accumulation(optimizer: Any, window: int) -> None:
-    """Steps after 1, 3, 2, 3 backwards; the gradients of a key are summed over all of them, then applied once."""
+    """Steps after 1, 3, 2 and 3 backward passes: gradients of a key are summed over them, then applied once."""
     batches = make_batches(9, keys=80, weighted=True)
     twins = Twins([tc.Table(4, optimizer, mem="1MB")], [(0, [0, 2], "sum"), (0, [1], "mean")])
     stops = {0, 3, 5, 8}
@@ -207,8 +207,8 @@ def test_gradient_accumulation(optimizer: Any, window: int) -> None:
     assert twins.tables[0].step_count == 4
 
 
-def test_loss_scale_and_a_step_that_overflowed() -> None:
-    """AMP: scaled losses, 1 / scale in the step; a discarded step changes nothing and does not count."""
+def test_loss_scale_and_discarded_step() -> None:
+    """AMP: the loss is scaled, the step applies 1 / scale. A discarded step changes nothing and is not counted."""
     batches = make_batches(6)
     table = tc.Table(4, tc.Adam(lr=0.01), mem="1MB")
     twins = Twins([table], [(0, 3, "sum")])
@@ -240,7 +240,7 @@ def test_half_precision_gradients() -> None:
     assert bits(table.read(keys)) == bits(before - uses[:, None])
 
 
-def test_a_step_without_gradients_counts() -> None:
+def test_step_without_gradients_is_counted() -> None:
     batches = make_batches(3)
     twins = Twins([tc.Table(4, tc.Adam(lr=0.01), mem="1MB")], [(0, 3, "sum")])
     for batch in batches:
@@ -252,7 +252,7 @@ def test_a_step_without_gradients_counts() -> None:
     twins.check(batches)
 
 
-def test_a_failed_step_changes_nothing_and_leaks_nothing() -> None:
+def test_failed_step_changes_nothing_and_leaves_no_pin() -> None:
     batches = make_batches(2)
     twins = Twins([tc.Table(4, tc.Adam(lr=0.01), mem="1MB")], [(0, 3, "sum")])
     (table,) = twins.tables
@@ -268,11 +268,11 @@ def test_a_failed_step_changes_nothing_and_leaks_nothing() -> None:
     twins.check(batches)
 
 
-# ---- what is trained, and what only looked at
+# ---- batches and rows
 
 
 def test_more_than_64_occurrences_of_one_key() -> None:
-    """Blocks of 64 are summed by themselves; 200 occurrences over several parts and batches show it."""
+    """Blocks of 64 are summed separately: 200 occurrences over several bags and batches."""
     rng = np.random.default_rng(0)
     batches = [
         tc.Batch.from_lists(
@@ -302,7 +302,7 @@ def test_batches_are_reused_over_epochs(how: str) -> None:
     assert all(batch.prepared == {} for batch in batches)
 
 
-def test_one_batch_many_times_in_flight() -> None:
+def test_batch_in_flight_many_times() -> None:
     (batch,) = make_batches(1)
     table = tc.Table(4, tc.Adam(lr=0.1), mem="1MB")
     twins = Twins([table], [(0, 3, "sum")])
@@ -310,20 +310,20 @@ def test_one_batch_many_times_in_flight() -> None:
     twins.check([batch])
 
 
-def test_rows_are_those_that_were_trained() -> None:
+def test_rows_yields_the_trained_rows() -> None:
     batches = make_batches(4)
     table = tc.Table(4, tc.Adagrad(lr=0.1), mem="1MB")
     twins = Twins([table], [(0, [0, 1], "sum")])
     twins.train(batches)
-    table.read(FRESH)
+    table.read(UNTRAINED)
     seen = {int(k): row.tobytes() for keys, rows in table.rows(7) for k, row in zip(keys, rows, strict=True)}
     assert seen == {key: row.tobytes() for key, row in twins.references[0].table.rows.items()}
 
 
-# ---- the table and its store
+# ---- store
 
 
-def test_commit_reopen_and_an_older_epoch(tmp_path: Path) -> None:
+def test_commit_reopen_and_older_epoch(tmp_path: Path) -> None:
     batches = make_batches(6)
     table = tc.Table(4, tc.Adagrad(lr=0.1), mem="1MB", ssd=tmp_path / "t", ssd_options=SMALL)
     twins = Twins([table], [(0, 3, "sum")])
@@ -345,7 +345,7 @@ def test_commit_reopen_and_an_older_epoch(tmp_path: Path) -> None:
         assert store.row_bytes == 32
 
 
-def test_reopening_under_a_pipeline_trains_no_foreign_rows(tmp_path: Path) -> None:
+def test_reopen_during_a_pipeline_keeps_rows_correct(tmp_path: Path) -> None:
     batches = make_batches(12, keys=300)
     table = tc.Table(4, tc.SGD(lr=0.1), mem="1MB", ssd=tmp_path / "t", ssd_options=SMALL)
     bag = tc.EmbeddingBag(table, 3)
@@ -354,7 +354,7 @@ def test_reopening_under_a_pipeline_trains_no_foreign_rows(tmp_path: Path) -> No
         first = next(source)
         old = bag(first).sum()
         while table.dram.stats().pinned < len(all_keys(batches[:4])):
-            time.sleep(0.001)  # else the store is closed under a pull, which fails, as it should
+            time.sleep(0.001)  # otherwise a pull in progress fails on the closed store
         table.reopen()
         with pytest.raises(RuntimeError, match="released"):
             old.backward()
@@ -362,7 +362,7 @@ def test_reopening_under_a_pipeline_trains_no_foreign_rows(tmp_path: Path) -> No
         bag.train()
         bag(first).sum().backward()
         table.step()
-        for batch in source:  # some pulled before, some after
+        for batch in source:  # pulled before or after reopen
             bag(batch).sum().backward()
             table.step()
     twin = tc.Table(4, tc.SGD(lr=0.1), mem="1MB")
@@ -375,7 +375,7 @@ def test_reopening_under_a_pipeline_trains_no_foreign_rows(tmp_path: Path) -> No
     table.close()
 
 
-def test_memory_only_tables_cannot_commit() -> None:
+def test_commit_without_ssd_is_an_error() -> None:
     with pytest.raises(ValueError, match="'ads' has no ssd"):
         tc.Table(4, tc.SGD(), mem="1MB", name="ads").commit()
 
@@ -393,7 +393,7 @@ def test_memory_only_tables_cannot_commit() -> None:
         ({"name": 3}, "text"),
     ],
 )
-def test_arguments_of_a_wrong_type_are_named(options: dict[str, Any], rule: str) -> None:
+def test_arguments_of_wrong_type_are_named(options: dict[str, Any], rule: str) -> None:
     ((name, value),) = options.items()
     with pytest.raises(TypeError, match=f"^{name} is {value!r}: it must be {rule}"):
         tc.Table(**{"dim": 4, "optimizer": tc.SGD(lr=0.1), **options})
@@ -405,7 +405,7 @@ def test_names(name: str) -> None:
         tc.Table(4, tc.SGD(), mem="1MB", name=name)
 
 
-def test_too_small_a_memory_names_budget_and_need() -> None:
+def test_batch_over_budget_names_the_budget() -> None:
     table = tc.Table(16, tc.Adagrad(), mem="100KB")
     bag = tc.EmbeddingBag(table, 3)
     (batch,) = make_batches(1, examples=1000, keys=10**6)
@@ -414,8 +414,8 @@ def test_too_small_a_memory_names_budget_and_need() -> None:
     table.dram.check()
 
 
-def test_a_table_dies_with_its_last_user(tmp_path: Path) -> None:
-    """No thread, cache or graph keeps a table, its memory and its store's lock."""
+def test_table_is_freed_with_its_last_reference(tmp_path: Path) -> None:
+    """No thread, cache or autograd graph keeps a table, its memory or the lock of its store."""
 
     def train() -> weakref.ref[tc.Table]:
         table = tc.Table(4, tc.SGD(), mem="1MB", ssd=tmp_path / "t", ssd_options=SMALL)

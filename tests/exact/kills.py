@@ -1,10 +1,10 @@
-"""Trains, is killed with SIGKILL at random moments and resumed, until it has ended: run by test_kill_resume.py.
+"""Train, kill with SIGKILL at random times and resume until the training ends. Run by test_kill_resume.py.
 
-    python kills.py FOLDER OPTIMIZER MEMORY DEPTH WINDOW THREADS KILLS SEED
+    python kills.py FOLDER OPTIMIZER DRAM DEPTH WINDOW THREADS KILLS SEED
 
-Prints one JSON line: how often it was killed, from which steps it resumed, and digests of what it ended with. Each life
-is a fork of this process, which has loaded everything but runs no threads: so a life costs milliseconds, and the kills
-fall everywhere, from opening the stores to the last save.
+Prints one JSON line: the number of kills, the steps that runs resumed from, and digests of the results. Each attempt is
+a fork of this process, which has imported everything but runs no threads: an attempt costs milliseconds, and kills hit
+every phase, from opening the stores to the last save.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from exact.run import DIMS, Ways, batches, keys_of, make_model, make_table, probe
+from exact.run import DIMS, RunOptions, batches, keys_of, make_model, make_table, probe
 from helpers.train import bits, loss_of, one_torch_thread, weights_of
 
 import thermocline as tc
@@ -33,13 +33,13 @@ def digests(rows: dict[str, bytes], dense: bytes) -> dict[str, str]:
     return {name: hashlib.sha256(data).hexdigest() for name, data in {**rows, "dense": dense}.items()}
 
 
-PROGRESS = mmap.mmap(-1, 8)  # shared with the forks: the steps of this life's run so far
+PROGRESS = mmap.mmap(-1, 8)  # shared with the forks: the last step of the current attempt
 
 
-def live(folder: Path, optimizer: str, ways: Ways, every: int) -> None:
-    """One life: from the last checkpoint to the end."""
+def attempt(folder: Path, optimizer: str, options: RunOptions, every: int) -> None:
+    """Train from the last checkpoint to the end."""
     one_torch_thread()
-    tables = {name: make_table(name, optimizer, ways, folder) for name in DIMS}
+    tables = {name: make_table(name, optimizer, options, folder) for name in DIMS}
     model = make_model(tables)
     for table in tables.values():
         if table.hbm is not None:
@@ -49,10 +49,10 @@ def live(folder: Path, optimizer: str, ways: Ways, every: int) -> None:
     saved = checkpoints.restore() if checkpoints.exists else None
     step = 0 if saved is None else saved.step
     assert saved is None or saved.position == {"batch": step}
-    with open(folder / "lives", "a") as log:
+    with open(folder / "attempts", "a") as log:
         log.write(f"{step}\n")
-    rest = tc.prefetch(batches()[step:], *tables.values(), depth=ways.depth, pull_window=ways.pull_window)
-    for batch in rest:
+    remaining = tc.prefetch(batches()[step:], *tables.values(), depth=options.depth, pull_window=options.pull_window)
+    for batch in remaining:
         loss_of(model, batch).backward()
         for table in tables.values():
             table.step()
@@ -60,7 +60,7 @@ def live(folder: Path, optimizer: str, ways: Ways, every: int) -> None:
         dense.zero_grad()
         step += 1
         PROGRESS[:] = step.to_bytes(8, "little")
-        if step % every == 0:  # while the pipeline runs ahead
+        if step % every == 0:  # while the pipeline is ahead
             checkpoints.save(step, batch.position)
     for table in tables.values():
         table.dram.check()
@@ -71,12 +71,12 @@ def live(folder: Path, optimizer: str, ways: Ways, every: int) -> None:
     os.rename(folder / "result.tmp", folder / "result")
 
 
-def fork(*life: Any) -> int:
+def fork(*arguments: Any) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            live(*life)
+            attempt(*arguments)
             code = 0
         except BaseException:
             import traceback
@@ -89,7 +89,7 @@ def fork(*life: Any) -> int:
 
 
 def kill_at(pid: int, step: int, seconds: float) -> bool:
-    """Kills it so long after that step was trained. Whether it had to be: some end before."""
+    """Kill the process `seconds` after it trained `step`; return False if it ended before."""
     due = None
     while due is None or time.monotonic() < due:
         if due is None and int.from_bytes(PROGRESS[:], "little") >= step:
@@ -97,7 +97,7 @@ def kill_at(pid: int, step: int, seconds: float) -> bool:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             if status != 0:
-                raise SystemExit(f"a life ended with status {status}")
+                raise SystemExit(f"an attempt ended with status {status}")
             return False
         time.sleep(0.0005)
     os.kill(pid, signal.SIGKILL)
@@ -106,28 +106,28 @@ def kill_at(pid: int, step: int, seconds: float) -> bool:
 
 
 def main() -> None:
-    folder, optimizer, memory, depth, window, threads, kills, seed = sys.argv[1:]
-    ways = Ways(None if memory == "None" else float(memory), int(depth), int(window), int(threads))
+    folder, optimizer, dram, depth, window, threads, kills, seed = sys.argv[1:]
+    options = RunOptions(None if dram == "None" else float(dram), int(depth), int(window), int(threads))
     rng = random.Random(int(seed))
     for name in DIMS:  # before the forks, once
         keys_of(name)
     torch.zeros(1)
     killed, resumed, results = 0, [], []
     while killed < int(kills) or not results:
-        own = Path(folder) / str(len(results))
-        own.mkdir(parents=True)
+        run_dir = Path(folder) / str(len(results))
+        run_dir.mkdir(parents=True)
         every = rng.randint(2, 30)
-        while not (own / "result").exists():
+        while not (run_dir / "result").exists():
             PROGRESS[:] = bytes(8)
-            pid = fork(own, optimizer, ways, every)
+            pid = fork(run_dir, optimizer, options, every)
             if killed == int(kills):
                 kill_at(pid, sys.maxsize, 0.0)
             elif rng.random() < 0.3:
-                killed += kill_at(pid, 0, rng.uniform(0.0, 0.3))  # while it opens and restores, perhaps
+                killed += kill_at(pid, 0, rng.uniform(0.0, 0.3))  # may hit opening and restoring
             else:
                 killed += kill_at(pid, rng.randint(1, len(batches())), rng.uniform(0.0, 0.03))
-        resumed += [int(line) for line in (own / "lives").read_text().split()]
-        results.append(json.loads((own / "result").read_text()))
+        resumed += [int(line) for line in (run_dir / "attempts").read_text().split()]
+        results.append(json.loads((run_dir / "result").read_text()))
     print(json.dumps({"killed": killed, "resumed": resumed, "results": results}))
 
 

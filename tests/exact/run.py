@@ -1,13 +1,14 @@
-"""One training, told every way: what must not change its bits.
+"""A training whose result must not depend on `RunOptions`, by Thermocline (`train`) and by `ReferenceTable`.
 
-Two tables of different dims, three bags, eight fields of Zipf-like keys, a small network with Adam; `reference()` is
-the same training over dicts of rows.
+Two tables of different dims, three bags, eight fields of skewed keys and a small network with Adam.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import functools
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,10 @@ BAGS: list[tuple[str, Any, Any]] = [
     ("narrow", [4, 5, 6, 7], "mean"),
 ]
 WIDTH = sum(DIMS[name] * len(fields) for name, fields, _ in BAGS)
-FRESH = [11, 2**63, 2**64 - 1]
+UNTRAINED = [11, 2**63, 2**64 - 1]
+shared_dir: Path | None = None
+"""Folder in which test processes share references; None: each process computes its own. Set by conftest.py."""
+
 PRECISIONS = {
     "fp32": tc.Precision(),
     "bf16": tc.Precision(kind="bf16"),
@@ -54,36 +58,36 @@ PRECISIONS = {
 
 
 def recipe(text: str) -> tuple[Optimizer, tc.Precision, int]:
-    """What a training is: "adam", "adam/int8" on rows of that precision, "adam@2" with other data and first values."""
+    """Parse "optimizer[/precision][@seed]": "adam" is fp32 with seed 0. The seed is that of data and initial values."""
     text, _, seed = text.partition("@")
     optimizer, _, kind = text.partition("/")
     return OPTIMIZERS[optimizer], PRECISIONS[kind or "fp32"], int(seed or 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ways:
-    """What a run may choose without changing its bits."""
+class RunOptions:
+    """Options that must not change the result."""
 
-    memory: float | None = None
-    """Share of the rows that memory holds, the rest on SSD; None: memory only."""
+    dram: float | None = None
+    """Fraction of the rows that DRAM holds, the rest on SSD; None: all rows, no SSD."""
     depth: int = 1
     pull_window: int = 1
     threads: int = 1
     policy: Policy = "lru_lfu"
     hbm: float | None = None
-    """Share of the rows that HBM holds; None: no such tier."""
+    """Fraction of the rows that HBM holds; None: no HBM tier."""
 
     def __str__(self) -> str:
-        where = "memory" if self.memory is None else f"{self.memory:.0%}"
-        where = where if self.hbm is None else f"hbm{self.hbm:.0%}-{where}"
-        return f"{where}-depth{self.depth}-window{self.pull_window}-threads{self.threads}-{self.policy}"
+        tiers = "dram" if self.dram is None else f"dram{self.dram:.0%}"
+        tiers = tiers if self.hbm is None else f"hbm{self.hbm:.0%}-{tiers}"
+        return f"{tiers}-depth{self.depth}-window{self.pull_window}-threads{self.threads}-{self.policy}"
 
 
 @functools.cache
 def batches(count: int = 320, seed: int = 0) -> list[tc.Batch]:
-    """320 batches of some 20 keys per table: windows of eight fit 5 % of the rows, more than one may have to wait.
+    """Make batches of about 20 keys per table. A window of eight fits 5 % of the rows; a second one may have to wait.
 
-    Fewer of them are smaller, too: for the GPU's kernels, interpreted.
+    Other counts than 320 have fewer examples per batch, for kernels under Triton's interpreter.
     """
     examples = 4 if count == 320 else 2
     return make_batches(
@@ -99,7 +103,7 @@ def keys_of(name: str, count: int = 320, seed: int = 0) -> np.ndarray[Any, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """Every bit that training made."""
+    """The result of a training, as bytes, and counters."""
 
     rows: dict[str, bytes]
     dense: bytes
@@ -109,24 +113,25 @@ class Result:
 
 
 def probe(count: int = 320, seed: int = 0) -> np.ndarray[Any, Any]:
-    return np.concatenate([all_keys(batches(count, seed)), np.array(FRESH, np.uint64)])
+    """Return all trained keys and some untrained ones."""
+    return np.concatenate([all_keys(batches(count, seed)), np.array(UNTRAINED, np.uint64)])
 
 
-def make_table(name: str, optimizer: str, ways: Ways, folder: Path, count: int = 320) -> tc.Table:
+def make_table(name: str, optimizer: str, options: RunOptions, folder: Path, count: int = 320) -> tc.Table:
     chosen, precision, seed = recipe(optimizer)
-    options: dict[str, Any] = {"mem": "16MB"}
-    if ways.memory is not None:
-        rows = int(ways.memory * len(keys_of(name, count, seed)))
-        options = {"mem": budget_for(rows, DIMS[name], chosen, precision), "ssd": folder / name, "ssd_options": SMALL}
-    if ways.hbm is not None:
+    arguments: dict[str, Any] = {"mem": "16MB"}
+    if options.dram is not None:
+        rows = int(options.dram * len(keys_of(name, count, seed)))
+        arguments = {"mem": budget_for(rows, DIMS[name], chosen, precision), "ssd": folder / name, "ssd_options": SMALL}
+    if options.hbm is not None:
         from thermocline.kernels import INTERPRETED
         from thermocline.tiers.hbm import bytes_for
 
         words = precision.row_bytes(DIMS[name], chosen) // 4
-        options["hbm"] = bytes_for(int(ways.hbm * len(keys_of(name, count, seed))), words)
-        options["device"] = "interpreter" if INTERPRETED else "cuda"
-    options |= {"name": name, "seed": 5 + seed, "policy": ways.policy, "threads": ways.threads}
-    return tc.Table(DIMS[name], chosen, precision=precision, **options)
+        arguments["hbm"] = bytes_for(int(options.hbm * len(keys_of(name, count, seed))), words)
+        arguments["device"] = "interpreter" if INTERPRETED else "cuda"
+    arguments |= {"name": name, "seed": 5 + seed, "policy": options.policy, "threads": options.threads}
+    return tc.Table(DIMS[name], chosen, precision=precision, **arguments)
 
 
 def make_model(tables: dict[str, tc.Table], seed: int = 0) -> Net:
@@ -136,25 +141,40 @@ def make_model(tables: dict[str, tc.Table], seed: int = 0) -> Net:
 
 @functools.cache
 def reference(optimizer: str, count: int = 320, device: str = "cpu") -> Result:
-    """The bits everything else is compared with. `device`: of the dense network, whose bits depend on it."""
+    """Train on `ReferenceTable`; `device` is that of the dense network, whose result depends on it."""
+    if shared_dir is None:
+        return _train_reference(optimizer, count, device)
+    with open(shared_dir / f"reference-{optimizer.replace('/', '-')}-{count}-{device}", "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if data := file.read():
+            shared: Result = pickle.loads(data)
+            return shared
+        result = _train_reference(optimizer, count, device)
+        file.write(pickle.dumps(result))
+        return result
+
+
+def _train_reference(optimizer: str, count: int, device: str) -> Result:
     one_torch_thread()
     seed = recipe(optimizer)[2]
-    sides = {name: Reference(make_table(name, optimizer, Ways(), Path())) for name in DIMS}
-    for side in sides.values():
-        side.table.seed = 5 + seed
-    bags = [ReferenceBag(sides[name], fields, pooling) for name, fields, pooling in BAGS]
+    references = {name: Reference(make_table(name, optimizer, RunOptions(), Path())) for name in DIMS}
+    for table in references.values():
+        table.table.seed = 5 + seed
+    bags = [ReferenceBag(references[name], fields, pooling) for name, fields, pooling in BAGS]
     model = Net(bags, WIDTH, seed=seed).to(device)
-    train_on(model, list(sides.values()), batches(count, seed))
-    return Result({name: bits(side.table.read(probe(count, seed))) for name, side in sides.items()}, weights_of(model))
+    train_on(model, list(references.values()), batches(count, seed))
+    rows = {name: bits(table.table.read(probe(count, seed))) for name, table in references.items()}
+    return Result(rows, weights_of(model))
 
 
-def train(optimizer: str, ways: Ways, folder: Path, count: int = 320, device: str = "cpu") -> Result:
-    """The same training by Thermocline, any of the ways."""
+def train(optimizer: str, options: RunOptions, folder: Path, count: int = 320, device: str = "cpu") -> Result:
+    """Train on `tc.Table`."""
     one_torch_thread()
     seed = recipe(optimizer)[2]
-    tables = {name: make_table(name, optimizer, ways, folder, count) for name in DIMS}
+    tables = {name: make_table(name, optimizer, options, folder, count) for name in DIMS}
     model = make_model(tables, seed).to(device)
-    source = tc.prefetch(batches(count, seed), *tables.values(), depth=ways.depth, pull_window=ways.pull_window)
+    source = tc.prefetch(batches(count, seed), *tables.values(), depth=options.depth, pull_window=options.pull_window)
     train_on(model, list(tables.values()), source)
     for table in tables.values():
         table.dram.check()
@@ -177,19 +197,19 @@ def assert_same_bits(result: Result, optimizer: str, count: int = 320, device: s
     expected = reference(optimizer, count, device)
     probed = len(probe(count, recipe(optimizer)[2]))
     for name, rows in expected.rows.items():
-        mine = np.frombuffer(result.rows[name], np.uint32).reshape(probed, -1)
-        its = np.frombuffer(rows, np.uint32).reshape(probed, -1)
-        wrong = (mine != its).any(1)
+        actual_bits = np.frombuffer(result.rows[name], np.uint32).reshape(probed, -1)
+        expected_bits = np.frombuffer(rows, np.uint32).reshape(probed, -1)
+        wrong = (actual_bits != expected_bits).any(1)
         assert not wrong.any(), f"table {name}: {wrong.sum()} of {len(wrong)} rows differ from the reference"
     assert result.dense == expected.dense, "dense weights differ from the reference run"
 
 
-def trained_something(optimizer: str) -> bool:
-    """The test of the tests: rows and network moved."""
-    table = make_table("wide", optimizer, Ways(), Path())
+def training_changes_weights(optimizer: str) -> bool:
+    """Whether training changed the rows and the dense network."""
+    table = make_table("wide", optimizer, RunOptions(), Path())
     start = Net([ReferenceBag(Reference(table), 1)], WIDTH)
-    moved = bits(table.read(probe())) != reference(optimizer).rows["wide"]
-    return moved and not torch.equal(
+    changed = bits(table.read(probe())) != reference(optimizer).rows["wide"]
+    return changed and not torch.equal(
         torch.frombuffer(bytearray(weights_of(start)), dtype=torch.float32),
         torch.frombuffer(bytearray(reference(optimizer).dense), dtype=torch.float32),
     )

@@ -1,4 +1,4 @@
-"""Killed at random moments and resumed: final rows and dense weights are the reference's, as if never stopped."""
+"""A training killed at random times and resumed ends with the rows and dense weights of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -9,45 +9,47 @@ from pathlib import Path
 
 import pytest
 from exact.kills import digests
-from exact.run import Ways, reference
+from exact.run import RunOptions, reference
 
 SCRIPT = Path(__file__).parent / "kills.py"
 
 
-def check(optimizer: str, ways: Ways, kills: int, seed: int, folder: Path) -> None:
-    """As many runs as the kills take: each must end with the same bits."""
-    numbers = [ways.memory, ways.depth, ways.pull_window, ways.threads, kills, seed]
-    command = [sys.executable, str(SCRIPT), str(folder), optimizer, *map(str, numbers)]
+def check(optimizer: str, options: RunOptions, kills: int, seed: int, folder: Path) -> None:
+    """Repeat the training until all kills have happened: every run must give the bits of the reference."""
+    arguments = [options.dram, options.depth, options.pull_window, options.threads, kills, seed]
+    command = [sys.executable, str(SCRIPT), str(folder), optimizer, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["killed"] == kills
     assert len(report["resumed"]) >= len(report["results"])
-    assert any(step > 0 for step in report["resumed"]), "no life went on from a checkpoint"
+    assert any(step > 0 for step in report["resumed"]), "no attempt resumed from a checkpoint"
     expected = reference(optimizer)
     for result in report["results"]:
         assert result == digests(expected.rows, expected.dense)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "ways"), [("adagrad", Ways(0.05, 4, 1, 2)), ("adam", Ways(None, 2, 8))], ids=["ssd", "memory"]
+    ("optimizer", "options"),
+    [("adagrad", RunOptions(0.05, 4, 1, 2)), ("adam", RunOptions(None, 2, 8))],
+    ids=["ssd", "dram"],
 )
-def test_killed_and_resumed(optimizer: str, ways: Ways, tmp_path: Path) -> None:
-    check(optimizer, ways, 3, 1, tmp_path)
+def test_killed_and_resumed(optimizer: str, options: RunOptions, tmp_path: Path) -> None:
+    check(optimizer, options, 3, 1, tmp_path)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("optimizer", "ways"),
+    ("optimizer", "options"),
     [
-        ("sgd", Ways(0.05, 2, 8)),
-        ("adagrad", Ways(None, 4, 1)),
-        ("rowwise", Ways(0.05, 8, 1, 2)),
-        ("adam", Ways(0.05, 4, 8, 2)),
-        ("adam", Ways(0.05, 1, 1)),
+        ("sgd", RunOptions(0.05, 2, 8)),
+        ("adagrad", RunOptions(None, 4, 1)),
+        ("rowwise", RunOptions(0.05, 8, 1, 2)),
+        ("adam", RunOptions(0.05, 4, 8, 2)),
+        ("adam", RunOptions(0.05, 1, 1)),
     ],
     ids=str,
 )
-def test_killed_fifty_times(optimizer: str, ways: Ways, tmp_path: Path) -> None:
-    """Ten of the fifty each."""
-    check(optimizer, ways, 10, 2, tmp_path)
+def test_killed_fifty_times(optimizer: str, options: RunOptions, tmp_path: Path) -> None:
+    """Each of five cases is killed ten times."""
+    check(optimizer, options, 10, 2, tmp_path)

@@ -1,5 +1,9 @@
-"""full_disk.py KIND WHAT FOLDER SEED: mounts a small file system of KIND and fills it (WHAT full), makes it read-only
-(read-only), or only tries to mount (probe). Run by test_full_disk.py in a mount namespace of its own."""
+"""Test `SsdStore` on a small mounted file system. Run by test_full_disk.py in a new mount namespace.
+
+    python full_disk.py KIND CASE FOLDER SEED
+
+KIND: tmpfs or ext4. CASE: full fills it, read-only remounts it, probe only mounts it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ def open_store(point: Path, *, read_only: bool = False) -> tc.SsdStore:
 
 
 def fill_until_full(store: tc.SsdStore, state: workload.State) -> None:
-    """Commits until the disk is full. Afterwards the store is at state.done, and no row is wrong."""
+    """Commit steps until the disk is full; `state.done` is the last committed step."""
     for _ in range(10_000):
         step = state.done + 1
         try:
@@ -46,7 +50,7 @@ def fill_until_full(store: tc.SsdStore, state: workload.State) -> None:
         except tc.DiskFullError:
             return
         state.advance(step)
-    raise AssertionError("the disk never got full")
+    raise AssertionError("the disk did not fill up")
 
 
 def check_full_disk(point: Path, seed: int) -> None:
@@ -56,24 +60,24 @@ def check_full_disk(point: Path, seed: int) -> None:
     ballast.write_bytes(bytes(rng.randrange(3 << 20, 6 << 20)))
     store = open_store(point)
     fill_until_full(store, state)
-    # Still readable: here (with what was put since the commit, in part) and by another reader (the commit).
+    # Rows are still readable: in this store (with a part of the uncommitted step) and by a reader (the last commit).
     store.get(workload.ALL_KEYS)
     with open_store(point, read_only=True) as reader:
         assert workload.step_of_note(reader) == state.done
         state.check(reader)
         reader.check()
-    # Closing and opening on the full disk gives the last commit.
+    # Reopening on the full disk restores the last commit.
     store.close()
     store = open_store(point)
     assert workload.step_of_note(store) == state.done
     state.check(store)
-    # Room again: the same store goes on.
+    # With free space the store continues.
     if seed % 2:
         ballast.unlink()
     else:
         for epoch in store.epochs[:-1]:
             store.release(epoch)
-    ended = state.done
+    full_at = state.done
     for _ in range(3):
         step = state.done + 1
         workload.apply_step(store, seed, step)
@@ -81,15 +85,15 @@ def check_full_disk(point: Path, seed: int) -> None:
         state.advance(step)
         for epoch in store.epochs[:-1]:
             store.release(epoch)
-    assert state.done == ended + 3
+    assert state.done == full_at + 3
     state.check(store)
     store.check()
-    # Full once more, and this time the store that met it goes on by itself.
+    # Fill the disk again; this time the store continues without reopening.
     fill_until_full(store, state)
     ballast.unlink(missing_ok=True)
     for epoch in store.epochs[:-1]:
         store.release(epoch)
-    # What that last step had put before the disk was full is still there: it is done once more, whole.
+    # Rows of the failed step may be there in part: repeat the whole step.
     workload.apply_step(store, seed, state.done + 1)
     store.commit(str(state.done + 1).encode())
     state.advance(state.done + 1)
@@ -113,13 +117,13 @@ def check_read_only(point: Path) -> None:
         state.check(reader)
 
 
-def main(kind: str, what: str, folder: Path, seed: int) -> None:
-    # Room for a few commits of the workload; ext4 keeps some of it for its journal.
+def main(kind: str, case: str, folder: Path, seed: int) -> None:
+    # Space for a few commits of the workload; the journal of ext4 takes some of it.
     point = mount(kind, folder, (12 if kind == "tmpfs" else 20) + seed % 5)
     try:
-        if what == "full":
+        if case == "full":
             check_full_disk(point, seed)
-        elif what == "read-only":
+        elif case == "read-only":
             check_read_only(point)
     finally:
         subprocess.run(["umount", str(point)], check=True)

@@ -1,7 +1,7 @@
-"""kill -9: at random times, and at every named point of commit, merge, release and checkpoint.
+"""SIGKILL of a process that uses a store: at random times, and at every failpoint of commit, merge, release and link.
 
-The page cache survives a kill, so this proves little about power loss (csrc/ssd/crash_fault_test.cc does that); it
-proves that the real process with its real threads and files can die anywhere.
+The page cache survives a kill, so these tests do not cover power loss: csrc/ssd/crash_fault_test.cc does. They cover
+the real process with its threads and files.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TIMES_PER_POINT = 100 if LONG else 5
 CSRC = Path(__file__).parents[2] / "csrc"
 
 
-def named_points() -> list[str]:
-    """All points the store reports: the string literals in calls of failpoint()."""
+def failpoints() -> list[str]:
+    """Return the names of all failpoints: the string literals in calls of failpoint()."""
     points: set[str] = set()
     for file in [*CSRC.glob("ssd/*.cc"), CSRC / "util" / "fs.cc"]:
         if not file.name.endswith("_test.cc"):
@@ -40,8 +40,8 @@ def named_points() -> list[str]:
     return sorted(points)
 
 
-class Victim:
-    """The workload in a process of its own."""
+class WorkloadProcess:
+    """The workload in a subprocess."""
 
     def __init__(self, path: Path, seed: int, steps: int, *, background: bool, kill_at: str = "") -> None:
         env = dict(os.environ, THERMOCLINE_KILL_AT=kill_at)
@@ -57,15 +57,15 @@ class Victim:
         self.process.send_signal(signal.SIGKILL)
 
     def finish(self) -> tuple[int, int, int]:
-        """(exit code, last commit begun, last commit returned); 0: none."""
+        """Return (exit code, last commit begun, last commit returned); 0 if there was none."""
         output, _ = self.process.communicate(timeout=120)
         begun = [int(n) for n in re.findall(r"begin (\d+)", output)]
         ended = [int(n) for n in re.findall(r"end (\d+)", output)]
         return self.process.returncode, max(begun, default=0), max(ended, default=0)
 
 
-def check_survivor(path: Path, state: workload.State, begun: int, ended: int, *, thorough: bool) -> None:
-    """The store is at the last commit that had returned, or the one that had begun; every row is right."""
+def check_store(path: Path, state: workload.State, begun: int, ended: int, *, thorough: bool) -> None:
+    """Assert that the store is at the last commit that returned, or at one that began, with the right rows."""
     if not path.exists():
         assert ended == 0
         return
@@ -95,16 +95,16 @@ def test_kill_at_random_times(tmp_path: Path, shard: int) -> None:
     path = tmp_path / "store"
     killed = 0
     while killed < KILLS // SHARDS:
-        victim = Victim(path, shard, 10_000, background=bool(killed % 2))
-        if killed % 10:  # every tenth dies while opening, or before
-            victim.wait_ready()
+        process = WorkloadProcess(path, shard, 10_000, background=bool(killed % 2))
+        if killed % 10:  # every tenth is killed before or while opening
+            process.wait_ready()
         time.sleep(rng.random() ** 2 * 0.3)
-        victim.kill()
-        code, begun, ended = victim.finish()
-        assert code == -signal.SIGKILL, "it should not have ended by itself"
+        process.kill()
+        code, begun, ended = process.finish()
+        assert code == -signal.SIGKILL, "the workload ended before it was killed"
         killed += 1
-        check_survivor(path, state, begun, ended, thorough=killed % 5 == 0)
-        if state.done > 400:  # replaying old epochs from step 1 gets slow
+        check_store(path, state, begun, ended, thorough=killed % 5 == 0)
+        if state.done > 400:  # replaying old epochs from step 1 becomes slow
             shutil.rmtree(path)
             state = workload.State(seed=shard)
         for checkpoint in tmp_path.glob("store-checkpoint-*"):
@@ -112,25 +112,25 @@ def test_kill_at_random_times(tmp_path: Path, shard: int) -> None:
     assert killed >= KILLS // SHARDS
 
 
-@pytest.mark.parametrize("point", named_points())
-def test_kill_at_named_point(tmp_path: Path, point: str) -> None:
+@pytest.mark.parametrize("point", failpoints())
+def test_kill_at_failpoint(tmp_path: Path, point: str) -> None:
     for nth in range(1, TIMES_PER_POINT + 1):
         path = tmp_path / f"store-{nth}"
         state = workload.State(seed=nth)
-        # Merging inline at first: with the background thread some points are not reached in a short run.
-        victim = Victim(path, nth, 24, background=nth % 2 == 0, kill_at=f"{point}:{nth}")
-        code, begun, ended = victim.finish()
+        # Inline merging first: with the background thread a short run does not reach some failpoints.
+        process = WorkloadProcess(path, nth, 24, background=nth % 2 == 0, kill_at=f"{point}:{nth}")
+        code, begun, ended = process.finish()
         assert code in (0, -signal.SIGKILL), f"the workload failed at {point}:{nth}"
         if nth == 1:
-            assert code == -signal.SIGKILL, f"{point} was never reached: is it still there?"
-        check_survivor(path, state, begun, ended, thorough=True)
-        # And it goes on.
-        code, begun, ended = Victim(path, nth, 3, background=True).finish()
+            assert code == -signal.SIGKILL, f"{point} was not reached: does it still exist?"
+        check_store(path, state, begun, ended, thorough=True)
+        # A new process continues.
+        code, begun, ended = WorkloadProcess(path, nth, 3, background=True).finish()
         assert code == 0
-        check_survivor(path, state, begun, ended, thorough=True)
+        check_store(path, state, begun, ended, thorough=True)
         for left in tmp_path.iterdir():
             shutil.rmtree(left)
 
 
-def test_there_are_enough_named_points() -> None:
-    assert len(named_points()) >= 20
+def test_there_are_enough_failpoints() -> None:
+    assert len(failpoints()) >= 20

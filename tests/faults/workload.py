@@ -1,7 +1,7 @@
-"""A store's life that anyone can replay: what step i does depends on (seed, i) alone, whatever crashed before it.
+"""A deterministic workload of an `SsdStore`: step i depends only on (seed, i), so that it can be replayed.
 
-Run as a program it opens the store, reads in its note which step was the last, and goes on from there, saying on stdout
-which commits it begins and which have returned. The tests kill it and compare the store with `State`.
+As a program it opens the store, reads the last step from its note and continues from there. It prints when a commit
+begins and when it has returned. The tests kill it and compare the store with `State`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import thermocline as tc
 ROW_BYTES = 64
 KEYS = 24_000
 KEEP_EPOCHS = 3
-# Small files, so that merges, splits and releases happen all the time.
+# Small files, so that merges, splits and releases are frequent.
 OPTIONS: dict[str, Any] = {
     "mem_budget": "16MB",
     "segment_bytes": 256 << 10,
@@ -31,7 +31,7 @@ Versions = npt.NDArray[np.uint64]
 
 
 def key_of(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Number -> key, spread over all 64 bits."""
+    """Map numbers to keys spread over all 64 bits."""
     keys: npt.NDArray[np.uint64] = numbers * np.uint64(0x9E3779B97F4A7C15) + np.uint64(12345)
     return keys
 
@@ -40,7 +40,7 @@ ALL_KEYS = key_of(np.arange(KEYS, dtype=np.uint64))
 
 
 def rows_of(keys: npt.NDArray[np.uint64], versions: Versions) -> npt.NDArray[np.uint8]:
-    """The row of each key at its version: every word depends on key, version and position."""
+    """Return the row of each key at its version: every word depends on key, version and position."""
     words = np.arange(1, ROW_BYTES // 8 + 1, dtype=np.uint64)[None, :]
     x = (keys[:, None] ^ (versions[:, None] * np.uint64(0xD6E8FEB86659FD93))) * (words * np.uint64(2) + np.uint64(1))
     x ^= x >> np.uint64(29)
@@ -49,7 +49,7 @@ def rows_of(keys: npt.NDArray[np.uint64], versions: Versions) -> npt.NDArray[np.
 
 @dataclasses.dataclass
 class Step:
-    """What one step puts and deletes, as numbers of keys."""
+    """Puts and deletes of one step, as key numbers."""
 
     puts: list[npt.NDArray[np.int64]]
     deletes: npt.NDArray[np.int64]
@@ -62,7 +62,7 @@ def step_of(seed: int, i: int) -> Step:
 
 
 class State:
-    """What the store holds after step `done`: the version of each key, which is the step that put it; 0: no row."""
+    """Expected contents after step `done`: per key its version, the step that put it; 0 means no row."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -70,7 +70,7 @@ class State:
         self.versions: Versions = np.zeros(KEYS, dtype=np.uint64)
 
     def advance(self, to: int) -> None:
-        assert to >= self.done, f"LOST COMMIT: step {to} after step {self.done} had been seen"
+        assert to >= self.done, f"LOST COMMIT: step {to} after step {self.done} was committed"
         while self.done < to:
             self.done += 1
             step = step_of(self.seed, self.done)
@@ -79,10 +79,10 @@ class State:
             self.versions[step.deletes] = 0
 
     def check(self, store: tc.SsdStore) -> None:
-        """Every key, found or not, bit for bit."""
+        """Assert that every key is present or absent as expected, with the expected row."""
         found, rows = store.get(ALL_KEYS)
         live = self.versions != 0
-        assert np.array_equal(found, live), f"step {self.done}: {(found != live).sum()} keys are there or not, wrongly"
+        assert np.array_equal(found, live), f"step {self.done}: {(found != live).sum()} keys wrongly present or absent"
         wrong = (rows[live] != rows_of(ALL_KEYS, self.versions)[live]).any(axis=1)
         assert not wrong.any(), f"step {self.done}: WRONG ROWS: {wrong.sum()}"
 
@@ -99,24 +99,24 @@ def apply_step(store: tc.SsdStore, seed: int, i: int) -> None:
     store.delete(ALL_KEYS[step.deletes])
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     print(text, flush=True)
 
 
 def main(path: str, seed: int, steps: int, background_merge: bool) -> None:
-    """Does `steps` more steps; says "begin i" and "end i" around each commit."""
-    # Without the background thread merges are rare and large, so that those of several chunks occur too.
+    """Run `steps` more steps; print "begin i" and "end i" around each commit."""
+    # Without the background thread merges are rare and large, so that merges of several chunks occur too.
     options = OPTIONS if background_merge else {**OPTIONS, "min_log_bytes": 2 << 20}
     with tc.SsdStore.open(path, row_bytes=ROW_BYTES, background_merge=background_merge, **options) as store:
         first = step_of_note(store) + 1
-        say("ready")
+        report("ready")
         for i in range(first, first + steps):
             apply_step(store, seed, i)
             if i % 7 == 0:
                 store.merge()
-            say(f"begin {i}")
+            report(f"begin {i}")
             store.commit(str(i).encode())
-            say(f"end {i}")
+            report(f"end {i}")
             for epoch in store.epochs[:-KEEP_EPOCHS]:
                 store.release(epoch)
             if i % 11 == 0:

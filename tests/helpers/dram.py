@@ -1,4 +1,4 @@
-"""Training directly on a `DramTier`, without a table: what a batch does, call by call."""
+"""Training on a `DramTier` without a table, one call per operation of a batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Lookup:
 
     @property
     def bags(self) -> int:
-        """Rows of the pooled result, and of its gradient."""
+        """Number of pooled vectors."""
         return len(self.id_slots) if self.offsets is None else len(self.offsets) - 1
 
 
@@ -80,7 +80,7 @@ def sum_gradients(tier: DramTier, batch: Lookup, grad: Any, *, out: Any = None) 
 
 
 def release(tier: DramTier, batch: Lookup, *, dirty: bool = True) -> None:
-    """Unpin the rows; `dirty`: they were updated."""
+    """Unpin the rows; `dirty` marks them as updated."""
     tier.core.unpin(batch.slots, dirty, batch.working_set.keys)
 
 

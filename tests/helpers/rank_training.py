@@ -179,7 +179,7 @@ def _key_sums(table: Reference) -> dict[int, Any]:
     gradients: list[Any] = []
     for bag, batch, pooled in table.tape:
         if pooled.grad is not None:
-            bag.spread(batch, pooled.grad.numpy(), keys, gradients)
+            bag.collect_gradients(batch, pooled.grad.numpy(), keys, gradients)
     table.tape = []
     by_key: dict[int, list[Any]] = {}
     for key, gradient in zip(keys, gradients, strict=True):

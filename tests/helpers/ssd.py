@@ -1,4 +1,4 @@
-"""What the tests of the SSD store share."""
+"""Helpers of the SSD store tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import thermocline as tc
 
 ROW = 32
-# Small files, so that a few thousand rows already split partitions and merge.
+# Small files, so that a few thousand rows split partitions and merge.
 SMALL: dict[str, Any] = {
     "mem_budget": "16MB",
     "segment_bytes": 64 << 10,
@@ -21,7 +21,7 @@ SMALL: dict[str, Any] = {
 
 
 def rows_of(keys: npt.NDArray[np.uint64], version: int = 0, row_bytes: int = ROW) -> npt.NDArray[np.uint8]:
-    """Rows that say whose they are: every byte depends on key, version and position."""
+    """Make rows whose every byte depends on key, version and position."""
     mixed = (keys[:, None] * np.uint64(0x9E3779B97F4A7C15)) ^ np.arange(row_bytes, dtype=np.uint64)[None, :]
     return ((mixed + np.uint64(version * 0x5851F42D4C957F2D % 2**64)) >> np.uint64(40)).astype(np.uint8)
 
@@ -38,6 +38,6 @@ def contents(store: tc.SsdStore) -> dict[int, bytes]:
         assert rows.dtype == np.uint8
         assert rows.shape == (len(keys), store.row_bytes)
         for key, row in zip(keys.tolist(), rows, strict=True):
-            assert key not in seen, "a scan gave a key twice"
+            assert key not in seen, "the scan returned a key twice"
             seen[key] = row.tobytes()
     return seen

@@ -1,7 +1,7 @@
-"""What the tests of training share: data, a slow loop over reference tables, and small budgets.
+"""Helpers of the training tests: random batches, a reference training loop, small budgets.
 
-`ReferenceBag` and `Reference` are `tc.EmbeddingBag` and `tc.Table` written down the obvious way: one dict of rows, one
-pooled vector after the other, gradients from torch's autograd on those vectors, one occurrence after the other.
+`Reference` and `ReferenceBag` are simple versions of `tc.Table` and `tc.EmbeddingBag`: rows in a dict, pooled vectors
+computed one by one, their gradients by torch's autograd, and one gradient per occurrence of a key.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def bits(array: Any) -> bytes:
-    """Equal bits, not equal numbers: tells -0 from 0 and NaNs apart."""
+    """Return the bytes of an array, to compare bits: -0 differs from 0, and NaN equals itself."""
     values = array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else array
     return np.ascontiguousarray(values).tobytes()
 
 
 def weights_of(module: torch.nn.Module) -> bytes:
-    """Every dense parameter, bit for bit."""
+    """Return the bytes of every dense parameter."""
     return b"".join(bits(parameter) for parameter in module.parameters())
 
 
@@ -50,7 +50,7 @@ def make_batches(
     skew: float = 1.0,
     seed: int = 0,
 ) -> list[tc.Batch]:
-    """Random batches: empty bags, repeated keys, a label per example. `skew` above 1 prefers small keys."""
+    """Make random batches with empty bags, repeated keys and labels. `skew` above 1 makes small keys frequent."""
     rng = np.random.default_rng(seed)
     batches = []
     for n in range(count):
@@ -69,7 +69,7 @@ def all_keys(batches: Sequence[tc.Batch]) -> np.ndarray[Any, Any]:
 
 @functools.cache
 def budget_for(rows: int, dim: int, optimizer: Optimizer, precision: tc.Precision = FP32) -> int:
-    """The smallest `mem` that holds `rows` rows."""
+    """Return the smallest `mem` that holds `rows` rows, within 256 bytes."""
     low, high = 0, 1 << 14
     while tc.DramTier(dim, optimizer, budget=high, precision=precision).capacity < rows:
         low, high = high, 2 * high
@@ -84,12 +84,12 @@ def budget_for(rows: int, dim: int, optimizer: Optimizer, precision: tc.Precisio
 
 
 class Reference:
-    """A table as the loop sees it: remembers what its bags pooled, and updates once per step."""
+    """A reference table with the interface of a training loop: `step` applies the gradients of all pooled vectors."""
 
     def __init__(self, like: tc.Table, *, seed: int = 0, initial: Any = None) -> None:
-        number = int.from_bytes(hashlib.blake2b(like.name.encode(), digest_size=8).digest(), "little")
+        table = int.from_bytes(hashlib.blake2b(like.name.encode(), digest_size=8).digest(), "little")
         self.table = tc.ReferenceTable(
-            like.dim, like.optimizer, seed=seed, table=number, initial=initial, precision=like.precision
+            like.dim, like.optimizer, seed=seed, table=table, initial=initial, precision=like.precision
         )
         self.lr = like.optimizer.lr
         self.steps = 0
@@ -101,7 +101,7 @@ class Reference:
         gradients: list[Any] = []
         for bag, batch, pooled in self.tape:
             if pooled.grad is not None:
-                bag.spread(batch, pooled.grad.numpy(), keys, gradients)
+                bag.collect_gradients(batch, pooled.grad.numpy(), keys, gradients)
         self.tape = []
         norm = None
         if max_norm is not None:
@@ -115,25 +115,25 @@ class Reference:
     def norm(self, keys: list[int], gradients: list[Any]) -> float:
         if not keys:
             return 0.0
-        of_key: dict[int, list[Any]] = {}
+        by_key: dict[int, list[Any]] = {}
         for key, gradient in zip(keys, gradients, strict=True):
-            of_key.setdefault(key, []).append(gradient)
-        sums = np.stack([sum_in_blocks(occurrences) for occurrences in of_key.values()])
+            by_key.setdefault(key, []).append(gradient)
+        sums = np.stack([sum_in_blocks(occurrences) for occurrences in by_key.values()])
         return float(np.sqrt(np.square(sums, dtype=np.float64).sum()))
 
     def assert_equals(self, table: tc.Table, keys: Any) -> None:
-        """The same rows in the table, trained and untrained ones."""
-        mine, its = self.table.read(keys), table.read(np.asarray(keys, np.uint64))
-        if bits(mine) != bits(its):
-            wrong = np.flatnonzero((mine.view(np.uint32) != its.view(np.uint32)).any(1))
+        """Assert that `table` has the same rows for `keys`, which may be untrained."""
+        expected, actual = self.table.read(keys), table.read(np.asarray(keys, np.uint64))
+        if bits(expected) != bits(actual):
+            wrong = np.flatnonzero((expected.view(np.uint32) != actual.view(np.uint32)).any(1))
             raise AssertionError(
-                f"{len(wrong)} of {len(keys)} rows differ, first key {keys[wrong[0]]}: {mine[wrong[0]]} "
-                f"and {its[wrong[0]]}"
+                f"{len(wrong)} of {len(keys)} rows differ, first key {keys[wrong[0]]}: expected "
+                f"{expected[wrong[0]]}, got {actual[wrong[0]]}"
             )
 
 
 class ReferenceBag:
-    """Batch -> a leaf float32[examples, fields, dim], or float32[ids, dim] with pooling "none"."""
+    """Pools a batch to a leaf float32[examples, fields, dim], or float32[ids, dim] with pooling "none"."""
 
     def __init__(self, table: Reference, fields: int | Sequence[int], pooling: Pooling | Sequence[Pooling] = "sum"):
         self.table = table
@@ -147,23 +147,23 @@ class ReferenceBag:
             pooled = rows.pool(ids, None, "none", weights)
         else:
             pooled = np.empty((len(batch), len(self.fields), rows.dim), np.float32)
-            for place, (field, kind) in enumerate(zip(self.fields, self.kinds, strict=True)):
+            for position, (field, kind) in enumerate(zip(self.fields, self.kinds, strict=True)):
                 ids, offsets, weights = batch.select([field])
-                pooled[:, place] = rows.pool(ids, offsets, kind, weights)
+                pooled[:, position] = rows.pool(ids, offsets, kind, weights)
         leaf = torch.from_numpy(pooled).requires_grad_()
         self.table.tape.append((self, batch, leaf))
         return leaf
 
-    def spread(self, batch: tc.Batch, grad: Any, keys: list[int], gradients: list[Any]) -> None:
-        """Adds one key and one gradient per id: the fields that are pooled alike together, example by example."""
+    def collect_gradients(self, batch: tc.Batch, grad: Any, keys: list[int], gradients: list[Any]) -> None:
+        """Append a key and a gradient per id, by pooling kind, then example, then field."""
         count = 0
         for kind in dict.fromkeys(self.kinds):
             for example in range(len(batch)):
-                for place, field in enumerate(self.fields):
-                    if self.kinds[place] == kind:
+                for position, field in enumerate(self.fields):
+                    if self.kinds[position] == kind:
                         begin, end = batch.offsets[example * batch.fields + field :][:2].tolist()
                         for p in range(begin, end):
-                            g = grad[count] if kind == "none" else grad[example, place]
+                            g = grad[count] if kind == "none" else grad[example, position]
                             count += 1
                             keys.append(int(batch.ids[p]))
                             gradients.append(g * self.coefficient(batch, kind, p, end - begin))
@@ -175,7 +175,7 @@ class ReferenceBag:
 
 
 class Net(torch.nn.Module):
-    """A user's own module around one or more bags: a small network over all pooled vectors."""
+    """A small network over the pooled vectors of one or more bags."""
 
     def __init__(self, bags: Sequence[Any], width: int, *, hidden: int = 8, seed: int = 0) -> None:
         super().__init__()
@@ -198,12 +198,12 @@ def loss_of(model: Any, batch: tc.Batch) -> torch.Tensor:
 
 
 def one_torch_thread() -> None:
-    """torch's own threads change torch's bits."""
+    """Use one torch thread: the number of threads changes the bits of torch's results."""
     torch.set_num_threads(1)
 
 
 def train_on(model: Net, tables: Sequence[Any], batches: Iterator[tc.Batch] | Sequence[tc.Batch], **step: Any) -> None:
-    """The loop of the design page: one step of every table and of a dense Adam per batch."""
+    """Train with one step of every table and of a dense Adam per batch."""
     dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
     for batch in batches:
         loss_of(model, batch).backward()

@@ -1,4 +1,4 @@
-"""What tc.DramTier promises beyond the bits: pins, budgets, errors, one truth with the store, threads."""
+"""`tc.DramTier`: pins, budgets, errors, consistency with the store, threads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_training_loop() -> None:
     assert "memory only" in repr(tier)
 
 
-def test_torch_tensors_are_taken_without_copies() -> None:
+def test_torch_tensors_are_not_copied() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed: tensors as arguments are NOT tested")
     tier = tc.DramTier(4, tc.SGD(lr=1.0), budget="1MB", initial=tc.Constant())
     ids = torch.tensor([-1, 2**62, -1])  # int64 bit patterns
@@ -49,7 +49,7 @@ def test_torch_tensors_are_taken_without_copies() -> None:
     assert tier.read(keys_of(2**64 - 1, 2**62))[:, 0].tolist() == [-2, -1]
 
 
-def test_budget_holds_everything_counted() -> None:
+def test_budget_includes_index_and_metadata() -> None:
     for budget in ("100KB", "1MB", "50MB"):
         tier = tc.DramTier(16, tc.Adam(), budget=budget)
         stats = tier.stats()
@@ -59,7 +59,7 @@ def test_budget_holds_everything_counted() -> None:
         assert stats.bytes_rows == stats.capacity * tier.row_bytes
 
 
-def test_a_full_tier_without_a_store_says_so() -> None:
+def test_full_tier_without_a_store_is_an_error() -> None:
     tier = tc.DramTier(16, tc.SGD(), budget="100KB")
     slots = tier.pull(np.arange(tier.capacity, dtype=np.uint64))
     tier.unpin(slots, dirty=True)
@@ -70,7 +70,7 @@ def test_a_full_tier_without_a_store_says_so() -> None:
         tc.DramTier(16, tc.SGD(), budget=1000)
 
 
-def test_a_working_set_that_does_not_fit_names_budget_and_need(tmp_path: Path) -> None:
+def test_working_set_over_budget_names_budget_and_rows(tmp_path: Path) -> None:
     with small_store(tmp_path / "s", 64) as store:
         tier = tc.DramTier(16, tc.SGD(), budget="100KB", store=store)
         need = tier.capacity + 5
@@ -79,7 +79,7 @@ def test_a_working_set_that_does_not_fit_names_budget_and_need(tmp_path: Path) -
         ):
             dram.lookup(tier, np.arange(need, dtype=np.uint64))
         tier.check()
-        slots = tier.pull(np.arange(tier.capacity, dtype=np.uint64))  # and exactly what fits, fits
+        slots = tier.pull(np.arange(tier.capacity, dtype=np.uint64))  # exactly the capacity fits
         tier.unpin(slots)
 
 
@@ -95,7 +95,7 @@ def test_only_trained_keys_exist(tmp_path: Path) -> None:
         assert tier.stats().reads == 100
 
 
-def test_larger_than_memory_survives_commit_and_reopen(tmp_path: Path) -> None:
+def test_rows_beyond_dram_are_there_after_reopen(tmp_path: Path) -> None:
     optimizer = tc.Adagrad(lr=0.1)
     table = tc.ReferenceTable(4, optimizer)
     random = np.random.default_rng(0)
@@ -122,7 +122,7 @@ def test_larger_than_memory_survives_commit_and_reopen(tmp_path: Path) -> None:
         assert len(store) == len(keys)
 
 
-def test_a_memory_only_tier_is_saved_into_any_store(tmp_path: Path) -> None:
+def test_flush_to_another_store(tmp_path: Path) -> None:
     tier = tc.DramTier(4, tc.SGD(), budget="1MB")
     tier.push(np.arange(10, dtype=np.uint64), np.arange(40, dtype=np.float32).reshape(10, 4))
     with small_store(tmp_path / "s", 16) as store:
@@ -156,7 +156,7 @@ def test_pins_keep_rows_in_place(tmp_path: Path) -> None:
             tier.unpin(pinned)
 
 
-def test_policies_differ_in_what_they_keep(tmp_path: Path) -> None:
+def test_policies_keep_different_rows(tmp_path: Path) -> None:
     kept = {}
     for policy in ("lru", "lfu", "lru_lfu"):
         with small_store(tmp_path / policy, 16) as store:
@@ -173,10 +173,10 @@ def test_policies_differ_in_what_they_keep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_results_and_plans_do_not_depend_on_threads(tmp_path: Path, threads: int) -> None:
-    def life(number: int) -> tuple[bytes, tc.DramStats]:
-        with small_store(tmp_path / str(number), 32) as store:
-            tier = tc.DramTier(4, tc.Adagrad(), budget="300KB", store=store, threads=number, shards=4)
+def test_results_and_evictions_do_not_depend_on_threads(tmp_path: Path, threads: int) -> None:
+    def train(threads: int) -> tuple[bytes, tc.DramStats]:
+        with small_store(tmp_path / str(threads), 32) as store:
+            tier = tc.DramTier(4, tc.Adagrad(), budget="300KB", store=store, threads=threads, shards=4)
             random = np.random.default_rng(1)
             for step in range(1, 15):
                 lookup = dram.lookup(tier, random.integers(0, 9000, 4000).astype(np.uint64), np.arange(0, 4001, 40))
@@ -184,18 +184,18 @@ def test_results_and_plans_do_not_depend_on_threads(tmp_path: Path, threads: int
                 dram.release(tier, lookup)
             return tier.read(range(9000)).tobytes(), tier.stats()
 
-    rows, stats = life(threads)
-    want_rows, want_stats = life(1)
+    rows, stats = train(threads)
+    want_rows, want_stats = train(1)
     assert rows == want_rows
     assert stats.evictions > 1000
     assert (stats.hits, stats.evictions, stats.puts) == (want_stats.hits, want_stats.evictions, want_stats.puts)
 
 
-def test_pulls_of_other_batches_while_one_trains(tmp_path: Path) -> None:
-    # Three threads add to rows they share, over a store, in a tier that holds a fraction: no addition is lost.
+def test_concurrent_pulls_lose_no_update(tmp_path: Path) -> None:
+    # Three threads add to shared rows in a tier that holds a fraction of them.
     with small_store(tmp_path / "s", 16) as store:
         tier = tc.DramTier(4, tc.SGD(lr=1.0), budget="100KB", store=store, initial=tc.Constant())
-        turn = threading.Lock()
+        update_lock = threading.Lock()
         counts = np.zeros(3000, np.int64)
         errors: list[BaseException] = []
 
@@ -205,7 +205,7 @@ def test_pulls_of_other_batches_while_one_trains(tmp_path: Path) -> None:
                 for _ in range(60):
                     ids = random.integers(0, 3000, 200).astype(np.uint64)
                     lookup = dram.lookup(tier, ids)
-                    with turn:  # rows are changed by one thread at a time; pulls and evictions go on meanwhile
+                    with update_lock:  # one thread updates rows at a time; the others pull and evict
                         dram.update(tier, lookup, -np.ones((200, 4), np.float32))
                         np.add.at(counts, ids, 1)
                     dram.release(tier, lookup)
@@ -223,7 +223,7 @@ def test_pulls_of_other_batches_while_one_trains(tmp_path: Path) -> None:
         np.testing.assert_array_equal(tier.read(range(3000)), np.repeat(counts[:, None], 4, axis=1))
 
 
-def test_a_closed_store_is_an_error_and_leaves_no_pin(tmp_path: Path) -> None:
+def test_closed_store_is_an_error_and_leaves_no_pin(tmp_path: Path) -> None:
     store = small_store(tmp_path / "s", 16)
     tier = tc.DramTier(4, tc.SGD(), budget="100KB", store=store)
     store.close()
@@ -233,7 +233,7 @@ def test_a_closed_store_is_an_error_and_leaves_no_pin(tmp_path: Path) -> None:
     assert tier.stats().resident == 0
 
 
-def test_wrong_arguments_are_explained(tmp_path: Path) -> None:
+def test_invalid_arguments(tmp_path: Path) -> None:
     with small_store(tmp_path / "s", 20) as store, pytest.raises(tc.ThermoclineError, match="row_bytes=16"):
         tc.DramTier(4, tc.SGD(), store=store)
     with pytest.raises(ValueError, match="policy is 'mru'"):
@@ -249,7 +249,7 @@ def test_wrong_arguments_are_explained(tmp_path: Path) -> None:
     for offsets in ([1, 3], [0, 2], [0, 3, 2, 3], [0, 4]):
         with pytest.raises(tc.ThermoclineError, match="offsets must begin with 0"):
             dram.lookup(tier, ids, offsets)
-    tier.check()  # none of them left a pin
+    tier.check()  # no call left a pin
     lookup = dram.lookup(tier, ids, [0, 3])
     with pytest.raises(ValueError, match=r"sums has shape \(2, 4\)"):
         tier.apply_gradients(lookup.slots, np.ones((2, 4), np.float32))
@@ -278,10 +278,10 @@ def test_working_set() -> None:
     np.testing.assert_array_equal(one.keys[one.inverse], ids)
 
 
-@pytest.mark.parametrize("dim", [3, 16])  # 16: whole lines, copied past the caches
+@pytest.mark.parametrize("dim", [3, 16])  # 16: whole cache lines, written with streaming stores
 @pytest.mark.parametrize("unique", [False, True])
-def test_push_replaces_rows_here_and_in_the_store(unique: bool, dim: int, tmp_path: Path) -> None:
-    """More rows than one task copies, some in memory, some evicted, some new; the last pushed is what is read."""
+def test_push_replaces_rows_in_dram_and_in_the_store(unique: bool, dim: int, tmp_path: Path) -> None:
+    """More rows than one task copies: resident, evicted and new. A read returns the last pushed row."""
     rng = np.random.default_rng(1)
     keys = rng.permutation(20000).astype(np.uint64)
     rows = rng.random((20000, dim), np.float32)
@@ -292,9 +292,9 @@ def test_push_replaces_rows_here_and_in_the_store(unique: bool, dim: int, tmp_pa
         tier.push(keys[:5000], rows[:5000], unique=unique)
         assert tier.stats().evictions > 0
         assert np.array_equal(tier.read(keys), rows)
-        again = rng.integers(0, 20000, 30000)  # repeated keys: the last row counts
+        again = rng.integers(0, 20000, 30000)  # repeated keys: the last row is kept
         last = rng.random((30000, dim), np.float32)
         tier.push(keys[again], last)
-        rows[again] = last  # NumPy too keeps the last
+        rows[again] = last  # NumPy also keeps the last
         assert np.array_equal(tier.read(keys), rows)
         tier.check()

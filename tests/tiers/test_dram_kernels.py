@@ -1,4 +1,4 @@
-"""The fused kernels against the reference table: the same bits for every dim, optimizer, pooling and thread count."""
+"""The fused CPU kernels give the bits of the reference table for every dim, optimizer, pooling and thread count."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIMIZERS: list[Optimizer] = [
     tc.RowWiseAdagrad(lr=0.1),
     tc.Adam(lr=0.01, weight_decay=0.01),
 ]
-# Each has its own code path: fixed sizes, sizes with a vector and a tail, sizes below a vector.
+# Code paths: fixed sizes, sizes with a vector and a tail, sizes below a vector.
 DIMS = [1, 2, 3, 4, 7, 8, 10, 16, 19, 32, 64, 100, 128, 130]
 POOLINGS: list[Pooling] = ["sum", "mean", "none"]
 
@@ -36,7 +36,7 @@ def same_bits(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> None:
 
 
 class Pair:
-    """A tier and the reference table, given the same batches; every result compared."""
+    """A tier and a reference table that train on the same batches; every result is compared."""
 
     def __init__(self, dim: int, optimizer: Optimizer, *, threads: int = 2, initial: Initial | None = None) -> None:
         self.tier = tc.DramTier(dim, optimizer, budget="4MB", threads=threads, seed=5, table=6, initial=initial)
@@ -93,7 +93,7 @@ def test_every_dim_and_optimizer(dim: int, optimizer: Optimizer) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 127, 128, 129, 200, 5000])
 def test_block_boundaries(count: int) -> None:
-    # One key, all of the batch; the last count is split over threads.
+    # The batch has one key; the last count is split over threads.
     pair = Pair(6, tc.Adagrad(lr=0.1), threads=3)
     pair.train([9] * count, None, "none", False)
     pair.train([9] * count, [0, count // 2, count], "mean", True, fused=False)
@@ -132,7 +132,7 @@ def test_initial_rows(initial: Initial) -> None:
 
 @pytest.mark.parametrize("special", [0.0, -0.0, 1e-45, 1e-38, 3e38, np.inf, np.nan])
 def test_special_values(special: float) -> None:
-    # Zeros of both signs, denormals, overflow, infinities and NaN take the same way as any number.
+    # Zeros of both signs, denormals, overflow, infinities and NaN.
     for optimizer in OPTIMIZERS:
         pair = Pair(17, optimizer, initial=tc.Constant(value=-0.0))
         ids = np.array([1, 2, 1, 3], np.uint64)
@@ -145,7 +145,7 @@ def test_special_values(special: float) -> None:
             pair.table.update(ids, grad, [0, 2, 4])
         got, want = pair.tier.read(ids), pair.table.read(ids)
         nan = np.isnan(want)
-        np.testing.assert_array_equal(np.isnan(got), nan)  # which NaN it is depends on the instruction set
+        np.testing.assert_array_equal(np.isnan(got), nan)  # the bits of a NaN depend on the instruction set
         np.testing.assert_array_equal(got.view(np.uint32)[~nan], want.view(np.uint32)[~nan])
 
 
@@ -173,7 +173,7 @@ def test_any_batches(data: st.DataObject) -> None:
 
 
 def test_every_instruction_set_gives_the_same_bits() -> None:
-    # The choice is made once per process, from THERMOCLINE_ISA.
+    # A process selects its instruction set once, by THERMOCLINE_ISA.
     program = """
 import sys; sys.path.append(sys.argv[1])
 import numpy as np, thermocline as tc, hashlib

@@ -1,6 +1,6 @@
-"""Random lives of a memory tier against the reference table: after every step both hold the same bits.
+"""Random sequences of `DramTier` calls compared with the reference table: after every call both hold the same bits.
 
-Budgets are a few dozen to a few thousand rows, so that most batches evict; a store below is made of tiny files.
+Budgets hold hundreds to thousands of rows, so that most batches evict. The files of the store are tiny.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from thermocline.embedding.table_spec import Policy
 OPTIMIZERS: list[Optimizer] = [tc.SGD(lr=0.1), tc.Adagrad(lr=0.1), tc.RowWiseAdagrad(lr=0.1), tc.Adam(lr=0.01)]
 PRECISIONS = [
     tc.Precision(),
-    tc.Precision(),  # half of the lives
+    tc.Precision(),  # drawn twice as often
     tc.Precision(kind="int8"),
     tc.Precision(kind="int3", range=1.0),
     tc.Precision(kind="bf16", rounding="nearest"),
@@ -35,7 +35,7 @@ batches = st.tuples(st.integers(0, 2000), st.integers(0, 200), st.integers(0, 2*
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Trains, reads, pushes and evicts; with a store also flushes, commits and begins again from the last commit."""
+    """Trains, reads, pushes and evicts; with a store also flushes, commits and restores the last commit."""
 
     store: tc.SsdStore | None = None
 
@@ -43,7 +43,7 @@ class TierMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="thermocline-tier-"))
         self.step = 0
-        self.held: list[tuple[Any, Any]] = []
+        self.pinned: list[tuple[Any, Any]] = []
         self.seen: set[int] = set()
 
     @initialize(
@@ -79,12 +79,12 @@ class TierMachine(RuleBasedStateMachine):
             self.committed: tuple[dict[int, Any], dict[int, Any], int] = ({}, {}, 0)
         else:
             self.options["budget"] = "8MB"
-        self.begin()
+        self.create_tier()
 
-    def begin(self) -> None:
+    def create_tier(self) -> None:
         self.tier = tc.DramTier(self.table.dim, self.table.optimizer, store=self.store, **self.options)
 
-    def same(self, keys: Any) -> None:
+    def assert_same(self, keys: Any) -> None:
         got, want = self.tier.read(np.array(keys, np.uint64)), self.table.read(keys)
         np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
 
@@ -119,7 +119,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(keys=st.lists(keys_near, max_size=30))
     def read(self, keys: list[int]) -> None:
-        self.same(keys)
+        self.assert_same(keys)
 
     @rule(keys=st.lists(keys_near, max_size=30), seed=st.integers(0, 2**32))
     def push(self, keys: list[int], seed: int) -> None:
@@ -128,21 +128,21 @@ class TierMachine(RuleBasedStateMachine):
         self.table.push(keys, rows)
         self.seen.update(keys)
 
-    @precondition(lambda self: len(self.held) < 3)
+    @precondition(lambda self: len(self.pinned) < 3)
     @rule(keys=st.lists(keys_near, max_size=15, unique=True))
-    def hold(self, keys: list[int]) -> None:
-        self.held.append((keys, self.tier.pull(np.array(keys, np.uint64))))
+    def pin(self, keys: list[int]) -> None:
+        self.pinned.append((keys, self.tier.pull(np.array(keys, np.uint64))))
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.pinned)
     @rule(dirty=st.booleans())
-    def give_back(self, dirty: bool) -> None:
-        keys, slots = self.held.pop(0)
+    def unpin(self, dirty: bool) -> None:
+        keys, slots = self.pinned.pop(0)
         want = self.table.read(keys)
         np.testing.assert_array_equal(self.tier.rows(slots).view(np.uint32), want.view(np.uint32))
         self.tier.unpin(slots, dirty=dirty)
 
     @rule()
-    def too_much(self) -> None:
+    def exceed_budget(self) -> None:
         with pytest.raises(tc.BudgetError, match=f"holds {self.tier.capacity} rows"):
             self.tier.pull(np.arange(10**6, 10**6 + self.tier.capacity + 1, dtype=np.uint64))
 
@@ -162,34 +162,39 @@ class TierMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.store)
     @rule()
-    def begin_again_from_the_last_commit(self) -> None:
+    def restore_last_commit(self) -> None:
         assert self.store is not None
         self.store.close()
         self.store = tc.SsdStore.open(self.folder / "s", **SMALL)
         rows, scales, self.step = self.committed
         self.table.scales = dict(scales)
         self.table.rows = {key: row.copy() for key, row in rows.items()}
-        self.held.clear()
-        self.begin()
+        self.pinned.clear()
+        self.create_tier()
 
     @invariant()
-    def books_balance(self) -> None:
+    def invariants_hold(self) -> None:
         if hasattr(self, "tier"):
-            self.tier.check(idle=not self.held)
+            self.tier.check(idle=not self.pinned)
             stats = self.tier.stats()
             assert stats.bytes_total <= stats.budget
             assert stats.free + stats.resident == stats.capacity
 
     def teardown(self) -> None:
         if hasattr(self, "tier"):
-            for _, slots in self.held:
+            for _, slots in self.pinned:
                 self.tier.unpin(slots)
             self.tier.check()
-            self.same(sorted(self.seen))
+            self.assert_same(sorted(self.seen))
         if self.store is not None:
             self.store.close()
         shutil.rmtree(self.folder)
 
 
-TestTier = TierMachine.TestCase
-TestTier.settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=25)
+class TestTier(TierMachine.TestCase):  # type: ignore[misc,valid-type]
+    settings = settings(max_examples=settings.default.max_examples // 4, stateful_step_count=25)
+
+
+@pytest.mark.faults
+class TestTierManyTimes(TierMachine.TestCase):  # type: ignore[misc,valid-type]
+    settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=25)

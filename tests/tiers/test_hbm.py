@@ -1,4 +1,4 @@
-"""The HBM tier, interpreted on a CPU or on a GPU: rows move between it and memory without changing a bit."""
+"""The HBM tier, on a GPU or under Triton's interpreter: moving rows between tiers changes no bit."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ import thermocline as tc
 from thermocline.kernels import INTERPRETED
 from thermocline.tiers import hbm_backend
 from thermocline.tiers.hbm import HbmTier, bytes_for, row_capacity
-from thermocline.tiers.hbm_transfer import Mover
+from thermocline.tiers.hbm_transfer import RowTransfer
 
 DEVICE: Any = "interpreter" if INTERPRETED else "cuda"
-FRESH = [5, 2**63, 2**64 - 1]
+UNTRAINED = [5, 2**63, 2**64 - 1]
 
 
 def hbm_table(rows: int, dim: int = 4, optimizer: Any = None, **options: Any) -> tc.Table:
-    """A table whose HBM holds so many rows."""
+    """Create a table whose HBM tier holds `rows` rows."""
     chosen = optimizer or tc.Adagrad(lr=0.05)
     budget = bytes_for(rows, dim + chosen.state_floats(dim))
     return tc.Table(dim, chosen, hbm=budget, mem="4MB", device=DEVICE, **options)
 
 
-def the_tier(table: tc.Table) -> HbmTier:
+def hbm_of(table: tc.Table) -> HbmTier:
     assert table.hbm is not None
     return table.hbm
 
@@ -46,18 +46,18 @@ def the_tier(table: tc.Table) -> HbmTier:
 def train_both(
     table: tc.Table, batches: list[tc.Batch], bags: list[tuple[Any, Any]], depth: int = 1, **step: Any
 ) -> None:
-    """The same training over `table` and over the reference, both with a dense net on the table's device."""
+    """Train on `table` and on the reference, both with a dense network on the table's device, and compare."""
     one_torch_thread()
     reference = Reference(table)
-    device = the_tier(table).device
+    device = hbm_of(table).device
     width = table.dim * sum(f if isinstance(f, int) else len(f) for f, _ in bags)
     model = Net([tc.EmbeddingBag(table, f, pooling=p) for f, p in bags], width).to(device)
     twin = Net([ReferenceBag(reference, f, p) for f, p in bags], width).to(device)
     train_on(model, [table], tc.prefetch(batches, table, depth=depth), **step)
     train_on(twin, [reference], batches, **step)
-    keys = [*all_keys(batches).tolist(), *FRESH]
+    keys = [*all_keys(batches).tolist(), *UNTRAINED]
     reference.assert_equals(table, keys)
-    the_tier(table).check()
+    hbm_of(table).check()
     table.dram.check()
     table.write_back()
     assert np.array_equal(table.dram.read(np.array(keys, np.uint64)), table.read(np.array(keys, np.uint64)))
@@ -65,21 +65,21 @@ def train_both(
 
 @pytest.mark.parametrize(("name", "weighted"), [("sgd", False), ("adagrad", True), ("rowwise", True), ("adam", False)])
 def test_each_optimizer(name: str, weighted: bool) -> None:
-    batches = make_batches(5, weighted=weighted, keys=120)
+    batches = make_batches(4, weighted=weighted, keys=120)
     table = hbm_table(60, optimizer=OPTIMIZERS[name])
     train_both(table, batches, [(3, ["sum", "mean", "sum"])], depth=2)
-    assert the_tier(table).stats().evictions > 0
+    assert hbm_of(table).stats().evictions > 0
 
 
 def test_several_bags_and_clipping() -> None:
-    batches = make_batches(6, fields=4, weighted=True, keys=100)
+    batches = make_batches(4, fields=4, weighted=True, keys=100)
     table = hbm_table(80)
     train_both(table, batches, [([0, 1], "mean"), ([1, 2, 3], "sum")], max_norm=0.1)
 
 
-def test_budget_counts_everything() -> None:
+def test_budget_includes_index_and_metadata() -> None:
     table = hbm_table(100)
-    stats = the_tier(table).stats()
+    stats = hbm_of(table).stats()
     assert stats.capacity == 100
     assert stats.bytes_total <= stats.budget
     for budget in (1000, 4096, 12345, 10**6):
@@ -89,27 +89,27 @@ def test_budget_counts_everything() -> None:
         tc.Table(4, tc.SGD(), hbm=10, device=DEVICE)
 
 
-def test_a_batch_that_does_not_fit_names_the_budget() -> None:
+def test_batch_over_budget_names_the_budget() -> None:
     (batch,) = make_batches(1, keys=500, examples=8)
     table = hbm_table(10)
     bag = tc.EmbeddingBag(table, 3)
     with pytest.raises(tc.BudgetError, match=r"hbm=.* holds 10 rows"):
         bag(batch)
     gc.collect()
-    the_tier(table).check()
+    hbm_of(table).check()
     with pytest.raises(tc.BudgetError, match="holds 10 rows"):
         next(iter(tc.prefetch([batch], table)))
-    the_tier(table).check()
+    hbm_of(table).check()
 
 
-def test_evaluation_reads_and_inserts_nothing() -> None:
+def test_evaluation_inserts_nothing() -> None:
     batches = make_batches(6, keys=100)
     table = hbm_table(70)
     bag = tc.EmbeddingBag(table, 3, pooling="mean")
     for batch in tc.prefetch(batches[:3], table, depth=2):
         bag(batch).sum().backward()
         table.step()
-    before = the_tier(table).stats()
+    before = hbm_of(table).stats()
     bag.eval()
     cpu = tc.Table(4, tc.Adagrad(lr=0.05), mem="4MB")
     cpu.dram.push(all_keys(batches), table.read(all_keys(batches)))
@@ -117,12 +117,12 @@ def test_evaluation_reads_and_inserts_nothing() -> None:
     for batch in tc.prefetch(batches, table, training=False):
         assert torch.equal(bag(batch).cpu(), other(batch))
     assert torch.equal(bag(batches[4]).cpu(), other(batches[4]))  # not prefetched
-    after = the_tier(table).stats()
+    after = hbm_of(table).stats()
     assert (before.resident, before.ids, before.misses) == (after.resident, after.ids, after.misses)
 
 
-def test_sources_of_rows(tmp_path: Any) -> None:
-    """Each row of a batch counts once, where it was: new, on SSD after reopening, then in HBM; evaluation does not."""
+def test_tier_counts(tmp_path: Any) -> None:
+    """Each row of a batch counts once, at its source: new, SSD after reopen, then HBM. Evaluation does not count."""
     batches = make_batches(6)
     unique = sum(len(np.unique(batch.ids)) for batch in batches)
     with_ssd = hbm_table(400, ssd=tmp_path / "rows")
@@ -134,14 +134,14 @@ def test_sources_of_rows(tmp_path: Any) -> None:
             with_ssd.step()
         bag.eval()(batches[0])
         bag.train()
-        found = {tier: count - before[tier] for tier, count in with_ssd.tier_counts().items()}
+        counts = {tier: count - before[tier] for tier, count in with_ssd.tier_counts().items()}
         once = len(all_keys(batches))
-        assert found == {"hbm": unique - once, "mem": 0, "ssd": 0, "new": 0, expected: once}
+        assert counts == {"hbm": unique - once, "mem": 0, "ssd": 0, "new": 0, expected: once}
         with_ssd.commit()
         with_ssd.reopen()
 
 
-def test_pins_end_however_a_loop_is_left() -> None:
+def test_pins_are_released_when_a_loop_ends_early() -> None:
     batches = make_batches(8, keys=200)
     table = hbm_table(300)
     bag = tc.EmbeddingBag(table, 3)
@@ -153,7 +153,7 @@ def test_pins_end_however_a_loop_is_left() -> None:
         table.step()
     del batch, out
     gc.collect()
-    the_tier(table).check()
+    hbm_of(table).check()
     stale = bag(batches[5])
     table.step()
     with pytest.raises(RuntimeError, match="released"):
@@ -176,7 +176,7 @@ def test_rows_and_reopen(tmp_path: Any) -> None:
     assert np.array_equal(np.stack([exported[int(k)] for k in keys]), table.read(keys))
     table.reopen()
     assert np.array_equal(table.read(keys), saved)
-    assert the_tier(table).stats().resident == 0
+    assert hbm_of(table).stats().resident == 0
     table.close()
 
 
@@ -191,17 +191,17 @@ def test_devices() -> None:
         with pytest.raises(ValueError, match="no GPU"):
             tc.Table(4, tc.SGD(), hbm="1MB", device="cuda")
     else:
-        assert the_tier(tc.Table(4, tc.SGD(), hbm="1MB")).device.type == "cuda"
+        assert hbm_of(tc.Table(4, tc.SGD(), hbm="1MB")).device.type == "cuda"
 
 
-def test_loops_left_early_change_nothing() -> None:
-    """Windows that were planned and never loaded, or loaded and never trained: their slots go to others unharmed."""
+def test_loops_that_end_early_change_no_bit() -> None:
+    """Slots of windows that were planned but not loaded, or loaded but not trained, are reused correctly."""
     one_torch_thread()
     batches = make_batches(10, keys=150)
     table = hbm_table(70)
     reference = Reference(table)
-    model = Net([tc.EmbeddingBag(table, 3)], 12).to(the_tier(table).device)
-    twin = Net([ReferenceBag(reference, 3)], 12).to(the_tier(table).device)
+    model = Net([tc.EmbeddingBag(table, 3)], 12).to(hbm_of(table).device)
+    twin = Net([ReferenceBag(reference, 3)], 12).to(hbm_of(table).device)
     dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
     first = 0
     for depth, steps in [(4, 1), (3, 3), (2, 2), (4, 2), (1, 2)]:
@@ -214,12 +214,12 @@ def test_loops_left_early_change_nothing() -> None:
             dense.zero_grad()
         first += steps
     train_on(twin, [reference], batches)
-    reference.assert_equals(table, [*all_keys(batches).tolist(), *FRESH])
-    the_tier(table).check()
+    reference.assert_equals(table, [*all_keys(batches).tolist(), *UNTRAINED])
+    hbm_of(table).check()
 
 
-def test_rows_that_cannot_go_down_are_not_lost_silently() -> None:
-    """Memory without an SSD is full: the error names it, and from then on nothing is trained."""
+def test_failed_write_back_is_an_error() -> None:
+    """A full DRAM tier without SSD raises; afterwards the table refuses to train until it is reopened."""
     batches = make_batches(8, keys=400)
     rows = budget_for(20, 4, tc.SGD())
     budget = bytes_for(60, 4)
@@ -241,26 +241,27 @@ def test_rows_that_cannot_go_down_are_not_lost_silently() -> None:
     assert bag(batches[0]).shape == (8, 3, 4)
 
 
-def test_rounding_is_by_the_key_whose_row_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU is behind: a step runs when somebody waits for it, at the latest when its slots are to be overwritten."""
+def test_stochastic_rounding_uses_the_key_before_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a GPU that runs behind: an update runs when the host waits for it, at the latest before its slots are
+    overwritten."""
     launched: list[Any] = []
 
     def wait(*_: Any) -> None:
         while launched:
             launched.pop(0)()
 
-    def late(module: Any, name: str) -> None:
+    def defer(module: Any, name: str) -> None:
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, **k: launched.append(lambda: real(*a, **k)))
 
-    def after(module: Any, name: str) -> None:
+    def run_after_wait(module: Any, name: str) -> None:
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, **k: (wait(), real(*a, **k))[1])
 
-    late(hbm_backend, "update_rows")
-    after(hbm_backend, "pool_rows")  # on the same stream
-    after(HbmTier, "_wait_for_training")
-    after(Mover, "_on")  # where rows leave
+    defer(hbm_backend, "update_rows")
+    run_after_wait(hbm_backend, "pool_rows")  # on the same stream
+    run_after_wait(HbmTier, "_wait_for_training")
+    run_after_wait(RowTransfer, "_on")  # before evicted rows are copied out
     options: dict[str, Any] = {"precision": tc.Precision(kind="int4"), "mem": "4MB"}
     tables = [
         tc.Table(4, tc.SGD(lr=0.1), hbm=bytes_for(8, 2), device=DEVICE, **options),
@@ -275,4 +276,4 @@ def test_rounding_is_by_the_key_whose_row_it_was(monkeypatch: pytest.MonkeyPatch
         wait()
     keys = np.arange(24, dtype=np.uint64)
     assert np.array_equal(tables[0].read(keys), tables[1].read(keys))
-    assert the_tier(tables[0]).stats().evictions == 40
+    assert hbm_of(tables[0]).stats().evictions == 40

@@ -1,4 +1,4 @@
-"""The SSD store's calls as Python sees them: rows, epochs, buffers, threads. test_ssd_oracle.py covers contents."""
+"""The Python interface of `SsdStore`: rows, epochs, buffers, threads. test_ssd_oracle.py compares contents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.ssd import ROW, SMALL, contents, rows_of, some_keys
 
 import thermocline as tc
 
-# ---- the calls of the API block
+# ---- rows
 
 
 def test_get_put_delete(store: tc.SsdStore) -> None:
@@ -53,7 +53,7 @@ def test_first_and_last_keys_are_legal(store: tc.SsdStore) -> None:
 def test_repeated_keys(store: tc.SsdStore) -> None:
     keys = np.array([7, 7, 9, 7], dtype=np.uint64)
     rows = np.arange(4 * ROW, dtype=np.uint8).reshape(4, ROW)
-    store.put(keys, rows)  # the last occurrence wins
+    store.put(keys, rows)  # the last row is kept
     found, got = store.get(keys)
     assert found.all()
     assert np.array_equal(got, rows[[3, 3, 2, 3]])
@@ -86,7 +86,7 @@ def test_scan_sees_every_live_row_once(store: tc.SsdStore) -> None:
     assert sum(sizes) == len(expected)
 
 
-def test_scan_sees_the_store_as_it_was(store: tc.SsdStore) -> None:
+def test_scan_reads_a_snapshot(store: tc.SsdStore) -> None:
     keys = some_keys(2000)
     store.put(keys, rows_of(keys))
     scan = store.scan(batch_rows=100)
@@ -131,7 +131,7 @@ def test_repr_and_properties(folder: Path) -> None:
 # ---- commits and epochs
 
 
-def test_commit_is_what_a_reopening_gives(folder: Path) -> None:
+def test_open_restores_the_last_commit(folder: Path) -> None:
     keys = some_keys(3000)
     with tc.SsdStore.open(folder, row_bytes=ROW, **SMALL) as store:
         assert store.epoch == 0
@@ -151,7 +151,7 @@ def test_commit_is_what_a_reopening_gives(folder: Path) -> None:
         store.check()
 
 
-def test_old_epochs_stay_openable_until_released(folder: Path) -> None:
+def test_old_epochs_open_until_released(folder: Path) -> None:
     keys = some_keys(2000)
     with tc.SsdStore.open(folder, row_bytes=ROW, **SMALL) as store:
         for version in range(1, 6):
@@ -179,7 +179,7 @@ def test_old_epochs_stay_openable_until_released(folder: Path) -> None:
             tc.SsdStore.open(folder, epoch=missing)
 
 
-def test_going_back_to_an_epoch_and_on_from_there(folder: Path) -> None:
+def test_continue_from_an_older_epoch(folder: Path) -> None:
     keys = some_keys(1000)
     with tc.SsdStore.open(folder, row_bytes=ROW, **SMALL) as store:
         for version in (1, 2, 3):
@@ -205,7 +205,7 @@ def test_commit_takes_bytes_only(store: tc.SsdStore) -> None:
     assert store.note == b"ab"
 
 
-def test_link_checkpoint_is_a_store_of_its_own(store: tc.SsdStore, tmp_path: Path) -> None:
+def test_link_checkpoint_creates_an_independent_store(store: tc.SsdStore, tmp_path: Path) -> None:
     keys = some_keys(2000)
     store.put(keys, rows_of(keys))
     epoch = store.commit(b"kept")
@@ -222,7 +222,7 @@ def test_link_checkpoint_is_a_store_of_its_own(store: tc.SsdStore, tmp_path: Pat
         copy.check()
     assert np.array_equal(store.get(keys)[1], rows_of(keys, 1))
     with pytest.raises(tc.ThermoclineError):
-        store.link_checkpoint(tmp_path / "copy")  # a folder in use
+        store.link_checkpoint(tmp_path / "copy")  # the folder exists
 
 
 # ---- buffers and dtypes
@@ -249,7 +249,7 @@ def test_out_with_a_row_stride(store: tc.SsdStore) -> None:
     assert not target[:, :ROW].any()
 
 
-def test_float_rows_by_their_bytes(store: tc.SsdStore) -> None:
+def test_float_rows(store: tc.SsdStore) -> None:
     keys = some_keys(64)
     values = np.random.default_rng(1).normal(size=(len(keys), ROW // 4)).astype(np.float32)
     store.put(keys, values)
@@ -276,7 +276,7 @@ def test_strided_and_read_only_keys_and_rows(store: tc.SsdStore) -> None:
     assert np.array_equal(found, np.arange(len(keys)) % 2 == 0)
 
 
-def test_torch_tensors_share_their_memory(store: tc.SsdStore) -> None:
+def test_torch_tensors_are_not_copied(store: tc.SsdStore) -> None:
     torch = pytest.importorskip("torch")
     keys = some_keys(100)
     key_tensor = torch.from_numpy(keys.view(np.int64))
@@ -305,7 +305,12 @@ BAD_CALLS: list[tuple[str, type[Exception], str, Callable[[tc.SsdStore], object]
     ("list of rows", TypeError, "list", lambda s: s.put([1], [[0] * ROW])),
     ("columns not contiguous", ValueError, "contiguous", lambda s: s.put([1, 2], np.zeros((ROW, 2), dtype=np.uint8).T)),
     ("objects", TypeError, "object", lambda s: s.put([1], np.zeros((1, ROW // 8), dtype=object))),
-    ("backwards", ValueError, "backwards", lambda s: s.put([1, 2], np.zeros((2, ROW), dtype=np.uint8)[::-1])),
+    (
+        "reversed rows",
+        ValueError,
+        "in reverse order",
+        lambda s: s.put([1, 2], np.zeros((2, ROW), dtype=np.uint8)[::-1]),
+    ),
     ("read-only out", ValueError, "read-only", lambda s: s.get([1], out=np.frombuffer(bytes(ROW), np.uint8)[None])),
     ("out too small", ValueError, "2 rows", lambda s: s.get([1, 2], out=np.zeros((1, ROW), dtype=np.uint8))),
     ("empty scan batches", ValueError, "batch_rows", lambda s: s.scan(0)),
@@ -325,7 +330,7 @@ def test_bad_arguments(
 
 
 def test_concurrent_calls(store: tc.SsdStore) -> None:
-    """Four threads, each with its own keys, put, get, delete and commit at once; each sees its own last write."""
+    """Four threads with disjoint keys put, get, delete and commit concurrently; each reads its own last write."""
     batches = 30
 
     def work(worker: int) -> npt.NDArray[np.uint64]:
@@ -370,10 +375,10 @@ def test_calls_release_the_gil(store: tc.SsdStore) -> None:
     while not done.wait(0.001):
         ticks += 1
     thread.join()
-    assert ticks > 3  # a call that kept the GIL would leave a tick or two per call
+    assert ticks > 3  # a call that held the GIL would allow one or two ticks per call
 
 
-def test_closing_while_others_read(folder: Path) -> None:
+def test_close_during_reads(folder: Path) -> None:
     store = tc.SsdStore.open(folder, row_bytes=ROW, **SMALL)
     keys = some_keys(20_000)
     store.put(keys, rows_of(keys))

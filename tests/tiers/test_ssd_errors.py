@@ -1,4 +1,4 @@
-"""Each thing that can be wrong with a store has its own clear error, and nothing is lost by it."""
+"""Errors of `SsdStore`: each cause has its own exception, and no data is lost."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ import thermocline as tc
 # ---- errors of opening
 
 
-def test_a_second_opener_is_refused(store: tc.SsdStore, folder: Path) -> None:
+def test_second_open_is_refused(store: tc.SsdStore, folder: Path) -> None:
     with pytest.raises(tc.LockError, match=str(folder)):
         tc.SsdStore.open(folder, row_bytes=ROW)
     code = f"import thermocline as tc; tc.SsdStore.open({str(folder)!r}, row_bytes={ROW})"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "LockError" in child.stderr
-    store.put([1], np.zeros((1, ROW), dtype=np.uint8))  # the first is not disturbed
+    store.put([1], np.zeros((1, ROW), dtype=np.uint8))  # the first store still works
     store.commit()
 
 
@@ -41,7 +41,7 @@ def test_readers_need_no_lock(store: tc.SsdStore, folder: Path) -> None:
         assert np.array_equal(another.get(keys)[1], rows_of(keys))
 
 
-def test_the_lock_goes_with_the_object(folder: Path) -> None:
+def test_lock_is_released_with_the_object(folder: Path) -> None:
     store = tc.SsdStore.open(folder, row_bytes=ROW, **SMALL)
     del store
     gc.collect()
@@ -63,7 +63,7 @@ def test_row_bytes_must_be_positive(folder: Path, row_bytes: int) -> None:
     assert not folder.exists()
 
 
-def test_a_foreign_folder_is_left_alone(folder: Path) -> None:
+def test_folder_that_is_not_a_store_is_unchanged(folder: Path) -> None:
     folder.mkdir()
     (folder / "thesis.txt").write_text("two years of work")
     for options in ({"row_bytes": ROW}, {}, {"read_only": True}):
@@ -72,14 +72,14 @@ def test_a_foreign_folder_is_left_alone(folder: Path) -> None:
     assert [file.name for file in folder.iterdir()] == ["thesis.txt"]
 
 
-def test_no_store_there(folder: Path) -> None:
+def test_missing_store(folder: Path) -> None:
     for options in ({}, {"row_bytes": ROW, "create": False}, {"read_only": True}, {"row_bytes": ROW, "epoch": 1}):
         with pytest.raises(tc.NotFoundError, match=str(folder)):
             tc.SsdStore.open(folder, **options)  # type: ignore[arg-type]
     assert not folder.exists()
 
 
-def test_a_file_in_the_way(folder: Path) -> None:
+def test_path_is_a_file(folder: Path) -> None:
     folder.write_text("a file")
     with pytest.raises(tc.StoreError, match=str(folder)):
         tc.SsdStore.open(folder, row_bytes=ROW)
@@ -87,7 +87,7 @@ def test_a_file_in_the_way(folder: Path) -> None:
 
 
 def xxh64(data: bytes, seed: int) -> int:
-    """From the public specification, apart from ours in C++."""
+    """XXH64 from the public specification, independent of the C++ implementation."""
     p1, p2, p3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
     p4, p5, mask = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5, 2**64 - 1
 
@@ -120,7 +120,7 @@ def xxh64(data: bytes, seed: int) -> int:
     return h ^ (h >> 32)
 
 
-def test_a_newer_format_version(store: tc.SsdStore, folder: Path) -> None:
+def test_newer_format_version(store: tc.SsdStore, folder: Path) -> None:
     store.commit()
     store.close()
     record = (folder / "STORE").read_bytes()
@@ -133,7 +133,7 @@ def test_a_newer_format_version(store: tc.SsdStore, folder: Path) -> None:
     tc.SsdStore.open(folder).close()
 
 
-def test_a_damaged_identity(store: tc.SsdStore, folder: Path) -> None:
+def test_damaged_identity_file(store: tc.SsdStore, folder: Path) -> None:
     store.commit()
     store.close()
     record = bytearray((folder / "STORE").read_bytes())
@@ -143,7 +143,7 @@ def test_a_damaged_identity(store: tc.SsdStore, folder: Path) -> None:
         tc.SsdStore.open(folder)
 
 
-def test_a_budget_too_small(folder: Path) -> None:
+def test_budget_too_small(folder: Path) -> None:
     with pytest.raises(tc.BudgetError, match=r"mem_budget|budget"):
         tc.SsdStore.open(folder, row_bytes=ROW, mem_budget=1000)
 
@@ -168,7 +168,7 @@ def test_engines_agree(folder: Path, engine: Any) -> None:
         assert store.stats().engine in ("pread", "io_uring")
 
 
-def test_a_folder_name_that_is_not_utf8(tmp_path: Path) -> None:
+def test_folder_name_that_is_not_utf8(tmp_path: Path) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/st\xff"))
     with tc.SsdStore.open(folder, row_bytes=ROW) as store:
         store.commit()
@@ -222,7 +222,7 @@ def test_closed(store: tc.SsdStore) -> None:
             call()
 
 
-def test_closing_under_a_scan(store: tc.SsdStore) -> None:
+def test_close_during_a_scan(store: tc.SsdStore) -> None:
     keys = some_keys(5000)
     store.put(keys, rows_of(keys))
     store.commit()
@@ -232,11 +232,11 @@ def test_closing_under_a_scan(store: tc.SsdStore) -> None:
     try:
         rest = sum(len(batch) for batch, _ in scan)
     except tc.ThermoclineError:
-        return  # a clear refusal
-    assert rest == len(keys) - 10  # or the whole of it; never a crash, never half
+        return  # refused
+    assert rest == len(keys) - 10  # or complete: no crash, no partial result
 
 
-def test_the_context_manager_closes_and_commits_nothing(folder: Path) -> None:
+def test_context_manager_closes_without_commit(folder: Path) -> None:
     def use() -> None:
         with tc.SsdStore.open(folder, row_bytes=ROW, **SMALL) as store:
             store.put([1], np.zeros((1, ROW), dtype=np.uint8))
@@ -249,7 +249,7 @@ def test_the_context_manager_closes_and_commits_nothing(folder: Path) -> None:
         assert len(store) == 0
 
 
-def test_damage_is_named_and_the_rest_stays_readable(folder: Path) -> None:
+def test_damage_is_named_and_other_rows_are_readable(folder: Path) -> None:
     keys = some_keys(4000)
     with tc.SsdStore.open(folder, row_bytes=ROW, **SMALL) as store:
         store.put(keys, rows_of(keys))

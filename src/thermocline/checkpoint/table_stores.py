@@ -18,7 +18,7 @@ from thermocline.checkpoint.manifest import Json
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.key_sharding import owner_of, rank_folder
 from thermocline.distributed.shard_reader import ShardReaderTable
-from thermocline.embedding.precision import FP32, current_layout, noted
+from thermocline.embedding.precision import FP32, current_layout, parse_precision
 from thermocline.embedding.table import Table
 from thermocline.errors import FormatError, NotFoundError, ThermoclineError
 from thermocline.tiers.ssd import SsdStore
@@ -258,7 +258,7 @@ class TableStores:
                     table.discard_gradients()
                     table.checkpoint_store.close()
                     table.checkpoint_store = store = self._open_checkpoint_store(table, epoch=epochs[name])
-                    scale = noted(store.note)[1] if store.epoch else None
+                    scale = parse_precision(store.note)[1] if store.epoch else None
                     undo.append(table.backend.replace_rows(store.scan(), scale))
         except BaseException:
             for restore_rows in undo:

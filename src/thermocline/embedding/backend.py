@@ -1,6 +1,6 @@
 """`RowBackend`: the one interface for where rows are stored and trained. Read this file first.
 
-A `tc.Table` owns a backend and never asks which one it is. Four implementations:
+A `tc.Table` owns a backend and does not depend on its type. Four implementations:
 
     tiers/dram_backend.py              rows are trained in DRAM, by C++ kernels
     tiers/hbm_backend.py               rows are trained in GPU memory, by Triton kernels, above the DRAM tier

@@ -36,7 +36,7 @@ class EmbeddingBag(torch.nn.Module):
             )
         for kind in kinds:
             if kind not in ("sum", "mean", "none"):
-                raise ValueError(f"pooling is {kind!r}: it is one of sum, mean, none")
+                raise ValueError(f"pooling is {kind!r}: it must be one of sum, mean, none")
         if "none" in kinds and len(self.fields) > 1:
             raise ValueError("pooling 'none' gives a vector per id: use a separate bag for each such field")
         specs = []

@@ -80,7 +80,7 @@ class Pins(Protocol):
 class BatchPlan(Protocol):
     """The rows of one table that a batch reads, ready to be pooled: pinned for training, or copied for evaluation.
 
-    The pipeline owns the pins until the loop asks for the next batch; every gradient owns them until the step. An owner
+    The pipeline owns the pins until the loop requests the next batch; every gradient owns them until the step. An owner
     drops its reference before it calls `release`, so that an interrupt in between cannot release twice.
     """
 
@@ -108,7 +108,7 @@ class Gradient:
     values: torch.Tensor
     """float32[bags, dim], on the backend's device."""
     unchanged: Callable[[], bool]
-    """Whether the memory of `values` is as backward left it: autograd may hand it to a dense parameter."""
+    """Whether `values` is unchanged since backward: autograd may share its memory with a dense parameter."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

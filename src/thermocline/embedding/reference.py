@@ -1,7 +1,7 @@
-"""The obvious table: a dict of rows. Slow, and the oracle of every test: any tier must give these bits.
+"""`ReferenceTable`: a table as a dict of rows. Slow; the oracle of the tests, whose bits every tier must reproduce.
 
-Written to be read beside csrc/dram/kernels.h and csrc/dram/initial.h. Everything is np.float32, one operation at a
-time, in the order stated there.
+It follows csrc/dram/kernels.h and csrc/dram/initial.h: all arithmetic is np.float32, one operation at a time, in the
+order defined there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from thermocline.embedding.initializers import Constant, Initial, Uniform
 from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, initial_state
 from thermocline.embedding.precision import FP32, Precision
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
-from thermocline.embedding.reference_codec import chances, counter_bits, encode, row_mix, scale_gradient, table_mix
+from thermocline.embedding.reference_codec import (
+    counter_bits,
+    encode,
+    rounding_bits,
+    row_mix,
+    scale_gradient,
+    table_mix,
+)
 
 Pooling = Literal["sum", "mean", "none"]
 
@@ -27,7 +34,7 @@ BLOCK = 64
 
 
 def initial_weights(initial: Initial, seed: int, table: int, key: int, dim: int) -> Floats:
-    """The weights of a key that was never trained."""
+    """Return the initial weights of a key."""
     scale = np.float32(initial.scale)
     if isinstance(initial, Constant):
         return np.full(dim, scale, np.float32)
@@ -44,7 +51,7 @@ def initial_weights(initial: Initial, seed: int, table: int, key: int, dim: int)
 
 
 def mean_of_squares(g: Floats) -> np.float32:
-    """Sixteen lanes, then halves: the one order of csrc/dram/kernels.h."""
+    """Sum in sixteen lanes, then fold them in halves: the order of csrc/dram/kernels.h."""
     squares = np.zeros((-(-len(g) // 16), 16), np.float32)
     squares.reshape(-1)[: len(g)] = g * g
     lanes = squares[0]
@@ -57,7 +64,7 @@ def mean_of_squares(g: Floats) -> np.float32:
 
 
 def sum_in_blocks(gradients: Sequence[Floats]) -> Floats:
-    """Blocks of 64 left to right, then the block sums left to right."""
+    """Sum each block of 64 from left to right, then the block sums from left to right."""
     total: Floats | None = None
     for begin in range(0, len(gradients), BLOCK):
         block = gradients[begin].copy()
@@ -69,7 +76,7 @@ def sum_in_blocks(gradients: Sequence[Floats]) -> Floats:
 
 
 def optimize(optimizer: Optimizer, row: Floats, g: Floats, step: int, lr: float) -> None:
-    """Applies the gradient of one key to its row."""
+    """Apply the gradient of one key to its row, in place."""
     f = np.float32
     dim = len(g)
     w, state = row[:dim], row[dim:]
@@ -94,7 +101,7 @@ def optimize(optimizer: Optimizer, row: Floats, g: Floats, step: int, lr: float)
 
 
 class ReferenceTable:
-    """Rows by key, in one dict. `ids`, `offsets` and `weights` describe bags as everywhere: CSR, weights optional."""
+    """Rows by key in a dict. `ids`, `offsets` and optional `weights` describe bags in CSR form."""
 
     def __init__(
         self,
@@ -113,52 +120,55 @@ class ReferenceTable:
         self.initial = Uniform() if initial is None else initial
         self.precision = precision
         self.rows: dict[int, Floats] = {}
-        """Units of weights (reference_codec.py), which are the weights themselves if they are fp32; then state."""
+        """Units of the weights (reference_codec.py; for fp32 the weights), then optimizer state."""
         self.scales: dict[int, np.float32] = {}
-        """What the units are multiplied by, where every row has its own."""
+        """Scale of each row, if rows have their own."""
         self.scale = np.float32(precision.scale if precision.integer else 1)
-        """What they are multiplied by elsewhere."""
+        """Scale of the table otherwise."""
         self.learned = LearnedScale(precision.scale) if precision.scale_lr else None
+        self._initial: dict[int, tuple[Floats, np.float32]] = {}
+        """Cache of initial rows: units and scale."""
 
     def initial_row(self, key: int) -> Floats:
-        """The row of a key that was never trained."""
-        weights = initial_weights(self.initial, self.seed, self.table, key, self.dim)
-        units, step = self._encode(key, weights, np.float32(self.precision.scale), 0)
-        return np.concatenate([units * (step if self.precision.row_scaled else self.scale), self._initial_state()])
+        """Return the initial row of a key."""
+        if key not in self._initial:
+            weights = initial_weights(self.initial, self.seed, self.table, key, self.dim)
+            self._initial[key] = self._encode(key, weights, np.float32(self.precision.scale), 0)
+        units, scale = self._initial[key]
+        return np.concatenate([units * (scale if self.precision.row_scaled else self.scale), self._initial_state()])
 
     def _initial_state(self) -> Floats:
         return np.full(self.optimizer.state_floats(self.dim), initial_state(self.optimizer), np.float32)
 
-    def _encode(self, key: int, weights: Floats, step: np.float32, number: int | None) -> tuple[Floats, np.float32]:
-        """Rounded as step number `number` does; none: to the nearest."""
-        chance = None
-        if number is not None and self.precision.stochastic:
-            chance = chances(self.seed, self.table, key, number, self.dim)
-        return encode(self.precision, weights, step, chance)
+    def _encode(self, key: int, weights: Floats, scale: np.float32, step: int | None) -> tuple[Floats, np.float32]:
+        """Return units and scale, rounded as in training step `step`; None rounds to nearest."""
+        random = None
+        if step is not None and self.precision.stochastic:
+            random = rounding_bits(self.seed, self.table, key, step, self.dim)
+        return encode(self.precision, weights, scale, random)
 
     def row(self, key: int) -> Floats:
-        """The row as it is; reading does not insert."""
+        """Return the row without inserting it."""
         if key not in self.rows:
             return self.initial_row(key)
         row = self.rows[key].copy()
         row[: self.dim] *= self.scales.get(key, self.scale)
         return row
 
-    def store(self, key: int, row: Floats, number: int | None) -> Floats:
-        """What step `number` has made of a row, rounded as it rounds; none: to the nearest. Returns its units."""
-        units, step = self._encode(key, row[: self.dim], self.scale, number)
+    def store(self, key: int, row: Floats, step: int | None) -> Floats:
+        """Store a row, rounded as in training step `step`; None rounds to nearest. Return its units."""
+        units, scale = self._encode(key, row[: self.dim], self.scale, step)
         self.rows[key] = np.concatenate([units, row[self.dim :]])
         if self.precision.row_scaled:
-            self.scales[key] = step
+            self.scales[key] = scale
         return units
 
     def read(self, keys: Sequence[int] | npt.NDArray[Any]) -> Floats:
-        """The rows of `keys`."""
         rows = [self.row(int(key)) for key in keys]
         return np.stack(rows) if rows else np.empty((0, len(self.initial_row(0))), np.float32)
 
     def push(self, keys: Sequence[int] | npt.NDArray[Any], rows: Floats) -> None:
-        """Replaces rows; rounded to the nearest, for no step writes them."""
+        """Replace rows, rounded to nearest."""
         for key, row in zip(keys, rows, strict=True):
             self.store(int(key), np.array(row, np.float32), None)
 
@@ -169,17 +179,17 @@ class ReferenceTable:
         pooling: Pooling = "sum",
         weights: Sequence[float] | npt.NDArray[Any] | None = None,
     ) -> Floats:
-        """One vector per bag; without offsets (pooling "none") one per id."""
+        """Return one vector per bag; without offsets (pooling "none"), one per id."""
         bags = _bags(len(ids), offsets, pooling)
         out = np.zeros((len(bags), self.dim), np.float32)
-        for b, places in enumerate(bags):
-            for n, p in enumerate(places):
+        for b, positions in enumerate(bags):
+            for n, p in enumerate(positions):
                 x = self.row(int(ids[p]))[: self.dim]
                 if weights is not None:
                     x = x * np.float32(weights[p])
                 out[b] = x if n == 0 else out[b] + x
-            if pooling == "mean" and len(places) > 0:
-                out[b] = out[b] / np.float32(len(places))
+            if pooling == "mean" and len(positions) > 0:
+                out[b] = out[b] / np.float32(len(positions))
         return out
 
     def update(
@@ -194,7 +204,7 @@ class ReferenceTable:
         lr: float | None = None,
         scale: float = 1.0,
     ) -> None:
-        """One optimizer step: `grad` has one row per bag."""
+        """Run one optimizer step; `grad` has one row per bag."""
         occurrences: dict[int, list[Floats]] = {}
         self.collect_gradients(occurrences, ids, grad, offsets, pooling, weights)
         sums = {key: sum_in_blocks(gradients) for key, gradients in occurrences.items()}
@@ -237,7 +247,7 @@ class ReferenceTable:
 
 def _bags(ids: int, offsets: Sequence[int] | npt.NDArray[Any] | None, pooling: Pooling) -> list[range]:
     if (offsets is None) != (pooling == "none"):
-        raise ValueError("pooling 'none' has no offsets, 'sum' and 'mean' have them")
+        raise ValueError(f"pooling is {pooling!r}: 'none' takes no offsets, 'sum' and 'mean' need them")
     if offsets is None:
         return [range(i, i + 1) for i in range(ids)]
     return [range(int(offsets[b]), int(offsets[b + 1])) for b in range(len(offsets) - 1)]

@@ -1,6 +1,7 @@
-"""How rows of less than fp32 are stored, the obvious way: the oracle of csrc/dram/codec.h and ops/codec.py.
+"""Reference implementation of csrc/dram/codec.h and kernels/codec.py: storage of rows below fp32.
 
-A stored row is units and a step: each weight is its unit times the step. fp16 and bf16 numbers are their own units.
+A stored row consists of units and a scale: each weight is its unit times the scale. fp16 and bf16 numbers are their own
+units.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix64(x: int) -> int:
-    """The mixer of csrc/util/hash.h."""
+    """See csrc/util/hash.h."""
     x ^= x >> 33
     x = x * 0xFF51AFD7ED558CCD & _MASK
     x ^= x >> 33
@@ -25,7 +26,7 @@ def mix64(x: int) -> int:
 
 
 def table_mix(seed: int, table: int) -> int:
-    """Of csrc/dram/random.h, as the two below."""
+    """See csrc/dram/random.h, also for the next two functions."""
     return mix64((mix64(seed + _GOLDEN & _MASK) ^ table) + _GOLDEN & _MASK)
 
 
@@ -37,38 +38,41 @@ def counter_bits(mix: int, counter: int) -> int:
     return mix64(mix + (counter + 1) * _GOLDEN & _MASK)
 
 
-def chances(seed: int, table: int, key: int, step: int, dim: int) -> list[int]:
-    """24 random bits per element, for rounding what step number `step` wrote; 0: the initial row."""
+def rounding_bits(seed: int, table: int, key: int, step: int, dim: int) -> list[int]:
+    """Return 24 random bits per element for the rounding in training step `step`; 0 is the initial row."""
     stream = row_mix(row_mix(table_mix(seed, table), key), step)
     return [counter_bits(stream, i) >> 40 for i in range(dim)]
 
 
-def encode(precision: Precision, x: Floats, step: np.float32, chance: list[int] | None) -> tuple[Floats, np.float32]:
-    """Units and step of float32 weights; `step`: the table's; `chance` as from `chances`, none: to the nearest."""
+def encode(precision: Precision, x: Floats, scale: np.float32, random: list[int] | None) -> tuple[Floats, np.float32]:
+    """Return units and scale of float32 weights.
+
+    `scale`: the table's, unused if rows have their own. `random`: from `rounding_bits`; None rounds to nearest.
+    """
     if precision.kind == "fp32":
         return x.copy(), np.float32(1)
-    round_one = {"fp16": _fp16, "bf16": _bf16}.get(precision.kind)
-    if round_one is not None:
-        units = [round_one(v, None if chance is None else chance[i]) for i, v in enumerate(x)]
+    round_value = {"fp16": _fp16, "bf16": _bf16}.get(precision.kind)
+    if round_value is not None:
+        units = [round_value(v, None if random is None else random[i]) for i, v in enumerate(x)]
         return np.array(units, np.float32), np.float32(1)
     most = 2 ** (precision.bits - 1) - 1
     if precision.row_scaled:
-        step = np.float32(np.abs(x).max() / np.float32(most))
+        scale = np.float32(np.abs(x).max() / np.float32(most))
     with np.errstate(all="ignore"):
-        q = x / step
+        q = x / scale
     q = np.where(np.isnan(q), np.float32(0), q).clip(-most - 1, most).astype(np.float32)
     floor = np.floor(q)
-    rest = q - floor
-    up = rest >= 0.5 if chance is None else np.array(chance, np.float32) < rest * np.float32(2.0**24)
-    return (floor + up).astype(np.float32), step
+    fraction = q - floor
+    up = fraction >= 0.5 if random is None else np.array(random, np.float32) < fraction * np.float32(2.0**24)
+    return (floor + up).astype(np.float32), scale
 
 
-def scale_gradient(precision: Precision, x: Floats, units: Floats, step: np.float32, gradient: Floats) -> int:
-    """What one row adds to the gradient of the table's step: x as updated, its units, the weights' gradient."""
+def scale_gradient(precision: Precision, x: Floats, units: Floats, scale: np.float32, gradient: Floats) -> int:
+    """Return the term of one row in the gradient of the table's scale; `x` are the updated weights."""
     most = 2 ** (precision.bits - 1) - 1
     total = 0
     for value, unit, g in zip(x, units, gradient, strict=True):
-        q = value / step
+        q = value / scale
         inside = -most - 1 <= q <= most
         code = unit if inside else np.float32(most if q > 0 else -most - 1)
         term = (g * g) * ((code - q) * (code - q if inside else code))
@@ -77,14 +81,14 @@ def scale_gradient(precision: Precision, x: Floats, units: Floats, step: np.floa
     return total
 
 
-def pack(precision: Precision, units: Floats, step: np.float32) -> bytes:
-    """The weights as they are stored."""
+def pack(precision: Precision, units: Floats, scale: np.float32) -> bytes:
+    """Return the stored bytes of the weights."""
     codes = [int(code) for code in _codes(precision, units)]
     bits, mask = precision.bits, 2**precision.bits - 1
     packed = sum((code & mask) << (bits * i) for i, code in enumerate(codes))
     words = 4 * (precision.weight_words(len(units)) - precision.row_scaled)
     stored: bytes = packed.to_bytes(words, "little")
-    return step.tobytes() + stored if precision.row_scaled else stored
+    return scale.tobytes() + stored if precision.row_scaled else stored
 
 
 def _codes(precision: Precision, units: Floats) -> npt.NDArray[np.int64]:
@@ -98,27 +102,27 @@ def _codes(precision: Precision, units: Floats) -> npt.NDArray[np.int64]:
     return units.astype(np.int64)
 
 
-def _fp16(x: np.float32, chance: int | None) -> np.float32:
+def _fp16(x: np.float32, random: int | None) -> np.float32:
     with np.errstate(over="ignore"):
-        if chance is None or not np.isfinite(x):
+        if random is None or not np.isfinite(x):
             return np.float32(np.float16(x))
-        if abs(x) >= np.float32(2.0**-14):  # normal: 13 bits go
-            return np.float32(np.float16(_cut(x, 13, chance >> 11)))
+        if abs(x) >= np.float32(2.0**-14):  # normal: drop 13 bits
+            return np.float32(np.float16(_truncate(x, 13, random >> 11)))
         units = abs(x) * np.float32(2.0**24)
         whole = np.floor(units)
-        up = np.float32(chance) < (units - whole) * np.float32(2.0**24)
+        up = np.float32(random) < (units - whole) * np.float32(2.0**24)
         return np.float32(np.copysign((whole + np.float32(up)) * np.float32(2.0**-24), x))
 
 
-def _bf16(x: np.float32, chance: int | None) -> np.float32:
+def _bf16(x: np.float32, random: int | None) -> np.float32:
     bits = int(x.view(np.uint32))
     if not np.isfinite(x):
         return x
     nearest = 0x7FFF + (bits >> 16 & 1)
-    return _cut(x, 16, nearest if chance is None else chance >> 8)
+    return _truncate(x, 16, nearest if random is None else random >> 8)
 
 
-def _cut(x: np.float32, bits: int, more: int) -> np.float32:
-    """The lowest bits go; what is added before may carry over."""
-    whole = int(x.view(np.uint32)) + more >> bits << bits
+def _truncate(x: np.float32, bits: int, addend: int) -> np.float32:
+    """Drop the lowest `bits` bits after adding `addend`, which may carry."""
+    whole = int(x.view(np.uint32)) + addend >> bits << bits
     return np.uint32(whole).view(np.float32)

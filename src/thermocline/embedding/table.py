@@ -15,7 +15,7 @@ from thermocline.embedding.backend import RowBackend, RowWindow, ShardBackend
 from thermocline.embedding.batch_plan import BagInputs, BagSpec, BatchPlan, Gradient, ReducedGradients, select_inputs
 from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.optimizers import Optimizer
-from thermocline.embedding.precision import Kind, Precision, note_with
+from thermocline.embedding.precision import Kind, Precision, append_precision
 from thermocline.embedding.table_spec import Policy, TableSpec
 from thermocline.errors import require_type, whole_number
 from thermocline.tiers.host_rows import open_store
@@ -87,7 +87,9 @@ class Table:
         require_type(ssd, str | os.PathLike | None, "ssd", "a folder's name, or None")
         require_type(name, str, "name", "text")
         if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
-            raise ValueError(f"name is {name!r}: letters, digits, '-', '_' and '.' make a table's name")
+            raise ValueError(
+                f"name is {name!r}: it must consist of letters, digits, '-', '_', '.', and not begin with '.'"
+            )
         stored = Precision.of(precision)
         self.spec = TableSpec(
             name=name,
@@ -260,7 +262,7 @@ class Table:
             raise RuntimeError(f"backward through rows of table {self.name!r} that were read for evaluation")
         if not self.backend.is_current(plan) or not pins.acquire():
             raise RuntimeError(
-                f"backward through rows of table {self.name!r} that were released: call it before the loop asks for "
+                f"backward through rows of table {self.name!r} that were released: call it before the loop requests "
                 "the next batch"
             )
         self._reduced = None
@@ -350,7 +352,7 @@ class Table:
 
     def commit_note(self, note: bytes) -> bytes:
         """Return the note of a commit of this table's rows: below fp32 it records the precision."""
-        return note_with(note, self.precision, self.backend.learned_scale)
+        return append_precision(note, self.precision, self.backend.learned_scale)
 
     def write_back(self) -> None:
         """Copy every row that changed in HBM to DRAM: `table.dram` is then complete. Between steps only."""
@@ -377,11 +379,11 @@ class Table:
 
     def __repr__(self) -> str:
         spec = self.spec
-        place = "memory only" if spec.ssd is None else f"ssd={str(spec.ssd)!r}"
+        store = "memory only" if spec.ssd is None else f"ssd={str(spec.ssd)!r}"
         hbm = "" if self.hbm is None else f"hbm={format_size(self.hbm.budget)} on {self.hbm.device}, "
         kind = "" if spec.precision.kind == "fp32" else f"{spec.precision.kind}, "
         return (
-            f"Table({spec.name!r}, dim={spec.dim}, {kind}{spec.optimizer}, {hbm}mem={format_size(spec.mem)}, {place})"
+            f"Table({spec.name!r}, dim={spec.dim}, {kind}{spec.optimizer}, {hbm}mem={format_size(spec.mem)}, {store})"
         )
 
 
@@ -400,7 +402,7 @@ def make_local_backend(spec: TableSpec, device: str, epoch: int | None = None) -
 def _training_device(device: str, hbm: int | None) -> torch.device | None:
     """Return the GPU that trains rows; None: they are trained in DRAM."""
     if device not in ("auto", "cpu", "cuda", "interpreter"):  # the last: kernels interpreted on a CPU, for tests
-        raise ValueError(f"device is {device!r}: it is one of auto, cpu, cuda")
+        raise ValueError(f"device is {device!r}: it must be one of auto, cpu, cuda")
     if hbm is None:
         if device == "cuda":
             raise ValueError("device is 'cuda', but there is no hbm: set the bytes of GPU memory that rows may use")

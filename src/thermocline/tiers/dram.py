@@ -126,7 +126,7 @@ class DramTier:
         if dim < 1:
             raise ValueError(f"dim is {dim}: it must be at least 1")
         if policy not in _POLICIES:
-            raise ValueError(f"policy is {policy!r}: it is one of {', '.join(_POLICIES)}")
+            raise ValueError(f"policy is {policy!r}: it must be one of {', '.join(_POLICIES)}")
         if shards is not None and (not 1 <= shards <= 256 or shards & (shards - 1)):
             raise ValueError(f"shards is {shards}: it must be a power of two from 1 to 256")
         if threads is not None and threads < 1:

@@ -1,11 +1,12 @@
-"""The HBM tier: rows on the GPU above a memory tier, within a byte budget; trained on in place.
+"""The HBM tier: rows in GPU memory above a DRAM tier, within a byte budget; training updates them in place.
 
-A window of batches is planned in one go, in order (`pin`): kernels give every id a slot, say which keys are missing and
-whose slots they take. Then rows move (`load`, hbm_move.py): what was trained and leaves goes down into the memory tier,
-what is missing comes from there, or from SSD through it. Planning and moving have streams of their own: training waits
-on the GPU for the rows of its batch, never on the host.
+A window of batches is planned in one call, in order (`pin`): kernels assign a slot to every id, list the missing keys
+and the evicted rows. Rows then move (`load`, hbm_transfer.py): evicted rows that changed are written back to the DRAM
+tier, missing rows are read from it, or from SSD through it. Planning and transfers have their own streams, so training
+waits on the GPU for the rows of its batch and never on the host.
 
-One truth: a row that is here is newer than any copy below, or equal to it. Nobody reads the one below meanwhile.
+Invariant: a resident row is newer than its copies in the tiers below, or equal to them. Nothing reads those copies
+while the row is resident.
 """
 
 from __future__ import annotations
@@ -30,71 +31,74 @@ from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rebuild import entries_reference, rebuild
 from thermocline.kernels.rows import copy_out
 from thermocline.tiers.dram import DramTier
-from thermocline.tiers.hbm_transfer import Fetch, Mover, as_words
+from thermocline.tiers.hbm_transfer import PendingLoad, RowTransfer, as_uint64
 from thermocline.utils.text_format import format_size
 
-_PIECE = 1 << 16  # rows of one copy when all changed ones are written down
+_WRITE_BACK_ROWS = 1 << 16  # per copy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HbmStats:
-    """A tier's counters at one moment; work is counted from the tier's beginning."""
+    """Counters of an `HbmTier` since it was created."""
 
     capacity: int
-    """Rows the budget holds."""
+    """Rows within the budget."""
     resident: int
     windows: int
-    """Planned and not yet let go."""
+    """Windows pinned now."""
     ids: int
-    """Looked up, repetitions included."""
+    """Ids looked up, repetitions included."""
     rows: int
-    """Of the batches that were trained, each of a batch's once."""
+    """Rows of trained batches, unique per batch."""
     misses: int
-    """Keys that were not here; those that have come were `from_mem`, `from_ssd` or `initialised`."""
-    from_mem: int
+    """Keys that were not resident; once loaded they count in `from_dram`, `from_ssd` or `initialised`."""
+    from_dram: int
     from_ssd: int
     initialised: int
     evictions: int
-    written_down: int
-    """Changed rows pushed into the memory tier."""
+    written_back: int
+    """Changed rows pushed into the DRAM tier."""
     rebuilds: int
-    """Of the index."""
+    """Rebuilds of the index."""
     bytes_total: int
-    """Rows, index and metadata: never above the budget."""
+    """Bytes of rows, index and metadata: at most the budget."""
     budget: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StagedIds:
-    """The ids of a window, for `HbmTier.pin`: int64 bit patterns on the device, once the event has passed."""
+    """Ids of a window for `HbmTier.pin`: int64 bit patterns on the device, valid after `uploaded`."""
 
     keys: torch.Tensor
-    there: torch.cuda.Event | None
+    uploaded: torch.cuda.Event | None
 
 
 class HbmPins:
-    """The slots of one window: they stay as they are until the last holder lets go, or drops it."""
+    """Pinned slots of one window, with a reference count: no plan reuses them before the last holder releases them.
 
-    __slots__ = ("_holders", "_lock", "_tier", "fetch", "mem", "number", "slots")
+    Garbage collection of an unreleased object releases it too.
+    """
+
+    __slots__ = ("_holders", "_lock", "_tier", "dram", "number", "pending", "slots")
 
     def __init__(self, tier: HbmTier, number: int) -> None:
         self._tier = tier
         self._lock = threading.Lock()
         self._holders = 1
-        self.mem = tier.mem
+        self.dram = tier.dram
         """The tier below: reopening a table replaces it."""
         self.number = number
         self.slots: torch.Tensor | None = None
         """int32 per id of the window."""
-        self.fetch: Fetch | None = None
+        self.pending: PendingLoad | None = None
 
     @property
     def ready(self) -> torch.cuda.Event | None:
-        """When the rows are in their slots; none on a CPU, or before they were loaded."""
-        return None if self.fetch is None else self.fetch.ready
+        """Event after which the rows are in their slots; None before `HbmTier.load`, and without CUDA."""
+        return None if self.pending is None else self.pending.ready
 
     def acquire(self) -> bool:
-        """One more holder; false if all have let go already."""
+        """Add a holder; return False if the pins were already released."""
         with self._lock:
             if self._holders == 0:
                 return False
@@ -102,7 +106,7 @@ class HbmPins:
             return True
 
     def release(self) -> None:
-        """One holder fewer."""
+        """Remove a holder."""
         with self._lock:
             self._holders -= 1
             if self._holders == 0:
@@ -115,7 +119,7 @@ class HbmPins:
 
 
 def row_capacity(budget: int, floats: int) -> int:
-    """How many rows of so many floats a budget holds, their share of index and metadata included."""
+    """Return the number of rows of `floats` floats that a budget holds, with their index and metadata."""
     low, high = 0, budget // (4 * floats + BYTES_PER_SLOT + 1) + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -124,25 +128,29 @@ def row_capacity(budget: int, floats: int) -> int:
 
 
 def bytes_for(rows: int, floats: int) -> int:
-    """What so many rows take."""
+    """Return the budget that `rows` rows need, with their index and metadata."""
     return rows * (4 * floats + BYTES_PER_SLOT + 1) + Index.bytes_for(2 * rows)
 
 
 class HbmTier:
     """Rows of one table on the GPU.
 
-    Thread safety: windows are planned by one thread at a time; `read` and `write_back` may be called by another,
-    between steps. Training may go on meanwhile, on slots that are pinned.
+    Thread safety: one thread at a time plans windows; another may call `read` and `write_back` between steps. Training
+    may use pinned slots meanwhile. `_lock` protects planning, reads and write-back. `_window_lock` protects the pinned
+    windows and training's events; it is held briefly, and is reentrant because garbage collection may release pins at
+    any point.
+
+    Streams: `_stream` plans and reads; `_staging` uploads ids ahead; `RowTransfer` has one per direction.
     """
 
-    def __init__(self, mem: DramTier, *, budget: int, device: torch.device, name: str) -> None:
-        """A tier with no rows yet; `device` "cpu" is for tests, under Triton's interpreter."""
-        floats = mem.row_bytes // 4
+    def __init__(self, dram: DramTier, *, budget: int, device: torch.device, name: str) -> None:
+        """Create an empty tier; `device` "cpu" is for tests under Triton's interpreter."""
+        floats = dram.row_bytes // 4
         capacity = row_capacity(budget, floats)
         if not 1 <= capacity < 2**31:
             raise BudgetError(
-                f"table {name!r}: hbm is {format_size(budget)}: needed are {bytes_for(1, floats)} bytes for one row of "
-                f"{4 * floats} bytes with its index, at most 2**31 - 1 rows"
+                f"table {name!r}: hbm is {format_size(budget)}: it must hold 1 to 2**31 - 1 rows; one row of "
+                f"{4 * floats} bytes needs {bytes_for(1, floats)} bytes with its index"
             )
         self.device = device
         self.capacity = capacity
@@ -154,30 +162,32 @@ class HbmTier:
         self.residents = Residents.empty(capacity, device)
         self._stream = stream_ahead(device)
         self._staging = stream_ahead(device)
-        self._mover = Mover(mem, self.arena, name)
-        self._lock = threading.RLock()  # planning, reading and writing down
-        self._used = 0
-        self._occupied = 0
-        self._books = threading.RLock()  # protects the four below
-        self._number = 0
-        self._first = 0  # what the kernels call number 0
+        self._transfer = RowTransfer(dram, self.arena, name)
+        self._lock = threading.RLock()
+        # Protected by _lock:
+        self._used = 0  # slots that have a row
+        self._occupied = 0  # entries of the index, deleted ones included
+        self._first_number = 0  # the window that kernels count as 0
+        self._window_lock = threading.RLock()
+        # Protected by _window_lock:
+        self._number = 0  # of the last window
         self._outstanding: set[int] = set()
-        self._events: dict[int, torch.cuda.Event] = {}  # per training stream: its last use of rows
+        self._training_events: dict[int, torch.cuda.Event] = {}  # per training stream: after its last use of rows
         self.rows = 0
-        """`HbmStats.rows`; counted by who trains."""
+        """`HbmStats.rows`, counted by `HbmBackend`."""
         self._ids = self._misses = self._evictions = self._rebuilds = 0
         if self._cuda:
-            torch.cuda.synchronize(device)  # once: everything above was filled on the caller's stream
+            torch.cuda.synchronize(device)  # once: the tensors above were filled on the caller's stream
 
     @property
-    def mem(self) -> DramTier:
+    def dram(self) -> DramTier:
         """The tier below."""
-        return self._mover.mem
+        return self._transfer.dram
 
-    # ---- a window's life
+    # ---- planning and loading windows
 
     def stage(self, ids: Sequence[Keys]) -> StagedIds:
-        """All ids of a window in one list, on their way to the GPU. May be called by any thread, ahead."""
+        """Concatenate the ids of a window and start their upload. May be called from any thread, ahead of `pin`."""
         listed = torch.empty(sum(map(len, ids)), dtype=torch.int64, pin_memory=self._cuda)
         np.concatenate([np.empty(0, np.uint64), *ids], out=listed.numpy().view(np.uint64))
         if self._staging is None:
@@ -186,28 +196,28 @@ class HbmTier:
             return StagedIds(listed.to(self.device, non_blocking=True), self._staging.record_event())
 
     def pin(self, ids: StagedIds) -> HbmPins:
-        """Slots for all ids of a window, as from `stage`, in order. `load` brings their rows.
+        """Assign and pin a slot for every id of a window, in order; `load` fills the slots.
 
-        Raises `BudgetError`, and has changed nothing, when the rows do not fit beside those of other windows.
+        Raises `BudgetError`, without any change, if the rows do not fit beside those of other pinned windows.
         """
         with self._lock, self._on_stream():
-            self._mover.check()
-            self._mover.fetch_released(self._completed())
-            with self._books:
+            self._transfer.check()
+            self._transfer.load_released(self._completed())
+            with self._window_lock:
                 self._number += 1
                 self._outstanding.add(self._number)
                 pins = HbmPins(self, self._number)
             try:
-                self._fill(pins, ids)
+                self._assign_slots(pins, ids)
             except BaseException:
-                pins.release()  # not when the garbage collector finds it: a traceback may hold it for long
+                pins.release()  # now: the traceback may keep the object alive for long
                 raise
             return pins
 
-    def _fill(self, pins: HbmPins, ids: StagedIds) -> None:
+    def _assign_slots(self, pins: HbmPins, ids: StagedIds) -> None:
         keys = ids.keys
-        if self._stream is not None and ids.there is not None:
-            self._stream.wait_event(ids.there)
+        if self._stream is not None and ids.uploaded is not None:
+            self._stream.wait_event(ids.uploaded)
             keys.record_stream(self._stream)
         if self._occupied > 0.8 * self.index.entries:
             self._rebuild()
@@ -217,21 +227,22 @@ class HbmTier:
         self._misses += counts[NEW.value]
         self._evictions += counts[EVICTED.value]
         pins.slots = plan.slots
-        pins.fetch = self._mover.leave(plan, pins.number, counts[NEW.value], counts[EVICTED.value], self._trained())
+        new, evicted = counts[NEW.value], counts[EVICTED.value]
+        pins.pending = self._transfer.enqueue(plan, pins.number, new, evicted, self._last_uses())
 
     def load(self, pins: HbmPins) -> None:
-        """Brings the rows of the window and of those planned before it; on the GPU they are there at `pins.ready`."""
-        assert pins.fetch is not None
-        self._mover.check()
-        self._mover.fetch(pins.fetch)
+        """Load the rows of this window and of all earlier ones. They are in their slots at `pins.ready`."""
+        assert pins.pending is not None
+        self._transfer.check()
+        self._transfer.load(pins.pending)
 
     def _plan(self, keys: torch.Tensor, number: int) -> tuple[InsertPlan, list[int]]:
         completed = self._completed()
-        if number - self._first >= NEWEST:
-            self.residents.renumber(completed - self._first)
-            self._first = completed
-        if self.mem.precision.stochastic and self._used + len(keys) > self.capacity:
-            # A plan that may evict renames slots; rounding asks whose row is there, in steps that may not have run yet.
+        if number - self._first_number >= NEWEST:
+            self.residents.renumber(completed - self._first_number)
+            self._first_number = completed
+        if self.dram.precision.stochastic and self._used + len(keys) > self.capacity:
+            # Eviction changes a slot's key, which stochastic rounding reads in steps that may not have run yet.
             self._wait_for_training()
         for attempt in range(2):
             plan = find_or_insert(
@@ -239,126 +250,126 @@ class HbmTier:
                 self.residents,
                 keys,
                 used=self._used,
-                now=number - self._first,
-                completed=completed - self._first,
+                now=number - self._first_number,
+                completed=completed - self._first_number,
                 count_visits=True,
             )
-            counts: list[int] = plan.counts.tolist()  # the one read per window; waits for this stream only
+            counts: list[int] = plan.counts.tolist()  # the only device read per window; blocks on this stream only
             self._occupied += counts[CLAIMED.value] - counts[EMPTIED.value]
             if counts[LOST.value] == 0 and counts[SHORT.value] == 0:
                 return plan, counts
             if counts[LOST.value] == 0 or attempt == 1:
                 break
-            self._rebuild()  # keys that have left crowded the index
-        with self._books:
+            self._rebuild()  # deleted keys filled the index
+        with self._window_lock:
             others = len(self._outstanding) - 1
         raise BudgetError(
-            f"table {self._name!r}: a window of batches brings {counts[NEW.value]} rows that are not in HBM, "
-            f"{max(counts[SHORT.value], 1)} more than there is room for: hbm={format_size(self.budget)} holds "
-            f"{self.capacity} rows of {self.mem.row_bytes} bytes, and what this window and {others} others in flight "
-            "use stays. Raise hbm, or lower the batch size, pull_window or depth"
+            f"table {self._name!r}: HBM budget exceeded: the window needs {counts[NEW.value]} more slots, "
+            f"{max(counts[SHORT.value], 1)} more than available: hbm={format_size(self.budget)} holds {self.capacity} "
+            f"rows of {self.dram.row_bytes} bytes, and rows of this window and of {others} others in flight cannot be "
+            "evicted. Raise hbm, or lower batch_size, pull_window or depth"
         )
 
-    # ---- training's side
+    # ---- called by training, on its stream
 
-    def used_by_training(self) -> None:
-        """Training has launched work on pinned rows, on the current stream: later plans overwrite none before it."""
+    def record_use(self) -> None:
+        """Record that work on pinned rows was launched on the current stream: later plans overwrite rows after it."""
         if self._cuda:
             stream = torch.cuda.current_stream(self.device)
             event = stream.record_event()
-            with self._books:
-                self._events[stream.cuda_stream] = event
+            with self._window_lock:
+                self._training_events[stream.cuda_stream] = event
 
     def mark_dirty(self, slots: torch.Tensor, count: torch.Tensor) -> None:
-        """The rows of the first `count` slots, a number in device memory, are about to change."""
-        set_flags(self._mover.dirty, slots, count, 1)
+        """Mark the rows of the first `count` slots as changed; `count` is in device memory."""
+        set_flags(self._transfer.dirty, slots, count, 1)
 
     def _release(self, number: int) -> None:
-        with self._books:
+        with self._window_lock:
             self._outstanding.discard(number)
 
     def _completed(self) -> int:
-        with self._books:
+        with self._window_lock:
             return min(tuple(self._outstanding), default=self._number + 1) - 1
 
-    def _trained(self) -> list[torch.cuda.Event]:
-        """When training will be done with rows, as far as it has come."""
-        with self._books:
-            return list(self._events.values())
+    def _last_uses(self) -> list[torch.cuda.Event]:
+        """Return an event per training stream, recorded after its last use of rows."""
+        with self._window_lock:
+            return list(self._training_events.values())
 
     def _wait_for_training(self) -> None:
         if self._stream is not None:
-            for event in self._trained():
+            for event in self._last_uses():
                 self._stream.wait_event(event)
 
-    # ---- rows as they are
+    # ---- reading and writing back
 
     def read(self, keys: Any) -> Floats:
-        """float32[n, dim + state], as `DramTier.read`: rows that are here, or those below."""
+        """Return float32[n, dim + state], as `DramTier.read`: resident rows from HBM, others from the tiers below."""
         wanted = as_keys(keys)
         with self._lock, self._on_stream():
-            self._mover.drain()
-            rows = self.mem.read_stored(wanted)
-            here, buffer = self._read_here(wanted)
-            if len(here):
-                rows[here] = buffer.cpu().numpy()
-            return self.mem.decode(rows)
+            self._transfer.drain()
+            rows = self.dram.read_stored(wanted)
+            resident, buffer = self._read_resident(wanted)
+            if len(resident):
+                rows[resident] = buffer.cpu().numpy()
+            return self.dram.decode(rows)
 
-    def _read_here(self, wanted: Keys) -> tuple[Any, torch.Tensor]:
-        """Which of the keys are here, and their rows on the device."""
+    def _read_resident(self, wanted: Keys) -> tuple[Any, torch.Tensor]:
+        """Return the indices of the resident keys, and their rows on the device."""
         slots = find(self.index, self._upload(wanted))
-        here = torch.nonzero(slots >= 0).flatten()
-        slots = slots[here]
+        resident = torch.nonzero(slots >= 0).flatten()
+        slots = slots[resident]
         buffer = torch.empty(len(slots), self.arena.shape[1], device=self.device)
         self._wait_for_training()
         copy_out(self.arena, slots, buffer, torch.full((1,), len(slots), device=self.device))
-        return here.cpu().numpy(), buffer
+        return resident.cpu().numpy(), buffer
 
     def read_to_device(self, keys: Keys) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """The same on the device, as rows are stored, and when it is ready: for evaluation."""
+        """Return the stored rows on the device, for evaluation, and the event after which they are valid."""
         with self._lock, self._on_stream():
-            self._mover.drain()
-            rows = self._upload(self.mem.read_stored(keys))
-            here, buffer = self._read_here(keys)
-            rows[torch.from_numpy(here).to(self.device)] = buffer
+            self._transfer.drain()
+            rows = self._upload(self.dram.read_stored(keys))
+            resident, buffer = self._read_resident(keys)
+            rows[torch.from_numpy(resident).to(self.device)] = buffer
             return rows, None if self._stream is None else self._stream.record_event()
 
     def write_back(self) -> None:
-        """Pushes every changed row into the memory tier; between steps."""
+        """Push every changed row into the DRAM tier. Call between steps."""
         with self._lock, self._on_stream():
-            self._mover.drain()
+            self._transfer.drain()
             self._wait_for_training()
-            dirty = self._mover.dirty
+            dirty = self._transfer.dirty
             slots = torch.nonzero(dirty[: self._used]).flatten().to(torch.int32)
-            for piece in torch.split(slots, _PIECE):
-                rows = self._mover.staging(len(piece))
+            for piece in torch.split(slots, _WRITE_BACK_ROWS):
+                rows = self._transfer.staging_rows(len(piece))
                 copy_out(self.arena, piece, rows, torch.full((1,), len(piece), device=self.device))
-                keys = as_words(self.residents.keys[piece.long()])
+                keys = as_uint64(self.residents.keys[piece.long()])
                 self._synchronize()
-                self._mover.push(keys, rows.numpy())
+                self._transfer.write_back(keys, rows.numpy())
                 dirty[piece.long()] = 0
             self._synchronize()
 
-    def reset(self, mem: DramTier) -> None:
-        """Forgets all rows, and goes on above another memory tier."""
+    def reset(self, dram: DramTier) -> None:
+        """Drop all rows and continue above another DRAM tier."""
         with self._lock, self._on_stream():
             self._wait_for_training()
-            self._mover.reset(mem)
+            self._transfer.reset(dram)
             self.index.clear()
             self.residents.clear()
             self._used = self._occupied = 0
             self._synchronize()
 
-    # ---- books
+    # ---- inspection
 
     def check(self) -> None:
-        """Raises `ThermoclineError` unless nothing is pinned and the index holds exactly the residents."""
+        """Raise `ThermoclineError` unless nothing is pinned and the index matches the keys of the slots."""
         with self._lock, self._on_stream():
-            self._mover.drain()
-            with self._books:
+            self._transfer.drain()
+            with self._window_lock:
                 if self._outstanding:
                     raise ThermoclineError(
-                        f"table {self._name!r}: windows {sorted(self._outstanding)} are still pinned"
+                        f"table {self._name!r}: windows {sorted(self._outstanding)} are pinned: close the pipeline"
                     )
             keys, slots = entries_reference(self.index)
             order = torch.sort(slots).indices
@@ -367,14 +378,13 @@ class HbmTier:
                 keys[order], self.residents.keys[: self._used]
             ):
                 raise ThermoclineError(
-                    f"table {self._name!r}: the HBM index has {len(keys)} keys, the slots {self._used}, and they differ"
+                    f"table {self._name!r}: the HBM index ({len(keys)} keys) does not match its {self._used} slots"
                 )
 
     def stats(self) -> HbmStats:
-        """Counters and bytes."""
-        with self._books:
+        with self._window_lock:
             windows = len(self._outstanding)
-        tensors = (self.arena, self.index.words, self.residents.keys, self.residents.last_use, self._mover.dirty)
+        tensors = (self.arena, self.index.words, self.residents.keys, self.residents.last_use, self._transfer.dirty)
         return HbmStats(
             capacity=self.capacity,
             resident=self._used,
@@ -382,11 +392,11 @@ class HbmTier:
             ids=self._ids,
             rows=self.rows,
             misses=self._misses,
-            from_mem=self._mover.from_mem,
-            from_ssd=self._mover.from_ssd,
-            initialised=self._mover.initialised,
+            from_dram=self._transfer.from_dram,
+            from_ssd=self._transfer.from_ssd,
+            initialised=self._transfer.initialised,
             evictions=self._evictions,
-            written_down=self._mover.written,
+            written_back=self._transfer.written_back,
             rebuilds=self._rebuilds,
             bytes_total=sum(tensor.nbytes for tensor in tensors),
             budget=self.budget,
@@ -400,7 +410,7 @@ class HbmTier:
         self._rebuilds += 1
 
     def _upload(self, values: Keys | Floats) -> torch.Tensor:
-        """Keys as int64 bit patterns, rows as they are."""
+        """Copy keys, as int64 bit patterns, or rows to the device."""
         host = torch.from_numpy(values.view(np.int64) if values.dtype == np.uint64 else values)
         return host.pin_memory().to(self.device, non_blocking=True) if self._cuda else host
 

@@ -97,7 +97,7 @@ class HbmBatchPlan:
             self.ready.synchronize()  # long past, unless nothing runs ahead
             self.segments, self.counts = self.segments.known(*self.counts.tolist()), None
         if self.pins is not None:
-            assert self.pins.ready is not None, "rows that were not loaded"
+            assert self.pins.ready is not None, "load() did not run for this window"
             stream.wait_event(self.pins.ready)
         tensors = [tensor for bag in self.bags.values() for tensor in bag.tensors()]
         if self.segments is not None:
@@ -199,7 +199,7 @@ class HbmBackend:
         if len(bags) == 1:
             (bag,) = bags.values()
             gradient_index = self._gradient_index(bag, segments.order)
-        return HbmBatchPlan(pins.mem, bags, pins, None, segments, counts, gradient_index)
+        return HbmBatchPlan(pins.dram, bags, pins, None, segments, counts, gradient_index)
 
     def _gradient_index(self, bag: HbmBag, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         return index_gradients(len(bag.slots), order, bag.offsets, bag.weights, bag.mean, self.device)
@@ -241,7 +241,7 @@ class HbmBackend:
         codec = self._codec if plan.rows is None or plan.stored else None
         weights = rows[:, : self.spec.dim] if codec is None else codec.weights(rows)
         pooled = pool_rows(weights, bag.slots, bag.offsets, bag.weights, mean=bag.mean, codec=codec)
-        self.hbm.used_by_training()
+        self.hbm.record_use()
         return pooled
 
     def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients | None:
@@ -261,7 +261,7 @@ class HbmBackend:
         arena, rule = self.hbm.arena, OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
         apply_gradients(self._codec.weights(arena), self._codec.state(arena), slots, reduced.values, rule, self._codec)
         self._update_scale(step)
-        self.hbm.used_by_training()
+        self.hbm.record_use()
 
     def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:
         if not gradients:
@@ -273,7 +273,7 @@ class HbmBackend:
         weights, state = self._codec.weights(arena), self._codec.state(arena)
         update_rows(weights, state, segments, values, rows, coefs, rule, self._codec)
         self._update_scale(step)
-        self.hbm.used_by_training()
+        self.hbm.record_use()
 
     def end_step(self) -> None:
         """Nothing: gradients own the only pins that outlive a batch."""
@@ -406,7 +406,7 @@ class HbmBackend:
 
     def tier_counts(self) -> dict[str, int]:
         stats = self.hbm.stats()
-        below = {"mem": stats.from_mem, "ssd": stats.from_ssd, "new": stats.initialised}
+        below = {"mem": stats.from_dram, "ssd": stats.from_ssd, "new": stats.initialised}
         return {"hbm": stats.rows - sum(below.values()), **below}
 
     def require_idle(self) -> None:
@@ -449,7 +449,7 @@ class HbmBackend:
             slots.record_stream(torch.cuda.current_stream(slots.device))
         weights = self._codec.weights(self.hbm.arena)
         out.copy_(pool_rows(weights, slots[index.to(slots.device)], codec=self._codec))
-        self.hbm.used_by_training()
+        self.hbm.record_use()
 
     def renumber(self, bag: HbmBag, index: Any) -> HbmBag:
         rows = torch.from_numpy(index.view(np.int32)).to(bag.slots.device)

@@ -1,10 +1,15 @@
-"""Rows on their way between HBM and the memory tier: out behind training, in ahead of it.
+"""Row transfers between HBM and the DRAM tier: evicted rows out, missing rows in.
 
-A plan says who leaves and who comes. Those who leave are copied into page-locked memory at once, on a stream of their
-own, and pushed down by a thread of its own. Those who come are fetched later, in the order of the plans: read below,
-after all that left in earlier plans has arrived there, and copied in on a third stream. Kernels reach page-locked
-memory over the link: nothing is staged on the GPU. They do not reach the memory tier's own rows: one address
-translation per row makes that slower than a processor's copy.
+Order of one window, whose slots were planned on the planning stream of `HbmTier`:
+
+1. `enqueue` (planning thread) copies the evicted rows into page-locked memory on the *out* stream, after training's
+   last use of them, and queues the load of the missing rows.
+2. The write-back thread waits for that copy and pushes the changed rows into the DRAM tier.
+3. `load` (any thread, in the order of the plans) waits for the write-back of all earlier plans, reads the missing rows
+   from the DRAM tier into page-locked memory and copies them into their slots on the *in* stream.
+
+Kernels access page-locked memory over the link, so nothing is staged on the GPU. They do not access the DRAM tier's own
+rows: one address translation per row makes that slower than a copy by the CPU.
 """
 
 from __future__ import annotations
@@ -29,191 +34,203 @@ from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rows import copy_in, copy_out
 from thermocline.tiers.dram import DramTier
 
-_STAGINGS = 3  # of rows on their way, in each direction
+_STAGING_BUFFERS = 3  # per direction: transfers in flight
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Fetch:
-    """The rows that one plan lacks. `number`: of its window; `ready`: when they are in their slots."""
+class PendingLoad:
+    """Load of the rows that one window misses."""
 
     number: int
+    """Number of the window."""
     keys: torch.Tensor
-    """On the host, once `planned` has passed."""
+    """Missing keys in host memory, valid after `planned`."""
     slots: torch.Tensor
     count: torch.Tensor
     planned: torch.cuda.Event | None
     vacated: torch.cuda.Event | None
-    """When the slots are free."""
-    after: concurrent.futures.Future[None] | None
-    """What left in earlier plans has arrived below."""
+    """Recorded when the slots may be overwritten."""
+    earlier_write_back: concurrent.futures.Future[None] | None
+    """Write-back of the rows that earlier plans evicted."""
     ready: torch.cuda.Event | None = None
+    """Recorded when the rows are in their slots; None before `RowTransfer.load`, and without CUDA."""
     done: bool = False
 
 
-class Mover:
-    """Moves rows of one table. `leave` belongs to the planner; `fetch` and `drain` may be called by any thread."""
+class RowTransfer:
+    """Moves rows of one table between HBM and the DRAM tier.
 
-    def __init__(self, mem: DramTier, arena: torch.Tensor, name: str) -> None:
-        self.mem = mem
-        self.failed: str | None = None
-        """Why rows were lost: nothing here can be trusted any more."""
-        self.written = 0
-        """Changed rows that were pushed down."""
-        self.from_mem = self.from_ssd = self.initialised = 0
-        """Rows that came, by where they were."""
+    Thread safety: `enqueue`, `staging_rows` and `write_back` are called under the lock of `HbmTier`, on its planning
+    stream; the write-back thread also calls `write_back`. `load`, `load_released` and `drain` may be called from any
+    thread: `_load_lock` serialises them. `enqueue` appends to the queue without that lock, which a load holds for long.
+    """
+
+    def __init__(self, dram: DramTier, arena: torch.Tensor, name: str) -> None:
+        self.dram = dram
+        self.failure: str | None = None
+        """The error that lost rows, after which the tier refuses to work until `reset`."""
+        self.written_back = 0
+        """Changed rows pushed into the DRAM tier."""
+        self.from_dram = self.from_ssd = self.initialised = 0
+        """Loaded rows by source."""
         self.dirty = torch.zeros(len(arena), dtype=torch.uint8, device=arena.device)
-        """Per slot: whether its row was changed since it came, or was written down."""
+        """Per slot: 1 if the row changed since it was loaded or written back."""
         self._name = name
         self._arena = arena
         self._cuda = arena.device.type == "cuda"
         self._in = stream_ahead(arena.device)
         self._out = stream_ahead(arena.device)
-        # By turns: some may still be read while the next is filled.
-        self._coming = deque(_Staging(arena.shape[1], self._cuda) for _ in range(_STAGINGS))
-        self._leaving = deque(_Staging(arena.shape[1], self._cuda) for _ in range(_STAGINGS))
-        self._pusher = concurrent.futures.ThreadPoolExecutor(1, "thermocline-write-back")
-        self._pushing: concurrent.futures.Future[None] | None = None
-        self._fetching = threading.RLock()  # who takes from the queue; held until the rows are on their way
-        self._queue: deque[Fetch] = deque()
+        # Used in turn: a buffer may still be read while the next one is filled.
+        self._in_buffers = deque(StagingBuffer(arena.shape[1], self._cuda) for _ in range(_STAGING_BUFFERS))
+        self._out_buffers = deque(StagingBuffer(arena.shape[1], self._cuda) for _ in range(_STAGING_BUFFERS))
+        self._write_back_thread = concurrent.futures.ThreadPoolExecutor(1, "thermocline-write-back")
+        self._last_write_back: concurrent.futures.Future[None] | None = None
+        self._load_lock = threading.RLock()
+        self._queue: deque[PendingLoad] = deque()
 
-    # ---- the planner's side; on its stream
+    # ---- called by the planner, on its stream
 
-    def leave(
+    def enqueue(
         self, plan: InsertPlan, number: int, new: int, evicted: int, trained: Sequence[torch.cuda.Event]
-    ) -> Fetch:
-        """Takes the victims out of their slots once training has passed these events; queues who comes instead."""
+    ) -> PendingLoad:
+        """Copy the evicted rows out of their slots after the events `trained`, and queue the load of the new rows."""
         slots, count = plan.new_slots[:new], plan.counts[NEW.value :]
         try:
             keys = self._to_host(plan.new_keys[:new])
             planned = self._event()
-            after = self._pushing
+            earlier_write_back = self._last_write_back
             with self._on(self._out, [planned, *trained], plan.memory):
                 if evicted:
-                    self._push_later(plan, evicted)
+                    self._write_back_evicted(plan, evicted)
                 if new:
                     set_flags(self.dirty, slots, count, 0)
                 vacated = self._event()
-        except BaseException as error:  # the plan is made: the victims' rows are nobody's now
-            self.failed = f"{type(error).__name__}: {error}"
+        except BaseException as error:  # the index already lacks the evicted keys: their rows are lost
+            self._record_failure(error)
             raise
-        fetch = Fetch(number, keys, slots, count, planned, vacated, after)
-        self._queue.append(fetch)  # without the lock: whoever fetches holds it for long
-        return fetch
+        pending = PendingLoad(number, keys, slots, count, planned, vacated, earlier_write_back)
+        self._queue.append(pending)
+        return pending
 
-    def _push_later(self, plan: InsertPlan, evicted: int) -> None:
-        staging = self._leaving[0]
-        self._leaving.rotate()
-        rows = staging.room(evicted)
+    def _write_back_evicted(self, plan: InsertPlan, evicted: int) -> None:
+        buffer = self._out_buffers[0]
+        self._out_buffers.rotate()
+        rows = buffer.reserve(evicted)
         victims = plan.victims[:evicted]
         dirty = self._to_host(self.dirty[victims.long()])
         keys = self._to_host(plan.victim_keys[:evicted])
         copy_out(self._arena, victims, rows, plan.counts[EVICTED.value :])
         copied = self._event()
 
-        def push() -> None:
+        def write_back() -> None:
             if copied is not None:
                 copied.synchronize()
             changed = dirty.numpy().astype(bool)
             if changed.all():
-                self.push(keys.numpy(), rows.numpy())
+                self.write_back(keys.numpy(), rows.numpy())
             else:
-                self.push(keys.numpy()[changed], rows.numpy()[changed])
+                self.write_back(keys.numpy()[changed], rows.numpy()[changed])
 
-        self._pushing = self._pusher.submit(push)
-        staging.busy = self._pushing.result
+        self._last_write_back = self._write_back_thread.submit(write_back)
+        buffer.wait_for_reader = self._last_write_back.result
 
-    def push(self, keys: Any, rows: Floats) -> None:
-        """Changed rows into the memory tier."""
+    def write_back(self, keys: Any, rows: Floats) -> None:
+        """Push changed rows into the DRAM tier."""
         if len(keys):
-            self.mem.push_stored(keys, rows, dirty=True, unique=True)
-            self.written += len(keys)
+            self.dram.push_stored(keys, rows, dirty=True, unique=True)
+            self.written_back += len(keys)
 
-    # ---- anyone's side
+    def staging_rows(self, rows: int) -> torch.Tensor:
+        """Return page-locked float32[rows, floats] for rows to write back, valid until the next call."""
+        return self._out_buffers[0].reserve(rows)
 
-    def fetch(self, wanted: Fetch) -> None:
-        """Sends the rows into their slots, after those of earlier plans; on the GPU they are there at `ready`."""
-        with self._fetching:
-            while not wanted.done:
-                self._fetch_next()
+    # ---- called from any thread
 
-    def fetch_released(self, completed: int) -> None:
-        """Fetches what windows up to this one never did: their slots may be given away next."""
+    def load(self, pending: PendingLoad) -> None:
+        """Load the rows of this window and of all earlier ones. They are in their slots at `pending.ready`."""
+        with self._load_lock:
+            while not pending.done:
+                self._load_next()
+
+    def load_released(self, completed: int) -> None:
+        """Run the loads of windows up to `completed` that were released unloaded: their slots may be reused next."""
         first = next(iter(tuple(self._queue)), None)
         if first is not None and first.number <= completed:
-            with self._fetching:
+            with self._load_lock:
                 while self._queue and self._queue[0].number <= completed:
-                    self._fetch_next()
+                    self._load_next()
 
     def drain(self) -> None:
-        """Everything planned so far is in its slots or below; the current stream sees it. Raises if rows were lost."""
+        """Finish all queued transfers and make the current stream wait for them. Raises if rows were lost."""
         self.check()
-        with self._fetching:
+        with self._load_lock:
             while self._queue:
-                self._fetch_next()
-            self._settle(self._pushing)
+                self._load_next()
+            self._wait_write_back(self._last_write_back)
             for stream in (self._in, self._out):
                 if stream is not None:
                     torch.cuda.current_stream(self._arena.device).wait_stream(stream)
 
-    def _fetch_next(self) -> None:
-        fetch = self._queue.popleft()
+    def _load_next(self) -> None:
+        pending = self._queue.popleft()
         try:
-            self._settle(fetch.after)
-            if fetch.planned is not None:
-                fetch.planned.synchronize()
-            with self._on(self._in, [fetch.vacated], [fetch.slots, fetch.count]):
-                if len(fetch.keys):
-                    self._copy_in(fetch)
-                fetch.ready = self._event()
-            fetch.done = True
+            self._wait_write_back(pending.earlier_write_back)
+            if pending.planned is not None:
+                pending.planned.synchronize()
+            with self._on(self._in, [pending.vacated], [pending.slots, pending.count]):
+                if len(pending.keys):
+                    self._copy_in(pending)
+                pending.ready = self._event()
+            pending.done = True
         except BaseException as error:
-            self.failed = f"{type(error).__name__}: {error}"
+            self._record_failure(error)
             raise
 
-    def _copy_in(self, fetch: Fetch) -> None:
-        staging = self._coming[0]
-        self._coming.rotate()
-        rows = staging.room(len(fetch.keys))
-        here, stored = self.mem.read_into(as_words(fetch.keys), rows.numpy())
-        self.from_mem += here
-        self.from_ssd += stored
-        self.initialised += len(rows) - here - stored
-        copy_in(self._arena, fetch.slots, rows, fetch.count)
+    def _copy_in(self, pending: PendingLoad) -> None:
+        buffer = self._in_buffers[0]
+        self._in_buffers.rotate()
+        rows = buffer.reserve(len(pending.keys))
+        from_dram, from_ssd = self.dram.read_into(as_uint64(pending.keys), rows.numpy())
+        self.from_dram += from_dram
+        self.from_ssd += from_ssd
+        self.initialised += len(rows) - from_dram - from_ssd
+        copy_in(self._arena, pending.slots, rows, pending.count)
         event = self._event()
-        staging.busy = None if event is None else event.synchronize
+        buffer.wait_for_reader = None if event is None else event.synchronize
 
-    def _settle(self, pushing: concurrent.futures.Future[None] | None) -> None:
-        if pushing is not None:
+    def _wait_write_back(self, write_back: concurrent.futures.Future[None] | None) -> None:
+        if write_back is not None:
             try:
-                pushing.result()
+                write_back.result()
             except BaseException as error:
-                self.failed = f"{type(error).__name__}: {error}"
+                self._record_failure(error)
                 raise
 
-    def reset(self, mem: DramTier) -> None:
-        """Forgets what is on its way, and goes on above another memory tier."""
-        with self._fetching:
-            if self._pushing is not None:
-                concurrent.futures.wait([self._pushing])  # it leads to the old one
-            for fetch in self._queue:
-                fetch.done = True
+    def reset(self, dram: DramTier) -> None:
+        """Drop all queued transfers and continue above another DRAM tier."""
+        with self._load_lock:
+            if self._last_write_back is not None:
+                concurrent.futures.wait([self._last_write_back])  # it writes to the old tier
+            for pending in self._queue:
+                pending.done = True
             self._queue.clear()
-            self._pushing = None
-            self.mem = mem
-            self.failed = None
+            self._last_write_back = None
+            self.dram = dram
+            self.failure = None
             self.dirty.zero_()
 
     def check(self) -> None:
-        """Raises if rows were lost."""
-        if self.failed is not None:
+        """Raise `ThermoclineError` if rows were lost."""
+        if self.failure is not None:
             raise ThermoclineError(
-                f"table {self._name!r}: rows were lost on their way between HBM and memory ({self.failed}): reopen "
-                "the table on its last commit"
+                f"table {self._name!r}: rows were lost between HBM and DRAM ({self.failure}). Reopen the table on its "
+                "last commit"
             )
 
-    def staging(self, rows: int) -> torch.Tensor:
-        """Page-locked room for rows that leave; the caller is done with it when it asks again."""
-        return self._leaving[0].room(rows)
+    def _record_failure(self, error: BaseException) -> None:
+        self.failure = f"{type(error).__name__}: {error}"
+
+    # ---- the device
 
     @contextlib.contextmanager
     def _on(
@@ -222,7 +239,7 @@ class Mover:
         after: Sequence[torch.cuda.Event | None],
         memory: Sequence[torch.Tensor],
     ) -> Iterator[None]:
-        """Work goes to a stream, after these events; the memory, made on another, is not reused before it is done."""
+        """Run on `stream` after the events; `memory`, allocated on another stream, is not reused before that."""
         if stream is None:
             yield
             return
@@ -243,26 +260,26 @@ class Mover:
         return torch.cuda.current_stream(self._arena.device).record_event() if self._cuda else None
 
 
-class _Staging:
-    """Rows in page-locked memory, as many as were needed at most."""
+class StagingBuffer:
+    """Rows in page-locked memory; grows to the largest request."""
 
     def __init__(self, floats: int, pinned: bool) -> None:
         self._floats = floats
         self._pinned = pinned
         self._rows = torch.empty(0, floats)
-        self.busy: Callable[[], object] | None = None
-        """Waits for who reads it."""
+        self.wait_for_reader: Callable[[], object] | None = None
+        """Blocks until the last transfer has read the buffer."""
 
-    def room(self, rows: int) -> torch.Tensor:
-        """float32[rows, floats], once nobody reads it any more."""
-        if self.busy is not None:
-            busy, self.busy = self.busy, None
-            busy()
+    def reserve(self, rows: int) -> torch.Tensor:
+        """Return float32[rows, floats]. Blocks until the last transfer has read the buffer."""
+        if self.wait_for_reader is not None:
+            wait, self.wait_for_reader = self.wait_for_reader, None
+            wait()
         if len(self._rows) < rows:
             self._rows = torch.empty(rows + rows // 4, self._floats, pin_memory=self._pinned)
         return self._rows[:rows]
 
 
-def as_words(keys: torch.Tensor) -> Any:
-    """Keys on the host as uint64."""
+def as_uint64(keys: torch.Tensor) -> Any:
+    """Return int64 bit patterns as uint64 keys in host memory."""
     return keys.cpu().numpy().view(np.uint64)

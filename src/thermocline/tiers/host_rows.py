@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from thermocline.arrays import Floats, Keys, Rows
-from thermocline.embedding.precision import noted
+from thermocline.embedding.precision import parse_precision
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import FormatError, ThermoclineError
@@ -25,7 +25,7 @@ def open_store(spec: TableSpec, path: str | os.PathLike[str], **options: Any) ->
     Raises `FormatError` if the store has rows of another precision.
     """
     store = SsdStore.open(path, **{**spec.store_options, **options})
-    if store.epoch and (saved := noted(store.note)[0]) != spec.precision.layout:
+    if store.epoch and (saved := parse_precision(store.note)[0]) != spec.precision.layout:
         store.close()
         raise FormatError(
             f"{store.path} has rows of precision {saved}, but table {spec.name!r} has {spec.precision.layout}: open "
@@ -71,7 +71,7 @@ class HostRows:
             self.store = open_store(self._spec, self._path, create=epoch is None, epoch=epoch)
         self.dram = self._empty_tier()
         if self.store is not None and self.store.epoch:
-            scale = noted(self.store.note)[1]
+            scale = parse_precision(self.store.note)[1]
             if scale is not None:
                 self.dram.set_scale(scale)
 

@@ -1,4 +1,4 @@
-"""The SSD tier: rows by 64-bit key in files, larger than memory, exact and crash-safe. Usable by itself."""
+"""The SSD tier: a crash-safe key-value store of fixed-size rows in files. Usable without a table."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from thermocline.utils.text_format import format_size, parse_size
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SsdStats:
-    """A store's counters at one moment. Counters of work start at zero when the store is opened."""
+    """Counters of an `SsdStore`. Work is counted from zero when the store is opened."""
 
     epoch: int
-    """The newest commit; 0 before the first."""
+    """Epoch of the newest commit; 0 before the first."""
     rows_in_base: int
     rows_in_log: int
-    """Every version of a row in the log counts."""
+    """All versions of a row count."""
     disk_bytes: int
     live_files: int
     partitions: int
@@ -34,32 +34,32 @@ class SsdStats:
     mem_index: int
     mem_buffers: int
     mem_total: int
-    """Bytes of DRAM held, everything counted; never above mem_budget."""
+    """All DRAM of the store in bytes; at most mem_budget."""
     mem_budget: int
     keys_read: int
     pages_read: int
     reads: int
-    """Requests to the device: neighbouring pages share one."""
+    """Requests to the device; adjacent pages share one."""
     bytes_read: int
     false_pages: int
-    """Pages read for a key that was not on them."""
+    """Pages read that did not contain the key."""
     bytes_put: int
-    """Rows and keys given to put and delete."""
+    """Bytes of rows and keys passed to put and delete."""
     bytes_written: int
-    """Everything written to disk."""
+    """All bytes written to disk."""
     merges: int
     merge_bytes_read: int
     merge_bytes_written: int
     stall_seconds: float
-    """Time put waited for the merger."""
+    """Time that put waited for the merger."""
     read_cost_us: float
-    """Cost of one more request on this device, as measured."""
+    """Measured cost of one more request on this device."""
     page_cost_us: float
-    """Cost of one more page in a request, as measured."""
+    """Measured cost of one more page in a request."""
     engine: str
-    """How files are read: io_uring or pread."""
+    """I/O engine: io_uring or pread."""
     damage: str
-    """A page that merging could not read: its partition is no longer merged; the rest is. Empty: none."""
+    """A page that a merge could not read, empty if none. Its partition is not merged any more; the others are."""
 
     @property
     def write_amplification(self) -> float:
@@ -68,13 +68,13 @@ class SsdStats:
 
 
 class SsdStore:
-    """Rows of `row_bytes` bytes by 64-bit key, in one folder. Made by `SsdStore.open`.
+    """Rows of `row_bytes` bytes by 64-bit key, in one folder. Created by `SsdStore.open`.
 
-    `put` and `delete` are seen by every `get` that starts after they return, and are durable after the next
-    `commit`. Whatever happens to the process or the machine, opening gives exactly the last commit, or an older one
-    that is still retained. Every page read is verified by its checksum: damage raises `CorruptionError`.
+    A `get` that starts after `put` or `delete` has returned sees the change. The next `commit` makes it durable. After
+    a crash of the process or the machine, `open` restores exactly the last commit, or an older retained one on request.
+    The checksum of every page is verified when it is read: a damaged page raises `CorruptionError`.
 
-    Thread safety: all methods may be called from several threads at once; none holds the GIL while it works.
+    Thread safety: all methods may be called from several threads at once, and release the GIL.
     """
 
     __slots__ = ("_core", "_path", "_row_bytes")
@@ -105,32 +105,33 @@ class SsdStore:
         io_workers: int = 0,
         io_depth: int = 0,
     ) -> Self:
-        """Opens the store in folder `path`; makes an empty one if there is none, `create` is set and `row_bytes` given.
+        """Open the store in folder `path`, or create one if there is none, `create` is True and `row_bytes` is set.
 
         Behaviour:
-          row_bytes      bytes per row; may be left out for a store that exists
+          row_bytes      bytes per row; optional for an existing store
           mem_budget     bytes of DRAM the store may use, such as 2**28 or "256MB"
-          epoch          a retained commit to open instead of the newest; later ones stay until released
-          read_only      takes no lock and changes nothing; put, delete, commit and release raise `ReadOnlyError`
+          epoch          a retained commit to open instead of the newest; later commits are kept until released
+          read_only      open without a lock; put, delete, commit and release raise `ReadOnlyError`
 
-        Performance (None or 0: the default):
-          max_log_ratio     log bytes, as a share of base bytes, before merging starts
-          filter_bits       DRAM bits per row that spare the read of keys never put; 10 spare 99 of 100 such reads
-          write_buffer      bytes gathered before they are written
+        Performance (None or 0 selects the default):
+          max_log_ratio     log bytes per base byte above which merging starts
+          filter_bits       DRAM bits per row of a filter of absent keys; 10 avoid 99 of 100 reads of such keys
+          write_buffer      bytes collected before a write
           segment_bytes     size of one log file
-          partition_bytes   a base file splits above this size
-          min_log_bytes     no merging below this much log
-          background_merge  False: merging happens inside put and commit, deterministic
-          io_engine         "io_uring" or "pread" threads; "auto" takes the first that works here
-          io_workers        threads that read; io_depth: reads in flight of each
+          partition_bytes   size above which a base file is split
+          min_log_bytes     log size below which nothing is merged
+          background_merge  False merges inside put and commit, which is deterministic
+          io_engine         "io_uring" or "pread" threads; "auto" selects io_uring if the kernel supports it
+          io_workers        reading threads
+          io_depth          reads in flight per thread
 
-        Raises `NotFoundError` (no store, no such epoch), `LockError` (open elsewhere), `FormatError` (a foreign
-        folder, a newer format, another row size), `CorruptionError`, `BudgetError`, `IoError`.
+        Raises `NotFoundError` (no store, no such epoch), `LockError` (open in another process or object), `FormatError`
+        (not a store, a newer format, a different row size), `CorruptionError`, `BudgetError`, `IoError`.
         """
         if row_bytes is not None and row_bytes <= 0:
-            raise ValueError(f"row_bytes is {row_bytes}: a row has at least one byte")
+            raise ValueError(f"row_bytes is {row_bytes}: it must be at least 1")
         if epoch is not None and epoch < 0:
-            raise ValueError(f"epoch is {epoch}: epochs count from 1; None opens the newest")
+            raise ValueError(f"epoch is {epoch}: it must be at least 1, or None for the newest commit")
         options = core.StoreOptions()
         options.row_bytes = row_bytes or 0
         options.mem_budget = parse_size(mem_budget, "mem_budget")
@@ -141,7 +142,7 @@ class SsdStore:
         if max_log_ratio:
             options.max_log_ratio = max_log_ratio
         if not 0 <= filter_bits <= 64:
-            raise ValueError(f"filter_bits is {filter_bits}: it must be from 0 (no filter) to 64")
+            raise ValueError(f"filter_bits is {filter_bits}: it must be 0 (no filter) to 64")
         options.filter_bits = filter_bits
         if write_buffer:
             options.write_buffer = parse_size(write_buffer, "write_buffer")
@@ -155,10 +156,10 @@ class SsdStore:
         return cls(store, os.fspath(path))
 
     def get(self, keys: Any, out: Any = None) -> tuple[npt.NDArray[np.bool_], Any]:
-        """(found, rows): bool[n] and uint8[n, row_bytes], or `out` itself, into which the rows were written.
+        """Return (found, rows): bool[n] and uint8[n, row_bytes], or `out` after writing the rows into it.
 
-        keys are uint64[n] or int64[n] (bit patterns), NumPy or torch, and may repeat. Rows of keys that are not there
-        are zero, or untouched in `out`: look at `found`. Raises `CorruptionError` if a page it needs is damaged.
+        keys: uint64[n] or int64[n] (bit patterns), NumPy or torch; may repeat. Rows of absent keys are zero, or
+        unchanged in `out`. Raises `CorruptionError` if a page that it reads is damaged.
         """
         keys = as_keys(keys)
         count = len(keys)
@@ -170,39 +171,39 @@ class SsdStore:
         return found, rows
 
     def put(self, keys: Any, rows: Any) -> None:
-        """Sets the rows of keys: newest wins, also among repeated keys. Seen at once, durable after `commit`.
+        """Set the rows of keys; of a repeated key the last row is kept. Durable after `commit`.
 
-        rows are uint8[n, row_bytes], or the same bytes in another dtype, such as float32[n, row_bytes / 4].
+        rows: uint8[n, row_bytes], or the same bytes in another dtype, such as float32[n, row_bytes / 4].
         """
         keys = as_keys(keys)
         self._core.put(keys, as_rows(rows, len(keys), self._row_bytes))
 
     def load(self, keys: Any, rows: Any) -> None:
-        """As `put`, for bulk: many rows where the store has none become its files at once, without log and merging.
+        """Set many rows of new keys by writing base files directly, without log and merging.
 
-        That is so where no row of the store lies between these keys in the order of their hashes: `tables.bulk` cuts
-        all keys into such pieces. Other rows are put.
+        This requires that no row of the store lies between these keys in hash order; `embedding/bulk_load.py` splits
+        keys that way. Otherwise the rows are put.
         """
         keys = as_keys(keys)
         self._core.load(keys, as_rows(rows, len(keys), self._row_bytes))
 
     def delete(self, keys: Any) -> None:
-        """Removes keys; those that are not there are ignored. Seen at once, durable after `commit`."""
+        """Delete keys; absent keys are ignored. Durable after `commit`."""
         self._core.erase(as_keys(keys))
 
     def commit(self, note: bytes = b"") -> int:
-        """Makes everything so far durable, together with `note`; returns the new epoch, openable until released."""
+        """Make all changes durable, together with `note`. Return the new epoch, which is retained until released."""
         if not isinstance(note, (bytes, bytearray, memoryview)):
-            raise TypeError(f"note is a {type(note).__name__}: pass bytes, such as text.encode()")
+            raise TypeError(f"note is a {type(note).__name__}: it must be bytes, such as text.encode()")
         return self._core.commit(bytes(note))
 
     def scan(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Rows]]:
-        """Every live row once, in batches of at most `batch_rows`: (uint64[m], uint8[m, row_bytes]), in any order.
+        """Yield every live row once, in any order: (uint64[m], uint8[m, row_bytes]) with m <= `batch_rows`.
 
-        Sees the store as it is now, whatever is put while it runs.
+        The scan reads a snapshot taken by this call; later changes do not affect it.
         """
         if batch_rows <= 0:
-            raise ValueError(f"batch_rows is {batch_rows}: a batch has at least one row")
+            raise ValueError(f"batch_rows is {batch_rows}: it must be at least 1")
         return _batches(self._core.scan(), batch_rows, self._row_bytes)
 
     @property
@@ -215,7 +216,7 @@ class SsdStore:
 
     @property
     def epoch(self) -> int:
-        """The last commit; 0 before the first."""
+        """Epoch of the last commit; 0 before the first."""
         return self._core.epoch()
 
     @property
@@ -225,41 +226,41 @@ class SsdStore:
 
     @property
     def epochs(self) -> tuple[int, ...]:
-        """The retained commits, oldest first: each can be opened with `open(path, epoch=...)`."""
+        """Retained commits, oldest first. `open(path, epoch=...)` opens one."""
         return tuple(self._core.epochs())
 
     def release(self, epoch: int) -> None:
-        """Forgets a retained commit, so that its files can go. The newest cannot be released."""
+        """Drop a retained commit, so that its files can be deleted. The newest cannot be released."""
         self._core.release(epoch)
 
     def __len__(self) -> int:
-        """Live rows, exactly. Costs reads where the log has overwritten rows."""
+        """Return the exact number of live rows. Reads the device where the log overwrote rows."""
         return self._core.count()
 
     def __bool__(self) -> bool:
-        return True  # not len(): an empty store is a store, and len() reads
+        return True  # an empty store is not false, and len() reads the device
 
     def stats(self) -> SsdStats:
         return SsdStats(**self._core.stats())
 
     def read_floor(self, keys: Any) -> float:
-        """Benchmarks: seconds that the page reads of `get(keys)` take alone, with no look at what they bring."""
+        """Return the seconds that the page reads of `get(keys)` take without processing. For benchmarks."""
         return self._core.read_floor(as_keys(keys))
 
     def check(self) -> None:
-        """Verifies every byte and every book; raises `CorruptionError` naming the first that is wrong."""
+        """Verify all files and invariants. Raises `CorruptionError` naming the first violation."""
         self._core.check()
 
     def merge(self) -> None:
-        """Merges the whole log into the base files now, as the background thread would over time."""
+        """Merge the whole log into the base files now."""
         self._core.merge_all()
 
     def link_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """The last commit as a store of its own in the new folder `path`, by hard links: same file system, no copy."""
+        """Create a store of the last commit in the new folder `path`, by hard links in the same file system."""
         self._core.link_checkpoint(os.fsencode(path))
 
     def close(self) -> None:
-        """Stops background work and gives the lock back. What was not committed is gone. Closing twice is fine."""
+        """Stop background work and release the lock. Uncommitted changes are lost. May be called twice."""
         self._core.close()
 
     def __enter__(self) -> Self:
