@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FORMATS = ["synth", "libsvm", "libffm", "criteo", "csv", "parquet"]
 SMALL = {"synth": ["data.synth.examples=20000", "data.synth.valid_examples=2000", "data.synth.test_examples=2000"]}
 AUC = {"synth": 0.6, "libsvm": 0.55, "libffm": 0.6, "criteo": 0.65, "csv": 0.52, "parquet": 0.52}
-"""What even the small data of these tests must give: a model that learned nothing has 0.5."""
+"""Smallest AUC accepted on the small data of these tests; a model that learned nothing has 0.5."""
 
 
 @pytest.fixture(scope="module")

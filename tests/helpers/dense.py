@@ -343,7 +343,7 @@ def _train_sparse_features(groups: Groups, sync: DenseSync) -> float:
 
 
 CONSTANT_GRADIENTS = ((1.0, 0.0, 0.1), (1.0, 1.0, 10.0))
-"""Of two ranks, at every step."""
+"""Gradients of two ranks at every step."""
 
 
 def train_constant_gradients(groups: Groups, sync: DenseSync, steps: int) -> torch.Tensor:

@@ -42,7 +42,7 @@ CASES: list[tuple[Kind, float | None, str, int, Optimizer]] = [
 
 
 class Rows:
-    """The same rows in a DRAM tier and in an arena, where a constant follows each row."""
+    """Equal rows in a DRAM tier and in an arena, where a constant follows each row."""
 
     def __init__(self, case: tuple[Kind, float | None, str, int, Optimizer], device: str) -> None:
         kind, limit, rounding, self.dim, self.optimizer = case

@@ -62,7 +62,7 @@ class TableTraffic:
     rows: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
     gradients: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
     read_keys: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
-    """Of evaluation."""
+    """Traffic of evaluation."""
     read_rows: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
 
 
@@ -73,7 +73,7 @@ class Hop:
     group: GroupName
     """Group of any communicator: the planning thread and the training thread use different ones."""
     ranks: tuple[int, ...]
-    """Of the group."""
+    """Ranks of the group."""
     order: torch.Tensor
     """int64: indices of this rank's keys, grouped by destination."""
     sent: Keys

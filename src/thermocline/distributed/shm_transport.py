@@ -135,9 +135,9 @@ class ShmTransport:
     segments: list[list[ShmSegment]]
     """Two per rank of the group."""
     _index: int
-    """Of this rank in the group."""
+    """Index of this rank in the group."""
     _pidfds: dict[int, int]
-    """Of the other ranks' processes, by index."""
+    """pidfds of the other ranks, by index."""
     _ranks: Sequence[int]
     _sequence: int = 0
     """Number of exchanges so far."""

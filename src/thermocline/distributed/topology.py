@@ -29,7 +29,7 @@ class Topology:
     world: int
     """Number of ranks."""
     rank: int
-    """Of this process."""
+    """Rank of this process."""
     nodes: tuple[tuple[int, ...], ...]
     """Ranks of each node. Concatenated they are 0 to world - 1."""
     links: LinkedPairs | None = None

@@ -200,7 +200,7 @@ class ShardBackend(RowBackend, Protocol):
         """Pin the rows of each list; keys may repeat between lists. As `pin` otherwise."""
 
     def load_keys(self, owned: ShardPins) -> None:
-        """As `load`, for the result of `pin_keys`."""
+        """Bring the values of pinned rows into their slots: see `load`."""
 
     def prepare_remote(
         self, inputs: Sequence[BagInputs], working_sets: Sequence[WorkingSet], owned: ShardPins

@@ -42,12 +42,14 @@ def _select_interpreter() -> None:
 def _patch_interpreter() -> None:
     """Serialize the interpreter's launches, and patch `triton.language` once per launch and module.
 
-    The interpreter keeps the current program in globals, so launches of several threads must not overlap. It also
-    patches `triton.language` on every call of a device function, which takes a third of a launch's time.
+    The interpreter keeps the current program in globals, so launches of several threads must not overlap; nor must the
+    first launches of kernels, which parse their source (CPython 3.11 fails when two threads build syntax trees). It
+    also patches `triton.language` on every call of a device function, which takes a third of a launch's time.
     """
     from triton.runtime import interpreter
 
-    launch, lock = interpreter.GridExecutor.__call__, threading.Lock()
+    launch, lock = interpreter.GridExecutor.__call__, threading.RLock()
+    rewrite = interpreter.InterpretedFunction.rewrite
     patch_language = interpreter._patch_lang
     patched_modules: set[str] = set()  # of the current launch
 
@@ -62,7 +64,12 @@ def _patch_interpreter() -> None:
             patched_modules.add(self.fn.__module__)
         return self.rewrite()(*args, **kwargs)
 
+    def serialized_rewrite(self: Any) -> Any:
+        with lock:
+            return rewrite(self)
+
     interpreter.GridExecutor.__call__ = serialized_launch
+    interpreter.InterpretedFunction.rewrite = serialized_rewrite
     interpreter.InterpretedFunction.__call__ = call_device_function
 
 

@@ -1,4 +1,4 @@
-"""`tc.prefetch`: rows are pinned where they are trained before the loop asks for their batch.
+"""`tc.prefetch`: pin the rows of a batch where they are trained before the loop reaches it.
 
     collect    read a window of batches from the loader; deduplicate its keys   (thread "collect")
     exchange   over ranks: send keys to the ranks that own them                 (thread "exchange")

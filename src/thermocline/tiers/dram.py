@@ -205,7 +205,7 @@ class DramTier:
         return slots
 
     def pin(self, keys: Any) -> Pins:
-        """As `pull`, but the result owns the pins: its last owner's `release`, or its destruction, unpins."""
+        """Pin as `pull` does; the result owns the pins until its last owner's `release` or its destruction."""
         return core.Pins(self._core, as_keys(keys))
 
     def unpin(self, slots: Slots, *, dirty: bool = False) -> None:
