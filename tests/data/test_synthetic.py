@@ -286,7 +286,7 @@ def test_preset_errors() -> None:
         ({"split": "dev"}, "split is 'dev'"),
         ({"base_rate": 1.0}, "base_rate"),
         ({"label_noise": 2.0}, "label_noise"),
-        ({"signal": -1.0}, "signal lies"),
+        ({"signal": -1.0}, "signal must be from 0 to 20"),
     ],
 )
 def test_invalid_options(options: dict[str, Any], message: str) -> None:
