@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.planner import CPU, DISK, LINKS, NODE
 
+from thermocline.errors import ConfigError
 from thermocline.planner.cache_model import KeyDistribution
 from thermocline.planner.cost_model import MAX_CORE_UTILIZATION, Cluster, CostTerm, StepCost, Workload, predict
 from thermocline.planner.hardware import Hardware, paper_node, scalar_tail
@@ -169,4 +172,15 @@ def test_hardware_file_round_trip_and_errors(tmp_path) -> None:  # type: ignore[
         Hardware.load(path)
     path.write_text("name = 3")
     with pytest.raises(ValueError, match="name is 3: it must be text"):
+        Hardware.load(path)
+
+
+def test_hardware_file_of_an_older_version_names_the_command_that_writes_a_new_one(tmp_path: Path) -> None:
+    """A missing key is reported with its file, once, and with the remedy."""
+    path = tmp_path / "node.toml"
+    path.write_text(
+        "\n".join(line for line in NODE.to_toml().splitlines() if not line.startswith("dense_reference_ms"))
+    )
+    expected = f"{path}: cpu.dense_reference_ms is missing: it must be a number; `thermocline plan --measure {path}`"
+    with pytest.raises(ConfigError, match=f"^{re.escape(expected)} writes a complete file$"):
         Hardware.load(path)

@@ -155,7 +155,7 @@ class Hardware:
         try:
             return loader.load(cls, path)
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}; `thermocline plan --measure {path}` writes a complete file") from None
+            raise ConfigError(f"{error}; `thermocline plan --measure {path}` writes a complete file") from None
 
     def to_toml(self) -> str:
         """Text of a file that `load` reads back to equal figures."""
