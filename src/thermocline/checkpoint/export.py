@@ -14,12 +14,12 @@ from thermocline.arrays import Floats, Keys
 from thermocline.embedding.table import Table
 from thermocline.utils import atomic_file
 
-Format = Literal["parquet", "safetensors"]
+ExportFormat = Literal["parquet", "safetensors"]
 _BATCH_ROWS = 65536
 
 
 def export_rows(
-    table: Table, path: str | os.PathLike[str], *, format: Format = "parquet", shard_rows: int = 1_000_000
+    table: Table, path: str | os.PathLike[str], *, format: ExportFormat = "parquet", shard_rows: int = 1_000_000
 ) -> list[Path]:
     """Write every trained row to `path/part-00000.<format>` and following shards; return their paths.
 

@@ -30,7 +30,7 @@ from thermocline.batch import WorkingSet
 from thermocline.distributed.communicator import Communicator, Groups
 from thermocline.distributed.row_exchange import Route, RowExchange
 from thermocline.distributed.row_reduce import RowSum, take_rows
-from thermocline.embedding.backend import ShardBackend, ShardPins, Tiers
+from thermocline.embedding.backend import ShardBackend, ShardPins, TierSet
 from thermocline.embedding.batch_plan import BagInputs, Gradient, Pins, ReducedGradients
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import TableSpec
@@ -96,7 +96,7 @@ class ShardedBackend:
         return self.local.device
 
     @property
-    def tiers(self) -> Tiers:
+    def tiers(self) -> TierSet:
         return self.local.tiers
 
     # ---- ahead of training

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from thermocline.tiers.ssd import SsdStore
 
 
-class Tiers(NamedTuple):
+class TierSet(NamedTuple):
     """The tiers of a backend, for inspection (`stats()`, `check()`). None: the backend has no such tier."""
 
     hbm: HbmTier | None = None
@@ -79,7 +79,7 @@ class RowBackend(Protocol):
         in the same order."""
 
     @property
-    def tiers(self) -> Tiers:
+    def tiers(self) -> TierSet:
         """The tiers of this process."""
 
     # ---- ahead of training

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from thermocline.arrays import Floats, Keys, Rows
-from thermocline.embedding.backend import Tiers
+from thermocline.embedding.backend import TierSet
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, Pooling, ReducedGradients
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.reference import ReferenceTable, sum_in_blocks
@@ -70,7 +70,7 @@ class ReferenceBackend:
     """See `RowBackend`. Rows are fp32 and stay in memory; checkpoints save them all."""
 
     groups = None
-    tiers = Tiers()
+    tiers = TierSet()
     device = torch.device("cpu")
 
     def __init__(self, spec: TableSpec) -> None:

@@ -13,7 +13,7 @@ import torch
 from thermocline.arrays import Floats, Keys, Rows, Slots
 from thermocline.batch import WorkingSet
 from thermocline.core import core
-from thermocline.embedding.backend import ShardPins, Tiers
+from thermocline.embedding.backend import ShardPins, TierSet
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import TableSpec
@@ -101,8 +101,8 @@ class DramBackend:
         self.device = torch.device("cpu")
 
     @property
-    def tiers(self) -> Tiers:
-        return Tiers(dram=self.host.dram, ssd=self.host.store)
+    def tiers(self) -> TierSet:
+        return TierSet(dram=self.host.dram, ssd=self.host.store)
 
     # ---- ahead of training
 

@@ -18,7 +18,7 @@ import torch
 
 from thermocline.arrays import Floats, Keys, Rows, as_keys
 from thermocline.batch import WorkingSet
-from thermocline.embedding.backend import ShardPins, Tiers
+from thermocline.embedding.backend import ShardPins, TierSet
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.embedding.table_spec import TableSpec
@@ -59,8 +59,8 @@ class HbmBackend:
         self._stream = stream_ahead(device)
 
     @property
-    def tiers(self) -> Tiers:
-        return Tiers(hbm=self.hbm, dram=self.host.dram, ssd=self.host.store)
+    def tiers(self) -> TierSet:
+        return TierSet(hbm=self.hbm, dram=self.host.dram, ssd=self.host.store)
 
     # ---- ahead of training
 
