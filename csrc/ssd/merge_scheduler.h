@@ -26,7 +26,8 @@
 //   any     -> STOPPED   F  stop(); a merge in progress is abandoned at its next spend()
 //
 // Invariants:
-//  1. The demand that a round computed replaces demand_ only if no writer set it during the round.
+//  1. The demand that a round computed replaces demand_ only if no writer set it during the round. A round that found
+//     nothing to merge, failed or was stopped resets demand_; the next flush sets it again.
 //  2. rounds_ increases by one per finish_round(); request_round() returns after an increase, or after stop().
 //  3. Writes under demand kUrgent or for a foreground caller leave no negative credit.
 //

@@ -107,3 +107,21 @@ def test_direct_loop_without_a_pipeline() -> None:
         pooled.sum().backward()
     with pytest.raises(AttributeError, match="has no DRAM tier: its backend is ReferenceBackend"):
         _ = table.dram
+
+
+def test_evaluation_plans_are_copies_and_empty_steps_have_norm_zero() -> None:
+    """A plan read for evaluation keeps its values over a later step; both hold on every backend."""
+    batch = next(iter(tc.SyntheticAds(**ADS)))
+    empty = tc.Batch(np.empty(0, np.uint64), np.zeros(4, np.int64), 3)
+    for backend in (None, ReferenceBackend.make):
+        table = tc.Table(8, tc.SGD(lr=0.1), make_backend=backend)
+        bag = tc.EmbeddingBag(table, 3)
+        plan = table.prepare_read(batch)
+        before = bits(table.backend.pool(plan, plan.bags[bag.specs[0]]))
+        bag(batch).sum().backward()
+        table.step()
+        assert bits(table.backend.pool(plan, plan.bags[bag.specs[0]])) == before
+        bag(empty).sum().backward()
+        assert table.gradient_norm() == 0.0
+        table.step()
+        table.backend.require_idle()

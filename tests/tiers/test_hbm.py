@@ -277,3 +277,39 @@ def test_stochastic_rounding_uses_the_key_before_eviction(monkeypatch: pytest.Mo
     keys = np.arange(24, dtype=np.uint64)
     assert np.array_equal(tables[0].read(keys), tables[1].read(keys))
     assert hbm_of(tables[0]).stats().evictions == 40
+
+
+def test_rows_are_those_of_the_first_iteration() -> None:
+    """`rows()` writes back when iteration begins, so that a step after the call is included."""
+    table = hbm_table(100)
+    bag = tc.EmbeddingBag(table, 3)
+    (batch,) = make_batches(1)
+    rows = table.rows()
+    bag(batch).sum().backward()
+    table.step()
+    keys, values = next(rows)
+    assert np.array_equal(values, table.read(keys))
+
+
+def test_failed_replacement_of_rows_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error after the DRAM tier was replaced: the undo point brings back the rows that HBM had."""
+    table = hbm_table(100)
+    bag = tc.EmbeddingBag(table, 3)
+    (batch,) = make_batches(1)
+    bag(batch).sum().backward()
+    table.step()
+    before = table.read(batch.ids)
+    undo = table.backend.undo_point()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the device failed")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(HbmTier, "reset", fail)
+        with pytest.raises(RuntimeError, match="the device failed"):
+            table.backend.replace_rows(iter([]), None)
+    undo()
+    assert np.array_equal(table.read(batch.ids), before)
+    bag(batch).sum().backward()
+    table.step()
+    hbm_of(table).check()

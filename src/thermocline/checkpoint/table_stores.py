@@ -256,10 +256,11 @@ class TableStores:
             for name, table in self._tables.items():
                 if table.checkpoint_store is not None:  # first: these read all rows and may find damage
                     table.discard_gradients()
+                    undo.append(table.backend.undo_point())
                     table.checkpoint_store.close()
                     table.checkpoint_store = store = self._open_checkpoint_store(table, epoch=epochs[name])
                     scale = parse_precision(store.note)[1] if store.epoch else None
-                    undo.append(table.backend.replace_rows(store.scan(), scale))
+                    table.backend.replace_rows(store.scan(), scale)
         except BaseException:
             for restore_rows in undo:
                 restore_rows()

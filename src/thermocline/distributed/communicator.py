@@ -3,7 +3,7 @@
 Collectives of two threads must not interleave on one process group, so `Groups` has three communicators:
 
     train   training thread: rows, gradients, dense parameters, checkpoints, metrics
-    ahead   pull thread of a training pipeline: keys of later batches, number of remaining batches
+    ahead   exchange thread of a training pipeline: keys of later batches, number of remaining batches
     read    pull thread of an evaluation pipeline, or the caller of `ShardedTable.read` while none is open
 
 Each communicator spans three groups: "world" (all ranks), "node" (the ranks of one node) and "peers" (the ranks of

@@ -10,7 +10,7 @@ float32; ranks without the key are skipped. So both give the same bits.
 
 A `Route` is planned ahead of training from keys alone. Rows and gradients follow it later; keys are not sent again.
 
-Thread     `plan` on the thread of the given communicator (pull thread: ahead or read); `fetch_rows` and
+Thread     `plan` on the exchange thread (ahead) or, for evaluation, the pull thread (read); `fetch_rows` and
            `reduce_gradients` on the training thread (train) or, for evaluation, the pull thread (read)
 Blocks     until all ranks have made the same call, at most `dist.timeout` seconds
 Raises     `RankError`

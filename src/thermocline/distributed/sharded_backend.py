@@ -27,11 +27,11 @@ import torch
 
 from thermocline.arrays import Floats, Keys, Rows
 from thermocline.batch import WorkingSet
-from thermocline.distributed.communicator import Communicator, Groups
+from thermocline.distributed.communicator import Groups
 from thermocline.distributed.row_exchange import Route, RowExchange
 from thermocline.distributed.row_reduce import RowSum, take_rows
 from thermocline.embedding.backend import ShardBackend, ShardPins, TierSet
-from thermocline.embedding.batch_plan import BagInputs, Gradient, Pins, ReducedGradients
+from thermocline.embedding.batch_plan import BagInputs, Gradient, ReducedGradients
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.tiers.ssd import SsdStore
@@ -59,13 +59,11 @@ class ShardedWindow:
     routes: list[Route] = dataclasses.field(default_factory=list)
     owned: ShardPins | None = None
     """Rows of this rank that any rank uses in the window; slots per batch."""
-    pins: Pins | None = None
-    """The pins of `owned`, until the window releases them."""
 
     def release(self) -> None:
-        pins, self.pins = self.pins, None
-        if pins is not None:
-            pins.release()
+        owned, self.owned = self.owned, None
+        if owned is not None:
+            owned.pins.release()
 
 
 class ShardedBackend:
@@ -108,18 +106,11 @@ class ShardedBackend:
         window.inputs += padding
         window.working_sets += [self._working_set(batch) for batch in padding]
         keys = [working_set.keys for working_set in window.working_sets]
-        window.routes = self._route_keys(keys, self.groups.ahead if ahead else self.groups.train)
-
-    def exchange_nothing(self, batches: int) -> None:
-        """Take part in `exchange` of a window of `batches` without using any row. Collective."""
-        self._route_keys([_NO_KEYS] * batches, self.groups.ahead)
-
-    def _route_keys(self, keys: list[Keys], comm: Communicator) -> list[Route]:
-        return self._row_exchange.plan(comm, keys, self.traffic.keys)
+        comm = self.groups.ahead if ahead else self.groups.train
+        window.routes = self._row_exchange.plan(comm, keys, self.traffic.keys)
 
     def pin(self, window: ShardedWindow) -> None:
         window.owned = self.local.pin_keys([route.owned for route in window.routes])
-        window.pins = window.owned.pins
 
     def prepare(self, window: ShardedWindow) -> Sequence[Any]:
         assert window.owned is not None
@@ -169,6 +160,11 @@ class ShardedBackend:
         """See `RowBackend.reduce`: the sums over all ranks of the keys that this rank owns."""
         if not self._open:
             raise RuntimeError(f"table {self.spec.name!r}: a step without a batch since the last one")
+        if any(gradient.plan not in self._open for gradient in gradients):
+            raise RuntimeError(
+                f"table {self.spec.name!r}: a gradient of a batch before the last step: the order is batch, forward, "
+                "backward, step, then the next batch"
+            )
         route = self._row_exchange.merge_routes([plan.remote.route for plan in self._open])
         values, present = self._local_sums(gradients, len(route.keys))
         total, has = self._row_exchange.reduce_gradients(
@@ -242,10 +238,6 @@ class ShardedBackend:
         out.copy_(weights)
         return self.local.plan_rows(inputs, working_set, rows)
 
-    def read_nothing(self) -> None:
-        """Take part in `read_batch` without reading any row. Collective."""
-        self._read_from_owners(_NO_KEYS, torch.empty(0, self.spec.dim))
-
     def read(self, keys: Keys) -> Floats:
         state = self.spec.optimizer.state_floats(self.spec.dim)
         out = torch.empty(len(keys), self.spec.dim + state)
@@ -278,8 +270,11 @@ class ShardedBackend:
     def move_store(self, path: Path, *, clear: bool = False) -> None:
         self.local.move_store(path, clear=clear)
 
-    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> Callable[[], None]:
-        return self.local.replace_rows(pieces, scale)
+    def undo_point(self) -> Callable[[], None]:
+        return self.local.undo_point()
+
+    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> None:
+        self.local.replace_rows(pieces, scale)
 
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         self.local.import_rows(keys, rows)
@@ -287,9 +282,6 @@ class ShardedBackend:
     @property
     def learned_scale(self) -> LearnedScale | None:
         return self.local.learned_scale
-
-    def set_learned_scale(self, scale: LearnedScale) -> None:
-        self.local.set_learned_scale(scale)
 
     def tier_counts(self) -> Mapping[str, int]:
         return self.local.tier_counts()

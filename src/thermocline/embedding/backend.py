@@ -165,11 +165,11 @@ class RowBackend(Protocol):
     def move_store(self, path: Path, *, clear: bool = False) -> None:
         """Use the store in another folder from now on, emptied first if `clear`, opened on its newest commit."""
 
-    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> Callable[[], None]:
-        """Replace all rows by stored rows that are already durable. Return a function that undoes it.
+    def undo_point(self) -> Callable[[], None]:
+        """Return a function that brings back the rows of now, whatever `replace_rows` did meanwhile."""
 
-        Raises what `pieces` raises; then the old rows are in place.
-        """
+    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> None:
+        """Replace all rows by stored rows that are already durable. Raises what `pieces` raises."""
 
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         """Add stored rows that no commit of this table has yet."""
@@ -177,9 +177,6 @@ class RowBackend(Protocol):
     @property
     def learned_scale(self) -> LearnedScale | None:
         """State of a learned quantization scale; None: the precision has none. Blocks on the device."""
-
-    def set_learned_scale(self, scale: LearnedScale) -> None:
-        """Continue from a saved scale."""
 
     # ---- inspection
 

@@ -44,12 +44,19 @@ class _Pins:
         if self._owners == 0:
             self._backend.windows -= 1
 
+    def __del__(self) -> None:
+        if self._owners > 0:
+            self._owners = 0
+            self._backend.windows -= 1
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Plan:
     table: ReferenceTable
     bags: dict[BagSpec, BagInput]
     pins: _Pins | None
+    copy: ReferenceTable | None = None
+    """Copied rows, for evaluation."""
 
     def use(self) -> None:
         """Nothing: no stream runs behind the host."""
@@ -117,7 +124,8 @@ class ReferenceBackend:
         return plan.table is self.table
 
     def pool(self, plan: _Plan, bag: BagInput) -> torch.Tensor:
-        return torch.from_numpy(self.table.pool(bag.ids, bag.offsets, _pooling(bag), bag.weights))
+        table = plan.copy or self.table
+        return torch.from_numpy(table.pool(bag.ids, bag.offsets, _pooling(bag), bag.weights))
 
     def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients | None:
         if not gradients:
@@ -132,6 +140,8 @@ class ReferenceBackend:
 
     def norm(self, reduced: ReducedGradients) -> float:
         sums: dict[int, Floats] = reduced.values
+        if not sums:
+            return 0.0
         return float(np.sqrt(np.square(np.stack(list(sums.values())), dtype=np.float64).sum()))
 
     def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
@@ -148,7 +158,10 @@ class ReferenceBackend:
     # ---- evaluation
 
     def read_batch(self, inputs: BagInputs) -> _Plan:
-        return _Plan(self.table, dict(inputs), None)
+        copy = self._empty()
+        keys = {int(key) for bag in inputs.values() for key in bag.ids}
+        copy.rows = {key: self.table.rows[key].copy() for key in keys if key in self.table.rows}
+        return _Plan(self.table, dict(inputs), None, copy)
 
     def read(self, keys: Keys) -> Floats:
         return self.table.read(keys)
@@ -175,20 +188,20 @@ class ReferenceBackend:
     def move_store(self, path: Path, *, clear: bool = False) -> None:
         raise ThermoclineError("the reference backend has no store")
 
-    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> Callable[[], None]:
-        replaced, fresh = self.table, self._empty()
+    def undo_point(self) -> Callable[[], None]:
+        table = self.table
+        return lambda: setattr(self, "table", table)
+
+    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> None:
+        fresh = self._empty()
         for keys, rows in pieces:
             fresh.push(keys, rows.view(np.float32))
         self.table = fresh
-        return lambda: setattr(self, "table", replaced)
 
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         self.table.push(keys, rows.view(np.float32))
 
     learned_scale = None
-
-    def set_learned_scale(self, scale: LearnedScale) -> None:
-        raise ThermoclineError("the reference backend keeps fp32 rows: there is no scale")
 
     # ---- inspection
 

@@ -23,7 +23,7 @@ from thermocline.kernels.segments import prefix_sum
 
 # Elements of `counts`, int64[COUNTS] in device memory.
 NEW = tl.constexpr(0)  # keys that were not resident
-EVICTED = tl.constexpr(1)  # victims; prefix_sum `choose_victims`, slots needed
+EVICTED = tl.constexpr(1)  # victims; before `choose_victims`, slots needed
 SHORT = tl.constexpr(2)  # slots that are missing because too many are pinned
 CLAIMED = tl.constexpr(3)  # entries of the index that were filled
 LOST = tl.constexpr(4)  # ids that the index had no entry for

@@ -90,7 +90,7 @@ class InsertPlan:
     new_slots: torch.Tensor
     """int32: the slots of `new_keys`; -1 from counts[NEW] on."""
     victims: torch.Tensor
-    """int32: counts[EVICTED] slots, ascending, whose rows must be copied out prefix_sum new rows are copied in."""
+    """int32: counts[EVICTED] slots, ascending, whose rows must be copied out before new rows are copied in."""
     victim_keys: torch.Tensor
     """int64: the keys of `victims`."""
     counts: torch.Tensor

@@ -141,7 +141,7 @@ def _blocks_kernel(
     if first < num_blocks:
         block = first + tl.arange(0, TILE)
         live = block < num_blocks
-        low = tl.zeros([TILE], tl.int32)  # the last hot segment that starts at or prefix_sum this block
+        low = tl.zeros([TILE], tl.int32)  # the last hot segment that starts at or before this block
         high = low + num_hot
         for _ in range(rounds):
             search = live & (high - low > 1)

@@ -21,8 +21,7 @@ from thermocline.embedding.table import Table
 from thermocline.errors import RankError
 
 if TYPE_CHECKING:
-    from thermocline.distributed.communicator import Communicator
-    from thermocline.distributed.sharded_table import ShardedTable
+    from thermocline.distributed.communicator import Communicator, Groups
 
 _NO_KEYS = np.empty(0, np.uint64)
 
@@ -30,11 +29,10 @@ _NO_KEYS = np.empty(0, np.uint64)
 class WindowSync:
     """One rank's side of the agreement. `agree` runs on one thread, in window order."""
 
-    def __init__(self, tables: Sequence[ShardedTable], training: bool, flags_fn: Callable[[], int]) -> None:
+    def __init__(self, tables: Sequence[Table], groups: Groups, training: bool, flags_fn: Callable[[], int]) -> None:
         self._tables = tables
         self._training = training
         self._flags_fn = flags_fn
-        groups = tables[0].backend.groups
         self._comm: Communicator = groups.ahead if training else groups.read
         self._comm.claim()
         self._agreed = 0
@@ -74,12 +72,13 @@ class WindowSync:
 
     def _join_empty(self, batches: int) -> None:
         """Take part in one window's exchange without any key, in the order in which the stages call."""
+        empty = self.empty_batch()
         if self._training:
             for table in self._tables if batches else ():
-                table.backend.exchange_nothing(batches)
+                table.backend.exchange(table.stage([]), [table.inputs(empty)] * batches)
         else:
             for _, table in itertools.product(range(batches), self._tables):
-                table.backend.read_nothing()
+                table.prepare_read(empty)
 
     def empty_batch(self) -> Batch:
         """Make a batch without examples, for a rank whose data has ended."""
@@ -96,9 +95,7 @@ class WindowSync:
 
 def window_sync_for(tables: Sequence[Table], training: bool, flags_fn: Callable[[], int]) -> WindowSync | None:
     """Return the agreement of the ranks that share the tables; None: this process alone has them."""
-    groups = [table.groups for table in dict.fromkeys(tables)]
-    if all(group is None for group in groups):
-        return None
+    groups = [table.groups for table in tables]
     if any(group is not groups[0] for group in groups):
         raise ValueError("all tables of a pipeline must be shared by the same ranks: give every table the same groups")
-    return WindowSync(list(dict.fromkeys(tables)), training, flags_fn)  # type: ignore[arg-type]
+    return None if groups[0] is None else WindowSync(list(dict.fromkeys(tables)), groups[0], training, flags_fn)

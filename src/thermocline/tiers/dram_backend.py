@@ -211,7 +211,7 @@ class DramBackend:
         """Return slots of the unique keys, segment starts, and per occurrence in segment order the row of the
         concatenated gradients and its coefficient."""
         first = gradients[0].plan
-        if len(gradients) == 1 and first.gradient_index is not None:
+        if len(gradients) == 1 and first.gradient_index is not None and gradients[0].bag in first.bags.values():
             return first.slots, first.working_set.starts, *first.gradient_index, gradients[0].values.numpy()
         indices = [g.bag.gradient_index(self.host.dram.core) for g in gradients]
         lists = [g.values.numpy() for g in gradients]
@@ -264,9 +264,12 @@ class DramBackend:
     def move_store(self, path: Path, *, clear: bool = False) -> None:
         self.host.move_store(path, clear=clear)
 
-    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> Callable[[], None]:
-        replaced = self.host.replace_rows(pieces, scale)
-        return lambda: setattr(self.host, "dram", replaced)
+    def undo_point(self) -> Callable[[], None]:
+        dram = self.host.dram
+        return lambda: setattr(self.host, "dram", dram)
+
+    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> None:
+        self.host.replace_rows(pieces, scale)
 
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         self.host.import_rows(keys, rows)
@@ -274,9 +277,6 @@ class DramBackend:
     @property
     def learned_scale(self) -> LearnedScale | None:
         return self.host.dram.learned
-
-    def set_learned_scale(self, scale: LearnedScale) -> None:
-        self.host.dram.set_scale(scale)
 
     # ---- inspection
 

@@ -198,7 +198,7 @@ class HbmBackend:
         for gradient in gradients:
             gradient.plan.use()
         first = gradients[0].plan
-        if len(gradients) == 1 and first.gradient_index is not None:
+        if len(gradients) == 1 and first.gradient_index is not None and gradients[0].bag in first.bags.values():
             return first.segments, *first.gradient_index, gradients[0].values
         indices = [self._gradient_index(g.bag, None) for g in gradients]
         values = gradients[0].values if len(gradients) == 1 else torch.cat([g.values for g in gradients])
@@ -246,7 +246,7 @@ class HbmBackend:
 
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         self.write_back()
-        return self.host.rows(store, batch_rows)
+        yield from self.host.rows(store, batch_rows)
 
     def flush(self, store: SsdStore | None = None) -> None:
         self.write_back()
@@ -264,16 +264,19 @@ class HbmBackend:
         self.host.move_store(path, clear=clear)
         self._reset()
 
-    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> Callable[[], None]:
-        self.write_back()  # a failure below leaves the old rows in the old DRAM tier
-        replaced = self.host.replace_rows(pieces, scale)
-        self._reset()
+    def undo_point(self) -> Callable[[], None]:
+        self.write_back()  # the DRAM tier then has all rows of now
+        dram = self.host.dram
 
         def undo() -> None:
-            self.host.dram = replaced
+            self.host.dram = dram
             self._reset()
 
         return undo
+
+    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> None:
+        self.host.replace_rows(pieces, scale)
+        self._reset()
 
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         self.host.import_rows(keys, rows)
@@ -289,10 +292,6 @@ class HbmBackend:
     def learned_scale(self) -> LearnedScale | None:
         self._save_scale()
         return self.host.dram.learned
-
-    def set_learned_scale(self, scale: LearnedScale) -> None:
-        self.host.dram.set_scale(scale)
-        self._load_scale()
 
     def _update_scale(self, step: int) -> None:
         if self._scale is not None and self._codec.gradient is not None:

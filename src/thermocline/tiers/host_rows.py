@@ -86,15 +86,14 @@ class HostRows:
         self._path = path
         self.reopen()
 
-    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> DramTier:
-        """Fill a new DRAM tier with stored rows and use it. Return the tier it replaces."""
+    def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> None:
+        """Fill a new DRAM tier with stored rows and use it."""
         fresh = self._empty_tier()
         if scale is not None:
             fresh.set_scale(scale)
         for keys, rows in pieces:
             fresh.push_stored(keys, rows.view(np.float32), dirty=False)
-        replaced, self.dram = self.dram, fresh
-        return replaced
+        self.dram = fresh
 
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         """See `RowBackend.import_rows`."""
