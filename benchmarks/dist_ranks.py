@@ -45,6 +45,7 @@ def _dense_speed(groups: Groups, sync: tc.DenseSync, batch: int, min_steps: int)
     model = network()
     optimizer = tc.FrozenAdam(model.parameters())
     dense = tc.DenseParameters.make(model.parameters(), optimizer, groups, sync)
+    dense.begin()
     rng = torch.Generator().manual_seed(groups.topology.rank)
     x, y = torch.randn(batch, INPUTS, generator=rng), torch.rand(batch, generator=rng).round()
     steps = -(-min_steps // sync.every) * sync.every
@@ -96,6 +97,7 @@ def training(groups: Groups, table: ShardedTable, sync: tc.DenseSync) -> Train:
     model = network()
     optimizer = tc.FrozenAdam(model.parameters())
     dense = tc.DenseParameters.make(model.parameters(), optimizer, groups, sync)
+    dense.begin()
 
     def train(vectors: torch.Tensor, batch: tc.Batch, step: int) -> None:
         x = torch.cat([vectors.flatten(1), torch.as_tensor(batch.dense)], 1)

@@ -107,6 +107,7 @@ class SimulatedRanks:
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             groups: Any = types.SimpleNamespace(topology=tc.Topology(self.world, rank, nodes), train=None)
             dense = tc.DenseParameters.make(model.parameters(), optimizer, groups, sync, buffers=model.buffers())
+            dense.begin()
             dense._allreduce = ThreadAllReduce(groups, buffers, barrier)
             self.syncs.append(dense)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import thermocline as tc  # before torch: idle OpenMP threads then sleep instead of spinning
 import torch
-
-import thermocline as tc
 
 train = tc.Reader(
     "data/csv/train.csv", label="click", numeric=("price", "age"), batch_size=256, shuffle=True,

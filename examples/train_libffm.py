@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import thermocline as tc  # before torch: idle OpenMP threads then sleep instead of spinning
 import torch
 
-import thermocline as tc
 from thermocline.models import build, parameter_groups, row_dim
 
 options = {"raw_keys": True, "batch_size": 256}

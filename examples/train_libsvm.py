@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import thermocline as tc  # before torch: idle OpenMP threads then sleep instead of spinning
 import torch
-
-import thermocline as tc
 
 
 class TwoTowers(torch.nn.Module):

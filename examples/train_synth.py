@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 
+import thermocline as tc  # before torch: idle OpenMP threads then sleep instead of spinning
 import torch
-
-import thermocline as tc
 
 STEPS = int(os.environ.get("STEPS", 200))
 

@@ -135,9 +135,8 @@ struct Tally {
     else ++rows;
   }
   void print() const {
-    std::printf("[%llu cases: %llu refused at open, %llu in get, %llu in unused bytes] ",
-                (unsigned long long)cases, (unsigned long long)refused, (unsigned long long)rows,
-                (unsigned long long)harmless);
+    std::printf("[%llu cases: %llu refused at open, %llu in get, %llu in unused bytes] ", (unsigned long long)cases,
+                (unsigned long long)refused, (unsigned long long)rows, (unsigned long long)harmless);
   }
 };
 

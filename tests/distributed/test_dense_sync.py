@@ -225,3 +225,19 @@ def test_another_number_of_ranks_starts_with_the_mean_moments() -> None:
         assert not torch.equal(saved_moments[0], saved_moments[1])
         if name == "exp_avg":
             torch.testing.assert_close(optimizers[3].state[ranks[3]][name], saved_moments.mean(0), rtol=0, atol=1e-6)
+
+
+def average_without_begin(groups: Groups) -> None:
+    parameter = torch.nn.Parameter(torch.full((3,), float(groups.topology.rank)))
+    sync = DenseParameters.make([parameter], [], groups, DenseSync())
+    with pytest.raises(RuntimeError, match=r"different dense parameters: call begin\(\)"):
+        sync.after_backward()
+    sync.begin()
+    parameter.grad = torch.ones(3)
+    sync.after_backward()
+    assert parameter.tolist() == [0.0] * 3
+
+
+def test_gradients_of_different_models_are_not_averaged() -> None:
+    """Without `begin` every rank would train its own model on the mean gradient."""
+    run_ranks(((0, 1),), average_without_begin)

@@ -304,6 +304,7 @@ def _train_unequal_curvature(groups: Groups, sync: DenseSync) -> float:
     x = torch.nn.Parameter(torch.tensor([0.5]))
     optimizer = FrozenAdam([x], lr=0.01)
     dense = DenseParameters.make([x], optimizer, groups, sync)
+    dense.begin()
     for step in range(1, 301):
         x.grad = curvature * (x.detach() - centre)
         dense.after_backward()
@@ -323,6 +324,7 @@ def _train_sparse_features(groups: Groups, sync: DenseSync) -> float:
     x = torch.nn.Parameter(torch.zeros(400))
     optimizer = FrozenAdam([x], lr=0.01)
     dense = DenseParameters.make([x], optimizer, groups, sync)
+    dense.begin()
     rng = torch.Generator().manual_seed(groups.topology.rank)
 
     def loss(examples: int) -> torch.Tensor:
@@ -351,6 +353,7 @@ def train_constant_gradients(groups: Groups, sync: DenseSync, steps: int) -> tor
     x = torch.nn.Parameter(torch.ones(3))
     optimizer = FrozenAdam([x], lr=0.01)
     dense = DenseParameters.make([x], optimizer, groups, sync)
+    dense.begin()
     for step in range(1, steps + 1):
         x.grad = torch.tensor(CONSTANT_GRADIENTS[groups.topology.rank])
         dense.after_backward()
@@ -370,6 +373,7 @@ def train_steps(groups: Groups, parameter_count: int, steps: int, sync: DenseSyn
     parameters = [torch.nn.Parameter(torch.zeros(parameter_count // 2)) for _ in range(2)]
     optimizer = FrozenAdam(parameters)
     dense = DenseParameters.make(parameters, optimizer, groups, sync)
+    dense.begin()
     rng = torch.Generator().manual_seed(groups.topology.rank)
     for step in range(1, steps + 1):
         for parameter in parameters:

@@ -234,6 +234,7 @@ def train_rank(groups: Groups, job: Job, options: RunOptions, folder: str) -> di
     parameters = list(model.dense.parameters())
     dense = torch.optim.Adam(parameters, lr=0.01)
     sync = DenseParameters.make(parameters, dense, groups, tc.DenseSync(exact=True))
+    sync.begin()
     data = job.data(groups.topology.rank)
     batches = tc.prefetch(data, *tables.values(), depth=options.depth, pull_window=options.pull_window)
     count = empty = 0

@@ -70,15 +70,24 @@ class DenseParameters(abc.ABC):
         """Whether optimizer state differs between ranks even after a merge. A checkpoint then holds every rank's."""
         return False
 
+    _begun = False
+
     @torch.no_grad()
     def begin(self) -> None:
-        """Broadcast rank 0's parameters and buffers."""
+        """Broadcast rank 0's parameters and buffers. Call it before the first step of a new run."""
+        self._begun = True
         tensors = [*self.parameters, *self.buffers]
         if tensors and self._allreduce.world > 1:
             flat = FlatBuffer(tensors, self._allreduce)
             flat.copy_from(tensors)
             self._allreduce.broadcast(flat.buffer)
             flat.copy_to(tensors)
+
+    def _require_begun(self) -> None:
+        if not self._begun and self._allreduce.world > 1:
+            raise RuntimeError(
+                "the ranks may have different dense parameters: call begin() of DenseParameters before the first step"
+            )
 
     @abc.abstractmethod
     def after_backward(self) -> None:
@@ -116,6 +125,7 @@ class GradientAveraging(DenseParameters):
 
     @torch.no_grad()
     def after_backward(self) -> None:
+        self._require_begun()
         self._stepped = True
         if self._allreduce.world == 1:
             return
@@ -153,6 +163,7 @@ class GradientAveraging(DenseParameters):
         return {"stepped": self._stepped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._begun = True
         self._stepped = state["stepped"]
 
 
@@ -231,6 +242,7 @@ class PeriodicAveraging(DenseParameters):
 
     def after_backward(self) -> None:
         """Give every parameter a gradient, so that the moments of all ranks have the same number of steps."""
+        self._require_begun()
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -250,6 +262,7 @@ class PeriodicAveraging(DenseParameters):
         return {"step": self._step, "merged": list(self._merged)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._begun = True
         self._step, self._merged = state["step"], list(state["merged"])
 
     @torch.no_grad()

@@ -13,18 +13,24 @@ the pipeline (`pipeline/prefetch.py`) runs the stages of different windows at th
     stage      thread     call                      effect
     collect    collect    stage(inputs)             deduplicate keys or send ids to the device; touches no rows
     exchange   exchange   exchange(window)          send keys to the ranks that own them; only over several ranks
-    pull       pull       pin(window)               give every key a slot and keep it there; reads missing rows from SSD
+    pull       pull       pin(window)               give every key a slot and keep it; DRAM: read missing rows from SSD
     load       load       prepare(window)           plan pooling and gradient sums per batch; needs slots, not values
-    load       load       load(window)              bring the values into the slots
-    train      caller     fetch, pool, update       read and change rows, batch by batch
+    load       load       load(window)              HBM: bring the values into the slots, from DRAM or SSD
+    train      caller     fetch(plan), pool         make values current; read rows, batch by batch
+    train      caller     update(gradients)         change rows once per step; or reduce, norm, apply to clip by norm
+    train      caller     end_step()                release what the batches of the step still hold
     -          caller     window.release()          after the last batch of the window
 
-Rows are pulled, never copied, so a batch pulled early still sees what earlier batches wrote. The result therefore does
-not depend on how far any stage runs ahead.
+A plan is stored in `batch.prepared[table]`, where `EmbeddingBag` finds it. Backward passes the gradient of each pooled
+bag to `Table.add_gradient`; `Table.step` passes all of them to `update`.
+
+Training reads and changes rows in their slots, so a batch pulled early still sees what earlier batches wrote. Rows that
+are received from other ranks are fetched after the preceding step. The result therefore does not depend on how far any
+stage runs ahead.
 
 Extension points. New row state (counters, timestamps) belongs to the row layout (`TableSpec`) and is updated in `pin`
-order or in `update`. Look-ahead hints are a window that is staged but not pinned yet: `stage` sees all keys of the
-future in batch order. Deletion at a step boundary is a call beside `write_back`. Named fields arrive in `BagInputs`.
+order or in `update`. A look-ahead can call `stage` for batches far ahead and pin them later. Deletion of rows at a step
+boundary is a method beside `write_back`. Field names can be added to `BagInput`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`tc.prefetch`: pin the rows of a batch where they are trained before the loop reaches it.
 
-    collect    read a window of batches from the loader; deduplicate its keys   (thread "collect")
+    read       iterate over the loader; cut its batches into windows            (thread "read")
+    collect    deduplicate the keys of a window, or send its ids to the device  (thread "collect")
     exchange   over ranks: send keys to the ranks that own them                 (thread "exchange")
     pull       give every key a slot; read missing rows from SSD                (thread "pull")
     load       plan pooling and gradient sums; bring values to the device       (thread "load")

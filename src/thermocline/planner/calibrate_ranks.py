@@ -163,6 +163,7 @@ def _allreduce_seconds(groups: Groups, count: int, repeats: int) -> float:
     parameter = torch.nn.Parameter(torch.zeros(count))
     parameter.grad = torch.ones(count)
     sync = DenseParameters.make([parameter], [], groups, DenseSync())
+    sync.begin()
     return _median_seconds(sync.after_backward, time.process_time, repeats)
 
 
