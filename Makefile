@@ -108,7 +108,7 @@ fuzz:
 bench: build-inplace
 	for file in $(wildcard benchmarks/ssd.py benchmarks/mem.py benchmarks/read.py); do $(PYTHON) $$file --quick || exit 1; done
 
-# For a machine without .git: benchmarks record this commit. Git ignores benchmarks/COMMIT, so copy it with the tree.
+# For a machine without this repository: benchmarks record this commit. Git ignores benchmarks/COMMIT: copy it, too.
 commit-file: setup
 	@$(PYTHON) benchmarks/common.py
 

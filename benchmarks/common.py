@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -76,20 +77,33 @@ def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
 def commit() -> str:
     """Short commit of this checkout, with "+changes" if csrc, src or benchmarks differ from it.
 
-    Without a git repository the commit is read from benchmarks/COMMIT: `make commit-file` writes it before the tree is
-    copied to a machine without .git. "unknown" if there is neither.
+    `make commit-file` writes the commit and a digest of these sources to benchmarks/COMMIT before the tree is copied to
+    another machine. Where the digest fits the sources, the file counts: that machine may have another git repository,
+    or none. "unknown" if there is neither.
     """
 
     def git(*args: str) -> str:
         command = ["git", "-C", str(FOLDER), *args]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
+    file = FOLDER / "COMMIT"
+    recorded, _, digest = file.read_text().strip().partition(" ") if file.exists() else ("", "", "")
+    if recorded and digest == source_digest():
+        return recorded
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", "../csrc", "../src", ".")
         return git("rev-parse", "--short", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        file = FOLDER / "COMMIT"
-        return file.read_text().strip() if file.exists() else "unknown"
+        return "unknown"
+
+
+def source_digest() -> str:
+    """Digest of the names and contents of all Python and C++ sources that a benchmark runs."""
+    root, digest = FOLDER.parent, hashlib.sha256()
+    files = [*root.glob("csrc/*/*.[ch]*"), *root.glob("src/**/*.py"), *FOLDER.glob("*.py")]
+    for path in sorted(files):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def cpu_seconds() -> tuple[float, float]:
@@ -157,5 +171,6 @@ def write_json(path: str | os.PathLike[str], record: dict[str, Any], claims: Seq
 
 
 if __name__ == "__main__":  # make commit-file
-    (FOLDER / "COMMIT").write_text(commit() + "\n")
+    (FOLDER / "COMMIT").unlink(missing_ok=True)
+    (FOLDER / "COMMIT").write_text(f"{commit()} {source_digest()}\n")
     print(f"benchmarks/COMMIT: {commit()}")

@@ -51,7 +51,7 @@ def test_slower_checkout_and_different_results_miss_the_target(compare: Any) -> 
     assert [claim.met for claim in compare.claims_of("ssd", different, 1.05)] == [True, False]
 
 
-def test_commit_without_git_is_read_from_the_commit_file(
+def test_commit_is_read_from_the_commit_file_if_it_fits_the_sources(
     common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "benchmarks"
@@ -59,10 +59,12 @@ def test_commit_without_git_is_read_from_the_commit_file(
     monkeypatch.setattr(common, "FOLDER", folder)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert common.commit() == "unknown"
-    (folder / "COMMIT").write_text("abc1234+changes\n")
+    (folder / "COMMIT").write_text(f"abc1234+changes {common.source_digest()}\n")
     assert common.commit() == "abc1234+changes"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=test", "-c", "user.email=test@example.com"]
     for command in (["init", "--quiet"], ["commit", "--quiet", "--allow-empty", "--message", "first"]):
         subprocess.run([*git, *command], check=True)
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    assert common.commit() == "abc1234+changes"  # the file fits the sources: another repository does not matter
+    (folder / "other.py").write_text("pass\n")
     assert common.commit() == head.stdout.strip()
