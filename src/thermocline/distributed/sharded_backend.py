@@ -31,12 +31,10 @@ from thermocline.distributed.communicator import Groups
 from thermocline.distributed.row_exchange import Route, RowExchange
 from thermocline.distributed.row_reduce import RowSum, take_rows
 from thermocline.embedding.backend import ShardBackend, ShardPins, TierSet
-from thermocline.embedding.batch_plan import BagInputs, Gradient, ReducedGradients
+from thermocline.embedding.batch_plan import BagInputs, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.tiers.ssd import SsdStore
-
-_NO_KEYS = np.empty(0, np.uint64)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -100,11 +98,11 @@ class ShardedBackend:
     # ---- ahead of training
 
     def stage(self, inputs: Sequence[BagInputs]) -> ShardedWindow:
-        return ShardedWindow(list(inputs), [self._working_set(batch) for batch in inputs])
+        return ShardedWindow(list(inputs), [working_set_of(batch, self.spec.threads) for batch in inputs])
 
     def exchange(self, window: ShardedWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
         window.inputs += padding
-        window.working_sets += [self._working_set(batch) for batch in padding]
+        window.working_sets += [working_set_of(batch, self.spec.threads) for batch in padding]
         keys = [working_set.keys for working_set in window.working_sets]
         comm = self.groups.ahead if ahead else self.groups.train
         window.routes = self._row_exchange.plan(comm, keys, self.traffic.keys)
@@ -124,10 +122,6 @@ class ShardedBackend:
         self.local.load_keys(window.owned)
         for route in window.routes:
             route.move(self.device)
-
-    def _working_set(self, inputs: BagInputs) -> WorkingSet:
-        ids = np.concatenate([_NO_KEYS, *(source.ids for source in inputs.values())])
-        return WorkingSet.of(ids, threads=self.spec.threads)
 
     # ---- training
 
@@ -231,7 +225,7 @@ class ShardedBackend:
     # ---- evaluation
 
     def read_batch(self, inputs: BagInputs) -> Any:
-        working_set = self._working_set(inputs)
+        working_set = working_set_of(inputs, self.spec.threads)
         weights = torch.empty(len(working_set), self.spec.dim)
         self._read_from_owners(working_set.keys, weights)
         rows, out = self.local.row_buffer(len(working_set))

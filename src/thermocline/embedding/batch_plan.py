@@ -9,8 +9,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
+
 from thermocline.arrays import Floats, Keys, Offsets
-from thermocline.batch import Batch
+from thermocline.batch import Batch, WorkingSet
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +67,13 @@ def select_inputs(batch: Batch, specs: Sequence[BagSpec]) -> dict[BagSpec, BagIn
         )
         first += len(ids)
     return inputs
+
+
+def working_set_of(inputs: BagInputs, threads: int | None) -> WorkingSet:
+    """Deduplicate the ids of all inputs, in order. A single input is not copied."""
+    lists = [source.ids for source in inputs.values()]
+    ids = lists[0] if len(lists) == 1 else np.concatenate([np.empty(0, np.uint64), *lists])
+    return WorkingSet.of(ids, threads=threads)
 
 
 class Pins(Protocol):

@@ -14,7 +14,7 @@ from thermocline.arrays import Floats, Keys, Rows, Slots
 from thermocline.batch import WorkingSet
 from thermocline.core import core
 from thermocline.embedding.backend import ShardPins, TierSet
-from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients
+from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.tiers.dram import DramTier, Pins
@@ -107,7 +107,7 @@ class DramBackend:
     # ---- ahead of training
 
     def stage(self, inputs: Sequence[BagInputs]) -> DramWindow:
-        return DramWindow(list(inputs), [self._working_set(batch) for batch in inputs])
+        return DramWindow(list(inputs), [working_set_of(batch, self.spec.threads) for batch in inputs])
 
     def exchange(self, window: DramWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
         """Nothing: this process has all rows."""
@@ -155,11 +155,6 @@ class DramBackend:
         for bag in bags.values():
             bag.gradient_index(dram.core)
         return DramBatchPlan(dram, bags, working_set, slots, pins)
-
-    def _working_set(self, inputs: BagInputs) -> WorkingSet:
-        lists = [source.ids for source in inputs.values()]
-        ids = lists[0] if len(lists) == 1 else np.concatenate([np.empty(0, np.uint64), *lists])
-        return WorkingSet.of(ids, threads=self.spec.threads)
 
     # ---- training
 
@@ -237,7 +232,7 @@ class DramBackend:
     # ---- evaluation
 
     def read_batch(self, inputs: BagInputs) -> DramBatchPlan:
-        working_set = self._working_set(inputs)
+        working_set = working_set_of(inputs, self.spec.threads)
         return self._evaluation_plan(inputs, working_set, self.read(working_set.keys))
 
     def _evaluation_plan(self, inputs: BagInputs, working_set: WorkingSet, rows: Floats) -> DramBatchPlan:

@@ -19,7 +19,7 @@ import torch
 from thermocline.arrays import Floats, Keys, Rows, as_keys
 from thermocline.batch import WorkingSet
 from thermocline.embedding.backend import ShardPins, TierSet
-from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients
+from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import ThermoclineError
@@ -219,8 +219,7 @@ class HbmBackend:
     # ---- evaluation
 
     def read_batch(self, inputs: BagInputs) -> HbmBatchPlan:
-        ids = np.concatenate([np.empty(0, np.uint64), *(source.ids for source in inputs.values())])
-        working_set = WorkingSet.of(ids, threads=self.spec.threads)
+        working_set = working_set_of(inputs, self.spec.threads)
         plan = self._evaluation_plan(inputs, working_set, *self.hbm.read_to_device(working_set.keys))
         plan.stored = True
         return plan
