@@ -25,13 +25,21 @@ pytestmark = pytest.mark.timeout(120)
 ADAGRAD = tc.Adagrad(lr=0.05)
 
 
+_earlier: set[threading.Thread] = set()
+"""Threads of tables that earlier tests on this worker left to the garbage collector."""
+
+
 def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("thermocline-")]
+    """Names of the package's threads that this test has started."""
+    running = set(threading.enumerate()) - _earlier
+    return [thread.name for thread in running if thread.name.startswith("thermocline-")]
 
 
 @pytest.fixture(autouse=True)
 def _no_leaked_thread() -> Iterator[None]:
     one_torch_thread()
+    _earlier.clear()
+    _earlier.update(threading.enumerate())
     yield
     assert our_threads() == []
 
