@@ -27,6 +27,7 @@ from thermocline.config.dense_sync import DenseSync
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.frozen_adam import FROZEN_STATE, FrozenAdam
 from thermocline.distributed.hierarchical_allreduce import DenseTraffic, FlatBuffer, HierarchicalAllReduce, tree_sum
+from thermocline.distributed.rank_agreement import dense_settings, require_equal
 from thermocline.utils.text_format import parse_size
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
@@ -41,23 +42,28 @@ class DenseParameters(abc.ABC):
         parameters: Iterable[torch.Tensor], optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         groups: Groups, settings: DenseSync | None = None, *, buffers: Iterable[torch.Tensor] = (),
     ) -> DenseParameters:  # fmt: skip
-        """Create the synchronization of a model.
+        """Create the synchronization of a model. Collective.
+
+        Raises `ConfigError` if parameters, optimizers or settings differ between ranks.
 
         buffers   of the model; floating-point buffers (running means) are averaged whenever models are merged
         """
         settings = settings or DenseSync()
         parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
         buffers = [buffer for buffer in dict.fromkeys(buffers) if buffer.is_floating_point()]
-        if settings.mode == "gradients":
-            return GradientAveraging(parameters, buffers, groups, settings)
         if isinstance(optimizers, torch.optim.Optimizer):
             optimizers = [optimizers]
+        same = dense_settings(parameters, buffers, optimizers, settings)
+        require_equal(groups.train, same, "the dense model must be equal on all ranks")
+        if settings.mode == "gradients":
+            return GradientAveraging(parameters, buffers, groups, settings)
         return PeriodicAveraging(parameters, buffers, groups, settings, optimizers)
 
     def __init__(
         self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync
     ) -> None:
         self.settings, self.parameters, self.buffers = settings, parameters, buffers
+        self._groups = groups
         self._allreduce = HierarchicalAllReduce(groups, exact=settings.exact)
 
     @property
@@ -74,8 +80,12 @@ class DenseParameters(abc.ABC):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Broadcast rank 0's parameters and buffers. Call it before the first step of a new run."""
+        """Broadcast rank 0's parameters and buffers. Call it before the first step of a new run.
+
+        Raises `ConfigError` if torch has different numbers of threads on the ranks: its results depend on it.
+        """
         self._begun = True
+        require_equal(self._groups.train, {"torch threads": torch.get_num_threads()}, "set torch_threads of the config")
         tensors = [*self.parameters, *self.buffers]
         if tensors and self._allreduce.world > 1:
             flat = FlatBuffer(tensors, self._allreduce)

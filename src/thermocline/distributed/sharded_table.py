@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from thermocline.config.distributed import Hops, Wire
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.key_sharding import rank_folder
+from thermocline.distributed.rank_agreement import flatten, require_equal, versions
 from thermocline.distributed.row_exchange import RowExchange
 from thermocline.distributed.sharded_backend import ShardedBackend
 from thermocline.distributed.topology import Topology
+from thermocline.embedding.backend import ShardBackend
 from thermocline.embedding.optimizers import Optimizer
-from thermocline.embedding.table import Table, make_local_backend
+from thermocline.embedding.table import Table, make_local_backend, training_device
 from thermocline.embedding.table_spec import TableSpec
 
 
@@ -22,8 +25,10 @@ class ShardedTable(Table):
 
     Budgets are per rank; `ssd` is a folder shared by all ranks, in which each rank has its own. Every rank makes the
     same calls in the same order: batches (the same number on each rank; `tc.prefetch` adds empty ones where data has
-    ended), steps, evaluation. A step applies the mean of the ranks' gradients. The result is bit for bit that of one
-    process that computes all ranks' batches, whatever the tiers, the pipeline and the hops.
+    ended), steps, evaluation. Creating it is such a call: it raises `ConfigError` if name, dim, optimizer, precision,
+    initializer, seed, device type, `hops`, `wire` or the versions of thermocline, torch and NumPy differ. A step
+    applies the mean of the ranks' gradients. The result is bit for bit that of one process that computes all ranks'
+    batches, whatever the tiers, the pipeline and the hops.
     """
 
     backend: ShardedBackend
@@ -56,9 +61,10 @@ class ShardedTable(Table):
                     f"precision.scale_lr is {spec.precision.scale_lr}: it must be 0 for a table over ranks: each rank "
                     "would learn its own scale"
                 )
-            salt = spec.table_id & (2**63 - 1)
-            exchange = RowExchange(topology, hops=hops, wire=wire, salt=salt, threads=spec.threads)
-            return ShardedBackend(spec, make_local_backend(spec, device, epoch), groups, exchange)
+            target = training_device(device, spec.hbm)
+            more = {"hops": hops, "wire": wire, "device": "cpu" if target is None else target.type}
+            require_equal(groups.train, _settings(spec, more), "a table over ranks must be equal on all ranks")
+            return make_sharded_backend(spec, make_local_backend(spec, device, epoch), groups, hops=hops, wire=wire)
 
         super().__init__(dim, optimizer, ssd=ssd, make_backend=make_backend, **options)
 
@@ -74,3 +80,19 @@ class ShardedTable(Table):
 
     def __repr__(self) -> str:
         return f"Sharded{super().__repr__()[:-1]}, rank {self.topology.rank} of {self.topology.world})"
+
+
+def make_sharded_backend(
+    spec: TableSpec, local: ShardBackend, groups: Groups, *, hops: Hops, wire: Wire
+) -> ShardedBackend:
+    """Make the backend of a table whose rows of this rank are in `local`."""
+    salt = spec.table_id & (2**63 - 1)
+    exchange = RowExchange(groups.topology, hops=hops, wire=wire, salt=salt, threads=spec.threads)
+    return ShardedBackend(spec, local, groups, exchange)
+
+
+def _settings(spec: TableSpec, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that must be equal on all ranks. Budgets, folders and threads of a rank may differ."""
+    layout = {**spec.layout, "optimizer": {**spec.layout["optimizer"], "lr": spec.optimizer.lr}, **more}
+    table = flatten(layout, f"{spec.name}.")
+    return {"name of the table": spec.name, **table, **versions()}

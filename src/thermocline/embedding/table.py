@@ -389,7 +389,7 @@ class Table:
 
 def make_local_backend(spec: TableSpec, device: str, epoch: int | None = None) -> ShardBackend:
     """Make the backend of one process: HBM where the table has `hbm` and there is a GPU, else DRAM."""
-    target = _training_device(device, spec.hbm)
+    target = training_device(device, spec.hbm)
     if target is None:
         from thermocline.tiers.dram_backend import DramBackend
 
@@ -399,7 +399,7 @@ def make_local_backend(spec: TableSpec, device: str, epoch: int | None = None) -
     return HbmBackend(spec, target, epoch=epoch)
 
 
-def _training_device(device: str, hbm: int | None) -> torch.device | None:
+def training_device(device: str, hbm: int | None) -> torch.device | None:
     """Return the GPU that trains rows; None: they are trained in DRAM."""
     if device not in ("auto", "cpu", "cuda", "interpreter"):  # the last: kernels interpreted on a CPU, for tests
         raise ValueError(f"device is {device!r}: it must be one of auto, cpu, cuda")

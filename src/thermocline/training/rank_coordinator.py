@@ -9,6 +9,7 @@ Thread     the training thread; `local_flags` also on the thread of the exchange
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +18,10 @@ import numpy as np
 import torch
 
 from thermocline.config.dense_sync import DenseSync
+from thermocline.config.rank_rules import rank_settings
+from thermocline.config.train import TrainConfig
 from thermocline.distributed.collective_errors import CollectiveRunner
+from thermocline.distributed.rank_agreement import require_equal, shape_text
 from thermocline.embedding.table import Table
 from thermocline.training.metrics import ExactMetrics
 
@@ -48,6 +52,9 @@ class RankCoordinator:
             from thermocline.distributed.dense_sync import DenseParameters
 
             self.groups = groups
+            tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+            shapes = {f"model.{name}": shape_text(tensor) for name, tensor in tensors}
+            require_equal(groups.train, shapes, "the model must be equal on all ranks")
             self.sync = DenseParameters.make(
                 model.parameters(), optimizers, self.groups, dense_sync, buffers=model.buffers()
             )
@@ -55,6 +62,15 @@ class RankCoordinator:
         """SAVE while this rank's request for a save is pending."""
         self._requests = 0
         """Flags received from all ranks."""
+
+    def require_equal_settings(self, config: TrainConfig, *, saves: bool, resume: bool) -> None:
+        """Raise `ConfigError` if ranks have different settings of the loop; `saves`: whether they have a run_dir.
+
+        Data is not compared: in an own loop every rank may read other files.
+        """
+        if self.groups is not None:
+            settings = {**rank_settings(config, "train."), "use of a run_dir": saves, "resume": resume}
+            require_equal(self.groups.train, settings, "start all ranks with the same settings of the trainer")
 
     # ---- flags
 

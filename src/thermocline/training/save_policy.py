@@ -12,6 +12,7 @@ import torch
 
 from thermocline.checkpoint.manager import Checkpoint, Checkpoints
 from thermocline.config.train import TrainConfig
+from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.embedding.table import Table
 from thermocline.errors import ThermoclineError
 from thermocline.training.rank_coordinator import SAVE, RankCoordinator
@@ -62,7 +63,8 @@ class SavePolicy:
                 self._run_dir, tables, model, optimizers, keep=self._config.keep, dense_sync=self._ranks.sync
             )
         if resume:
-            if trained and not self.checkpoints.saved():
+            checkpoints, runner = self.checkpoints, CollectiveRunner.of(tables)
+            if trained and not runner.broadcast("listing checkpoints", lambda: len(checkpoints.saved())):
                 raise ThermoclineError(
                     f"{self._run_dir} has no checkpoint, and the model is already trained: create a new model"
                 )

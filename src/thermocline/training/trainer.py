@@ -285,6 +285,7 @@ class Trainer:
 
     def _start(self, train: Iterable[Batch], resume: bool) -> None:
         """Reset the state of an earlier `fit`, open the run folder, and restore it with `resume`."""
+        self._ranks.require_equal_settings(self.config, saves=self._run_dir is not None, resume=resume)
         trained = self.progress.step > 0
         self._optimizer_step.discard_gradients()  # left by a failed step
         self._losses = []
