@@ -1,22 +1,23 @@
 """Commits, restores and removes the table stores that checkpoints name.
 
 A table without `ssd` has its store in the run folder. Over several ranks each rank has a store per table, in a folder
-named after the rank and the number of ranks. A different number of ranks reads all stores of a checkpoint, and each
-rank writes the rows it owns to a new folder. Old folders stay until no manifest names them, so that an interruption at
-any point loses nothing.
+named after the rank and the number of ranks. With a different number of ranks, each rank reads the stores that contain
+rows it owns now, and writes these rows to a new folder. Old folders stay until no manifest names them, so that an
+interruption at any point loses nothing.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from thermocline.checkpoint.manifest import Json
 from thermocline.distributed.collective_errors import CollectiveRunner
-from thermocline.distributed.key_sharding import owner_of, rank_folder
+from thermocline.distributed.key_sharding import overlapping_ranks, owner_of, rank_folder
 from thermocline.distributed.shard_reader import ShardReaderTable
 from thermocline.embedding.precision import FP32, current_layout, parse_precision
 from thermocline.embedding.table import Table
@@ -37,6 +38,8 @@ class _SavedStore(NamedTuple):
     path: Path
     epoch: int
     note: str
+    writer: str
+    """Who wrote it, for messages: "rank 1 of 4 on host a"."""
 
 
 class TableStores:
@@ -50,6 +53,7 @@ class TableStores:
         self._rank, self._world = collective.rank, collective.world
         self.sharded = any(table.groups is not None for table in tables.values())
         """Whether the tables are shared by ranks, even if there is only one rank."""
+        self._readers = any(isinstance(table, ShardReaderTable) for table in tables.values())
         folder = rank_folder(self._rank, self._world) if self.sharded else ""
         self._folders = dict.fromkeys(tables, folder)
         """Per table: the folder of this rank's store inside the table's root; "": the root itself."""
@@ -85,7 +89,12 @@ class TableStores:
                 )
 
     def create(self) -> None:
-        """Create stores for the tables without `ssd`."""
+        """Create stores for the tables without `ssd`. Rank 0 has made the folder of the checkpoints before."""
+        if self.sharded and not (self._run_dir / "checkpoints").is_dir():
+            raise NotFoundError(
+                f"{self._run_dir} on host {socket.gethostname()} is not the folder that rank 0 uses: rank {self._rank} "
+                "does not see its checkpoints. Put the run folder on a file system that all ranks see"
+            )
         for table in self._tables.values():
             if table.store is None:
                 table.checkpoint_store = self._open_checkpoint_store(table, create=True)
@@ -112,7 +121,7 @@ class TableStores:
         full_note = table.commit_note(note.encode())
         epoch = store.commit(full_note)
         failpoint("run.committed")
-        folder = {"folder": self._folders[table.name]} if self.sharded else {}
+        folder = {"folder": self._folders[table.name], "host": socket.gethostname()} if self.sharded else {}
         return {**folder, "epoch": epoch, "note": full_note.decode()}
 
     def described(self, committed: dict[str, Json]) -> dict[str, Json]:
@@ -162,11 +171,22 @@ class TableStores:
         root = self._root(table)
         if "ranks" not in manifest:
             entry = manifest["tables"][table.name]
-            return [_SavedStore(root, entry["epoch"], entry["note"])]
+            return [_SavedStore(root, entry["epoch"], entry["note"], "one process")]
         entries = [rank["stores"][table.name] for rank in manifest["ranks"]]
-        return [_SavedStore(root / entry["folder"], entry["epoch"], entry["note"]) for entry in entries]
+        return [
+            _SavedStore(root / entry["folder"], entry["epoch"], entry["note"], _writer(rank, len(entries), entry))
+            for rank, entry in enumerate(entries)
+        ]
+
+    def _needed(self, table: Table, manifest: Manifest) -> list[_SavedStore]:
+        """Return the stores of another number of ranks that contain rows which this rank owns now."""
+        saved = self._saved(table, manifest)
+        return [saved[rank] for rank in overlapping_ranks(self._rank, self._world, len(saved))]
 
     def _same_ranks(self, manifest: Manifest) -> bool:
+        """Whether each rank continues with its own store. A reader opens the stores of any number of ranks."""
+        if self._readers:
+            return False
         return ("ranks" in manifest) == self.sharded and len(manifest.get("ranks", [None])) == self._world
 
     def check(self, manifest: Manifest, path: str) -> None:
@@ -194,24 +214,41 @@ class TableStores:
             raise FormatError(f"{path}: table {table.name!r} was saved {before} an ssd folder: open it {before} one")
 
     def _check_stores(self, table: Table, manifest: Manifest, subject: str) -> None:
-        saved = self._saved(table, manifest)
         if not self._same_ranks(manifest):
-            for source in saved:
+            needed = self._needed(table, manifest)
+            for source in needed:
+                self._require_visible(source, subject)
+            for source in needed:
                 with self._open_saved(table, source) as store:
                     _check_note(store, source, subject)
             return
-        source = saved[self._rank]
+        source = self._saved(table, manifest)[self._rank]
+        if self.sharded:
+            self._require_visible(source, subject)
         self._use_folder(table, source.path.name if self.sharded else "")
         if table.store is None and table.checkpoint_store is None:
             table.checkpoint_store = self._open_checkpoint_store(table)
         self._check_epoch(table, source, subject)
+
+    def _require_visible(self, source: _SavedStore, subject: str) -> None:
+        if not (source.path / _IDENTITY).exists():
+            reader = "this process" if self._world == 1 else f"rank {self._rank} of {self._world}"
+            raise NotFoundError(
+                f"{subject} needs {source.path}, written by {source.writer}, but {reader} on host "
+                f"{socket.gethostname()} has no store there: keep the stores on a file system that all ranks see, or "
+                "copy the folder to this host"
+            )
 
     def _check_epoch(self, table: Table, source: _SavedStore, subject: str) -> None:
         """Raise unless the table's store has the epoch and its note proves that this checkpoint made it."""
         store = saving_store(table)
         if source.epoch not in store.epochs and not self._read_only:  # a writer may commit it while others read
             have = ", ".join(map(str, store.epochs)) or "none"
-            raise NotFoundError(f"{subject} needs epoch {source.epoch}, but {store.path} has {have}: wrong store?")
+            host = f" here, on host {socket.gethostname()}" if self.sharded else ""
+            raise NotFoundError(
+                f"{subject} needs epoch {source.epoch} of {source.writer}, but {store.path} has {have}{host}: wrong "
+                "store?"
+            )
         if store.epoch == source.epoch:
             _check_note(store, source, subject)
         else:  # open on a newer commit, of an interrupted save
@@ -220,7 +257,8 @@ class TableStores:
 
     @staticmethod
     def _open_saved(table: Table, source: _SavedStore) -> SsdStore:
-        return table.open_store(source.path, epoch=source.epoch, read_only=True)
+        """Open a store to read its note or all rows. It needs no filter: no key is looked up in it."""
+        return table.open_store(source.path, epoch=source.epoch, read_only=True, filter_bits=0)
 
     def _use_folder(self, table: Table, folder: str) -> None:
         """Use another folder for this rank's rows of the table."""
@@ -241,9 +279,9 @@ class TableStores:
             for table in self._tables.values():
                 saved = self._saved(table, manifest)
                 if isinstance(table, ShardReaderTable):
-                    table.backend.open_ranks([(source.path, source.epoch) for source in saved])
+                    table.open_stores([(source.path, source.epoch) for source in saved])
                 else:
-                    self._reshard(table, saved, manifests)
+                    self._reshard(table, self._needed(table, manifest), manifests)
         for name, table in self._tables.items():
             table.step_count = manifest["tables"][name]["step_count"]
             table.lr = manifest["tables"][name]["lr"]
@@ -269,8 +307,11 @@ class TableStores:
             if table.store is not None:
                 table.reopen(epochs[name])
 
-    def _reshard(self, table: Table, saved: Sequence[_SavedStore], manifests: Sequence[Manifest]) -> None:
-        """Import the rows that this rank owns now from the stores of another number of ranks."""
+    def _reshard(self, table: Table, needed: Sequence[_SavedStore], manifests: Sequence[Manifest]) -> None:
+        """Import the rows that this rank owns now from the stores of another number of ranks.
+
+        A store is in the order of other bits of the hash than the owner's, so it is read whole, piece by piece.
+        """
         named = {source.path.name for manifest in manifests for source in self._saved(table, manifest)}
         attempt = 0
         while (folder := rank_folder(self._rank, self._world, attempt)) in named:
@@ -287,7 +328,7 @@ class TableStores:
                 atomic_file.remove_folder(path)  # left by an attempt that ended before its first save
             table.checkpoint_store = self._open_checkpoint_store(table, create=True)
             table.reopen()
-        for source in saved:
+        for source in needed:
             with self._open_saved(table, source) as store:
                 for keys, rows in store.scan():
                     owned = owner_of(keys, self._world) == self._rank
@@ -298,6 +339,11 @@ class TableStores:
         for table in self._tables.values():
             if table.checkpoint_store is not None:
                 table.checkpoint_store.close()
+
+
+def _writer(rank: int, world: int, entry: Json) -> str:
+    host = f" on host {entry['host']}" if "host" in entry else ""  # earlier builds do not record it
+    return f"rank {rank} of {world}{host}"
 
 
 def saving_store(table: Table) -> SsdStore:

@@ -1,17 +1,24 @@
-"""`ShardReaderTable`: the rows of all ranks' stores in one process, read only, to evaluate a model trained by ranks."""
+"""`ShardReaderTable`: the rows of a checkpoint's stores, read only, to evaluate a model in one process or over ranks.
+
+The stores may be those of any number of ranks. Over ranks, each rank opens only the stores that can contain rows it
+owns, and sends rows to the others as in training (`ShardedBackend`).
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from thermocline.arrays import Floats, Keys
-from thermocline.distributed.key_sharding import owner_of
+from thermocline.config.distributed import Hops
+from thermocline.distributed.key_sharding import overlapping_ranks, owner_of
+from thermocline.embedding.backend import RowBackend
 from thermocline.embedding.optimizers import Optimizer
+from thermocline.embedding.precision import parse_precision
 from thermocline.embedding.table import Table
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.tiers.dram import DramTier
@@ -20,69 +27,114 @@ from thermocline.tiers.host_rows import make_dram_tier, open_store
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.text_format import parse_size
 
+if TYPE_CHECKING:
+    from thermocline.distributed.communicator import Groups
+
+
+class _Shard(NamedTuple):
+    """The open store of one rank that saved the checkpoint."""
+
+    rank: int
+    store: SsdStore
+    tier: DramTier | None
+    """Reads the store; None: its rows were read into DRAM."""
+
 
 class ShardReaderBackend(DramBackend):
-    """Reads each key from the store of the rank that owns it. Budgets are divided among the stores."""
+    """Reads each key from the store of the rank that saved it. Budgets are divided among the open stores.
 
-    def __init__(self, spec: TableSpec, root: Path | None) -> None:
+    rank, world   the reader's: it opens only stores with rows of keys that this rank owns
+    """
+
+    def __init__(self, spec: TableSpec, root: Path | None, rank: int = 0, world: int = 1) -> None:
         super().__init__(spec)
         self.root = root
-        """Folder of all ranks' folders; None: the stores are read into DRAM."""
-        self._stores: list[SsdStore] = []
-        self._tiers: list[DramTier] = []
+        """Folder of all stores; None: the stores are read into DRAM."""
+        self._rank, self._world = rank, world
+        self._saved_world = 1
+        self._shards: list[_Shard] = []
 
-    def open_ranks(self, sources: Sequence[tuple[Path, int]]) -> None:
-        """Open (folder, epoch) of each rank, by rank. Without `root` all rows are read into DRAM."""
+    def open_stores(self, sources: Sequence[tuple[Path, int]]) -> None:
+        """Open (folder, epoch) of the ranks that saved a checkpoint, by rank. Without `root`, read rows into DRAM."""
         self.close()
-        share = parse_size(self.spec.store_options["mem_budget"], "ssd_mem") // len(sources)
-        for path, epoch in sources:
+        self._saved_world = len(sources)
+        ranks = overlapping_ranks(self._rank, self._world, len(sources))
+        share = parse_size(self.spec.store_options["mem_budget"], "ssd_mem") // len(ranks)
+        for rank in ranks:
+            path, epoch = sources[rank]
             store = open_store(self.spec, path, epoch=epoch, read_only=True, mem_budget=share)
-            self._stores.append(store)
+            tier = None
             if self.root is not None:
-                self._tiers.append(make_dram_tier(self.spec, budget=self.spec.mem // len(sources), store=store))
-            else:
+                tier = make_dram_tier(self.spec, budget=self.spec.mem // len(ranks), store=store)
+            self._shards.append(_Shard(rank, store, tier))
+            if store.epoch and (scale := parse_precision(store.note)[1]) is not None:
+                (tier or self.host.dram).set_scale(scale)
+            if tier is None:
                 for keys, rows in store.scan():
-                    self.host.dram.push_stored(keys, rows.view(np.float32), dirty=False)
+                    owned = owner_of(keys, self._world) == self._rank
+                    self.host.dram.push_stored(keys[owned], rows[owned].view(np.float32), dirty=False)
 
     def read(self, keys: Keys) -> Floats:
-        if not self._tiers:
+        if self.root is None:
             return super().read(keys)
-        owners = owner_of(keys, len(self._tiers))
+        owners = owner_of(keys, self._saved_world)
         rows = np.empty((len(keys), self.host.dram.floats), np.float32)
-        for rank, tier in enumerate(self._tiers):
-            owned = owners == rank
-            rows[owned] = tier.read(keys[owned])
+        for shard in self._shards:
+            assert shard.tier is not None
+            owned = owners == shard.rank
+            rows[owned] = shard.tier.read(keys[owned])
         return rows
 
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
-        for shard in self._stores:
-            for keys, rows in shard.scan(batch_rows=batch_rows):
-                yield keys, self.host.dram.decode(rows.view(np.float32))
+        for shard in self._shards:
+            for keys, rows in shard.store.scan(batch_rows=batch_rows):
+                owned = owner_of(keys, self._world) == self._rank
+                yield keys[owned], self.host.dram.decode(rows[owned].view(np.float32))
 
     def close(self) -> None:
         super().close()
-        self._tiers = []
-        while self._stores:
-            self._stores.pop().close()
+        while self._shards:
+            self._shards.pop().store.close()
 
 
 class ShardReaderTable(Table):
     """A read-only table. `tc.Checkpoints(read_only=True).restore()` opens the stores that a checkpoint names.
 
-    `ssd` is the folder of all ranks' folders.
+    `ssd` is the folder of the checkpoint's stores. With `groups`, the ranks share the rows and all reads are
+    collective.
     """
 
-    backend: ShardReaderBackend
+    _reader: ShardReaderBackend
 
     def __init__(
-        self, dim: int, optimizer: Optimizer, *, ssd: str | os.PathLike[str] | None = None, **options: Any
+        self,
+        dim: int,
+        optimizer: Optimizer,
+        *,
+        ssd: str | os.PathLike[str] | None = None,
+        groups: Groups | None = None,
+        hops: Hops = "two",
+        **options: Any,
     ) -> None:
         root = None if ssd is None else Path(ssd)
-        super().__init__(
-            dim, optimizer, make_backend=lambda spec, device, epoch: ShardReaderBackend(spec, root), **options
-        )
+
+        def make_backend(spec: TableSpec, device: str, epoch: int | None) -> RowBackend:
+            if groups is None:
+                self._reader = ShardReaderBackend(spec, root)
+                return self._reader
+            from thermocline.distributed.sharded_table import make_sharded_backend
+
+            topology = groups.topology
+            self._reader = ShardReaderBackend(spec, root, topology.rank, topology.world)
+            return make_sharded_backend(spec, self._reader, groups, hops=hops, wire="fp32")
+
+        super().__init__(dim, optimizer, make_backend=make_backend, **options)
 
     @property
     def store_root(self) -> Path | None:
-        """Folder of all ranks' stores; None: the checkpoint's run folder has them."""
-        return self.backend.root
+        """Folder of all stores; None: the checkpoint's run folder has them."""
+        return self._reader.root
+
+    def open_stores(self, sources: Sequence[tuple[Path, int]]) -> None:
+        """Open (folder, epoch) of the ranks that saved a checkpoint, by rank."""
+        self._reader.open_stores(sources)
