@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -101,6 +102,14 @@ def test_a_killed_rank_restarts_and_ends_with_the_same_bits(tmp_path: Path, comm
     assert resumed == expected
     assert len(expected[0]) > 500
     assert expected[2]["auc"] == test["auc"]  # of one process, and over the parts of two ranks
+    evaluated = subprocess.run(
+        [sys.executable, *command[:-3], "--standalone", "-m", "thermocline", "eval", "run", "--json"],
+        cwd=killed, env={**env, "PYTHONPATH": str(Path(tc.__file__).parents[1])}, capture_output=True, text=True,
+        timeout=280, check=False,
+    )  # fmt: skip
+    assert evaluated.returncode == 0, evaluated.stderr
+    report = json.loads(evaluated.stdout)  # printed once
+    assert (report["auc"], report["examples"]) == (test["auc"], 200)
 
 
 # ---- errors

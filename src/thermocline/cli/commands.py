@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from thermocline.cli.progress_bar import count_examples, progress
 from thermocline.config.data import Data, Split, Synth
 from thermocline.config.schema import Config
 from thermocline.data.open_data import check_paths, open_data
+from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import is_rank0
 from thermocline.errors import ConfigError
 from thermocline.training.callbacks import Callback, Row
@@ -50,34 +52,44 @@ def train(config: Config, *, resume: bool) -> list[str]:
     from thermocline.training.run import Run
 
     splits: tuple[Split, ...] = ("train", "valid", "test")
-    with Run(config) as run:
+    with Run(config, resume=resume) as run:
         if is_rank0():
+            if resume and not run.folder.has_run:
+                print(f"{config.train.run_dir} has nothing saved to resume: starting a new run")
+            for change in run.changes:
+                print(f"changed {change}")
             print(f"training on {run.device_text}", flush=True)
         run.fit(resume=resume, callbacks=[FirstStep()] if is_rank0() else [])
-        return [f"{split} data: {text}" for split in splits if (text := skipped(run.loader(split)))]
+        return [f"{split} data: {text}" for split in splits if (text := skipped(run.loader(split), run.runner))]
 
 
 # ---- trained runs
 
 
 def evaluate(run_dir: str, files: Sequence[str], sets: Sequence[str], checkpoint: str | None) -> Row:
-    """Compute exact metrics of a trained run, on its test data or on other files."""
+    """Compute exact metrics of a trained run, on its test data or on other files. Under torchrun, over all ranks."""
     with _load_run(run_dir, files, sets, checkpoint) as run:
         batches = run.loader("test")
-        with progress("evaluating", _examples(batches, run.config)) as advance:
-            return {"step": run.step, **run.evaluate(count_examples(batches, advance)), "skipped": skipped(batches)}
+        with _progress("evaluating", batches, run.config) as advance:
+            figures = run.evaluate(count_examples(batches, advance))
+        return {"step": run.step, **figures, "skipped": skipped(batches, run.runner)}
 
 
 def predict(run_dir: str, files: Sequence[str], out: str, sets: Sequence[str], checkpoint: str | None) -> Row:
-    """Write one score per example to the file `out`, in the order of the files."""
+    """Write one score per example to the file `out`, in the order of the files. Under torchrun, over all ranks."""
     from thermocline.training.prediction_writer import write_scores, writer_of
 
     writer_of(out)  # raises before any work is done
-    with _load_run(run_dir, files, sets, checkpoint, labelled=False, strict=True) as run:
+    with _load_run(run_dir, files, sets, checkpoint, scores=True) as run:
         batches = run.loader("test")
-        with progress("predicting", _examples(batches, run.config)) as advance:
-            count = write_scores(out, run.scores(count_examples(batches, advance)))
-        return {"step": run.step, "scores": count, "out": out, "skipped": skipped(batches)}
+        with _progress("predicting", batches, run.config) as advance:
+            count = write_scores(out, run.scores(count_examples(batches, advance)), run.runner)
+        return {"step": run.step, "scores": count, "out": out, "skipped": skipped(batches, run.runner)}
+
+
+def _progress(title: str, batches: Any, config: Config) -> AbstractContextManager[Callable[[int], None]]:
+    """Show progress on rank 0, of its part of the data."""
+    return progress(title, _examples(batches, config)) if is_rank0() else nullcontext(lambda count: None)
 
 
 def _load_run(
@@ -86,18 +98,19 @@ def _load_run(
     sets: Sequence[str],
     checkpoint: str | None,
     *,
-    labelled: bool = True,
-    strict: bool = False,
+    scores: bool = False,
 ) -> Any:
     """Load a run to evaluate it on `files`.
 
-    strict   malformed lines are errors, because a missing score would shift all later ones; `sets` can change it
+    scores   for one score per example, in the order of the files: labels are not read; over ranks, each reads a
+             consecutive part; malformed lines are errors, because a missing score would shift all later ones, unless
+             `sets` changes it
     """
     from thermocline.training.run import Run
     from thermocline.training.run_dir import config_of
 
     config = config_of(run_dir, sets)
-    if strict and not any(override.partition("=")[0].strip() == "data.on_error" for override in sets):
+    if scores and not any(override.partition("=")[0].strip() == "data.on_error" for override in sets):
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, on_error="raise"))
     if files:
         if config.data.format == "synth":
@@ -106,7 +119,7 @@ def _load_run(
     elif config.data.format != "synth" and not config.data.test:
         raise ConfigError(f"{run_dir} has no data.test: give data files on the command line")
     step_or_tag = int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
-    return Run.load(run_dir, checkpoint=step_or_tag, config=config, labelled=labelled)
+    return Run.load(run_dir, checkpoint=step_or_tag, config=config, labelled=not scores, contiguous=scores)
 
 
 def _examples(batches: Any, config: Config) -> int | None:
@@ -118,13 +131,18 @@ def _examples(batches: Any, config: Config) -> int | None:
         return None if estimate is None else estimate() * config.train.batch_size
 
 
-def skipped(batches: Any) -> str | None:
-    """Describe the lines that on_error = "skip" skipped in the latest pass; None if there were none."""
-    lines = getattr(batches, "skipped", None)
-    if lines is None or not lines.count:
+def skipped(batches: Any, runner: CollectiveRunner | None = None) -> str | None:
+    """Describe the lines that on_error = "skip" skipped in the latest pass; None if there were none.
+
+    runner   of a run over ranks: counts the lines of all ranks, which all call it
+    """
+    lines: Any = getattr(batches, "skipped", None)
+    own = (lines.count, str(lines.malformed[0])) if lines is not None and lines.count else (0, "")
+    counts, first = zip(*(runner or CollectiveRunner()).gather("counting skipped lines", lambda: own), strict=True)
+    if not sum(counts):
         return None
-    were = plural(lines.count, "malformed line was", "malformed lines were")
-    return f"{were} skipped; the first: {lines.malformed[0]}"
+    were = plural(sum(counts), "malformed line was", "malformed lines were")
+    return f"{were} skipped; the first: {next(filter(None, first))}"
 
 
 # ---- before training

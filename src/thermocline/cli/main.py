@@ -140,24 +140,16 @@ def train(
         from thermocline.config.schema import Config
 
         settings = Config.load(config, sets or ())
-        from thermocline.distributed.launch import is_rank0, is_single_rank, may_be_restart
-        from thermocline.training.run_dir import check_folder, has_run
-
-        resume = resume or may_be_restart()
-        if resume and is_rank0() and not has_run(settings.train.run_dir):
-            typer.echo(f"{settings.train.run_dir} has nothing saved to resume: starting a new run")
-        for change in check_folder(settings, resume=resume):
-            if is_rank0():
-                typer.echo(f"changed {change}")
         from thermocline.cli import commands
+        from thermocline.distributed.launch import is_rank0, is_single_rank, may_be_restart
 
         try:
-            notes = commands.train(settings, resume=resume)
+            notes = commands.train(settings, resume=resume or may_be_restart())
         except (KeyboardInterrupt, SystemExit) as stopped:  # SIGTERM is the latter
             words = ["thermocline", "train", str(config), *(w for s in sets or () for w in ("--set", s)), "--resume"]
             _print_error(f"interrupted; resume with: {shlex.join(words) if is_single_rank() else '--resume'}")
             raise typer.Exit(130 if isinstance(stopped, KeyboardInterrupt) else 143) from None
-        for note in notes:
+        for note in notes if is_rank0() else ():
             typer.echo(note, err=True)
 
 
@@ -173,11 +165,17 @@ def evaluate(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compute AUC, logloss, normalized entropy and calibration of a run. Read-only; works while the run trains."""
+    """Compute AUC, logloss, normalized entropy and calibration of a run. Read-only; works while the run trains.
+
+    torchrun --nproc-per-node G -m thermocline eval RUN_DIR divides the data over ranks and prints one result.
+    """
     with _one_line(debug):
         from thermocline.cli import commands
+        from thermocline.distributed.launch import is_rank0
 
         report = commands.evaluate(run_dir, files or (), sets or (), checkpoint)
+        if not is_rank0():
+            return
         if as_json:
             _print_json(report)
         else:
@@ -197,12 +195,19 @@ def predict(
     checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
-    """Write one score per example, in the order of the files. Read-only; works while the run trains."""
+    """Write one score per example, in the order of the files. Read-only; works while the run trains.
+
+    torchrun --nproc-per-node G -m thermocline predict RUN_DIR divides the data over ranks and writes the same one file,
+    in the same order; its folder must be visible to all ranks.
+    """
     with _one_line(debug):
         from thermocline.cli import commands
+        from thermocline.distributed.launch import is_rank0
         from thermocline.utils.text_format import plural
 
         report = commands.predict(run_dir, files or (), out, sets or (), checkpoint)
+        if not is_rank0():
+            return
         typer.echo(f"{plural(report['scores'], 'score')} of step {report['step']} in {out}")
         _print_skipped(report)
 

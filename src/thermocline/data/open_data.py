@@ -42,6 +42,7 @@ def open_data(
     labelled: bool | None = True,
     tensors: bool = True,
     shard: tuple[int, int] = (0, 1),
+    contiguous: bool = False,
 ) -> Reader | SyntheticAds:
     """Open one split as an iterable of batches.
 
@@ -50,18 +51,19 @@ def open_data(
     labelled   False sets labels to 0 without reading them; None reads them if the files have them
     tensors    False returns labels and dense features as NumPy arrays, without importing torch
     shard      (number, count): the part of one rank
+    contiguous shards are consecutive parts of the data: see `Reader`
     """
     if not has_split(data, split):
         cause = f"data.synth.{split}_examples is 0" if data.format == "synth" else f"data.{split} names no files"
         raise ConfigError(f"no {split} data: {cause}")
     if data.format == "synth":
-        return _open_synthetic(data, split, batch_size, tensors, shard)
+        return _open_synthetic(data, split, batch_size=batch_size, tensors=tensors, shard=shard, contiguous=contiguous)
     if features is None and split != "train" and data.train:
         features = Reader(data.train, data, batch_size=batch_size).features
     if shuffle is None:
         shuffle = data.shuffle and split == "train"
     options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "shuffle": shuffle}
-    options |= {"tensors": tensors, "shard": shard}
+    options |= {"tensors": tensors, "shard": shard, "contiguous": contiguous}
     return Reader(getattr(data, split), data, features=features, labelled=labelled, **options)
 
 
@@ -70,10 +72,10 @@ def _synth_examples(data: Data, split: Split) -> int:
     return {"train": synth.examples, "valid": synth.valid_examples, "test": synth.test_examples}[split]
 
 
-def _open_synthetic(data: Data, split: Split, batch_size: int, tensors: bool, shard: tuple[int, int]) -> SyntheticAds:
+def _open_synthetic(data: Data, split: Split, *, batch_size: int, **options: Any) -> SyntheticAds:
     synth = data.synth
-    options: dict[str, Any] = {"zipf": synth.zipf, "dense": synth.dense, "seed": synth.seed}
-    options |= {"threads": data.threads, "tensors": tensors, "shard": shard, "hashing": data.hashing}
+    options |= {"zipf": synth.zipf, "dense": synth.dense, "seed": synth.seed}
+    options |= {"threads": data.threads, "hashing": data.hashing}
     try:
         if synth.preset is not None:
             ads = SyntheticAds.preset(synth.preset, batch_size=batch_size, **options)

@@ -86,6 +86,7 @@ class Reader:
         labelled: bool | None = True,
         block_bytes: int | None = None,
         tensors: bool = True,
+        contiguous: bool = False,
         **options: Any,
     ) -> None:
         """
@@ -102,6 +103,8 @@ class Reader:
         labelled     False sets labels to 0 without reading them; None reads them if the files have them
         block_bytes  text bytes that one thread parses at a time; None means 1 MiB, or 8 MiB for remote files
         tensors      return labels and dense features as torch tensors; False returns NumPy arrays
+        contiguous   shards are consecutive parts of the files, so that all shards in order are the files in order. A
+                     compressed file is then read by one shard, and a shard may be empty
         """
         several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
         names = [os.fspath(path) for path in several]
@@ -125,8 +128,9 @@ class Reader:
         self._hasher = make_hasher(settings.hashing, settings.threads)
         self._chunk_blocks = max(1, round(settings.shuffle_buffer / opened.blocks.examples_per_split)) if shuffle else 1
         sequential = int(opened.blocks.sequential.sum())
-        self._shard_pieces = 0 < sequential < self.shard[1]
-        if not sequential and len(opened.blocks) < self.shard[1]:
+        self._contiguous = contiguous
+        self._shard_pieces = 0 < sequential < self.shard[1] and not contiguous
+        if not sequential and len(opened.blocks) < self.shard[1] and not contiguous:
             raise DataError(
                 f"{len(opened.blocks)} blocks for {self.shard[1]} shards: each shard needs at least one block; use "
                 "fewer shards, a smaller block_bytes (text) or smaller row groups (Parquet)"
@@ -140,6 +144,7 @@ class Reader:
             "shard": list(self.shard),
             "block_bytes": opened.block_bytes,
             "lot_blocks": self._chunk_blocks,
+            **({"contiguous": True} if contiguous else {}),
         }
         self._epoch = 0
         self._start: tuple[BlockIndex, int] = ((0, 0), 0)
@@ -163,6 +168,16 @@ class Reader:
     def dense(self) -> int:
         """Number of dense features."""
         return len(self.features.dense)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Files and settings that determine the batches of all shards together: equal on all ranks of a run.
+
+        A file is its name without folders, and its size: the data may be in another folder on another machine.
+        """
+        same = {name: value for name, value in self._identity.items() if name != "shard"}
+        files = [f"{os.path.basename(source.path)} ({source.size} bytes)" for source in self._sources]
+        return {**same, "files": files, "shards": self.shard[1], "batch_size": self.batch_size}
 
     @property
     def skipped(self) -> Skipped:
@@ -202,7 +217,8 @@ class Reader:
 
     def seek(self, position: Mapping[str, Any]) -> Self:
         """Start the next iteration after the batch with this `position`; later iterations are whole epochs."""
-        for name, expected in self._identity.items():
+        for name in (*self._identity, "contiguous"):
+            expected = self._identity.get(name)
             if not isinstance(position, Mapping) or position.get(name) != expected:
                 actual = position.get(name) if isinstance(position, Mapping) else position
                 raise DataError(
@@ -225,6 +241,8 @@ class Reader:
         if self.shuffle:
             order = _permutation(len(order), self.seed, epoch)
         number, count = self.shard
+        if self._contiguous:
+            return np.array_split(order, count)[number]
         if not self._shard_pieces:
             return order[number::count]
         sequential = self._blocks.sequential[order]

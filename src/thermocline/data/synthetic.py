@@ -50,6 +50,7 @@ class SyntheticAds:
         threads: int | None = None,
         tensors: bool = True,
         shard: tuple[int, int] = (0, 1),
+        contiguous: bool = False,
         **options: Any,
     ) -> None:
         """
@@ -63,6 +64,7 @@ class SyntheticAds:
         threads       threads that generate a batch; None means all cores
         tensors       return labels and dense features as torch tensors; False returns NumPy arrays
         shard         (number, count): generate every count-th batch of the epoch, beginning with batch `number`
+        contiguous    shards are consecutive batches; the epoch must have an end
         """
         rule = "(number, count) with 0 <= number < count"
         require_type(shard, tuple | list, "shard", rule)
@@ -76,6 +78,7 @@ class SyntheticAds:
         self.batch_size = batch_size
         self.tensors = tensors
         self.shard = shard
+        self._contiguous = contiguous
         self._config = self.distribution.digest()
         self._core = self.distribution.generator(cores() if threads is None else threads)
         self._hasher = make_hasher(hashing, threads)
@@ -138,6 +141,13 @@ class SyntheticAds:
             raise IndexError(f"keys {first} to {end} are out of range: there are {sum(self.keys)} keys")
         return self._core.keys(first, end - first)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Settings that determine the batches of all shards together: equal on all ranks of a run."""
+        hashing = None if self._hasher is None else dataclasses.asdict(self._hasher.settings)
+        sizes = {"examples": self.examples, "batch_size": self.batch_size, "shards": self.shard[1]}
+        return {"generator": self._config, "split": self.split_name, **sizes, "hashing": hashing}
+
     # ---- splits and positions
 
     def split(self, split: Split, *, examples: int | None = None) -> SyntheticAds:
@@ -159,7 +169,7 @@ class SyntheticAds:
         """Start the next iteration at a batch's `position` or a number of examples; later iterations start at 0."""
         if isinstance(position, Mapping):
             expected = self._position(0)
-            for name in ("reader", "config", "split", "shard"):
+            for name in ("reader", "config", "split", "shard", "contiguous"):
                 if position.get(name, [0, 1]) != expected.get(name, [0, 1]):
                     raise ValueError(
                         f"this position belongs to other data: its {name} is {position.get(name)!r}, but here it is "
@@ -176,6 +186,8 @@ class SyntheticAds:
         position: dict[str, Any] = {"reader": "synthetic_ads", "config": self._config, "split": self.split_name}
         if self.shard != (0, 1):
             position["shard"] = list(self.shard)
+        if self._contiguous:
+            position["contiguous"] = True
         return {**position, "example": example}
 
     # ---- batches
@@ -186,18 +198,25 @@ class SyntheticAds:
 
     def _batches(self, first: int) -> Iterator[Batch]:
         end = _MAX_EXAMPLES if self.examples is None else self.examples
-        number, count = self.shard
+        own = self._shard_batches(-(-end // self.batch_size))
         if first == 0:
-            first = number * self.batch_size
-        while first < end:
+            first = own.start * self.batch_size
+        while first < min(end, own.stop * self.batch_size):
             yield self._make(first, min(self.batch_size, end - first))
-            first += self.batch_size * count
+            first += self.batch_size * own.step
+
+    def _shard_batches(self, batches: int) -> range:
+        """Return the numbers of this shard's batches, of all `batches` of an epoch."""
+        number, count = self.shard
+        if not self._contiguous:
+            return range(number, batches, count)
+        return range(number * batches // count, (number + 1) * batches // count)
 
     def __len__(self) -> int:
         """Batches per epoch."""
         if self.examples is None:
             raise TypeError("endless data has no length: set `examples`")
-        return len(range(self.shard[0], -(-self.examples // self.batch_size), self.shard[1]))
+        return len(self._shard_batches(-(-self.examples // self.batch_size)))
 
     def batch(self, number: int) -> Batch:
         """Generate batch `number` of the epoch, counted from 0."""
@@ -221,7 +240,8 @@ class SyntheticAds:
 
             target = torch.from_numpy(label)
             features = None if features is None else torch.from_numpy(features)
-        after = first + examples + (self.shard[1] - 1) * self.batch_size  # first example of this shard's next batch
+        skipped = 0 if self._contiguous else self.shard[1] - 1
+        after = first + examples + skipped * self.batch_size  # first example of this shard's next batch
         if self.examples is not None:
             after = min(after, self.examples)
         return Batch(ids, offsets, len(self.keys), None, features, target, self._position(after))

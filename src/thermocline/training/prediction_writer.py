@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import os
+import shutil
+import socket
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from thermocline.arrays import Floats
+from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.errors import ConfigError
 from thermocline.utils import atomic_file
 
@@ -18,13 +23,53 @@ _NPY_HEADER = 128
 """Bytes reserved for the header, which has the number of scores and is written last."""
 
 
-def write_scores(path: str | os.PathLike[str], scores: Iterable[Floats]) -> int:
-    """Write all scores, then rename the file to `path`; return their number."""
+def write_scores(path: str | os.PathLike[str], scores: Iterable[Floats], runner: CollectiveRunner | None = None) -> int:
+    """Write all scores, then rename the file to `path`; return their number.
+
+    runner   over ranks: the file has the scores of rank 0, then those of rank 1, and so on. Each rank writes its own to
+             a hidden folder next to the file, and rank 0 joins them. Collective
+    """
     target = Path(path)
-    write = writer_of(target)
-    atomic_file.make_writable(target.parent, "the folder of --out")
+    if runner is None or runner.world == 1:
+        atomic_file.make_writable(target.parent, "the folder of --out")
+        return _write(target, scores)
+    folder = Path(runner.broadcast("creating the folder of --out", lambda: _make_parts_folder(target)))
+    try:
+        runner.run_all("opening the folder of --out", lambda: _require_visible(folder, runner.rank))
+        # Not inside a call of `runner`: computing scores is collective, so no rank may wait for another rank's error.
+        _write_npy(folder / _part_name(runner.rank), scores)
+        runner.barrier("writing scores")
+        parts = (part for rank in range(runner.world) for part in _read_npy(folder / _part_name(rank)))
+        return runner.broadcast("joining the scores of all ranks", lambda: _write(target, parts))
+    finally:
+        if runner.is_rank0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(target: Path, scores: Iterable[Floats]) -> int:
     with atomic_file.atomic_path(target) as temporary:
-        return write(temporary, scores)
+        return writer_of(target)(temporary, scores)
+
+
+def _make_parts_folder(target: Path) -> str:
+    """Make a folder for the scores of each rank; remove those of earlier predictions that were killed."""
+    atomic_file.make_writable(target.parent, "the folder of --out")
+    prefix = f".{target.name}.parts-"
+    for stale in target.parent.glob(glob.escape(prefix) + "*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=prefix, dir=target.parent)
+
+
+def _require_visible(folder: Path, rank: int) -> None:
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--out is in {str(folder.parent)!r}, but rank {rank} on host {socket.gethostname()} does not see what "
+            "rank 0 wrote there: choose a folder on a file system that all ranks share"
+        )
+
+
+def _part_name(rank: int) -> str:
+    return f"{rank:05}.npy"
 
 
 def writer_of(path: str | os.PathLike[str]) -> Callable[[Path, Iterable[Floats]], int]:
@@ -86,6 +131,14 @@ def _write_npy(path: Path, scores: Iterable[Floats]) -> int:
         file.seek(0)
         _write_npy_header(file, count)
     return count
+
+
+def _read_npy(path: Path, rows: int = 1 << 20) -> Iterator[Floats]:
+    """Yield the scores that `_write_npy` wrote, in arrays of at most `rows`."""
+    with open(path, "rb") as file:
+        file.seek(_NPY_HEADER)
+        while len(part := np.fromfile(file, "<f4", rows)):
+            yield part
 
 
 def _write_npy_header(file: BinaryIO, count: int) -> None:

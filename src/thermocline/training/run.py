@@ -14,7 +14,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from thermocline.arrays import Floats
 from thermocline.batch import Batch
 from thermocline.config.data import Split
+from thermocline.config.rank_rules import rank_settings
 from thermocline.config.schema import Config, OptimizerName, Tiers
 from thermocline.data.features import Features
 from thermocline.data.open_data import check_paths, has_split, open_data
@@ -34,7 +35,8 @@ from thermocline.errors import ConfigError, DataError, LockError, NotFoundError
 from thermocline.models import build, parameter_groups, row_dim
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.training.callbacks import Callback, Row
-from thermocline.training.run_dir import check_folder, config_of, has_begun, has_run, saved_by_ranks
+from thermocline.training.run_dir import RunFolder, config_of, saved_by_ranks
+from thermocline.training.run_restore import restore_for_reading
 from thermocline.training.state import Result
 from thermocline.utils import atomic_file
 from thermocline.utils.text_format import format_size, plural
@@ -50,7 +52,6 @@ _ROW_OPTIMIZERS: dict[OptimizerName, Any] = {
     "rowwise_adagrad": RowWiseAdagrad,
     "adam": Adam,
 }
-_READ_ATTEMPTS = 10
 
 
 def row_optimizer(config: Config) -> Optimizer:
@@ -92,18 +93,30 @@ def gpu_budget(tiers: Tiers, sharing: int = 1) -> str | int | None:
 class Run:
     """The opened data, table and model of a config. `with tc.Run(tc.Config.load("ads.toml")) as run: run.fit()`.
 
+    resume      whether `fit` will resume: an unsuitable folder is then an error before the data is opened. None: `fit`
+                checks the folder
     read_only   for evaluation: changes no file, and works while another process trains
     labelled    if False, files may lack the label
+    contiguous  over ranks, shards of the data are consecutive parts of the files
 
-    Under torchrun, each process is one rank of the run, with a shard of the data and of the rows.
+    Under torchrun, each process is one rank of the run, with a shard of the data and of the rows. All ranks raise
+    `ConfigError` if their configs or data files differ, see `config/rank_rules.py`.
     """
 
-    def __init__(self, config: Config, *, read_only: bool = False, labelled: bool = True) -> None:
-        import torch
-
+    def __init__(
+        self,
+        config: Config,
+        *,
+        resume: bool | None = None,
+        read_only: bool = False,
+        labelled: bool = True,
+        contiguous: bool = False,
+    ) -> None:
         self.config = config = config.resolve()
-        self._labelled = labelled
+        self._data_options = {"labelled": labelled, "contiguous": contiguous}
         self._loaders: dict[Split, Any] = {}
+        self._identities: dict[str, Any] = {}
+        """Data of each split as all ranks together read it."""
         self.features: Features | None = None
         """Features of the training data; None for generated data."""
         self.step = 0
@@ -111,9 +124,21 @@ class Run:
         self.groups: Groups | None = None
         """Communicators of the ranks; None for a single process."""
         with contextlib.ExitStack() as undo:
-            if not read_only and (load_topology(config.dist).world > 1 or saved_by_ranks(config.train.run_dir)):
+            world, run_dir = load_topology(config.dist).world, config.train.run_dir
+            if world > 1 or (not read_only and saved_by_ranks(run_dir)):
                 self.groups = undo.enter_context(join_ranks(config.dist))
-            fields, dense = self._open_data(read_only)
+            same = {**rank_settings(config), "resume": resume}
+            self._require_equal(same, "start all ranks with the same config and flags")
+            self.folder = RunFolder.read(run_dir, self.runner)
+            """State of the folder of the run when it was opened."""
+            if read_only and not self.folder.has_run and not self.folder.has_begun:
+                raise NotFoundError(f"{run_dir} has no checkpoints: train it first")
+            self.changes = [] if resume is None else self.folder.check(config, resume=resume, runner=self.runner)
+            """Changes of the config since the run was saved, one text each."""
+            fields, dense = self.runner.run_all("opening the data", lambda: self._open_data(read_only))
+            self._require_equal(self._identities, "all ranks must read the same files with the same settings")
+            import torch
+
             torch.manual_seed(config.train.seed)
             try:
                 self.table = self._table(read_only)
@@ -128,6 +153,17 @@ class Run:
             if self._shard[0]:
                 torch.manual_seed(config.train.seed + self._shard[0])  # equal models, different dropout
             undo.pop_all()
+
+    @property
+    def runner(self) -> CollectiveRunner:
+        """Runs work on all ranks; for a single process, here only."""
+        return CollectiveRunner(None if self.groups is None else self.groups.train)
+
+    def _require_equal(self, settings: Mapping[str, Any], fix: str) -> None:
+        if self.groups is not None:
+            from thermocline.distributed.rank_agreement import flatten, require_equal
+
+            require_equal(self.groups.train, flatten(settings), fix)
 
     def _table(self, read_only: bool) -> Table:
         config, tiers = self.config, self.config.tiers
@@ -146,15 +182,15 @@ class Run:
             "ssd_mem": tiers.ssd_mem,
         }
         dim, optimizer = row_dim(config.model), row_optimizer(config)
+        if read_only and (self.groups is not None or self.folder.saved_by_ranks):
+            from thermocline.distributed.shard_reader import ShardReaderTable
+
+            return ShardReaderTable(dim, optimizer, groups=self.groups, hops=config.dist.hops, **options)
         if self.groups is not None:
             from thermocline.distributed.sharded_table import ShardedTable
 
             hops, wire = config.dist.hops, config.dist.wire
             return ShardedTable(dim, optimizer, groups=self.groups, hops=hops, wire=wire, **options)
-        if read_only and saved_by_ranks(config.train.run_dir):
-            from thermocline.distributed.shard_reader import ShardReaderTable
-
-            return ShardReaderTable(dim, optimizer, **options)
         return Table(dim, optimizer, ssd_options={"read_only": True} if read_only else None, **options)
 
     def _sharing_gpu(self) -> int:
@@ -172,11 +208,12 @@ class Run:
     def _open_data(self, read_only: bool) -> tuple[int, int]:
         """Open all splits, so that errors appear before training; return the numbers of fields and dense features."""
         data = self.config.data
-        saved = Path(self.config.train.run_dir) / "features.json"
-        if data.format != "synth" and saved.exists() and has_run(self.config.train.run_dir):
-            self.features = Features.from_json(json.loads(saved.read_text()))
+        if data.format != "synth" and self.folder.features is not None:
+            self.features = Features.from_json(self.folder.features)
         if read_only and self.features is not None:
             check_paths(data, ["test"])
+            if self.groups is not None:  # its files are compared over ranks
+                self.loader("test")
             fields = len(self.features.fields)
             fields = fields if data.hashing is None else data.hashing.fields_of(fields)
             return fields, len(self.features.dense)
@@ -198,7 +235,7 @@ class Run:
         """Return the batches of a split, or None if the config has no data for it."""
         if split not in self._loaders:
             data, train = self.config.data, self.config.train
-            options: dict[str, Any] = {"batch_size": train.batch_size, "seed": train.seed, "labelled": self._labelled}
+            options: dict[str, Any] = {"batch_size": train.batch_size, "seed": train.seed, **self._data_options}
             self._loaders[split] = None
             if has_split(data, split):
                 self._loaders[split] = self._open(split, {"features": self.features, **options})
@@ -206,13 +243,17 @@ class Run:
 
     def _open(self, split: Split, options: dict[str, Any]) -> Any:
         try:
-            return open_data(self.config.data, split, shard=self._shard, **options)
+            opened: Any = open_data(self.config.data, split, shard=self._shard, **options)
         except DataError:
             if split == "train" or self._shard == (0, 1):
                 raise
             # Too small for one shard per rank: rank 0 reads all of it.
             whole = open_data(self.config.data, split, **options)
-            return whole if self._shard[0] == 0 else []
+            opened = whole if self._shard[0] == 0 else []
+            self._identities[f"data.{split}"] = whole.identity
+        else:
+            self._identities[f"data.{split}"] = opened.identity
+        return opened
 
     # ---- training
 
@@ -230,29 +271,32 @@ class Run:
 
     def fit(self, *, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
         """Train, save and test; see `tc.Trainer.fit`. Takes an exclusive lock on the folder of the run."""
-        runner, run_dir = CollectiveRunner.of([self.table]), Path(self.config.train.run_dir)
+        run_dir = Path(self.config.train.run_dir)
         with contextlib.ExitStack() as locks:
-            runner.broadcast("locking the run folder", lambda: locks.enter_context(atomic_file.lock_dir(run_dir)))
+            self.runner.broadcast("locking the run folder", lambda: self._lock(locks, run_dir))
             return self._fit(resume, callbacks)
+
+    @staticmethod
+    def _lock(locks: contextlib.ExitStack, run_dir: Path) -> None:
+        locks.enter_context(atomic_file.lock_dir(run_dir))
 
     def _fit(self, resume: bool, callbacks: Sequence[Callback]) -> Result:
         from thermocline.training.trainer import Trainer
 
         config, run_dir = self.config, Path(self.config.train.run_dir)
-        check_folder(config, resume=resume)
+        folder = RunFolder.read(run_dir, self.runner)  # again, under the lock
+        folder.check(config, resume=resume, runner=self.runner)
         files = _RunFiles(config, self.features)
         active = list(callbacks)
         if self._shard[0] == 0:
-            if not has_run(run_dir):  # before the first checkpoint, which needs them
+            if not folder.has_run:  # before the first checkpoint, which needs them
                 files.write()
             active = [files, *callbacks]
         trainer = Trainer(
             self.model, self.optimizers, run_dir=run_dir, config=config.train, callbacks=active,
             dense_sync=config.dist.dense_sync,
         )  # fmt: skip
-        restore = resume or has_begun(
-            run_dir
-        )  # a run without a checkpoint restarts from the initial state of its tables
+        restore = resume or folder.has_begun  # without a checkpoint: from the initial state of the tables
         return trainer.fit(self.loader("train"), self.loader("valid"), self.loader("test"), resume=restore)
 
     # ---- trained runs
@@ -265,17 +309,19 @@ class Run:
         checkpoint: int | str | None = None,
         config: Config | None = None,
         labelled: bool = True,
+        contiguous: bool = False,
     ) -> Self:
         """Open a trained run read-only, at its best checkpoint or else its last; or at a step or tag.
 
         config   replaces the config of the run; its data and tiers may differ
+
+        Under torchrun, any number of ranks share the rows and the data, also of a run trained by another number.
         """
         if config is None:
             config = config_of(run_dir)
-        if not has_run(run_dir) and not has_begun(run_dir):
-            raise NotFoundError(f"{run_dir} has no checkpoints: train it first")
         train = dataclasses.replace(config.train, run_dir=os.fspath(run_dir))
-        run = cls(dataclasses.replace(config, train=train), read_only=True, labelled=labelled)
+        config = dataclasses.replace(config, train=train)
+        run = cls(config, read_only=True, labelled=labelled, contiguous=contiguous)
         try:
             run.step = run.restore(checkpoint)
         except BaseException:
@@ -284,29 +330,9 @@ class Run:
         return run
 
     def restore(self, checkpoint: int | str | None = None) -> int:
-        """Load a checkpoint into model and table without changes on disk; return its step."""
-        from thermocline.checkpoint.manager import Checkpoints
-
-        for attempt in range(_READ_ATTEMPTS):
-            checkpoints = Checkpoints(
-                self.config.train.run_dir, [self.table], self.model, self.optimizers, read_only=True
-            )
-            try:
-                selected = checkpoint
-                if selected is None and any(saved.tag == "best" for saved in checkpoints.saved()):
-                    selected = "best"
-                restored = checkpoints.restore(None if selected == "last" else selected)
-            except (NotFoundError, FileNotFoundError):
-                # A training process may have replaced the checkpoint before it was read: try again.
-                checkpoints.close()
-                if attempt == _READ_ATTEMPTS - 1:
-                    raise
-                self.table.checkpoint_store = None
-                continue
-            if restored is None:
-                raise NotFoundError(f"{self.config.train.run_dir} has nothing saved yet: wait for its first checkpoint")
-            return restored.step
-        raise AssertionError
+        """Load a checkpoint into model and table without changes on disk; return its step. Collective over ranks."""
+        run_dir = Path(self.config.train.run_dir)
+        return restore_for_reading(run_dir, self.table, self.model, self.optimizers, checkpoint)
 
     def evaluate(self, batches: Iterable[Batch]) -> Row:
         """Compute exact AUC, logloss, normalized entropy and calibration."""
@@ -315,13 +341,14 @@ class Run:
         return Trainer(self.model).evaluate(batches)
 
     def scores(self, batches: Iterable[Batch]) -> Iterator[Floats]:
-        """Yield the predicted probabilities, one array per batch, in order."""
+        """Yield the predicted probabilities, one array per batch, in order. Collective over ranks."""
         import torch
 
         self.model.eval()
         with torch.no_grad(), prefetch(batches, self.table, depth=self.config.train.depth, training=False) as ready:
             for batch in ready:
-                yield torch.sigmoid(self.model(batch)).cpu().numpy()
+                if batch.examples:  # over ranks, a rank whose data has ended gets empty batches
+                    yield torch.sigmoid(self.model(batch)).cpu().numpy()
 
     def close(self, *, failed: bool = False) -> None:
         """Close the table and the communicators; with `failed`, without waiting for other ranks."""

@@ -1,0 +1,192 @@
+"""`eval` and `predict` over ranks give the results of one process, for runs trained by any number of ranks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.cli import SMALL, done, invoke, write_config
+from helpers.rank_training import PAIR
+from helpers.ranks import Nodes, run_ranks
+
+import thermocline as tc
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.key_sharding import overlapping_ranks, owner_of
+from thermocline.embedding.key_hash import hash_keys
+from thermocline.training import prediction_writer
+
+THREE: Nodes = ((0, 1), (2,))
+FIGURES = ("auc", "logloss", "ne", "calibration")
+pytestmark = pytest.mark.usefixtures("command_folder")
+
+
+def commands(groups: Groups, folder: str, lines: list[list[Any]]) -> list[tuple[int, str, str]]:
+    """Run commands on this rank, as torchrun would; return exit code, stdout and stderr of each."""
+    os.chdir(folder)
+    os.environ |= {"RANK": str(groups.topology.rank), "WORLD_SIZE": str(groups.topology.world)}
+    results = [invoke(*line) for line in lines]
+    return [(result.exit_code, result.stdout, result.stderr) for result in results]
+
+
+def over_ranks(nodes: Nodes, *lines: list[Any]) -> list[str]:
+    """Run commands on all ranks; return rank 0's output. The others print nothing."""
+    results = run_ranks(nodes, commands, os.getcwd(), list(lines))
+    for rank, outputs in enumerate(results):
+        for code, out, error in outputs:
+            assert code == 0, error
+            assert not rank or not out
+    return [out for _, out, _ in results[0]]
+
+
+@pytest.fixture(scope="module")
+def trained_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with small.toml and a run of two ranks, with an SSD store in the run's folder."""
+    folder = tmp_path_factory.mktemp("two")
+    write_config(folder, SMALL.replace("[tiers]", '[tiers]\nssd = "run/store"'))
+    results = run_ranks(PAIR, commands, str(folder), [["train", "small.toml", "--set", "train.display=false"]])
+    assert [output[0][0] for output in results] == [0, 0], results
+    return folder
+
+
+@pytest.mark.parametrize("trained_by", ["one process", "two ranks"])
+def test_generated_data_gives_the_same_bits(trained_by: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Every rank has whole batches of the single process, so scores and AUC are equal; sums have another order."""
+    nodes = PAIR
+    if trained_by == "one process":
+        write_config(tmp_path)
+        done("train", "small.toml")
+    else:
+        nodes = THREE
+        shutil.copytree(request.getfixturevalue("trained_by_two"), tmp_path, dirs_exist_ok=True)
+    expected = json.loads(done("eval", "run", "--json"))
+    done("predict", "run", "--out", "one.npy")
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    report, text = over_ranks(nodes, ["eval", "run", "--json"], ["predict", "run", "--out", "out/many.csv"])
+    found = json.loads(report)
+    assert found["auc"] == expected["auc"]
+    assert [found[name] for name in FIGURES] == pytest.approx([expected[name] for name in FIGURES], rel=1e-12)
+    assert (found["examples"], found["step"]) == (400, expected["step"])
+    assert text == f"400 scores of step {expected['step']} in out/many.csv\n"
+    scores = np.loadtxt("out/many.csv", np.float32, skiprows=1)
+    assert scores.tobytes() == np.load("one.npy").tobytes()
+    assert {path.name for path in Path("out").iterdir()} == {"many.csv"}
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+
+
+def test_files_are_scored_in_order(tmp_path: Path) -> None:
+    """Batches have other examples than in one process: figures are equal up to the rounding of float32."""
+    sizes = ["--keys", 3000, "--fields", 4, "--examples", 800, "--valid-examples", 0, "--test-examples", 370]
+    section = done("data", "synth", "data", "--format", "libsvm", *sizes)
+    write_config(tmp_path, f"{section}\n[model]{SMALL.split('[model]')[1]}")
+    done("train", "small.toml")
+    lines = Path("data/test.libsvm").read_text().splitlines(keepends=True)
+    for part in range(5):
+        Path(f"part-{part}.libsvm").write_text("".join(lines[74 * part : 74 * part + 74]))
+    with gzip.open("part-1.libsvm.gz", "wt") as file:
+        file.write(Path("part-1.libsvm").read_text())
+    files = ["part-0.libsvm", "part-1.libsvm.gz", *(f"part-{part}.libsvm" for part in range(2, 5))]
+    Path("bad.libsvm").write_text("malformed\n" + "".join(lines[:3]))
+    done("predict", "run", *files, "--out", "one.npy")
+    expected = json.loads(done("eval", "run", *files, "--json"))
+    report, _, skipped, few = over_ranks(
+        THREE,
+        ["eval", "run", *files, "--json"],
+        ["predict", "run", *files, "--out", "many.npy"],
+        ["eval", "run", *files, "bad.libsvm", "--json", "--set", "data.on_error=skip"],
+        ["predict", "run", "part-1.libsvm.gz", "--out", "few.npy"],
+    )
+    scores = np.load("one.npy")
+    assert np.load("many.npy").shape == (370,)
+    assert np.load("many.npy") == pytest.approx(scores, abs=1e-6)
+    assert "74 scores" in few  # one compressed file: two ranks have nothing to read
+    assert np.load("few.npy") == pytest.approx(scores[74:148], abs=1e-6)
+    found = json.loads(report)
+    assert [found[name] for name in FIGURES] == pytest.approx([expected[name] for name in FIGURES], abs=1e-6)
+    assert found["examples"] == 370
+    assert "1 malformed line was skipped; the first: bad.libsvm, line 1" in json.loads(skipped)["skipped"]
+
+
+# ---- errors
+
+
+def hidden_folder(groups: Groups, folder: str) -> str:
+    os.chdir(folder)
+    if groups.topology.rank == 1:
+        prediction_writer.Path.is_dir = lambda self: False  # type: ignore[method-assign]
+    return commands(groups, folder, [["predict", "run", "--out", "out/scores.npy"]])[0][2]
+
+
+def test_missing_folders_are_named(trained_by_two: Path, tmp_path: Path) -> None:
+    """The folder of --out on another machine; the store of a rank that trained."""
+    shutil.copytree(trained_by_two, tmp_path, dirs_exist_ok=True)
+    errors = run_ranks(PAIR, hidden_folder, str(tmp_path))
+    assert "but rank 1 on host" in errors[1]
+    assert "choose a folder on a file system that all ranks share" in errors[1]
+    assert errors[0].startswith("thermocline: rank 1 failed while opening the folder of --out: ConfigError: --out is")
+    assert not list(Path("out").iterdir())
+    Path("run/store/rank-00001-of-00002").rename("run/store/elsewhere")
+    alone = invoke("eval", "run")
+    assert alone.exit_code == 1
+    host = os.uname().nodename
+    missing = f"store/rank-00001-of-00002, written by rank 1 of 2 on host {host}, but"
+    assert f"{missing} this process on host {host} has no store there" in alone.stderr
+    results = run_ranks(((0, 1, 2),), commands, str(tmp_path), [["train", "small.toml", "--resume"]])
+    errors = [outputs[0][2] for outputs in results]
+    assert [outputs[0][0] for outputs in results] == [1, 1, 1]
+    # Rank 0 needs the store of rank 0 only.
+    assert "rank 1 failed while checking the checkpoint: NotFoundError" in errors[0]
+    for rank in (1, 2):
+        assert f"{missing} rank {rank} of 3 on host {host}" in errors[rank]
+
+
+# ---- which stores a rank reads
+
+
+def test_overlapping_ranks_are_those_that_own_common_keys() -> None:
+    keys = np.arange(200_000, dtype=np.uint64)
+    assert len(np.unique(hash_keys(keys) & np.uint64(0xFFFF))) > 60_000
+    for world in (1, 2, 3, 8):
+        now = owner_of(keys, world)
+        for saved_world in (1, 2, 5, 7):
+            saved = owner_of(keys, saved_world)
+            for rank in range(world):
+                assert [*overlapping_ranks(rank, world, saved_world)] == np.unique(saved[now == rank]).tolist()
+
+
+def reshard(groups: Groups, folder: str) -> tuple[int, list[str]]:
+    """Restore a run with any number of ranks; return the rows of this rank and the stores that it read."""
+    from thermocline.checkpoint.table_stores import TableStores
+
+    os.chdir(folder)
+    opened: list[str] = []
+    original = TableStores._open_saved
+
+    def open_saved(table: Any, source: Any) -> Any:
+        opened.append(source.path.name)
+        return original(table, source)
+
+    TableStores._open_saved = staticmethod(open_saved)  # type: ignore[method-assign]
+    os.environ |= {"RANK": str(groups.topology.rank), "WORLD_SIZE": str(groups.topology.world)}
+    with tc.Run(tc.Config.load("small.toml")) as run:
+        checkpoints = tc.Checkpoints("run", [run.table], run.model, run.optimizers)
+        checkpoints.restore()
+        keys = np.concatenate([keys for keys, _ in run.table.rows()])
+        assert (owner_of(keys, groups.topology.world) == groups.topology.rank).all()
+        checkpoints.close()
+    return len(keys), sorted(set(opened))
+
+
+def test_resharding_reads_only_stores_with_own_rows(trained_by_two: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained_by_two, tmp_path, dirs_exist_ok=True)
+    with tc.Run.load("run") as run:
+        keys = sum(len(keys) for keys, _ in run.table.rows())
+    three = run_ranks(((0, 1, 2),), reshard, str(tmp_path))
+    assert sum(rows for rows, _ in three) == keys > 900
+    names = ["rank-00000-of-00002", "rank-00001-of-00002"]
+    assert [opened for _, opened in three] == [names[:1], names, names[1:]]
