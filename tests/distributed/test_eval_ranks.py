@@ -94,18 +94,20 @@ def test_files_are_scored_in_order(tmp_path: Path) -> None:
     Path("bad.libsvm").write_text("malformed\n" + "".join(lines[:3]))
     done("predict", "run", *files, "--out", "one.npy")
     expected = json.loads(done("eval", "run", *files, "--json"))
-    report, _, skipped, few = over_ranks(
+    report, _, skipped, few, one_block = over_ranks(
         THREE,
         ["eval", "run", *files, "--json"],
         ["predict", "run", *files, "--out", "many.npy"],
         ["eval", "run", *files, "bad.libsvm", "--json", "--set", "data.on_error=skip"],
         ["predict", "run", "part-1.libsvm.gz", "--out", "few.npy"],
+        ["eval", "run", "part-0.libsvm", "--json"],
     )
     scores = np.load("one.npy")
     assert np.load("many.npy").shape == (370,)
     assert np.load("many.npy") == pytest.approx(scores, abs=1e-6)
     assert "74 scores" in few  # one compressed file: two ranks have nothing to read
     assert np.load("few.npy") == pytest.approx(scores[74:148], abs=1e-6)
+    assert json.loads(one_block)["examples"] == 74  # too small for a part per rank: rank 0 reads it
     found = json.loads(report)
     assert [found[name] for name in FIGURES] == pytest.approx([expected[name] for name in FIGURES], abs=1e-6)
     assert found["examples"] == 370

@@ -83,7 +83,7 @@ def _read(path: str) -> dict[str, Any]:
         "has_run": run,
         "has_begun": not run and any((folder / "checkpoints").glob("[0-9]*.json")),
         "saved_by_ranks": saved_by_ranks(path),
-        "config": config.read_text(encoding="utf-8") if config.exists() else None,
+        "config": config.read_text(encoding="utf-8", errors="replace") if config.exists() else None,
         "features": json.loads(features.read_text()) if run and features.exists() else None,
     }
 
