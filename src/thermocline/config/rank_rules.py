@@ -17,7 +17,7 @@ MAY_DIFFER = frozenset(
         *("tiers.hbm", "tiers.mem", "tiers.ssd_mem", "tiers.threads", "data.threads", "dist.bind"),
         # "auto" may be the same device as "cpu" or "cuda". Tables compare the device they train on.
         "tiers.device",
-        # A path; the topology itself is compared when ranks join.
+        # A path on the machine of the rank.
         "dist.topology",
         # Only rank 0 prints and writes metrics.
         *("train.display", "train.tensorboard"),
