@@ -21,6 +21,8 @@ def test_note_has_version_and_precision(note: bytes, kind: str) -> None:
 
 
 def test_commits_of_earlier_builds_have_a_version_each() -> None:
+    wrong = (b'{"history": 1, "step": 2}', b'{"history": "a", "step": -1}', b'{"history": "a"}', b'{"history": ')
+    assert all(RowVersion.of_commit(note, 1).step == 0 for note in wrong)
     notes = [(b"", 1), (b"", 2), (b"a", 1), (append_precision(b"", Precision("int8"), None), 1)]
     versions = [RowVersion.of_commit(note, epoch) for note, epoch in notes]
     assert len(set(versions)) == len(notes)

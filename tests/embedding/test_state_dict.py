@@ -156,7 +156,8 @@ def test_state_dict_without_description_says_what_is_missing() -> None:
 
 def test_damaged_description_raises() -> None:
     _, model = make()
-    for state in (torch.zeros(7), torch.zeros(7, dtype=torch.uint8), None, torch.tensor(list(b'{"format": 9}')).byte()):
+    texts = (torch.tensor(list(text)).byte() for text in (b'{"format": 9}', b'{"format": 1}', b"[1]", b"7"))
+    for state in (torch.zeros(7), torch.zeros(7, dtype=torch.uint8), None, *texts):
         with pytest.raises(tc.FormatError, match=r"_extra_state\) cannot be read: it"):
             model.load_state_dict({**model.state_dict(), "bags.0._extra_state": state})
 

@@ -138,7 +138,7 @@ class EmbeddingBag(torch.nn.Module):
         """Raise `FormatError` unless the table has the rows, and the bag the fields, that `state` names."""
         saved = decode(state)
         require_same_rows(saved, self.table)
-        self.require_fields(saved["fields"])
+        self.require_fields(saved.get("fields"))
 
     def require_fields(self, saved: Sequence[str] | None) -> None:
         """Raise `FormatError` unless the bag reads the fields with these names. Batches must then have them too."""

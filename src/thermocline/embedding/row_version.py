@@ -7,6 +7,7 @@ the version of that commit.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from typing import NamedTuple
@@ -30,9 +31,10 @@ class RowVersion(NamedTuple):
     def of_commit(cls, note: bytes, epoch: int) -> RowVersion:
         """Return the version of a commit. Commits before 0.1.0 do not record it: the note and the epoch replace it."""
         for line in note.split(b"\n")[-2:]:
-            if line.startswith(_PREFIX):
-                saved = json.loads(line)
-                return cls(saved["history"], saved["step"])
+            with contextlib.suppress(ValueError, RecursionError):
+                match json.loads(line):
+                    case {"history": str(history), "step": int(step)} if step >= 0:
+                        return cls(history, step)
         return cls(hashlib.blake2b(b"%d %b" % (epoch, note), digest_size=8).hexdigest(), 0)
 
 

@@ -288,7 +288,7 @@ def _load(table: Table, saved: Tensors, owned: np.ndarray[Any, np.dtype[np.bool_
     _delete_rows(table.checkpoint_store)  # the next save writes the loaded rows to it
     description = decode(saved["table"])
     table.set_version(RowVersion(description["history"], description["step"]))
-    table.lr = description["lr"]
+    table.lr = description.get("lr", table.lr)
 
 
 def _delete_rows(store: SsdStore | None) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from thermocline.tiers.ssd import SsdStore
 
 _FORMAT = 1
+_KEYS = {"format", "table", "layout", "history", "step", "store", "epoch", "committed"}
 _PADDING = 1024
 """Descriptions are padded to a multiple of these bytes: torch.distributed.checkpoint loads tensors of equal size."""
 
@@ -56,10 +57,13 @@ def decode(state: torch.Tensor) -> dict[str, Any]:
     """Return the description that `encode` converted."""
     try:
         description = json.loads(bytes(state.cpu().numpy().astype("uint8", casting="no")))
-        if description["format"] == _FORMAT:
+        if description["format"] != _FORMAT:
+            cause = f"it has format {description['format']}, this version reads {_FORMAT}"
+        elif missing := _KEYS - description.keys():
+            cause = f"it lacks {sorted(missing)}"
+        else:
             return description  # type: ignore[no-any-return]
-        cause = f"it has format {description['format']}, this version reads {_FORMAT}"
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         cause = f"it is not the JSON text that state_dict() wrote ({error})"
     raise FormatError(f"the description of a table in the state_dict (_extra_state) cannot be read: {cause}")
 
