@@ -118,11 +118,12 @@ def test_state_dict_on_other_rows_raises(tmp_path: Path) -> None:
     committed_table, committed = make(tmp_path / "rows")
     train(committed_table, committed, BATCHES[:1])
     committed_table.commit()
-    elsewhere, model = make(tmp_path / "elsewhere")
-    with pytest.raises(tc.FormatError, match=f"open it with ssd='{tmp_path / 'rows'}', epoch=1"):
-        model.load_state_dict(committed.state_dict())
-    for each in (committed_table, elsewhere):
-        each.close()
+    for folder in (tmp_path / "elsewhere", None):
+        elsewhere, model = make(folder)
+        with pytest.raises(tc.FormatError, match=f"open it with ssd='{tmp_path / 'rows'}', epoch=1"):
+            model.load_state_dict(committed.state_dict())
+        elsewhere.close()
+    committed_table.close()
 
 
 @pytest.mark.parametrize(

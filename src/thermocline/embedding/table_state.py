@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from thermocline.tiers.ssd import SsdStore
 
 _FORMAT = 1
-_KEYS = {"format", "table", "layout", "history", "step", "store", "epoch", "committed"}
+_KEYS = {"format", "table", "layout", "history", "step", "ssd", "store", "epoch", "committed"}
 _PADDING = 1024
 """Descriptions are padded to a multiple of these bytes: torch.distributed.checkpoint loads tensors of equal size."""
 
@@ -31,6 +32,7 @@ def describe(table: Table) -> dict[str, Any]:
         "layout": table.layout,
         "history": version.history,
         "step": version.step,
+        "ssd": table.store_root is not None,
         "store": path,
         "epoch": epoch,
         "committed": committed,
@@ -42,7 +44,7 @@ def _newest_commit(table: Table, version: RowVersion) -> tuple[str | None, int, 
     store: SsdStore | None = table.store or table.checkpoint_store
     with contextlib.suppress(ThermoclineError):  # a closed store has no epoch
         if store is not None and store.epoch:
-            folder = store.path if table.store_root is None else str(table.store_root)
+            folder = os.path.abspath(table.store_root or store.path)
             return folder, store.epoch, RowVersion.of_commit(store.note, store.epoch) == version
     return None, 0, False
 
@@ -108,9 +110,9 @@ def _remedy(saved: dict[str, Any], table: Table) -> str:
         return "open a new table for it"
     if not saved["committed"]:
         return f"its rows had not been committed; open the commit of that step, or save rows with {rows}"
-    if table.store_root is None:
+    if not saved["ssd"]:
         return "restore the rows first, with tc.Checkpoints(...).restore()"
-    if str(table.store_root) != saved["store"]:
+    if table.store_root is None or os.path.abspath(table.store_root) != saved["store"]:
         return f"open it with ssd={saved['store']!r}, epoch={saved['epoch']}"
     if table.store is not None and saved["epoch"] in table.store.epochs:
         return f"call table.reopen(epoch={saved['epoch']}) before load_state_dict"
