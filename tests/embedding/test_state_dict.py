@@ -298,6 +298,7 @@ def test_large_tables_are_refused() -> None:
         tc.state_dict(model, rows=True)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_dcp_saves_and_loads_model_and_tables(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp  # imports Triton, which other tests must import after our kernels
 
