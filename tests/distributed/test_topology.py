@@ -81,8 +81,11 @@ def test_next_hop() -> None:
         assert ring.is_linked(relay, b)
         assert (relay == b) == ring.is_linked(a, b)
     assert ring.next_hop(0, 2) != ring.next_hop(1, 3)  # pairs are spread over the relays
-    assert ring.needs_relay
-    assert not Topology(4, 0, ((0, 1, 2, 3),)).needs_relay
+    assert ring.relaying_nodes == {0}
+    assert Topology(
+        6, 0, ((0, 1), (2, 3, 4, 5)), frozenset({(0, 1), (2, 3), (3, 4), (4, 5), (2, 5)})
+    ).relaying_nodes == {1}
+    assert not Topology(4, 0, ((0, 1, 2, 3),)).relaying_nodes
     unlinked = Topology(3, 0, ((0, 1, 2),), frozenset({(0, 1)}))
     assert unlinked.next_hop(0, 2) == 2  # no rank is linked with both
 

@@ -47,7 +47,8 @@ class CollectiveRunner:
         error: Exception | None = None
         value: Any = None
         try:
-            value = work()
+            with self._comm.busy():
+                value = work()
         except Exception as failure:
             error = failure
         results = self._comm.all_gather_object((value, None if error is None else _describe(error)), doing)

@@ -10,7 +10,11 @@ Each communicator spans three groups: "world" (all ranks), "node" (the ranks of 
 equal local rank, one per node). Gloo carries CPU tensors between nodes, shared memory carries them within a node, and
 NCCL carries GPU tensors of the train communicator if every rank has its own GPU.
 
-Blocks     every collective waits for the other ranks of its group, at most `timeout` seconds
+A group is created only where it is used: node groups only on nodes without shared memory, groups between nodes only in
+a job of several.
+
+Blocks     every collective waits for the other ranks of its group until `timeout` seconds have passed in silence
+           (`heartbeat`)
 Raises     `RankError` if another rank exited or timed out
 """
 
@@ -19,8 +23,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import os
+import pickle
+import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -28,14 +35,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from thermocline.distributed.heartbeat import Heartbeat
 from thermocline.distributed.link_relay import relayed_all_to_all
-from thermocline.distributed.rendezvous import scoped_store
-from thermocline.distributed.shm_transport import ShmTransport
+from thermocline.distributed.rendezvous import gather_json, scoped_store
+from thermocline.distributed.shm_transport import ShmTransport, make_transports
 from thermocline.distributed.topology import Topology
-from thermocline.errors import RankError
+from thermocline.distributed.torch_group import TorchGroup
+from thermocline.errors import ConfigError, RankError
 
-Group = Any  # torch.distributed.ProcessGroup
 GroupName = Literal["world", "node", "peers"]
+
+_NAMES = ("train", "ahead", "read")
+_SPARE_FILES = 64
+"""Open files of a rank beside connections: data, stores, logs."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,10 +59,13 @@ class Communicator:
 
     name: str
     topology: Topology
-    timeout: float
-    world: Group
-    node: Group
-    peers: Group
+    heartbeat: Heartbeat
+    world: TorchGroup | None
+    """None if shared memory carries everything between all ranks."""
+    node: TorchGroup | None
+    """None if shared memory carries everything between the ranks of the node."""
+    peers: TorchGroup | None
+    """None in a job of one node, or with a different number of ranks per node."""
     gpu: bool
     """Whether the groups carry GPU tensors; otherwise these are copied through host memory."""
     relays: bool = False
@@ -76,6 +91,12 @@ class Communicator:
             raise RuntimeError(
                 "an evaluation pipeline over these ranks is open: close it before reading rows outside of it"
             )
+
+    def group(self, name: GroupName) -> TorchGroup:
+        """Return a process group that carries messages."""
+        group: TorchGroup | None = getattr(self, name)
+        assert group is not None, f"the {self.name} communicator has no process group {name!r}"
+        return group
 
     def uses_shm(self, group: GroupName) -> bool:
         """Return whether the ranks of a group communicate through shared memory."""
@@ -129,16 +150,16 @@ class Communicator:
         buffer = self.shm.send_buffer(len(message))
         if buffer.data_ptr() != message.data_ptr():
             buffer.copy_(message)
-        return self.shm.exchange(len(message), spans, self.timeout)
+        return self.shm.exchange(len(message), spans)
 
     def _torch_all_to_all(
         self, group: GroupName, message: torch.Tensor, send: list[int], receive: list[int] | None
     ) -> list[torch.Tensor]:
-        process_group = getattr(self, group)
+        process_group = self.group(group)
 
         def exchange(values: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
             received = values.new_empty((sum(receives), *values.shape[1:]))
-            dist.all_to_all_single(received, values.contiguous(), receives, sends, group=process_group)
+            process_group.all_to_all(received, values.contiguous(), receives, sends)
             return received
 
         if receive is None:
@@ -147,7 +168,7 @@ class Communicator:
         if group == "node" and self.relays:
             sizes = torch.tensor(send)
             pairs = [torch.empty_like(sizes) for _ in send]
-            dist.all_gather(pairs, sizes, group=process_group)
+            process_group.all_gather(pairs, sizes)
             received, forwarded = relayed_all_to_all(self.topology, message, [row.tolist() for row in pairs], exchange)
             self.relayed_bytes += forwarded
         else:
@@ -164,17 +185,42 @@ class Communicator:
             return torch.stack(pieces).view(local.dtype).view(len(pieces), *local.shape).numpy()
         gathered = local.new_empty((self.topology.world, *local.shape))
         with self.translate_errors(doing):
-            dist.all_gather(list(gathered.unbind()), local, group=self.world)
+            self.group("world").all_gather(gathered.unbind(), local)
         return gathered.numpy()
 
     def all_gather_object(self, value: Any, doing: str) -> list[Any]:
         """Return a picklable value of every rank, by rank."""
         if self.topology.world == 1:
             return [value]
-        values: list[Any] = [None] * self.topology.world
+        return [pickle.loads(message.numpy().data) for message in self.all_gather_sized(pickle.dumps(value), doing)]
+
+    def all_gather_sized(self, message: bytes, doing: str) -> list[torch.Tensor]:
+        """Return the message of every rank, by rank, as uint8. Messages may have different sizes."""
+        local = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if self.shm is not None and len(self.topology.nodes) == 1:
+            with self.translate_errors(doing):
+                return self._shm_exchange(local, [(0, len(local))] * self.topology.world)
+        sizes = self.all_gather(np.array([len(local)]), doing)[:, 0].tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(local)] = local
+        gathered = padded.new_empty((len(sizes), len(padded)))
         with self.translate_errors(doing):
-            dist.all_gather_object(values, value, group=self.world)
-        return values
+            self.group("world").all_gather(gathered.unbind(), padded)
+        return [row[:size] for row, size in zip(gathered, sizes, strict=True)]
+
+    def broadcast(self, values: torch.Tensor, doing: str) -> None:
+        """Replace the tensor by rank 0's."""
+        with self.translate_errors(doing):
+            if values.is_cpu and self.shm is not None and len(self.topology.nodes) == 1:
+                message = values.reshape(-1).view(torch.uint8)
+                spans = [(0, len(message) if self.topology.rank == 0 else 0)] * self.topology.world
+                values.copy_(self._shm_exchange(message, spans)[0].view(values.dtype).view(values.shape))
+            else:
+                self.group("world").broadcast(values)
+
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for local work that may take longer than the timeout: other ranks wait for it."""
+        return self.heartbeat.busy()
 
     def barrier(self, doing: str) -> None:
         """Wait until every rank has called it."""
@@ -189,8 +235,8 @@ class Communicator:
             t = self.topology
             raise RankError(
                 f"rank {t.rank} of {t.world} (node {t.node}) cannot continue: another rank exited or did not answer "
-                f"within {self.timeout:g} s (dist.timeout) while {doing}. See the error of the rank that exited first; "
-                f"a restart resumes from the last checkpoint. Cause: {str(error).splitlines()[0]}"
+                f"within {self.heartbeat.timeout:g} s (dist.timeout) while {doing}. See the error of the rank that "
+                f"exited first; a restart resumes from the last checkpoint. Cause: {str(error).splitlines()[0]}"
             ) from error
 
 
@@ -201,80 +247,71 @@ def _check_sizes(pieces: list[torch.Tensor], expected: list[int]) -> None:
 
 
 class Groups:
-    """All communicators of a job. Every rank creates it at the same time.
-
-    `world`, `node` and `peers` are the process groups of the train communicator.
-    """
+    """All communicators of a job. Every rank creates it at the same time."""
 
     def __init__(
-        self, topology: Topology, communicators: dict[str, Communicator], timeout: float, owns_torch: bool
+        self, topology: Topology, communicators: dict[str, Communicator], heartbeat: Heartbeat, owns_torch: bool
     ) -> None:
         self.topology = topology
-        self.timeout = timeout
-        self.train, self.ahead, self.read = (communicators[name] for name in ("train", "ahead", "read"))
-        self.world, self.node, self.peers = self.train.world, self.train.node, self.train.peers
+        self.heartbeat = heartbeat
+        self.train, self.ahead, self.read = (communicators[name] for name in _NAMES)
         self._owns_torch = owns_torch
 
     @classmethod
-    def make(cls, topology: Topology, *, timeout: float = 300.0, gpu: bool = False, shared: bool = True) -> Self:
-        """Create all process groups. Collective: all ranks call it once.
+    def make(
+        cls,
+        topology: Topology,
+        *,
+        timeout: float = 300.0,
+        busy_timeout: float = 3600.0,
+        gpu: bool = False,
+        shared: bool = True,
+        store: Any = None,
+    ) -> Self:
+        """Create all process groups. Collective: all ranks call it once, with the same arguments.
 
         Initializes torch.distributed from torchrun's environment if it is not initialized; `close` then destroys it.
 
-        timeout   seconds that any collective waits for other ranks
-        gpu       whether every rank has its own GPU, so that NCCL can carry rows
-        shared    whether ranks of a node use shared memory for CPU tensors, where the system supports it
+        timeout        seconds of silence after which a collective fails
+        busy_timeout   seconds that declared local work of a rank (a commit, a load) may take
+        gpu            whether every rank has its own GPU, so that NCCL can carry rows
+        shared         whether ranks of a node use shared memory for CPU tensors, where the system supports it
+        store          result of `open_store`; None: it is opened here
         """
         owns_torch = not dist.is_initialized()
+        heartbeat: Heartbeat | None = None
         try:
+            if store is None and topology.world > 1:
+                store = open_store(topology.rank, topology.world, timeout)
             if owns_torch:
-                _initialize_torch(topology, timeout, gpu)
-            return cls._make(topology, timeout, gpu, shared, owns_torch)
+                _initialize_torch(topology, store, timeout, gpu)
+            if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.world):
+                raise RankError(
+                    f"rank mismatch: torch.distributed has rank {dist.get_rank()} of {dist.get_world_size()}, the "
+                    f"topology has rank {topology.rank} of {topology.world}"
+                )
+            # A clone has its own connection: a call of another thread that blocks does not stop the heartbeat.
+            heartbeat = Heartbeat(None if store is None else store.clone(), timeout, busy_timeout)
+            communicators = _make_communicators(topology, store, heartbeat, gpu, shared, owns_torch)
+            return cls(topology, communicators, heartbeat, owns_torch)
         except BaseException:
+            if heartbeat is not None:
+                heartbeat.close()
             if owns_torch and dist.is_initialized():
                 dist.destroy_process_group()
             raise
 
-    @classmethod
-    def _make(cls, topology: Topology, timeout: float, gpu: bool, shared: bool, owns_torch: bool) -> Self:
-        if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.world):
-            raise RankError(
-                f"rank mismatch: torch.distributed has rank {dist.get_rank()} of {dist.get_world_size()}, the topology "
-                f"has rank {topology.rank} of {topology.world}"
-            )
-        world, node = tuple(range(topology.world)), topology.nodes[topology.node]
-        largest = max(len(ranks) for ranks in topology.nodes)
-        all_peers = [tuple(ranks[i] for ranks in topology.nodes if i < len(ranks)) for i in range(largest)]
-        communicators = {}
-        for name in ("train", "ahead", "read"):
-            nccl, relays = gpu and name == "train", name == "train" and topology.needs_relay
-            process_groups: dict[tuple[int, ...], Group] = {}
-            for ranks in (world, *topology.nodes, *all_peers):
-                if ranks not in process_groups:
-                    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-                    wait = datetime.timedelta(seconds=timeout)
-                    process_groups[ranks] = dist.new_group(list(ranks), timeout=wait, backend=backend)
-            shm = None
-            if shared and len(node) > 1 and not nccl and not relays:
-                shm = ShmTransport.make(process_groups[node], node, topology.rank)
-            communicators[name] = Communicator(
-                name,
-                topology,
-                timeout,
-                process_groups[world],
-                process_groups[node],
-                process_groups[topology.peers],
-                nccl,
-                relays,
-                shm,
-            )
-        return cls(topology, communicators, timeout, owns_torch)
+    @property
+    def timeout(self) -> float:
+        """Seconds of silence after which a collective fails."""
+        return self.heartbeat.timeout
 
     def close(self, *, failed: bool = False) -> None:
-        """Close shared memory, and destroy torch.distributed if `make` initialized it.
+        """Close shared memory and heartbeat, and destroy torch.distributed if `make` initialized it.
 
         failed   aborts NCCL instead of waiting for collectives that other ranks may never join
         """
+        self.heartbeat.close()
         for comm in (self.train, self.ahead, self.read):
             if comm.shm is not None:
                 comm.shm.close()  # it stays set: a pipeline that still has the communicator raises instead of waiting
@@ -294,12 +331,114 @@ class Groups:
         self.close(failed=kind is not None)
 
 
-def _initialize_torch(topology: Topology, timeout: float, gpu: bool) -> None:
-    wait = datetime.timedelta(seconds=timeout)
-    if topology.world == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]
+# ---- set-up
+
+
+def open_store(rank: int, world: int, timeout: float) -> Any:
+    """Return the store of this restart attempt: torch's default store, or the one of torchrun's environment.
+
+    Collective. Raises `RankError` if a rank is missing.
+    """
+    if dist.is_initialized():
+        base = dist.distributed_c10d._get_default_store()
     else:
-        base, _, _ = next(dist.rendezvous("env://", timeout=wait))  # type: ignore[attr-defined]
-        store = scoped_store(base, topology.rank, topology.world, timeout)
-    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    dist.init_process_group(backend, timeout=wait, store=store, rank=topology.rank, world_size=topology.world)
+        base, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))  # type: ignore[attr-defined]
+    return scoped_store(base, rank, world, timeout)
+
+
+def _initialize_torch(topology: Topology, store: Any, timeout: float, gpu: bool) -> None:
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # a pair of ranks connects when it first communicates
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpu else "gloo",
+        timeout=datetime.timedelta(seconds=timeout),
+        store=dist.HashStore() if store is None else store,  # type: ignore[attr-defined]
+        rank=topology.rank,
+        world_size=topology.world,
+    )
+
+
+def _make_communicators(
+    topology: Topology, store: Any, heartbeat: Heartbeat, gpu: bool, shared: bool, owns_torch: bool
+) -> dict[str, Communicator]:
+    every_node = set(range(len(topology.nodes)))
+    transports: list[ShmTransport] | None = None
+    without_shm = every_node
+    if shared and topology.world > 1:
+        transports, causes = make_transports(store, topology, len(_NAMES), heartbeat)
+        without_shm = {node for node, cause in enumerate(causes) if cause is not None}
+    over_torch = dict.fromkeys(_NAMES, without_shm)
+    over_torch["train"] = every_node if gpu else without_shm | topology.relaying_nodes
+    plans = {name: _needed_groups(topology, nodes) for name, nodes in over_torch.items()}
+    if topology.world > 1:
+        _require_files(topology, store, heartbeat.timeout, plans.values())
+    communicators = {}
+    for number, (name, needed) in enumerate(plans.items()):
+        nccl = gpu and name == "train"
+        made: dict[tuple[int, ...], TorchGroup] = {}
+        for ranks in needed:
+            if owns_torch and name == "train" and len(ranks) == topology.world:
+                process_group: Any = dist.group.WORLD
+            else:
+                process_group = dist.new_group(
+                    list(ranks),
+                    timeout=datetime.timedelta(seconds=heartbeat.timeout),
+                    backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
+                )
+            if topology.rank in ranks:
+                made[ranks] = TorchGroup(process_group, heartbeat)
+        shm = None
+        if transports:
+            shm = transports[number]
+            if topology.node in over_torch[name]:
+                shm.close()
+                shm = None
+        communicators[name] = Communicator(
+            name,
+            topology,
+            heartbeat,
+            made.get(tuple(range(topology.world))),
+            made.get(topology.nodes[topology.node]),
+            made.get(topology.peers),
+            nccl,
+            name == "train" and topology.node in topology.relaying_nodes,
+            shm,
+        )
+    return communicators
+
+
+def _needed_groups(topology: Topology, over_torch: set[int]) -> list[tuple[int, ...]]:
+    """Return the ranks of the process groups that a communicator needs, the same on all ranks.
+
+    over_torch   nodes whose ranks send messages to each other through torch
+    """
+    nodes = topology.nodes
+    needed = []
+    if over_torch or len(nodes) > 1:
+        needed.append(tuple(range(topology.world)))
+    if topology.is_uniform and len(nodes) > 1:
+        needed += [tuple(ranks[i] for ranks in nodes) for i in range(len(nodes[0]))]
+    needed += [nodes[number] for number in sorted(over_torch)]
+    return [ranks for ranks in dict.fromkeys(needed) if len(ranks) > 1]
+
+
+def _require_files(topology: Topology, store: Any, timeout: float, plans: Iterable[list[tuple[int, ...]]]) -> None:
+    """Raise `ConfigError` on every rank if the open files of one are limited to less than all its connections need.
+
+    Raises this process's soft limit first, up to its hard limit.
+    """
+    connections = sum(len(ranks) - 1 for plan in plans for ranks in plan if topology.rank in ranks)
+    needed = len(os.listdir("/proc/self/fd")) + connections + _SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    problem = None
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            problem = (
+                f"rank {topology.rank} of {topology.world} needs up to {needed} open files, its limit is {hard}: "
+                f"raise the limit of open files (ulimit -n {needed})"
+            )
+        else:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    problems = gather_json(store, "open files", topology.rank, topology.world, problem, timeout)
+    for problem in problems:
+        if problem is not None:
+            raise ConfigError(problem)

@@ -102,10 +102,13 @@ class Topology:
         return relays[(node.index(a) + node.index(b)) % len(relays)] if relays else b
 
     @property
-    def needs_relay(self) -> bool:
-        """Whether any pair of this rank's node sends through a third rank."""
-        node = self.nodes[self.node]
-        return any(self.next_hop(a, b) != b for a in node for b in node)
+    def relaying_nodes(self) -> set[int]:
+        """Nodes in which some pair of ranks sends through a third rank."""
+        return {
+            index
+            for index, node in enumerate(self.nodes)
+            if self.links is not None and any(self.next_hop(a, b) != b for a in node for b in node)
+        }
 
     # ---- constructors
 
