@@ -17,7 +17,8 @@ import torch
 from helpers.ranks import run_failing_ranks, run_ranks
 
 import thermocline as tc
-from thermocline.distributed.communicator import Groups, open_store
+from thermocline.distributed.communicator import Groups
+from thermocline.distributed.group_setup import open_store
 from thermocline.distributed.shm_transport import ShmSegment, make_transports, segment_bytes
 from thermocline.errors import RankError
 

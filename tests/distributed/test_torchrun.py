@@ -168,10 +168,10 @@ def test_close_destroys_the_process_group(join_one_rank: None) -> None:
 
 
 def test_failed_groups_destroy_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise RuntimeError("creating groups failed")
 
-    monkeypatch.setattr(communicator, "_make_communicators", fail)
+    monkeypatch.setattr(communicator, "make_channels", fail)
     with pytest.raises(RuntimeError, match="creating groups failed"):
         Groups.make(Topology.single())
     assert not dist.is_initialized()

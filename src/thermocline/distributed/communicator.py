@@ -22,12 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
-import os
 import pickle
-import resource
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -35,19 +32,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from thermocline.distributed.group_setup import Channels, initialize_torch, make_channels, open_store
 from thermocline.distributed.heartbeat import Heartbeat
 from thermocline.distributed.link_relay import relayed_all_to_all
-from thermocline.distributed.rendezvous import gather_json, scoped_store
-from thermocline.distributed.shm_transport import ShmTransport, make_transports
+from thermocline.distributed.shm_transport import ShmTransport
 from thermocline.distributed.topology import Topology
 from thermocline.distributed.torch_group import TorchGroup
-from thermocline.errors import ConfigError, RankError
+from thermocline.errors import RankError
 
 GroupName = Literal["world", "node", "peers"]
 
 _NAMES = ("train", "ahead", "read")
-_SPARE_FILES = 64
-"""Open files of a rank beside connections: data, stores, logs."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -250,12 +245,25 @@ class Groups:
     """All communicators of a job. Every rank creates it at the same time."""
 
     def __init__(
-        self, topology: Topology, communicators: dict[str, Communicator], heartbeat: Heartbeat, owns_torch: bool
+        self, topology: Topology, channels: Sequence[Channels], heartbeat: Heartbeat, gpu: bool, owns_torch: bool
     ) -> None:
         self.topology = topology
         self.heartbeat = heartbeat
-        self.train, self.ahead, self.read = (communicators[name] for name in _NAMES)
         self._owns_torch = owns_torch
+        self.train, self.ahead, self.read = (
+            Communicator(
+                name,
+                topology,
+                heartbeat,
+                channel.world,
+                channel.node,
+                channel.peers,
+                gpu=gpu and name == "train",
+                relays=name == "train" and topology.node in topology.relaying_nodes,
+                shm=channel.shm,
+            )
+            for name, channel in zip(_NAMES, channels, strict=True)
+        )
 
     @classmethod
     def make(
@@ -284,7 +292,7 @@ class Groups:
             if store is None and topology.world > 1:
                 store = open_store(topology.rank, topology.world, timeout)
             if owns_torch:
-                _initialize_torch(topology, store, timeout, gpu)
+                initialize_torch(topology, store, timeout, gpu)
             if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.world):
                 raise RankError(
                     f"rank mismatch: torch.distributed has rank {dist.get_rank()} of {dist.get_world_size()}, the "
@@ -292,8 +300,10 @@ class Groups:
                 )
             # A clone has its own connection: a call of another thread that blocks does not stop the heartbeat.
             heartbeat = Heartbeat(None if store is None else store.clone(), timeout, busy_timeout)
-            communicators = _make_communicators(topology, store, heartbeat, gpu, shared, owns_torch)
-            return cls(topology, communicators, heartbeat, owns_torch)
+            channels = make_channels(
+                topology, store, heartbeat, _NAMES, "train" if gpu else None, shared=shared, owns_torch=owns_torch
+            )
+            return cls(topology, channels, heartbeat, gpu, owns_torch)
         except BaseException:
             if heartbeat is not None:
                 heartbeat.close()
@@ -305,6 +315,16 @@ class Groups:
     def timeout(self) -> float:
         """Seconds of silence after which a collective fails."""
         return self.heartbeat.timeout
+
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for local work of this rank that may take longer than the timeout.
+
+            with groups.busy():
+                upload(snapshot)
+
+        Other ranks wait for it, at most `busy_timeout` seconds.
+        """
+        return self.heartbeat.busy()
 
     def close(self, *, failed: bool = False) -> None:
         """Close shared memory and heartbeat, and destroy torch.distributed if `make` initialized it.
@@ -329,116 +349,3 @@ class Groups:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(failed=kind is not None)
-
-
-# ---- set-up
-
-
-def open_store(rank: int, world: int, timeout: float) -> Any:
-    """Return the store of this restart attempt: torch's default store, or the one of torchrun's environment.
-
-    Collective. Raises `RankError` if a rank is missing.
-    """
-    if dist.is_initialized():
-        base = dist.distributed_c10d._get_default_store()
-    else:
-        base, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))  # type: ignore[attr-defined]
-    return scoped_store(base, rank, world, timeout)
-
-
-def _initialize_torch(topology: Topology, store: Any, timeout: float, gpu: bool) -> None:
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # a pair of ranks connects when it first communicates
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if gpu else "gloo",
-        timeout=datetime.timedelta(seconds=timeout),
-        store=dist.HashStore() if store is None else store,  # type: ignore[attr-defined]
-        rank=topology.rank,
-        world_size=topology.world,
-    )
-
-
-def _make_communicators(
-    topology: Topology, store: Any, heartbeat: Heartbeat, gpu: bool, shared: bool, owns_torch: bool
-) -> dict[str, Communicator]:
-    every_node = set(range(len(topology.nodes)))
-    transports: list[ShmTransport] | None = None
-    without_shm = every_node
-    if shared and topology.world > 1:
-        transports, causes = make_transports(store, topology, len(_NAMES), heartbeat)
-        without_shm = {node for node, cause in enumerate(causes) if cause is not None}
-    over_torch = dict.fromkeys(_NAMES, without_shm)
-    over_torch["train"] = every_node if gpu else without_shm | topology.relaying_nodes
-    plans = {name: _needed_groups(topology, nodes) for name, nodes in over_torch.items()}
-    if topology.world > 1:
-        _require_files(topology, store, heartbeat.timeout, plans.values())
-    communicators = {}
-    for number, (name, needed) in enumerate(plans.items()):
-        nccl = gpu and name == "train"
-        made: dict[tuple[int, ...], TorchGroup] = {}
-        for ranks in needed:
-            if owns_torch and name == "train" and len(ranks) == topology.world:
-                process_group: Any = dist.group.WORLD
-            else:
-                process_group = dist.new_group(
-                    list(ranks),
-                    timeout=datetime.timedelta(seconds=heartbeat.timeout),
-                    backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
-                )
-            if topology.rank in ranks:
-                made[ranks] = TorchGroup(process_group, heartbeat)
-        shm = None
-        if transports:
-            shm = transports[number]
-            if topology.node in over_torch[name]:
-                shm.close()
-                shm = None
-        communicators[name] = Communicator(
-            name,
-            topology,
-            heartbeat,
-            made.get(tuple(range(topology.world))),
-            made.get(topology.nodes[topology.node]),
-            made.get(topology.peers),
-            nccl,
-            name == "train" and topology.node in topology.relaying_nodes,
-            shm,
-        )
-    return communicators
-
-
-def _needed_groups(topology: Topology, over_torch: set[int]) -> list[tuple[int, ...]]:
-    """Return the ranks of the process groups that a communicator needs, the same on all ranks.
-
-    over_torch   nodes whose ranks send messages to each other through torch
-    """
-    nodes = topology.nodes
-    needed = []
-    if over_torch or len(nodes) > 1:
-        needed.append(tuple(range(topology.world)))
-    if topology.is_uniform and len(nodes) > 1:
-        needed += [tuple(ranks[i] for ranks in nodes) for i in range(len(nodes[0]))]
-    needed += [nodes[number] for number in sorted(over_torch)]
-    return [ranks for ranks in dict.fromkeys(needed) if len(ranks) > 1]
-
-
-def _require_files(topology: Topology, store: Any, timeout: float, plans: Iterable[list[tuple[int, ...]]]) -> None:
-    """Raise `ConfigError` on every rank if the open files of one are limited to less than all its connections need.
-
-    Raises this process's soft limit first, up to its hard limit.
-    """
-    connections = sum(len(ranks) - 1 for plan in plans for ranks in plan if topology.rank in ranks)
-    needed = len(os.listdir("/proc/self/fd")) + connections + _SPARE_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    problem = None
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        if hard != resource.RLIM_INFINITY and hard < needed:
-            problem = (
-                f"rank {topology.rank} of {topology.world} needs up to {needed} open files, its limit is {hard}: "
-                f"raise the limit of open files (ulimit -n {needed})"
-            )
-        else:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    problems = gather_json(store, "open files", topology.rank, topology.world, problem, timeout)
-    for problem in problems:
-        if problem is not None:
-            raise ConfigError(problem)

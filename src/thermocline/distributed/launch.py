@@ -93,7 +93,8 @@ def join_ranks(dist: Dist | None = None) -> Groups:
     world = world_size()
     import torch
 
-    from thermocline.distributed.communicator import Groups, open_store
+    from thermocline.distributed.communicator import Groups
+    from thermocline.distributed.group_setup import open_store
     from thermocline.distributed.rendezvous import decide_json
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
