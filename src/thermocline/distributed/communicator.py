@@ -28,7 +28,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from thermocline.distributed import messages
 from thermocline.distributed.link_relay import relayed_all_to_all
+from thermocline.distributed.messages import Buffer
 from thermocline.distributed.rendezvous import scoped_store
 from thermocline.distributed.shm_transport import ShmTransport
 from thermocline.distributed.topology import Topology
@@ -167,14 +169,27 @@ class Communicator:
             dist.all_gather(list(gathered.unbind()), local, group=self.world)
         return gathered.numpy()
 
-    def all_gather_object(self, value: Any, doing: str) -> list[Any]:
-        """Return a picklable value of every rank, by rank."""
+    def all_gather_message(self, message: Buffer, doing: str) -> list[Buffer]:
+        """Return the messages of all ranks, by rank: `messages.encode` makes them, `messages.decode` reads them."""
         if self.topology.world == 1:
-            return [value]
-        values: list[Any] = [None] * self.topology.world
+            return [message]
         with self.translate_errors(doing):
-            dist.all_gather_object(values, value, group=self.world)
-        return values
+            return [*messages.all_gather_message(self.world, message)]
+
+    def gather_message(self, message: Buffer, doing: str) -> list[Buffer]:
+        """Return the messages of all ranks on rank 0, by rank; the other ranks send theirs and return []."""
+        if self.topology.world == 1:
+            return [message]
+        with self.translate_errors(doing):
+            return [*messages.gather_message(self.world, message)]
+
+    def broadcast_message(self, message: Buffer | None, doing: str) -> Buffer:
+        """Return rank 0's message on every rank; the other ranks pass None. A rank receives it once."""
+        if self.topology.world == 1:
+            assert message is not None
+            return message
+        with self.translate_errors(doing):
+            return messages.broadcast_message(self.world, message)
 
     def barrier(self, doing: str) -> None:
         """Wait until every rank has called it."""

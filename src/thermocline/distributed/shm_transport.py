@@ -29,9 +29,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from thermocline.core import _core
+from thermocline.distributed.messages import all_gather_message, decode, encode
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -128,6 +128,11 @@ def _create_segments(ranks: int) -> list[ShmSegment]:
     return segments
 
 
+def _all_gather(group: Any, value: Any) -> list[Any]:
+    """Return the values of all ranks of a group, in group order."""
+    return [decode(message) for message in all_gather_message(group, encode(value))]
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class ShmTransport:
     """The segments of a group of ranks on one machine. `make` creates it."""
@@ -152,8 +157,7 @@ class ShmTransport:
         """
         index, size = list(ranks).index(rank), len(ranks)
         local = _create_segments(size)
-        addresses: list[Any] = [None] * size
-        dist.all_gather_object(addresses, [segment.address for segment in local], group=group)
+        addresses = _all_gather(group, [segment.address for segment in local])
         transport = cls([local if other == index else [] for other in range(size)], index, {}, tuple(ranks))
         attached = all(addresses)
         try:
@@ -164,9 +168,7 @@ class ShmTransport:
                         transport.segments[other].append(ShmSegment.attach(address, size))
         except (OSError, AttributeError):  # AttributeError: a Python built without pidfd_open
             attached = False
-        all_attached: list[Any] = [None] * size
-        dist.all_gather_object(all_attached, attached, group=group)
-        if all(all_attached):
+        if all(_all_gather(group, attached)):
             return transport
         transport.close()
         return None
