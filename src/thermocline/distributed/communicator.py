@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -32,9 +31,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from thermocline.distributed import messages
 from thermocline.distributed.group_setup import Channels, initialize_torch, make_channels, open_store
 from thermocline.distributed.heartbeat import Heartbeat
 from thermocline.distributed.link_relay import relayed_all_to_all
+from thermocline.distributed.messages import Buffer
 from thermocline.distributed.shm_transport import ShmTransport
 from thermocline.distributed.topology import Topology
 from thermocline.distributed.torch_group import TorchGroup
@@ -175,7 +176,7 @@ class Communicator:
         if self.topology.world == 1:
             return values[None]
         local = torch.from_numpy(np.ascontiguousarray(values))
-        if self.shm is not None and len(self.topology.nodes) == 1:
+        if self._shm_of_job is not None:
             pieces = self.all_gather_bytes(local.reshape(-1).view(torch.uint8), doing)
             return torch.stack(pieces).view(local.dtype).view(len(pieces), *local.shape).numpy()
         gathered = local.new_empty((self.topology.world, *local.shape))
@@ -183,30 +184,51 @@ class Communicator:
             self.group("world").all_gather(gathered.unbind(), local)
         return gathered.numpy()
 
-    def all_gather_object(self, value: Any, doing: str) -> list[Any]:
-        """Return a picklable value of every rank, by rank."""
+    def all_gather_message(self, message: Buffer, doing: str) -> list[Buffer]:
+        """Return the messages of all ranks, by rank: `messages.encode` makes them, `messages.decode` reads them."""
         if self.topology.world == 1:
-            return [value]
-        return [pickle.loads(message.numpy().data) for message in self.all_gather_sized(pickle.dumps(value), doing)]
-
-    def all_gather_sized(self, message: bytes, doing: str) -> list[torch.Tensor]:
-        """Return the message of every rank, by rank, as uint8. Messages may have different sizes."""
-        local = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        if self.shm is not None and len(self.topology.nodes) == 1:
-            with self.translate_errors(doing):
-                return self._shm_exchange(local, [(0, len(local))] * self.topology.world)
-        sizes = self.all_gather(np.array([len(local)]), doing)[:, 0].tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(local)] = local
-        gathered = padded.new_empty((len(sizes), len(padded)))
+            return [message]
         with self.translate_errors(doing):
-            self.group("world").all_gather(gathered.unbind(), padded)
-        return [row[:size] for row, size in zip(gathered, sizes, strict=True)]
+            if self._shm_of_job is not None:
+                return self._shm_messages(message, [True] * self.topology.world)
+            return [*messages.all_gather_message(self.group("world"), message)]
+
+    def gather_message(self, message: Buffer, doing: str) -> list[Buffer]:
+        """Return the messages of all ranks on rank 0, by rank; the other ranks send theirs and return []."""
+        if self.topology.world == 1:
+            return [message]
+        with self.translate_errors(doing):
+            if self._shm_of_job is not None:
+                received = self._shm_messages(message, [rank == 0 for rank in range(self.topology.world)])
+                return received if self.topology.rank == 0 else []
+            return [*messages.gather_message(self.group("world"), message)]
+
+    def broadcast_message(self, message: Buffer | None, doing: str) -> Buffer:
+        """Return rank 0's message on every rank; the other ranks pass None. A rank receives it once."""
+        if self.topology.world == 1:
+            assert message is not None
+            return message
+        with self.translate_errors(doing):
+            if self._shm_of_job is not None:
+                sent = b"" if message is None else message
+                return self._shm_messages(sent, [message is not None] * self.topology.world)[0]
+            return messages.broadcast_message(self.group("world"), message)
+
+    @property
+    def _shm_of_job(self) -> ShmTransport | None:
+        """Shared memory, if it reaches all ranks."""
+        return self.shm if len(self.topology.nodes) == 1 else None
+
+    def _shm_messages(self, message: Buffer, readers: list[bool]) -> list[Buffer]:
+        """Send the message to the ranks marked in `readers`. Returns copies of the messages of all ranks."""
+        local = messages.as_tensor(message)
+        pieces = self._shm_exchange(local, [(0, len(local) if reads else 0) for reads in readers])
+        return [piece.clone().numpy().data for piece in pieces]
 
     def broadcast(self, values: torch.Tensor, doing: str) -> None:
         """Replace the tensor by rank 0's."""
         with self.translate_errors(doing):
-            if values.is_cpu and self.shm is not None and len(self.topology.nodes) == 1:
+            if values.is_cpu and self._shm_of_job is not None:
                 message = values.reshape(-1).view(torch.uint8)
                 spans = [(0, len(message) if self.topology.rank == 0 else 0)] * self.topology.world
                 values.copy_(self._shm_exchange(message, spans)[0].view(values.dtype).view(values.shape))

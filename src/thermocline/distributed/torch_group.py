@@ -41,6 +41,16 @@ class TorchGroup:
         self._heartbeat = heartbeat
         process_group._get_backend(torch.device("cpu"))._set_default_timeout(_GLOO_TIMEOUT)
 
+    @property
+    def rank(self) -> int:
+        """Index of this rank in the group."""
+        return dist.get_rank(self.process_group)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the group."""
+        return dist.get_world_size(self.process_group)
+
     def all_to_all(self, out: torch.Tensor, values: torch.Tensor, receives: list[int], sends: list[int]) -> None:
         self._call(dist.all_to_all_single, out, values, receives, sends)
 
@@ -52,6 +62,10 @@ class TorchGroup:
 
     def reduce_scatter_single(self, out: torch.Tensor, values: torch.Tensor) -> None:
         self._call(_reduce_scatter_single, out, values)
+
+    def gather(self, out: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+        """Gather on the group's first rank; the others pass an empty `out`."""
+        self._call(dist.gather, values, list(out) or None, group_dst=0)
 
     def all_reduce(self, values: torch.Tensor) -> None:
         self._call(dist.all_reduce, values)
