@@ -8,6 +8,7 @@ import resource
 import signal
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,12 @@ def test_a_lost_rank_is_detected(how: str, cause: str) -> None:
     assert time.monotonic() - start < 60
 
 
-MISSING = [(name, how) for name in ("memfd_create", "stat") for how in ("refused", "absent")][:-1]
+MISSING = [
+    ("memfd_create", "refused"),
+    ("memfd_create", "absent"),
+    ("memfd_create", "refused later"),
+    ("stat", "refused"),
+]
 
 
 def make_without_calls(groups: Groups) -> Any:
@@ -97,17 +103,26 @@ def make_without_calls(groups: Groups) -> Any:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            if topology.rank == 2 and how == "refused":
-                patch.setattr(os, name, _raise_os_error)
-            elif topology.rank == 2:
+            if topology.rank == 2 and how == "absent":
                 patch.delattr(os, name)
+            elif topology.rank == 2:
+                patch.setattr(os, name, refuse_after(os.memfd_create, 3 if how == "refused later" else 0))
             made, causes = make_transports(store, topology, 2, groups.heartbeat, name=f"{name} {how}")
         results.append((made, causes[0], len(caught), len(os.listdir("/proc/self/fd")) - before))
     return results
 
 
-def _raise_os_error(*_: Any) -> int:
-    raise OSError("not supported")
+def refuse_after(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """Return a function that fails after a number of calls."""
+    left = [None] * calls
+
+    def call(*args: Any) -> Any:
+        if not left:
+            raise OSError("not supported")
+        left.pop()
+        return function(*args)
+
+    return call
 
 
 def test_no_rank_uses_shared_memory_if_one_cannot() -> None:

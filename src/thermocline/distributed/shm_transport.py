@@ -143,21 +143,21 @@ def make_transports(
     or None where all succeeded. The first rank of such a node warns.
     """
     node, index = topology.nodes[topology.node], topology.local_rank
-    own: list[tuple[OwnSegment, OwnSegment]] = []
+    own: list[OwnSegment] = []
     made: list[ShmTransport] = []
     cause: str | None = None
     try:
-        for _ in range(count if len(node) > 1 else 0):
-            own.append((OwnSegment(len(node)), OwnSegment(len(node))))
+        for _ in range(2 * count if len(node) > 1 else 0):
+            own.append(OwnSegment(len(node)))
     except (OSError, AttributeError) as error:  # AttributeError: a Python built without memfd_create
         cause = f"rank {topology.rank} cannot create a segment: {error}"
-    addresses: Any = [[segment.address for segment in pair] for pair in own]
+    addresses = [segment.address for segment in own]
     gathered = gather_json(store, name, topology.rank, topology.world, [cause, addresses], heartbeat.timeout)
     if not any(gathered[rank][0] for rank in node):
         try:
-            for number, pair in enumerate(own):
-                of_ranks = [[tuple(address) for address in gathered[rank][1][number]] for rank in node]
-                made.append(ShmTransport.attach(pair, of_ranks, index, node, heartbeat))
+            for begin in range(0, len(own), 2):
+                of_ranks = [[tuple(address) for address in gathered[rank][1][begin : begin + 2]] for rank in node]
+                made.append(ShmTransport.attach((own[begin], own[begin + 1]), of_ranks, index, node, heartbeat))
         except OSError as error:
             cause = f"rank {topology.rank} cannot map the segments of the other ranks: {error}"
     attached = gather_json(store, f"{name} attached", topology.rank, topology.world, cause, heartbeat.timeout)
@@ -165,9 +165,8 @@ def make_transports(
     cause = causes[topology.node]
     if cause is None:
         return made, causes
-    for pair in own:
-        for segment in pair:
-            segment.close()
+    for segment in own:
+        segment.close()
     if index == 0:
         warnings.warn(
             f"node {topology.node} has no shared memory between its ranks ({cause}): they use sockets, which are "
