@@ -63,7 +63,9 @@ class ShardedTable(Table):
                 )
             salt = spec.table_id & (2**63 - 1)
             exchange = RowExchange(topology, hops=hops, wire=wire, salt=salt, threads=spec.threads)
-            return ShardedBackend(spec, make_local_backend(spec, device, epoch), groups, exchange)
+            with groups.busy():  # opening a large store takes minutes
+                local = make_local_backend(spec, device, epoch)
+            return ShardedBackend(spec, local, groups, exchange)
 
         super().__init__(dim, optimizer, ssd=ssd, make_backend=make_backend, **options)
 
