@@ -32,6 +32,8 @@ class Case:
     """Whether some ranks do not use some parameters in some steps."""
     save_at: int = 0
     """Step after which all state is saved to bytes and loaded into new objects; 0: never."""
+    evaluate_at: tuple[int, ...] = ()
+    """Steps after which the tensors of the merged model are recorded."""
     merge_at: tuple[int, ...] = ()
     """Steps after which `merge_now` is called."""
     decay: float = 0.0
@@ -83,12 +85,16 @@ def state_of(net: Net, optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def train(groups: Groups, cases: list[Case]) -> list[tuple[Tensors, int, int]]:
-    """Train all cases on this rank. Returns final tensors and bytes sent within and between nodes, by case."""
+    """Train all cases on this rank. Returns final tensors and bytes sent within and between nodes, by case.
+
+    The tensors of merged models are named "step/name".
+    """
     return [_train(groups, case) for case in cases]
 
 
 def _train(groups: Groups, case: Case) -> tuple[Tensors, int, int]:
     net, optimizer, sync = _make(groups, case)
+    evaluated: Tensors = {}
     with torch.no_grad():  # `begin` replaces the parameters of all ranks but rank 0
         for parameter in net.parameters():
             parameter += groups.topology.rank
@@ -99,9 +105,14 @@ def _train(groups: Groups, case: Case) -> tuple[Tensors, int, int]:
         optimizer.step()
         optimizer.zero_grad()
         sync.after_step(step)
-        if step in case.merge_at or step == case.save_at:
+        if step in case.merge_at:
             sync.merge_now()
             assert not sync.merge_now()  # nothing has changed since
+        if step in case.evaluate_at:
+            own = state_of(net, optimizer)
+            with sync.merged():
+                evaluated |= {f"{step}/{name}": value.clone() for name, value in net.state_dict().items()}
+            assert_same(state_of(net, optimizer), own, (case, step))
         if step == case.save_at:
             tensors: Tensors = {}
             tree = (net.state_dict(), optimizer.state_dict(), sync.state_dict())
@@ -110,9 +121,9 @@ def _train(groups: Groups, case: Case) -> tuple[Tensors, int, int]:
             net, optimizer, sync = _make(groups, case)
             for target, state in zip((net, optimizer, sync), saved, strict=True):
                 target.load_state_dict(state)
-            assert not sync.merge_now()
+            sync.begin()
     sync.merge_now()
-    return state_of(net, optimizer), sync.traffic.within, sync.traffic.between
+    return state_of(net, optimizer) | evaluated, sync.traffic.within, sync.traffic.between
 
 
 def _make(groups: Groups, case: Case) -> tuple[Net, torch.optim.Optimizer, DenseParameters]:
@@ -166,6 +177,7 @@ class DenseSimulation:
         self.moments: list[dict[str, Tensors]] = [{} for _ in self.nets]
         self.frozen: dict[str, tuple[torch.Tensor, int]] = {}
         self.merged = {"x": 0, "m": 0, "v": 0}
+        self.evaluated: Tensors = {}
 
     def run(self) -> list[Tensors]:
         """Train on one torch thread, as ranks do, and return the final tensors of every rank."""
@@ -186,13 +198,15 @@ class DenseSimulation:
                 self.average_gradients()
             for rank in range(len(self.nets)):
                 self.adam(rank, step)
-            now = step in case.merge_at or step in (case.save_at, case.steps)
+            now = step in case.merge_at or step == case.steps
             if sync.mode != "gradients":
                 for kind, period in zip("xmv", sync.periods(), strict=True):
                     if period is not None and (now or step in merge_steps(sync, period, case.steps)):
                         self.merge(kind, step)
             elif now:
                 self.merge_buffers()
+            if step in case.evaluate_at:
+                self.evaluate(step)
         return [self.state(rank) for rank in range(len(self.nets))]
 
     def named(self) -> Iterator[tuple[str, list[Any]]]:
@@ -263,8 +277,17 @@ class DenseSimulation:
                 for buffer in buffers:
                     buffer.copy_(merged)
 
+    @torch.no_grad()
+    def evaluate(self, step: int) -> None:
+        """Record the mean model: equal tensors as they are, integers of rank 0."""
+        for name, first in self.nets[0].state_dict().items():
+            values = [net.state_dict()[name] for net in self.nets]
+            if first.is_floating_point() and any(not torch.equal(first, value) for value in values):
+                first = mean(values, self.nodes)
+            self.evaluated[f"{step}/{name}"] = first.clone()
+
     def state(self, rank: int) -> Tensors:
-        tensors = dict(self.nets[rank].state_dict())
+        tensors = dict(self.nets[rank].state_dict()) | self.evaluated
         for name, state in self.moments[rank].items():
             values = {"exp_avg": state["m"], "exp_avg_sq": state["v"], "step": state["t"]}
             if name in self.frozen:

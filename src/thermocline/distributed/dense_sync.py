@@ -1,11 +1,12 @@
 """`DenseParameters`: synchronizes the dense parameters of all ranks, every step or every k steps.
 
     sync = DenseParameters.make(model.parameters(), optimizers, groups, buffers=model.buffers())
-    sync.begin()                                    # broadcasts rank 0's parameters
+    sync.begin()                                    # broadcasts rank 0's parameters; after a restore it sends nothing
     loss.backward(); table.step()                   # tables first: autograd may share memory between gradients
     sync.after_backward(); optimizer.step()
     sync.after_step(step)                           # step: number of steps taken, this one included
-    sync.merge_now()                                # before evaluation, before a checkpoint, at the end
+    with sync.merged(): ...                         # evaluation of the mean model; training is not affected
+    sync.merge_now()                                # at the end: every rank keeps the mean
 
 `GradientAveraging` averages gradients every step. `PeriodicAveraging` averages models every k steps. Each rank's loss
 is the mean over its own batch.
@@ -18,6 +19,7 @@ Raises     `RankError`; ValueError for parameters or optimizers that do not fit 
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,8 +27,9 @@ import torch
 
 from thermocline.config.dense_sync import DenseSync
 from thermocline.distributed.communicator import Groups
-from thermocline.distributed.frozen_adam import FROZEN_STATE, FrozenAdam
-from thermocline.distributed.hierarchical_allreduce import DenseTraffic, FlatBuffer, HierarchicalAllReduce, tree_sum
+from thermocline.distributed.frozen_adam import FrozenAdam
+from thermocline.distributed.hierarchical_allreduce import DenseTraffic, FlatBuffer, HierarchicalAllReduce
+from thermocline.distributed.model_mean import replaced_by_mean
 from thermocline.utils.text_format import parse_size
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
@@ -47,7 +50,7 @@ class DenseParameters(abc.ABC):
         """
         settings = settings or DenseSync()
         parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
-        buffers = [buffer for buffer in dict.fromkeys(buffers) if buffer.is_floating_point()]
+        buffers = list(dict.fromkeys(buffers))
         if settings.mode == "gradients":
             return GradientAveraging(parameters, buffers, groups, settings)
         if isinstance(optimizers, torch.optim.Optimizer):
@@ -57,7 +60,9 @@ class DenseParameters(abc.ABC):
     def __init__(
         self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync
     ) -> None:
-        self.settings, self.parameters, self.buffers = settings, parameters, buffers
+        self.settings, self.parameters = settings, parameters
+        self.buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self._groups, self._all_buffers = groups, buffers
         self._allreduce = HierarchicalAllReduce(groups, exact=settings.exact)
 
     @property
@@ -66,18 +71,25 @@ class DenseParameters(abc.ABC):
         return self._allreduce.traffic
 
     @property
-    def has_rank_state(self) -> bool:
-        """Whether optimizer state differs between ranks even after a merge. A checkpoint then holds every rank's."""
-        return False
+    @abc.abstractmethod
+    def replicas(self) -> tuple[int, ...]:
+        """For every rank, the lowest rank whose parameters and optimizer state are always equal to its own.
+
+        A checkpoint stores them once per such group of ranks.
+        """
 
     _begun = False
+    _restored = False
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Broadcast rank 0's parameters and buffers. Call it before the first step of a new run."""
-        self._begun = True
+        """Broadcast rank 0's parameters and buffers. Call it before the first step, of a restored run too.
+
+        After `load_state_dict` it sends nothing: every rank continues with its own.
+        """
+        self._begun, restored, self._restored = True, self._restored, False
         tensors = [*self.parameters, *self.buffers]
-        if tensors and self._allreduce.world > 1:
+        if tensors and self._allreduce.world > 1 and not restored:
             flat = FlatBuffer(tensors, self._allreduce)
             flat.copy_from(tensors)
             self._allreduce.broadcast(flat.buffer)
@@ -97,17 +109,25 @@ class DenseParameters(abc.ABC):
     def after_step(self, step: int) -> bool:
         """Call once per step, after the optimizers' step number `step`. Returns whether models were merged."""
 
+    def merged(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model has the mean over ranks of its parameters and buffers, for evaluation.
+
+        Afterwards parameters and buffers have their own memory again: training does not depend on it. `model_mean.py`
+        defines the mean. Do not train inside the context.
+        """
+        return replaced_by_mean([*self.parameters, *self._all_buffers], self._groups)
+
     @abc.abstractmethod
     def merge_now(self) -> bool:
-        """Make the models of all ranks equal. Returns whether anything was sent."""
+        """Make the models of all ranks equal, at the end of training. Returns whether anything was sent."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint needs beside the model's and the optimizers'."""
 
-    @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore the result of `state_dict`, with the rank's own model and optimizers: `begin` then sends nothing."""
+        self._begun = self._restored = True
 
 
 class GradientAveraging(DenseParameters):
@@ -122,6 +142,10 @@ class GradientAveraging(DenseParameters):
         super().__init__(parameters, buffers, groups, settings)
         self._buckets = list(_buckets(parameters, parse_size(settings.bucket, "dense_sync.bucket")))
         self._stepped = False
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return (0,) * self._allreduce.world
 
     @torch.no_grad()
     def after_backward(self) -> None:
@@ -163,7 +187,7 @@ class GradientAveraging(DenseParameters):
         return {"stepped": self._stepped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._begun = True
+        super().load_state_dict(state)
         self._stepped = state["stepped"]
 
 
@@ -237,8 +261,8 @@ class PeriodicAveraging(DenseParameters):
         """Buffers by (x due, m due, v due): different periods give up to seven combinations."""
 
     @property
-    def has_rank_state(self) -> bool:
-        return self.settings.mode != "all"
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(range(self._allreduce.world))
 
     def after_backward(self) -> None:
         """Give every parameter a gradient, so that the moments of all ranks have the same number of steps."""
@@ -262,7 +286,7 @@ class PeriodicAveraging(DenseParameters):
         return {"step": self._step, "merged": list(self._merged)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._begun = True
+        super().load_state_dict(state)
         self._step, self._merged = state["step"], list(state["merged"])
 
     @torch.no_grad()
@@ -307,43 +331,3 @@ class PeriodicAveraging(DenseParameters):
                 kind = M if name in _FIRST_MOMENTS else V
                 if due[kind]:
                     yield _MergedTensor(kind, parameter, tensor)
-
-
-def reshard_optimizer_states(ranks: Sequence[list[dict[str, Any]]], world: int) -> list[dict[str, Any]]:
-    """Return the optimizer states that each of `world` ranks starts with, from a checkpoint of another number of ranks.
-
-    Moments are averaged: with equal models and a common denominator the mean model then moves by the mean of m, as it
-    would have, and the next merge gets the mean of v. Equal tensors stay unchanged. A single rank never merges, so it
-    gets no frozen denominator, which only a merge renews.
-
-    ranks   per saved rank, the states of all its optimizers
-    """
-    return [
-        {
-            **states[0],
-            "state": {
-                **states[0]["state"],
-                "state": _mean_state([saved["state"]["state"] for saved in states], world),
-            },
-        }
-        for states in zip(*ranks, strict=True)
-    ]
-
-
-def _mean_state(states: list[dict[int, dict[str, Any]]], world: int) -> dict[int, dict[str, Any]]:
-    """Average the states of one optimizer: by parameter, by name."""
-    return {
-        parameter: {
-            name: _mean_value([state[parameter][name] for state in states])
-            for name in names
-            if world > 1 or name not in FROZEN_STATE
-        }
-        for parameter, names in states[0].items()
-    }
-
-
-def _mean_value(values: list[Any]) -> Any:
-    first = values[0]
-    if not isinstance(first, torch.Tensor) or all(torch.equal(first, other) for other in values[1:]):
-        return first
-    return tree_sum(values, [range(len(values))]) * (1 / len(values))

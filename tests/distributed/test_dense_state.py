@@ -1,0 +1,192 @@
+"""Saving, evaluating and resuming change no bit of the dense state of several ranks; readers get the mean of the ranks.
+
+The model has batch norm, whose running statistics differ between ranks, and dropout. Training is compared with a run
+that neither saved nor evaluated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.dense import mean
+from helpers.rank_training import DIMS, PAIR, Job, RunOptions, make_model, make_table, probe_keys
+from helpers.ranks import run_ranks
+from helpers.train import bits
+
+import thermocline as tc
+from thermocline.checkpoint import state_tree
+from thermocline.distributed.communicator import Groups
+
+JOB = Job(PAIR, "adagrad", (40, 33))
+SETTINGS = [
+    tc.DenseSync(exact=True),
+    tc.DenseSync(every=16, exact=True),
+    tc.DenseSync(every=16, merge="params", exact=True),
+]
+
+
+class Recorder(tc.Callback):
+    """Records digests of this rank's dense state after every step. Makes saves due by the clock after `clock` steps."""
+
+    def __init__(self, clock: tuple[int, ...]) -> None:
+        self.clock = clock
+        self.digests: dict[int, str] = {}
+        self.saves: list[int] = []
+
+    def on_step(self, trainer: Any, loss: object) -> None:
+        step = trainer.progress.step
+        tensors: state_tree.Tensors = {"random": torch.get_rng_state()}
+        state = [dict(trainer.model.state_dict()), trainer.optimizers[0].state_dict()]
+        values = json.dumps(state_tree.pack(state, tensors, ""))
+        content = b"".join(bits(tensor) for tensor in tensors.values())
+        self.digests[step] = hashlib.sha256(values.encode() + content).hexdigest()
+        if step in self.clock:
+            trainer._saves.saved_at = -1e9
+
+    def on_checkpoint(self, trainer: Any, checkpoint: tc.Checkpoint) -> None:
+        self.saves.append(checkpoint.step)
+
+
+def fit(
+    groups: Groups, sync: tc.DenseSync, folder: Path | None, *, steps: int | None = None, clock: tuple[int, ...] = (),
+    valid_every: int | None = None, resume: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Train one rank; without a folder it never saves, without `valid_every` it never evaluates."""
+    rank = groups.topology.rank
+    tables = {name: make_table(name, JOB, RunOptions(), groups, "") for name in DIMS}
+    model = make_model(tables)
+    model.dense.insert(1, torch.nn.BatchNorm1d(8))
+    model.dense.insert(3, torch.nn.Dropout(0.2))
+    torch.manual_seed(rank)
+    config = tc.TrainConfig(
+        depth=2, pull_window=2, steps=steps, valid_every=valid_every, checkpoint_minutes=1.0, tensorboard=False,
+        display=False, torch_threads=1, clip_norm=0.5,
+    )  # fmt: skip
+    dense, recorder = tc.FrozenAdam(model.dense.parameters(), lr=0.01), Recorder(clock if rank == 0 else ())
+    trainer = tc.Trainer(model, dense, run_dir=folder, config=config, callbacks=[recorder], dense_sync=sync)
+    data = JOB.data(rank)
+    trainer.fit(data, data[: 3 + rank] if valid_every else None, resume=resume)
+    rows = {name: bits(table.read(probe_keys(JOB))) for name, table in tables.items()}
+    final = {name: bits(value) for name, value in model.state_dict().items() if value.is_floating_point()}
+    for table in tables.values():
+        table.close()
+    return {"digests": recorder.digests, "saves": recorder.saves, "rows": rows, "final": final}
+
+
+def train_all_ways(groups: Groups, folder: str) -> list[list[dict[str, Any]]]:
+    results = []
+    for n, sync in enumerate(SETTINGS):
+        saving, stopped = (Path(folder) / f"{n}-{name}" for name in ("saving", "stopped"))
+        results.append(
+            [
+                fit(groups, sync, None),
+                fit(groups, sync, saving, clock=(3, 7, 18, 29), valid_every=5),
+                fit(groups, sync, stopped, steps=21, valid_every=4),
+                fit(groups, sync, stopped, resume=True),
+            ]
+        )
+    return results
+
+
+def test_saving_evaluating_and_resuming_change_no_bit(tmp_path: Path) -> None:
+    ranks = run_ranks(PAIR, train_all_ways, str(tmp_path))
+    for n, sync in enumerate(SETTINGS):
+        for plain, saving, stopped, resumed in (rank[n] for rank in ranks):
+            assert len(plain["digests"]) == 40
+            assert plain["saves"] == []
+            assert len([step for step in saving["saves"] if step % 16]) >= 4, saving["saves"]
+            assert saving["digests"] == plain["digests"], sync
+            assert list(stopped["digests"]) == list(range(1, 22))
+            assert stopped["digests"] | resumed["digests"] == plain["digests"], sync
+            assert list(resumed["digests"]) == list(range(22, 41))
+            assert saving["rows"] == resumed["rows"] == plain["rows"]
+            assert saving["final"] == resumed["final"] == plain["final"]  # the mean
+        first, second = (rank[n][0] for rank in ranks)
+        assert all(first["digests"][step] != second["digests"][step] for step in first["digests"])
+        assert first["final"] == second["final"]
+
+
+# ---- readers
+
+CONFIG = """
+[data]
+format = "synth"
+[data.synth]
+keys = 60
+fields = 3
+examples = 400
+test_examples = 100
+[model]
+name = "dnn"
+dim = 2
+hidden = [3]
+batch_norm = true
+[tiers]
+mem = "1MB"
+threads = 1
+[train]
+batch_size = 8
+run_dir = "run"
+tensorboard = false
+torch_threads = 1
+log_every = 100
+steps = 7
+dense_lr = 0.1
+dense_optimizer = "adam"
+"""
+
+
+def run_config(groups: Groups, folder: str, sync: str) -> Any:
+    """Train CONFIG on this rank. Returns the test metrics, and the tensors of this rank that were saved."""
+    os.chdir(folder)
+    os.environ |= {"RANK": str(groups.topology.rank), "WORLD_SIZE": str(groups.topology.world)}
+    saved: list[dict[str, torch.Tensor]] = []
+
+    class Copy(tc.Callback):
+        def on_checkpoint(self, trainer: Any, checkpoint: tc.Checkpoint) -> None:
+            saved.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+
+    with tc.Run(tc.Config.parse(CONFIG + f"[dist]\ndense_sync = {sync}\n", ["train.display=false"])) as run:
+        test = run.fit(callbacks=[Copy()]).test
+        assert test is not None
+        return {**test, "examples_per_s": 0}, saved[-1]
+
+
+@pytest.mark.parametrize("sync", ["{every = 4, exact = true}", "{exact = true}"])
+def test_readers_load_the_mean_of_the_ranks(sync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks, saved between two merges: one process has the metrics of the test at the end of training."""
+    nodes = ((0, 1, 2),)
+    results = run_ranks(nodes, run_config, str(tmp_path), sync)
+    monkeypatch.chdir(tmp_path)
+    with tc.Run.load("run") as run:
+        figures = run.evaluate(run.loader("test"))
+        loaded = run.model.state_dict()
+    expected = results[0][0]
+    assert figures == pytest.approx({name: expected[name] for name in figures}, rel=1e-12)  # examples in another order
+    different = set()
+    for name, value in loaded.items():
+        saved = [tensors[name] for _, tensors in results]
+        if all(torch.equal(tensor, saved[0]) for tensor in saved):
+            assert torch.equal(value, saved[0]), name
+        else:
+            different.add(name)
+            averaged = mean(saved, nodes)
+            assert averaged is not None
+            assert torch.equal(value, averaged), name
+    assert {"net.1.running_mean", "net.1.running_var"} <= different
+    assert ("net.0.weight" in different) == ("every" in sync)
+    # Parameters that are equal on all ranks are stored once.
+    files = sorted((tmp_path / "run" / "checkpoints").glob("*.rank-*.safetensors"))
+    stored = ["dense/model/net.0.weight" in state_tree.decode(file.read_bytes()) for file in files]
+    assert stored == [True, "every" in sync, "every" in sync]
+    data = bytearray(files[1].read_bytes())
+    data[-1] ^= 1
+    files[1].write_bytes(data)
+    with pytest.raises(tc.CorruptionError, match=r"rank-00001-of-00003.safetensors is damaged"):
+        tc.Run.load("run")
