@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -150,7 +150,10 @@ def noise(rank: int, length: int) -> torch.Tensor:
 
 
 def mean(values: list[torch.Tensor | None], nodes: Nodes) -> torch.Tensor | None:
-    """Add the ranks of each node left to right, then the nodes, without the ranks that have no value; multiply once."""
+    """Add the ranks of each node left to right, then the nodes, without the ranks that have no value; multiply once.
+
+    `nodes` need not have all ranks.
+    """
     total = None
     for node in nodes:
         partial = None
@@ -159,7 +162,7 @@ def mean(values: list[torch.Tensor | None], nodes: Nodes) -> torch.Tensor | None
                 partial = value if partial is None else partial + value
         if partial is not None:
             total = partial if total is None else total + partial
-    return None if total is None else total * (1 / len(values))
+    return None if total is None else total * (1 / sum(map(len, nodes)))
 
 
 def merge_steps(sync: DenseSync, period: int, steps: int) -> set[int]:
@@ -174,6 +177,11 @@ class DenseSimulation:
     def __init__(self, case: Case, nodes: Nodes) -> None:
         self.case, self.nodes = case, nodes
         self.nets = [Net(case) for node in nodes for _ in node]
+        self.units = (
+            [(node[0],) for node in nodes] if case.sync.scope == "nodes" else [(n,) for n in range(len(self.nets))]
+        )
+        """A rank of everything that steps alone: ranks, or nodes."""
+        self.merging: Nodes = tuple(self.units) if case.sync.scope == "nodes" else nodes
         self.moments: list[dict[str, Tensors]] = [{} for _ in self.nets]
         self.frozen: dict[str, tuple[torch.Tensor, int]] = {}
         self.merged = {"x": 0, "m": 0, "v": 0}
@@ -195,7 +203,9 @@ class DenseSimulation:
                 net.zero_grad()
                 backward(case, net, rank, step)
             if sync.mode == "gradients":
-                self.average_gradients()
+                self.average_gradients([self.nodes])
+            elif sync.scope == "nodes":
+                self.average_gradients([(node,) for node in self.nodes])
             for rank in range(len(self.nets)):
                 self.adam(rank, step)
             now = step in case.merge_at or step == case.steps
@@ -214,11 +224,13 @@ class DenseSimulation:
         for name in by_rank[0]:
             yield name, [parameters[name] for parameters in by_rank]
 
-    def average_gradients(self) -> None:
+    def average_gradients(self, groups: Sequence[Nodes]) -> None:
+        """Average the gradients of each group of ranks."""
         for _, parameters in self.named():
-            averaged = mean([parameter.grad for parameter in parameters], self.nodes)
-            for parameter in parameters:
-                parameter.grad = None if averaged is None else averaged.clone()
+            for nodes in groups:
+                averaged = mean([parameter.grad for parameter in parameters], nodes)
+                for rank in (rank for node in nodes for rank in node):
+                    parameters[rank].grad = None if averaged is None else averaged.clone()
 
     @torch.no_grad()
     def adam(self, rank: int, step: int) -> None:
@@ -239,7 +251,7 @@ class DenseSimulation:
             state["v"] = (state["v"] * 0.95).addcmul(grad, grad, value=1 - 0.95)
             if name in self.frozen:
                 merged, at = self.frozen[name]
-                lower_bound = state["v"] / ((1 - 0.95**t) * len(self.nets))
+                lower_bound = state["v"] / ((1 - 0.95**t) * len(self.units))
                 denominator = torch.maximum(merged / (1 - 0.95**at), lower_bound).sqrt() + 1e-8
             else:
                 denominator = state["v"].sqrt() / (1 - 0.95**t) ** 0.5 + 1e-8
@@ -254,11 +266,11 @@ class DenseSimulation:
             self.merge_buffers()
         for name, parameters in self.named():
             if kind == "x":
-                merged = mean([p.detach().clone() for p in parameters], self.nodes)
+                merged = mean([p.detach().clone() for p in parameters], self.merging)
                 for parameter in parameters:
                     parameter.copy_(merged)
                 continue
-            merged = mean([moments[name][kind] for moments in self.moments], self.nodes)
+            merged = mean([moments[name][kind] for moments in self.moments], self.merging)
             assert merged is not None
             if self.case.sync.mode == "v_frozen":
                 old = self.frozen.get(name)
@@ -272,10 +284,16 @@ class DenseSimulation:
     @torch.no_grad()
     def merge_buffers(self) -> None:
         for buffers in zip(*(net.buffers() for net in self.nets), strict=True):
-            if buffers[0].is_floating_point():
-                merged = mean([buffer.clone() for buffer in buffers], self.nodes)
-                for buffer in buffers:
-                    buffer.copy_(merged)
+            if not buffers[0].is_floating_point():
+                continue
+            if self.case.sync.scope == "nodes":  # within every node first
+                for node in self.nodes:
+                    merged = mean([buffer.clone() for buffer in buffers], (node,))
+                    for rank in node:
+                        buffers[rank].copy_(merged)
+            merged = mean([buffer.clone() for buffer in buffers], self.merging)
+            for buffer in buffers:
+                buffer.copy_(merged)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> None:
@@ -292,7 +310,7 @@ class DenseSimulation:
             values = {"exp_avg": state["m"], "exp_avg_sq": state["v"], "step": state["t"]}
             if name in self.frozen:
                 values["v_hat"], values["v_hat_step"] = self.frozen[name][0], torch.tensor(float(self.frozen[name][1]))
-                values["v_hat_ranks"] = torch.tensor(float(len(self.nets)))
+                values["v_hat_ranks"] = torch.tensor(float(len(self.units)))
             tensors |= {f"{name}/{key}": value for key, value in values.items()}
         return tensors
 

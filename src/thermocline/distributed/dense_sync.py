@@ -8,8 +8,9 @@
     with sync.merged(): ...                         # evaluation of the mean model; training is not affected
     sync.merge_now()                                # at the end: every rank keeps the mean
 
-`GradientAveraging` averages gradients every step. `PeriodicAveraging` averages models every k steps. Each rank's loss
-is the mean over its own batch.
+`GradientAveraging` averages gradients every step. `PeriodicAveraging` averages models every k steps: those of all
+ranks, or those of the nodes, whose ranks average their gradients every step. Each rank's loss is the mean over its own
+batch.
 
 Thread     the training thread; all ranks make the same calls in the same order
 Blocks     every call that communicates waits for all ranks, at most `dist.timeout` seconds
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +31,14 @@ from thermocline.distributed.communicator import Groups
 from thermocline.distributed.frozen_adam import FrozenAdam
 from thermocline.distributed.hierarchical_allreduce import DenseTraffic, FlatBuffer, HierarchicalAllReduce
 from thermocline.distributed.model_mean import replaced_by_mean
+from thermocline.distributed.topology import Topology
+from thermocline.errors import ConfigError
 from thermocline.utils.text_format import parse_size
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 X, M, V = 0, 1, 2
+MakeAllReduce = Callable[..., HierarchicalAllReduce]
+"""Takes `groups`, `exact` and `level`, as `HierarchicalAllReduce` does."""
 
 
 class DenseParameters(abc.ABC):
@@ -43,27 +48,30 @@ class DenseParameters(abc.ABC):
     def make(
         parameters: Iterable[torch.Tensor], optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         groups: Groups, settings: DenseSync | None = None, *, buffers: Iterable[torch.Tensor] = (),
+        make_allreduce: MakeAllReduce = HierarchicalAllReduce,
     ) -> DenseParameters:  # fmt: skip
         """Create the synchronization of a model.
 
-        buffers   of the model; floating-point buffers (running means) are averaged whenever models are merged
+        buffers          of the model; floating-point buffers (running means) are averaged whenever models are merged
+        make_allreduce   class or function that creates the all-reduce; simulations of ranks pass their own
         """
         settings = settings or DenseSync()
         parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
         buffers = list(dict.fromkeys(buffers))
         if settings.mode == "gradients":
-            return GradientAveraging(parameters, buffers, groups, settings)
+            return GradientAveraging(parameters, buffers, groups, settings, make_allreduce)
         if isinstance(optimizers, torch.optim.Optimizer):
             optimizers = [optimizers]
-        return PeriodicAveraging(parameters, buffers, groups, settings, optimizers)
+        return PeriodicAveraging(parameters, buffers, groups, settings, make_allreduce, optimizers)
 
     def __init__(
-        self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync
-    ) -> None:
+        self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync,
+        make_allreduce: MakeAllReduce,
+    ) -> None:  # fmt: skip
         self.settings, self.parameters = settings, parameters
         self.buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
         self._groups, self._all_buffers = groups, buffers
-        self._allreduce = HierarchicalAllReduce(groups, exact=settings.exact)
+        self._allreduce = make_allreduce(groups, exact=settings.exact, level="world")
 
     @property
     def traffic(self) -> DenseTraffic:
@@ -130,28 +138,19 @@ class DenseParameters(abc.ABC):
         self._begun = self._restored = True
 
 
-class GradientAveraging(DenseParameters):
-    """Averages the gradients of all ranks every step, in buckets.
+class _Gradients:
+    """Averages the gradients of parameters in buckets.
 
     A rank without a gradient for a parameter adds nothing to its sum. If no rank has one, the parameter keeps none.
     """
 
-    def __init__(
-        self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync
-    ) -> None:
-        super().__init__(parameters, buffers, groups, settings)
-        self._buckets = list(_buckets(parameters, parse_size(settings.bucket, "dense_sync.bucket")))
-        self._stepped = False
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        return (0,) * self._allreduce.world
+    def __init__(self, parameters: Sequence[torch.Tensor], allreduce: HierarchicalAllReduce, bucket: str | int) -> None:
+        self._allreduce = allreduce
+        self._buckets = list(_buckets(parameters, parse_size(bucket, "dense_sync.bucket")))
 
     @torch.no_grad()
-    def after_backward(self) -> None:
-        self._require_begun()
-        self._stepped = True
-        if self._allreduce.world == 1:
+    def average(self) -> None:
+        if self._allreduce.members == 1:
             return
         for bucket in self._buckets:
             flat = FlatBuffer(bucket, self._allreduce, extra=len(bucket))
@@ -168,6 +167,27 @@ class GradientAveraging(DenseParameters):
                 if parameter.grad is not None:
                     parameter.grad.copy_(view)
 
+
+class GradientAveraging(DenseParameters):
+    """Averages the gradients of all ranks every step."""
+
+    def __init__(
+        self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync,
+        make_allreduce: MakeAllReduce,
+    ) -> None:  # fmt: skip
+        super().__init__(parameters, buffers, groups, settings, make_allreduce)
+        self._gradients = _Gradients(parameters, self._allreduce, settings.bucket)
+        self._stepped = False
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return (0,) * self._allreduce.world
+
+    def after_backward(self) -> None:
+        self._require_begun()
+        self._stepped = True
+        self._gradients.average()
+
     def after_step(self, step: int) -> bool:
         return False
 
@@ -176,10 +196,7 @@ class GradientAveraging(DenseParameters):
         """Average the buffers: parameters are equal already, running means of batches are not."""
         if not self._stepped or not self.buffers:
             return False
-        flat = FlatBuffer(self.buffers, self._allreduce)
-        flat.copy_from(self.buffers)
-        self._allreduce.average(flat.buffer)
-        flat.copy_to(self.buffers)
+        _average(self.buffers, self._allreduce)
         self._stepped = False
         return True
 
@@ -189,6 +206,13 @@ class GradientAveraging(DenseParameters):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._stepped = state["stepped"]
+
+
+def _average(tensors: Sequence[torch.Tensor], allreduce: HierarchicalAllReduce) -> None:
+    flat = FlatBuffer(tensors, allreduce)
+    flat.copy_from(tensors)
+    allreduce.average(flat.buffer)
+    flat.copy_to(tensors)
 
 
 def _buckets(parameters: Sequence[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
@@ -216,7 +240,10 @@ class _MergedTensor(NamedTuple):
 
 
 class PeriodicAveraging(DenseParameters):
-    """k-step merging: every rank steps by itself, and models are averaged every k steps.
+    """k-step merging: every rank, or every node, steps by itself, and models are averaged every k steps.
+
+    With `scope` "nodes" the ranks of a node average their gradients every step, so that their parameters and moments
+    stay equal; a merge averages over nodes. Buffers of a node's ranks differ and are averaged within the node first.
 
     `DenseSync.merge` chooses the tensors that a merge averages, the three variants of k-step Adam:
 
@@ -232,9 +259,19 @@ class PeriodicAveraging(DenseParameters):
 
     def __init__(
         self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync,
-        optimizers: Sequence[torch.optim.Optimizer],
+        make_allreduce: MakeAllReduce, optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:  # fmt: skip
-        super().__init__(parameters, buffers, groups, settings)
+        super().__init__(parameters, buffers, groups, settings, make_allreduce)
+        self._within: HierarchicalAllReduce | None = None
+        """Averages gradients and buffers within the node, with scope "nodes"."""
+        self._merging = self._allreduce
+        """Averages models."""
+        if settings.scope == "nodes":
+            _check_nodes(groups.topology)
+            self._within = make_allreduce(groups, exact=settings.exact, level="node")
+            self._merging = make_allreduce(groups, exact=settings.exact, level="nodes")
+            self._within.traffic = self._merging.traffic = self._allreduce.traffic
+            self._gradients = _Gradients(parameters, self._within, settings.bucket)
         self._periods = settings.periods()
         self._optimizer = {
             parameter: optimizer
@@ -262,11 +299,16 @@ class PeriodicAveraging(DenseParameters):
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        return tuple(range(self._allreduce.world))
+        topology = self._allreduce.topology
+        if self._within is None:
+            return tuple(range(topology.world))
+        return tuple(node[0] for node in topology.nodes for _ in node)
 
     def after_backward(self) -> None:
         """Give every parameter a gradient, so that the moments of all ranks have the same number of steps."""
         self._require_begun()
+        if self._within is not None:
+            self._gradients.average()
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -303,15 +345,17 @@ class PeriodicAveraging(DenseParameters):
             return False  # the model has no dense parameters
         flat = self._flat.get(due)
         if flat is None:
-            flat = self._flat[due] = FlatBuffer([entry.tensor for entry in entries], self._allreduce)
+            flat = self._flat[due] = FlatBuffer([entry.tensor for entry in entries], self._merging)
+        if due[X] and self.buffers and self._within is not None:
+            _average(self.buffers, self._within)
         flat.copy_from([entry.tensor for entry in entries])
-        self._allreduce.average(flat.buffer)
+        self._merging.average(flat.buffer)
         frozen = self.settings.mode == "v_frozen"
         for entry, view in zip(entries, flat.views, strict=True):
             if frozen and entry.kind == V:
                 optimizer = self._optimizer[entry.parameter]
                 assert isinstance(optimizer, FrozenAdam)
-                optimizer.freeze(entry.parameter, view, self._allreduce.world, monotonic=self.settings.amsgrad)
+                optimizer.freeze(entry.parameter, view, self._merging.members, monotonic=self.settings.amsgrad)
             else:
                 entry.tensor.copy_(view)
         self._merged = [self._step if is_due else at for is_due, at in zip(due, self._merged, strict=True)]
@@ -331,3 +375,18 @@ class PeriodicAveraging(DenseParameters):
                 kind = M if name in _FIRST_MOMENTS else V
                 if due[kind]:
                     yield _MergedTensor(kind, parameter, tensor)
+
+
+def _check_nodes(topology: Topology) -> None:
+    """Raise unless there are several nodes of the same number of ranks."""
+    sizes = [len(node) for node in topology.nodes]
+    if len(sizes) == 1:
+        raise ConfigError(
+            f'dist.dense_sync.scope is "nodes", but all {topology.world} ranks are on one node: set it to "ranks", or '
+            "start ranks on several nodes"
+        )
+    if not topology.is_uniform:
+        raise ConfigError(
+            f'dist.dense_sync.scope is "nodes", but the nodes have {", ".join(map(str, sizes))} ranks: start the same '
+            'number on every node, or set it to "ranks"'
+        )
