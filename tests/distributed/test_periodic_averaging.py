@@ -26,8 +26,9 @@ from helpers.ranks import Nodes, run_ranks
 import thermocline as tc
 from thermocline.config.dense_sync import DenseSync, Merge
 from thermocline.distributed.communicator import Groups
-from thermocline.distributed.dense_sync import DenseParameters
+from thermocline.distributed.dense_sync import DenseParameters, PeriodicAveraging
 from thermocline.distributed.frozen_adam import FrozenAdam
+from thermocline.distributed.hierarchical_allreduce import HierarchicalAllReduce
 from thermocline.distributed.topology import Topology
 
 MERGES: tuple[Merge, ...] = ("v_frozen", "all", "params")
@@ -224,4 +225,4 @@ def test_scope_nodes_needs_several_equal_nodes(nodes: Nodes, message: str) -> No
     x = torch.nn.Parameter(torch.ones(3))
     groups: Any = types.SimpleNamespace(topology=Topology(sum(map(len, nodes)), 0, nodes), train=None)
     with pytest.raises(tc.ConfigError, match=f'dist.dense_sync.scope is "nodes", {message}'):
-        DenseParameters.make([x], FrozenAdam([x]), groups, DenseSync(every=2, scope="nodes"))
+        PeriodicAveraging([x], [], groups, DenseSync(every=2, scope="nodes"), HierarchicalAllReduce, [FrozenAdam([x])])

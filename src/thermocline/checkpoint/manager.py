@@ -92,7 +92,8 @@ class Checkpoints:
         keep        number of most recent saves to keep, in addition to the last save of each tag
         read_only   allow only `saved` and `restore`, without changes on disk: another process may be training
         dense_sync  over several ranks: their `DenseParameters`. Its state is saved, and parameters that are equal on
-                    several ranks are saved once
+                    several ranks are saved once. Required with `DenseSync(every=k)`: without it, `begin` of a resumed
+                    loop would give every rank the model of rank 0
 
         Over several ranks, every rank creates it and calls it at the same steps, on a shared folder. Every rank's own
         dense state is saved and restored. With `read_only`, or another number of ranks, every rank gets the mean.
