@@ -155,7 +155,7 @@ def _last_line(path: Path) -> Report | None:
 
 def _manifest(path: Path) -> Report:
     manifest = decode_manifest(path.read_bytes(), str(path))
-    names = ("step", "tag", "time", "begin", "versions", "torch_threads", "position", "tables", "files", "ranks")
+    names = ("step", "tag", "time", "begin", "versions", "torch_threads", "tables", "files", "ranks")
     return {"kind": "checkpoint", "path": str(path), **{name: manifest.get(name) for name in names}, "problems": []}
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from thermocline.arrays import Keys
 from thermocline.config.distributed import Hops, Wire
 from thermocline.distributed.communicator import Groups
-from thermocline.distributed.key_sharding import rank_folder
+from thermocline.distributed.key_sharding import owner_of, rank_folder
 from thermocline.distributed.rank_agreement import flatten, require_equal, versions
 from thermocline.distributed.row_exchange import RowExchange
 from thermocline.distributed.sharded_backend import ShardedBackend
@@ -64,7 +69,9 @@ class ShardedTable(Table):
             target = training_device(device, spec.hbm)
             more = {"hops": hops, "wire": wire, "device": "cpu" if target is None else target.type}
             require_equal(groups.train, _settings(spec, more), "a table over ranks must be equal on all ranks")
-            return make_sharded_backend(spec, make_local_backend(spec, device, epoch), groups, hops=hops, wire=wire)
+            with groups.busy():  # opening a large store takes minutes
+                local = make_local_backend(spec, device, epoch)
+            return make_sharded_backend(spec, local, groups, hops=hops, wire=wire)
 
         super().__init__(dim, optimizer, ssd=ssd, make_backend=make_backend, **options)
 
@@ -77,6 +84,15 @@ class ShardedTable(Table):
     def store_root(self) -> Path | None:
         """Folder of all ranks' stores; None: the table was opened without `ssd`."""
         return None if self.spec.ssd is None else self.spec.ssd.parent
+
+    def owns(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        mine: npt.NDArray[np.bool_] = owner_of(keys, self.topology.world) == self.topology.rank
+        return mine
+
+    def _new_history(self) -> str:
+        """Return the token of rank 0. Collective."""
+        token = np.array([secrets.randbits(62)])
+        return f"{self.backend.groups.train.all_gather(token, 'beginning to train')[0, 0]:016x}"
 
     def __repr__(self) -> str:
         return f"Sharded{super().__repr__()[:-1]}, rank {self.topology.rank} of {self.topology.world})"
