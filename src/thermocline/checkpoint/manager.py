@@ -31,7 +31,14 @@ import torch
 
 from thermocline import __version__
 from thermocline.checkpoint import state_tree
-from thermocline.checkpoint.manifest import Json, decode_manifest, encode_manifest, require_json, sha256_hex
+from thermocline.checkpoint.manifest import (
+    Json,
+    encode_manifest,
+    format_errors,
+    read_manifest,
+    require_json,
+    sha256_hex,
+)
 from thermocline.checkpoint.table_stores import TableStores
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.frozen_adam import check_frozen_state
@@ -39,6 +46,7 @@ from thermocline.embedding.table import Table
 from thermocline.errors import CorruptionError, FormatError, NotFoundError, ThermoclineError
 from thermocline.utils import atomic_file
 from thermocline.utils.atomic_file import failpoint
+from thermocline.utils.untrusted_files import confined_path, read_limited
 
 FORMAT = 1
 RANKS_FORMAT = 2
@@ -143,7 +151,7 @@ class Checkpoints:
     def _read(self, number: int) -> dict[str, Json]:
         path = self._path(number)
         try:
-            manifest = decode_manifest(path.read_bytes(), str(path))
+            manifest = read_manifest(path)
         except CorruptionError as error:
             raise CorruptionError(f"{error}. Move it away to continue from the previous checkpoint") from None
         if manifest.get("format") not in (FORMAT, RANKS_FORMAT):
@@ -311,7 +319,8 @@ class Checkpoints:
         manifests, number, files = collective.broadcast("reading the checkpoints", lambda: self._load(which))
         manifest = manifests[number]
         doing = "checking the checkpoint"
-        dense = collective.run_all(doing, lambda: None if manifest["begin"] else self._unpacked(manifest, files))
+        with format_errors(str(self._path(number))):
+            dense = collective.run_all(doing, lambda: None if manifest["begin"] else self._unpacked(manifest, files))
         collective.run_all(doing, lambda: self._stores.check(manifest, str(self._path(number))))
         self._ready = False  # after an interrupted restore, `save` raises until a restore succeeds
         collective.run_all("restoring rows", lambda: self._stores.restore(manifest, list(manifests.values())))
@@ -358,9 +367,9 @@ class Checkpoints:
     def _files(self, manifest: dict[str, Json]) -> dict[str, bytes]:
         files = {}
         for name, expected in manifest["files"].items():
-            path = self._folder / name
+            path = confined_path(self._folder, name, f"the manifest of step {manifest['step']}")
             try:
-                files[name] = data = path.read_bytes()
+                files[name] = data = read_limited(path, expected["bytes"])
             except FileNotFoundError:
                 raise NotFoundError(f"{path} is missing: the checkpoint of step {manifest['step']} needs it") from None
             if len(data) != expected["bytes"] or sha256_hex(data) != expected["sha256"]:
