@@ -54,6 +54,12 @@ class _Rank(_Strict):
     stores: dict[_Name, _Store]
 
 
+class _State(_Strict):
+    file: _Name
+    replica: _Count
+    node: _Count
+
+
 class _Optimizer(_Strict):
     kind: str
 
@@ -85,12 +91,17 @@ class _Manifest(_Strict):
     torch_threads: Annotated[int, Field(ge=1, le=1 << 16)]
     tables: dict[_Name, _Table]
     files: dict[_Name, _File]
+    states: list[_State] = []
     ranks: list[_Rank] = Field(default_factory=list, min_length=1)
 
     @model_validator(mode="after")
     def _check_tables_of_ranks(self) -> Self:
         if any(rank.stores.keys() != self.tables.keys() for rank in self.ranks):
             raise ValueError("every rank must have a store of every table")
+        if any(state.file not in self.files or state.replica >= len(self.states) for state in self.states):
+            raise ValueError("the state of every rank must name a file and a rank of the manifest")
+        if self.states and self.ranks and len(self.states) != len(self.ranks):
+            raise ValueError("every rank must have a state")
         return self
 
 

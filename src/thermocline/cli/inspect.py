@@ -175,7 +175,7 @@ def _last_line(path: Path) -> Report | None:
 
 def _manifest(path: Path) -> Report:
     manifest = read_manifest(path)
-    names = ("run", "step", "tag", "time", "begin", "versions", "torch_threads", "position", "tables", "files", "ranks")
+    names = ("run", "step", "tag", "time", "begin", "versions", "torch_threads", "tables", "files", "ranks")
     return {"kind": "checkpoint", "path": str(path), **{name: manifest.get(name) for name in names}, "problems": []}
 
 

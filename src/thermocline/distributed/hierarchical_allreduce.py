@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from thermocline.distributed.communicator import GroupName, Groups
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _AVERAGING = "averaging dense parameters"
+Level = Literal["world", "node", "nodes"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,10 +43,19 @@ class DenseTraffic:
 
 
 class HierarchicalAllReduce:
-    """Averages buffers over all ranks in place. All ranks pass buffers of the same length, in the same order."""
+    """Averages buffers over all ranks in place. All ranks pass buffers of the same length, in the same order.
 
-    def __init__(self, groups: Groups, *, exact: bool) -> None:
+    level   "world": over all ranks. "node": over the ranks of this node. "nodes": over the nodes, whose ranks have
+            equal buffers; each rank sends its slice to its peers, then the node gathers all slices. The last two
+            require nodes of the same number of ranks
+    """
+
+    def __init__(self, groups: Groups, *, exact: bool, level: Level = "world") -> None:
         self.topology, self.exact, self.traffic = groups.topology, exact, DenseTraffic()
+        self.level = level
+        node = self.topology.nodes[self.topology.node]
+        self.members = {"world": self.topology.world, "node": len(node), "nodes": len(self.topology.nodes)}[level]
+        """Number of buffers in a mean."""
         self._comm = groups.train
         nodes = self.topology.nodes
         self._two_levels = self.topology.is_uniform and len(nodes) > 1 and len(nodes[0]) > 1
@@ -58,8 +69,8 @@ class HierarchicalAllReduce:
         return -(-length // self.world) * self.world
 
     def average(self, buffer: torch.Tensor) -> None:
-        """Replace the buffer by its mean over all ranks."""
-        if self.world == 1:
+        """Replace the buffer by its mean over all ranks, the node, or the nodes."""
+        if self.members == 1:
             return
         if buffer.ndim != 1 or not buffer.is_contiguous() or len(buffer) % self.world:
             raise ValueError(
@@ -86,8 +97,19 @@ class HierarchicalAllReduce:
 
     def _average(self, buffer: torch.Tensor) -> None:
         topology = self.topology
-        if self._two_levels:
-            node, peers = topology.nodes[topology.node], topology.peers
+        node, peers = topology.nodes[topology.node], topology.peers
+        if self.level == "node":
+            self._all_reduce(buffer, node, "node", [range(len(node))])
+            buffer *= 1 / len(node)
+        elif self.level == "nodes":
+            part = buffer.view(len(node), -1)[topology.local_rank].clone()
+            self._all_reduce(part, peers, "peers", [[n] for n in range(len(peers))])
+            part *= 1 / len(peers)
+            if len(node) == 1:
+                buffer.copy_(part)
+            else:
+                self._all_gather(buffer, part, node, "node")
+        elif self._two_levels:
             part = self._reduce_scatter(buffer, node, "node")
             self._all_reduce(part, peers, "peers", [[n] for n in range(len(peers))])
             part *= 1 / self.world
