@@ -62,24 +62,43 @@ def fit(
 ) -> dict[str, Any]:  # fmt: skip
     """Train one rank; without a folder it never saves, without `valid_every` it never evaluates."""
     rank, job = groups.topology.rank, JOBS[groups.topology.nodes]
-    tables = {name: make_table(name, job, RunOptions(), groups, "") for name in DIMS}
-    model = make_model(tables)
-    model.dense.insert(1, torch.nn.BatchNorm1d(8))
-    model.dense.insert(3, torch.nn.Dropout(0.2))
+    tables, model, dense = make(groups)
     torch.manual_seed(rank)
     config = tc.TrainConfig(
         depth=2, pull_window=2, steps=steps, valid_every=valid_every, checkpoint_minutes=1.0, tensorboard=False,
         display=False, torch_threads=1, clip_norm=0.5,
     )  # fmt: skip
-    dense, recorder = tc.FrozenAdam(model.dense.parameters(), lr=0.01), Recorder(clock if rank == 0 else ())
+    recorder = Recorder(clock if rank == 0 else ())
     trainer = tc.Trainer(model, dense, run_dir=folder, config=config, callbacks=[recorder], dense_sync=sync)
     data = job.data(rank)
     trainer.fit(data, data[: 3 + rank] if valid_every else None, resume=resume)
     rows = {name: bits(table.read(probe_keys(job))) for name, table in tables.items()}
-    final = {name: bits(value) for name, value in model.state_dict().items() if value.is_floating_point()}
     for table in tables.values():
         table.close()
-    return {"digests": recorder.digests, "saves": recorder.saves, "rows": rows, "final": final}
+    return {"digests": recorder.digests, "saves": recorder.saves, "rows": rows, "final": floats_of(model)}
+
+
+def make(groups: Groups) -> tuple[dict[str, Any], Any, tc.FrozenAdam]:
+    tables = {name: make_table(name, JOBS[groups.topology.nodes], RunOptions(), groups, "") for name in DIMS}
+    model = make_model(tables)
+    model.dense.insert(1, torch.nn.BatchNorm1d(8))
+    model.dense.insert(3, torch.nn.Dropout(0.2))
+    return tables, model, tc.FrozenAdam(model.dense.parameters(), lr=0.01)
+
+
+def floats_of(model: torch.nn.Module) -> dict[str, bytes]:
+    return {name: bits(value) for name, value in model.state_dict().items() if value.is_floating_point()}
+
+
+def read(groups: Groups, folder: Path) -> dict[str, bytes]:
+    """Return the model that as many ranks read from the last checkpoint."""
+    tables, model, dense = make(groups)
+    checkpoints = tc.Checkpoints(folder, list(tables.values()), model, dense, read_only=True)
+    assert checkpoints.restore() is not None
+    checkpoints.close()
+    for table in tables.values():
+        table.close()
+    return floats_of(model)
 
 
 def train_all_ways(groups: Groups, folder: str) -> list[list[dict[str, Any]]]:
@@ -91,7 +110,7 @@ def train_all_ways(groups: Groups, folder: str) -> list[list[dict[str, Any]]]:
                 fit(groups, sync, None),
                 fit(groups, sync, saving, clock=(3, 7, 17), valid_every=5),
                 fit(groups, sync, stopped, steps=13, valid_every=4),
-                fit(groups, sync, stopped, resume=True),
+                fit(groups, sync, stopped, resume=True) | {"read": read(groups, stopped)},
             ]
         )
     return results
@@ -110,7 +129,7 @@ def test_saving_evaluating_and_resuming_change_no_bit(nodes: Nodes, tmp_path: Pa
             assert stopped["digests"] | resumed["digests"] == plain["digests"], sync
             assert list(resumed["digests"]) == list(range(14, 25))
             assert saving["rows"] == resumed["rows"] == plain["rows"]
-            assert saving["final"] == resumed["final"] == plain["final"]  # the mean
+            assert saving["final"] == resumed["final"] == plain["final"] == resumed["read"]  # the mean
         for first, second in itertools.combinations([rank[n][0] for rank in ranks], 2):
             assert all(first["digests"][step] != second["digests"][step] for step in first["digests"])
             assert first["final"] == second["final"]

@@ -137,7 +137,8 @@ class RankStates:
         else:
             same_ranks = len(entries) == self._world
             own = self._read(manifest, self._rank) if same_ranks else {}
-            if same_ranks and not self._read_only and [entry["replica"] for entry in entries] == self._replicas:
+            restores_own = same_ranks and [entry["replica"] for entry in entries] == self._replicas
+            if restores_own and (self._world == 1 or not self._read_only):
                 dense = self._completed(manifest, self._rank, own)
                 state = RankState(dense["model"], dense["optimizers"], own.get("sync"), own["random"])
             else:
