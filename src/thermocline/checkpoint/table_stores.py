@@ -25,6 +25,7 @@ from thermocline.errors import FormatError, NotFoundError, ThermoclineError
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils import atomic_file
 from thermocline.utils.atomic_file import failpoint
+from thermocline.utils.untrusted_files import confined_path
 
 Manifest = dict[str, Json]
 _RANK_FOLDER = re.compile(r"rank-(\d{5})-of-(\d{5})(?:\.\d+)?(\.gone)?")
@@ -205,6 +206,9 @@ class TableStores:
 
     def _check_stores(self, table: Table, manifest: Manifest, subject: str) -> None:
         saved = self._saved(table, manifest)
+        if "ranks" in manifest:
+            for source in saved:
+                confined_path(self._root(table), source.path.name, subject)
         if not self._same_ranks(manifest):
             for source in saved:
                 with self._open_saved(table, source) as store:
