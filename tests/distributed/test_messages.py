@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import thermocline as tc
 from thermocline.distributed import messages
 from thermocline.distributed.collective_errors import CollectiveRunner
-from thermocline.distributed.communicator import Groups
+from thermocline.distributed.communicator import Communicator, Groups
+from thermocline.distributed.sharded_table import ShardedTable
 
 PACKAGE = Path(tc.__file__).parent
 NUMPY_DTYPES = [name for name in messages.DTYPES if name != "bfloat16"]
@@ -194,6 +195,36 @@ def test_broadcast_sends_the_value_once_to_every_rank() -> None:
     received = run_ranks(((0, 1), (2, 3)), collect, size)
     assert received[0] < 100_000
     assert all(size <= count < size + 100_000 for count in received[1:]), received
+
+
+def save(groups: Groups, folder: str) -> Any:
+    """Save a run; return the messages of the save as (method, bytes sent by this rank)."""
+    table = ShardedTable(4, tc.Adagrad(lr=0.1), groups=groups, mem="1MB", ssd_mem="16MB")
+    checkpoints = tc.Checkpoints(folder, [table])
+    sent: list[tuple[str, int]] = []
+    for name in ("all_gather_message", "gather_message", "broadcast_message"):
+        method = getattr(Communicator, name)
+
+        def record(self: Any, message: Any, doing: str, method: Any = method, name: str = name) -> Any:
+            sent.append((name, len(message or b"")))
+            return method(self, message, doing)
+
+        setattr(Communicator, name, record)
+    checkpoints.save(1)
+    checkpoints.close()
+    table.close()
+    return sent
+
+
+def test_save_sends_the_manifest_once(tmp_path: Path) -> None:
+    """Ranks send their parts of the manifest to rank 0 only, which sends the whole once."""
+    sent = run_ranks(((0, 1),), save, str(tmp_path))
+    manifest = max((tmp_path / "checkpoints").glob("*.json")).stat().st_size
+    for messages_of_rank in sent:
+        assert {name for name, _ in messages_of_rank} == {"gather_message", "broadcast_message"}
+    large = [name for name, size in sent[0] if size > manifest / 2]
+    assert large == ["broadcast_message"]
+    assert sum(size for name, size in sent[1] if name == "broadcast_message") == 0
 
 
 def fail(groups: Groups, method: str, failing: int, kind: str) -> Any:

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from thermocline import __version__
-from thermocline.checkpoint.manifest import Json, decode_manifest, encode_manifest, require_json
+from thermocline.checkpoint.manifest import Json, encode_manifest, format_errors, read_manifest, require_json
 from thermocline.checkpoint.rank_states import RankStates
 from thermocline.checkpoint.table_stores import TableStores
 from thermocline.distributed.collective_errors import CollectiveRunner
@@ -149,7 +149,7 @@ class Checkpoints:
     def _read(self, number: int) -> dict[str, Json]:
         path = self._path(number)
         try:
-            manifest = decode_manifest(path.read_bytes(), str(path))
+            manifest = read_manifest(path)
         except CorruptionError as error:
             raise CorruptionError(f"{error}. Move it away to continue from the previous checkpoint") from None
         if manifest.get("format") not in (FORMAT, *OLDER_FORMATS):
@@ -159,8 +159,9 @@ class Checkpoints:
 
     def _describe(self, number: int, manifest: dict[str, Json], *, restored: bool = False) -> Checkpoint:
         world = len(manifest.get("ranks", [None]))
-        position, extra = self._states.values(manifest)
-        extras = self._states.extras(manifest) if restored and world != self._collective.world else ()
+        with format_errors(str(self._path(number))):
+            position, extra = self._states.values(manifest)
+            extras = self._states.extras(manifest) if restored and world != self._collective.world else ()
         return Checkpoint(manifest["step"], position, extra, manifest["tag"], self._path(number), world, extras)
 
     # ---- save
@@ -196,11 +197,26 @@ class Checkpoints:
         failpoint("run.begin")
         collective = self._collective
         note = {"thermocline": "begin" if begin else "save", "run": self._run, "number": number, "step": step}
-        committed = collective.gather("committing tables", lambda: self._stores.commit(json.dumps(note)))
+        committed = collective.gather_to_rank0("committing tables", lambda: self._stores.commit(json.dumps(note)))
         written: list[Json] = []
         if not begin:  # the initial dense model is not saved: the caller creates it again
             write = functools.partial(self._states.write, number, position, extra)
-            written = collective.gather("writing the state of the ranks", write)
+            written = collective.gather_to_rank0("writing the state of the ranks", write)
+        manifest = collective.broadcast(
+            "publishing the checkpoint",
+            lambda: self._publish(number, self._manifest(step, tag, begin, committed, written)),
+        )
+        self._manifests[number] = manifest
+        self._retain()
+        self._sweep()
+        failpoint("run.done")
+        world = self._collective.world
+        return Checkpoint(step, position, extra, tag, self._path(number), world)
+
+    def _manifest(
+        self, step: int, tag: str | None, begin: bool, committed: Sequence[Json], written: Sequence[Json]
+    ) -> dict[str, Json]:
+        """Build the manifest from the stores and state files of all ranks."""
         manifest: dict[str, Json] = {
             "format": FORMAT,
             "run": self._run,
@@ -218,13 +234,7 @@ class Checkpoints:
             manifest |= self._states.described(written)
         if self._stores.sharded:
             manifest["ranks"] = [{"stores": stores} for stores in committed]
-        manifest = collective.broadcast("publishing the checkpoint", lambda: self._publish(number, manifest))
-        self._manifests[number] = manifest
-        self._retain()
-        self._sweep()
-        failpoint("run.done")
-        world = self._collective.world
-        return Checkpoint(step, position, extra, tag, self._path(number), world)
+        return manifest
 
     def _publish(self, number: int, manifest: dict[str, Json]) -> dict[str, Json]:
         atomic_file.atomic_write(self._path(number), encode_manifest(manifest))
@@ -277,7 +287,8 @@ class Checkpoints:
         manifests, number = collective.broadcast("reading the checkpoints", lambda: self._load(which))
         manifest = manifests[number]
         doing = "checking the checkpoint"
-        state = collective.run_all(doing, lambda: None if manifest["begin"] else self._states.load(manifest))
+        with format_errors(str(self._path(number))):
+            state = collective.run_all(doing, lambda: None if manifest["begin"] else self._states.load(manifest))
         collective.run_all(doing, lambda: self._stores.check(manifest, str(self._path(number))))
         self._ready = False  # after an interrupted restore, `save` raises until a restore succeeds
         collective.run_all("restoring rows", lambda: self._stores.restore(manifest, list(manifests.values())))

@@ -32,6 +32,7 @@ from thermocline.embedding.state_dict import dense_state_dict, load_dense_state_
 from thermocline.errors import CorruptionError, FormatError, NotFoundError
 from thermocline.utils import atomic_file
 from thermocline.utils.atomic_file import failpoint
+from thermocline.utils.untrusted_files import confined_path, read_limited
 
 Manifest = dict[str, Json]
 
@@ -123,7 +124,7 @@ class RankStates:
         return tuple(self._values(manifest, rank)["extra"] for rank in range(len(manifest["states"])))
 
     def _values(self, manifest: Manifest, rank: int) -> Json:
-        path = self._folder / manifest["states"][rank]["file"]
+        path = self._path(manifest, manifest["states"][rank]["file"])
         try:
             return state_tree.read_values(path)
         except FileNotFoundError:
@@ -207,10 +208,13 @@ class RankStates:
             tensors.update(state_tree.decode(self._read_file(manifest, name)))
         return tensors
 
+    def _path(self, manifest: Manifest, name: str) -> Path:
+        return confined_path(self._folder, name, f"the manifest of step {manifest['step']} in {self._folder}")
+
     def _read_file(self, manifest: Manifest, name: str) -> bytes:
-        path, expected = self._folder / name, manifest["files"][name]
+        path, expected = self._path(manifest, name), manifest["files"][name]
         try:
-            data = path.read_bytes()
+            data = read_limited(path, expected["bytes"])
         except FileNotFoundError:
             raise _missing(path, manifest) from None
         if len(data) != expected["bytes"] or sha256_hex(data) != expected["sha256"]:

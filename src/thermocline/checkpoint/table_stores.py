@@ -26,6 +26,7 @@ from thermocline.errors import FormatError, NotFoundError, ThermoclineError
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils import atomic_file
 from thermocline.utils.atomic_file import failpoint
+from thermocline.utils.untrusted_files import confined_path
 
 Manifest = dict[str, Json]
 _RANK_FOLDER = re.compile(r"rank-(\d{5})-of-(\d{5})(?:\.\d+)?(\.gone)?")
@@ -224,6 +225,9 @@ class TableStores:
                 bag.require_fields(names)
 
     def _check_stores(self, table: Table, manifest: Manifest, subject: str) -> None:
+        if "ranks" in manifest:
+            for source in self._saved(table, manifest):
+                confined_path(self._root(table), source.path.name, subject)
         if not self._same_ranks(manifest):
             needed = self._needed(table, manifest)
             for source in needed:

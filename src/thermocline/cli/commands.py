@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
 
@@ -66,21 +66,31 @@ def train(config: Config, *, resume: bool) -> list[str]:
 # ---- trained runs
 
 
-def evaluate(run_dir: str, files: Sequence[str], sets: Sequence[str], checkpoint: str | None) -> Row:
+def evaluate(
+    run_dir: str, files: Sequence[str], sets: Sequence[str], checkpoint: str | None, *, allow_remote_data: bool = False
+) -> Row:
     """Compute exact metrics of a trained run, on its test data or on other files. Under torchrun, over all ranks."""
-    with _load_run(run_dir, files, sets, checkpoint) as run:
+    with _load_run(run_dir, files, sets, checkpoint, allow_remote_data=allow_remote_data) as run:
         batches = run.loader("test")
         with _progress("evaluating", batches, run.config) as advance:
             figures = run.evaluate(count_examples(batches, advance))
         return {"step": run.step, **figures, "skipped": skipped(batches, run.runner)}
 
 
-def predict(run_dir: str, files: Sequence[str], out: str, sets: Sequence[str], checkpoint: str | None) -> Row:
+def predict(
+    run_dir: str,
+    files: Sequence[str],
+    out: str,
+    sets: Sequence[str],
+    checkpoint: str | None,
+    *,
+    allow_remote_data: bool = False,
+) -> Row:
     """Write one score per example to the file `out`, in the order of the files. Under torchrun, over all ranks."""
     from thermocline.training.prediction_writer import write_scores, writer_of
 
     writer_of(out)  # raises before any work is done
-    with _load_run(run_dir, files, sets, checkpoint, scores=True) as run:
+    with _load_run(run_dir, files, sets, checkpoint, scores=True, allow_remote_data=allow_remote_data) as run:
         batches = run.loader("test")
         with _progress("predicting", batches, run.config) as advance:
             count = write_scores(out, run.scores(count_examples(batches, advance)), run.runner)
@@ -99,6 +109,7 @@ def _load_run(
     checkpoint: str | None,
     *,
     scores: bool = False,
+    allow_remote_data: bool,
 ) -> Any:
     """Load a run to evaluate it on `files`.
 
@@ -110,7 +121,8 @@ def _load_run(
     from thermocline.training.run_dir import config_of
 
     config = config_of(run_dir, sets)
-    if scores and not any(override.partition("=")[0].strip() == "data.on_error" for override in sets):
+    given = {override.partition("=")[0].strip() for override in sets} | ({"data.test"} if files else set())
+    if scores and "data.on_error" not in given:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, on_error="raise"))
     if files:
         if config.data.format == "synth":
@@ -119,7 +131,11 @@ def _load_run(
     elif config.data.format != "synth" and not config.data.test:
         raise ConfigError(f"{run_dir} has no data.test: give data files on the command line")
     step_or_tag = int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
-    return Run.load(run_dir, checkpoint=step_or_tag, config=config, labelled=not scores, contiguous=scores)
+    recorded = [split for split in get_args(Split) if f"data.{split}" not in given]
+    return Run.load(
+        run_dir, checkpoint=step_or_tag, config=config, labelled=not scores, contiguous=scores,
+        recorded=recorded, allow_remote_data=allow_remote_data,
+    )  # fmt: skip
 
 
 def _examples(batches: Any, config: Config) -> int | None:

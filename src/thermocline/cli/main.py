@@ -45,6 +45,10 @@ Files = Annotated[
 Checkpoint = Annotated[
     str | None, typer.Option(help="best, last, or a step; default: best if there is one, else last.")
 ]
+AllowRemoteData = Annotated[
+    bool,
+    typer.Option("--allow-remote-data", help="Contact URLs that only the run's own config names, such as s3://."),
+]
 
 
 class Split(StrEnum):
@@ -162,6 +166,7 @@ def evaluate(
     files: Files = None,
     sets: Sets = None,
     checkpoint: Checkpoint = None,
+    allow_remote_data: AllowRemoteData = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -173,7 +178,7 @@ def evaluate(
         from thermocline.cli import commands
         from thermocline.distributed.launch import is_rank0
 
-        report = commands.evaluate(run_dir, files or (), sets or (), checkpoint)
+        report = commands.evaluate(run_dir, files or (), sets or (), checkpoint, allow_remote_data=allow_remote_data)
         if not is_rank0():
             return
         if as_json:
@@ -193,6 +198,7 @@ def predict(
     ] = "scores.csv",
     sets: Sets = None,
     checkpoint: Checkpoint = None,
+    allow_remote_data: AllowRemoteData = False,
     debug: Debug = False,
 ) -> None:
     """Write one score per example, in the order of the files. Read-only; works while the run trains.
@@ -205,7 +211,9 @@ def predict(
         from thermocline.distributed.launch import is_rank0
         from thermocline.utils.text_format import plural
 
-        report = commands.predict(run_dir, files or (), out, sets or (), checkpoint)
+        report = commands.predict(
+            run_dir, files or (), out, sets or (), checkpoint, allow_remote_data=allow_remote_data
+        )
         if not is_rank0():
             return
         typer.echo(f"{plural(report['scores'], 'score')} of step {report['step']} in {out}")

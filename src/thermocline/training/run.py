@@ -14,10 +14,10 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from thermocline.arrays import Floats
 from thermocline.batch import Batch
@@ -25,7 +25,7 @@ from thermocline.config.data import Split
 from thermocline.config.rank_rules import rank_settings
 from thermocline.config.schema import Config, OptimizerName, Tiers
 from thermocline.data.features import Features
-from thermocline.data.open_data import check_paths, has_split, open_data
+from thermocline.data.open_data import check_paths, has_split, open_data, require_local
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import join_ranks, machine_world, world_size
 from thermocline.embedding.initializers import Normal
@@ -98,6 +98,7 @@ class Run:
     read_only   for evaluation: changes no file, and works while another process trains
     labelled    if False, files may lack the label
     contiguous  over ranks, shards of the data are consecutive parts of the files
+    recorded    splits whose files only the folder of the run names: URLs among them are not contacted
 
     Under torchrun, each process is one rank of the run, with a shard of the data and of the rows. All ranks raise
     `ConfigError` if their configs or data files differ, see `config/rank_rules.py`.
@@ -111,9 +112,11 @@ class Run:
         read_only: bool = False,
         labelled: bool = True,
         contiguous: bool = False,
+        recorded: Collection[Split] = (),
     ) -> None:
         self.config = config = config.resolve()
         self._data_options = {"labelled": labelled, "contiguous": contiguous}
+        self._recorded = recorded
         self._loaders: dict[Split, Any] = {}
         self._identities: dict[str, Any] = {}
         """Data of each split as all ranks together read it."""
@@ -228,12 +231,15 @@ class Run:
         self.features = getattr(train, "features", None)
         held_out: tuple[Split, ...] = ("valid", "test")
         for split in held_out:
-            self.loader(split)
+            if split not in self._recorded:
+                self.loader(split)
         return train.fields, train.dense
 
     def loader(self, split: Split) -> Any:
         """Return the batches of a split, or None if the config has no data for it."""
         if split not in self._loaders:
+            if split in self._recorded:
+                require_local(self.config.data, split, self.config.train.run_dir)
             data, train = self.config.data, self.config.train
             options: dict[str, Any] = {"batch_size": train.batch_size, "seed": train.seed, **self._data_options}
             self._loaders[split] = None
@@ -310,18 +316,23 @@ class Run:
         config: Config | None = None,
         labelled: bool = True,
         contiguous: bool = False,
+        recorded: Collection[Split] = (),
+        allow_remote_data: bool = False,
     ) -> Self:
         """Open a trained run read-only, at its best checkpoint or else its last; or at a step or tag.
 
-        config   replaces the config of the run; its data and tiers may differ
+        config              replaces the config of the run; its data and tiers may differ
+        recorded            splits of `config` that are from the folder of the run; without `config`, all are
+        allow_remote_data   contact URLs that only the folder of the run names
 
         Under torchrun, any number of ranks share the rows and the data, also of a run trained by another number.
         """
         if config is None:
-            config = config_of(run_dir)
+            config, recorded = config_of(run_dir), get_args(Split)
         train = dataclasses.replace(config.train, run_dir=os.fspath(run_dir))
         config = dataclasses.replace(config, train=train)
-        run = cls(config, read_only=True, labelled=labelled, contiguous=contiguous)
+        recorded = () if allow_remote_data else recorded
+        run = cls(config, read_only=True, labelled=labelled, contiguous=contiguous, recorded=recorded)
         try:
             run.step = run.restore(checkpoint)
         except BaseException:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from thermocline.checkpoint.manifest import decode_manifest
+from thermocline.checkpoint.manifest import read_manifest
 from thermocline.config.messages import nearest
 from thermocline.config.resume import check_resume
 from thermocline.config.schema import Config
+from thermocline.data.features import Features
 from thermocline.distributed.collective_errors import CollectiveRunner
-from thermocline.errors import ConfigError, CorruptionError
+from thermocline.errors import ConfigError, StoreError
+from thermocline.utils.untrusted_files import MAX_TEXT_BYTES, read_limited
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,8 +84,8 @@ def _read(path: str) -> dict[str, Any]:
         "has_run": run,
         "has_begun": not run and any((folder / "checkpoints").glob("[0-9]*.json")),
         "saved_by_ranks": saved_by_ranks(path),
-        "config": config.read_text(encoding="utf-8", errors="replace") if config.exists() else None,
-        "features": json.loads(features.read_text()) if run and features.exists() else None,
+        "config": read_limited(config, MAX_TEXT_BYTES).decode(errors="replace") if config.exists() else None,
+        "features": Features.load(features).to_json() if run and features.exists() else None,
     }
 
 
@@ -97,16 +98,16 @@ def saved_by_ranks(run_dir: str | os.PathLike[str]) -> bool:
     """Whether the newest readable checkpoint has the rows of several ranks, one store per rank."""
     for path in sorted((Path(run_dir) / "checkpoints").glob("[0-9]*.json"), reverse=True):
         try:
-            return "ranks" in decode_manifest(path.read_bytes(), str(path))
-        except (OSError, CorruptionError):
+            return "ranks" in read_manifest(path)
+        except (OSError, StoreError):
             continue  # opening the checkpoint reports the damage
     return False
 
 
 def _is_start(manifest: Path) -> bool:
     try:
-        return bool(decode_manifest(manifest.read_bytes(), str(manifest))["begin"])
-    except (OSError, CorruptionError):
+        return bool(read_manifest(manifest)["begin"])
+    except (OSError, StoreError):
         return False  # damaged or replaced meanwhile; opening the checkpoint reports damage
 
 
@@ -118,7 +119,8 @@ def config_of(run_dir: str | os.PathLike[str], sets: Sequence[str] = ()) -> Conf
     path = Path(run_dir) / "config.toml"
     if not path.exists():
         raise _no_config(run_dir)
-    return Config.load(path, sets).relocated(path.parent)
+    text = read_limited(path, MAX_TEXT_BYTES).decode(errors="replace")
+    return Config.parse(text, sets, name=str(path)).relocated(path.parent)
 
 
 def _no_config(run_dir: str | os.PathLike[str]) -> ConfigError:
