@@ -28,6 +28,7 @@ from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.frozen_adam import check_frozen_state, without_frozen_state
 from thermocline.distributed.key_sharding import rank_folder
 from thermocline.distributed.model_mean import TensorMean
+from thermocline.embedding.state_dict import dense_state_dict, load_dense_state_dict
 from thermocline.errors import CorruptionError, FormatError, NotFoundError
 from thermocline.utils import atomic_file
 from thermocline.utils.atomic_file import failpoint
@@ -101,7 +102,7 @@ class RankStates:
 
     def _dense_state(self) -> dict[str, Any]:
         return {
-            "model": None if self._model is None else dict(self._model.state_dict()),
+            "model": None if self._model is None else dense_state_dict(self._model),
             "optimizers": [{"kind": type(o).__name__, "state": o.state_dict()} for o in self._optimizers],
         }
 
@@ -152,7 +153,7 @@ class RankStates:
     def apply(self, state: RankState) -> None:
         """Give model, optimizers, synchronization and random generators the result of `load`."""
         if self._model is not None:
-            self._model.load_state_dict(state.model or {})
+            load_dense_state_dict(self._model, state.model or {})
         for optimizer, saved in zip(self._optimizers, state.optimizers, strict=True):
             optimizer.load_state_dict(saved["state"])
         if self._dense_sync is not None and state.sync is not None:

@@ -78,6 +78,10 @@ class RankCoordinator:
         self._sent &= ~SAVE
         self._requests &= ~SAVE
 
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for local work, such as a callback, that other ranks wait for longer than the timeout."""
+        return contextlib.nullcontext() if self.groups is None else self.groups.busy()
+
     # ---- dense parameters
 
     def begin(self) -> None:
