@@ -23,6 +23,7 @@ from helpers.train import bits
 import thermocline as tc
 from thermocline.checkpoint import state_tree
 from thermocline.distributed.communicator import Groups
+from thermocline.embedding.state_dict import dense_state_dict
 
 JOBS = {nodes: Job(nodes, "adagrad", batches) for nodes, batches in ((PAIR, (24, 19)), (TWO_BY_TWO, (24, 19, 16, 24)))}
 SETTINGS = {
@@ -45,7 +46,7 @@ class Recorder(tc.Callback):
     def on_step(self, trainer: Any, loss: object) -> None:
         step = trainer.progress.step
         tensors: state_tree.Tensors = {"random": torch.get_rng_state()}
-        state = [dict(trainer.model.state_dict()), trainer.optimizers[0].state_dict()]
+        state = [dense_state_dict(trainer.model), trainer.optimizers[0].state_dict()]
         values = json.dumps(state_tree.pack(state, tensors, ""))
         content = b"".join(bits(tensor) for tensor in tensors.values())
         self.digests[step] = hashlib.sha256(values.encode() + content).hexdigest()
@@ -87,7 +88,7 @@ def make(groups: Groups) -> tuple[dict[str, Any], Any, tc.FrozenAdam]:
 
 
 def floats_of(model: torch.nn.Module) -> dict[str, bytes]:
-    return {name: bits(value) for name, value in model.state_dict().items() if value.is_floating_point()}
+    return {name: bits(value) for name, value in dense_state_dict(model).items() if value.is_floating_point()}
 
 
 def read(groups: Groups, folder: Path) -> dict[str, bytes]:
@@ -176,7 +177,7 @@ def run_config(groups: Groups, folder: str, sync: str) -> Any:
 
     class Copy(tc.Callback):
         def on_checkpoint(self, trainer: Any, checkpoint: tc.Checkpoint) -> None:
-            saved.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+            saved.append({name: value.clone() for name, value in dense_state_dict(trainer.model).items()})
 
     with tc.Run(tc.Config.parse(CONFIG + f"[dist]\ndense_sync = {sync}\n", ["train.display=false"])) as run:
         test = run.fit(callbacks=[Copy()]).test
@@ -203,7 +204,7 @@ def test_readers_load_the_mean_of_the_ranks(
     monkeypatch.chdir(tmp_path)
     with tc.Run.load("run") as run:
         figures = run.evaluate(run.loader("test"))
-        loaded = run.model.state_dict()
+        loaded = dense_state_dict(run.model)
     expected = results[0][0]
     assert figures == pytest.approx({name: expected[name] for name in figures}, rel=1e-12)  # examples in another order
     different = set()
