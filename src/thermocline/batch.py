@@ -56,13 +56,15 @@ class Batch:
     offsets: Offsets
     fields: int
     weights: Floats | None = None
-    """One weight per id; None means that all weights are 1."""
+    """One weight per id; None means that all weights are 1. A torch tensor that requires grad receives a gradient."""
     dense: Any = None
     label: Any = None
     position: Any = None
     """Reader position after this batch, as JSON; a reader resumes from it with `seek`."""
     prepared: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
     """State that `tc.prefetch` prepared for this batch, by table."""
+    learned_weights: Any = dataclasses.field(default=None, init=False, repr=False)
+    """The tensor of `weights` if it requires grad, else None."""
 
     def __post_init__(self) -> None:
         self.ids = as_keys(self.ids)
@@ -73,6 +75,7 @@ class Batch:
                 "bags must be a multiple of fields, and fields at least 1"
             )
         if self.weights is not None:
+            self.learned_weights = self.weights if getattr(self.weights, "requires_grad", False) else None
             self.weights = _as_weights(self.weights)
             if self.weights.shape != self.ids.shape:
                 raise ValueError(f"weights have shape {self.weights.shape}: expected ({len(self.ids)},), one per id")
@@ -114,9 +117,9 @@ class Batch:
                 f"{len(sizes)} lengths with sum {sizes.sum()} do not match {fields} keys and {len(ids)} values: "
                 "expected one length per key and example, none negative, with the number of values as sum"
             )
-        factors = None if weights is None else _as_weights(weights)
-        if factors is not None and factors.shape != ids.shape:
-            raise ValueError(f"weights have shape {factors.shape}: expected ({len(ids)},), one per value")
+        factors = weights if getattr(weights, "requires_grad", False) or weights is None else _as_weights(weights)
+        if factors is not None and tuple(factors.shape) != ids.shape:
+            raise ValueError(f"weights have shape {tuple(factors.shape)}: expected ({len(ids)},), one per value")
         starts = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=starts[1:])
         # Transpose the bags from (field, example) to (example, field).
@@ -130,6 +133,15 @@ class Batch:
         """Return ids, offsets and weights of these fields only, in the given order, example by example."""
         if list(fields) == list(range(self.fields)):
             return self.ids, self.offsets, self.weights
+        positions, offsets = self._select(fields)
+        return self.ids[positions], offsets, None if self.weights is None else self.weights[positions]
+
+    def positions(self, fields: Sequence[int]) -> Offsets | None:
+        """Return the positions of the ids that `select` returns among all ids; None: all ids, in order."""
+        return None if list(fields) == list(range(self.fields)) else self._select(fields)[0]
+
+    def _select(self, fields: Sequence[int]) -> tuple[Offsets, Offsets]:
+        """Return the positions of the ids of these fields, and their offsets."""
         for field in fields:
             if not 0 <= field < self.fields:
                 raise IndexError(f"field {field} is out of range: the batch has {self.fields} fields")
@@ -137,8 +149,7 @@ class Batch:
         starts = self.offsets[:-1].reshape(-1, self.fields)[:, fields].reshape(-1)
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
-        positions = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
-        return self.ids[positions], offsets, None if self.weights is None else self.weights[positions]
+        return np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1]), offsets
 
 
 def _as_pattern(key: Any) -> int:
