@@ -74,7 +74,7 @@ def test_pins_end_with_the_graph(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["dram", "hbm", "sharded"])
 def test_forward_passes_without_backward_do_not_fill_the_budget(backend: str, tmp_path: Path) -> None:
     """A validation loop that forgets `torch.no_grad()`, far beyond the budget."""
-    batches = make_batches(12, keys=3000, examples=10)
+    batches = make_batches(6, keys=3000, examples=5)
     rows = 3 * max(len(all_keys([batch])) for batch in batches)
     table = small_table(backend, rows, tmp_path)
     bag = tc.EmbeddingBag(table, 3)
@@ -86,7 +86,7 @@ def test_forward_passes_without_backward_do_not_fill_the_budget(backend: str, tm
 
 @pytest.mark.parametrize("backend", ["dram", "hbm", "sharded"])
 def test_budget_error_names_live_graphs(backend: str, tmp_path: Path) -> None:
-    batches = make_batches(12, keys=3000, examples=10)
+    batches = make_batches(6, keys=3000, examples=5)
     rows = 3 * max(len(all_keys([batch])) for batch in batches)
     table = small_table(backend, rows, tmp_path)
     bag = tc.EmbeddingBag(table, 3)
@@ -108,10 +108,10 @@ def test_budget_error_names_live_graphs(backend: str, tmp_path: Path) -> None:
 
 
 def test_budget_error_of_a_pipeline_names_waiting_gradients(tmp_path: Path) -> None:
-    batches = make_batches(12, keys=3000, examples=10)
+    batches = make_batches(6, keys=3000, examples=5)
     rows = 3 * max(len(all_keys([batch])) for batch in batches)
     table = small_table("dram", rows, tmp_path)
-    table.accumulate = 12
+    table.accumulate = 6
     bag = tc.EmbeddingBag(table, 3)
     with pytest.raises(
         tc.BudgetError, match=r"rows of \d batches are pinned by gradients that wait for table.step\(\)"
@@ -137,7 +137,7 @@ def test_budget_error_of_a_batch_that_is_too_large_is_unchanged() -> None:
 def test_graphs_dropped_by_other_threads(backend: str) -> None:
     table = open_table(backend)
     bag = tc.EmbeddingBag(table, 3)
-    graphs = [[bag(batch)] for batch in make_batches(6)]
+    graphs = [[bag(batch)] for batch in make_batches(3)]
     threads = [threading.Thread(target=graph.clear) for graph in graphs]
     for thread in threads:
         thread.start()

@@ -50,7 +50,7 @@ def expected_gradient(table: tc.Table, batch: tc.Batch, weights: torch.Tensor, m
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_equals_torch(backend: str, mode: Any) -> None:
     """Of a batch whose weights require grad, prefetched or not; the rows are trained as with plain weights."""
-    batches = make_batches(3, keys=60)
+    batches = make_batches(3, keys=60, examples=4)
     table, plain = open_table(backend), open_table(backend)
     bag, twin = tc.EmbeddingBag(table, 3, pooling=mode), tc.EmbeddingBag(plain, 3, pooling=mode)
     weights = [learned(batch) for batch in batches]
@@ -68,9 +68,9 @@ def test_equals_torch(backend: str, mode: Any) -> None:
     assert bits(table.read(keys)) == bits(plain.read(keys))
 
 
-@pytest.mark.parametrize("dim", [1, 3, 4, 16, 19, 128])
+@pytest.mark.parametrize("dim", [1, 4, 19])
 def test_bits_of_every_backend_are_equal(dim: int) -> None:
-    (batch,) = make_batches(1, keys=30, examples=4)
+    (batch,) = make_batches(1, keys=30, examples=3)
     gradients = []
     for backend in BACKENDS:
         table = open_table(backend, dim=dim)

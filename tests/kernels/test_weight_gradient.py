@@ -12,18 +12,18 @@ from thermocline.kernels.weight_gradient import weight_gradient, weight_gradient
 
 
 @pytest.mark.parametrize("pooling", ["none", "sum", "mean"])
-@pytest.mark.parametrize("dim", [1, 2, 3, 4, 8, 16, 19, 64, 130])
+@pytest.mark.parametrize("dim", [1, 2, 3, 4, 16, 19, 130])
 def test_every_dim(dim: int, pooling: str, device: str) -> None:
     random = np.random.default_rng(dim)
     arena = Arena(40, dim, 2, random, device)
-    slots = random_slots(90, 40, random, device)
-    offsets = None if pooling == "none" else random_offsets(90, random, device)
+    slots = random_slots(40, 40, random, device)
+    offsets = None if pooling == "none" else random_offsets(40, random, device)
     mean = pooling == "mean"
-    bags = None if offsets is None else index_gradients(90, None, offsets, None, mean, device)[0]
-    grads = floats((90 if offsets is None else len(offsets) - 1, dim), random, device)
+    bags = None if offsets is None else index_gradients(40, None, offsets, None, mean, device)[0]
+    grads = floats((40 if offsets is None else len(offsets) - 1, dim), random, device)
     out = weight_gradient(arena.weights, slots, offsets, bags, grads, mean=mean)
     same_bits(out, weight_gradient_reference(arena.weights, slots, offsets, bags, grads, mean=mean))
-    exact = (arena.weights[slots.long()].double() * grads[torch.arange(90) if bags is None else bags.long()]).sum(1)
+    exact = (arena.weights[slots.long()].double() * grads[torch.arange(40) if bags is None else bags.long()]).sum(1)
     if mean:
         assert offsets is not None
         assert bags is not None
