@@ -55,16 +55,15 @@ class Batch:
     ids: Keys
     offsets: Offsets
     fields: int
-    weights: Floats | None = None
-    """One weight per id; None means that all weights are 1. A torch tensor that requires grad receives a gradient."""
+    weights: Any = None
+    """One float32 weight per id; None means that all weights are 1. A torch tensor that requires grad is kept as it is,
+    and receives a gradient."""
     dense: Any = None
     label: Any = None
     position: Any = None
     """Reader position after this batch, as JSON; a reader resumes from it with `seek`."""
     prepared: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
     """State that `tc.prefetch` prepared for this batch, by table."""
-    learned_weights: Any = dataclasses.field(default=None, init=False, repr=False)
-    """The tensor of `weights` if it requires grad, else None."""
 
     def __post_init__(self) -> None:
         self.ids = as_keys(self.ids)
@@ -75,10 +74,16 @@ class Batch:
                 "bags must be a multiple of fields, and fields at least 1"
             )
         if self.weights is not None:
-            self.learned_weights = self.weights if getattr(self.weights, "requires_grad", False) else None
-            self.weights = _as_weights(self.weights)
-            if self.weights.shape != self.ids.shape:
-                raise ValueError(f"weights have shape {self.weights.shape}: expected ({len(self.ids)},), one per id")
+            values = _as_weights(self.weights)
+            if values.shape != self.ids.shape:
+                raise ValueError(f"weights have shape {values.shape}: expected ({len(self.ids)},), one per id")
+            if self.learned_weights is None:
+                self.weights = values
+
+    @property
+    def learned_weights(self) -> Any:
+        """`weights` if they are a tensor that requires grad, else None."""
+        return self.weights if getattr(self.weights, "requires_grad", False) else None
 
     @property
     def examples(self) -> int:
@@ -132,9 +137,14 @@ class Batch:
     def select(self, fields: Sequence[int]) -> tuple[Keys, Offsets, Floats | None]:
         """Return ids, offsets and weights of these fields only, in the given order, example by example."""
         if list(fields) == list(range(self.fields)):
-            return self.ids, self.offsets, self.weights
+            return self.ids, self.offsets, self._weight_values()
         positions, offsets = self._select(fields)
-        return self.ids[positions], offsets, None if self.weights is None else self.weights[positions]
+        weights = self._weight_values()
+        return self.ids[positions], offsets, None if weights is None else weights[positions]
+
+    def _weight_values(self) -> Floats | None:
+        """Return the weights as an array, without their graph."""
+        return self.weights if self.learned_weights is None else _as_weights(self.weights)
 
     def positions(self, fields: Sequence[int]) -> Offsets | None:
         """Return the positions of the ids that `select` returns among all ids; None: all ids, in order."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -136,6 +138,19 @@ def test_dtype_of_the_gradient_and_jagged_weights() -> None:
     np.testing.assert_allclose(weights.grad.numpy(), rows * [1, 100, 10], rtol=1e-5)
 
 
+def test_changed_batch_keeps_its_learned_weights() -> None:
+    (batch,) = make_batches(1)
+    weights = learned(batch)
+    changed = dataclasses.replace(with_weights(batch, weights), label=None)
+    table = tc.Table(4, tc.SGD(lr=0.1), mem="1MB")
+    (ready,) = tc.prefetch([copy.copy(changed)], table, training=False)
+    tc.EmbeddingBag(table, 3)(ready).sum().backward()
+    assert weights.grad is not None
+    table.discard_gradients()
+    with pytest.raises(ValueError, match=rf"weights have shape \(1,\): expected \({len(batch.ids)},\)"):
+        with_weights(batch, torch.ones(1, requires_grad=True))
+
+
 def test_weights_of_a_model_are_learned() -> None:
     """Weights computed in the loop, from a dense parameter that torch's optimizer changes before `table.step()`."""
     batches = make_batches(20, examples=16, keys=40)
@@ -143,9 +158,9 @@ def test_weights_of_a_model_are_learned() -> None:
     bag, twin = tc.EmbeddingBag(table, 3), tc.EmbeddingBag(plain, 3)
     factor = torch.nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([factor], lr=0.01)
-    for batch, copy in zip(tc.prefetch(batches, table), batches, strict=True):
+    for batch, same in zip(tc.prefetch(batches, table), batches, strict=True):
         weights = factor.expand(len(batch.ids)).contiguous()
-        twin(copy, weights.detach().clone()).pow(2).mean().backward()
+        twin(same, weights.detach().clone()).pow(2).mean().backward()
         bag(batch, weights).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
