@@ -158,6 +158,18 @@ def test_weights_learn_behind_a_frozen_bag() -> None:
     assert table.pending_gradients == row_count(table) == 0
 
 
+def test_gradients_of_a_deleted_bag_are_applied() -> None:
+    (batch,) = make_batches(1)
+    table = open_table("dram")
+    frozen = tc.EmbeddingBag(table, [0]).requires_grad_(False)
+    tc.EmbeddingBag(table, 3)(batch).sum().backward()
+    assert table.frozen
+    assert not frozen.requires_grad
+    table.step()
+    assert table.step_count == 1
+    assert table.dram.stats().dirty == len(all_keys([batch]))
+
+
 def test_freezing_with_pending_gradients_is_an_error() -> None:
     (batch,) = make_batches(1)
     table = open_table("dram")

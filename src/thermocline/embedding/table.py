@@ -387,7 +387,7 @@ class Table:
 
     def reduce_gradients(self) -> None:
         """Sum the collected gradients per key now; their memory may change afterwards. Collective over ranks."""
-        if self._reduced is None and not self.frozen:
+        if self._reduced is None and not self._idle:
             self._reduced = self.backend.reduce(self._pending.ordered())
 
     def gradient_norm(self) -> float:
@@ -414,7 +414,7 @@ class Table:
             if max_norm is not None:
                 norm = abs(scale) * self.gradient_norm()
                 scale *= max_norm / norm if norm > max_norm else 1.0
-            if not self.frozen:
+            if not self._idle:
                 if self._reduced is not None:
                     self.backend.apply(self._reduced, step, rate, scale)
                 else:
@@ -423,6 +423,11 @@ class Table:
         finally:
             self.discard_gradients()
         return norm
+
+    @property
+    def _idle(self) -> bool:
+        """Whether a step has nothing to do. A trained bag that was deleted may have left gradients."""
+        return self.frozen and not self.pending_gradients
 
     def discard_gradients(self) -> None:
         """Drop the collected gradients, for instance of an AMP step that overflowed. All ranks or none."""
