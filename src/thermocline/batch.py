@@ -64,6 +64,8 @@ class Batch:
     """Reader position after this batch, as JSON; a reader resumes from it with `seek`."""
     prepared: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
     """State that `tc.prefetch` prepared for this batch, by table."""
+    names: tuple[str, ...] | None = None
+    """Names of the fields, in order, which bags with field names read by; None: fields have only numbers."""
 
     def __post_init__(self) -> None:
         self.ids = as_keys(self.ids)
@@ -73,6 +75,9 @@ class Batch:
                 f"{len(self.offsets) - 1} bags cannot be divided into examples of {self.fields} fields: the number of "
                 "bags must be a multiple of fields, and fields at least 1"
             )
+        if self.names is not None:
+            self.names = tuple(self.names)
+            _check_names(self.names, self.fields)
         if self.weights is not None:
             values = _as_weights(self.weights)
             if values.shape != self.ids.shape:
@@ -97,7 +102,7 @@ class Batch:
     def from_lists(cls, examples: Sequence[Sequence[Any]], **more: Any) -> Self:
         """Build a batch from examples[example][field], each a list of ids or one id; negative ids are bit patterns.
 
-        `more` sets the other fields: weights (flat, one per id), dense, label, position.
+        `more` sets the other attributes: weights (flat, one per id), dense, label, position, names.
         """
         fields = len(examples[0]) if examples else 1
         bags: list[Any] = []
@@ -113,7 +118,10 @@ class Batch:
 
     @classmethod
     def from_jagged(cls, keys: Sequence[str], values: Any, lengths: Any, weights: Any = None, **more: Any) -> Self:
-        """Build a batch from the parts of a KeyedJaggedTensor: `lengths` and `values` are field-major."""
+        """Build a batch from the parts of a KeyedJaggedTensor: `lengths` and `values` are field-major.
+
+        `keys` become the names of the fields: a bag made with names reads them in any order.
+        """
         fields = len(keys)
         sizes = _as_integers(lengths, "lengths")
         ids = as_keys(values)
@@ -132,25 +140,34 @@ class Batch:
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes[source], out=offsets[1:])
         order = np.repeat(starts[:-1][source] - offsets[:-1], sizes[source]) + np.arange(len(ids))
-        return cls(ids[order], offsets, fields, None if factors is None else factors[order], **more)
+        factors = None if factors is None else factors[order]
+        return cls(ids[order], offsets, fields, factors, names=tuple(keys), **more)
 
-    def select(self, fields: Sequence[int]) -> tuple[Keys, Offsets, Floats | None]:
-        """Return ids, offsets and weights of these fields only, in the given order, example by example."""
-        if list(fields) == list(range(self.fields)):
-            return self.ids, self.offsets, self._weight_values()
-        positions, offsets = self._select(fields)
-        weights = self._weight_values()
+    def select(self, fields: Sequence[int] | Sequence[str]) -> tuple[Keys, Offsets, Floats | None]:
+        """Return ids, offsets and weights of these fields only, in the given order, example by example.
+
+        Fields are numbers, or names if the batch has names.
+        """
+        weights = self.weights if self.learned_weights is None else _as_weights(self.weights)
+        numbers = self._numbers(fields)
+        if self._is_whole(numbers):
+            return self.ids, self.offsets, weights
+        positions, offsets = self._locate(numbers)
         return self.ids[positions], offsets, None if weights is None else weights[positions]
 
-    def _weight_values(self) -> Floats | None:
-        """Return the weights as an array, without their graph."""
-        return self.weights if self.learned_weights is None else _as_weights(self.weights)
-
-    def positions(self, fields: Sequence[int]) -> Offsets | None:
+    def positions(self, fields: Sequence[int] | Sequence[str]) -> Offsets | None:
         """Return the positions of the ids that `select` returns among all ids; None: all ids, in order."""
-        return None if list(fields) == list(range(self.fields)) else self._select(fields)[0]
+        numbers = self._numbers(fields)
+        return None if self._is_whole(numbers) else self._locate(numbers)[0]
 
-    def _select(self, fields: Sequence[int]) -> tuple[Offsets, Offsets]:
+    def _numbers(self, fields: Sequence[int] | Sequence[str]) -> Sequence[int]:
+        named = bool(fields) and isinstance(fields[0], str)
+        return _positions(self.names, tuple(fields)) if named else fields  # type: ignore[return-value]
+
+    def _is_whole(self, fields: Sequence[int]) -> bool:
+        return list(fields) == list(range(self.fields))
+
+    def _locate(self, fields: Sequence[int]) -> tuple[Offsets, Offsets]:
         """Return the positions of the ids of these fields, and their offsets."""
         for field in fields:
             if not 0 <= field < self.fields:
@@ -160,6 +177,39 @@ class Batch:
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
         return np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1]), offsets
+
+
+@functools.lru_cache(maxsize=256)
+def _check_names(names: tuple[str, ...], fields: int) -> None:
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"names are {_shown(names)}: names of fields must be text")
+    if len(names) != fields:
+        raise ValueError(f"{len(names)} names for {fields} fields, {_shown(names)}: give one name per field")
+    if len(set(names)) != len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(f"names have {twice!r} twice: names of fields must be unique")
+
+
+@functools.lru_cache(maxsize=256)
+def _positions(names: tuple[str, ...] | None, fields: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the positions of named fields among the fields of a batch. Cached: a loader's batches share one tuple."""
+    if names is None:
+        raise ValueError(
+            f"the bag reads fields {_shown(fields)}, but the batch has no field names: make it with names=..., or make "
+            "the bag with field numbers"
+        )
+    missing = [field for field in fields if field not in names]
+    if missing:
+        raise ValueError(
+            f"the bag reads fields {_shown(fields)}, but the batch has {_shown(names)}: {_shown(missing)} missing; use "
+            "equal names in the batch and in the bag"
+        )
+    return tuple(names.index(field) for field in fields)
+
+
+def _shown(names: Sequence[Any]) -> str:
+    shown = ", ".join(repr(name) for name in names[:20])
+    return shown if len(names) <= 20 else f"{shown} and {len(names) - 20} more"
 
 
 def _as_pattern(key: Any) -> int:

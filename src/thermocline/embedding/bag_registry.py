@@ -30,9 +30,14 @@ class BagRegistry:
     @property
     def frozen(self) -> bool:
         """Whether the table is frozen, or each of its bags is."""
-        with self._lock:
-            bags = list(self._specs)
+        bags = self.bags
         return self.table_frozen or (bool(bags) and not any(bag.requires_grad for bag in bags))
+
+    @property
+    def bags(self) -> list[Any]:
+        """All bags, in the order in which they were made."""
+        with self._lock:
+            return list(self._specs)
 
     def specs(self, *, trained: bool | None = None) -> list[BagSpec]:
         """Return the specs of all bags, or of those that are trained or frozen, each once.
@@ -42,4 +47,4 @@ class BagRegistry:
         with self._lock:
             bags = [bag for bag in self._specs if trained is None or self.trains(bag) == trained]
             specs = {spec for bag in bags for spec in self._specs[bag]}
-        return sorted(specs, key=lambda spec: (spec.fields, spec.pooling))
+        return sorted(specs, key=lambda spec: (isinstance(spec.fields[0], str), spec.fields, spec.pooling))
