@@ -101,8 +101,7 @@ class Prefetch:
     def _fetched(self, batch: Batch) -> Batch:
         if self._training:
             for table in self._tables:
-                if table in batch.prepared:  # a subclass of Table may plan its batches itself
-                    table.backend.fetch(batch.prepared[table])
+                table.backend.fetch(batch.prepared[table])
                 if table.groups is not None:  # now, because every rank draws the batch but may not run the model on it
                     table.read_frozen(batch)
         return batch
