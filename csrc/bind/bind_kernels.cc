@@ -49,26 +49,50 @@ Bags bags_of(size_t ids, const MaybeOffsets& offsets, const MaybeFloats& weights
   return b;
 }
 
-void pool_from(ThreadPool& pool, const Rows& rows, size_t row_count, const SlotsArg& slots, const MaybeOffsets& offsets,
+// Rows that slots index, and their number.
+struct RowSource {
+  Rows rows;
+  size_t count;
+};
+
+RowSource rows_of(DramTier& tier) { return {tier.rows(), tier.capacity()}; }
+
+RowSource rows_of(const DramTier& tier, const FloatsArg& buffer) {
+  check_decoded(tier, buffer.shape(0), buffer);
+  // Rows is writable for the optimizers; these calls only read.
+  auto* base = reinterpret_cast<uint8_t*>(const_cast<float*>(buffer.data()));
+  return {{base, tier.layout().floats() * sizeof(float), tier.layout().dim}, buffer.shape(0)};
+}
+
+void pool_from(ThreadPool& pool, const RowSource& from, const SlotsArg& slots, const MaybeOffsets& offsets,
                const MaybeFloats& weights, bool mean, FloatsOutArg& out) {
   const Bags b = bags_of(slots.size(), offsets, weights, mean);
-  require(out.shape(0) == b.bags && out.shape(1) == rows.dim, "out: expected one row of dim floats per bag");
+  require(out.shape(0) == b.bags && out.shape(1) == from.rows.dim, "out: expected one row of dim floats per bag");
   nb::gil_scoped_release release;
-  require_below(slots.data(), slots.size(), row_count, "slots");
-  pool_rows(pool, {rows, slots.data(), b.ids, b.offsets, b.bags, b.weights, b.mean, out.data()});
+  require_below(slots.data(), slots.size(), from.count, "slots");
+  pool_rows(pool, {from.rows, slots.data(), b.ids, b.offsets, b.bags, b.weights, b.mean, out.data()});
 }
 
 void pool_tier(DramTier& self, SlotsArg slots, MaybeOffsets offsets, MaybeFloats weights, bool mean, FloatsOutArg out) {
-  pool_from(self.pool(), self.rows(), self.capacity(), slots, offsets, weights, mean, out);
+  pool_from(self.pool(), rows_of(self), slots, offsets, weights, mean, out);
 }
 
 void pool_buffer(DramTier& self, FloatsArg rows, SlotsArg index, MaybeOffsets offsets, MaybeFloats weights, bool mean,
                  FloatsOutArg out) {
-  check_decoded(self, rows.shape(0), rows);
-  // Rows is writable for the optimizers; pooling only reads.
-  auto* base = reinterpret_cast<uint8_t*>(const_cast<float*>(rows.data()));
-  pool_from(self.pool(), {base, self.layout().floats() * sizeof(float), self.layout().dim}, rows.shape(0), index,
-            offsets, weights, mean, out);
+  pool_from(self.pool(), rows_of(self, rows), index, offsets, weights, mean, out);
+}
+
+// `rows`: a buffer that `slots` index; without it, the slots of the tier.
+void weight_gradient_of(DramTier& self, std::optional<FloatsArg> rows, SlotsArg slots, MaybeOffsets offsets, bool mean,
+                        FloatsArg grads, VectorOutArg out) {
+  const Bags b = bags_of(slots.size(), offsets, std::nullopt, mean);
+  const RowSource from = rows ? rows_of(self, *rows) : rows_of(self);
+  require(grads.shape(0) == b.bags && grads.shape(1) == from.rows.dim, "grads: expected one row of dim floats per bag");
+  require(out.size() == b.ids, "out: expected one element per id");
+  nb::gil_scoped_release release;
+  require_below(slots.data(), slots.size(), from.count, "slots");
+  const PoolArgs pool{from.rows, slots.data(), b.ids, b.offsets, b.bags, nullptr, b.mean, nullptr};
+  weight_gradient(self.pool(), {pool, grads.data(), out.data()});
 }
 
 auto plan(DramTier& self, SlotsArg slots, SlotsArg inverse, SlotsArg order, MaybeOffsets offsets, MaybeFloats weights,
@@ -168,6 +192,8 @@ void bind_kernels(nb::module_& m, nb::class_<DramTier>& tier) {
            "mean"_a, "out"_a.noconvert())
       .def("pool_buffer", &pool_buffer, "rows"_a.noconvert(), "index"_a.noconvert(), "offsets"_a.noconvert().none(),
            "weights"_a.noconvert().none(), "mean"_a, "out"_a.noconvert())
+      .def("weight_gradient", &weight_gradient_of, "rows"_a.noconvert().none(), "slots"_a.noconvert(),
+           "offsets"_a.noconvert().none(), "mean"_a, "grads"_a.noconvert(), "out"_a.noconvert())
       .def("update", &update, "slots"_a.noconvert(), "starts"_a.noconvert(), "grad_rows"_a.noconvert(),
            "coefs"_a.noconvert().none(), "grads"_a.noconvert(), "step"_a)
       .def("sum_gradients", &sum, "starts"_a.noconvert(), "grad_rows"_a.noconvert(), "coefs"_a.noconvert().none(),

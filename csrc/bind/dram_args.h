@@ -22,6 +22,7 @@ using MaybeFloats = std::optional<Array<float>>;
 using MaybeOffsets = std::optional<Array<int64_t>>;
 using FloatsArg = nanobind::ndarray<const float, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
 using FloatsOutArg = nanobind::ndarray<float, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
+using VectorOutArg = nanobind::ndarray<float, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 
 template <typename RowsArg>
 void check_shape(const RowsArg& rows, size_t count, size_t words) {

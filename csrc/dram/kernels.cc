@@ -133,13 +133,15 @@ class DecodedRows {
   std::vector<uint64_t> streams_;
 };
 
-void pool_decoded(const PoolArgs& a, size_t begin, size_t end, float* scratch) {
+// Calls f(part, first bag, first id) for groups of bags, with `part` on decoded rows. A bag is never split.
+template <typename F>
+void for_decoded_bags(const PoolArgs& a, size_t begin, size_t end, const F& f) {
   DecodedRows decoded(a.rows);
   std::vector<int64_t> offsets;
   const auto first_id = [&](size_t bag) { return a.offsets ? static_cast<size_t>(a.offsets[bag]) : bag; };
   for (size_t b = begin, next; b < end; b = next) {
     const size_t lo = first_id(b);
-    next = b + 1;  // a bag is never split
+    next = b + 1;
     while (next < end && first_id(next + 1) - lo <= kDecodeRows) ++next;
     const size_t ids = first_id(next) - lo;
     decoded.read(a.slots + lo, ids, a.ids - lo, false);
@@ -153,10 +155,16 @@ void pool_decoded(const PoolArgs& a, size_t begin, size_t end, float* scratch) {
     part.slots = decoded.indices();
     part.ids = ids;
     part.bags = next - b;
-    part.weights = a.weights ? a.weights + lo : nullptr;
-    part.out = a.out + b * a.rows.dim;
-    kernels().pool(part, 0, part.bags, scratch);
+    f(part, b, lo);
   }
+}
+
+void pool_decoded(const PoolArgs& a, size_t begin, size_t end, float* scratch) {
+  for_decoded_bags(a, begin, end, [&](PoolArgs& part, size_t bag, size_t id) {
+    part.weights = a.weights ? a.weights + id : nullptr;
+    part.out = a.out + bag * a.rows.dim;
+    kernels().pool(part, 0, part.bags, scratch);
+  });
 }
 
 // update_decoded() and apply_decoded() return the gradient of a learned scale.
@@ -216,6 +224,18 @@ void pool_rows(ThreadPool& pool, const PoolArgs& a) {
   const auto task = [&](size_t begin, size_t end) {
     std::vector<float> scratch(2 * a.rows.dim);
     (a.rows.codec ? pool_decoded : kernels().pool)(a, begin, end, scratch.data());
+  };
+  if (a.offsets) for_ranges(pool, a.offsets, a.bags, task);
+  else for_equal_ranges(pool, a.bags, task);
+}
+
+void weight_gradient(ThreadPool& pool, const WeightGradientArgs& w) {
+  const PoolArgs& a = w.pool;
+  const auto task = [&](size_t begin, size_t end) {
+    if (!a.rows.codec) return kernels().weight_gradient(w, begin, end);
+    for_decoded_bags(a, begin, end, [&](const PoolArgs& part, size_t bag, size_t id) {
+      kernels().weight_gradient({part, w.grads + bag * a.rows.dim, w.out + id}, 0, part.bags);
+    });
   };
   if (a.offsets) for_ranges(pool, a.offsets, a.bags, task);
   else for_equal_ranges(pool, a.bags, task);

@@ -3,6 +3,8 @@
 // Every result is defined to the bit and equal for every instruction set and number of threads:
 //   pool    out[bag] = its rows (each times its weight, if there are weights) added left to right; mean divides by
 //           the number of ids; an empty bag is zero.
+//   weight_gradient   out[id] = the dot product of its row and its bag's gradient, its products x added as in sum(x)
+//           below; mean divides by the number of ids.
 //   update  The gradient of an occurrence is grad[row of its bag], times its coefficient if there are coefficients.
 //           A key's occurrences are in example order; blocks of 64 are added left to right, then the block sums are
 //           added left to right: G. Then, once per key, with all constants rounded to fp32 once and no fused
@@ -14,8 +16,8 @@
 //             Adam             m = m + (g - m) * (1 - beta1);  v = v * beta2 + ((1 - beta2) * g) * g
 //                              w = w - (step_size * m) / (sqrt(v) / sqrt_bias2 + eps)
 //                              step_size = lr / (1 - beta1^t), sqrt_bias2 = sqrt(1 - beta2^t), t the global step
-//           mean(x): lane j of 16 adds x[j], x[j + 16], ... in that order, with zeros for missing elements; then
-//           lanes j and j + 8 are added, j and j + 4, j and j + 2, j and j + 1; the sum is divided by dim.
+//           sum(x): lane j of 16 adds x[j], x[j + 16], ... in that order, with zeros for missing elements; then
+//           lanes j and j + 8 are added, j and j + 4, j and j + 2, j and j + 1. mean(x) is sum(x) / dim.
 // Quantized rows (codec.h) are decoded in small groups into fp32 rows that stay in the cache, processed with the same
 // arithmetic, and encoded again.
 #pragma once
@@ -53,6 +55,13 @@ struct PoolArgs {
   float* out;  // [bags * dim]
 };
 
+// Gradient of the weights of pooling: `pool` without weights and without `out`.
+struct WeightGradientArgs {
+  PoolArgs pool;
+  const float* grads;  // [bags * dim]
+  float* out;          // [ids]
+};
+
 // One optimizer step, with constants rounded to fp32.
 struct Step {
   Optimizer optimizer;
@@ -79,6 +88,7 @@ struct SegmentArgs {
 };
 
 void pool_rows(ThreadPool& pool, const PoolArgs& args);
+void weight_gradient(ThreadPool& pool, const WeightGradientArgs& args);
 // Sums and applies gradients key by key. Slots must not repeat. Returns the gradient of a learned scale (codec.h),
 // else 0.
 int64_t update_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, const SegmentArgs& segments,
@@ -101,6 +111,7 @@ struct Kernels {
   void (*mem_hash_keys)(const uint64_t* keys, size_t n, uint64_t* out);
   // scratch: 2 * dim floats.
   void (*pool)(const PoolArgs&, size_t bag_begin, size_t bag_end, float* scratch);
+  void (*weight_gradient)(const WeightGradientArgs&, size_t bag_begin, size_t bag_end);
   // Skips keys of more than `hot` occurrences.
   void (*update)(const Rows&, const uint32_t* slots, const SegmentArgs&, const Step&, size_t key_begin, size_t key_end,
                  uint32_t hot, float* scratch);

@@ -52,6 +52,12 @@ void any_pool(const PoolArgs& a, size_t begin, size_t end, float* scratch) {
 #undef TC_CALL
 }
 
+void any_weight_gradient(const WeightGradientArgs& a, size_t begin, size_t end) {
+#define TC_CALL(D) weight_gradient<D>(a, begin, end)
+  TC_FOR_DIM(a.pool.rows.dim, TC_CALL)
+#undef TC_CALL
+}
+
 void any_sum(uint32_t dim, const SegmentArgs& s, size_t begin, size_t end, uint32_t hot, float* sums, float* scratch) {
 #define TC_CALL(D) sum<D>(dim, s, begin, end, hot, sums, scratch)
   TC_FOR_DIM(dim, TC_CALL)

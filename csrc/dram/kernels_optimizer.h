@@ -2,48 +2,14 @@
 
 namespace {
 
-// Adds the upper half of the lanes to the lower half until one lane is left.
-TC_INLINE float add_halves(Vec<4>::type x) {
-  const float a = x[0] + x[2], b = x[1] + x[3];
-  return a + b;
-}
-#if defined(__AVX2__)
-TC_INLINE float add_halves(Vec<8>::type x) {
-  return add_halves(__builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7));
-}
-#endif
-#if defined(__AVX512F__)
-TC_INLINE float add_halves(Vec<16>::type x) {
-  return add_halves(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-                    __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
-}
-#endif
-
 template <int D>
 TC_INLINE float mean_of_squares(uint32_t dim, const Sum<D>& g) {
-  if constexpr (D != 0) {
-    // min(D, 16) lanes, in kParts vectors of the instruction set.
-    constexpr int kParts = (D < 16 ? D : 16) / kWidth<D>;
-    typename Sum<D>::V lanes[kParts] = {};
-    for_elements<D>(dim, [&](auto zero, uint32_t i) __attribute__((always_inline)) {
-      const auto x = g.template get<decltype(zero)>(i);
-      lanes[i / kWidth<D> % kParts] += x * x;
-    });
-    for (int half = kParts / 2; half > 0; half /= 2) {
-      for (int j = 0; j < half; ++j) lanes[j] = lanes[j] + lanes[j + half];
-    }
-    return add_halves(lanes[0]) / static_cast<float>(D);
-  } else {
-    float lanes[16] = {};
-    for (uint32_t i = 0; i < dim; ++i) {
-      const float x = g.template get<float>(i);
-      lanes[i % 16] = lanes[i % 16] + x * x;
-    }
-    for (int half = 8; half > 0; half /= 2) {
-      for (int j = 0; j < half; ++j) lanes[j] = lanes[j] + lanes[j + half];
-    }
-    return lanes[0] / static_cast<float>(dim);
-  }
+  return sum_of<D>(dim,
+                   [&](auto zero, uint32_t i) __attribute__((always_inline)) {
+                     const auto x = g.template get<decltype(zero)>(i);
+                     return x * x;
+                   }) /
+         static_cast<float>(dim);
 }
 
 // Element-wise part of an optimizer; T is a vector or a float.

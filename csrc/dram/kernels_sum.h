@@ -64,6 +64,31 @@ void pool(const PoolArgs& a, size_t begin, size_t end, float* scratch) {
   }
 }
 
+// ---- gradient of weights
+
+template <int D>
+void weight_gradient(const WeightGradientArgs& w, size_t begin, size_t end) {
+  const PoolArgs& a = w.pool;
+  const uint32_t dim = D ? D : a.rows.dim;
+  for (size_t b = begin; b < end; ++b) {
+    const size_t lo = a.offsets ? a.offsets[b] : b;
+    const size_t hi = a.offsets ? a.offsets[b + 1] : b + 1;
+    const float* grad = w.grads + b * dim;
+    const float len = static_cast<float>(hi - lo);
+    for (size_t p = lo; p < hi; ++p) {
+      if (p + kAheadIds < a.ids) {
+        prefetch<D>(a.rows.base + a.slots[p + kAheadIds] * a.rows.stride, dim * sizeof(float));
+      }
+      const auto* row = reinterpret_cast<const float*>(a.rows.base + a.slots[p] * a.rows.stride);
+      const float dot = sum_of<D>(dim, [&](auto zero, uint32_t i) __attribute__((always_inline)) {
+        using T = decltype(zero);
+        return T(load<T>(row + i) * load<T>(grad + i));
+      });
+      w.out[p] = a.mean ? dot / len : dot;
+    }
+  }
+}
+
 // ---- gradient sums
 
 // Sums the occurrences [begin, end), at least one.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <new>
 
 #include "dram/tier.h"
 #include "util/error.h"
@@ -69,11 +70,12 @@ size_t DramTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32
   }
   if (missing == 0) return next;
   reserve_slots(s, missing_rows.free_slots, missing, n);
-  const bool inserted = insert_missing(s, keys, missing, slots, progress);
+  const Inserted inserted = insert_missing(s, keys, missing, slots, progress);
   const size_t loading = select_own_loads(s, keys, missing, slots);
   const Scratch::RowLoads loads = s.row_loads();
   try {
-    if (!inserted) {
+    if (inserted == Inserted::kNoMemory) throw std::bad_alloc();
+    if (inserted == Inserted::kIndexFull) {
       throw BudgetError("DRAM tier: too many keys share " + std::to_string(std::countr_zero(plan_.shards)) +
                         " bits of their hash for the index of a budget of " + std::to_string(options_.budget) +
                         " bytes; such keys do not occur by chance. Raise the budget (tiers.mem)");
@@ -90,10 +92,15 @@ size_t DramTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32
 
 // Inserts the missing keys into the index, each with its reserved slot. A key that became resident since (loaded by
 // another thread, or repeated in this batch) is pinned instead; its reserved slot stays unused.
-bool DramTier::insert_missing(Scratch& s, const uint64_t* keys, size_t missing, uint32_t* slots, Progress* progress) {
+DramTier::Inserted DramTier::insert_missing(Scratch& s, const uint64_t* keys, size_t missing, uint32_t* slots,
+                                            Progress* progress) {
   const Scratch::MissingRows rows = s.missing_rows();
-  std::atomic<bool> must_wait{false}, full{false};
+  std::atomic<bool> must_wait{false}, full{false}, no_memory{false};
   for_key_groups(s, keys, rows.positions, missing, [&](Shard& shard, const Probe* probes, size_t m) {
+    if (!shard.reserve(m)) {
+      no_memory = true;
+      return;
+    }
     for (size_t j = 0; j < m; ++j) {
       const uint32_t k = probes[j].index, i = rows.positions[k];
       const uint32_t slot = shard.find(probes[j].tag, keys[i]);
@@ -110,7 +117,7 @@ bool DramTier::insert_missing(Scratch& s, const uint64_t* keys, size_t missing, 
     }
   });
   progress->must_wait |= must_wait;
-  return !full;
+  return no_memory ? Inserted::kNoMemory : full ? Inserted::kIndexFull : Inserted::kAll;
 }
 
 // Fills row_loads() with the keys that took their reserved slot: this call loads them. Returns their number and frees

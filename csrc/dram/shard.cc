@@ -2,17 +2,21 @@
 
 #include <algorithm>
 #include <bit>
+#include <memory>
+#include <new>
+#include <utility>
 
 #include "util/error.h"
 
 namespace thermocline {
 
-void Shard::init(SlotMeta* meta, uint32_t sentinels, uint64_t* index, uint32_t buckets, Policy policy,
+void Shard::init(SlotMeta* meta, uint32_t sentinels, uint64_t* index, uint32_t most_buckets, Policy policy,
                  uint32_t fair_share) {
   meta_ = meta;
   sentinels_ = sentinels;
   index_ = index;
-  buckets_ = buckets;
+  most_buckets_ = most_buckets;
+  buckets_ = std::min(most_buckets, kFirstBuckets);
   policy_ = policy;
   lru_rows_ = fair_share / 2;
   visits_per_age_ = 16 * std::max<uint32_t>(fair_share, 64);
@@ -66,10 +70,34 @@ size_t Shard::find_and_pin(const Probe* probes, size_t n, const uint64_t* keys, 
   return hits;
 }
 
-void Shard::insert(uint32_t tag, uint64_t key, uint32_t slot) {
+// Keys are spread over the whole index at random. A full-size index would touch all its memory with the first batches,
+// however few rows there are; therefore it doubles, at a load of 4/5. Entries are nearly in the order of their tags,
+// before and after: a copy is sequential.
+bool Shard::reserve(size_t more) {
+  const size_t needed = (resident_ + more) * 5 / 4 + 2;
+  if (needed <= buckets_ || buckets_ == most_buckets_) return true;
+  const std::unique_ptr<uint64_t[]> entries(new (std::nothrow) uint64_t[size_t{resident_} + 1]);
+  if (!entries) return false;
+  size_t n = 0;
+  for (uint32_t b = 0; b < buckets_; ++b) {
+    if (index_[b] != 0) entries[n++] = std::exchange(index_[b], 0);
+  }
+  uint64_t grown = buckets_;
+  while (grown < needed) grown *= 2;
+  std::atomic_ref(buckets_).store(static_cast<uint32_t>(std::min<uint64_t>(grown, most_buckets_)),
+                                  std::memory_order_relaxed);
+  for (size_t i = 0; i < n; ++i) place(static_cast<uint32_t>(entries[i] >> 32), entries[i]);
+  return true;
+}
+
+void Shard::place(uint32_t tag, uint64_t entry) {
   uint32_t b = home(tag);
   while (index_[b] != 0) b = after(b);
-  index_[b] = uint64_t{tag} << 32 | (slot + 1);
+  index_[b] = entry;
+}
+
+void Shard::insert(uint32_t tag, uint64_t key, uint32_t slot) {
+  place(tag, uint64_t{tag} << 32 | (slot + 1));
   ++resident_;
   ++pinned_;
   SlotMeta& m = meta_[slot];

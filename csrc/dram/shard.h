@@ -68,13 +68,18 @@ class alignas(64) Shard {
 
   std::mutex mutex;
 
-  // `index` is zeroed memory of `buckets` words; `sentinels` is the first of kLists slots used as list heads.
-  void init(SlotMeta* meta, uint32_t sentinels, uint64_t* index, uint32_t buckets, Policy policy, uint32_t fair_share);
+  // `index` is zeroed memory of `most_buckets` words, of which the shard uses more and more as it grows; `sentinels` is
+  // the first of kLists slots used as list heads.
+  void init(SlotMeta* meta, uint32_t sentinels, uint64_t* index, uint32_t most_buckets, Policy policy,
+            uint32_t fair_share);
 
   uint32_t find(uint32_t tag, uint64_t key) const;
   // A find in three steps, so that cache misses of several keys overlap: prefetch() the bucket; likely() returns the
   // slot with an equal tag, or kNoSlot, and prefetches its metadata; verified() compares the key.
-  void prefetch(uint32_t tag) const { __builtin_prefetch(&index_[home(tag)]); }
+  void prefetch(uint32_t tag) const {
+    const uint32_t buckets = std::atomic_ref(const_cast<uint32_t&>(buckets_)).load(std::memory_order_relaxed);
+    __builtin_prefetch(&index_[home(tag, buckets)]);
+  }
   uint32_t likely(uint32_t tag) const;
   uint32_t verified(uint32_t likely, uint32_t tag, uint64_t key) const {
     return likely != kNoSlot && meta_[likely].key != key ? find(tag, key) : likely;  // tags collide
@@ -82,6 +87,9 @@ class alignas(64) Shard {
   // Sets slots[probe.index] to the pinned slot, or to kNoSlot. Returns the number of keys found; sets *must_wait if one
   // of their slots is not ready.
   size_t find_and_pin(const Probe* probes, size_t n, const uint64_t* keys, uint32_t* slots, bool* must_wait);
+  // Grows the index for `more` keys, as far as its memory allows: see full(). Needs a temporary copy of the entries;
+  // returns false, and changes nothing, if there is no memory for it.
+  bool reserve(size_t more);
   bool full() const { return resident_ + 1 >= buckets_; }
   // The key must be absent and the shard not full. The slot becomes kLoading, with one pin.
   void insert(uint32_t tag, uint64_t key, uint32_t slot);
@@ -105,7 +113,12 @@ class alignas(64) Shard {
  private:
   static constexpr uint8_t kNone = 0, kInLru = 1, kInVisits = 2;  // SlotMeta::list
 
-  uint32_t home(uint32_t tag) const { return static_cast<uint32_t>((uint64_t{tag} * buckets_) >> 32); }
+  static constexpr uint32_t kFirstBuckets = 512;  // one page
+  static uint32_t home(uint32_t tag, uint32_t buckets) {
+    return static_cast<uint32_t>((uint64_t{tag} * buckets) >> 32);
+  }
+  uint32_t home(uint32_t tag) const { return home(tag, buckets_); }
+  void place(uint32_t tag, uint64_t entry);
   uint32_t after(uint32_t bucket) const { return bucket + 1 == buckets_ ? 0 : bucket + 1; }
   uint32_t sentinel(uint32_t list) const { return sentinels_ + list; }
   bool empty(uint32_t list) const { return meta_[sentinel(list)].next == sentinel(list); }
@@ -121,11 +134,12 @@ class alignas(64) Shard {
   SlotMeta* meta_ = nullptr;
   uint64_t* index_ = nullptr;  // tag << 32 | slot + 1; 0: empty. Linear probing, deletion by backward shift
   uint32_t sentinels_ = 0;
-  uint32_t buckets_ = 0;
+  uint32_t most_buckets_ = 0;
   uint32_t lru_rows_ = 0;  // policy kLruLfu: rows of the LRU list beyond this number move to the LFU lists
   uint32_t visits_per_age_ = 0;
   Policy policy_ = Policy::kLruLfu;
-  // Protected by mutex.
+  // Protected by mutex, except that prefetch() reads buckets_.
+  uint32_t buckets_ = 0;  // of the index, from kFirstBuckets to most_buckets_
   uint32_t resident_ = 0;
   uint32_t pinned_ = 0;  // slots with pins: resident or kFailed
   uint32_t linked_ = 0;

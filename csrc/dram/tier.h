@@ -14,7 +14,9 @@
 //  2. free + resident == capacity when no call is in progress; a failed pull leaves no pin.
 //  3. A dirty bit is set only for a slot that holds a row.
 //  4. Result, plan and eviction order do not depend on the number of threads.
-//  5. The bytes of rows, metadata, index and scratch memory never exceed the budget.
+//  5. The bytes of rows, metadata, index and scratch memory never exceed the budget. All are mapped at the start and
+//     touched as rows arrive: slots are used in order, and the index of a shard grows (Shard::reserve). Its temporary
+//     copy while it grows is not counted: the last one is made when half of the rows are still untouched.
 #pragma once
 
 #include <atomic>
@@ -172,8 +174,8 @@ class DramTier {
   void pin_resident(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, Progress* progress);
   size_t load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given, size_t next,
                       Progress* progress);
-  // Returns false if the index of a shard is full.
-  bool insert_missing(Scratch& s, const uint64_t* keys, size_t missing, uint32_t* slots, Progress* progress);
+  enum class Inserted { kAll, kIndexFull, kNoMemory };  // kIndexFull: of a shard
+  Inserted insert_missing(Scratch& s, const uint64_t* keys, size_t missing, uint32_t* slots, Progress* progress);
   size_t select_own_loads(Scratch& s, const uint64_t* keys, size_t missing, const uint32_t* slots);
   void fill_rows(const Scratch::RowLoads& loads, size_t n, const uint8_t* given);
   void fail_loading(const uint32_t* slots, size_t n);

@@ -27,6 +27,31 @@ TEST(DramTier, FullCapacityFitsForAnyKeys) {
   }
 }
 
+// The index of a shard doubles while rows arrive one batch after another, and keeps every key.
+TEST(DramTier, IndexGrowsWithItsRows) {
+  MapStore store(kLayout.bytes());
+  for (int shards : {1, 8}) {
+    DramTier tier(options(size_t{4} << 20, Policy::kLruLfu, 2, shards), &store);
+    std::mt19937_64 random(shards);
+    std::vector<uint64_t> keys(tier.capacity());
+    for (auto& k : keys) k = random();
+    std::vector<uint32_t> slots;
+    for (size_t begin = 0, n = 1; begin < keys.size(); begin += n, n = n * 3 / 2 + 1) {
+      n = std::min(n, keys.size() - begin);
+      const auto more = pull(tier, {keys.begin() + begin, keys.begin() + begin + n});
+      slots.insert(slots.end(), more.begin(), more.end());
+      tier.check(false);
+      const auto again = pull(tier, {keys.begin(), keys.begin() + begin + n});
+      CHECK(again == slots);
+      tier.unpin(again.data(), again.size(), false);
+    }
+    CHECK_EQ(tier.stats().resident, tier.capacity());
+    tier.unpin(slots.data(), slots.size(), true);
+    pull(tier, range(0, 100));  // evicts
+    tier.check(false);
+  }
+}
+
 TEST(DramTier, FailedPullOverTheBudgetLeavesNoPins) {
   MapStore store(kLayout.bytes());
   for (RowStore* lower : {static_cast<RowStore*>(&store), static_cast<RowStore*>(nullptr)}) {

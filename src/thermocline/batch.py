@@ -55,8 +55,9 @@ class Batch:
     ids: Keys
     offsets: Offsets
     fields: int
-    weights: Floats | None = None
-    """One weight per id; None means that all weights are 1."""
+    weights: Any = None
+    """One float32 weight per id; None means that all weights are 1. A torch tensor that requires grad is kept as it is,
+    and receives a gradient."""
     dense: Any = None
     label: Any = None
     position: Any = None
@@ -78,9 +79,16 @@ class Batch:
             self.names = tuple(self.names)
             _check_names(self.names, self.fields)
         if self.weights is not None:
-            self.weights = _as_weights(self.weights)
-            if self.weights.shape != self.ids.shape:
-                raise ValueError(f"weights have shape {self.weights.shape}: expected ({len(self.ids)},), one per id")
+            values = _as_weights(self.weights)
+            if values.shape != self.ids.shape:
+                raise ValueError(f"weights have shape {values.shape}: expected ({len(self.ids)},), one per id")
+            if self.learned_weights is None:
+                self.weights = values
+
+    @property
+    def learned_weights(self) -> Any:
+        """`weights` if they are a tensor that requires grad, else None."""
+        return self.weights if getattr(self.weights, "requires_grad", False) else None
 
     @property
     def examples(self) -> int:
@@ -122,9 +130,9 @@ class Batch:
                 f"{len(sizes)} lengths with sum {sizes.sum()} do not match {fields} keys and {len(ids)} values: "
                 "expected one length per key and example, none negative, with the number of values as sum"
             )
-        factors = None if weights is None else _as_weights(weights)
-        if factors is not None and factors.shape != ids.shape:
-            raise ValueError(f"weights have shape {factors.shape}: expected ({len(ids)},), one per value")
+        factors = weights if getattr(weights, "requires_grad", False) or weights is None else _as_weights(weights)
+        if factors is not None and tuple(factors.shape) != ids.shape:
+            raise ValueError(f"weights have shape {tuple(factors.shape)}: expected ({len(ids)},), one per value")
         starts = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=starts[1:])
         # Transpose the bags from (field, example) to (example, field).
@@ -140,12 +148,27 @@ class Batch:
 
         Fields are numbers, or names if the batch has names.
         """
-        positions = _positions(self.names, tuple(fields)) if fields and isinstance(fields[0], str) else fields
-        return self._select(positions)  # type: ignore[arg-type]
+        weights = self.weights if self.learned_weights is None else _as_weights(self.weights)
+        numbers = self._numbers(fields)
+        if self._is_whole(numbers):
+            return self.ids, self.offsets, weights
+        positions, offsets = self._locate(numbers)
+        return self.ids[positions], offsets, None if weights is None else weights[positions]
 
-    def _select(self, fields: Sequence[int]) -> tuple[Keys, Offsets, Floats | None]:
-        if list(fields) == list(range(self.fields)):
-            return self.ids, self.offsets, self.weights
+    def positions(self, fields: Sequence[int] | Sequence[str]) -> Offsets | None:
+        """Return the positions of the ids that `select` returns among all ids; None: all ids, in order."""
+        numbers = self._numbers(fields)
+        return None if self._is_whole(numbers) else self._locate(numbers)[0]
+
+    def _numbers(self, fields: Sequence[int] | Sequence[str]) -> Sequence[int]:
+        named = bool(fields) and isinstance(fields[0], str)
+        return _positions(self.names, tuple(fields)) if named else fields  # type: ignore[return-value]
+
+    def _is_whole(self, fields: Sequence[int]) -> bool:
+        return list(fields) == list(range(self.fields))
+
+    def _locate(self, fields: Sequence[int]) -> tuple[Offsets, Offsets]:
+        """Return the positions of the ids of these fields, and their offsets."""
         for field in fields:
             if not 0 <= field < self.fields:
                 raise IndexError(f"field {field} is out of range: the batch has {self.fields} fields")
@@ -153,8 +176,7 @@ class Batch:
         starts = self.offsets[:-1].reshape(-1, self.fields)[:, fields].reshape(-1)
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
-        positions = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
-        return self.ids[positions], offsets, None if self.weights is None else self.weights[positions]
+        return np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1]), offsets
 
 
 @functools.lru_cache(maxsize=256)

@@ -154,7 +154,7 @@ def simulate(config: tc.Config, ranks: int) -> tuple[Rows, np.ndarray[Any, Any]]
             logits = model(batch)
             label = torch.as_tensor(batch.label, dtype=torch.float32)
             torch.nn.functional.binary_cross_entropy_with_logits(logits, label).backward()
-            keys = batch.prepared[table].working_set.keys.tolist()
+            keys = batch.prepared["forward", table]().working_set.keys.tolist()
             table.reduce_gradients()
             grads = table._reduced.values.numpy()
             for key, grad in zip(keys, grads, strict=True):

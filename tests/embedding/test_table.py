@@ -193,7 +193,8 @@ def test_weight_decay_is_l2_on_touched_rows(kind: Any) -> None:
 def test_gradient_accumulation(optimizer: Any, window: int) -> None:
     """Steps after 1, 3, 2 and 3 backward passes: gradients of a key are summed over them, then applied once."""
     batches = make_batches(9, keys=80, weighted=True)
-    twins = Twins([tc.Table(4, optimizer, mem="1MB")], [(0, [0, 2], "sum"), (0, [1], "mean")])
+    table = tc.Table(4, optimizer, mem="1MB", accumulate=3)
+    twins = Twins([table], [(0, [0, 2], "sum"), (0, [1], "mean")])
     stops = {0, 3, 5, 8}
     for model, tables, source in (
         (twins.model, twins.tables, tc.prefetch(batches, *twins.tables, depth=3, pull_window=window)),
@@ -258,7 +259,8 @@ def test_failed_step_changes_nothing_and_leaves_no_pin() -> None:
     (table,) = twins.tables
     twins.train(batches[:1])
     loss_of(twins.model, batches[1]).backward()
-    table._gradients[0].values = table._gradients[0].values[:, :2]
+    (gradient,) = table._pending.gradients
+    gradient.values = gradient.values[:, :2]
     with pytest.raises(Exception, match=r"."):
         table.step()
     assert table.step_count == 1
@@ -281,7 +283,8 @@ def test_more_than_64_occurrences_of_one_key() -> None:
         )
         for _ in range(4)
     ]
-    twins = Twins([tc.Table(3, tc.Adagrad(lr=0.1), mem="1MB")], [(0, [1, 0], ["sum", "mean"]), (0, [0], "sum")])
+    table = tc.Table(3, tc.Adagrad(lr=0.1), mem="1MB", accumulate=4)
+    twins = Twins([table], [(0, [1, 0], ["sum", "mean"]), (0, [0], "sum")])
     twins.train(batches)
     for model, table in ((twins.model, twins.tables[0]), (twins.twin, twins.references[0])):
         for batch in batches:

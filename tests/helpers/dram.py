@@ -84,6 +84,14 @@ def release(tier: DramTier, batch: Lookup, *, dirty: bool = True) -> None:
     tier.core.unpin(batch.slots, dirty, batch.working_set.keys)
 
 
+def weight_gradient(tier: DramTier, lookup: Lookup, grad: Any, rows: Floats | None = None) -> Floats:
+    """Return the gradient of the weight of each id, from the tier or from copies of the unique rows."""
+    slots = lookup.id_slots if rows is None else lookup.working_set.inverse
+    out = np.empty(len(slots), np.float32)
+    tier.core.weight_gradient(rows, slots, lookup.offsets, lookup.mean, np.asarray(grad, np.float32), out)
+    return out
+
+
 def evaluate(
     tier: DramTier, ids: Any, offsets: Any = None, *, pooling: Pooling | None = None, weights: Any = None
 ) -> Floats:

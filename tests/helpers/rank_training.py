@@ -214,7 +214,7 @@ def make_table(name: str, job: Job, options: RunOptions, groups: Groups | None, 
         arguments["hbm"] = bytes_for(int(options.hbm * len(keys_of(job, name)) / job.world), words)
         arguments["device"] = "interpreter" if INTERPRETED else "cuda"
     arguments["precision"] = precision
-    arguments |= {"name": name, "seed": 5, "threads": options.threads, **more}
+    arguments |= {"name": name, "seed": 5, "threads": options.threads, "accumulate": job.accumulate, **more}
     if groups is None:
         return tc.Table(DIMS[name], optimizer, **arguments)
     return ShardedTable(DIMS[name], optimizer, groups=groups, hops=options.hops, **arguments)

@@ -66,6 +66,10 @@ class Pair:
         out = dram.pool(self.tier, lookup)
         same_bits(out, self.pooled(ids, offsets, pooling, weights))
         grad = self.random.normal(size=out.shape).astype(np.float32)
+        expected = self.table.weight_gradient(ids, grad, offsets, pooling)
+        same_bits(dram.weight_gradient(self.tier, lookup, grad), expected)
+        rows = self.tier.read(lookup.working_set.keys)
+        same_bits(dram.weight_gradient(self.tier, lookup, grad, rows), expected)
         if fused:
             dram.update(self.tier, lookup, grad, step=self.step, lr=lr, scale=scale)
         else:

@@ -156,6 +156,8 @@ def test_signal_finishes_the_step_saves_and_ends(
 
 def train_plain_loop(world: World, batches: list[Any], accumulate: int) -> None:
     """Plain loop: the mean of the gradients of each group; the last group may be smaller."""
+    for table in world.tables:
+        table.accumulate = accumulate
     for begin in range(0, len(batches), accumulate):
         group = batches[begin : begin + accumulate]
         for batch in group:

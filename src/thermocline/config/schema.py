@@ -36,6 +36,8 @@ class Tiers:
     """GPU memory for hot rows, their index and metadata. By default half of the free memory."""
     mem: Size = "1GB"
     """DRAM for rows, their index and metadata."""
+    mem_overcommit: bool = False
+    """Accept mem + ssd_mem beyond the memory of the machine, over all ranks that torchrun starts on it."""
     ssd: Maybe[str] = None
     """Folder of the SSD store, for rows that do not fit in DRAM. By default rows are in memory only."""
     ssd_mem: Size = "256MB"

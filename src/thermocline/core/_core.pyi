@@ -143,6 +143,15 @@ class DramTier:
         mean: bool,
         out: _Floats,
     ) -> None: ...
+    def weight_gradient(
+        self,
+        rows: _Floats | None,
+        slots: _Slots,
+        offsets: _Offsets | None,
+        mean: bool,
+        grads: _Floats,
+        out: _Floats,
+    ) -> None: ...
     def update(
         self, slots: _Slots, starts: _Slots, grad_rows: _Slots, coefs: _Floats | None, grads: _Floats, step: Step
     ) -> int: ...

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,16 @@ class RemoteBatch:
     """`step_count` when the values arrived; None: not yet."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class OpenBatch:
+    """A batch fetched since the last step. It owns pins: any rank may send gradients of its rows."""
+
+    plan: weakref.ref[Any]
+    """Dead once nothing on this rank refers to the plan: no batch in the loop, autograd graph or gradient."""
+    remote: RemoteBatch
+    pins: Any
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class ShardedWindow:
     """See `RowWindow`."""
@@ -76,8 +87,8 @@ class ShardedBackend:
         self.traffic = exchange.traffic
         """Bytes sent, by purpose."""
         self._row_exchange = exchange
-        self._open: list[Any] = []
-        """Plans fetched since the last step: their rows stay pinned here for all ranks."""
+        self._open: list[OpenBatch] = []
+        """Batches fetched since the last step: their rows stay pinned here for all ranks."""
 
     @property
     def step_count(self) -> int:
@@ -105,6 +116,8 @@ class ShardedBackend:
         window.working_sets += [working_set_of(batch, self.spec.threads) for batch in padding]
         keys = [working_set.keys for working_set in window.working_sets]
         comm = self.groups.ahead if ahead else self.groups.train
+        if not ahead:
+            self._close_unused()
         window.routes = self._row_exchange.plan(comm, keys, self.traffic.keys)
 
     def pin(self, window: ShardedWindow) -> None:
@@ -126,7 +139,8 @@ class ShardedBackend:
     # ---- training
 
     def fetch(self, plan: Any) -> None:
-        """See `RowBackend.fetch`. The plan's rows stay pinned until the next step."""
+        """See `RowBackend.fetch`. The rows stay pinned until the next step, or until no rank uses the plan."""
+        self._close_unused()
         remote: RemoteBatch = plan.remote
         plan.use()
         rows, out = self.local.row_buffer(len(remote.route.keys))
@@ -135,7 +149,21 @@ class ShardedBackend:
         plan.rows, remote.step = rows, self.step_count
         if not plan.pins.acquire():
             raise RuntimeError(f"table {self.spec.name!r}: fetch of a batch whose rows were released")
-        self._open.append(plan)
+        self._open.append(OpenBatch(weakref.ref(plan), remote, plan.pins))
+
+    def _close_unused(self) -> None:
+        """Release batches that no rank uses any more: forward passes without backward. Collective if a batch is open.
+
+        The ranks agree, because each must reduce the same batches.
+        """
+        if not self._open:
+            return
+        used_here = np.array([batch.plan() is not None for batch in self._open], np.uint8)
+        used = self.groups.train.all_gather(used_here, "agreeing on open batches").max(0).tolist()
+        closed = [batch for batch, is_used in zip(self._open, used, strict=True) if not is_used]
+        self._open = [batch for batch, is_used in zip(self._open, used, strict=True) if is_used]
+        while closed:
+            closed.pop().pins.release()
 
     def is_current(self, plan: Any) -> bool:
         return self.local.is_current(plan)
@@ -150,16 +178,24 @@ class ShardedBackend:
             )
         return self.local.pool(plan, bag)
 
+    def with_weights(self, plan: Any, bag: Any, weights: torch.Tensor) -> Any:
+        return self.local.with_weights(plan, bag, weights)
+
+    def weight_gradient(self, plan: Any, bag: Any, grads: torch.Tensor) -> torch.Tensor:
+        """See `RowBackend.weight_gradient`: on the received rows, without communication."""
+        return self.local.weight_gradient(plan, bag, grads)
+
     def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients:
         """See `RowBackend.reduce`: the sums over all ranks of the keys that this rank owns."""
         if not self._open:
             raise RuntimeError(f"table {self.spec.name!r}: a step without a batch since the last one")
-        if any(gradient.plan not in self._open for gradient in gradients):
+        plans = [batch.plan() for batch in self._open]
+        if any(gradient.plan not in plans for gradient in gradients):
             raise RuntimeError(
                 f"table {self.spec.name!r}: a gradient of a batch before the last step: the order is batch, forward, "
                 "backward, step, then the next batch"
             )
-        route = self._row_exchange.merge_routes([plan.remote.route for plan in self._open])
+        route = self._row_exchange.merge_routes([batch.remote.route for batch in self._open])
         values, present = self._local_sums(gradients, len(route.keys))
         total, has = self._row_exchange.reduce_gradients(
             self.groups.train, route, values, present, self.traffic.gradients, self.step_count
@@ -184,10 +220,10 @@ class ShardedBackend:
 
     def _renumbered(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Replace rows of a batch's own buffer by rows of the joined route: for several batches per step."""
-        keys = [plan.remote.route.keys for plan in self._open]
+        keys = [batch.remote.route.keys for batch in self._open]
         joined = WorkingSet.of(np.concatenate(keys))
         indices = np.split(joined.inverse, np.cumsum([len(part) for part in keys])[:-1])
-        index_of = {id(plan): index for plan, index in zip(self._open, indices, strict=True)}
+        index_of = {id(batch.plan()): index for batch, index in zip(self._open, indices, strict=True)}
         return [
             dataclasses.replace(gradient, bag=self.local.renumber(gradient.bag, index_of[id(gradient.plan)]))
             for gradient in gradients
@@ -195,10 +231,10 @@ class ShardedBackend:
 
     def _owned_slots(self) -> torch.Tensor:
         """Return the slots of the joined route's owned keys."""
-        slots = torch.cat([_as_tensor(plan.remote.slots).to(self.device) for plan in self._open])
+        slots = torch.cat([_as_tensor(batch.remote.slots).to(self.device) for batch in self._open])
         if len(self._open) == 1:
             return slots
-        unique = WorkingSet.of(np.concatenate([plan.remote.route.owned for plan in self._open]))
+        unique = WorkingSet.of(np.concatenate([batch.remote.route.owned for batch in self._open]))
         first = unique.order[unique.starts[:-1]].astype(np.int64)
         return slots[torch.from_numpy(first).to(self.device)]
 

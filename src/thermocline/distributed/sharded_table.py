@@ -21,8 +21,9 @@ from thermocline.distributed.sharded_backend import ShardedBackend
 from thermocline.distributed.topology import Topology
 from thermocline.embedding.backend import ShardBackend
 from thermocline.embedding.optimizers import Optimizer
-from thermocline.embedding.table import Table, make_local_backend, training_device
+from thermocline.embedding.table import Table
 from thermocline.embedding.table_spec import TableSpec
+from thermocline.tiers.local_backend import make_local_backend, training_device
 
 
 class ShardedTable(Table):

@@ -17,6 +17,7 @@ the pipeline (`pipeline/prefetch.py`) runs the stages of different windows at th
     load       load       prepare(window)           plan pooling and gradient sums per batch; needs slots, not values
     load       load       load(window)              HBM: bring the values into the slots, from DRAM or SSD
     train      caller     fetch(plan), pool         make values current; read rows, batch by batch
+    train      caller     weight_gradient           in backward, for weights per id that require grad
     train      caller     update(gradients)         change rows once per step; or reduce, norm, apply to clip by norm
     train      caller     end_step()                release what the batches of the step still hold
     -          caller     window.release()          after the last batch of the window
@@ -123,6 +124,17 @@ class RowBackend(Protocol):
 
     def pool(self, plan: Any, bag: Any) -> torch.Tensor:
         """Return float32[bags, dim] on `device`: each bag's rows added left to right, divided for mean."""
+
+    def with_weights(self, plan: Any, bag: Any, weights: torch.Tensor) -> Any:
+        """Return a bag of the plan with other weights: float32, one per id, on any device."""
+
+    def weight_gradient(self, plan: Any, bag: Any, grads: torch.Tensor) -> torch.Tensor:
+        """Return float32[ids] on `device`: the gradient of the bag's weights, from float32[bags, dim] of its vectors.
+
+        Per id the dot product of its row and its bag's gradient: lane j of 16 adds the products j, j + 16, ... in that
+        order, then lanes j and j + 8 are added, j and j + 4, j and j + 2, j and j + 1; mean divides by the number of
+        ids. The rows must not have changed since the forward pass.
+        """
 
     def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients | None:
         """Sum the gradients of each unique key, in the order given, in blocks of 64. None: there is nothing to apply.

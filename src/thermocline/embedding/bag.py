@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from thermocline.batch import Batch
 from thermocline.embedding.batch_plan import BagSpec, BatchPlan, Pooling
@@ -26,6 +28,8 @@ class EmbeddingBag(torch.nn.Module):
     In training mode the batch's rows are pinned and backward leaves their gradients with the table, which applies them
     in `table.step()`. In eval mode rows are copied: keys never trained give their initial row, nothing is inserted.
 
+    Weights per id that require grad, in the batch or given to `forward`, receive their gradient in backward.
+
     `state_dict()` has no rows. It names table, commit and step (`_extra_state`): `load_state_dict` raises unless the
     table has the rows of that step. `tc.state_dict(model, rows=True)` and `tc.Checkpoints` save rows.
     """
@@ -39,6 +43,8 @@ class EmbeddingBag(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.table = table
+        self.requires_grad = True
+        """Whether the bag is trained; False: frozen. Set by `requires_grad_`."""
         self.fields = _as_fields(fields)
         self.field_names: tuple[str, ...] | None = None
         """Names of the fields: as given, or those of the first batch with names, which later batches must have too."""
@@ -65,18 +71,41 @@ class EmbeddingBag(torch.nn.Module):
         # Makes autograd call backward. Not a parameter, so that no dense optimizer receives it.
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Return float32[examples, fields, dim]; with pooling "none" float32[ids, dim]."""
-        training = self.training and torch.is_grad_enabled()
-        if training and self.table.groups is None:
-            self._require_one_rank()
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze the bag (False) or unfreeze it, between steps.
+
+        A frozen bag reads rows as in evaluation, also in training mode: its passes change and insert nothing, and
+        autograd passes through it only to weights that require grad. Other bags of the table are trained as before. The
+        call counts for the forward passes after it; batches in flight need not be drawn again. `requires_grad_` of an
+        enclosing module does not reach the bag, because rows are not parameters.
+        """
+        self.table.check_freezable()
+        super().requires_grad_(requires_grad)  # parameters of a subclass
+        self.requires_grad = requires_grad
+        return self
+
+    def forward(self, batch: Batch, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Return float32[examples, fields, dim]; with pooling "none" float32[ids, dim].
+
+        weights   one weight per id of the batch, used instead of `batch.weights`
+        """
+        learned = batch.learned_weights if weights is None else weights
+        if learned is not None and learned.shape != batch.ids.shape:
+            raise ValueError(f"weights have shape {tuple(learned.shape)}: expected ({len(batch.ids)},), one per id")
+        trained = self.table.trains(self)
+        training = trained and self.training and torch.is_grad_enabled()
+        if training:
+            if self.table.groups is None:
+                self._require_one_rank()
+            self.table.warn_if_step_is_missing(batch)
         if batch.names is not self._batch_names:
             self._check_names(batch)
-        plan = batch.prepared.get(self.table)
-        if plan is None or not self.table.usable(plan, self.specs, training):
-            plan = self._prepare_now(batch, training)
+        plan = _find_plan(self.table, batch, self.specs, training)
+        if plan is None:
+            plan = self.table.prepare_forward(batch) if training else self.table.prepare_read(batch, self.specs)
+        anchor = self._anchor if trained else None
         outputs = [
-            _Pool.apply(self._anchor, self.table, plan, plan.bags[spec], training)  # type: ignore[no-untyped-call]
+            _Pool.apply(anchor, learned, self.table, batch, plan, spec, training)  # type: ignore[no-untyped-call]
             for spec in self.specs
         ]
         if self.specs[0].pooling == "none":
@@ -86,22 +115,6 @@ class EmbeddingBag(torch.nn.Module):
             return shaped[0]  # type: ignore[no-any-return]
         order = [position for spec in self.specs for position in spec.positions]
         return torch.cat(shaped, 1)[:, torch.tensor(order, device=shaped[0].device).argsort()]
-
-    def _prepare_now(self, batch: Batch, training: bool) -> BatchPlan:
-        """Prepare a batch that no pipeline has prepared, or not for this bag."""
-        if not training:
-            return self.table.prepare_read(batch, self.specs)
-        plan = self.table.prepare(batch)
-
-        def release() -> None:  # no pipeline releases this plan
-            if batch.prepared.get(self.table) is plan:
-                del batch.prepared[self.table]
-            assert plan.pins is not None
-            plan.pins.release()
-
-        self.table.on_step(release)
-        batch.prepared[self.table] = plan
-        return plan
 
     def _require_one_rank(self) -> None:
         """Raise if several ranks train: each would change its own rows only. Checked here, as ranks may join late."""
@@ -175,6 +188,29 @@ class EmbeddingBag(torch.nn.Module):
         return f"table={self.table.name!r}, fields={len(self.fields)}, dim={self.table.dim}"
 
 
+def _find_plan(table: Table, batch: Batch, specs: Sequence[BagSpec], training: bool) -> BatchPlan | None:
+    """Return a plan of the batch with these inputs, current rows and, for training, pins; None: there is none."""
+    forward = batch.prepared.get(("forward", table))
+    candidates = [batch.prepared.get(table), None if forward is None else forward()]
+    if not training and ("frozen", table) in batch.prepared:
+        step, plan = batch.prepared["frozen", table]
+        candidates.append(plan if step == table.step_count else None)  # else a later step has changed rows
+    for plan in candidates:
+        if plan is None or not plan.bags.keys() >= set(specs) or not table.backend.is_current(plan):
+            continue
+        if _pinned(plan) or (plan.pins is None and not training):
+            return plan  # type: ignore[no-any-return]
+    return None
+
+
+def _pinned(plan: BatchPlan) -> bool:
+    """Return whether some owner has pins of the plan."""
+    if plan.pins is None or not plan.pins.acquire():
+        return False
+    plan.pins.release()
+    return True
+
+
 class _MissingDescription(str):
     """A missing key, which torch formats into its error message under strict=True."""
 
@@ -199,17 +235,51 @@ def _as_fields(fields: int | Sequence[int] | Sequence[str]) -> tuple[int, ...] |
 class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, table: Table, plan: BatchPlan, bag: Any, training: bool
+        ctx: Any,
+        anchor: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        table: Table,
+        batch: Batch,
+        plan: BatchPlan,
+        spec: BagSpec,
+        training: bool,
     ) -> torch.Tensor:
-        ctx.table, ctx.plan, ctx.bag, ctx.training = table, plan, bag, training
+        bag = plan.bags[spec]
+        ctx.positions = None
+        if weights is not None:
+            ctx.positions = batch.positions(spec.fields)
+            ctx.repeated = len(set(spec.fields)) < len(spec.fields)
+            chosen = weights if ctx.positions is None else weights[torch.from_numpy(ctx.positions).to(weights.device)]
+            # A copy: an optimizer may change the weights before the table's step.
+            bag = table.backend.with_weights(plan, bag, chosen.to(torch.float32, copy=True).contiguous())
+            ctx.options = {"dtype": weights.dtype, "device": weights.device}
+        ctx.table, ctx.batch, ctx.plan, ctx.bag, ctx.training = table, batch, plan, bag, training
+        ctx.trained, ctx.step = anchor is not None, table.step_count
         ctx.order = table.next_forward()
         return table.backend.pool(plan, bag)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
-        if not ctx.training:
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.trained and not ctx.training:
             raise RuntimeError("backward through rows read for evaluation: call model.train() before the forward pass")
         values = grad.detach().to(torch.float32).contiguous()
-        version = grad._version
-        ctx.table.add_gradient(ctx.order, ctx.plan, ctx.bag, values, lambda: grad._version == version)
-        return None, None, None, None, None
+        weight_gradient = _weight_gradient(ctx, values) if ctx.needs_input_grad[1] else None
+        if ctx.training:
+            version = grad._version
+            ctx.table.add_gradient(ctx.order, ctx.batch, ctx.plan, ctx.bag, values, lambda: grad._version == version)
+        return None, weight_gradient, None, None, None, None, None
+
+
+def _weight_gradient(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of all weights of the batch."""
+    own = ctx.table.weight_gradient(ctx.plan, ctx.bag, values, ctx.step)
+    if ctx.positions is None:
+        return own.to(**ctx.options)  # type: ignore[no-any-return]
+    gradient = torch.zeros(len(ctx.batch.ids), device=own.device)
+    if ctx.repeated:  # a field that the bag reads twice: one after the other, on the host
+        gradient = gradient.cpu()
+        np.add.at(gradient.numpy(), ctx.positions, own.cpu().numpy())
+    else:
+        gradient[torch.from_numpy(ctx.positions).to(own.device)] = own
+    return gradient.to(**ctx.options)

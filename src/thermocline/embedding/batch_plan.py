@@ -103,7 +103,9 @@ class BatchPlan(Protocol):
     """The rows of one table that a batch reads, ready to be pooled: pinned for training, or copied for evaluation.
 
     The pipeline owns the pins until the loop requests the next batch; every gradient owns them until the step. An owner
-    drops its reference before it calls `release`, so that an interrupt in between cannot release twice.
+    drops its reference before it calls `release`, so that an interrupt in between cannot release twice. Pins that lose
+    their last reference are released too: a plan that no pipeline made ends with the autograd graph that refers to it.
+    Plans can be referenced weakly.
     """
 
     @property
@@ -124,6 +126,7 @@ class Gradient:
 
     order: int
     """Number of its forward pass: gradients are summed in this order."""
+    batch: Batch
     plan: Any
     pins: Pins
     bag: Any

@@ -50,17 +50,22 @@ def initial_weights(initial: Initial, seed: int, table: int, key: int, dim: int)
     return weights
 
 
-def mean_of_squares(g: Floats) -> np.float32:
+def sum_of_products(a: Floats, b: Floats) -> np.float32:
     """Sum in sixteen lanes, then fold them in halves: the order of csrc/dram/kernels.h."""
-    squares = np.zeros((-(-len(g) // 16), 16), np.float32)
-    squares.reshape(-1)[: len(g)] = g * g
-    lanes = squares[0]
-    for row in squares[1:]:
+    products = np.zeros((1 + -(-len(a) // 16), 16), np.float32)  # the lanes begin with zero
+    products[1:].reshape(-1)[: len(a)] = a * b
+    lanes = products[0]
+    for row in products[1:]:
         lanes = lanes + row
     while len(lanes) > 1:
         half = len(lanes) // 2
         lanes = lanes[:half] + lanes[half:]
-    return np.float32(lanes[0] / np.float32(len(g)))
+    return np.float32(lanes[0])
+
+
+def mean_of_squares(g: Floats) -> np.float32:
+    """Return the mean, summed as in `sum_of_products`."""
+    return np.float32(sum_of_products(g, g) / np.float32(len(g)))
 
 
 def sum_in_blocks(gradients: Sequence[Floats]) -> Floats:
@@ -190,6 +195,21 @@ class ReferenceTable:
                 out[b] = x if n == 0 else out[b] + x
             if pooling == "mean" and len(positions) > 0:
                 out[b] = out[b] / np.float32(len(positions))
+        return out
+
+    def weight_gradient(
+        self,
+        ids: Sequence[int] | npt.NDArray[Any],
+        grad: Floats,
+        offsets: Sequence[int] | npt.NDArray[Any] | None = None,
+        pooling: Pooling = "sum",
+    ) -> Floats:
+        """Return the gradient of the weight of each id; `grad` has one row per bag."""
+        out = np.zeros(len(ids), np.float32)
+        for b, positions in enumerate(_bags(len(ids), offsets, pooling)):
+            for p in positions:
+                dot = sum_of_products(self.row(int(ids[p]))[: self.dim], grad[b])
+                out[p] = dot / np.float32(len(positions)) if pooling == "mean" else dot
         return out
 
     def update(

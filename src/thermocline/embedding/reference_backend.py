@@ -50,7 +50,7 @@ class _Pins:
             self._backend.windows -= 1
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
 class _Plan:
     table: ReferenceTable
     bags: dict[BagSpec, BagInput]
@@ -126,6 +126,13 @@ class ReferenceBackend:
     def pool(self, plan: _Plan, bag: BagInput) -> torch.Tensor:
         table = plan.copy or self.table
         return torch.from_numpy(table.pool(bag.ids, bag.offsets, _pooling(bag), bag.weights))
+
+    def with_weights(self, plan: _Plan, bag: BagInput, weights: torch.Tensor) -> BagInput:
+        return dataclasses.replace(bag, weights=weights.cpu().numpy())
+
+    def weight_gradient(self, plan: _Plan, bag: BagInput, grads: torch.Tensor) -> torch.Tensor:
+        table = plan.copy or self.table
+        return torch.from_numpy(table.weight_gradient(bag.ids, grads.numpy(), bag.offsets, _pooling(bag)))
 
     def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients | None:
         if not gradients:

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex
 
 import numpy as np
 
 from thermocline.arrays import Floats, Keys, as_keys
 from thermocline.batch import Batch
-from thermocline.embedding.backend import RowBackend, RowWindow, ShardBackend
-from thermocline.embedding.batch_plan import BagInputs, BagSpec, BatchPlan, Gradient, ReducedGradients, select_inputs
+from thermocline.embedding.backend import RowBackend, RowWindow
+from thermocline.embedding.bag_registry import BagRegistry
+from thermocline.embedding.batch_plan import (
+    BagInputs,
+    BagSpec,
+    BatchPlan,
+    Gradient,
+    Pins,
+    ReducedGradients,
+    select_inputs,
+)
 from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.optimizers import Optimizer
+from thermocline.embedding.pending import PendingBatches
 from thermocline.embedding.precision import Kind, Precision, append_precision
 from thermocline.embedding.row_version import RowVersion, user_note
 from thermocline.embedding.table_spec import Policy, TableSpec
-from thermocline.errors import require_type, whole_number
+from thermocline.errors import BudgetError, ThermoclineError, require, require_type, whole_number
 from thermocline.tiers.host_rows import open_store
+from thermocline.tiers.local_backend import make_local_backend
+from thermocline.utils.machine import require_memory
 from thermocline.utils.text_format import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -71,6 +82,8 @@ class Table:
         ssd_options: Mapping[str, Any] | None = None,
         epoch: int | None = None,
         device: Device = "auto",
+        accumulate: int = 1,
+        mem_overcommit: bool = False,
         per_rank: bool = False,
         make_backend: BackendFactory | None = None,
     ) -> None:
@@ -86,6 +99,8 @@ class Table:
         ssd_filter_bits   bits per key of that index which avoid reads of new keys
         ssd_options  further arguments of `SsdStore.open`
         device       "cuda", "cpu", or "auto": with `hbm`, the GPU if there is one
+        accumulate   batches per step: with more and without a step, a bag warns once; see `accumulate`
+        mem_overcommit   accept budgets beyond the memory of the machine; else they are refused with both numbers
         per_rank     True: every rank of torch.distributed trains rows of its own. Without it, training over several
                      ranks raises: rows would differ between ranks; `tc.ShardedTable` shares them
         make_backend a `RowBackend` other than the built-in ones
@@ -99,6 +114,10 @@ class Table:
             raise ValueError(
                 f"name is {name!r}: it must consist of letters, digits, '-', '_', '.', and not begin with '.'"
             )
+        if not mem_overcommit:
+            store = 0 if ssd is None else parse_size(ssd_mem, "ssd_mem")
+            budgets = "mem" if ssd is None else "mem + ssd_mem"
+            require_memory(parse_size(mem, "mem") + store, name=budgets, override="mem_overcommit=True")
         stored = Precision.of(precision)
         self.spec = TableSpec(
             name=name,
@@ -121,15 +140,16 @@ class Table:
         )
         self.lr = optimizer.lr
         """Learning rate of the next steps."""
+        self.pipelines: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Open pipelines that train the table."""
         self.checkpoint_store: SsdStore | None = None
         """Store of a table without `ssd`, where `tc.Checkpoints` saves its rows."""
-        self._specs: weakref.WeakKeyDictionary[Any, tuple[BagSpec, ...]] = weakref.WeakKeyDictionary()
-        self._specs_lock = threading.Lock()  # bags may be made while a pipeline collects
-        self._gradients: list[Gradient] = []
+        self._bags = BagRegistry()
+        self._pending = PendingBatches(name)
+        self.accumulate = accumulate
         self._reduced: ReducedGradients | None = None
-        """Sums of `_gradients`, once `reduce_gradients` has computed them."""
+        """Sums of the pending gradients, once `reduce_gradients` has computed them."""
         self._forwards = 0
-        self._after_step: list[Callable[[], None]] = []
         self.per_rank = per_rank
         """Whether every rank may train rows of its own."""
         self.backend = (make_backend or make_local_backend)(self.spec, device, epoch)
@@ -229,33 +249,70 @@ class Table:
     @property
     def pending_gradients(self) -> int:
         """Number of backward passes through a bag that no step has applied yet."""
-        return len(self._gradients)
+        return len(self._pending.gradients)
+
+    @property
+    def accumulate(self) -> int:
+        """Batches per step. It changes no result: with more batches than this and without a step, a bag warns once."""
+        return self._pending.accumulate
+
+    @accumulate.setter
+    def accumulate(self, batches: int) -> None:
+        require(whole_number(batches, "accumulate") >= 1, "accumulate", batches, "at least 1 batch per step")
+        self._pending.accumulate = batches
 
     # ---- bags
 
     def register(self, bag: Any, specs: tuple[BagSpec, ...]) -> None:
         """Register what a bag reads, so that batches can be prepared before its forward pass."""
-        with self._specs_lock:
-            self._specs[bag] = specs
+        self._bags.add(bag, specs)
+
+    def trains(self, bag: Any) -> bool:
+        """Return whether neither the table nor the bag is frozen."""
+        return self._bags.trains(bag)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether no step can change a row: the table is frozen, or each of its bags is."""
+        return self._bags.frozen
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze all bags of the table (False), or unfreeze those that are not frozen themselves.
+
+        See `EmbeddingBag.requires_grad_`.
+        """
+        self.check_freezable()
+        self._bags.table_frozen = not requires_grad
+        return self
+
+    def check_freezable(self) -> None:
+        """Raise `ThermoclineError` if a bag cannot be frozen or unfrozen now."""
+        if self.pending_gradients:
+            raise ThermoclineError(
+                f"table {self.name!r}: requires_grad_() with gradients that no step has applied: call table.step() or "
+                "table.discard_gradients() first"
+            )
+        if self.groups is not None and len(self.pipelines):
+            raise ThermoclineError(
+                f"table {self.name!r}: requires_grad_() while a pipeline over ranks is open: all ranks must plan the "
+                "same bags for each batch. Close tc.prefetch first"
+            )
 
     @property
     def bags(self) -> list[EmbeddingBag]:
         """The bags that read the table, in the order in which they were made."""
-        with self._specs_lock:
-            return list(self._specs)
+        return self._bags.bags
 
     @property
     def registered(self) -> list[BagSpec]:
         """What all bags read, each spec once, in an order that does not depend on memory addresses."""
-        with self._specs_lock:
-            specs = {spec for registered in self._specs.values() for spec in registered}
-        return sorted(specs, key=lambda spec: (isinstance(spec.fields[0], str), spec.fields, spec.pooling))
+        return self._bags.specs()
 
     # ---- batches
 
     def inputs(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> BagInputs:
-        """Select the inputs of the registered bags, or of `specs`. Touches no rows."""
-        return select_inputs(batch, self.registered if specs is None else specs)
+        """Select the inputs of the bags that are trained, or of `specs`. Touches no rows."""
+        return select_inputs(batch, self._bags.specs(trained=True) if specs is None else specs)
 
     def stage(self, batches: Sequence[Batch]) -> RowWindow:
         """Begin a window of batches: the first stage of `tc.prefetch`."""
@@ -269,47 +326,108 @@ class Table:
         backend = self.backend
         window = self.stage([batch])
         backend.exchange(window, ahead=False)
-        backend.pin(window)
+        self.pin(window)
         (plan,) = backend.prepare(window)
         backend.load(window)
         backend.fetch(plan)
         return plan
 
-    def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> BatchPlan:
-        """Copy the rows of one batch for evaluation. Inserts nothing. Collective over ranks."""
-        return self.backend.read_batch(self.inputs(batch, specs))
+    def pin(self, window: RowWindow) -> None:
+        """See `RowBackend.pin`. The error names passes of the training loop that hold rows, if there are any."""
+        try:
+            self.backend.pin(window)
+        except BudgetError as error:
+            cause = self._pending.explain(error)  # no local exception: its traceback would keep the window alive
+            if cause is None:
+                raise
+            raise BudgetError(cause) from error
 
-    def usable(self, plan: BatchPlan, specs: Sequence[BagSpec], training: bool) -> bool:
-        """Return whether the plan has these bags' inputs, current rows and, for training, pins."""
-        pinned = plan.pins is not None or not training
-        return pinned and self.backend.is_current(plan) and plan.bags.keys() >= set(specs)
+    def prepare_forward(self, batch: Batch) -> BatchPlan:
+        """Prepare a batch for a forward pass, in training mode, that no pipeline has prepared. Collective over ranks.
+
+        The rows stay pinned until the next step, or until nothing refers to the plan.
+        """
+        plan = self.prepare(batch)
+        self._pending.hold(plan)
+        prepared, key = batch.prepared, ("forward", self)
+
+        def forget(ended: weakref.ref[BatchPlan]) -> None:
+            if prepared.get(key) is ended:
+                del prepared[key]
+
+        prepared[key] = weakref.ref(plan, forget)
+        return plan
+
+    def prepare_read(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> BatchPlan:
+        """Copy the rows of one batch for evaluation, of all bags or of `specs`. Inserts nothing. Collective over
+        ranks."""
+        return self.backend.read_batch(self.inputs(batch, self._bags.specs() if specs is None else specs))
+
+    def read_frozen(self, batch: Batch) -> None:
+        """Copy the rows that frozen bags read, for their forward passes before the next step. Collective over ranks."""
+        if specs := self._bags.specs(trained=False):
+            step = self.step_count
+            batch.prepared["frozen", self] = step, self.prepare_read(batch, specs)
 
     def next_forward(self) -> int:
         """Number the forward passes: gradients are summed in this order, whatever the order of backward."""
         self._forwards += 1
         return self._forwards
 
+    def warn_if_step_is_missing(self, batch: Batch) -> None:
+        """Warn, once, if a training pass over `batch` begins while too many others wait for a step."""
+        self._pending.warn_if_step_is_missing(batch)
+
     def add_gradient(
-        self, order: int, plan: BatchPlan, bag: Any, values: torch.Tensor, unchanged: Callable[[], bool] = lambda: True
+        self,
+        order: int,
+        batch: Batch,
+        plan: BatchPlan,
+        bag: Any,
+        values: torch.Tensor,
+        unchanged: Callable[[], bool] = lambda: True,
     ) -> None:
         """Keep the gradient of one pooled bag until the step. Called by backward; `values` are used in place."""
         pins = plan.pins
         if pins is None:
             raise RuntimeError(f"backward through rows of table {self.name!r} that were read for evaluation")
+        self._acquire(plan, pins)
+        self._reduced = None
+        self._pending.add(Gradient(order, batch, plan, pins, bag, values, unchanged))
+
+    def weight_gradient(self, plan: BatchPlan, bag: Any, values: torch.Tensor, step: int) -> torch.Tensor:
+        """Return float32[ids]: the gradient of the bag's weights, given that of its pooled vectors. Called by backward.
+
+        step   `step_count` at the forward pass: a later step has changed pinned rows
+        """
+        pins = plan.pins
+        if pins is None:
+            return self.backend.weight_gradient(plan, bag, values)
+        if step != self.step_count:
+            raise RuntimeError(
+                f"table {self.name!r}: backward to weights per id after table.step(), which has changed the rows of "
+                "the forward pass: call backward before the step"
+            )
+        self._acquire(plan, pins)
+        try:
+            return self.backend.weight_gradient(plan, bag, values)
+        finally:
+            pins.release()
+
+    def _acquire(self, plan: BatchPlan, pins: Pins) -> None:
+        """Add an owner of the plan's pins, for backward."""
         if not self.backend.is_current(plan) or not pins.acquire():
             raise RuntimeError(
                 f"backward through rows of table {self.name!r} that were released: call it before the loop requests "
                 "the next batch"
             )
-        self._reduced = None
-        self._gradients.append(Gradient(order, plan, pins, bag, values, unchanged))
 
     # ---- steps
 
     def reduce_gradients(self) -> None:
         """Sum the collected gradients per key now; their memory may change afterwards. Collective over ranks."""
-        if self._reduced is None:
-            self._reduced = self.backend.reduce(self._ordered_gradients())
+        if self._reduced is None and not self._idle:
+            self._reduced = self.backend.reduce(self._pending.ordered())
 
     def gradient_norm(self) -> float:
         """Return the joint norm of all gradients since the last step, to clip it with other gradients.
@@ -321,6 +439,8 @@ class Table:
 
     def step(self, *, lr: float | None = None, scale: float = 1.0, max_norm: float | None = None) -> float | None:
         """Apply all gradients since the last step: one update per unique key. Collective over ranks.
+
+        Of a frozen table: do nothing, `step_count` included.
 
         lr         learning rate of this step only; default: `table.lr`
         scale      factor of every gradient (1 / loss scale under AMP, 1 / batches when accumulating)
@@ -335,36 +455,26 @@ class Table:
             if max_norm is not None:
                 norm = abs(scale) * self.gradient_norm()
                 scale *= max_norm / norm if norm > max_norm else 1.0
-            if self._reduced is not None:
-                self.backend.apply(self._reduced, step, rate, scale)
-            else:
-                self.backend.update(self._ordered_gradients(), step, rate, scale)
-            self.step_count = step
+            if not self._idle:
+                if self._reduced is not None:
+                    self.backend.apply(self._reduced, step, rate, scale)
+                else:
+                    self.backend.update(self._pending.ordered(), step, rate, scale)
+                self.step_count = step
         finally:
             self.discard_gradients()
         return norm
 
-    def on_step(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, after the next step."""
-        self._after_step.append(callback)
+    @property
+    def _idle(self) -> bool:
+        """Whether a step has nothing to do. A trained bag that was deleted may have left gradients."""
+        return self.frozen and not self.pending_gradients
 
     def discard_gradients(self) -> None:
         """Drop the collected gradients, for instance of an AMP step that overflowed. All ranks or none."""
         self._reduced = None
-        while self._gradients:
-            self._gradients.pop().pins.release()
-        while self._after_step:
-            self._after_step.pop()()
+        self._pending.clear()
         self.backend.end_step()
-
-    def _ordered_gradients(self) -> list[Gradient]:
-        """Return the collected gradients in the order of their forward passes."""
-        if not all(gradient.unchanged() for gradient in self._gradients):
-            raise RuntimeError(
-                f"table {self.name!r}: a gradient was changed in place between backward and step, perhaps as that of a "
-                "dense parameter that shares its memory: call table.step() before dense gradients are clipped or zeroed"
-            )
-        return sorted(self._gradients, key=lambda gradient: gradient.order)
 
     # ---- durability
 
@@ -440,36 +550,3 @@ class Table:
         return (
             f"Table({spec.name!r}, dim={spec.dim}, {kind}{spec.optimizer}, {hbm}mem={format_size(spec.mem)}, {store})"
         )
-
-
-def make_local_backend(spec: TableSpec, device: str, epoch: int | None = None) -> ShardBackend:
-    """Make the backend of one process: HBM where the table has `hbm` and there is a GPU, else DRAM."""
-    target = training_device(device, spec.hbm)
-    if target is None:
-        from thermocline.tiers.dram_backend import DramBackend
-
-        return DramBackend(spec, epoch=epoch)
-    from thermocline.tiers.hbm_backend import HbmBackend
-
-    return HbmBackend(spec, target, epoch=epoch)
-
-
-def training_device(device: str, hbm: int | None) -> torch.device | None:
-    """Return the GPU that trains rows; None: they are trained in DRAM."""
-    if device not in ("auto", "cpu", "cuda", "interpreter"):  # the last: kernels interpreted on a CPU, for tests
-        raise ValueError(f"device is {device!r}: it must be one of auto, cpu, cuda")
-    if hbm is None:
-        if device == "cuda":
-            raise ValueError("device is 'cuda', but there is no hbm: set the bytes of GPU memory that rows may use")
-        return None
-    if device == "cpu":
-        return None
-    import torch
-
-    if device == "interpreter":
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    if device == "cuda":
-        raise ValueError("device is 'cuda', but torch sees no GPU: use device='auto', or 'cpu'")
-    return None

@@ -106,27 +106,34 @@ def store_state(
 
 
 @triton.jit
-def mean_of_squares(g, cols, DIM: tl.constexpr):
-    """float32[rows]: lane j of 16 adds squares j, j + 16, ... in that order; then halves are added; divided by DIM.
+def sum_of_products(a, b, cols, DIM: tl.constexpr):
+    """float32[rows]: lane j of 16 adds products j, j + 16, ... in that order, beginning with 0; then halves are added.
 
     tl.sum has no fixed order. It is exact where all terms but one are zero: so the n-th term of each lane is selected.
     """
-    ROWS: tl.constexpr = g.shape[0]
-    LANES: tl.constexpr = 16 if g.shape[1] > 16 else g.shape[1]
-    TERMS: tl.constexpr = g.shape[1] // LANES
-    squares = tl.where(cols[None, :] < DIM, g * g, 0.0)
-    squares = tl.reshape(squares, [ROWS, TERMS, LANES])
+    ROWS: tl.constexpr = a.shape[0]
+    LANES: tl.constexpr = 16 if a.shape[1] > 16 else a.shape[1]
+    TERMS: tl.constexpr = a.shape[1] // LANES
+    products = tl.where(cols[None, :] < DIM, a * b, 0.0)
+    products = tl.reshape(products, [ROWS, TERMS, LANES])
     nth = tl.arange(0, TERMS)[None, :, None]
-    lanes = tl.sum(tl.where(nth == 0, squares, 0.0), axis=1)
-    for term in tl.static_range(1, TERMS):
-        lanes = lanes + tl.sum(tl.where(nth == term, squares, 0.0), axis=1)
+    lanes = tl.zeros([ROWS, LANES], tl.float32)
+    for term in tl.static_range(TERMS):
+        lanes = lanes + tl.sum(tl.where(nth == term, products, 0.0), axis=1)
     if LANES >= 16:
         lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 8]), axis=1)
     if LANES >= 8:
         lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 4]), axis=1)
     if LANES >= 4:
         lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 2]), axis=1)
-    return tl.div_rn(tl.sum(lanes, axis=1), tl.full([ROWS], DIM, tl.float32))
+    return tl.sum(lanes, axis=1)
+
+
+@triton.jit
+def mean_of_squares(g, cols, DIM: tl.constexpr):
+    """float32[rows]: the mean, summed as in `sum_of_products`."""
+    ROWS: tl.constexpr = g.shape[0]
+    return tl.div_rn(sum_of_products(g, g, cols, DIM), tl.full([ROWS], DIM, tl.float32))
 
 
 @triton.jit
@@ -187,16 +194,21 @@ def square_root(x: torch.Tensor) -> torch.Tensor:
     return x.double().sqrt().float()
 
 
-def mean_of_squares_reference(g: torch.Tensor) -> torch.Tensor:
-    """`mean_of_squares` in plain torch."""
-    rows, dim = g.shape
-    squares = torch.zeros(rows, -(-dim // 16) * 16, dtype=torch.float32, device=g.device)
-    squares[:, :dim] = g * g
-    terms = squares.view(rows, -1, 16)
-    lanes = terms[:, 0]
-    for nth in range(1, terms.shape[1]):
+def sum_of_products_reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`sum_of_products` in plain torch."""
+    rows, dim = a.shape
+    products = torch.zeros(rows, -(-dim // 16) * 16, dtype=torch.float32, device=a.device)
+    products[:, :dim] = a * b
+    terms = products.view(rows, -1, 16)
+    lanes = torch.zeros_like(terms[:, 0])
+    for nth in range(terms.shape[1]):
         lanes = lanes + terms[:, nth]
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes[:, 0] / torch.full((), dim, dtype=torch.float32, device=g.device)
+    return lanes[:, 0]
+
+
+def mean_of_squares_reference(g: torch.Tensor) -> torch.Tensor:
+    """`mean_of_squares` in plain torch."""
+    return sum_of_products_reference(g, g) / torch.full((), g.shape[1], dtype=torch.float32, device=g.device)

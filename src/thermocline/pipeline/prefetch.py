@@ -67,6 +67,9 @@ class Prefetch:
         # The stages do not refer to this object, so that it can be dropped while they run.
         stages = _Stages(tables, sync)
         self._training = training
+        self._tables = list(dict.fromkeys(tables))
+        for table in self._tables if training else ():
+            table.pipelines.add(self)
         self.flags = 0
         """The ranks' combined flags when the last batch was the first of its window, else 0. After the end: those that
         came with the last agreement."""
@@ -97,14 +100,18 @@ class Prefetch:
 
     def _fetched(self, batch: Batch) -> Batch:
         if self._training:
-            for table, plan in batch.prepared.items():
-                table.backend.fetch(plan)
+            for table in self._tables:
+                table.backend.fetch(batch.prepared[table])
+                if table.groups is not None:  # now, because every rank draws the batch but may not run the model on it
+                    table.read_frozen(batch)
         return batch
 
     def close(self) -> None:
         """Stop the stages, wait for the window each is working on, and unpin all prepared windows."""
         self._ready = iter(())
         self._pipeline.close()
+        for table in self._tables:
+            table.pipelines.discard(self)
 
     def __enter__(self) -> Prefetch:
         return self
@@ -161,7 +168,7 @@ class _Stages:
         if window.last:
             return window
         for table, rows in window.rows.items():
-            self._retry_when_released(functools.partial(table.backend.pin, rows))
+            self._retry_when_released(functools.partial(table.pin, rows))
         with self._lock:
             self._outstanding += 1
             window.outstanding = True
@@ -188,6 +195,9 @@ class _Stages:
             for batch, plan in zip(window.batches, table.backend.prepare(rows), strict=True):
                 batch.prepared[table] = plan
             table.backend.load(rows)
+            if table.frozen and table.groups is None:
+                for batch in window.batches:
+                    table.read_frozen(batch)
         return window
 
     def read(self, window: _Window) -> _Window:

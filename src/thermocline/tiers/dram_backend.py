@@ -47,7 +47,7 @@ class DramBag:
         return self._gradient_index
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
 class DramBatchPlan:
     """See `BatchPlan`."""
 
@@ -175,6 +175,19 @@ class DramBackend:
             dram.core.pool_buffer(plan.rows, index, source.offsets, source.weights, source.mean, out)
         return torch.from_numpy(out)
 
+    def with_weights(self, plan: DramBatchPlan, bag: DramBag, weights: torch.Tensor) -> DramBag:
+        source = dataclasses.replace(bag.source, weights=weights.cpu().numpy())
+        return dataclasses.replace(bag, source=source, _gradient_index=None)
+
+    def weight_gradient(self, plan: DramBatchPlan, bag: DramBag, grads: torch.Tensor) -> torch.Tensor:
+        source, slots = bag.source, bag.slots
+        if plan.rows is not None:
+            slots = plan.working_set.inverse[source.id_range]
+        assert slots is not None
+        out = np.empty(len(source.ids), np.float32)
+        self.host.dram.core.weight_gradient(plan.rows, slots, source.offsets, source.mean, grads.numpy(), out)
+        return torch.from_numpy(out)
+
     def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients | None:
         if not gradients:
             return None
@@ -218,7 +231,8 @@ class DramBackend:
             coefs = np.concatenate(
                 [np.ones(len(index[0]), np.float32) if index[1] is None else index[1] for index in indices]
             )
-        if all(g.plan is first for g in gradients) and [g.bag for g in gradients] == list(first.bags.values()):
+        same = [id(g.bag.slots) for g in gradients] == [id(bag.slots) for bag in first.bags.values()]
+        if all(g.plan is first for g in gradients) and same:
             working_set, slots = first.working_set, first.slots  # each bag of one batch, once
         else:
             working_set = WorkingSet.of(

@@ -31,6 +31,7 @@ from thermocline.kernels.pool import pool_rows
 from thermocline.kernels.random import table_mix
 from thermocline.kernels.segments import Segments, find_segments
 from thermocline.kernels.update import apply_gradients, sum_gradients, update_rows
+from thermocline.kernels.weight_gradient import weight_gradient
 from thermocline.tiers.hbm import HbmPins, HbmTier
 from thermocline.tiers.hbm_plan import HbmBag, HbmBatchPlan, HbmWindow
 from thermocline.tiers.host_rows import HostRows
@@ -149,12 +150,28 @@ class HbmBackend:
         if plan.segments is not None and not plan.counted:
             plan.counted = True
             self.hbm.rows += plan.segments.sizes[0]
-        rows = self.hbm.arena if plan.rows is None else plan.rows
-        codec = self._codec if plan.rows is None or plan.stored else None
-        weights = rows[:, : self.spec.dim] if codec is None else codec.weights(rows)
+        weights, codec = self._weights(plan)
         pooled = pool_rows(weights, bag.slots, bag.offsets, bag.weights, mean=bag.mean, codec=codec)
         self.hbm.record_use()
         return pooled
+
+    def _weights(self, plan: HbmBatchPlan) -> tuple[torch.Tensor, Codec | None]:
+        """Return the weights that the plan's slots index, and their codec; None: fp32."""
+        rows = self.hbm.arena if plan.rows is None else plan.rows
+        codec = self._codec if plan.rows is None or plan.stored else None
+        return rows[:, : self.spec.dim] if codec is None else codec.weights(rows), codec
+
+    def with_weights(self, plan: HbmBatchPlan, bag: HbmBag, weights: torch.Tensor) -> HbmBag:
+        plan.use()
+        return dataclasses.replace(bag, weights=weights.to(self.device))
+
+    def weight_gradient(self, plan: HbmBatchPlan, bag: HbmBag, grads: torch.Tensor) -> torch.Tensor:
+        plan.use()
+        weights, codec = self._weights(plan)
+        bags = None if bag.offsets is None else self._gradient_index(bag, None)[0]
+        gradient = weight_gradient(weights, bag.slots, bag.offsets, bags, grads, mean=bag.mean, codec=codec)
+        self.hbm.record_use()
+        return gradient
 
     def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients | None:
         """See `RowBackend.reduce`. Blocks on the device."""
@@ -209,7 +226,8 @@ class HbmBackend:
             coefs = torch.cat(
                 [torch.ones(len(index[0]), device=values.device) if index[1] is None else index[1] for index in indices]
             )
-        if all(g.plan is first for g in gradients) and [g.bag for g in gradients] == list(first.bags.values()):
+        same = [id(g.bag.slots) for g in gradients] == [id(bag.slots) for bag in first.bags.values()]
+        if all(g.plan is first for g in gradients) and same:
             segments = first.segments
         else:
             segments = find_segments(torch.cat([g.bag.slots for g in gradients]))

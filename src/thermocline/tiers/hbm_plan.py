@@ -33,7 +33,7 @@ class HbmBag:
         return [tensor for tensor in (self.slots, self.offsets, self.weights) if tensor is not None]
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
 class HbmBatchPlan:
     """See `BatchPlan`."""
 
@@ -64,7 +64,14 @@ class HbmBatchPlan:
         """Make the current stream wait for the plan's tensors and for the rows of its slots."""
         if self.ready is None:
             return
-        stream = torch.cuda.current_stream(next(iter(self.bags.values())).slots.device)
+        tensors = [tensor for bag in self.bags.values() for tensor in bag.tensors()]
+        if self.segments is not None:
+            tensors.append(self.segments.order)  # all its lists share one allocation
+        if self.gradient_index is not None:
+            tensors += [tensor for tensor in self.gradient_index if tensor is not None]
+        if self.rows is not None:
+            tensors.append(self.rows)
+        stream = torch.cuda.current_stream(tensors[0].device)
         if self.used_on == stream:
             return
         stream.wait_event(self.ready)
@@ -74,13 +81,6 @@ class HbmBatchPlan:
         if self.pins is not None:
             assert self.pins.ready is not None, "load() did not run for this window"
             stream.wait_event(self.pins.ready)
-        tensors = [tensor for bag in self.bags.values() for tensor in bag.tensors()]
-        if self.segments is not None:
-            tensors.append(self.segments.order)  # all its lists share one allocation
-        if self.gradient_index is not None:
-            tensors += [tensor for tensor in self.gradient_index if tensor is not None]
-        if self.rows is not None:
-            tensors.append(self.rows)
         for tensor in tensors:
             tensor.record_stream(stream)
         self.used_on = stream

@@ -39,7 +39,8 @@ from thermocline.training.run_dir import RunFolder, config_of, saved_by_ranks
 from thermocline.training.run_restore import restore_for_reading
 from thermocline.training.state import Result
 from thermocline.utils import atomic_file
-from thermocline.utils.text_format import format_size, plural
+from thermocline.utils.machine import require_memory
+from thermocline.utils.text_format import format_size, parse_size, plural
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +91,16 @@ def gpu_budget(tiers: Tiers, sharing: int = 1) -> str | int | None:
     return torch.cuda.mem_get_info()[0] // (2 * sharing) if tiers.hbm is None else tiers.hbm
 
 
+def _require_memory(tiers: Tiers) -> None:
+    """Raise `ConfigError` if the DRAM budgets exceed the memory of the machine."""
+    store = 0 if tiers.ssd is None else parse_size(tiers.ssd_mem, "tiers.ssd_mem")
+    name = "tiers.mem" if tiers.ssd is None else "tiers.mem + tiers.ssd_mem"
+    try:
+        require_memory(parse_size(tiers.mem, "tiers.mem") + store, name=name, override="tiers.mem_overcommit = true")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 class Run:
     """The opened data, table and model of a config. `with tc.Run(tc.Config.load("ads.toml")) as run: run.fit()`.
 
@@ -115,6 +126,8 @@ class Run:
         recorded: Collection[Split] = (),
     ) -> None:
         self.config = config = config.resolve()
+        if not config.tiers.mem_overcommit:
+            _require_memory(config.tiers)
         self._data_options = {"labelled": labelled, "contiguous": contiguous}
         self._recorded = recorded
         self._loaders: dict[Split, Any] = {}
@@ -176,6 +189,7 @@ class Run:
             "hbm": None if read_only else gpu_budget(tiers, self._sharing_gpu()),
             "device": "cpu" if read_only else tiers.device,
             "mem": tiers.mem,
+            "mem_overcommit": True,  # __init__ has checked it, with the names of the config
             "ssd": tiers.ssd,
             "seed": config.train.seed,
             "initial": Normal(scale=config.model.initial),

@@ -296,6 +296,8 @@ class Trainer:
         if self.config.torch_threads is not None:
             torch.set_num_threads(self.config.torch_threads)
         self.progress = Progress(rates={table.name: table.optimizer.lr for table in self.tables})
+        for table in self.tables:
+            table.accumulate = self.config.accumulate
         self.position, self._stop, self._meter = None, False, ThroughputMeter(self.tables)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group.setdefault("initial_lr", group["lr"])
