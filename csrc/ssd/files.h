@@ -6,7 +6,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ssd/filter.h"
@@ -30,7 +33,25 @@ struct BufferSizes {
   uint64_t total(const Geometry& g) const;  // if all buffers are allocated
 };
 
-// Shared by all parts of one open store. Constant after construction, except the counter.
+// Messages for the owner of the store, each once, until take() returns them. Thread-safe.
+class Warnings {
+ public:
+  void add(std::string message) {
+    std::lock_guard lock(mutex_);
+    if (seen_.insert(message).second) pending_.push_back(std::move(message));
+  }
+  std::vector<std::string> take() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(pending_, {});
+  }
+
+ private:
+  std::mutex mutex_;  // protects all members below
+  std::set<std::string> seen_;
+  std::vector<std::string> pending_;
+};
+
+// Shared by all parts of one open store. Constant after construction, except the counter and the warnings.
 struct Context {
   Context(std::shared_ptr<FileSystem> fs, std::string path, const Identity& id, size_t mem_budget, size_t write_buffer)
       : fs(std::move(fs)),
@@ -45,7 +66,9 @@ struct Context {
   Geometry g;
   BufferSizes sizes;
   std::atomic<uint64_t> bytes_written{0};
+  Warnings warnings;
 
+  void warn(std::string message) { warnings.add(path + ": " + std::move(message)); }
   std::string file_path(FileKind kind, uint64_t number) const { return path + "/" + file_name(kind, number); }
 };
 
@@ -60,6 +83,9 @@ struct DataFile {
 };
 
 std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t number);
+// Creates the file `path` with a given nonce: a replacement of a damaged file, to be renamed to its name.
+std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t number, uint64_t nonce,
+                                           const std::string& path);
 // Verifies the header and that the file has at least `pages` pages.
 std::shared_ptr<DataFile> open_data_file(Context& ctx, FileKind kind, uint64_t number, uint64_t nonce, uint64_t pages);
 
@@ -102,6 +128,7 @@ class BaseWriter {
  public:
   // `filter_bits`: bits per row of a filter for at most `rows` rows; 0: no filter.
   BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, uint64_t rows, uint32_t filter_bits);
+  BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, Filter filter);  // `filter` is empty; the size is its own
   void add(uint64_t key, const uint8_t* row);
   uint64_t rows() const { return rows_; }
   uint64_t bytes() const { return fences_.size() * uint64_t{ctx_.g.page_bytes}; }

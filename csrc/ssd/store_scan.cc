@@ -133,6 +133,7 @@ void SsdStore::release(uint64_t epoch) { impl_->release(epoch); }
 std::unique_ptr<SsdStore::Scan> SsdStore::scan() { return std::make_unique<PartitionScan>(impl_, impl_->views()); }
 uint64_t SsdStore::count() { return impl_->count(); }
 StoreStats SsdStore::stats() const { return impl_->stats(); }
+std::vector<std::string> SsdStore::take_warnings() { return impl_->ctx.warnings.take(); }
 void SsdStore::check() { impl_->check(); }
 void SsdStore::merge_all() { impl_->merge_all(); }
 void SsdStore::link_checkpoint(const std::string& path) { impl_->link_checkpoint(path); }
