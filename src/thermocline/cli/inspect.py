@@ -98,7 +98,7 @@ def _inspect_run(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
     report |= {"problems": [], "checkpoints": [], "stores": []}
     for manifest in sorted((path / "checkpoints").glob("[0-9]*.json")):
         try:
-            report["checkpoints"].append(_manifest(manifest))
+            report["checkpoints"].append(read_checkpoint(manifest))
         except FileNotFoundError:
             continue  # replaced by a newer checkpoint meanwhile
         except StoreError as error:
@@ -106,7 +106,7 @@ def _inspect_run(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
     for checkpoint in report["checkpoints"] if check else ():
         report["problems"] += _files_of(Path(checkpoint["path"]), checkpoint)
     newest = report["checkpoints"][-1] if report["checkpoints"] else None
-    for name, folder, _ in _stores_of(path, newest):
+    for name, folder, _ in stores_of(path, newest):
         store = _inspect_store(folder, check, mem)
         report["stores"].append({"table": name, **store})
         report["problems"] += store["problems"]
@@ -114,7 +114,7 @@ def _inspect_run(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
     return report
 
 
-def _stores_of(run_dir: Path, checkpoint: Report | None) -> Iterator[tuple[str, Path, int]]:
+def stores_of(run_dir: Path, checkpoint: Report | None) -> Iterator[tuple[str, Path, int]]:
     """Yield table name, store folder (in the run or from its config) and epoch for each store of a checkpoint."""
     for name, table in (checkpoint or {"tables": {}})["tables"].items():
         folder = run_dir / "stores" / name
@@ -153,7 +153,8 @@ def _last_line(path: Path) -> Report | None:
 # ---- checkpoints
 
 
-def _manifest(path: Path) -> Report:
+def read_checkpoint(path: Path) -> Report:
+    """Return the manifest of a checkpoint. Raises `CorruptionError`."""
     manifest = decode_manifest(path.read_bytes(), str(path))
     names = ("step", "tag", "time", "begin", "versions", "torch_threads", "position", "tables", "files", "ranks")
     return {"kind": "checkpoint", "path": str(path), **{name: manifest.get(name) for name in names}, "problems": []}
@@ -178,12 +179,12 @@ def _files_of(path: Path, checkpoint: Report) -> list[str]:
 
 def _inspect_checkpoint(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
     try:
-        report = _manifest(path)
+        report = read_checkpoint(path)
     except StoreError as error:
         return {"kind": "checkpoint", "path": str(path), "problems": [str(error)], "stores": []}
     report["problems"] += _files_of(path, report)
     report["stores"] = []
-    for name, folder, epoch in _stores_of(path.parent.parent, report):
+    for name, folder, epoch in stores_of(path.parent.parent, report):
         store = _inspect_store(folder, check, mem, epoch=epoch)
         report["stores"].append({"table": name, **store})
         report["problems"] += store["problems"]
