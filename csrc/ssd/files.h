@@ -14,6 +14,7 @@
 #include "ssd/manifest.h"
 #include "util/aligned.h"
 #include "util/fs.h"
+#include "util/warnings.h"
 
 namespace thermocline::ssd {
 
@@ -30,7 +31,7 @@ struct BufferSizes {
   uint64_t total(const Geometry& g) const;  // if all buffers are allocated
 };
 
-// Shared by all parts of one open store. Constant after construction, except the counter.
+// Shared by all parts of one open store. Constant after construction, except the counter and the warnings.
 struct Context {
   Context(std::shared_ptr<FileSystem> fs, std::string path, const Identity& id, size_t mem_budget, size_t write_buffer)
       : fs(std::move(fs)),
@@ -45,6 +46,7 @@ struct Context {
   Geometry g;
   BufferSizes sizes;
   std::atomic<uint64_t> bytes_written{0};
+  Warnings warnings;  // for the user
 
   std::string file_path(FileKind kind, uint64_t number) const { return path + "/" + file_name(kind, number); }
 };
