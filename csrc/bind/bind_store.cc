@@ -213,7 +213,7 @@ void bind_store(nb::module_& m) {
       .def("scan", &scan, nb::keep_alive<0, 1>())
       .def("count", [](SsdStore& self) { return unlocked([&] { return self.count(); }); })
       .def("stats", &stats)
-      .def("take_warnings", &SsdStore::take_warnings)
+      .def("take_warnings", [](SsdStore& self) { return unlocked([&] { return self.take_warnings(); }); })
       .def("read_floor", &read_floor, "keys"_a.noconvert())
       .def("check", [](SsdStore& self) { unlocked([&] { self.check(); }); })
       .def("merge_all", [](SsdStore& self) { unlocked([&] { self.merge_all(); }); })

@@ -35,7 +35,9 @@ void Catalog::load() {
 
 void Catalog::damaged(uint64_t epoch, const std::string& cause) {
   epochs_[epoch].damaged = true;
-  ctx_.warn("no file of this store is deleted, so it grows with every commit, because a manifest is damaged: " + cause);
+  ctx_.warnings.add(
+      ctx_.path +
+      ": no file of this store is deleted, so it grows with every commit, because a manifest is damaged: " + cause);
 }
 
 Manifest Catalog::read(uint64_t epoch) const {

@@ -6,10 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "ssd/filter.h"
@@ -17,6 +14,7 @@
 #include "ssd/manifest.h"
 #include "util/aligned.h"
 #include "util/fs.h"
+#include "util/warnings.h"
 
 namespace thermocline::ssd {
 
@@ -31,24 +29,6 @@ struct BufferSizes {
 
   static BufferSizes of(size_t mem_budget, size_t write_buffer, const Geometry& g, FileSystem::Concurrency reads);
   uint64_t total(const Geometry& g) const;  // if all buffers are allocated
-};
-
-// Messages for the owner of the store, each once, until take() returns them. Thread-safe.
-class Warnings {
- public:
-  void add(std::string message) {
-    std::lock_guard lock(mutex_);
-    if (seen_.insert(message).second) pending_.push_back(std::move(message));
-  }
-  std::vector<std::string> take() {
-    std::lock_guard lock(mutex_);
-    return std::exchange(pending_, {});
-  }
-
- private:
-  std::mutex mutex_;  // protects all members below
-  std::set<std::string> seen_;
-  std::vector<std::string> pending_;
 };
 
 // Shared by all parts of one open store. Constant after construction, except the counter and the warnings.
@@ -66,9 +46,8 @@ struct Context {
   Geometry g;
   BufferSizes sizes;
   std::atomic<uint64_t> bytes_written{0};
-  Warnings warnings;
+  Warnings warnings;  // for the user
 
-  void warn(std::string message) { warnings.add(path + ": " + std::move(message)); }
   std::string file_path(FileKind kind, uint64_t number) const { return path + "/" + file_name(kind, number); }
 };
 

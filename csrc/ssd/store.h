@@ -85,7 +85,7 @@ class SsdStore : public RowStore {
 
   uint64_t count();  // live rows, exact; reads all partitions that have rows in the log
   StoreStats stats() const;
-  // Messages for the user since the last call, each once: the cause, what follows from it, and what to do.
+  // Messages for the user since the last call, one line each; every text is returned once.
   std::vector<std::string> take_warnings();
   void check();      // verifies every page and the invariants; throws CorruptionError or Error
   void merge_all();  // merges the whole log into the base files

@@ -88,6 +88,8 @@ class FileSystem {
   virtual std::unique_ptr<ReadQueue> read_queue(size_t depth);
   // Called at named points of commits, merges and other writes. Crash tests kill the process or throw there.
   virtual void failpoint(std::string_view /*point*/) {}
+  // Warnings for the user since the last call.
+  virtual std::vector<std::string> take_warnings() { return {}; }
   // "io_uring", "pread", ... for stats().
   virtual std::string name() const = 0;
 };
