@@ -118,8 +118,8 @@ fuzz-parse: fuzz-clang $(FUZZ_PARSE_SOURCES:csrc/%.cc=$(BUILD)/fuzz/%.o)
 	$(BUILD)/fuzz/fuzz_parse -max_total_time=$(FUZZ_SECONDS) -max_len=2000 -artifact_prefix=$(BUILD)/fuzz/ \
 	  $(BUILD)/fuzz/found-parse tests/data/corpus
 
-RUN_FUZZ_STORE = $(BUILD)/fuzz/fuzz_store -max_total_time=$(FUZZ_SECONDS) -max_len=66 -malloc_limit_mb=256 \
-  -artifact_prefix=$(BUILD)/fuzz/ $(BUILD)/fuzz/found-store tests/tiers/store_corpus
+RUN_FUZZ_STORE = $(BUILD)/fuzz/fuzz_store -max_total_time=$(FUZZ_SECONDS) -max_len=66 -len_control=0 \
+  -malloc_limit_mb=256 -artifact_prefix=$(BUILD)/fuzz/ $(BUILD)/fuzz/found-store tests/tiers/store_corpus
 fuzz-store: fuzz-clang $(FUZZ_STORE_SOURCES:csrc/%.cc=$(BUILD)/fuzz/%.o)
 	@mkdir -p $(BUILD)/fuzz/found-store
 	$(CLANG) $(FUZZ_FLAGS) $(filter %.o,$^) -pthread -o $(BUILD)/fuzz/fuzz_store

@@ -174,7 +174,10 @@ BaseScan scan_base(Context& ctx, const PartitionRecord& record, const HashRange&
     losses.lose(1 + present, record.pages - present, record.rows - present * g.rows_per_page(), next, pages.cause());
   }
   losses.close(range.hi);
-  if (scan.replaced()) return scan;
+  if (scan.replaced()) {
+    scan.rebuild = scan.lost.empty() ? "the filter is larger than the file" : "";
+    return scan;
+  }
 
   for (uint64_t i = 0; i < g.fence_pages(record.pages); ++i) {
     const uint64_t number = 1 + record.pages + i, first = i * g.fences_per_page();
@@ -307,7 +310,7 @@ ExtentScan scan_extent(Context& ctx, PageReader& pages, const ExtentRecord& reco
     bool unknown = false;            // rows without a hash since then
     for (uint64_t k = first; k < first + lost.rows; ++k) {
       const uint64_t hash = hash_key(index.keys[k]);
-      if (tombstones || !index.known[k] || hash < after || hash >= lost.range.hi + (lost.range.hi < kMaxHash)) {
+      if (tombstones || !index.known[k] || hash < after || hash > lost.range.hi) {
         unknown = true;
         continue;
       }

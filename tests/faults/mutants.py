@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # Fast groups first: they detect most bugs. A group that times out counts as a detection.
 GROUPS = [
     ["PosixFs.", "PublishFile.", "StoreCrash.", "StoreFuzz."],
-    ["StoreIo.", "StoreCorrupt.", "StoreRepair.", "StoreFilesFuzz."],
+    ["StoreIo.", "StoreCorrupt.", "StoreRepair.", "StoreManifest.", "StoreFilesFuzz."],
     ["FaultsCorrupt.Misdirected", "FaultsCorrupt.EveryBit", "FaultsCorrupt.TornPages"],
     ["FaultsCrash."],
     ["FaultsIo.", "FaultsFuzz."],
