@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.dense import Case, Net, assert_matches_simulation, average, backward, mean, noise
-from helpers.ranks import Nodes, run_ranks
+from helpers.ranks import Nodes, groups_without_shm, run_ranks
 
 from thermocline.config.dense_sync import DenseSync
 from thermocline.distributed.communicator import Groups
@@ -66,6 +66,46 @@ def test_sums_add_ranks_then_nodes(nodes: Nodes) -> None:
     assert not torch.equal(expected, other)
     for result in run_ranks(nodes, average, 1001, True):
         assert torch.equal(result, expected)
+
+
+def average_by_default(groups: Groups) -> torch.Tensor:
+    return average(groups, 1001, DenseSync().exact)
+
+
+def test_sums_are_exact_by_default_on_three_nodes() -> None:
+    """Gloo's all-reduce of three ranks adds in another order, which the ranks check first."""
+    nodes = ((0,), (1,), (2,))
+    expected = mean([noise(rank, 1001) for rank in range(3)], nodes)
+    assert expected is not None
+    assert not torch.equal(run_ranks(nodes, average, 1001, False)[0], expected)
+    for result in run_ranks(nodes, average_by_default):
+        assert torch.equal(result, expected)
+
+
+def average_over_transports(groups: Groups) -> tuple[list[bytes], list[bytes], list[str]]:
+    """Return means with and without `exact`, through shared memory and through Gloo, and the warnings of the latter."""
+    assert groups.train.shm is not None
+    over_gloo, messages = groups_without_shm(groups)
+    assert over_gloo.train.shm is None
+    means = [[average(g, 1001, exact).numpy().tobytes() for exact in (True, False)] for g in (groups, over_gloo)]
+    over_gloo.close()
+    return means[0], means[1], messages
+
+
+@pytest.mark.parametrize("nodes", [((0, 1, 2),), ((0, 1, 2, 3),), ((0, 1), (2, 3))], ids=str)
+def test_sums_do_not_depend_on_the_transport(nodes: Nodes) -> None:
+    """Where descriptors have run out, ranks of a node use Gloo: the same bits, and one warning per node."""
+    expected = mean([noise(rank, 1001) for node in nodes for rank in node], nodes)
+    assert expected is not None
+    for rank, (shared, gloo, messages) in enumerate(run_ranks(nodes, average_over_transports)):
+        assert shared == gloo
+        assert shared[0] == expected.numpy().tobytes()
+        first = [node[0] for node in nodes]
+        assert len(messages) == (rank in first)
+        if messages:
+            number = first.index(rank)
+            assert messages[0].startswith(f"node {number} has no shared memory between its ranks (rank {rank} cannot")
+            assert "Too many open files" in messages[0]
 
 
 # ---- FrozenAdam

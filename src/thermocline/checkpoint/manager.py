@@ -35,6 +35,7 @@ from thermocline.checkpoint.manifest import Json, decode_manifest, encode_manife
 from thermocline.checkpoint.table_stores import TableStores
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.frozen_adam import check_frozen_state
+from thermocline.embedding.state_dict import dense_state_dict, load_dense_state_dict
 from thermocline.embedding.table import Table
 from thermocline.errors import CorruptionError, FormatError, NotFoundError, ThermoclineError
 from thermocline.utils import atomic_file
@@ -258,7 +259,7 @@ class Checkpoints:
 
     def _dense_state(self) -> dict[str, Any]:
         return {
-            "model": None if self._model is None else dict(self._model.state_dict()),
+            "model": None if self._model is None else dense_state_dict(self._model),
             "optimizers": self._optimizer_states(),
         }
 
@@ -330,7 +331,7 @@ class Checkpoints:
 
     def _restore_dense(self, state: dict[str, Any], world: int) -> None:
         if self._model is not None:
-            self._model.load_state_dict(state["model"])
+            load_dense_state_dict(self._model, state["model"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved["state"])
         if self._dense_sync is not None and "sync" in state:

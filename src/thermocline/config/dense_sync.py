@@ -31,8 +31,10 @@ class DenseSync:
     """Steps between merges of second moments, with merge = "all" or "v_frozen". By default as `every`."""
     amsgrad: bool = False
     """Merged second moments never decrease (merge = "v_frozen")."""
-    exact: bool = False
-    """Sum in one fixed order, so that a run of all ranks in one process has the same bits. It sends no more bytes."""
+    exact: bool = True
+    """Sum in one fixed order: a run of all ranks in one process has the same bits. false: sums between nodes, and
+    between GPUs, use torch's all-reduce, whose order depends on the library and the number of nodes; it sends as many
+    bytes and can be faster."""
     bucket: PositiveSize = "25MB"
     """Approximate size of the buckets in which gradients are averaged; one bucket is in memory at a time."""
 

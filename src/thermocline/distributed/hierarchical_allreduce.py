@@ -1,12 +1,13 @@
-"""`HierarchicalAllReduce`: the mean of a buffer over all ranks, in a fixed order of additions if `exact`.
+"""`HierarchicalAllReduce`: the mean of a buffer over all ranks, in a fixed order of additions unless `exact` is False.
 
 If all nodes have the same number L > 1 of ranks: reduce-scatter within the node, all-reduce of each slice between
 peers, all-gather within the node. Each rank then sends 1/L of the buffer between nodes. Otherwise one all-reduce over
 all ranks.
 
-A reduction uses torch's collectives (reduce-scatter, all-reduce), or, if `exact` or through shared memory, an
-all-to-all followed by additions in rank order and an all-gather: ranks of a node first, then nodes, left to right in
-the buffer's dtype. Both send the same number of bytes.
+A reduction is an all-to-all, additions in rank order and an all-gather: ranks of a node first, then nodes, left to
+right in the buffer's dtype. Without `exact`, torch's collectives (reduce-scatter, all-reduce) add between nodes, and
+within a node if NCCL carries its tensors. Both send the same number of bytes. The order never depends on whether shared
+memory or Gloo carries a node's messages.
 
 Thread     the training thread (`Groups.train`)
 Blocks     until all ranks have called it, at most `dist.timeout` seconds
@@ -20,13 +21,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from thermocline.distributed.communicator import GroupName, Groups
 
-# torch 2.13 renames these functions and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _AVERAGING = "averaging dense parameters"
 
 
@@ -71,8 +68,8 @@ class HierarchicalAllReduce:
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         """Replace the buffer by rank 0's."""
-        with self._comm.translate_errors("broadcasting dense parameters"), self._staged(buffer) as staged:
-            dist.broadcast(staged, 0, group=self._comm.world)
+        with self._staged(buffer) as staged:
+            self._comm.broadcast(staged, "broadcasting dense parameters")
 
     @contextlib.contextmanager
     def _staged(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -98,8 +95,8 @@ class HierarchicalAllReduce:
             buffer *= 1 / self.world
 
     def _is_ordered(self, group: GroupName) -> bool:
-        """Return whether sums use the fixed order. Through shared memory that is also the fastest algorithm."""
-        return self.exact or self._comm.uses_shm(group)
+        """Return whether sums use the fixed order. Within a node, except with NCCL, it is also the fastest."""
+        return self.exact or (group == "node" and not self._comm.gpu)
 
     def _all_reduce(
         self, buffer: torch.Tensor, ranks: Sequence[int], group: GroupName, tree: Sequence[Sequence[int]]
@@ -109,7 +106,7 @@ class HierarchicalAllReduce:
             part = self._ordered_reduce_scatter(buffer, ranks, group, tree)
             self._all_gather(buffer, part, ranks, group)
         else:
-            dist.all_reduce(buffer, group=getattr(self._comm, group))
+            self._comm.group(group).all_reduce(buffer)
             self._count(ranks, 2 * buffer.nbytes * (len(ranks) - 1) // len(ranks), ring=True)
 
     def _reduce_scatter(self, buffer: torch.Tensor, ranks: Sequence[int], group: GroupName) -> torch.Tensor:
@@ -117,7 +114,7 @@ class HierarchicalAllReduce:
         if self._is_ordered(group):
             return self._ordered_reduce_scatter(buffer, ranks, group, [range(len(ranks))])
         part = buffer.new_empty(len(buffer) // len(ranks))
-        _reduce_scatter(part, buffer, group=getattr(self._comm, group))
+        self._comm.group(group).reduce_scatter_single(part, buffer)
         self._count(ranks, buffer.nbytes * (len(ranks) - 1) // len(ranks), ring=True)
         return part
 
@@ -136,7 +133,7 @@ class HierarchicalAllReduce:
             for target, piece in zip(torch.split(buffer, len(part)), pieces, strict=True):
                 target.copy_(piece.view(buffer.dtype))
         else:
-            _all_gather(buffer, part, group=getattr(self._comm, group))
+            self._comm.group(group).all_gather_single(buffer, part)
         self._count(ranks, part.nbytes * (len(ranks) - 1), ring=True)
 
     def _count(self, ranks: Sequence[int], sent: int, *, ring: bool) -> None:

@@ -271,9 +271,11 @@ class ExactMetrics:
 
     def joined(self, groups: Groups) -> Self:
         """Merge the metrics of all ranks; collective, with the same result on every rank."""
+        from thermocline.distributed.messages import decode, encode
+
         merged = type(self)(logits=self._sums.logits)
-        for state in groups.train.all_gather_object(self.state_dict(), "merging metrics"):
-            merged.merge(type(self)(logits=self._sums.logits).load_state_dict(state))
+        for message in groups.train.all_gather_message(encode(self.state_dict()), "merging metrics"):
+            merged.merge(type(self)(logits=self._sums.logits).load_state_dict(decode(message)))
         return merged
 
     def compute(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ Thread     the training thread; `local_flags` also on the thread of the exchange
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -76,6 +77,10 @@ class RankCoordinator:
         """Clear the request for a save."""
         self._sent &= ~SAVE
         self._requests &= ~SAVE
+
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for local work, such as a callback, that other ranks wait for longer than the timeout."""
+        return contextlib.nullcontext() if self.groups is None else self.groups.busy()
 
     # ---- dense parameters
 

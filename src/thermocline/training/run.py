@@ -26,7 +26,7 @@ from thermocline.config.schema import Config, OptimizerName, Tiers
 from thermocline.data.features import Features
 from thermocline.data.open_data import check_paths, has_split, open_data
 from thermocline.distributed.collective_errors import CollectiveRunner
-from thermocline.distributed.launch import join_ranks, load_topology, machine_world
+from thermocline.distributed.launch import join_ranks, machine_world, world_size
 from thermocline.embedding.initializers import Normal
 from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from thermocline.embedding.table import Table
@@ -111,7 +111,7 @@ class Run:
         self.groups: Groups | None = None
         """Communicators of the ranks; None for a single process."""
         with contextlib.ExitStack() as undo:
-            if not read_only and (load_topology(config.dist).world > 1 or saved_by_ranks(config.train.run_dir)):
+            if not read_only and (world_size() > 1 or saved_by_ranks(config.train.run_dir)):
                 self.groups = undo.enter_context(join_ranks(config.dist))
             fields, dense = self._open_data(read_only)
             torch.manual_seed(config.train.seed)

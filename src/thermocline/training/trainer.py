@@ -330,8 +330,9 @@ class Trainer:
         return progress.best_step
 
     def _call(self, event: str, *args: Any) -> None:
-        for callback in self._callbacks:
-            getattr(callback, event)(self, *args)
+        with self._ranks.busy():
+            for callback in self._callbacks:
+                getattr(callback, event)(self, *args)
 
 
 def _default_callbacks(run_dir: Path | None, config: TrainConfig) -> Iterator[Callback]:
