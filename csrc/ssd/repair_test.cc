@@ -156,7 +156,10 @@ void damage_single_pages(uint64_t images, uint64_t stride) {
             continue;
           }
           for (auto& [name, bytes] : before) {
-            if (fs->exists(name) && fs->bytes(name) == bytes) continue;
+            if (!name.starts_with(kPath + std::string("/"))) continue;  // a hard link in a checkpoint is damaged, too
+            // A segment may have had bytes after its last commit.
+            if (fs->exists(name) && (name == path ? bytes.starts_with(fs->bytes(name)) : fs->bytes(name) == bytes))
+              continue;
             throw Failure(context + ": " + name + " was not rebuilt byte for byte");
           }
         } else {
