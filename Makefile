@@ -16,10 +16,12 @@ comma := ,
 
 CLANG = clang++
 FUZZ_SECONDS = 300
-FUZZ_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/data/parse*.cc)) csrc/data/columns.cc csrc/data/parse_fuzz_test.cc
+FUZZ_PARSE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/data/parse*.cc)) csrc/data/columns.cc csrc/data/parse_fuzz_test.cc
+FUZZ_STORE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/ssd/*.cc csrc/util/*.cc)) csrc/testing/mem_fs.cc \
+  csrc/ssd/files_fuzz_test.cc
 
 .PHONY: cpp-tests demo reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
-  fuzz bench clean commit-file iproute2 setup browser
+  fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 setup browser
 
 demo: build-inplace
 	$(PYTHON) examples/demo.py
@@ -96,14 +98,33 @@ test-sanitize:
 	$(call configure_cpp,$(BUILD)/tsan,-DTHERMOCLINE_SANITIZE=thread)
 	setarch -R $(BUILD)/tsan/thermocline_tests
 
-# What it finds goes to $(BUILD)/fuzz; an input that failed belongs into tests/data/corpus.
-fuzz:
+# fuzz-parse: the parsers; fuzz-store: every file of a store. Inputs that fail are written to $(BUILD)/fuzz; they belong
+# into the corpus.
+FUZZ_FLAGS = -std=c++20 -O1 -g -Wall -Wextra -Icsrc -DTHERMOCLINE_LIBFUZZER -fsanitize=fuzzer,address,undefined \
+  -fno-sanitize-recover=all
+fuzz: fuzz-parse fuzz-store
+
+fuzz-clang:
 	@command -v $(CLANG) > /dev/null || { echo "make fuzz needs libFuzzer, which comes with clang (Debian: apt-get install \
 	  clang); $(CLANG) is not here. Without it, make test-cpp runs the corpus and seeded mutations of it."; exit 1; }
-	@mkdir -p $(BUILD)/fuzz
-	$(CLANG) -std=c++20 -O1 -g -Wall -Wextra -Icsrc -DTHERMOCLINE_LIBFUZZER -fsanitize=fuzzer,address,undefined \
-	  -fno-sanitize-recover=all $(FUZZ_SOURCES) -o $(BUILD)/fuzz_parse
-	$(BUILD)/fuzz_parse -max_total_time=$(FUZZ_SECONDS) -max_len=2000 -artifact_prefix=$(BUILD)/ $(BUILD)/fuzz tests/data/corpus
+
+$(BUILD)/fuzz/%.o: csrc/%.cc $(wildcard csrc/*/*.h)
+	@mkdir -p $(@D)
+	$(CLANG) $(FUZZ_FLAGS) -c $< -o $@
+
+fuzz-parse: fuzz-clang $(FUZZ_PARSE_SOURCES:csrc/%.cc=$(BUILD)/fuzz/%.o)
+	@mkdir -p $(BUILD)/fuzz/found-parse
+	$(CLANG) $(FUZZ_FLAGS) $(filter %.o,$^) -o $(BUILD)/fuzz/fuzz_parse
+	$(BUILD)/fuzz/fuzz_parse -max_total_time=$(FUZZ_SECONDS) -max_len=2000 -artifact_prefix=$(BUILD)/fuzz/ \
+	  $(BUILD)/fuzz/found-parse tests/data/corpus
+
+RUN_FUZZ_STORE = $(BUILD)/fuzz/fuzz_store -max_total_time=$(FUZZ_SECONDS) -max_len=66 -len_control=0 \
+  -malloc_limit_mb=256 -artifact_prefix=$(BUILD)/fuzz/ $(BUILD)/fuzz/found-store tests/tiers/store_corpus
+fuzz-store: fuzz-clang $(FUZZ_STORE_SOURCES:csrc/%.cc=$(BUILD)/fuzz/%.o)
+	@mkdir -p $(BUILD)/fuzz/found-store
+	$(CLANG) $(FUZZ_FLAGS) $(filter %.o,$^) -pthread -o $(BUILD)/fuzz/fuzz_store
+	THERMOCLINE_FUZZ_DECODE=1 $(RUN_FUZZ_STORE)
+	$(RUN_FUZZ_STORE)
 
 bench: build-inplace
 	for file in $(wildcard benchmarks/ssd.py benchmarks/mem.py benchmarks/read.py); do $(PYTHON) $$file --quick || exit 1; done

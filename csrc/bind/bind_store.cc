@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "bind/bind.h"
+#include "ssd/repair.h"
 #include "ssd/store.h"
 #include "util/error.h"
 #include "util/fs.h"
@@ -111,6 +112,45 @@ nb::dict stats(const SsdStore& self) {
   return d;
 }
 
+nb::dict repair(const nb::bytes& path, bool dry_run, bool keep_older, size_t mem_budget) {
+  const RepairOptions options{dry_run, keep_older, mem_budget};
+  const RepairReport report =
+      unlocked([&, folder = to_string(path)] { return repair_store(make_posix_fs(), folder, options); });
+  nb::list rebuilt, losses, commits;
+  for (auto& r : report.rebuilt) {
+    nb::dict d;
+    d["file"] = r.file;
+    d["cause"] = r.cause;
+    rebuilt.append(d);
+  }
+  for (auto& l : report.losses) {
+    nb::dict d;
+    d["file"] = l.file;
+    d["cause"] = l.cause;
+    d["first_page"] = l.first_page;
+    d["pages"] = l.pages;
+    d["rows"] = l.rows;
+    d["lo"] = l.lo;
+    d["hi"] = l.hi;
+    d["epochs"] = l.epochs;
+    losses.append(d);
+  }
+  for (auto& c : report.lost_commits) {
+    nb::dict d;
+    d["epoch"] = c.epoch;
+    d["cause"] = c.cause;
+    commits.append(d);
+  }
+  nb::dict out;
+  out["epoch"] = report.epoch;
+  out["rebuilt"] = rebuilt;
+  out["losses"] = losses;
+  out["lost_commits"] = commits;
+  out["rows_hidden"] = report.rows_hidden;
+  out["set_aside"] = report.set_aside;
+  return out;
+}
+
 // A scan and its row size.
 struct BoundScan {
   std::unique_ptr<SsdStore::Scan> scan;
@@ -149,6 +189,7 @@ void bind_options(nb::module_& m) {
 
 void bind_store(nb::module_& m) {
   bind_options(m);
+  m.def("repair_store", &repair, "path"_a, "dry_run"_a, "keep_older"_a, "mem_budget"_a);
   nb::class_<BoundScan>(m, "Scan").def("next", &BoundScan::next, "keys"_a.noconvert(), "rows"_a.noconvert());
   nb::class_<RowStore>(m, "RowStore").def_prop_ro("row_bytes", &RowStore::row_bytes);
   nb::class_<SsdStore, RowStore>(m, "SsdStore")
@@ -172,6 +213,7 @@ void bind_store(nb::module_& m) {
       .def("scan", &scan, nb::keep_alive<0, 1>())
       .def("count", [](SsdStore& self) { return unlocked([&] { return self.count(); }); })
       .def("stats", &stats)
+      .def("take_warnings", [](SsdStore& self) { return unlocked([&] { return self.take_warnings(); }); })
       .def("read_floor", &read_floor, "keys"_a.noconvert())
       .def("check", [](SsdStore& self) { unlocked([&] { self.check(); }); })
       .def("merge_all", [](SsdStore& self) { unlocked([&] { self.merge_all(); }); })

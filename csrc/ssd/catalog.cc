@@ -1,24 +1,8 @@
 #include "ssd/catalog.h"
 
 #include <algorithm>
-#include <cstdio>
 
 namespace thermocline::ssd {
-namespace {
-
-bool parse_file_name(const std::string& name, FileKind* kind, uint64_t* number) {
-  unsigned long long n = 0;
-  int end = 0;
-  if (std::sscanf(name.c_str(), "log-%llu.tc%n", &n, &end) == 1 && end == static_cast<int>(name.size()))
-    *kind = FileKind::kSegment;
-  else if (std::sscanf(name.c_str(), "base-%llu.tc%n", &n, &end) == 1 && end == static_cast<int>(name.size()))
-    *kind = FileKind::kBase;
-  else return false;
-  *number = n;
-  return true;
-}
-
-}  // namespace
 
 void Catalog::load() {
   std::lock_guard lock(mutex_);
@@ -41,19 +25,26 @@ void Catalog::load() {
       retain(read(epoch));
     } catch (const NotFoundError&) {
       epochs_.erase(epoch);  // released by a concurrent writer
-    } catch (const CorruptionError&) {
-      epochs_[epoch].damaged = true;
-    } catch (const FormatError&) {
-      epochs_[epoch].damaged = true;
+    } catch (const CorruptionError& e) {
+      damaged(epoch, e.what());
+    } catch (const FormatError& e) {
+      damaged(epoch, e.what());
     }
   }
 }
 
+void Catalog::damaged(uint64_t epoch, const std::string& cause) {
+  epochs_[epoch].damaged = true;
+  ctx_.warnings.add(
+      ctx_.path +
+      ": no file of this store is deleted, so it grows with every commit, because a manifest is damaged: " + cause);
+}
+
 Manifest Catalog::read(uint64_t epoch) const {
   std::string path = ctx_.path + "/" + manifest_name(epoch);
-  Manifest m = Manifest::decode(read_whole(*ctx_.fs, path), path);
+  Manifest m = Manifest::decode(read_whole(*ctx_.fs, path, kMaxRecordBytes), path, ctx_.g);
   if (m.epoch != epoch || m.store_id[0] != ctx_.id.store_id[0] || m.store_id[1] != ctx_.id.store_id[1])
-    throw CorruptionError(path + ": the manifest belongs to another epoch or store");
+    throw_corrupt(path, "the manifest belongs to another epoch or store");
   return m;
 }
 

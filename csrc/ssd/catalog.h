@@ -24,7 +24,8 @@ class Catalog {
  public:
   explicit Catalog(Context& ctx) : ctx_(ctx) {}
 
-  // Reads the folder: manifests and data files. A damaged manifest prevents all deletions until it is released.
+  // Reads the folder: manifests and data files. A damaged manifest prevents all deletions until it is released or set
+  // aside by a repair; a warning names it.
   void load();
   Manifest read(uint64_t epoch) const;
 
@@ -58,6 +59,7 @@ class Catalog {
     bool damaged = false;
   };
   void retain(const Manifest& manifest);
+  void damaged(uint64_t epoch, const std::string& cause);
   void forget(uint64_t epoch);
 
   Context& ctx_;

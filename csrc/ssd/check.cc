@@ -26,13 +26,13 @@ void SsdStore::Impl::check_invariants() {
                 std::to_string(index_.pending()));
   for (auto& file : index_.files())
     if (file->file->size() < file->pages * ctx.g.page_bytes)
-      throw CorruptionError(file->file->path() + ": the file has fewer than " + std::to_string(file->pages) + " pages");
+      throw_corrupt(file->file->path(), "the file has fewer than " + std::to_string(file->pages) + " pages");
 }
 
 // Reads every page of a base file: header, rows in order, fences, filter.
 void SsdStore::Impl::check_base(const PartitionRecord& record, uint64_t lo, uint64_t hi) {
   std::shared_ptr<const BaseFile> base = open_base(ctx, record, true);
-  auto fail = [&](const std::string& cause) { throw CorruptionError(base->data->file->path() + ": " + cause); };
+  auto fail = [&](const std::string& cause) { throw_corrupt(base->data->file->path(), cause); };
   PartitionCursor rows(ctx, {0, ~uint64_t{0}, base, {}}, ctx.sizes.merge_bytes);
   uint64_t n = 0, last = 0;
   while (rows.next()) {
@@ -57,13 +57,13 @@ void SsdStore::Impl::check_extent(const Extent& extent) {
   keys.reserve(extent.rows);
   read_extent_keys(ctx, copy, [&](uint64_t hash, uint32_t page) { keys.push_back({hash, page}); });
   if (!extent.fences.empty() && copy.fences != extent.fences)
-    throw CorruptionError(path + ": the fences of extent " + std::to_string(extent.seq) + " are wrong");
+    throw_corrupt(path, "the fences of extent " + std::to_string(extent.seq) + " are wrong");
   if (!extent.tombstones) {
     PartitionCursor rows(ctx, {0, ~uint64_t{0}, nullptr, {std::make_shared<Extent>(copy)}}, ctx.sizes.merge_bytes);
     for (auto& key : keys)
       if (!rows.next() || hash_key(rows.key()) != key.hash)
-        throw CorruptionError(path + ": the keys of the row pages of extent " + std::to_string(extent.seq) +
-                              " differ from its key pages");
+        throw_corrupt(
+            path, "the keys of the row pages of extent " + std::to_string(extent.seq) + " differ from its key pages");
   }
   if (extent.fences.empty()) return;  // an extent of another epoch, not in the index
   std::shared_lock lock(index_mutex_);
@@ -98,9 +98,7 @@ void SsdStore::Impl::check() {
     live.assign(index_.live_extents().begin(), index_.live_extents().end());
   }
   check_manifest(now);
-  for (auto& extent : live) {
-    check_extent(*extent);
-  }
+  for (auto& extent : live) check_extent(*extent);
   // Other retained epochs: the files and extents that the current state does not share.
   for (uint64_t epoch : catalog_.epochs()) {
     Manifest m = catalog_.read(epoch);

@@ -44,13 +44,14 @@ Image make_image(uint64_t seed) {
   CHECK(driver.store().stats().rows_in_base > 0 && driver.store().stats().rows_in_log > 0);
   driver.close();
   image.want = driver.live();
-  image.rows_per_page = ssd::Geometry::of(uint32_t(image.options.row_bytes)).rows_per_page();
+  const auto geometry = ssd::Geometry::of(uint32_t(image.options.row_bytes));
+  image.rows_per_page = geometry.rows_per_page();
   for (const auto& [path, inode] : image.fs->files()) {
     if (path.find("MANIFEST") != std::string::npos) image.manifests.push_back(path);
     else if (path.find("/STORE") != std::string::npos) image.identity = path;
     else if (path.find("/LOCK") == std::string::npos) image.data.push_back(path);
   }
-  const auto m = ssd::Manifest::decode(image.fs->bytes(image.manifests.back()), "");
+  const auto m = ssd::Manifest::decode(image.fs->bytes(image.manifests.back()), "", geometry);
   for (const auto& p : m.partitions) {
     if (p.file) image.needed.push_back(kPath + ("/" + ssd::file_name(ssd::FileKind::kBase, p.file)));
   }

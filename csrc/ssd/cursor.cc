@@ -89,8 +89,7 @@ class PartitionCursor::Run {
   bool done_ = false;
 };
 
-PartitionCursor::PartitionCursor(Context& ctx, PartitionView view, size_t buffer_bytes)
-    : ctx_(ctx), view_(std::move(view)) {
+PartitionCursor::PartitionCursor(Context& ctx, PartitionView view, size_t buffer_bytes) : view_(std::move(view)) {
   size_t sources = view_.extents.size() + 1;
   size_t each = std::clamp<size_t>(buffer_bytes / (2 * sources), ctx.g.page_bytes, 256u << 10);
   if (view_.base) {
@@ -138,6 +137,7 @@ bool PartitionCursor::next() {
       to_advance_.push_back(base_);
       key_ = base_->key();
       row_ = base_->row();
+      seq_ = 0;
       return true;
     }
     Run* newest = heap_.front();
@@ -150,6 +150,7 @@ bool PartitionCursor::next() {
     if (newest->tombstone()) continue;
     key_ = newest->key();
     row_ = newest->row();
+    seq_ = newest->seq();
     return true;
   }
 }

@@ -33,13 +33,13 @@ class PartitionCursor {
   bool next();
   uint64_t key() const { return key_; }
   const uint8_t* row() const { return row_; }
+  uint64_t seq() const { return seq_; }  // of the row's extent; 0: the base
   uint64_t bytes_read() const;
 
  private:
   class Run;
   bool later(const Run* a, const Run* b) const;
 
-  Context& ctx_;
   PartitionView view_;
   std::vector<std::unique_ptr<Run>> runs_;
   std::vector<Run*> heap_;  // runs of extents: smallest hash first, among equal hashes the newest first
@@ -47,6 +47,7 @@ class PartitionCursor {
   std::vector<Run*> to_advance_;  // runs positioned at the current key: the next call advances them
   uint64_t key_ = 0;
   const uint8_t* row_ = nullptr;
+  uint64_t seq_ = 0;
 };
 
 }  // namespace thermocline::ssd

@@ -50,11 +50,16 @@ uint64_t BufferSizes::total(const Geometry& g) const {
 }
 
 std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t number) {
+  return create_data_file(ctx, kind, number, random_nonce(), ctx.file_path(kind, number));
+}
+
+std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t number, uint64_t nonce,
+                                           const std::string& path) {
   auto data = std::make_shared<DataFile>();
   data->kind = kind;
   data->number = number;
-  data->nonce = random_nonce();
-  data->file = ctx.fs->open(ctx.file_path(kind, number), OpenMode::kCreate);
+  data->nonce = nonce;
+  data->file = ctx.fs->open(path, OpenMode::kCreate);
   AlignedBuffer page(ctx.g.page_bytes);
   write_file_header(page.data(), ctx.g, kind, ctx.id.store_id, number, data->nonce);
   data->file->pwrite(page.data(), ctx.g.page_bytes, 0);
@@ -72,15 +77,16 @@ std::shared_ptr<DataFile> open_data_file(Context& ctx, FileKind kind, uint64_t n
   try {
     data->file = ctx.fs->open(path, OpenMode::kRead);
   } catch (const NotFoundError&) {
-    throw CorruptionError(path + ": the file is missing, but the manifest lists it");
+    throw_corrupt(path, "the file is missing, but the manifest lists it");
   }
   uint64_t bytes = data->file->size(), need = std::max<uint64_t>(pages, 1) * ctx.g.page_bytes;
   if (bytes < need)
-    throw CorruptionError(path + ": the file is truncated: it has " + std::to_string(bytes) +
-                          " bytes, the manifest needs " + std::to_string(need));
+    throw_corrupt(path, "the file is truncated: it has " + std::to_string(bytes) + " bytes, the manifest needs " +
+                            std::to_string(need));
   AlignedBuffer page(ctx.g.page_bytes);
   data->file->pread(page.data(), ctx.g.page_bytes, 0);
-  verify_file_header(page.data(), ctx.g, kind, ctx.id.store_id, number, nonce, path);
+  const std::string cause = file_header_damage(page.data(), ctx.g, kind, ctx.id.store_id, number, nonce);
+  if (!cause.empty()) throw_corrupt_page(path, 0, cause);
   data->pages = pages;
   data->synced = true;
   return data;
@@ -122,8 +128,10 @@ std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& r
     std::memcpy(base->fences.data() + old, page + sizeof(PageHeader), n * 8);
   });
   if (base->fences.size() != record.pages)
-    throw CorruptionError(path + ": " + std::to_string(base->fences.size()) + " fences for " +
-                          std::to_string(record.pages) + " pages");
+    throw_corrupt(path, std::to_string(base->fences.size()) + " fences for " + std::to_string(record.pages) + " pages");
+  if (base->fences[0] < record.lo ||
+      std::adjacent_find(base->fences.begin(), base->fences.end(), std::greater_equal<>()) != base->fences.end())
+    throw_corrupt(path, "the fences are out of order");
   if (with_filter && record.filter_bytes > 0) {
     base->filter = Filter::of_bytes(record.filter_bytes);
     uint64_t done = 0;
@@ -139,10 +147,10 @@ std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& r
 }
 
 BaseWriter::BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, uint64_t rows, uint32_t filter_bits)
-    : ctx_(ctx),
-      file_(std::move(file)),
-      out_(ctx, *file_),
-      filter_(filter_bits ? Filter(rows, filter_bits) : Filter()) {}
+    : BaseWriter(ctx, std::move(file), filter_bits ? Filter(rows, filter_bits) : Filter()) {}
+
+BaseWriter::BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, Filter filter)
+    : ctx_(ctx), file_(std::move(file)), out_(ctx, *file_), filter_(std::move(filter)) {}
 
 void BaseWriter::add(uint64_t key, const uint8_t* row) {
   const Geometry& g = ctx_.g;
@@ -217,11 +225,10 @@ void read_extent_keys(Context& ctx, Extent& extent, const std::function<void(uin
                   uint64_t n = page_header(page).count;
                   if (info.seq != extent.seq || info.rows != extent.rows || info.first_row != row ||
                       n != std::min<uint64_t>(g.keys_per_page(), extent.rows - row))
-                    throw CorruptionError(path + ": page " + std::to_string(number) + " belongs to another extent");
+                    throw_corrupt_page(path, number, "it belongs to another extent");
                   for (uint32_t i = 0; i < n; ++i, ++row) {
                     uint64_t hash = hash_key(page_key(page, kind, i));
-                    if (row > 0 && hash <= last)
-                      throw CorruptionError(path + ": page " + std::to_string(number) + " has keys out of order");
+                    if (row > 0 && hash <= last) throw_corrupt_page(path, number, "keys are out of order");
                     last = hash;
                     if (row % per_page == 0) extent.fences.push_back(hash);
                     fn(hash, data_page + static_cast<uint32_t>(row / per_page));

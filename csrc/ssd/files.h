@@ -14,6 +14,7 @@
 #include "ssd/manifest.h"
 #include "util/aligned.h"
 #include "util/fs.h"
+#include "util/warnings.h"
 
 namespace thermocline::ssd {
 
@@ -30,7 +31,7 @@ struct BufferSizes {
   uint64_t total(const Geometry& g) const;  // if all buffers are allocated
 };
 
-// Shared by all parts of one open store. Constant after construction, except the counter.
+// Shared by all parts of one open store. Constant after construction, except the counter and the warnings.
 struct Context {
   Context(std::shared_ptr<FileSystem> fs, std::string path, const Identity& id, size_t mem_budget, size_t write_buffer)
       : fs(std::move(fs)),
@@ -45,6 +46,7 @@ struct Context {
   Geometry g;
   BufferSizes sizes;
   std::atomic<uint64_t> bytes_written{0};
+  Warnings warnings;  // for the user
 
   std::string file_path(FileKind kind, uint64_t number) const { return path + "/" + file_name(kind, number); }
 };
@@ -60,6 +62,9 @@ struct DataFile {
 };
 
 std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t number);
+// Creates the file `path` with a given nonce: a replacement of a damaged file, to be renamed to its name.
+std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t number, uint64_t nonce,
+                                           const std::string& path);
 // Verifies the header and that the file has at least `pages` pages.
 std::shared_ptr<DataFile> open_data_file(Context& ctx, FileKind kind, uint64_t number, uint64_t nonce, uint64_t pages);
 
@@ -102,6 +107,7 @@ class BaseWriter {
  public:
   // `filter_bits`: bits per row of a filter for at most `rows` rows; 0: no filter.
   BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, uint64_t rows, uint32_t filter_bits);
+  BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, Filter filter);  // `filter` is empty; the size is its own
   void add(uint64_t key, const uint8_t* row);
   uint64_t rows() const { return rows_; }
   uint64_t bytes() const { return fences_.size() * uint64_t{ctx_.g.page_bytes}; }

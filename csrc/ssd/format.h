@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <string_view>
 
 #include "util/error.h"
 #include "util/fs.h"
@@ -16,6 +17,15 @@ inline constexpr uint32_t kFormatVersion = 1;
 inline constexpr char kStoreMagic[8] = {'T', 'H', 'M', 'C', 'S', 'T', 'O', 'R'};
 inline constexpr char kFileMagic[8] = {'T', 'H', 'M', 'C', 'F', 'I', 'L', 'E'};
 inline constexpr char kManifestMagic[8] = {'T', 'H', 'M', 'C', 'M', 'A', 'N', 'I'};
+
+// Bounds of the numbers in files. A number that is read from a file is compared with its bound before it is used, so
+// that no sum or product of sizes overflows 64 bits.
+inline constexpr uint32_t kMaxRowBytes = 1u << 20;
+inline constexpr uint64_t kMaxFilePages = (uint64_t{1} << 32) - 1;
+inline constexpr uint64_t kMaxLogPages = (uint64_t{1} << 31) - 1;  // of all live segments: log pages have wrapping u32
+inline constexpr uint64_t kMaxExtentRows = 1u << 20;
+inline constexpr uint64_t kMaxNumber = ~uint64_t{0} >> 1;  // of epochs, files and extents
+inline constexpr size_t kMaxRecordBytes = 1u << 30;        // of STORE or a manifest
 
 enum class PageKind : uint8_t {
   kHeader = 1,      // first page of every data file
@@ -80,9 +90,9 @@ struct Geometry {
 
   // The smallest page, in sectors, with at most 1/8 unused (or the best of the first 16 sizes).
   static Geometry of(uint32_t row_bytes) {
-    constexpr uint32_t kMaxRow = 1u << 20;
-    if (row_bytes == 0 || row_bytes > kMaxRow)
-      throw FormatError("row_bytes is " + std::to_string(row_bytes) + "; it must be 1 to " + std::to_string(kMaxRow));
+    if (row_bytes == 0 || row_bytes > kMaxRowBytes)
+      throw FormatError("row_bytes is " + std::to_string(row_bytes) + "; it must be 1 to " +
+                        std::to_string(kMaxRowBytes));
     uint32_t need = row_bytes + 8 + sizeof(PageHeader);
     uint32_t first = (need + kSector - 1) / kSector, best = first;
     double best_use = 0;
@@ -94,6 +104,8 @@ struct Geometry {
     }
     return {row_bytes, static_cast<uint32_t>(best * kSector)};
   }
+  // The geometry of a file: its page size must be the one of its row size.
+  bool valid() const { return row_bytes > 0 && row_bytes <= kMaxRowBytes && of(row_bytes).page_bytes == page_bytes; }
 };
 
 // A file's nonce is random: pages of an older file at the same location of the device do not pass the check.
@@ -109,6 +121,14 @@ inline void seal_page(uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t
   header->checksum = xxh64(page + 8, g.page_bytes - 8, page_seed(nonce, number));
 }
 
+inline constexpr char kRepairHint[] = ". Close the store and run: ";  // before the command in error messages
+// Throws CorruptionError: file, cause and the command that repairs the store. `path` is a file of the store.
+[[noreturn]] void throw_corrupt(const std::string& path, const std::string& cause);
+[[noreturn]] void throw_corrupt_page(const std::string& path, uint64_t page, const std::string& cause);
+std::string repair_command(const std::string& store_path);  // "thermocline repair /path"
+
+// Returns why the page is damaged (checksum, kind or count), or "" if it is valid.
+std::string page_damage(const uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t number, PageKind kind);
 // Throws CorruptionError unless checksum, kind and count of the page are valid.
 void verify_page(const uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t number, PageKind kind,
                  const std::string& path);
@@ -133,9 +153,13 @@ inline const uint8_t* page_row(const uint8_t* page, const Geometry& g, uint32_t 
 // Page 0 of a data file.
 void write_file_header(uint8_t* page, const Geometry& g, FileKind kind, const uint64_t store_id[2], uint64_t number,
                        uint64_t nonce);
-void verify_file_header(const uint8_t* page, const Geometry& g, FileKind kind, const uint64_t store_id[2],
-                        uint64_t number, uint64_t nonce, const std::string& path);
+// Returns why the header is damaged, or "".
+std::string file_header_damage(const uint8_t* page, const Geometry& g, FileKind kind, const uint64_t store_id[2],
+                               uint64_t number, uint64_t nonce);
 
 std::string file_name(FileKind kind, uint64_t number);  // "log-000007.tc", "base-000012.tc"
+bool parse_file_name(const std::string& name, FileKind* kind, uint64_t* number);
+// Parses a number of at most kMaxNumber that is all of `digits`.
+bool parse_number(std::string_view digits, uint64_t* number);
 
 }  // namespace thermocline::ssd

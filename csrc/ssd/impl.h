@@ -48,6 +48,7 @@ class SsdStore::Impl {
   std::vector<ssd::PartitionView> views();
   uint64_t count();
   StoreStats stats() const;
+  std::vector<std::string> take_warnings();
   void check();
   void merge_all();
   void link_checkpoint(const std::string& path);

@@ -6,7 +6,6 @@
 namespace thermocline::ssd {
 namespace {
 constexpr size_t kWriters = 2;  // BufferSizes::total() counts their buffers
-constexpr uint64_t kMaxRows = 1u << 20;
 }  // namespace
 
 LogWriter::LogWriter(Context& ctx, ThreadPool& pool, size_t segment_bytes,
@@ -14,7 +13,7 @@ LogWriter::LogWriter(Context& ctx, ThreadPool& pool, size_t segment_bytes,
     : ctx_(ctx), pool_(pool), segment_bytes_(segment_bytes), new_file_(std::move(new_file)) {}
 
 uint64_t LogWriter::max_rows() const {
-  return std::clamp<uint64_t>(segment_bytes_ / ctx_.g.entry_bytes(), 1, kMaxRows);
+  return std::clamp<uint64_t>(segment_bytes_ / ctx_.g.entry_bytes(), 1, kMaxExtentRows);
 }
 
 void LogWriter::fill(uint8_t* page, uint64_t i, const Extent& extent, const std::vector<Item>& items,

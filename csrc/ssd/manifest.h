@@ -57,7 +57,8 @@ struct Manifest {
   std::vector<ExtentRecord> extents;  // by seq
 
   std::string encode() const;
-  static Manifest decode(std::string_view bytes, const std::string& path);
+  // Every number is within its bound afterwards, and every page of an extent within its segment.
+  static Manifest decode(std::string_view bytes, const std::string& path, const Geometry& g);
 };
 
 std::string manifest_name(uint64_t epoch);  // "MANIFEST-000000000012"

@@ -19,13 +19,14 @@ namespace {
 constexpr char kIdentityFile[] = "STORE";
 constexpr char kLockFile[] = "LOCK";
 
-// Temporary file of a publish_file() that did not finish.
+// Temporary file of a publish_file() or a repair that did not finish.
 bool is_temporary(const std::string& name) {
   constexpr std::string_view kEnd = ".tmp";
   if (name.size() <= kEnd.size() || !name.ends_with(kEnd)) return false;
   uint64_t epoch;
+  FileKind kind;
   std::string target = name.substr(0, name.size() - kEnd.size());
-  return target == kIdentityFile || parse_manifest_name(target, &epoch);
+  return target == kIdentityFile || parse_manifest_name(target, &epoch) || parse_file_name(target, &kind, &epoch);
 }
 
 // A file that an interrupted create_store() may have left.
@@ -132,7 +133,7 @@ SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, co
     uint64_t epoch = options.epoch.value_or(catalog_.newest());
     if (!catalog_.has(epoch)) {
       if (!options.epoch)
-        throw CorruptionError(path + ": the store has no manifest, so its commits are lost; restore a checkpoint");
+        throw CorruptionError(path + ": the store has no manifest, so its commits are lost; restore a copy of it");
       std::string have;
       for (uint64_t e : catalog_.epochs()) have += (have.empty() ? "" : ", ") + std::to_string(e);
       throw NotFoundError(path + ": no epoch " + std::to_string(epoch) +
@@ -196,8 +197,6 @@ void SsdStore::Impl::load(const Manifest& m) {
     e->vbase = vbase;
     e->rows = r.rows;
     e->tombstones = r.tombstones != 0;
-    if (r.first_page + e->pages(ctx.g) > segment->pages)
-      throw CorruptionError(segment->file->path() + ": an extent of the manifest ends after the end of the segment");
     extents.push_back(std::move(e));
   }
   if (segment) vbase += static_cast<uint32_t>(segment->pages);

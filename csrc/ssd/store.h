@@ -85,6 +85,8 @@ class SsdStore : public RowStore {
 
   uint64_t count();  // live rows, exact; reads all partitions that have rows in the log
   StoreStats stats() const;
+  // Messages for the user since the last call, one line each; every text is returned once.
+  std::vector<std::string> take_warnings();
   void check();      // verifies every page and the invariants; throws CorruptionError or Error
   void merge_all();  // merges the whole log into the base files
   void link_checkpoint(const std::string& path);  // creates a folder with hard links to the files of epoch()

@@ -76,6 +76,12 @@ StoreStats SsdStore::Impl::stats() const {
   return s;
 }
 
+std::vector<std::string> SsdStore::Impl::take_warnings() {
+  std::vector<std::string> out = ctx.warnings.take();
+  for (auto& text : ctx.fs->take_warnings()) out.push_back(std::move(text));
+  return out;
+}
+
 void SsdStore::Impl::merge_all() {
   auto life = alive();
   std::lock_guard write(write_mutex_);
@@ -133,6 +139,7 @@ void SsdStore::release(uint64_t epoch) { impl_->release(epoch); }
 std::unique_ptr<SsdStore::Scan> SsdStore::scan() { return std::make_unique<PartitionScan>(impl_, impl_->views()); }
 uint64_t SsdStore::count() { return impl_->count(); }
 StoreStats SsdStore::stats() const { return impl_->stats(); }
+std::vector<std::string> SsdStore::take_warnings() { return impl_->take_warnings(); }
 void SsdStore::check() { impl_->check(); }
 void SsdStore::merge_all() { impl_->merge_all(); }
 void SsdStore::link_checkpoint(const std::string& path) { impl_->link_checkpoint(path); }

@@ -47,9 +47,13 @@ class SyncReadQueue : public ReadQueue {
 
 std::unique_ptr<ReadQueue> FileSystem::read_queue(size_t depth) { return std::make_unique<SyncReadQueue>(depth); }
 
-std::string read_whole(FileSystem& fs, const std::string& path) {
+std::string read_whole(FileSystem& fs, const std::string& path, size_t max_bytes) {
   auto file = fs.open(path, OpenMode::kReadMeta);
-  std::string bytes(file->size(), '\0');
+  const uint64_t size = file->size();
+  if (size > max_bytes)
+    throw CorruptionError(path + ": the file has " + std::to_string(size) + " bytes, at most " +
+                          std::to_string(max_bytes) + " are possible");
+  std::string bytes(size, '\0');
   if (!bytes.empty()) file->pread(bytes.data(), bytes.size(), 0);
   return bytes;
 }

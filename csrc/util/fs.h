@@ -88,6 +88,8 @@ class FileSystem {
   virtual std::unique_ptr<ReadQueue> read_queue(size_t depth);
   // Called at named points of commits, merges and other writes. Crash tests kill the process or throw there.
   virtual void failpoint(std::string_view /*point*/) {}
+  // Warnings for the user since the last call.
+  virtual std::vector<std::string> take_warnings() { return {}; }
   // "io_uring", "pread", ... for stats().
   virtual std::string name() const = 0;
 };
@@ -97,8 +99,8 @@ enum class IoEngine { kAuto, kUring, kPread };
 // The file system of the operating system. `workers` and `depth` 0: defaults of the engine.
 std::shared_ptr<FileSystem> make_posix_fs(IoEngine engine = IoEngine::kAuto, int workers = 0, int depth = 0);
 
-// Reads a whole small file.
-std::string read_whole(FileSystem& fs, const std::string& path);
+// Reads a whole small file. Throws CorruptionError, before it allocates, if the file is larger than `max_bytes`.
+std::string read_whole(FileSystem& fs, const std::string& path, size_t max_bytes = 1u << 20);
 // Writes a file atomically: writes name.tmp, syncs it, renames it to name, syncs the folder. A failure removes
 // name.tmp.
 void publish_file(FileSystem& fs, const std::string& dir, const std::string& name, std::string_view bytes);

@@ -27,7 +27,7 @@ class StoreError(ThermoclineError):
 
 
 class CorruptionError(StoreError):
-    """Bytes on disk differ from the bytes written; the message names file, page and cause. Other rows stay readable."""
+    """Bytes on disk differ from the bytes written; the message names file, page, cause and the command that repairs."""
 
 
 class LockError(StoreError):

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # Fast groups first: they detect most bugs. A group that times out counts as a detection.
 GROUPS = [
     ["PosixFs.", "PublishFile.", "StoreCrash.", "StoreFuzz."],
-    ["StoreIo.", "StoreCorrupt."],
+    ["StoreIo.", "StoreCorrupt.", "StoreRepair.", "StoreManifest.", "StoreFilesFuzz."],
     ["FaultsCorrupt.Misdirected", "FaultsCorrupt.EveryBit", "FaultsCorrupt.TornPages"],
     ["FaultsCrash."],
     ["FaultsIo.", "FaultsFuzz."],
@@ -85,14 +85,14 @@ MUTANTS = [
     Mutant(
         "the manifest's checksum is not compared",
         "ssd/manifest.cc",
-        "bytes.size() < 32 || stored !=",
-        "bytes.size() < 32 || 0 * stored !=  0 *",
+        "frame.check(stored == xxh64(",
+        "frame.check(0 * stored == 0 * xxh64(",
     ),
     Mutant(
         "a damaged newest manifest is ignored",
         "ssd/catalog.cc",
-        "    } catch (const CorruptionError&) {\n      epochs_[epoch].damaged = true;",
-        "    } catch (const CorruptionError&) {\n      epochs_.erase(epoch);",
+        "    } catch (const CorruptionError& e) {\n      damaged(epoch, e.what());",
+        "    } catch (const CorruptionError& e) {\n      epochs_.erase(epoch);",
     ),
     Mutant(
         "files of retained epochs are deleted", "ssd/catalog.cc", "    ++entry.epochs;\n", "    entry.epochs = 1;\n"
@@ -127,6 +127,36 @@ MUTANTS = [
         "ssd/store.cc",
         "    ctx.fs->sync_dir(target);\n    sync_parent(*ctx.fs, target);",
         "    sync_parent(*ctx.fs, target);",
+    ),
+    Mutant(
+        "row_bytes of STORE is not bounded",
+        "ssd/format.h",
+        "return row_bytes > 0 && row_bytes <= kMaxRowBytes && of(row_bytes).page_bytes == page_bytes;",
+        "return page_bytes % kSector == 0 && page_bytes > 0;",
+    ),
+    Mutant(
+        "the end of an extent is not compared with its segment",
+        "ssd/manifest.cc",
+        "    in.check(page <= m.segments[at].pages,",
+        "    in.check(page > 0,",
+    ),
+    Mutant(
+        "a repair keeps older versions of lost rows",
+        "ssd/repair.cc",
+        "l->seq > cursor.seq() && l->contains(hash)",
+        "false && l->seq > cursor.seq() && l->contains(hash)",
+    ),
+    Mutant(
+        "a repair renames a file that is not synced",
+        "ssd/repair.cc",
+        "    file->file->datasync();\n    ctx_.fs->rename(temp, path);",
+        "    ctx_.fs->rename(temp, path);",
+    ),
+    Mutant(
+        "a repair does not keep the damaged files",
+        "ssd/repair.cc",
+        "    for (const std::string& name : names) set_aside(name);\n",
+        "",
     ),
 ]
 

@@ -99,7 +99,7 @@ def _inspect_run(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
     report |= {"problems": [], "checkpoints": [], "stores": []}
     for manifest in sorted((path / "checkpoints").glob("[0-9]*.json")):
         try:
-            report["checkpoints"].append(_manifest(manifest))
+            report["checkpoints"].append(read_checkpoint(manifest))
         except FileNotFoundError:
             continue  # replaced by a newer checkpoint meanwhile
         except StoreError as error:
@@ -107,7 +107,7 @@ def _inspect_run(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
     for checkpoint in report["checkpoints"] if check else ():
         report["problems"] += _files_of(Path(checkpoint["path"]), checkpoint)
     for checkpoint in report["checkpoints"][-1:]:
-        for name, folder, _ in _stores_of(path, checkpoint):
+        for name, folder, _ in stores_of(path, checkpoint):
             store = _inspect_store_of(path, checkpoint, folder, check, mem)
             report["stores"].append({"table": name, **store})
             report["problems"] += store["problems"]
@@ -115,7 +115,7 @@ def _inspect_run(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
     return report
 
 
-def _stores_of(run_dir: Path, checkpoint: Report) -> Iterator[tuple[str, Path, int]]:
+def stores_of(run_dir: Path, checkpoint: Report) -> Iterator[tuple[str, Path, int]]:
     """Yield table name, store folder (in the run or from its config) and epoch for each store of a checkpoint."""
     for name, table in checkpoint["tables"].items():
         folder = run_dir / "stores" / name
@@ -173,7 +173,8 @@ def _last_line(path: Path) -> Report | None:
 # ---- checkpoints
 
 
-def _manifest(path: Path) -> Report:
+def read_checkpoint(path: Path) -> Report:
+    """Return the manifest of a checkpoint. Raises `CorruptionError`."""
     manifest = read_manifest(path)
     names = ("run", "step", "tag", "time", "begin", "versions", "torch_threads", "tables", "files", "ranks")
     return {"kind": "checkpoint", "path": str(path), **{name: manifest.get(name) for name in names}, "problems": []}
@@ -201,12 +202,12 @@ def _files_of(path: Path, checkpoint: Report) -> list[str]:
 
 def _inspect_checkpoint(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
     try:
-        report = _manifest(path)
+        report = read_checkpoint(path)
     except StoreError as error:
         return {"kind": "checkpoint", "path": str(path), "problems": [str(error)], "stores": []}
     report["problems"] += _files_of(path, report)
     report["stores"] = []
-    for name, folder, epoch in _stores_of(path.parent.parent, report):
+    for name, folder, epoch in stores_of(path.parent.parent, report):
         store = _inspect_store_of(path.parent.parent, report, folder, check, mem, epoch=epoch)
         report["stores"].append({"table": name, **store})
         report["problems"] += store["problems"]

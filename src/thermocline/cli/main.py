@@ -248,6 +248,42 @@ def inspect(
         raise typer.Exit(1)
 
 
+@app.command()
+def repair(
+    path: Annotated[str, typer.Argument(help="A store or a run_dir that no process has open.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only; change no file.")] = False,
+    keep_older: Annotated[
+        bool,
+        typer.Option("--keep-older", help="Keep older versions of rows whose newest version or deletion is lost."),
+    ] = False,
+    mem: Annotated[str, typer.Option(help="DRAM for each store.")] = "256MB",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Repair damaged files of a store or of the stores of a run. Exit code 1 if something is lost or remains damaged.
+
+    Headers, fences, filters and key columns are rebuilt from the rows. Damaged rows are removed and listed by hash
+    range; the replaced files are kept in the folder damaged/ of the store.
+    """
+    with _one_line(debug):
+        from thermocline.cli.repair import describe, is_lossless, repair as repair_path
+        from thermocline.errors import ConfigError
+        from thermocline.utils.text_format import parse_size
+
+        try:
+            budget = parse_size(mem, "--mem")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        report = repair_path(path, dry_run=dry_run, keep_older=keep_older, mem=budget)
+        if as_json:
+            _print_json(report)
+        else:
+            for line in describe(report):
+                typer.echo(line)
+    if not is_lossless(report):
+        raise typer.Exit(1)
+
+
 # ---- before training
 
 

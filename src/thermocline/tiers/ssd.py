@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
@@ -153,7 +154,14 @@ class SsdStore:
         if min_log_bytes:
             options.min_log_bytes = parse_size(min_log_bytes, "min_log_bytes")
         store = core.SsdStore.open(os.fsencode(path), options, io_engine, io_workers, io_depth)
-        return cls(store, os.fspath(path))
+        opened = cls(store, os.fspath(path))
+        opened._show_warnings()
+        return opened
+
+    def _show_warnings(self) -> None:
+        """Pass the store's new messages to the module `warnings`; each text is shown once per store."""
+        for text in self._core.take_warnings():
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def get(self, keys: Any, out: Any = None) -> tuple[npt.NDArray[np.bool_], Any]:
         """Return (found, rows): bool[n] and uint8[n, row_bytes], or `out` after writing the rows into it.
@@ -195,7 +203,9 @@ class SsdStore:
         """Make all changes durable, together with `note`. Return the new epoch, which is retained until released."""
         if not isinstance(note, (bytes, bytearray, memoryview)):
             raise TypeError(f"note is a {type(note).__name__}: it must be bytes, such as text.encode()")
-        return self._core.commit(bytes(note))
+        epoch = self._core.commit(bytes(note))
+        self._show_warnings()
+        return epoch
 
     def scan(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Rows]]:
         """Yield every live row once, in any order: (uint64[m], uint8[m, row_bytes]) with m <= `batch_rows`.
@@ -241,6 +251,7 @@ class SsdStore:
         return True  # an empty store is not false, and len() reads the device
 
     def stats(self) -> SsdStats:
+        self._show_warnings()
         return SsdStats(**self._core.stats())
 
     def read_floor(self, keys: Any) -> float:
