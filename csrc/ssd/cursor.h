@@ -26,13 +26,14 @@ struct PartitionView {
 // Not thread-safe.
 class PartitionCursor {
  public:
-  PartitionCursor(Context& ctx, PartitionView view, size_t buffer_bytes);
+  // `with_deleted`: also stops at keys whose newest version is a deletion.
+  PartitionCursor(Context& ctx, PartitionView view, size_t buffer_bytes, bool with_deleted = false);
   ~PartitionCursor();
 
   // Moves to the next live row; false: no more rows. key() and row() are valid until the next call.
   bool next();
   uint64_t key() const { return key_; }
-  const uint8_t* row() const { return row_; }
+  const uint8_t* row() const { return row_; }  // null: the key is deleted
   uint64_t bytes_read() const;
 
  private:
@@ -41,6 +42,7 @@ class PartitionCursor {
 
   Context& ctx_;
   PartitionView view_;
+  const bool with_deleted_;
   std::vector<std::unique_ptr<Run>> runs_;
   std::vector<Run*> heap_;  // runs of extents: smallest hash first, among equal hashes the newest first
   Run* base_ = nullptr;

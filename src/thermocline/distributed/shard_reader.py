@@ -34,7 +34,8 @@ class ShardReaderBackend(DramBackend):
     def open_ranks(self, sources: Sequence[tuple[Path, int]]) -> None:
         """Open (folder, epoch) of each rank, by rank. Without `root` all rows are read into DRAM."""
         self.close()
-        share = parse_size(self.spec.store_options["mem_budget"], "ssd_mem") // len(sources)
+        budget = self.spec.store_options["mem_budget"]
+        share = None if budget is None else parse_size(budget, "ssd_mem") // len(sources)
         for path, epoch in sources:
             store = open_store(self.spec, path, epoch=epoch, read_only=True, mem_budget=share)
             self._stores.append(store)

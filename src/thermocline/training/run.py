@@ -144,6 +144,8 @@ class Run:
             "policy": tiers.policy,
             "threads": tiers.threads,
             "ssd_mem": tiers.ssd_mem,
+            "expected_keys": tiers.expected_keys,
+            "on_damage": tiers.on_damage,
         }
         dim, optimizer = row_dim(config.model), row_optimizer(config)
         if self.groups is not None:
