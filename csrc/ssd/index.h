@@ -29,10 +29,10 @@ struct Partition {
   uint64_t merged_seq = 0;                          // extents up to this number are merged into the base
   std::vector<std::shared_ptr<DeltaTable>> tables;  // entries of newer extents
   uint64_t pending = 0;                             // estimate of unmerged rows; 0 only if there are none
-  std::string damage;                               // error that prevents merging: the partition is set aside
-  bool log_damaged = false;                         // set aside, and its rows in the log cannot be copied
-  std::optional<uint32_t> copied_to;                // first log page of the last copy of its rows (begin_copy)
-  std::exception_ptr damage_error;                  // the exception with this message
+  std::string damage;        // error that prevents merging, with the repair command: the partition is set aside
+  bool log_damaged = false;  // set aside, and its rows in the log cannot be copied
+  std::optional<uint32_t> copied_to;  // first log page of the last copy of its rows (begin_copy)
+  std::exception_ptr damage_error;    // the exception with this message
 };
 
 struct HashAndPage {

@@ -162,10 +162,9 @@ void Merger::require_bounded_set_aside_log() const {
   const Index::SetAside aside = index_.set_aside();
   const uint64_t bound = set_aside_bound(aside);
   if (aside.log_bytes <= bound) return;
-  throw CorruptionError(ctx_.path + ": " + index_.damage() + "; the log that damaged partitions hold has " +
+  throw CorruptionError(ctx_.path + ": nothing more can be put: the log that damaged partitions hold has " +
                         std::to_string(aside.log_bytes) + " bytes, more than the bound of " + std::to_string(bound) +
-                        ": nothing more can be put. Committed rows are safe: commit, then run `thermocline repair " +
-                        ctx_.path + "`");
+                        ". Rows put so far can be committed. The damage: " + index_.damage());
 }
 
 uint64_t Merger::memory() const {
@@ -331,16 +330,15 @@ std::vector<Partition> Merger::write_pieces(const Index::Merge& job, uint64_t ro
 // Sets a partition aside: it is not merged any more; its undamaged pages stay readable. stats(), damage(), a warning
 // and merge_all() report the cause. Called from the handler of the exception that stopped the merge.
 void Merger::set_aside(const Index::Merge& job, const char* cause) {
+  std::string damage = cause;
+  if (damage.find("thermocline repair") == std::string::npos) damage += "; run: thermocline repair " + ctx_.path;
   {
     std::unique_lock lock(index_mutex_);
-    job.partition->damage = cause;
+    job.partition->damage = damage;
     job.partition->damage_error = std::current_exception();
   }
   has_damage_ = true;
-  ctx_.warnings.add(ctx_.path + ": damaged: " + cause +
-                    "; this partition is not merged any more, and its undamaged rows stay readable. Run `thermocline "
-                    "repair " +
-                    ctx_.path + "`");
+  ctx_.warnings.add(ctx_.path + ": a partition is not merged any more, because it is damaged: " + damage);
 }
 
 }  // namespace thermocline::ssd

@@ -51,7 +51,8 @@ struct StoreStats {
   double read_cost_us = 0, page_cost_us = 0;  // measured on the device
   std::string engine;
   // Partitions that a merge could not read are set aside: not merged any more, while the others are. `damage` is the
-  // error of the first one; empty: none. Their log is copied forward and bounded; above the bound put() throws.
+  // error of the first one, with the repair command; empty: none. Their log is copied forward and bounded; above the
+  // bound put() throws.
   std::string damage;
   uint64_t damaged_partitions = 0;
   uint64_t set_aside_log_bytes = 0;  // log that only they need

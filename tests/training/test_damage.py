@@ -60,10 +60,12 @@ def test_training_stops_and_names_file_page_and_command(tmp_path: Path) -> None:
     world, victim = open_world(tmp_path)
     trainer = trainer_of(world, tmp_path)
     folder = tmp_path / "ssd-a"
-    expected = rf"stopped at step \d+, saved: .*{victim}: page 1.*run `thermocline repair {folder}`.*continue"
-    with pytest.warns(RuntimeWarning, match=f"{victim}.*thermocline repair") as warned:
-        with pytest.raises(tc.CorruptionError, match=expected) as raised:
-            trainer.fit(TRAIN)
+    expected = rf"stopped at step \d+, saved: .*{victim}: page 1.*thermocline repair {folder}.*continue"
+    with (
+        pytest.warns(RuntimeWarning, match=f"{victim}.*thermocline repair") as warned,
+        pytest.raises(tc.CorruptionError, match=expected) as raised,
+    ):
+        trainer.fit(TRAIN)
     assert len([w for w in warned if "repair" in str(w.message)]) == 1
     assert "\n" not in str(raised.value)
     step = trainer.progress.step
@@ -118,10 +120,14 @@ def test_going_on_is_exact_and_damage_is_shown(tmp_path: Path) -> None:
 def test_own_loops_stop_at_a_batch_or_a_commit(tmp_path: Path) -> None:
     world, victim = open_world(tmp_path)
     table = world.tables[0]
-    with pytest.raises(tc.CorruptionError, match=rf"table 'a': .*{victim}.*thermocline repair.*on_damage"):
+
+    def train_and_commit() -> None:
         for n in range(7):
             world.train([TRAIN.batch(n)])
             table.commit()
+
+    with pytest.raises(tc.CorruptionError, match=rf"table 'a': .*{victim}.*thermocline repair.*on_damage"):
+        train_and_commit()
     assert table.store is not None
     epoch = table.store.epoch
     with pytest.raises(tc.CorruptionError, match=victim):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -274,8 +275,7 @@ class SsdStore:
     @property
     def damage(self) -> str:
         """Damage that a merge found, with the command that repairs it; empty: none. Fast."""
-        cause = self._core.damage()
-        return f"{cause}; run `thermocline repair {self._path}`" if cause else ""
+        return self._core.damage()
 
     def stats(self) -> SsdStats:
         self._show_warnings()
@@ -329,7 +329,10 @@ def default_mem_budget(path: str | os.PathLike[str], row_bytes: int | None = Non
     """
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     memory = memory_bytes()
-    base_bytes = sum(file.stat().st_size for file in Path(path).glob("base-*.tc"))
+    base_bytes = 0
+    for file in Path(path).glob("base-*.tc"):
+        with contextlib.suppress(FileNotFoundError):  # deleted by a concurrent writer
+            base_bytes += file.stat().st_size
     fences, filters = base_bytes // 512, base_bytes // ((row_bytes or 64) + 8) * filter_bits // 8
     need = _LEAST_MEM_BUDGET + 2 * (fences + filters)
     return max(_LEAST_MEM_BUDGET, min(max(memory // 8 // ranks, need), memory // 2 // ranks))
