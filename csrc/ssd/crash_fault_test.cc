@@ -44,7 +44,7 @@ Run record_run(uint64_t seed, int steps, bool put_in_commits = false) {
                                   point == "publish.written" || point == "commit.published";
       if (!committing || !after_snapshot) return;
       committing = false;  // the hook does not run inside itself
-      driver.put(point == "commit.synced" ? 400 : 20);
+      driver.put(point == "publish.written" ? 20 : 400);
       driver.erase(5);
       committing = true;
     });

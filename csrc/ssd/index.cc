@@ -66,8 +66,6 @@ void Index::add_extent(std::shared_ptr<Extent> extent, const std::vector<HashAnd
 bool Index::candidate(const Partition& p, uint64_t hash, const uint32_t* before_page, uint32_t* vpage) {
   // Log page numbers ascend with time and may wrap around: compare distances.
   auto before = [](uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; };
-  // Rows of pages before the last copy were put again meanwhile: start at the newest page.
-  if (before_page && p.copied_to && before(*before_page, *p.copied_to)) before_page = nullptr;
   bool found = false;
   for (auto& table : p.tables) {
     table->find(hash, [&](uint32_t page) {
@@ -195,8 +193,7 @@ void Index::finish_copy(const Merge& copy) {
   pending_ -= copy.frozen_pending;
   if (p.pending == 0) p.tables.clear();
   p.merged_seq = copy.seq;
-  for (auto e = extents_.rbegin(); e != extents_.rend() && (*e)->seq > copy.seq; ++e)
-    p.copied_to = (*e)->vbase + (*e)->first_page;
+  ++copies_;
   drop_merged_extents();
 }
 

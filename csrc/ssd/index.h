@@ -12,7 +12,6 @@
 #include <deque>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,10 +28,9 @@ struct Partition {
   uint64_t merged_seq = 0;                          // extents up to this number are merged into the base
   std::vector<std::shared_ptr<DeltaTable>> tables;  // entries of newer extents
   uint64_t pending = 0;                             // estimate of unmerged rows; 0 only if there are none
-  std::string damage;        // error that prevents merging, with the repair command: the partition is set aside
-  bool log_damaged = false;  // set aside, and its rows in the log cannot be copied
-  std::optional<uint32_t> copied_to;  // first log page of the last copy of its rows (begin_copy)
-  std::exception_ptr damage_error;    // the exception with this message
+  std::string damage;               // error that prevents merging, with the repair command: the partition is set aside
+  bool log_damaged = false;         // set aside, and its rows in the log cannot be copied
+  std::exception_ptr damage_error;  // the exception with this message
 };
 
 struct HashAndPage {
@@ -94,6 +92,7 @@ class Index {
   // partition needs any more. False: no set-aside partition has a log that can be copied.
   bool begin_copy(Merge* copy, uint64_t before_seq);
   void finish_copy(const Merge& copy);
+  uint64_t copies() const { return copies_; }  // finished; a row may be on a newer page after each
   // The log that only set-aside partitions need, and their base files.
   struct SetAside {
     uint64_t partitions = 0, extents = 0, log_bytes = 0, base_bytes = 0;
@@ -131,6 +130,7 @@ class Index {
   uint64_t last_seq_ = 0;
   uint64_t pending_ = 0, base_rows_ = 0;
   bool keeps_filters_ = true;
+  uint64_t copies_ = 0;
 };
 
 }  // namespace thermocline::ssd

@@ -279,6 +279,7 @@ ReadPlan Reader::run(const ReadPlan& plan, const uint64_t* keys, uint8_t* found,
   counters_.false_pages += all.size();
   std::sort(all.begin(), all.end(), [](const PageLookup* a, const PageLookup* b) { return a->item < b->item; });
   ReadPlan rest;
+  rest.copies = plan.copies;
   for (const PageLookup* lookup : all) {
     rest.items.push_back(plan.items[lookup->item]);
     rest.before_page.push_back(lookup->vpage);

@@ -112,8 +112,8 @@ MUTANTS = [
     Mutant(
         "release deletes files before its manifest is durably removed",
         "ssd/catalog.cc",
-        "  ctx_.fs->sync_dir(ctx_.path);\n  forget(epoch);",
-        "  forget(epoch);",
+        "  ctx_.fs->sync_dir(ctx_.path);\n  {\n    std::lock_guard lock(mutex_);  // not during the sync",
+        "  {\n    std::lock_guard lock(mutex_);  // not during the sync",
     ),
     Mutant(
         "files of a failed commit are deleted while its manifest exists",
