@@ -1,4 +1,4 @@
-"""Training over several ranks: throughput and traffic by k, one hop against two, accuracy of k-step merging.
+"""Training over several ranks: throughput and traffic by k, one hop against two, accuracy of k-step merging, scopes.
 
     python benchmarks/dist.py --quick
     python benchmarks/dist.py --only links,hops,ads --json FILE
@@ -6,8 +6,9 @@
 
 links and hops run on two virtual machines of two ranks: network namespaces joined by a link of a given rate
 (tests/helpers/machines.py: Linux, root and iproute2). The four ranks share this machine's processors, so a link of 1
-Gbit/s is fast in comparison. ads and movielens simulate four ranks in one process. FOLDER is that of
-benchmarks/accuracy.py. Results are added to FILE; a part that runs replaces its earlier result.
+Gbit/s is fast in comparison. ads and movielens simulate four ranks in one process, scopes four and eight; scopes also
+counts the bytes of as many processes. FOLDER is that of benchmarks/accuracy.py. Results are added to FILE; a part that
+runs replaces its earlier result.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 import numpy as np
 from accuracy import write_split
 from common import Claim, console, environment, noise, print_claims, spread, write_json
-from dist_ranks import WARM, exchange_data
+from dist_ranks import WARM, dense_bytes, exchange_data
 from dist_simulation import Task, accuracy_of
 from helpers.machines import Machines, unavailable_reason
+from helpers.ranks import run_ranks
 from rich.progress import track
 from rich.table import Table as Grid
 
@@ -65,7 +67,7 @@ def results(ends: Any) -> list[Any]:
 
 def links(args: argparse.Namespace) -> Part:
     """Measure throughput and bytes per step for every k and rate, interleaved."""
-    settings = [tc.DenseSync(every=k) for k in KS] + [tc.DenseSync(exact=True), tc.DenseSync(every=20, merge="params")]
+    settings = [tc.DenseSync(every=k) for k in KS] + [tc.DenseSync(exact=False), tc.DenseSync(every=20, merge="params")]
     settings.append(tc.DenseSync(every=20, merge="all"))
     runs: list[Part] = []
     with noise() as load, Machines(2) as machines:
@@ -90,7 +92,7 @@ def pick(runs: list[Part], figure: str, **which: Any) -> list[float]:
 
 def links_claims(part: Part) -> list[Claim]:
     runs, out = part["runs"], []
-    plain = {"every": 1, "exact": False}
+    plain = {"every": 1, "exact": True}
     for rate in RATES:
         pairs = zip(
             pick(runs, "examples_per_s", rate=rate, every=20, way="v_frozen"),
@@ -126,7 +128,7 @@ def print_links(part: Part) -> None:
         sizes = [
             f"{statistics.median(pick(runs, f'{size}_per_step', **which)) / 1e3:,.1f}" for size in ("sent", "link")
         ]
-        grid.add_row(str(key[0]), key[1] + (", exact" if key[2] else ""), *shown, *sizes)
+        grid.add_row(str(key[0]), key[1] + ("" if key[2] else ", torch's order"), *shown, *sizes)
     console.print(grid)
 
 
@@ -293,11 +295,78 @@ def print_accuracy(part: Part) -> None:
     console.print(grid)
 
 
+# ---- scope of merges
+
+
+def scopes(args: argparse.Namespace) -> Part:
+    """Measure AUC and bytes per step of k = 20 merged between ranks and between nodes, against averaged gradients.
+
+    The dense rate is multiplied by the root of the number of models that step alone.
+    """
+    task = Task(None, 16, BATCH, 1, 100 if args.quick else 500, 1e-3, 2e-3, 0)
+    runs: list[Part] = []
+    for nodes in (NODES, ((0, 1), (2, 3), (4, 5), (6, 7))):
+        world = sum(map(len, nodes))
+        settings = [
+            (tc.DenseSync(), 1),
+            (tc.DenseSync(every=20), world),
+            (tc.DenseSync(every=20, scope="nodes"), len(nodes)),
+        ]
+        sent = run_ranks(nodes, dense_bytes, [sync for sync, _ in settings], 40)
+        for n, (sync, models) in enumerate(settings):
+            run: Part = {
+                "nodes": len(nodes),
+                "ranks": world,
+                "way": sync.mode,
+                "scope": sync.scope,
+                "every": sync.every,
+            }
+            run |= {name: sum(rank[n][name] for rank in sent) for name in ("within", "between")}
+            for seed in track(range(args.seeds), f"{len(nodes)} x 2, {sync.mode}, {sync.scope}", console=console):
+                rate = task.dense_lr * math.sqrt(models)
+                seeded = dataclasses.replace(task, seed=seed, dense_lr=rate)
+                runs.append({**run, "dense_lr": rate, "seed": seed, **accuracy_of(nodes, seeded, sync)})
+                save(args, "scopes", {"setup": dataclasses.asdict(task), "runs": runs})
+    return {"setup": dataclasses.asdict(task), "runs": runs}
+
+
+def scopes_claims(part: Part) -> list[Claim]:
+    runs, out = part["runs"], []
+    for nodes in sorted({run["nodes"] for run in runs}):
+        base = by_seed(runs, nodes=nodes, way="gradients")
+        for scope in ("ranks", "nodes"):
+            own = by_seed(runs, nodes=nodes, way="v_frozen", scope=scope)
+            values = auc_loss(base, own)
+            if values:
+                claim = f"{nodes} x 2 ranks: AUC of k = 20, scope {scope}, behind averaged gradients"
+                detail = f"{format_spread(values)}, {len(values)} seeds"
+                out.append(Claim(claim, statistics.mean(values), 0.001, "", True, detail))
+    return out
+
+
+def print_scopes(part: Part) -> None:
+    runs = part["runs"]
+    grid = Grid(title="test AUC, mean of seeds; KB per step that all ranks send, after the first k steps")
+    for column in ("ranks", "", "dense rate", "AUC", "behind averaged gradients", "within nodes", "between nodes"):
+        grid.add_column(column)
+    for key in dict.fromkeys((run["nodes"], run["way"], run["scope"]) for run in runs):
+        which = dict(zip(("nodes", "way", "scope"), key, strict=True))
+        own, base = by_seed(runs, **which), by_seed(runs, nodes=key[0], way="gradients")
+        run = next(iter(own.values()))
+        name = "gradients averaged" if key[1] == "gradients" else f"k = {run['every']}, scope {key[2]}"
+        auc = statistics.mean(run["auc"] for run in own.values())
+        loss = format_spread(auc_loss(base, own)) if key[1] != "gradients" else ""
+        sizes = [f"{run[side] / 1e3:,.0f}" for side in ("within", "between")]
+        grid.add_row(f"{key[0]} x 2", name, f"{run['dense_lr']:.4f}", f"{auc:.4f}", loss, *sizes)
+    console.print(grid)
+
+
 PARTS: dict[str, tuple[Callable[[argparse.Namespace], Part], Callable[[Part], None], Callable[[Part], list[Claim]]]] = {
     "links": (links, print_links, links_claims),
     "hops": (hops, print_hops, hops_claims),
     "ads": (ads, print_accuracy, lambda part: accuracy_claims(part, "SyntheticAds")),
     "movielens": (movielens, print_accuracy, lambda part: accuracy_claims(part, "MovieLens-100k")),
+    "scopes": (scopes, print_scopes, scopes_claims),
 }
 
 
@@ -314,10 +383,10 @@ def save(args: argparse.Namespace, name: str, part: Part) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, a few minutes")
-    parser.add_argument("--only", default="links,hops,ads", help="parts: links, hops, ads, movielens")
+    parser.add_argument("--only", default="links,hops,ads", help="parts: links, hops, ads, movielens, scopes")
     parser.add_argument("--json", metavar="FILE", type=Path, help="add results to this file")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of links and hops; default: 5")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of ads and movielens; default: 3")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of ads, movielens and scopes; default: 3")
     parser.add_argument("--ks", default=",".join(map(str, KS)), help="values of k for ads and movielens")
     parser.add_argument("--movielens", metavar="FOLDER", type=Path, help="folder of ml-100k.inter, .user and .item")
     args = parser.parse_args()

@@ -62,8 +62,8 @@ def measure(groups: Groups, cores: Sequence[int], part: str, batch: int, steps: 
         dist.barrier()
         seconds = time.perf_counter() - start
     table.close()
-    rows_by_rank = groups.train.all_gather_object(rows, "gathering row counts")
-    return {"examples_per_s": steps * batch * t.world / seconds, "rows_per_s": sum(rows_by_rank) / seconds}
+    rows_by_rank = groups.train.all_gather(np.array([rows]), "gathering row counts")
+    return {"examples_per_s": steps * batch * t.world / seconds, "rows_per_s": int(rows_by_rank.sum()) / seconds}
 
 
 def _constant_gradients(table: ShardedTable, batch: int) -> Train:

@@ -75,6 +75,28 @@ def _dense_speed(groups: Groups, sync: tc.DenseSync, batch: int, min_steps: int)
     }
 
 
+def dense_bytes(groups: Groups, settings: Sequence[tc.DenseSync], steps: int) -> list[dict[str, float]]:
+    """Return the bytes of dense parameters that this rank sends per step, after the first k, for each setting."""
+    figures = []
+    for sync in settings:
+        model = network()
+        optimizer = tc.FrozenAdam(model.parameters())
+        dense = tc.DenseParameters.make(model.parameters(), optimizer, groups, sync)
+        dense.begin()
+        before = (0, 0)
+        for step in range(1, sync.every + steps + 1):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            dense.after_backward()
+            optimizer.step()
+            dense.after_step(step)
+            if step == sync.every:
+                before = dense.traffic.within, dense.traffic.between
+        within, between = dense.traffic.within - before[0], dense.traffic.between - before[1]
+        figures.append({"within": within / steps, "between": between / steps})
+    return figures
+
+
 # ---- rows of a table
 
 

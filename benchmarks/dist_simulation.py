@@ -23,7 +23,7 @@ import torch
 from accuracy import FEATURES, Examples
 
 import thermocline as tc
-from thermocline.distributed.hierarchical_allreduce import HierarchicalAllReduce, tree_sum
+from thermocline.distributed.hierarchical_allreduce import HierarchicalAllReduce, Level, tree_sum
 from thermocline.models import ModelConfig, build, parameter_groups, row_dim
 
 Nodes = tuple[tuple[int, ...], ...]
@@ -80,15 +80,24 @@ def _examples(folder: str, split: str, batch: int, seed: int | None) -> Examples
 class ThreadAllReduce(HierarchicalAllReduce):
     """All-reduce between threads of this process: each calls it with its rank's buffer."""
 
-    def __init__(self, groups: Any, buffers: list[Any], barrier: threading.Barrier) -> None:
-        super().__init__(groups, exact=True)
+    def __init__(self, buffers: list[Any], barrier: threading.Barrier, groups: Any, exact: bool, level: Level) -> None:
+        super().__init__(groups, exact=exact, level=level)
         self._buffers, self._barrier = buffers, barrier
+        nodes = self.topology.nodes
+        self._members: Nodes = {
+            "world": nodes,
+            "node": (nodes[self.topology.node],),
+            "nodes": tuple((node[0],) for node in nodes),
+        }[level]
 
     def average(self, buffer: torch.Tensor) -> None:
         self._buffers[self.topology.rank] = buffer.clone()
         self._barrier.wait()
-        buffer.copy_(tree_sum(self._buffers, self.topology.nodes) * (1 / self.world))
+        buffer.copy_(tree_sum(self._buffers, self._members) * (1 / self.members))
         self._barrier.wait()  # all ranks have read the buffers
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """Do nothing: all models start equal."""
 
 
 class SimulatedRanks:
@@ -103,12 +112,14 @@ class SimulatedRanks:
         self._threads = ThreadPoolExecutor(self.world)
         buffers: list[Any] = [None] * self.world
         barrier = threading.Barrier(self.world, timeout=60)
+        make_allreduce = functools.partial(ThreadAllReduce, buffers, barrier)
         self.syncs = []
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             groups: Any = types.SimpleNamespace(topology=tc.Topology(self.world, rank, nodes), train=None)
-            dense = tc.DenseParameters.make(model.parameters(), optimizer, groups, sync, buffers=model.buffers())
+            dense = tc.DenseParameters.make(
+                model.parameters(), optimizer, groups, sync, buffers=model.buffers(), make_allreduce=make_allreduce
+            )
             dense.begin()
-            dense._allreduce = ThreadAllReduce(groups, buffers, barrier)
             self.syncs.append(dense)
 
     def run_all(self, call: Callable[[tc.DenseParameters], object]) -> None:

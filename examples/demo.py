@@ -114,8 +114,9 @@ def compare(tiered: Run, memory: Run) -> tuple[int, list[str]]:
     trained = memory.table.dram.stats().dirty
     if rows != trained:
         differences.append(f"{rows:,} rows trained, {trained:,} in memory")
-    weights = zip(tiered.model.state_dict().items(), memory.model.state_dict().values(), strict=True)
-    differences += [name for (name, a), b in weights if a.cpu().numpy().tobytes() != b.cpu().numpy().tobytes()]
+    for (name, a), b in zip(tiered.model.named_parameters(), memory.model.parameters(), strict=True):
+        if a.detach().cpu().numpy().tobytes() != b.detach().cpu().numpy().tobytes():
+            differences.append(name)
     return rows, differences
 
 

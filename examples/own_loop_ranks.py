@@ -35,7 +35,7 @@ saved = checkpoints.restore()
 step = 0 if saved is None else saved.step
 if saved is not None and saved.position is not None:
     ads.seek(saved.position)
-dense.begin()  # broadcasts rank 0's weights
+dense.begin()  # broadcasts rank 0's weights; after a restore it sends nothing
 
 
 def logits_of(batch: tc.Batch) -> torch.Tensor:
@@ -53,15 +53,13 @@ with tc.prefetch(ads, table, depth=4) as batches:
         step += 1
         dense.after_step(step)
         if step % 50 == 0:
-            dense.merge_now()  # required with DenseSync(every=k); a no-op here
-            checkpoints.save(step, batch.position)
+            checkpoints.save(step, batch.position)  # every rank's own dense state
             if rank == 0:
                 print(f"step {step}: saved by {world} ranks", flush=True)
 
-dense.merge_now()
 bag.eval()
 metrics = tc.ExactMetrics()
-with torch.no_grad(), tc.prefetch(test, table, training=False) as batches:
+with dense.merged(), torch.no_grad(), tc.prefetch(test, table, training=False) as batches:  # the mean of the ranks
     for batch in batches:
         if batch.examples:
             metrics.update(logits_of(batch), batch.label)

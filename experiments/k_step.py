@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import statistics
 from collections.abc import Mapping
 
 from experiments import launch
@@ -23,12 +25,16 @@ from thermocline.config.data import Synth
 from thermocline.config.dense_sync import DenseSync
 from thermocline.config.distributed import Dist
 from thermocline.config.schema import Config
+from thermocline.utils.text_format import plural
 
 PERIODS = (1, 5, 10, 20, 50, 100)
 KEYS, FIELDS, DIM, HIDDEN, BATCH = 200_000, 26, 8, (256, 128), 128
 EXAMPLES, TEST = 1_000_000, 100_000
-TOLERANCE = 0.002
-"""Largest loss of AUC of the claim, which is measured but not asserted."""
+SEEDS = 3
+"""Trainings per k in the full run, each with other data and other initial weights."""
+TOLERANCE = 0.001
+"""Largest mean loss of AUC of the claim, which is measured but not asserted. A loss of 0.1 % already costs revenue,
+says the hierarchical parameter server paper."""
 
 
 def ranks(setup: Setup) -> int:
@@ -41,22 +47,25 @@ def periods(setup: Setup) -> tuple[int, ...]:
     return PERIODS if setup.effort >= 0.5 else (1, 20)
 
 
-def config(setup: Setup, k: int) -> Config:
+def seeds(setup: Setup) -> tuple[int, ...]:
+    """Return the seeds of the trainings."""
+    return tuple(range(setup.seed, setup.seed + (SEEDS if setup.effort >= 0.5 else 1)))
+
+
+def config(setup: Setup, k: int, seed: int) -> Config:
     """Configure one training, whose examples are divided among the ranks."""
     count = setup.count(EXAMPLES, 8 * BATCH * ranks(setup))
-    synth = Synth(
-        keys=KEYS, fields=FIELDS, seed=setup.seed, examples=count, valid_examples=0, test_examples=min(TEST, count)
-    )
+    synth = Synth(keys=KEYS, fields=FIELDS, seed=seed, examples=count, valid_examples=0, test_examples=min(TEST, count))
     steps = -(-count // (BATCH * ranks(setup)))
     base = launch.one_core_config(synth, dim=DIM, hidden=HIDDEN, batch=BATCH, log_every=max(1, steps // 10))
     return dataclasses.replace(base, dist=Dist(dense_sync=DenseSync(every=k)))
 
 
 def steps(setup: Setup) -> list[Step]:
-    """Return one training per k."""
+    """Return one training per k and seed."""
     made = []
-    for k in periods(setup):
-        k_config = config(setup, k)
+    for k, seed in itertools.product(periods(setup), seeds(setup)):
+        k_config = config(setup, k, seed)
         settings = {**config_settings(k_config), "ranks": ranks(setup), "cores": setup.cores}
 
         def run(context: StepContext, k_config: Config = k_config) -> Json:
@@ -64,8 +73,12 @@ def steps(setup: Setup) -> list[Step]:
             return {"auc": events[-1]["auc"], "examples_per_s": launch.mean_speed(events), "ranks": ranks(setup)}
 
         seconds = 10 + k_config.data.synth.examples / 40_000
-        made.append(Step(name=f"k = {k}", settings=settings, expected_seconds=seconds, run=run))
+        made.append(Step(name=step_name(k, seed), settings=settings, expected_seconds=seconds, run=run))
     return made
+
+
+def step_name(k: int, seed: int) -> str:
+    return f"k = {k}, seed {seed}"
 
 
 # ---- section of the report
@@ -73,36 +86,43 @@ def steps(setup: Setup) -> list[Step]:
 
 def section(setup: Setup, results: Mapping[str, Json]) -> Section:
     """Show AUC, speed and bytes sent against k."""
-    ks = periods(setup)
-    auc, speed = ([results[f"k = {k}"][field] for k in ks] for field in ("auc", "examples_per_s"))
-    count = int(results[f"k = {ks[0]}"]["ranks"])
+    ks, chosen = periods(setup), seeds(setup)
+    auc, speed = (
+        [[results[step_name(k, seed)][field] for seed in chosen] for k in ks] for field in ("auc", "examples_per_s")
+    )
+    losses = [[base - own for base, own in zip(auc[0], values, strict=True)] for values in auc]
+    means, mean_losses, speeds = ([statistics.mean(values) for values in table] for table in (auc, losses, speed))
+    count = int(results[step_name(ks[0], chosen[0])]["ranks"])
     sent = [8 * (count - 1) / count * dense_parameters() * (1 if k == 1 else 2) / k for k in ks]
-    rows = [(k, a, a - auc[0], s, size) for k, a, s, size in zip(ks, auc, speed, sent, strict=True)]
-    largest_loss = max(auc[0] - a for a in auc)
+    rows = [
+        (k, a, -loss, f"{-max(by_seed):+.4f} to {-min(by_seed):+.4f}", s, size)
+        for k, a, loss, by_seed, s, size in zip(ks, means, mean_losses, losses, speeds, sent, strict=True)
+    ]
     return Section(
         text=[
-            f"{count} ranks on one machine, one thread each: {config(setup, 1).data.synth.examples:,} generated "
-            f"examples, {KEYS:,} keys, {dense_parameters():,} dense parameters. With k = 1 the ranks average their "
-            "gradients in every step. With a larger k each rank steps alone and the models are merged every k steps; "
-            "the merged second moments are the denominator of all ranks until the next merge. Rows are exchanged in "
-            "every step. Merging saves time where machines share a network link; one machine has none.",
+            f"{count} ranks on one machine, one thread each: "
+            f"{config(setup, 1, chosen[0]).data.synth.examples:,} generated examples, {KEYS:,} keys, "
+            f"{dense_parameters():,} dense parameters; means of {plural(len(chosen), 'seed')}. With k = 1 the ranks "
+            "average their gradients in every step. With a larger k each rank steps alone and the models are merged "
+            "every k steps; the merged second moments are the denominator of all ranks until the next merge. Rows are "
+            "exchanged in every step. Merging saves time where machines share a network link; one machine has none.",
         ],
         parts=[
             Figure(name="auc", title="AUC against k", x_label="k", y_label="test AUC", x_scale="log2",
-                   series=[Series(name="merged every k steps", x=ks, y=auc)]),
+                   series=[Series(name="merged every k steps", x=ks, y=means)]),
             Figure(name="speed", title="Speed against k", x_label="k", y_label="examples/s", x_scale="log2",
-                   series=[Series(name="merged every k steps", x=ks, y=speed)]),
+                   series=[Series(name="merged every k steps", x=ks, y=speeds)]),
             Table(name="table", title="k-step Adam", rows=rows, predicted=("bytes a rank sends per step",),
-                  columns=("k", "test AUC", "against k = 1", "examples/s", "bytes a rank sends per step"),
+                  columns=("k", "test AUC", "against k = 1", "by seed", "examples/s", "bytes a rank sends per step"),
                   note="Bytes of dense parameters in an all-reduce, in which each of n ranks sends 2 (n - 1) / n of "
                   "them. A merge sends two tensors: parameters and second moments."),
         ],
         claims=[
             Claim(
                 text=f"merging every k steps costs at most {TOLERANCE} of AUC",
-                holds=largest_loss <= TOLERANCE,
+                holds=max(mean_losses) <= TOLERANCE,
                 asserted=False,
-                detail=", ".join(f"k = {k}: {a:.4f}" for k, a in zip(ks, auc, strict=True)),
+                detail=", ".join(f"k = {k}: {a:.4f}" for k, a in zip(ks, means, strict=True)),
                 part="auc",
             )
         ],

@@ -25,6 +25,11 @@ from .embedding.initializers import Constant as Constant, Normal as Normal, Unif
 from .embedding.optimizers import SGD as SGD, Adagrad as Adagrad, Adam as Adam, RowWiseAdagrad as RowWiseAdagrad
 from .embedding.precision import Precision as Precision
 from .embedding.reference import ReferenceTable as ReferenceTable
+from .embedding.state_dict import (
+    ModelState as ModelState,
+    load_state_dict as load_state_dict,
+    state_dict as state_dict,
+)
 from .embedding.table import Table as Table
 from .errors import (
     BudgetError as BudgetError,

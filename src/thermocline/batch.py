@@ -63,6 +63,8 @@ class Batch:
     """Reader position after this batch, as JSON; a reader resumes from it with `seek`."""
     prepared: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
     """State that `tc.prefetch` prepared for this batch, by table."""
+    names: tuple[str, ...] | None = None
+    """Names of the fields, in order, which bags with field names read by; None: fields have only numbers."""
 
     def __post_init__(self) -> None:
         self.ids = as_keys(self.ids)
@@ -72,6 +74,9 @@ class Batch:
                 f"{len(self.offsets) - 1} bags cannot be divided into examples of {self.fields} fields: the number of "
                 "bags must be a multiple of fields, and fields at least 1"
             )
+        if self.names is not None:
+            self.names = tuple(self.names)
+            _check_names(self.names, self.fields)
         if self.weights is not None:
             self.weights = _as_weights(self.weights)
             if self.weights.shape != self.ids.shape:
@@ -89,7 +94,7 @@ class Batch:
     def from_lists(cls, examples: Sequence[Sequence[Any]], **more: Any) -> Self:
         """Build a batch from examples[example][field], each a list of ids or one id; negative ids are bit patterns.
 
-        `more` sets the other fields: weights (flat, one per id), dense, label, position.
+        `more` sets the other attributes: weights (flat, one per id), dense, label, position, names.
         """
         fields = len(examples[0]) if examples else 1
         bags: list[Any] = []
@@ -105,7 +110,10 @@ class Batch:
 
     @classmethod
     def from_jagged(cls, keys: Sequence[str], values: Any, lengths: Any, weights: Any = None, **more: Any) -> Self:
-        """Build a batch from the parts of a KeyedJaggedTensor: `lengths` and `values` are field-major."""
+        """Build a batch from the parts of a KeyedJaggedTensor: `lengths` and `values` are field-major.
+
+        `keys` become the names of the fields: a bag made with names reads them in any order.
+        """
         fields = len(keys)
         sizes = _as_integers(lengths, "lengths")
         ids = as_keys(values)
@@ -124,10 +132,18 @@ class Batch:
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes[source], out=offsets[1:])
         order = np.repeat(starts[:-1][source] - offsets[:-1], sizes[source]) + np.arange(len(ids))
-        return cls(ids[order], offsets, fields, None if factors is None else factors[order], **more)
+        factors = None if factors is None else factors[order]
+        return cls(ids[order], offsets, fields, factors, names=tuple(keys), **more)
 
-    def select(self, fields: Sequence[int]) -> tuple[Keys, Offsets, Floats | None]:
-        """Return ids, offsets and weights of these fields only, in the given order, example by example."""
+    def select(self, fields: Sequence[int] | Sequence[str]) -> tuple[Keys, Offsets, Floats | None]:
+        """Return ids, offsets and weights of these fields only, in the given order, example by example.
+
+        Fields are numbers, or names if the batch has names.
+        """
+        positions = _positions(self.names, tuple(fields)) if fields and isinstance(fields[0], str) else fields
+        return self._select(positions)  # type: ignore[arg-type]
+
+    def _select(self, fields: Sequence[int]) -> tuple[Keys, Offsets, Floats | None]:
         if list(fields) == list(range(self.fields)):
             return self.ids, self.offsets, self.weights
         for field in fields:
@@ -139,6 +155,39 @@ class Batch:
         np.cumsum(sizes, out=offsets[1:])
         positions = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
         return self.ids[positions], offsets, None if self.weights is None else self.weights[positions]
+
+
+@functools.lru_cache(maxsize=256)
+def _check_names(names: tuple[str, ...], fields: int) -> None:
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"names are {_shown(names)}: names of fields must be text")
+    if len(names) != fields:
+        raise ValueError(f"{len(names)} names for {fields} fields, {_shown(names)}: give one name per field")
+    if len(set(names)) != len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(f"names have {twice!r} twice: names of fields must be unique")
+
+
+@functools.lru_cache(maxsize=256)
+def _positions(names: tuple[str, ...] | None, fields: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the positions of named fields among the fields of a batch. Cached: a loader's batches share one tuple."""
+    if names is None:
+        raise ValueError(
+            f"the bag reads fields {_shown(fields)}, but the batch has no field names: make it with names=..., or make "
+            "the bag with field numbers"
+        )
+    missing = [field for field in fields if field not in names]
+    if missing:
+        raise ValueError(
+            f"the bag reads fields {_shown(fields)}, but the batch has {_shown(names)}: {_shown(missing)} missing; use "
+            "equal names in the batch and in the bag"
+        )
+    return tuple(names.index(field) for field in fields)
+
+
+def _shown(names: Sequence[Any]) -> str:
+    shown = ", ".join(repr(name) for name in names[:20])
+    return shown if len(names) <= 20 else f"{shown} and {len(names) - 20} more"
 
 
 def _as_pattern(key: Any) -> int:

@@ -17,6 +17,7 @@ from thermocline.checkpoint.manager import Checkpoints
 from thermocline.checkpoint.manifest import decode_manifest, encode_manifest
 from thermocline.distributed.frozen_adam import FrozenAdam
 from thermocline.embedding.optimizers import Adagrad
+from thermocline.embedding.state_dict import dense_state_dict
 from thermocline.embedding.table import Table
 
 worlds = run_helpers.worlds  # the fixture
@@ -189,7 +190,7 @@ def test_frozen_adam_of_an_earlier_version_is_refused(tmp_path: Path, worlds: An
 
 
 def dense_bits(world: World) -> dict[str, bytes]:
-    return {name: value.numpy().tobytes() for name, value in world.model.state_dict().items()}
+    return {name: value.numpy().tobytes() for name, value in dense_state_dict(world.model).items()}
 
 
 def test_rows_that_do_not_fit_raise_budget_error_and_change_nothing(tmp_path: Path, worlds: Any) -> None:

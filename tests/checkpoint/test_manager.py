@@ -17,7 +17,7 @@ from helpers import run as run_helpers
 from helpers.run import ADS, OPTIMIZERS, STORAGES, World, checkpoints_of, differing, folder_of, trained
 
 import thermocline as tc
-from thermocline.checkpoint import manager, state_tree, table_stores
+from thermocline.checkpoint import manager, rank_states, state_tree, table_stores
 from thermocline.checkpoint.manager import Checkpoints
 from thermocline.embedding.optimizers import Adagrad
 from thermocline.embedding.table import Table
@@ -188,8 +188,8 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[str]:
             raise Crash(point)
 
     monkeypatch.setattr(atomic_file, "failpoint", failpoint)
-    monkeypatch.setattr(manager, "failpoint", failpoint)
-    monkeypatch.setattr(table_stores, "failpoint", failpoint)
+    for module in (manager, rank_states, table_stores):
+        monkeypatch.setattr(module, "failpoint", failpoint)
     return passed
 
 

@@ -27,6 +27,12 @@ def test_resumed_run_may_change_some_keys() -> None:
     ]
 
 
+def test_runs_of_earlier_builds_resume_with_the_new_default() -> None:
+    """Their saved config has the former default of `exact`."""
+    old = Config.parse(EXAMPLE, ["dist.dense_sync.exact=false"]).resolve()
+    assert check_resume(old, Config.parse(EXAMPLE).resolve(), "run") == ["dist.dense_sync.exact from false to true"]
+
+
 @pytest.mark.parametrize(
     "override",
     ["train.lr=0.5", "train.batch_size=7", "train.seed=1", "model.dim=4", "data.train=y", "data.shuffle=false"],

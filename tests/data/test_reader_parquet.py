@@ -187,3 +187,19 @@ def test_damaged_parquet(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.parquet cannot be read: ") as error:
         tc.Reader(path, batch_size=2)
     assert "\n" not in str(error.value)
+
+
+def test_row_group_that_needs_too_much_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated value takes a few bytes of the file, but 8 bytes per value in memory: columns read are counted."""
+    lists = pa.array([[7] * 5000, [7] * 5000])
+    columns = {"label": pa.array([1, 0]), "a.b": pa.array([1, 2]), "large": lists, "other": lists}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 10_000
+    reader = tc.Reader(tmp_path / "a.parquet", batch_size=2, ignore=("other",))
+    monkeypatch.setattr("thermocline.data.parquet.MAX_GROUP_BYTES", 100_000)
+    assert len(examples_of(reader)) == 2
+    monkeypatch.setattr("thermocline.data.parquet.MAX_GROUP_BYTES", 79_999)
+    with pytest.raises(
+        DataError, match=r"a\.parquet: row group 0 needs 80\d\d\d bytes of memory: it must need"
+    ):
+        examples_of(reader)

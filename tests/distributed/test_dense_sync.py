@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.dense import Case, Net, assert_matches_simulation, average, backward, mean, noise
-from helpers.ranks import Nodes, run_ranks
+from helpers.ranks import Nodes, groups_without_shm, run_ranks
 
+from thermocline.checkpoint import state_tree
 from thermocline.config.dense_sync import DenseSync
 from thermocline.distributed.communicator import Groups
-from thermocline.distributed.dense_sync import DenseParameters, reshard_optimizer_states
-from thermocline.distributed.frozen_adam import FROZEN_STATE, FrozenAdam
+from thermocline.distributed.dense_sync import DenseParameters
+from thermocline.distributed.frozen_adam import FROZEN_STATE, FrozenAdam, without_frozen_state
+from thermocline.distributed.model_mean import TensorMean
 from thermocline.distributed.topology import Topology
 
 WORLDS: dict[str, Nodes] = {
@@ -42,7 +44,7 @@ def random_cases(seed: int, *, exact: bool) -> list[Case]:
         Case(
             rng.randrange(10**6), DenseSync(exact=exact, bucket=rng.choice((1, 100, "1MB"))),
             batch_norm=exact and rng.random() < 0.5, unused=rng.random() < 0.5, save_at=rng.randrange(4),
-            decay=rng.choice((0.0, 0.01)),
+            evaluate_at=tuple(rng.sample(range(1, 7), rng.randrange(3))), decay=rng.choice((0.0, 0.01)),
         )
         for _ in range(5 if exact else 2)
     ]  # fmt: skip
@@ -66,6 +68,46 @@ def test_sums_add_ranks_then_nodes(nodes: Nodes) -> None:
     assert not torch.equal(expected, other)
     for result in run_ranks(nodes, average, 1001, True):
         assert torch.equal(result, expected)
+
+
+def average_by_default(groups: Groups) -> torch.Tensor:
+    return average(groups, 1001, DenseSync().exact)
+
+
+def test_sums_are_exact_by_default_on_three_nodes() -> None:
+    """Gloo's all-reduce of three ranks adds in another order, which the ranks check first."""
+    nodes = ((0,), (1,), (2,))
+    expected = mean([noise(rank, 1001) for rank in range(3)], nodes)
+    assert expected is not None
+    assert not torch.equal(run_ranks(nodes, average, 1001, False)[0], expected)
+    for result in run_ranks(nodes, average_by_default):
+        assert torch.equal(result, expected)
+
+
+def average_over_transports(groups: Groups) -> tuple[list[bytes], list[bytes], list[str]]:
+    """Return means with and without `exact`, through shared memory and through Gloo, and the warnings of the latter."""
+    assert groups.train.shm is not None
+    over_gloo, messages = groups_without_shm(groups)
+    assert over_gloo.train.shm is None
+    means = [[average(g, 1001, exact).numpy().tobytes() for exact in (True, False)] for g in (groups, over_gloo)]
+    over_gloo.close()
+    return means[0], means[1], messages
+
+
+@pytest.mark.parametrize("nodes", [((0, 1, 2),), ((0, 1, 2, 3),), ((0, 1), (2, 3))], ids=str)
+def test_sums_do_not_depend_on_the_transport(nodes: Nodes) -> None:
+    """Where descriptors have run out, ranks of a node use Gloo: the same bits, and one warning per node."""
+    expected = mean([noise(rank, 1001) for node in nodes for rank in node], nodes)
+    assert expected is not None
+    for rank, (shared, gloo, messages) in enumerate(run_ranks(nodes, average_over_transports)):
+        assert shared == gloo
+        assert shared[0] == expected.numpy().tobytes()
+        first = [node[0] for node in nodes]
+        assert len(messages) == (rank in first)
+        if messages:
+            number = first.index(rank)
+            assert messages[0].startswith(f"node {number} has no shared memory between its ranks (rank {rank} cannot")
+            assert "Too many open files" in messages[0]
 
 
 # ---- FrozenAdam
@@ -198,6 +240,7 @@ def test_another_number_of_ranks_starts_with_the_mean_moments() -> None:
     start, merged = torch.randn(30, generator=rng), torch.rand(30, generator=rng) + 50
     ranks = [torch.nn.Parameter(start.clone()) for _ in range(4)]
     optimizers = [FrozenAdam([x], lr=0.01) for x in ranks]
+    mean = TensorMean()
     for x, optimizer in zip(ranks[:3], optimizers[:3], strict=True):
         for _ in range(4):
             x.grad = torch.randn(30, generator=rng)
@@ -205,12 +248,18 @@ def test_another_number_of_ranks_starts_with_the_mean_moments() -> None:
         optimizer.freeze(x, merged, 3)
         with torch.no_grad():
             x.copy_(start)
-    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers[:3]]
-    saved = [[{"kind": "FrozenAdam", "state": state}] for state in states]
-    (several,), (one,) = reshard_optimizer_states(saved, 2), reshard_optimizer_states(saved, 1)
-    assert several["state"]["state"][0].keys() - one["state"]["state"][0].keys() == set(FROZEN_STATE)
-    assert torch.equal(several["state"]["state"][0]["v_hat"], merged)
-    optimizers[3].load_state_dict(several["state"])
+        saved: dict[str, torch.Tensor] = {}
+        tree = state_tree.pack(copy.deepcopy(optimizer.state_dict()), saved, "adam")
+        mean.add(0, saved)
+    loaded = state_tree.unpack(tree, mean.result())
+    one = without_frozen_state({"kind": "FrozenAdam", "state": loaded})["state"]
+    assert loaded["state"][0].keys() - one["state"][0].keys() == set(FROZEN_STATE)
+    assert torch.equal(loaded["state"][0]["v_hat"], merged)
+    saved_v = torch.stack(
+        [optimizer.state[x]["exp_avg_sq"] for x, optimizer in zip(ranks[:3], optimizers[:3], strict=True)]
+    )
+    torch.testing.assert_close(loaded["state"][0]["exp_avg_sq"], saved_v.mean(0), rtol=1e-6, atol=0)
+    optimizers[3].load_state_dict(loaded)
     gradients = [torch.randn(30, generator=rng) for _ in range(3)]
     for x, gradient, optimizer in zip(ranks, [*gradients, sum(gradients) / 3], optimizers, strict=True):
         x.grad = gradient
@@ -218,13 +267,29 @@ def test_another_number_of_ranks_starts_with_the_mean_moments() -> None:
         assert (x.detach() - start).abs().max() > 1e-5
     mean_model = torch.stack([x.detach() for x in ranks[:3]]).mean(0)
     torch.testing.assert_close(ranks[3].detach(), mean_model, rtol=0, atol=1e-6)
-    for name in ("exp_avg", "exp_avg_sq"):
-        saved_moments = torch.stack(
-            [optimizer.state[x][name] for x, optimizer in zip(ranks[:3], optimizers[:3], strict=True)]
-        )
-        assert not torch.equal(saved_moments[0], saved_moments[1])
-        if name == "exp_avg":
-            torch.testing.assert_close(optimizers[3].state[ranks[3]][name], saved_moments.mean(0), rtol=0, atol=1e-6)
+
+
+def test_mean_of_saved_tensors() -> None:
+    """Ranks of a node are added first, then nodes; equal tensors stay unchanged; integers are those of rank 0."""
+    nodes = ((0, 1, 2), (3, 4))
+    ranks = [
+        {"x": noise(rank, 99), "half": noise(rank, 9).bfloat16(), "same": noise(7, 9), "steps": torch.tensor(rank)}
+        for rank in range(5)
+    ]
+    total = TensorMean()
+    for node, members in enumerate(nodes):
+        for rank in members:
+            total.add(node, {**ranks[rank]})
+    result, expected = total.result(), mean([rank["x"] for rank in ranks], nodes)
+    halves = mean([rank["half"].float() for rank in ranks], nodes)
+    assert expected is not None
+    assert halves is not None
+    assert torch.equal(result["x"], expected)
+    assert torch.equal(result["half"], halves.bfloat16())
+    assert torch.equal(result["same"], ranks[0]["same"])
+    assert int(result["steps"]) == 0
+    with pytest.raises(ValueError, match="extra has shape"):
+        total.add(1, {**ranks[0], "extra": torch.zeros(1)})
 
 
 def average_without_begin(groups: Groups) -> None:

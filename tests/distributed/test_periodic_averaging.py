@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,10 +23,12 @@ from helpers.dense import (
 )
 from helpers.ranks import Nodes, run_ranks
 
+import thermocline as tc
 from thermocline.config.dense_sync import DenseSync, Merge
 from thermocline.distributed.communicator import Groups
-from thermocline.distributed.dense_sync import DenseParameters
+from thermocline.distributed.dense_sync import DenseParameters, PeriodicAveraging
 from thermocline.distributed.frozen_adam import FrozenAdam
+from thermocline.distributed.hierarchical_allreduce import HierarchicalAllReduce
 from thermocline.distributed.topology import Topology
 
 MERGES: tuple[Merge, ...] = ("v_frozen", "all", "params")
@@ -61,6 +64,7 @@ def random_cases(seed: int, *, exact: bool) -> list[Case]:
                 Case(
                     rng.randrange(10**6), sync, batch_norm=exact and rng.random() < 0.5, unused=rng.random() < 0.5,
                     merge_at=tuple(rng.sample(range(1, 7), rng.randrange(3))), decay=rng.choice((0.0, 0.01)),
+                    evaluate_at=tuple(rng.sample(range(1, 7), rng.randrange(3))), save_at=rng.randrange(4),
                 )
             )  # fmt: skip
     return cases
@@ -74,14 +78,27 @@ def test_periodic_averaging_equals_the_simulation(world: str) -> None:
     )
 
 
+@pytest.mark.parametrize("nodes", [((0,), (1,), (2,)), ((0, 1, 2), (3, 4, 5))], ids=str)
+def test_averaging_between_nodes_equals_the_simulation(nodes: Nodes) -> None:
+    """Gradients averaged within the node every step, models merged between nodes; saved, loaded and evaluated."""
+    cases = random_cases(len(nodes), exact=True)[:6]
+    assert_matches_simulation(
+        nodes, [dataclasses.replace(case, sync=dataclasses.replace(case.sync, scope="nodes")) for case in cases]
+    )
+
+
 def test_a_checkpoint_between_merges_resumes_bit_for_bit() -> None:
-    """A save merges, so the uninterrupted run merges at the same step."""
+    """A rank that saves, loads and evaluates has the tensors of one that does not."""
     settings = [DenseSync(every=3, merge=merge, exact=True) for merge in MERGES]
-    stopped = [Case(at, sync, steps=9, batch_norm=True, save_at=at) for at in (1, 4, 6) for sync in settings]
-    uninterrupted = [dataclasses.replace(case, save_at=0, merge_at=(case.save_at,)) for case in stopped]
+    stopped = [
+        Case(at, sync, steps=9, batch_norm=True, save_at=at, evaluate_at=(at - 1, at, 5)) for at in (1, 4, 6)
+        for sync in settings
+    ]  # fmt: skip
+    uninterrupted = [dataclasses.replace(case, save_at=0, evaluate_at=()) for case in stopped]
     for rank, results in enumerate(run_ranks(WORLDS["2 nodes"], train, stopped + uninterrupted)):
         for n, case in enumerate(stopped):
-            assert_same(results[n][0], results[n + len(stopped)][0], (rank, case))
+            expected = results[n + len(stopped)][0]
+            assert_same({name: results[n][0][name] for name in expected}, expected, (rank, case))
 
 
 def test_state_that_differs_between_ranks_after_a_merge() -> None:
@@ -95,7 +112,9 @@ def test_state_that_differs_between_ranks_after_a_merge() -> None:
 
 def test_bytes_between_nodes_are_the_merged_tensors_over_k() -> None:
     steps, nodes = 12, WORLDS["2 x 2"]
-    settings: list[dict[str, Any]] = [{}, {"every": 4, "merge": "params"}, {"every": 4, "merge": "all"}, {"every": 4}]
+    settings: list[dict[str, Any]] = [
+        {}, {"every": 4, "merge": "params"}, {"every": 4, "merge": "all"}, {"every": 4}, {"every": 4, "scope": "nodes"},
+    ]  # fmt: skip
     cases = [Case(7, DenseSync(exact=exact, **chosen), steps) for exact in (True, False) for chosen in settings]
     parameters = list(Net(cases[0]).parameters())
     total = sum(parameter.numel() for parameter in parameters)
@@ -104,9 +123,15 @@ def test_bytes_between_nodes_are_the_merged_tensors_over_k() -> None:
         return -(-count // 4) * 4 * 4
 
     # v_frozen merges after steps 1 and 2, then every 4 steps.
-    merged = 2 * [(total + len(parameters), steps), (total, 3), (3 * total, 3), (2 * total, 2 + 3)]
+    gradients = (total + len(parameters), steps)
+    merged = 2 * [gradients, (total, 3), (3 * total, 3), (2 * total, 2 + 3), (2 * total, 2 + 3)]
     for results in run_ranks(nodes, train, cases):
-        for (_, within, between), (count, times) in zip(results, merged, strict=True):
+        for case, (_, within, between), (count, times) in zip(cases, results, merged, strict=True):
+            if case.sync.scope == "nodes":
+                # Gradients as with k = 1, but within the node only; merged slices are only gathered within the node.
+                assert within == padded(gradients[0]) * steps + padded(count) // 2 * times
+                assert between == padded(count) // 2 * times
+                continue
             # Half of the buffer to the other rank of the node and back; a quarter to the other node and back.
             assert within == padded(count) * times, (count, times)
             assert between == padded(count) // 2 * times, (count, times)
@@ -177,9 +202,27 @@ def test_merge_params_with_different_second_moments_diverges_from_the_minimum() 
         ({"every": 2, "every_v": 0}, "dense_sync.every_v is 0"),
         ({"merge": "params", "every_v": 2}, "dense_sync.every_v is 2"),
         ({"merge": "all", "amsgrad": True}, "dense_sync.amsgrad is True"),
+        (
+            {"scope": "nodes"},
+            'dense_sync.scope is .nodes.: it must be "ranks", unless every is above 1 or merge is set',
+        ),
         ({"bucket": 0}, "dense_sync.bucket"),
     ],
 )
 def test_invalid_settings_name_the_key(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DenseSync(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        (((0, 1),), "but all 2 ranks are on one node"),
+        (((0, 1), (2,)), "but the nodes have 2, 1 ranks: start the same number"),
+    ],
+)
+def test_scope_nodes_needs_several_equal_nodes(nodes: Nodes, message: str) -> None:
+    x = torch.nn.Parameter(torch.ones(3))
+    groups: Any = types.SimpleNamespace(topology=Topology(sum(map(len, nodes)), 0, nodes), train=None)
+    with pytest.raises(tc.ConfigError, match=f'dist.dense_sync.scope is "nodes", {message}'):
+        PeriodicAveraging([x], [], groups, DenseSync(every=2, scope="nodes"), HierarchicalAllReduce, [FrozenAdam([x])])

@@ -61,7 +61,7 @@ def test_a_killed_rank(kill_at: str | int, undisturbed: Any, tmp_path: Path) -> 
 
 
 def test_a_rank_killed_between_merges(tmp_path: Path) -> None:
-    """The resumed run merges after the same steps, with each rank's moments, and ends with the same bits."""
+    """The resumed run merges after the same steps, with each rank's model and moments, and ends with the same bits."""
     options = RunOptions("two", None, 4, 2)
     train_k = functools.partial(train, sync=tc.DenseSync(every=16, exact=True))
     (tmp_path / "undisturbed").mkdir()
@@ -72,14 +72,13 @@ def test_a_rank_killed_between_merges(tmp_path: Path) -> None:
     for result in resumed:
         assert {**result, "examples": 0} == {**expected[0], "examples": 0}
         assert result["examples"] < expected[0]["examples"]
-    # Another number of ranks starts with the mean moments.
+    # Another number of ranks starts with the mean of models and moments.
     two, four, one = (
         run_ranks(nodes, load_moments, JOB, options, str(tmp_path)) for nodes in (PAIR, TWO_BY_TWO, ONE_RANK)
     )
-    differ = {name for name, value in two[0].items() if name != "dense" and not same(value, two[1][name])}
-    assert {name.split("/")[1] for name in differ} == {"exp_avg", "exp_avg_sq"}
+    differ = {name for name, value in two[0].items() if not same(value, two[1][name])}
+    assert {name.split("/")[1] for name in differ} == {"exp_avg", "exp_avg_sq", "x"}
     for result in (*four, *one):
-        assert result["dense"] == two[0]["dense"]
         for name, value in result.items():
             assert same(value, (two[0][name] + two[1][name]) * 0.5 if name in differ else two[0][name]), name
     assert all(result.keys() == two[0].keys() for result in four)
@@ -106,9 +105,11 @@ def test_sigterm_to_one_rank(undisturbed: Any, tmp_path: Path) -> None:
 def test_resharding(finished_run: tuple[Path, Any], tmp_path: Path) -> None:
     """Saved by 2 ranks, loaded and saved by 2, 4, 1 and 2 ranks: always the same rows."""
     shutil.copytree(finished_run[0], tmp_path, dirs_exist_ok=True)
-    loads = [
-        run_ranks(nodes, load_and_save, JOB, OPTIONS, str(tmp_path)) for nodes in (PAIR, TWO_BY_TWO, ONE_RANK, PAIR)
-    ]
+    loads, sizes_of_manifests = [], []
+    for nodes in (PAIR, TWO_BY_TWO, ONE_RANK, PAIR):
+        loads.append(run_ranks(nodes, load_and_save, JOB, OPTIONS, str(tmp_path)))
+        newest = max((tmp_path / "run" / "checkpoints").glob("*.json"))
+        sizes_of_manifests.append(newest.stat().st_size)
     for results in loads:
         for result in results:
             assert {name: result[name] for name in ("rows", "dense", "steps")} == {
@@ -118,6 +119,8 @@ def test_resharding(finished_run: tuple[Path, Any], tmp_path: Path) -> None:
             owned = [result["owned"][name] for result in results]
             assert sum(owned) == len(keys_of(JOB, name))
             assert len(results) == 1 or max(owned) < 0.8 * sum(owned)
+    sizes = {len(load): size for load, size in zip(loads, sizes_of_manifests, strict=True)}
+    assert sizes[4] - sizes[2] < 2 * 1000  # positions, metrics and random states are in the files of the ranks
     folders = sorted(path.name for path in (tmp_path / "wide").iterdir())
     assert folders[0].startswith("rank-00000-of-00001")  # the last two checkpoints are of one rank and of two
     assert len(folders) == 3

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.rank_training import tree_sum
-from helpers.ranks import Nodes, run_ranks
+from helpers.ranks import Nodes, groups_without_shm, run_ranks
 
 from thermocline.arrays import Keys
 from thermocline.config.distributed import Hops, Wire
@@ -80,9 +80,11 @@ def exchange_all_transports(groups: Groups) -> Any:
     t = groups.topology
     assert (groups.train.shm is None) == (len(t.nodes[t.node]) == 1)
     results = [exchange_batches(groups, "two"), exchange_batches(groups, "flat")]
-    for comm in (groups.train, groups.ahead, groups.read):
-        comm.shm = None
-    return [*results, exchange_batches(groups, "two")]
+    over_gloo, _ = groups_without_shm(groups)
+    assert over_gloo.train.shm is None
+    results.append(exchange_batches(over_gloo, "two"))
+    over_gloo.close()
+    return results
 
 
 def exchange_all_wires(groups: Groups) -> Any:

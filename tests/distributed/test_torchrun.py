@@ -15,6 +15,7 @@ import torch.distributed as dist
 from helpers.ranks import run_failing_ranks, run_ranks
 
 import thermocline as tc
+from thermocline.distributed import communicator
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.launch import is_first_report
 from thermocline.distributed.topology import Topology
@@ -167,11 +168,11 @@ def test_close_destroys_the_process_group(join_one_rank: None) -> None:
 
 
 def test_failed_groups_destroy_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    def new_group(*args: Any, **options: Any) -> None:
-        raise RuntimeError("new_group failed")
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("creating groups failed")
 
-    monkeypatch.setattr(dist, "new_group", new_group)
-    with pytest.raises(RuntimeError, match="new_group failed"):
+    monkeypatch.setattr(communicator, "make_channels", fail)
+    with pytest.raises(RuntimeError, match="creating groups failed"):
         Groups.make(Topology.single())
     assert not dist.is_initialized()
 

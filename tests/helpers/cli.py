@@ -15,6 +15,7 @@ import safetensors.numpy
 from typer.testing import CliRunner
 
 import thermocline as tc
+from thermocline.checkpoint import state_tree
 from thermocline.cli.main import app
 
 SMALL = """
@@ -87,9 +88,11 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
 def state_of(run_dir: Path, store: Path | None = None) -> dict[str, bytes]:
     """Return all bytes of a run's newest checkpoint: rows by key, dense state, random state, position in the data."""
     manifest = json.loads(sorted((run_dir / "checkpoints").glob("*.json"))[-1].read_text())
-    state = {name: json.dumps(manifest[name]).encode() for name in ("step", "position", "extra", "dense")}
+    state = {"step": json.dumps(manifest["step"]).encode()}
     for file in manifest["files"]:
-        tensors = safetensors.numpy.load_file(run_dir / "checkpoints" / file)
+        path = run_dir / "checkpoints" / file
+        state["values"] = json.dumps(state_tree.read_values(path)).encode()
+        tensors = safetensors.numpy.load_file(path)
         state |= {name: tensor.tobytes() for name, tensor in tensors.items()}
     epoch = manifest["tables"]["table"]["epoch"]
     with tc.SsdStore.open(store or run_dir / "stores" / "table", read_only=True, epoch=epoch) as rows:

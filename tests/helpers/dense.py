@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class Case:
     """Whether some ranks do not use some parameters in some steps."""
     save_at: int = 0
     """Step after which all state is saved to bytes and loaded into new objects; 0: never."""
+    evaluate_at: tuple[int, ...] = ()
+    """Steps after which the tensors of the merged model are recorded."""
     merge_at: tuple[int, ...] = ()
     """Steps after which `merge_now` is called."""
     decay: float = 0.0
@@ -83,12 +85,16 @@ def state_of(net: Net, optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def train(groups: Groups, cases: list[Case]) -> list[tuple[Tensors, int, int]]:
-    """Train all cases on this rank. Returns final tensors and bytes sent within and between nodes, by case."""
+    """Train all cases on this rank. Returns final tensors and bytes sent within and between nodes, by case.
+
+    The tensors of merged models are named "step/name".
+    """
     return [_train(groups, case) for case in cases]
 
 
 def _train(groups: Groups, case: Case) -> tuple[Tensors, int, int]:
     net, optimizer, sync = _make(groups, case)
+    evaluated: Tensors = {}
     with torch.no_grad():  # `begin` replaces the parameters of all ranks but rank 0
         for parameter in net.parameters():
             parameter += groups.topology.rank
@@ -99,9 +105,14 @@ def _train(groups: Groups, case: Case) -> tuple[Tensors, int, int]:
         optimizer.step()
         optimizer.zero_grad()
         sync.after_step(step)
-        if step in case.merge_at or step == case.save_at:
+        if step in case.merge_at:
             sync.merge_now()
             assert not sync.merge_now()  # nothing has changed since
+        if step in case.evaluate_at:
+            own = state_of(net, optimizer)
+            with sync.merged():
+                evaluated |= {f"{step}/{name}": value.clone() for name, value in net.state_dict().items()}
+            assert_same(state_of(net, optimizer), own, (case, step))
         if step == case.save_at:
             tensors: Tensors = {}
             tree = (net.state_dict(), optimizer.state_dict(), sync.state_dict())
@@ -110,9 +121,9 @@ def _train(groups: Groups, case: Case) -> tuple[Tensors, int, int]:
             net, optimizer, sync = _make(groups, case)
             for target, state in zip((net, optimizer, sync), saved, strict=True):
                 target.load_state_dict(state)
-            assert not sync.merge_now()
+            sync.begin()
     sync.merge_now()
-    return state_of(net, optimizer), sync.traffic.within, sync.traffic.between
+    return state_of(net, optimizer) | evaluated, sync.traffic.within, sync.traffic.between
 
 
 def _make(groups: Groups, case: Case) -> tuple[Net, torch.optim.Optimizer, DenseParameters]:
@@ -139,7 +150,10 @@ def noise(rank: int, length: int) -> torch.Tensor:
 
 
 def mean(values: list[torch.Tensor | None], nodes: Nodes) -> torch.Tensor | None:
-    """Add the ranks of each node left to right, then the nodes, without the ranks that have no value; multiply once."""
+    """Add the ranks of each node left to right, then the nodes, without the ranks that have no value; multiply once.
+
+    `nodes` need not have all ranks.
+    """
     total = None
     for node in nodes:
         partial = None
@@ -148,7 +162,7 @@ def mean(values: list[torch.Tensor | None], nodes: Nodes) -> torch.Tensor | None
                 partial = value if partial is None else partial + value
         if partial is not None:
             total = partial if total is None else total + partial
-    return None if total is None else total * (1 / len(values))
+    return None if total is None else total * (1 / sum(map(len, nodes)))
 
 
 def merge_steps(sync: DenseSync, period: int, steps: int) -> set[int]:
@@ -163,9 +177,15 @@ class DenseSimulation:
     def __init__(self, case: Case, nodes: Nodes) -> None:
         self.case, self.nodes = case, nodes
         self.nets = [Net(case) for node in nodes for _ in node]
+        self.units = (
+            [(node[0],) for node in nodes] if case.sync.scope == "nodes" else [(n,) for n in range(len(self.nets))]
+        )
+        """A rank of everything that steps alone: ranks, or nodes."""
+        self.merging: Nodes = tuple(self.units) if case.sync.scope == "nodes" else nodes
         self.moments: list[dict[str, Tensors]] = [{} for _ in self.nets]
         self.frozen: dict[str, tuple[torch.Tensor, int]] = {}
         self.merged = {"x": 0, "m": 0, "v": 0}
+        self.evaluated: Tensors = {}
 
     def run(self) -> list[Tensors]:
         """Train on one torch thread, as ranks do, and return the final tensors of every rank."""
@@ -183,16 +203,20 @@ class DenseSimulation:
                 net.zero_grad()
                 backward(case, net, rank, step)
             if sync.mode == "gradients":
-                self.average_gradients()
+                self.average_gradients([self.nodes])
+            elif sync.scope == "nodes":
+                self.average_gradients([(node,) for node in self.nodes])
             for rank in range(len(self.nets)):
                 self.adam(rank, step)
-            now = step in case.merge_at or step in (case.save_at, case.steps)
+            now = step in case.merge_at or step == case.steps
             if sync.mode != "gradients":
                 for kind, period in zip("xmv", sync.periods(), strict=True):
                     if period is not None and (now or step in merge_steps(sync, period, case.steps)):
                         self.merge(kind, step)
             elif now:
                 self.merge_buffers()
+            if step in case.evaluate_at:
+                self.evaluate(step)
         return [self.state(rank) for rank in range(len(self.nets))]
 
     def named(self) -> Iterator[tuple[str, list[Any]]]:
@@ -200,11 +224,13 @@ class DenseSimulation:
         for name in by_rank[0]:
             yield name, [parameters[name] for parameters in by_rank]
 
-    def average_gradients(self) -> None:
+    def average_gradients(self, groups: Sequence[Nodes]) -> None:
+        """Average the gradients of each group of ranks."""
         for _, parameters in self.named():
-            averaged = mean([parameter.grad for parameter in parameters], self.nodes)
-            for parameter in parameters:
-                parameter.grad = None if averaged is None else averaged.clone()
+            for nodes in groups:
+                averaged = mean([parameter.grad for parameter in parameters], nodes)
+                for rank in (rank for node in nodes for rank in node):
+                    parameters[rank].grad = None if averaged is None else averaged.clone()
 
     @torch.no_grad()
     def adam(self, rank: int, step: int) -> None:
@@ -225,7 +251,7 @@ class DenseSimulation:
             state["v"] = (state["v"] * 0.95).addcmul(grad, grad, value=1 - 0.95)
             if name in self.frozen:
                 merged, at = self.frozen[name]
-                lower_bound = state["v"] / ((1 - 0.95**t) * len(self.nets))
+                lower_bound = state["v"] / ((1 - 0.95**t) * len(self.units))
                 denominator = torch.maximum(merged / (1 - 0.95**at), lower_bound).sqrt() + 1e-8
             else:
                 denominator = state["v"].sqrt() / (1 - 0.95**t) ** 0.5 + 1e-8
@@ -240,11 +266,11 @@ class DenseSimulation:
             self.merge_buffers()
         for name, parameters in self.named():
             if kind == "x":
-                merged = mean([p.detach().clone() for p in parameters], self.nodes)
+                merged = mean([p.detach().clone() for p in parameters], self.merging)
                 for parameter in parameters:
                     parameter.copy_(merged)
                 continue
-            merged = mean([moments[name][kind] for moments in self.moments], self.nodes)
+            merged = mean([moments[name][kind] for moments in self.moments], self.merging)
             assert merged is not None
             if self.case.sync.mode == "v_frozen":
                 old = self.frozen.get(name)
@@ -258,18 +284,33 @@ class DenseSimulation:
     @torch.no_grad()
     def merge_buffers(self) -> None:
         for buffers in zip(*(net.buffers() for net in self.nets), strict=True):
-            if buffers[0].is_floating_point():
-                merged = mean([buffer.clone() for buffer in buffers], self.nodes)
-                for buffer in buffers:
-                    buffer.copy_(merged)
+            if not buffers[0].is_floating_point():
+                continue
+            if self.case.sync.scope == "nodes":  # within every node first
+                for node in self.nodes:
+                    merged = mean([buffer.clone() for buffer in buffers], (node,))
+                    for rank in node:
+                        buffers[rank].copy_(merged)
+            merged = mean([buffer.clone() for buffer in buffers], self.merging)
+            for buffer in buffers:
+                buffer.copy_(merged)
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> None:
+        """Record the mean model: equal tensors as they are, integers of rank 0."""
+        for name, first in self.nets[0].state_dict().items():
+            values = [net.state_dict()[name] for net in self.nets]
+            if first.is_floating_point() and any(not torch.equal(first, value) for value in values):
+                first = mean(values, self.nodes)
+            self.evaluated[f"{step}/{name}"] = first.clone()
 
     def state(self, rank: int) -> Tensors:
-        tensors = dict(self.nets[rank].state_dict())
+        tensors = dict(self.nets[rank].state_dict()) | self.evaluated
         for name, state in self.moments[rank].items():
             values = {"exp_avg": state["m"], "exp_avg_sq": state["v"], "step": state["t"]}
             if name in self.frozen:
                 values["v_hat"], values["v_hat_step"] = self.frozen[name][0], torch.tensor(float(self.frozen[name][1]))
-                values["v_hat_ranks"] = torch.tensor(float(len(self.nets)))
+                values["v_hat_ranks"] = torch.tensor(float(len(self.units)))
             tensors |= {f"{name}/{key}": value for key, value in values.items()}
         return tensors
 

@@ -300,7 +300,7 @@ def _run_rank() -> None:
     folder, rank = Path(os.environ["THERMOCLINE_FOLDER"]), os.environ["RANK"]
     target, args, timeout = pickle.loads((folder / "call").read_bytes())
     module, name = target.split(":")
-    groups = Groups.make(Topology.from_env(), timeout=timeout)
+    groups = join_ranks(Dist(timeout=timeout, bind=False))
     result = getattr(importlib.import_module(module), name)(groups, *args)
     (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
     torch.distributed.barrier()  # rank 0 hosts the store: it must exit last
@@ -313,8 +313,8 @@ if __name__ == "__main__":
     import torch._dynamo  # every rank would import it with its first optimizer
     import torch.distributed
 
-    from thermocline.distributed.communicator import Groups
-    from thermocline.distributed.topology import Topology
+    from thermocline.config.distributed import Dist
+    from thermocline.distributed.launch import join_ranks
 
     _serve()
     status = 1

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import pickle
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thermocline.distributed.communicator import Groups
 
 Nodes = tuple[tuple[int, ...], ...]
 
@@ -59,6 +64,23 @@ def run_failing_ranks(
                     process.kill()
                     process.join()
     return outcomes
+
+
+def groups_without_shm(groups: Groups) -> tuple[Groups, list[str]]:
+    """Create the groups of the same ranks where memfds fail for want of descriptors. Returns the warnings too."""
+    from thermocline.distributed.communicator import Groups
+
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    create, os.memfd_create = os.memfd_create, refuse
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = Groups.make(groups.topology, timeout=groups.timeout)
+    finally:
+        os.memfd_create = create
+    return made, [str(warning.message) for warning in caught]
 
 
 def _start_forkserver(context: Any) -> None:

@@ -113,7 +113,7 @@ def load_and_save(groups: Groups, job: Job, options: RunOptions, folder: str, *,
 
 
 def load_moments(groups: Groups, job: Job, options: RunOptions, folder: str) -> dict[str, Any]:
-    """Restore the last checkpoint with any number of ranks and return this rank's optimizer state and weights."""
+    """Restore the last checkpoint with any number of ranks and return this rank's optimizer state and parameters."""
     options = dataclasses.replace(options, memory=None)
     tables = {name: make_table(name, job, options, groups, folder) for name in DIMS}
     model = make_model(tables)
@@ -124,4 +124,4 @@ def load_moments(groups: Groups, job: Job, options: RunOptions, folder: str) -> 
     for table in tables.values():
         table.close()
     checkpoints.close()
-    return {**state, "dense": weights_of(model)}
+    return {**state, **{f"{n}/x": value.detach() for n, value in enumerate(model.dense.parameters())}}

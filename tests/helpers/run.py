@@ -15,6 +15,7 @@ from thermocline.batch import Batch
 from thermocline.checkpoint.manager import Checkpoints
 from thermocline.embedding.bag import EmbeddingBag
 from thermocline.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
+from thermocline.embedding.state_dict import dense_state_dict
 from thermocline.embedding.table import Table
 from thermocline.pipeline.prefetch import prefetch
 
@@ -110,7 +111,7 @@ class World:
         for table in self.tables:
             table.dram.check()
             bits[f"steps {table.name}"] = f"{table.step_count} {table.lr}".encode()
-        for name, value in self.model.state_dict().items():
+        for name, value in dense_state_dict(self.model).items():
             bits[name] = value.numpy().tobytes()
         for i, state in self.optimizer.state_dict()["state"].items():
             for name, value in state.items():

@@ -251,7 +251,7 @@ def test_ctrl_c_at_random_times(seed: int, tmp_path: Path) -> None:
         table.dram.check()
         table.reopen()
         assert table.store is not None
-        done = int(table.store.note)
+        done = int(table.note)
     assert interrupts > 0
     reference = Reference(table)
     reference_bag = ReferenceBag(reference, 3)

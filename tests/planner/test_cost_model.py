@@ -145,6 +145,16 @@ def test_dense_sync_cost_is_proportional_to_averaged_floats() -> None:
     )
 
 
+def test_scope_nodes_averages_gradients_within_the_node_every_step() -> None:
+    work = dataclasses.replace(WORK, sync="v_frozen", synced=0.1, syncs=0.05, sync_scope="nodes")
+    two = predict(work, Cluster(nodes=4, ranks=2), NODE)
+    floats = 8 * 10_000 * (1 + 0.1 / 2) / 2
+    within = floats / LINKS.node_gbs * 1e-9 + 2e-6 * LINKS.node_us * (1 + 0.05 / 2)
+    assert seconds(two, "dense gradients of the node") == pytest.approx(within)
+    between = seconds(predict(dataclasses.replace(work, sync_scope="ranks"), Cluster(nodes=4), NODE), "dense models")
+    assert seconds(two, "dense models averaged") == pytest.approx(between)
+
+
 def test_window_pulls_popular_rows_once() -> None:
     one, many = (predict(dataclasses.replace(WORK, window=w), Cluster(mem_rows=4001), NODE) for w in (1, 10))
     assert many.figures["pulled"] == pytest.approx(unique(1000) / 10)

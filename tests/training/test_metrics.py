@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import re
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -204,3 +208,42 @@ def test_against_torchmetrics() -> None:
     logits = np.round(logits, 2)  # many ties
     expected = functional.binary_auroc(torch.from_numpy(logits), torch.from_numpy(labels).long())
     assert auc(logits, labels) == pytest.approx(float(expected), abs=1e-5)
+
+
+def bomb(size: int) -> str:
+    return base64.b64encode(zlib.compress(bytes(size), 9)).decode()
+
+
+def test_compressed_states_are_bounded() -> None:
+    """A state of a few kilobytes must not expand beyond the size that the metric expects or the state contains."""
+    metric = StreamingAUC()
+    state = metric.state_dict()
+    expanding = {**state, "counts": {"dtype": "<i8", "zlib": bomb(1 << 26)}}
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="does not have the stated size of 1048576 bytes"):
+            metric.load_state_dict(expanding)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 23
+    finally:
+        tracemalloc.stop()
+    del state["counts"]["count"]  # as written by earlier versions: the metric knows the size
+    metric.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("labels", "cause"),
+    [
+        ({"dtype": "|u1", "count": 1, "zlib": bomb(2)}, "stated size of 1 bytes"),
+        ({"dtype": "|u1", "count": 3, "zlib": bomb(2)}, "stated size of 3 bytes"),
+        ({"dtype": "|u1", "count": 1 << 60, "zlib": bomb(2)}, "count 1152921504606846976"),
+        ({"dtype": "|u1", "count": -1, "zlib": bomb(2)}, "count -1"),
+        ({"dtype": "|O", "count": 2, "zlib": bomb(16)}, "has dtype '|O'"),
+        ({"dtype": "|u1", "count": 2, "zlib": "AAAA"}, "not a zlib stream"),
+        ({"dtype": "|u1", "zlib": bomb(2)}, "has no count"),
+    ],
+)
+def test_invalid_states_of_exact_metrics(labels: dict[str, object], cause: str) -> None:
+    metric = AUC()
+    metric.update([0.5, 0.1], [1, 0])
+    with pytest.raises(ValueError, match=re.escape(cause)):
+        AUC().load_state_dict({**metric.state_dict(), "labels": labels})

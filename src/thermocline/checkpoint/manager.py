@@ -1,14 +1,14 @@
 """`tc.Checkpoints`: saves and restores the tables, dense model, reader position and random states of a run.
 
     run_dir/checkpoints/00000012.json           manifest of save 12; names everything below
-    run_dir/checkpoints/00000012.safetensors    dense model, dense optimizers, random states
+    run_dir/checkpoints/00000012*.safetensors   state of each rank: dense model and optimizers, position, random states
     run_dir/stores/<table>/                     rows of tables without `ssd`
     store of each table                         one epoch per manifest
 
-Over several ranks each rank has a store per table. Rank 0 writes the manifest, which names the stores of all ranks
-(table_stores.py).
+Over several ranks each rank has a store per table (table_stores.py) and a state file (rank_states.py). Rank 0 writes
+the manifest, which names those of all ranks, and a checksum of each file.
 
-Order of a save: commit the stores, write the dense file, write the manifest. The save exists once its manifest does.
+Order of a save: commit the stores, write the state files, write the manifest. The save exists once its manifest does.
 Then everything that no kept manifest names is removed: old manifests first, then epochs, then files. So a manifest
 always names things that exist, whenever the process is killed, and leftovers are removed by the next save or restore.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import platform
@@ -30,19 +31,18 @@ import numpy as np
 import torch
 
 from thermocline import __version__
-from thermocline.checkpoint import state_tree
-from thermocline.checkpoint.manifest import Json, decode_manifest, encode_manifest, require_json, sha256_hex
+from thermocline.checkpoint.manifest import Json, encode_manifest, format_errors, read_manifest, require_json
+from thermocline.checkpoint.rank_states import RankStates
 from thermocline.checkpoint.table_stores import TableStores
 from thermocline.distributed.collective_errors import CollectiveRunner
-from thermocline.distributed.frozen_adam import check_frozen_state
 from thermocline.embedding.table import Table
 from thermocline.errors import CorruptionError, FormatError, NotFoundError, ThermoclineError
 from thermocline.utils import atomic_file
 from thermocline.utils.atomic_file import failpoint
 
-FORMAT = 1
-RANKS_FORMAT = 2
-"""Format of manifests of sharded tables, with the stores of every rank."""
+FORMAT = 3
+OLDER_FORMATS = (1, 2)
+"""Formats that are only read (older_states.py), of one process and of several ranks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Checkpoint:
     world: int = 1
     """Number of ranks that saved it."""
     extras: tuple[Any, ...] = ()
-    """`extra` of every rank that saved it."""
+    """If `restore` returned it to another number of ranks: `extra` of every rank that saved it."""
 
 
 class Checkpoints:
@@ -91,9 +91,12 @@ class Checkpoints:
         """
         keep        number of most recent saves to keep, in addition to the last save of each tag
         read_only   allow only `saved` and `restore`, without changes on disk: another process may be training
-        dense_sync  over several ranks: their `DenseParameters`, whose state is saved too
+        dense_sync  over several ranks: their `DenseParameters`. Its state is saved, and parameters that are equal on
+                    several ranks are saved once. Required with `DenseSync(every=k)`: without it, `begin` of a resumed
+                    loop would give every rank the model of rank 0
 
-        Over several ranks, every rank creates it and calls it at the same steps, on a shared folder.
+        Over several ranks, every rank creates it and calls it at the same steps, on a shared folder. Every rank's own
+        dense state is saved and restored. With `read_only`, or another number of ranks, every rank gets the mean.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}: it must be at least 1 checkpoint")
@@ -102,16 +105,19 @@ class Checkpoints:
             names = [table.name for table in tables]
             raise ValueError(f"tables are {names}: pass at least one, with unique names (Table(name=...))")
         self._collective = CollectiveRunner.of(tables)
-        self._model = model
         if isinstance(dense_optimizer, torch.optim.Optimizer):
             dense_optimizer = [dense_optimizer]
-        self._optimizers = list(dense_optimizer or ())
         self._keep = keep
         self._read_only = read_only
-        self._dense_sync = dense_sync
         self._run_dir = Path(run_dir)
         self._stores = TableStores(self._run_dir, self.tables, self._collective, read_only=read_only)
         self._folder = self._run_dir / "checkpoints"
+        groups = tables[0].groups
+        node_of = (0,) if groups is None else groups.topology.node_of
+        optimizers = list(dense_optimizer or ())
+        self._states = RankStates(
+            self._folder, self._collective, node_of, model, optimizers, dense_sync, read_only=read_only
+        )
         self._manifests: dict[int, dict[str, Json]] = {}
         """Kept manifests, by number."""
         self._ready = False
@@ -137,30 +143,26 @@ class Checkpoints:
         files = self._folder.glob("*.json") if self._folder.is_dir() else ()
         return sorted(int(file.stem) for file in files if file.stem.isdigit())
 
-    def _path(self, number: int, suffix: str = ".json") -> Path:
-        return self._folder / f"{number:08}{suffix}"
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:08}.json"
 
     def _read(self, number: int) -> dict[str, Json]:
         path = self._path(number)
         try:
-            manifest = decode_manifest(path.read_bytes(), str(path))
+            manifest = read_manifest(path)
         except CorruptionError as error:
             raise CorruptionError(f"{error}. Move it away to continue from the previous checkpoint") from None
-        if manifest.get("format") not in (FORMAT, RANKS_FORMAT):
-            raise FormatError(
-                f"{path} has format {manifest.get('format')}; thermocline {__version__} reads {FORMAT}, {RANKS_FORMAT}"
-            )
+        if manifest.get("format") not in (FORMAT, *OLDER_FORMATS):
+            known = ", ".join(map(str, (*OLDER_FORMATS, FORMAT)))
+            raise FormatError(f"{path} has format {manifest.get('format')}; thermocline {__version__} reads {known}")
         return manifest
 
-    def _describe(self, number: int, manifest: dict[str, Json]) -> Checkpoint:
-        step, position, extra, tag = (manifest[name] for name in ("step", "position", "extra", "tag"))
-        ranks = manifest.get("ranks", [None])
-        if _world(manifest) != self._collective.world:
-            position = None
-        elif "ranks" in manifest:
-            position, extra = (ranks[self._collective.rank][name] for name in ("position", "extra"))
-        extras = tuple(rank["extra"] for rank in ranks) if "ranks" in manifest else (extra,)
-        return Checkpoint(step, position, extra, tag, self._path(number), len(ranks), extras)
+    def _describe(self, number: int, manifest: dict[str, Json], *, restored: bool = False) -> Checkpoint:
+        world = len(manifest.get("ranks", [None]))
+        with format_errors(str(self._path(number))):
+            position, extra = self._states.values(manifest)
+            extras = self._states.extras(manifest) if restored and world != self._collective.world else ()
+        return Checkpoint(manifest["step"], position, extra, manifest["tag"], self._path(number), world, extras)
 
     # ---- save
 
@@ -195,10 +197,26 @@ class Checkpoints:
         failpoint("run.begin")
         collective = self._collective
         note = {"thermocline": "begin" if begin else "save", "run": self._run, "number": number, "step": step}
-        committed = collective.gather("committing tables", lambda: self._stores.commit(json.dumps(note)))
-        rank_states = collective.gather(
-            "gathering the checkpoint state", lambda: self._rank_state(position, extra, begin)
+        committed = collective.gather_to_rank0("committing tables", lambda: self._stores.commit(json.dumps(note)))
+        written: list[Json] = []
+        if not begin:  # the initial dense model is not saved: the caller creates it again
+            write = functools.partial(self._states.write, number, position, extra)
+            written = collective.gather_to_rank0("writing the state of the ranks", write)
+        manifest = collective.broadcast(
+            "publishing the checkpoint",
+            lambda: self._publish(number, self._manifest(step, tag, begin, committed, written)),
         )
+        self._manifests[number] = manifest
+        self._retain()
+        self._sweep()
+        failpoint("run.done")
+        world = self._collective.world
+        return Checkpoint(step, position, extra, tag, self._path(number), world)
+
+    def _manifest(
+        self, step: int, tag: str | None, begin: bool, committed: Sequence[Json], written: Sequence[Json]
+    ) -> dict[str, Json]:
+        """Build the manifest from the stores and state files of all ranks."""
         manifest: dict[str, Json] = {
             "format": FORMAT,
             "run": self._run,
@@ -208,62 +226,20 @@ class Checkpoints:
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": _versions(),
             "torch_threads": torch.get_num_threads(),
-            "position": position,
-            "extra": extra,
             "tables": self._stores.described(committed[0]),
             "files": {},
-            "dense": None,
+            "states": [],
         }
+        if written:
+            manifest |= self._states.described(written)
         if self._stores.sharded:
-            manifest["format"] = RANKS_FORMAT
-            manifest["ranks"] = [
-                {"position": rank["position"], "extra": rank["extra"], "stores": stores}
-                for rank, stores in zip(rank_states, committed, strict=True)
-            ]
-        manifest = collective.broadcast(
-            "publishing the checkpoint", lambda: self._publish(number, manifest, rank_states)
-        )
-        self._manifests[number] = manifest
-        self._retain()
-        self._sweep()
-        failpoint("run.done")
-        return self._describe(number, manifest)
+            manifest["ranks"] = [{"stores": stores} for stores in committed]
+        return manifest
 
-    def _publish(self, number: int, manifest: dict[str, Json], rank_states: list[dict[str, Any]]) -> dict[str, Json]:
-        if not manifest["begin"]:  # the initial dense model is not saved: the caller creates it again
-            tensors: state_tree.Tensors = {}
-            state = self._dense_state() | rank_states[0]["state"]
-            if len(rank_states) > 1:
-                state["ranks"] = [rank["state"] for rank in rank_states]
-            manifest["dense"] = state_tree.pack(state, tensors, "dense")
-            data = state_tree.encode(tensors)
-            path = self._path(number, ".safetensors")
-            manifest["files"] = {path.name: {"bytes": len(data), "sha256": sha256_hex(data)}}
-            atomic_file.atomic_write(path, data)
-            failpoint("run.dense_published")
+    def _publish(self, number: int, manifest: dict[str, Json]) -> dict[str, Json]:
         atomic_file.atomic_write(self._path(number), encode_manifest(manifest))
         failpoint("run.published")
         return manifest
-
-    def _rank_state(self, position: Json, extra: Json, begin: bool) -> dict[str, Any]:
-        """Return the state that differs between ranks: position, random states, and optimizers in some modes."""
-        state: dict[str, Any] = {}
-        if not begin:
-            state["random"] = state_tree.random_state()
-            if self._dense_sync is not None:
-                state["sync"] = self._dense_sync.state_dict()
-                if self._dense_sync.has_rank_state:
-                    state["optimizers"] = self._optimizer_states()
-        return {"position": position, "extra": extra, "state": state}
-
-    def _dense_state(self) -> dict[str, Any]:
-        return {
-            "model": None if self._model is None else dict(self._model.state_dict()),
-            "optimizers": self._optimizer_states(),
-        }
-
-    def _optimizer_states(self) -> list[dict[str, Any]]:
-        return [{"kind": type(o).__name__, "state": o.state_dict()} for o in self._optimizers]
 
     def _retain(self) -> None:
         """Drop manifests that are neither among the last `keep` nor the last of a tag."""
@@ -308,41 +284,32 @@ class Checkpoints:
         model), `NotFoundError` (a missing save, file or epoch).
         """
         collective = self._collective
-        manifests, number, files = collective.broadcast("reading the checkpoints", lambda: self._load(which))
+        manifests, number = collective.broadcast("reading the checkpoints", lambda: self._load(which))
         manifest = manifests[number]
         doing = "checking the checkpoint"
-        dense = collective.run_all(doing, lambda: None if manifest["begin"] else self._unpacked(manifest, files))
+        with format_errors(str(self._path(number))):
+            state = collective.run_all(doing, lambda: None if manifest["begin"] else self._states.load(manifest))
         collective.run_all(doing, lambda: self._stores.check(manifest, str(self._path(number))))
         self._ready = False  # after an interrupted restore, `save` raises until a restore succeeds
         collective.run_all("restoring rows", lambda: self._stores.restore(manifest, list(manifests.values())))
-        if dense is not None:
-            self._restore_dense(dense, _world(manifest))
+        if state is not None:
+            self._states.apply(state)
         torch.set_num_threads(manifest["torch_threads"])
         if manifest["versions"] != _versions():
             versions = f"saved with {manifest['versions']}, resumed with {_versions()}"
             warnings.warn(f"{versions}: results may differ in the last bits", stacklevel=2)
         self._run = manifest["run"]
         self._manifests = manifests
+        restored = None if manifest["begin"] else self._describe(number, manifest, restored=True)
         if not self._read_only:
             self._ready = True
             self._sweep()
-        return None if manifest["begin"] else self._describe(number, manifest)
+        return restored
 
-    def _restore_dense(self, state: dict[str, Any], world: int) -> None:
-        if self._model is not None:
-            self._model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved["state"])
-        if self._dense_sync is not None and "sync" in state:
-            self._dense_sync.load_state_dict(state["sync"])
-        if world == self._collective.world:  # else every rank would get the random state of rank 0
-            state_tree.set_random_state(state["random"])
-
-    def _load(self, which: int | str | None) -> tuple[dict[int, dict[str, Json]], int, dict[str, bytes]]:
-        """Return all manifests, the number of the selected one, and the content of its files."""
+    def _load(self, which: int | str | None) -> tuple[dict[int, dict[str, Json]], int]:
+        """Return all manifests, and the number of the selected one."""
         manifests = {number: self._read(number) for number in self._numbers()}
-        number = self._select(manifests, which)
-        return manifests, number, self._files(manifests[number])
+        return manifests, self._select(manifests, which)
 
     def _select(self, manifests: dict[int, dict[str, Json]], which: int | str | None) -> int:
         matches = [
@@ -355,50 +322,10 @@ class Checkpoints:
             raise NotFoundError(f"{self._folder} has no {wanted}; it has {have or 'none'}")
         return matches[-1]
 
-    def _files(self, manifest: dict[str, Json]) -> dict[str, bytes]:
-        files = {}
-        for name, expected in manifest["files"].items():
-            path = self._folder / name
-            try:
-                files[name] = data = path.read_bytes()
-            except FileNotFoundError:
-                raise NotFoundError(f"{path} is missing: the checkpoint of step {manifest['step']} needs it") from None
-            if len(data) != expected["bytes"] or sha256_hex(data) != expected["sha256"]:
-                raise CorruptionError(f"{path} is damaged: its checksum differs from the manifest")
-        return files
-
-    def _unpacked(self, manifest: dict[str, Json], files: dict[str, bytes]) -> dict[str, Any]:
-        tensors: state_tree.Tensors = {}
-        for data in files.values():
-            tensors.update(state_tree.decode(data))
-        state: dict[str, Any] = state_tree.unpack(manifest["dense"], tensors)
-        state_tree.check_dense(state, self._dense_state())
-        local = self._local_state(state, _world(manifest))
-        if not self._read_only:
-            for optimizer in local["optimizers"]:
-                check_frozen_state(optimizer["state"])
-        return local
-
-    def _local_state(self, dense: dict[str, Any], world: int) -> dict[str, Any]:
-        """Return the dense state for this rank; `world` ranks saved it."""
-        if world == self._collective.world > 1:
-            return {**dense, **dense["ranks"][self._collective.rank]}
-        if world > 1 and "optimizers" in dense["ranks"][0]:
-            from thermocline.distributed.dense_sync import reshard_optimizer_states
-
-            ranks = [rank["optimizers"] for rank in dense["ranks"]]
-            return {**dense, "optimizers": reshard_optimizer_states(ranks, self._collective.world)}
-        return dense
-
     def close(self) -> None:
         """Close the stores of tables without `ssd`. `save` raises afterwards."""
         self._ready = False
         self._stores.close()
-
-
-def _world(manifest: dict[str, Json]) -> int:
-    """Return the number of ranks that saved the checkpoint."""
-    return len(manifest.get("ranks", [None]))
 
 
 def _versions() -> dict[str, str]:

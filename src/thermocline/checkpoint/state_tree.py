@@ -1,18 +1,36 @@
-"""Serializes the dense state of a checkpoint: tensors to safetensors, all other values to JSON. Uses no pickle."""
+"""Serializes the state of a rank: a safetensors file with all values but tensors as JSON in its header. No pickle."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
 
-from thermocline.checkpoint.manifest import Json
-from thermocline.errors import FormatError
+from thermocline.checkpoint.manifest import Json, sha256_hex
+from thermocline.errors import CorruptionError, FormatError
 
 Tensors = dict[str, torch.Tensor]
+_VALUES, _CHECKSUM = "thermocline", "sha256"
+"""Keys of a file's header."""
+
+
+@dataclasses.dataclass(slots=True)
+class RankState:
+    """The state of a checkpoint that a rank restores, beside its rows."""
+
+    model: dict[str, Any] | None
+    optimizers: list[dict[str, Any]]
+    sync: dict[str, Any] | None = None
+    """State of `DenseParameters`; None if the model is a mean over ranks."""
+    random: dict[str, Any] | None = None
+    """Random states; None if another number of ranks saved."""
 
 
 # ---- trees
@@ -54,8 +72,12 @@ def unpack(value: Json, tensors: Tensors) -> Any:
     return value
 
 
-def encode(tensors: Tensors) -> bytes:
-    """Serialize tensors as a safetensors file. Tensors that share memory are copied: the format does not allow it."""
+def encode(tensors: Tensors, values: Json = None) -> bytes:
+    """Serialize tensors and JSON values as a safetensors file.
+
+    Tensors that share memory are copied: the format does not allow it. The values have a checksum of their own, so that
+    `read_values` need not read the tensors.
+    """
     seen: set[int] = set()
     separate: Tensors = {}
     for name, tensor in tensors.items():
@@ -63,12 +85,33 @@ def encode(tensors: Tensors) -> bytes:
         address = copy.untyped_storage().data_ptr()
         separate[name] = copy.clone() if address in seen else copy
         seen.add(address)
-    return safetensors.torch.save(separate)
+    text = json.dumps(values, separators=(",", ":"))
+    return safetensors.torch.save(separate, {_VALUES: text, _CHECKSUM: sha256_hex(text.encode())})
 
 
 def decode(data: bytes) -> Tensors:
     """Return the tensors of a safetensors file."""
     return safetensors.torch.load(data)
+
+
+def values_of(data: bytes, name: str) -> Json:
+    """Return the values of a file that `encode` wrote; `name` is its path, for errors. Only the header is needed."""
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        text = header[_VALUES]
+        if sha256_hex(text.encode()) != header[_CHECKSUM]:
+            raise ValueError("its checksum does not match its content")
+        return json.loads(text)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptionError(f"{name} is damaged: its header is not that of a rank's state ({error})") from None
+
+
+def read_values(path: Path) -> Json:
+    """Return the values of a file that `encode` wrote; reads its header only. Raises `CorruptionError`."""
+    with open(path, "rb") as file:
+        length = file.read(8)
+        size = min(int.from_bytes(length, "little"), os.fstat(file.fileno()).st_size)
+        return values_of(length + file.read(size), str(path))
 
 
 def check_dense(saved: dict[str, Any], current: dict[str, Any]) -> None:

@@ -19,11 +19,13 @@ from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.key_sharding import owner_of, rank_folder
 from thermocline.distributed.shard_reader import ShardReaderTable
 from thermocline.embedding.precision import FP32, current_layout, parse_precision
+from thermocline.embedding.row_version import RowVersion
 from thermocline.embedding.table import Table
 from thermocline.errors import FormatError, NotFoundError, ThermoclineError
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils import atomic_file
 from thermocline.utils.atomic_file import failpoint
+from thermocline.utils.untrusted_files import confined_path
 
 Manifest = dict[str, Json]
 _RANK_FOLDER = re.compile(r"rank-(\d{5})-of-(\d{5})(?:\.\d+)?(\.gone)?")
@@ -125,6 +127,7 @@ class TableStores:
                 "note": committed[name]["note"],
                 "step_count": table.step_count,
                 "lr": table.lr,
+                "fields": [None if bag.field_names is None else list(bag.field_names) for bag in table.bags],
             }
             for name, table in self._tables.items()
         }
@@ -181,6 +184,7 @@ class TableStores:
             self._check_layout(table, entries[name], path)
             table.backend.require_idle()
             self._check_stores(table, manifest, f"{path}: table {name!r}")
+            self._check_fields(table, entries[name])
 
     def _check_layout(self, table: Table, entry: Json, path: str) -> None:
         saved = {"precision": FP32.layout, **entry["layout"]}  # older checkpoints have no precision: fp32
@@ -193,8 +197,18 @@ class TableStores:
             before = "with" if entry["ssd"] else "without"
             raise FormatError(f"{path}: table {table.name!r} was saved {before} an ssd folder: open it {before} one")
 
+    @staticmethod
+    def _check_fields(table: Table, entry: Json) -> None:
+        saved = entry.get("fields", [])  # older checkpoints have no names
+        if len(saved) == len(table.bags):  # else the bags cannot be identified
+            for bag, names in zip(table.bags, saved, strict=True):
+                bag.require_fields(names)
+
     def _check_stores(self, table: Table, manifest: Manifest, subject: str) -> None:
         saved = self._saved(table, manifest)
+        if "ranks" in manifest:
+            for source in saved:
+                confined_path(self._root(table), source.path.name, subject)
         if not self._same_ranks(manifest):
             for source in saved:
                 with self._open_saved(table, source) as store:
@@ -245,7 +259,9 @@ class TableStores:
                 else:
                     self._reshard(table, saved, manifests)
         for name, table in self._tables.items():
-            table.step_count = manifest["tables"][name]["step_count"]
+            saved_by_rank0 = self._saved(table, manifest)[0]
+            version = RowVersion.of_commit(saved_by_rank0.note.encode(), saved_by_rank0.epoch)
+            table.set_version(version._replace(step=manifest["tables"][name]["step_count"]))
             table.lr = manifest["tables"][name]["lr"]
 
     def _restore_own(self, manifest: Manifest) -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
 
@@ -60,20 +60,31 @@ def train(config: Config, *, resume: bool) -> list[str]:
 # ---- trained runs
 
 
-def evaluate(run_dir: str, files: Sequence[str], sets: Sequence[str], checkpoint: str | None) -> Row:
+def evaluate(
+    run_dir: str, files: Sequence[str], sets: Sequence[str], checkpoint: str | None, *, allow_remote_data: bool = False
+) -> Row:
     """Compute exact metrics of a trained run, on its test data or on other files."""
-    with _load_run(run_dir, files, sets, checkpoint) as run:
+    with _load_run(run_dir, files, sets, checkpoint, allow_remote_data=allow_remote_data) as run:
         batches = run.loader("test")
         with progress("evaluating", _examples(batches, run.config)) as advance:
             return {"step": run.step, **run.evaluate(count_examples(batches, advance)), "skipped": skipped(batches)}
 
 
-def predict(run_dir: str, files: Sequence[str], out: str, sets: Sequence[str], checkpoint: str | None) -> Row:
+def predict(
+    run_dir: str,
+    files: Sequence[str],
+    out: str,
+    sets: Sequence[str],
+    checkpoint: str | None,
+    *,
+    allow_remote_data: bool = False,
+) -> Row:
     """Write one score per example to the file `out`, in the order of the files."""
     from thermocline.training.prediction_writer import write_scores, writer_of
 
     writer_of(out)  # raises before any work is done
-    with _load_run(run_dir, files, sets, checkpoint, labelled=False, strict=True) as run:
+    remote = {"allow_remote_data": allow_remote_data}
+    with _load_run(run_dir, files, sets, checkpoint, labelled=False, strict=True, **remote) as run:
         batches = run.loader("test")
         with progress("predicting", _examples(batches, run.config)) as advance:
             count = write_scores(out, run.scores(count_examples(batches, advance)))
@@ -88,6 +99,7 @@ def _load_run(
     *,
     labelled: bool = True,
     strict: bool = False,
+    allow_remote_data: bool,
 ) -> Any:
     """Load a run to evaluate it on `files`.
 
@@ -97,7 +109,8 @@ def _load_run(
     from thermocline.training.run_dir import config_of
 
     config = config_of(run_dir, sets)
-    if strict and not any(override.partition("=")[0].strip() == "data.on_error" for override in sets):
+    given = {override.partition("=")[0].strip() for override in sets} | ({"data.test"} if files else set())
+    if strict and "data.on_error" not in given:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, on_error="raise"))
     if files:
         if config.data.format == "synth":
@@ -106,7 +119,11 @@ def _load_run(
     elif config.data.format != "synth" and not config.data.test:
         raise ConfigError(f"{run_dir} has no data.test: give data files on the command line")
     step_or_tag = int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
-    return Run.load(run_dir, checkpoint=step_or_tag, config=config, labelled=labelled)
+    recorded = [split for split in get_args(Split) if f"data.{split}" not in given]
+    return Run.load(
+        run_dir, checkpoint=step_or_tag, config=config, labelled=labelled, recorded=recorded,
+        allow_remote_data=allow_remote_data,
+    )  # fmt: skip
 
 
 def _examples(batches: Any, config: Config) -> int | None:

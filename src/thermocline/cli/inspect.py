@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from thermocline.checkpoint.manifest import decode_manifest, sha256_hex
+from thermocline.checkpoint.manifest import read_manifest, run_of_note, sha256_hex
 from thermocline.errors import ConfigError, IoError, NotFoundError, StoreError, ThermoclineError
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.text_format import format_size, plural
+from thermocline.utils.untrusted_files import confined_path, read_limited
 
 Report = dict[str, Any]
 _ATTEMPTS = 5
@@ -105,33 +106,52 @@ def _inspect_run(path: Path, check: bool, mem: str | SupportsIndex | None) -> Re
             report["problems"].append(str(error))
     for checkpoint in report["checkpoints"] if check else ():
         report["problems"] += _files_of(Path(checkpoint["path"]), checkpoint)
-    newest = report["checkpoints"][-1] if report["checkpoints"] else None
-    for name, folder, _ in _stores_of(path, newest):
-        store = _inspect_store(folder, check, mem)
-        report["stores"].append({"table": name, **store})
-        report["problems"] += store["problems"]
+    for checkpoint in report["checkpoints"][-1:]:
+        for name, folder, _ in _stores_of(path, checkpoint):
+            store = _inspect_store_of(path, checkpoint, folder, check, mem)
+            report["stores"].append({"table": name, **store})
+            report["problems"] += store["problems"]
     report["last"] = _last_line(path / "metrics.jsonl")
     return report
 
 
-def _stores_of(run_dir: Path, checkpoint: Report | None) -> Iterator[tuple[str, Path, int]]:
+def _stores_of(run_dir: Path, checkpoint: Report) -> Iterator[tuple[str, Path, int]]:
     """Yield table name, store folder (in the run or from its config) and epoch for each store of a checkpoint."""
-    for name, table in (checkpoint or {"tables": {}})["tables"].items():
+    for name, table in checkpoint["tables"].items():
         folder = run_dir / "stores" / name
         if table["ssd"]:
             if not (run_dir / "config.toml").exists():
                 continue
-            from thermocline.config.schema import Config
+            from thermocline.training.run_dir import config_of
 
-            ssd = Config.load(run_dir / "config.toml").relocated(run_dir).tiers.ssd
+            ssd = config_of(run_dir).tiers.ssd
             if ssd is None:
                 continue
             folder = Path(ssd)
-        assert checkpoint is not None
         if checkpoint["ranks"] is None:
             yield name, folder, table["epoch"]
         for rank in checkpoint["ranks"] or ():
             yield name, folder / rank["stores"][name]["folder"], rank["stores"][name]["epoch"]
+
+
+def _inspect_store_of(
+    run_dir: Path, checkpoint: Report, folder: Path, check: bool, mem: str | SupportsIndex, epoch: int | None = None
+) -> Report:
+    """Report on a store that a checkpoint names. One outside of the run's folder must have a commit of this run."""
+    refused: Report = {"kind": "store", "path": str(folder), "problems": []}
+    try:
+        if checkpoint["ranks"] is not None:
+            confined_path(folder.parent, folder.name, checkpoint["path"])
+    except StoreError as error:
+        return {**refused, "problems": [str(error)]}
+    outside = not folder.resolve().is_relative_to(run_dir.resolve())
+    store = _inspect_store(folder, check and not outside, mem, epoch)
+    if not outside or "note" not in store:
+        return store
+    if run_of_note(store["note"]) != checkpoint["run"]:
+        cause = f"{folder} is outside of {run_dir} and is not a store of this run: inspect it by its own path"
+        return {**refused, "problems": [cause]}
+    return _inspect_store(folder, check, mem, epoch) if check else store
 
 
 def _last_line(path: Path) -> Report | None:
@@ -154,8 +174,8 @@ def _last_line(path: Path) -> Report | None:
 
 
 def _manifest(path: Path) -> Report:
-    manifest = decode_manifest(path.read_bytes(), str(path))
-    names = ("step", "tag", "time", "begin", "versions", "torch_threads", "position", "tables", "files", "ranks")
+    manifest = read_manifest(path)
+    names = ("run", "step", "tag", "time", "begin", "versions", "torch_threads", "tables", "files", "ranks")
     return {"kind": "checkpoint", "path": str(path), **{name: manifest.get(name) for name in names}, "problems": []}
 
 
@@ -164,7 +184,10 @@ def _files_of(path: Path, checkpoint: Report) -> list[str]:
     problems = []
     for name, expected in checkpoint["files"].items():
         try:
-            data = (path.parent / name).read_bytes()
+            data = read_limited(confined_path(path.parent, name, str(path)), expected["bytes"])
+        except StoreError as error:
+            problems.append(str(error))
+            continue
         except FileNotFoundError:
             if path.exists():  # else a newer checkpoint has replaced both
                 problems.append(
@@ -184,7 +207,7 @@ def _inspect_checkpoint(path: Path, check: bool, mem: str | SupportsIndex | None
     report["problems"] += _files_of(path, report)
     report["stores"] = []
     for name, folder, epoch in _stores_of(path.parent.parent, report):
-        store = _inspect_store(folder, check, mem, epoch=epoch)
+        store = _inspect_store_of(path.parent.parent, report, folder, check, mem, epoch=epoch)
         report["stores"].append({"table": name, **store})
         report["problems"] += store["problems"]
     return report

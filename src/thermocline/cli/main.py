@@ -45,6 +45,10 @@ Files = Annotated[
 Checkpoint = Annotated[
     str | None, typer.Option(help="best, last, or a step; default: best if there is one, else last.")
 ]
+AllowRemoteData = Annotated[
+    bool,
+    typer.Option("--allow-remote-data", help="Contact URLs that only the run's own config names, such as s3://."),
+]
 
 
 class Split(StrEnum):
@@ -170,6 +174,7 @@ def evaluate(
     files: Files = None,
     sets: Sets = None,
     checkpoint: Checkpoint = None,
+    allow_remote_data: AllowRemoteData = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -177,7 +182,7 @@ def evaluate(
     with _one_line(debug):
         from thermocline.cli import commands
 
-        report = commands.evaluate(run_dir, files or (), sets or (), checkpoint)
+        report = commands.evaluate(run_dir, files or (), sets or (), checkpoint, allow_remote_data=allow_remote_data)
         if as_json:
             _print_json(report)
         else:
@@ -195,6 +200,7 @@ def predict(
     ] = "scores.csv",
     sets: Sets = None,
     checkpoint: Checkpoint = None,
+    allow_remote_data: AllowRemoteData = False,
     debug: Debug = False,
 ) -> None:
     """Write one score per example, in the order of the files. Read-only; works while the run trains."""
@@ -202,7 +208,9 @@ def predict(
         from thermocline.cli import commands
         from thermocline.utils.text_format import plural
 
-        report = commands.predict(run_dir, files or (), out, sets or (), checkpoint)
+        report = commands.predict(
+            run_dir, files or (), out, sets or (), checkpoint, allow_remote_data=allow_remote_data
+        )
         typer.echo(f"{plural(report['scores'], 'score')} of step {report['step']} in {out}")
         _print_skipped(report)
 

@@ -11,12 +11,13 @@ from thermocline.config.messages import reject
 from thermocline.config.section import section
 
 Merge = Literal["v_frozen", "all", "params"]
+Scope = Literal["ranks", "nodes"]
 SyncMode = Literal["gradients", "v_frozen", "all", "params"]
 
 
 @section("dist.dense_sync")
 class DenseSync:
-    """Average gradients every step, or step locally on each rank and merge the models every k steps."""
+    """Average gradients every step, or step locally on each rank or node and merge the models every k steps."""
 
     every: Count = 1
     """Steps between merges, k. With 1 and no `merge`, gradients are averaged every step and all models stay equal."""
@@ -25,19 +26,26 @@ class DenseSync:
     moments; all ranks divide by the merged moments until the next merge, and update their local m and v meanwhile. It
     also merges after steps 1, 2, 4, 8 and so on below k. all: parameters and all state of the optimizer. params:
     parameters only; the second moments of the ranks diverge, which harms some models."""
+    scope: Scope = "ranks"
+    """What steps alone between merges. ranks: every rank. nodes: every node; its ranks average their gradients every
+    step, and models are merged between nodes. It needs several nodes, all with the same number of ranks."""
     every_m: Maybe[Count] = None
     """Steps between merges of first moments, with merge = "all". By default as `every`."""
     every_v: Maybe[Count] = None
     """Steps between merges of second moments, with merge = "all" or "v_frozen". By default as `every`."""
     amsgrad: bool = False
     """Merged second moments never decrease (merge = "v_frozen")."""
-    exact: bool = False
-    """Sum in one fixed order, so that a run of all ranks in one process has the same bits. It sends no more bytes."""
+    exact: bool = True
+    """Sum in one fixed order: a run of all ranks in one process has the same bits. false: sums between nodes, and
+    between GPUs, use torch's all-reduce, whose order depends on the library and the number of nodes; it sends as many
+    bytes and can be faster."""
     bucket: PositiveSize = "25MB"
     """Approximate size of the buckets in which gradients are averaged; one bucket is in memory at a time."""
 
     @model_validator(mode="after")
     def _check_merge(self) -> Self:
+        if self.scope == "nodes" and self.mode == "gradients":
+            reject("scope", self.scope, '"ranks", unless every is above 1 or merge is set')
         if self.every_m is not None and self.mode != "all":
             reject("every_m", self.every_m, 'none, unless merge is "all"')
         if self.every_v is not None and self.mode not in ("all", "v_frozen"):

@@ -24,7 +24,10 @@ class Dist:
     topology: Maybe[str] = None
     """File that maps ranks to nodes. By default torchrun's assignment (LOCAL_WORLD_SIZE)."""
     timeout: Positive = 300.0
-    """Seconds that a rank waits for other ranks before it fails."""
+    """Seconds of silence after which a rank that waits for other ranks fails. Commits, loads and other long local work
+    do not count as silence."""
+    busy_timeout: Positive = 3600.0
+    """Seconds that a commit, a load or other local work of one rank may take while other ranks wait for it."""
     bind: bool = True
     """Bind each rank to the cores of one NUMA node, on machines with several."""
     dense_sync: DenseSync = DenseSync()

@@ -18,7 +18,8 @@ MAY_CHANGE = frozenset(
         "train.plateau_factor",
         *("train.checkpoint_every", "train.checkpoint_minutes", "train.keep", "train.depth", "train.pull_window"),
         *("train.log_every", "train.tensorboard", "train.display", "train.run_dir"),
-        *("dist.hops", "dist.topology", "dist.timeout", "dist.bind"),
+        *("dist.hops", "dist.topology", "dist.timeout", "dist.busy_timeout", "dist.bind"),
+        "dist.dense_sync.exact",  # earlier builds saved their default, false
         *(f"train.schedule.{name}" for name in ("kind", "warmup_steps", "decay_steps", "factor", "floor")),
     }
 )

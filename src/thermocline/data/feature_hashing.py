@@ -74,7 +74,7 @@ class Hasher:
             )
         fields = self.settings.fields_of(batch.fields)
         if fields != batch.fields:
-            batch = dataclasses.replace(batch, offsets=batch.offsets[:: batch.fields], fields=fields)
+            batch = dataclasses.replace(batch, offsets=batch.offsets[:: batch.fields], fields=fields, names=None)
         ids, offsets, weights = self._hash(batch)
         return dataclasses.replace(batch, ids=ids, offsets=offsets, weights=weights, prepared={})
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import dataclasses
 import fnmatch
+import json
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -14,7 +16,8 @@ import numpy as np
 from thermocline.arrays import Floats, Mask
 from thermocline.config.data import CRITEO_CATEGORICAL, CRITEO_LABEL, CRITEO_NUMERIC, Data, Format, Numeric
 from thermocline.config.messages import show_toml
-from thermocline.errors import DataError
+from thermocline.errors import CorruptionError, DataError
+from thermocline.utils.untrusted_files import MAX_TEXT_BYTES, read_limited
 
 Role = Literal["label", "key", "dense", "number_key", "ignore"]
 
@@ -49,6 +52,17 @@ class Features:
     def from_json(cls, value: dict[str, Any]) -> Self:
         pairs = {name: (float(mean), float(deviation)) for name, (mean, deviation) in value["statistics"].items()}
         return cls(tuple(value["fields"]), tuple(value["dense"]), pairs)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read the features.json of a run. Raises `CorruptionError` if it is malformed."""
+        try:
+            features = cls.from_json(json.loads(read_limited(path, MAX_TEXT_BYTES)))
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise CorruptionError(f"{path} is damaged: it has no features ({type(error).__name__}: {error})") from None
+        if not all(isinstance(name, str) for name in (*features.fields, *features.dense)):
+            raise CorruptionError(f"{path} is damaged: the name of a feature is not text")
+        return features
 
     def require(self, fields: Sequence[str], dense: Sequence[str], name: str, ignored: Sequence[str] = ()) -> None:
         """Raise DataError unless the file `name`, with these fields and dense features, has the same features.

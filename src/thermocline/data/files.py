@@ -177,6 +177,12 @@ def file_errors(name: str) -> Iterator[None]:
         raise DataError(f"{name} cannot be read: {' '.join(cause.split())}") from None
 
 
+def is_remote(path: str) -> bool:
+    """Whether a path is read through a URL's file system: all schemes except file."""
+    match = _URL.fullmatch(path)
+    return match is not None and match[1].lower() != "file"
+
+
 def find_files(paths: Sequence[str]) -> list[Source]:
     """Resolve paths, folders, globs and URLs to files, in the given order; files of a folder or glob by name."""
     if not paths:
@@ -184,18 +190,18 @@ def find_files(paths: Sequence[str]) -> list[Source]:
     sources: list[Source] = []
     for path in paths:
         match = _URL.fullmatch(path)
-        if match is None or match[1].lower() == "file":
-            sources += _find_local(path, urllib.parse.unquote(match[2]) if match else os.path.expanduser(path))
-        else:
-            with file_errors(_without_secrets(path)):
+        if match is not None and is_remote(path):
+            with file_errors(without_secrets(path)):
                 sources += _find_remote(path, match[1], match[2])
+        else:
+            sources += _find_local(path, urllib.parse.unquote(match[2]) if match else os.path.expanduser(path))
     for source in sources:
         if source.size == 0:
             raise DataError(f"{source.name} is empty: remove it from the data, or write examples to it")
     return sources
 
 
-def _without_secrets(url: str) -> str:
+def without_secrets(url: str) -> str:
     """Remove user and query from a URL."""
     return re.sub(r"://[^/@]*@", "://", url.partition("?")[0])
 
@@ -252,7 +258,7 @@ def _find_remote(url: str, scheme: str, rest: str) -> list[Source]:
     parts = rest.split("/")
     fixed = next((i for i, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
     filesystem, base = _filesystem(scheme, "/".join(parts[:fixed]), query)
-    shown = _without_secrets(url)
+    shown = without_secrets(url)
     # In some file systems the host is part of the path (a bucket), in others it is not (a name node).
     host = shown.partition("://")[2].partition("/")[0]
     prefix = f"{scheme}://" + ("" if base.strip("/").partition("/")[0] == host else f"{host}/")

@@ -7,7 +7,7 @@ from typing import Any
 
 from thermocline.config.data import Data, Split
 from thermocline.data.features import Features
-from thermocline.data.files import find_files
+from thermocline.data.files import find_files, is_remote, without_secrets
 from thermocline.data.reader import Reader
 from thermocline.data.synthetic import SyntheticAds
 from thermocline.errors import ConfigError, DataError
@@ -24,11 +24,22 @@ def check_paths(data: Data, splits: Iterable[Split]) -> None:
         return
     for split in splits:
         for i, path in enumerate(getattr(data, split)):
-            if "://" not in path:
+            if not is_remote(path):
                 try:
                     find_files([path])
                 except DataError as error:
                     raise ConfigError(f"data.{split}[{i}]: {error}") from None
+
+
+def require_local(data: Data, split: Split, run_dir: str) -> None:
+    """Raise `ConfigError` if the folder of a run, which may come from elsewhere, names data behind a URL."""
+    for i, path in enumerate(getattr(data, split) if data.format != "synth" else ()):
+        if is_remote(path):
+            raise ConfigError(
+                f"data.{split}[{i}] of {run_dir}/config.toml is {without_secrets(path)!r}: remote data that only the "
+                "folder of a run names is not contacted. Give the files on the command line, or allow it with "
+                "--allow-remote-data (allow_remote_data=True)"
+            )
 
 
 def open_data(

@@ -29,6 +29,8 @@ Cause = tuple[Mask, Callable[[int], str]]
 """Malformed rows, and a function from row to error message."""
 # Just below the limits of the core: a float32 value, and a 64-bit bucket number.
 _MAX_DENSE, _MAX_BUCKET = 3.4028e38, 9.22e18
+MAX_GROUP_BYTES = 1 << 34
+"""Largest row group, uncompressed and with 8 bytes per value: a few bytes of a file can state any number of values."""
 
 
 class ParquetFileInfo:
@@ -140,9 +142,22 @@ class ParquetBlocks:
         """Read columns of a row group, each as one chunk."""
         import pyarrow.parquet as pq
 
+        self._check_size(split, names)
         with split.source.open() as file, file_errors(split.source.name):
             opened = pq.ParquetFile(file, metadata=self._infos[id(split.source)].metadata)
             return opened.read_row_group(split.start, columns=list(names), use_threads=False).combine_chunks()
+
+    def _check_size(self, split: InputSplit, names: Sequence[str]) -> None:
+        group = self._infos[id(split.source)].metadata.row_group(split.start)
+        columns = [group.column(i) for i in range(group.num_columns)]
+        prefixes = tuple(f"{name}." for name in names)
+        read = [column for column in columns if f"{column.path_in_schema}.".startswith(prefixes)]
+        size = sum(max(column.total_uncompressed_size, 8 * column.num_values) for column in read)
+        if size > MAX_GROUP_BYTES:
+            raise DataError(
+                f"{split.source.name}: row group {split.start} needs {size} bytes of memory: it must need at most "
+                f"{MAX_GROUP_BYTES}. Write the file with smaller row groups"
+            )
 
     # ---- malformed rows
 

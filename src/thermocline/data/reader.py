@@ -298,7 +298,9 @@ class Reader:
             target = torch.from_numpy(label)
             features = None if features is None else torch.from_numpy(features)
         position = {"epoch": epoch, "unit": first_block[0], "block": first_block[1], "example": taken}
-        batch = Batch(ids, offsets, fields, weights, features, target, {**self._identity, **position})
+        batch = Batch(
+            ids, offsets, fields, weights, features, target, {**self._identity, **position}, names=self.features.fields
+        )
         return batch if self._hasher is None else self._hasher(batch)
 
     def _chunks(self, epoch: int, start: BlockIndex) -> Generator[ShuffleChunk, None, None]:

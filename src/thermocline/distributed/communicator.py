@@ -10,7 +10,11 @@ Each communicator spans three groups: "world" (all ranks), "node" (the ranks of 
 equal local rank, one per node). Gloo carries CPU tensors between nodes, shared memory carries them within a node, and
 NCCL carries GPU tensors of the train communicator if every rank has its own GPU.
 
-Blocks     every collective waits for the other ranks of its group, at most `timeout` seconds
+A group is created only where it is used: node groups only on nodes without shared memory, groups between nodes only in
+a job of several.
+
+Blocks     every collective waits for the other ranks of its group until `timeout` seconds have passed in silence
+           (`heartbeat`)
 Raises     `RankError` if another rank exited or timed out
 """
 
@@ -18,9 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -28,14 +31,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from thermocline.distributed import messages
+from thermocline.distributed.group_setup import Channels, initialize_torch, make_channels, open_store
+from thermocline.distributed.heartbeat import Heartbeat
 from thermocline.distributed.link_relay import relayed_all_to_all
-from thermocline.distributed.rendezvous import scoped_store
+from thermocline.distributed.messages import Buffer
 from thermocline.distributed.shm_transport import ShmTransport
 from thermocline.distributed.topology import Topology
+from thermocline.distributed.torch_group import TorchGroup
 from thermocline.errors import RankError
 
-Group = Any  # torch.distributed.ProcessGroup
 GroupName = Literal["world", "node", "peers"]
+
+_NAMES = ("train", "ahead", "read")
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,10 +55,13 @@ class Communicator:
 
     name: str
     topology: Topology
-    timeout: float
-    world: Group
-    node: Group
-    peers: Group
+    heartbeat: Heartbeat
+    world: TorchGroup | None
+    """None if shared memory carries everything between all ranks."""
+    node: TorchGroup | None
+    """None if shared memory carries everything between the ranks of the node."""
+    peers: TorchGroup | None
+    """None in a job of one node, or with a different number of ranks per node."""
     gpu: bool
     """Whether the groups carry GPU tensors; otherwise these are copied through host memory."""
     relays: bool = False
@@ -76,6 +87,12 @@ class Communicator:
             raise RuntimeError(
                 "an evaluation pipeline over these ranks is open: close it before reading rows outside of it"
             )
+
+    def group(self, name: GroupName) -> TorchGroup:
+        """Return a process group that carries messages."""
+        group: TorchGroup | None = getattr(self, name)
+        assert group is not None, f"the {self.name} communicator has no process group {name!r}"
+        return group
 
     def uses_shm(self, group: GroupName) -> bool:
         """Return whether the ranks of a group communicate through shared memory."""
@@ -129,16 +146,16 @@ class Communicator:
         buffer = self.shm.send_buffer(len(message))
         if buffer.data_ptr() != message.data_ptr():
             buffer.copy_(message)
-        return self.shm.exchange(len(message), spans, self.timeout)
+        return self.shm.exchange(len(message), spans)
 
     def _torch_all_to_all(
         self, group: GroupName, message: torch.Tensor, send: list[int], receive: list[int] | None
     ) -> list[torch.Tensor]:
-        process_group = getattr(self, group)
+        process_group = self.group(group)
 
         def exchange(values: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
             received = values.new_empty((sum(receives), *values.shape[1:]))
-            dist.all_to_all_single(received, values.contiguous(), receives, sends, group=process_group)
+            process_group.all_to_all(received, values.contiguous(), receives, sends)
             return received
 
         if receive is None:
@@ -147,7 +164,7 @@ class Communicator:
         if group == "node" and self.relays:
             sizes = torch.tensor(send)
             pairs = [torch.empty_like(sizes) for _ in send]
-            dist.all_gather(pairs, sizes, group=process_group)
+            process_group.all_gather(pairs, sizes)
             received, forwarded = relayed_all_to_all(self.topology, message, [row.tolist() for row in pairs], exchange)
             self.relayed_bytes += forwarded
         else:
@@ -159,22 +176,68 @@ class Communicator:
         if self.topology.world == 1:
             return values[None]
         local = torch.from_numpy(np.ascontiguousarray(values))
-        if self.shm is not None and len(self.topology.nodes) == 1:
+        if self._shm_of_job is not None:
             pieces = self.all_gather_bytes(local.reshape(-1).view(torch.uint8), doing)
             return torch.stack(pieces).view(local.dtype).view(len(pieces), *local.shape).numpy()
         gathered = local.new_empty((self.topology.world, *local.shape))
         with self.translate_errors(doing):
-            dist.all_gather(list(gathered.unbind()), local, group=self.world)
+            self.group("world").all_gather(gathered.unbind(), local)
         return gathered.numpy()
 
-    def all_gather_object(self, value: Any, doing: str) -> list[Any]:
-        """Return a picklable value of every rank, by rank."""
+    def all_gather_message(self, message: Buffer, doing: str) -> list[Buffer]:
+        """Return the messages of all ranks, by rank: `messages.encode` makes them, `messages.decode` reads them."""
         if self.topology.world == 1:
-            return [value]
-        values: list[Any] = [None] * self.topology.world
+            return [message]
         with self.translate_errors(doing):
-            dist.all_gather_object(values, value, group=self.world)
-        return values
+            if self._shm_of_job is not None:
+                return self._shm_messages(message, [True] * self.topology.world)
+            return [*messages.all_gather_message(self.group("world"), message)]
+
+    def gather_message(self, message: Buffer, doing: str) -> list[Buffer]:
+        """Return the messages of all ranks on rank 0, by rank; the other ranks send theirs and return []."""
+        if self.topology.world == 1:
+            return [message]
+        with self.translate_errors(doing):
+            if self._shm_of_job is not None:
+                received = self._shm_messages(message, [rank == 0 for rank in range(self.topology.world)])
+                return received if self.topology.rank == 0 else []
+            return [*messages.gather_message(self.group("world"), message)]
+
+    def broadcast_message(self, message: Buffer | None, doing: str) -> Buffer:
+        """Return rank 0's message on every rank; the other ranks pass None. A rank receives it once."""
+        if self.topology.world == 1:
+            assert message is not None
+            return message
+        with self.translate_errors(doing):
+            if self._shm_of_job is not None:
+                sent = b"" if message is None else message
+                return self._shm_messages(sent, [message is not None] * self.topology.world)[0]
+            return messages.broadcast_message(self.group("world"), message)
+
+    @property
+    def _shm_of_job(self) -> ShmTransport | None:
+        """Shared memory, if it reaches all ranks."""
+        return self.shm if len(self.topology.nodes) == 1 else None
+
+    def _shm_messages(self, message: Buffer, readers: list[bool]) -> list[Buffer]:
+        """Send the message to the ranks marked in `readers`. Returns copies of the messages of all ranks."""
+        local = messages.as_tensor(message)
+        pieces = self._shm_exchange(local, [(0, len(local) if reads else 0) for reads in readers])
+        return [piece.clone().numpy().data for piece in pieces]
+
+    def broadcast(self, values: torch.Tensor, doing: str) -> None:
+        """Replace the tensor by rank 0's."""
+        with self.translate_errors(doing):
+            if values.is_cpu and self._shm_of_job is not None:
+                message = values.reshape(-1).view(torch.uint8)
+                spans = [(0, len(message) if self.topology.rank == 0 else 0)] * self.topology.world
+                values.copy_(self._shm_exchange(message, spans)[0].view(values.dtype).view(values.shape))
+            else:
+                self.group("world").broadcast(values)
+
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for local work that may take longer than the timeout: other ranks wait for it."""
+        return self.heartbeat.busy()
 
     def barrier(self, doing: str) -> None:
         """Wait until every rank has called it."""
@@ -189,8 +252,8 @@ class Communicator:
             t = self.topology
             raise RankError(
                 f"rank {t.rank} of {t.world} (node {t.node}) cannot continue: another rank exited or did not answer "
-                f"within {self.timeout:g} s (dist.timeout) while {doing}. See the error of the rank that exited first; "
-                f"a restart resumes from the last checkpoint. Cause: {str(error).splitlines()[0]}"
+                f"within {self.heartbeat.timeout:g} s (dist.timeout) while {doing}. See the error of the rank that "
+                f"exited first; a restart resumes from the last checkpoint. Cause: {str(error).splitlines()[0]}"
             ) from error
 
 
@@ -201,80 +264,96 @@ def _check_sizes(pieces: list[torch.Tensor], expected: list[int]) -> None:
 
 
 class Groups:
-    """All communicators of a job. Every rank creates it at the same time.
-
-    `world`, `node` and `peers` are the process groups of the train communicator.
-    """
+    """All communicators of a job. Every rank creates it at the same time."""
 
     def __init__(
-        self, topology: Topology, communicators: dict[str, Communicator], timeout: float, owns_torch: bool
+        self, topology: Topology, channels: Sequence[Channels], heartbeat: Heartbeat, gpu: bool, owns_torch: bool
     ) -> None:
         self.topology = topology
-        self.timeout = timeout
-        self.train, self.ahead, self.read = (communicators[name] for name in ("train", "ahead", "read"))
-        self.world, self.node, self.peers = self.train.world, self.train.node, self.train.peers
+        self.heartbeat = heartbeat
         self._owns_torch = owns_torch
+        self.train, self.ahead, self.read = (
+            Communicator(
+                name,
+                topology,
+                heartbeat,
+                channel.world,
+                channel.node,
+                channel.peers,
+                gpu=gpu and name == "train",
+                relays=name == "train" and topology.node in topology.relaying_nodes,
+                shm=channel.shm,
+            )
+            for name, channel in zip(_NAMES, channels, strict=True)
+        )
 
     @classmethod
-    def make(cls, topology: Topology, *, timeout: float = 300.0, gpu: bool = False, shared: bool = True) -> Self:
-        """Create all process groups. Collective: all ranks call it once.
+    def make(
+        cls,
+        topology: Topology,
+        *,
+        timeout: float = 300.0,
+        busy_timeout: float = 3600.0,
+        gpu: bool = False,
+        shared: bool = True,
+        store: Any = None,
+    ) -> Self:
+        """Create all process groups. Collective: all ranks call it once, with the same arguments.
 
         Initializes torch.distributed from torchrun's environment if it is not initialized; `close` then destroys it.
 
-        timeout   seconds that any collective waits for other ranks
-        gpu       whether every rank has its own GPU, so that NCCL can carry rows
-        shared    whether ranks of a node use shared memory for CPU tensors, where the system supports it
+        timeout        seconds of silence after which a collective fails
+        busy_timeout   seconds that declared local work of a rank (a commit, a load) may take
+        gpu            whether every rank has its own GPU, so that NCCL can carry rows
+        shared         whether ranks of a node use shared memory for CPU tensors, where the system supports it
+        store          result of `open_store`; None: it is opened here
         """
         owns_torch = not dist.is_initialized()
+        heartbeat: Heartbeat | None = None
         try:
+            if store is None and topology.world > 1:
+                store = open_store(topology.rank, topology.world, timeout)
             if owns_torch:
-                _initialize_torch(topology, timeout, gpu)
-            return cls._make(topology, timeout, gpu, shared, owns_torch)
+                initialize_torch(topology, store, timeout, gpu)
+            if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.world):
+                raise RankError(
+                    f"rank mismatch: torch.distributed has rank {dist.get_rank()} of {dist.get_world_size()}, the "
+                    f"topology has rank {topology.rank} of {topology.world}"
+                )
+            # A clone has its own connection: a call of another thread that blocks does not stop the heartbeat.
+            heartbeat = Heartbeat(None if store is None else store.clone(), timeout, busy_timeout)
+            channels = make_channels(
+                topology, store, heartbeat, _NAMES, "train" if gpu else None, shared=shared, owns_torch=owns_torch
+            )
+            return cls(topology, channels, heartbeat, gpu, owns_torch)
         except BaseException:
+            if heartbeat is not None:
+                heartbeat.close()
             if owns_torch and dist.is_initialized():
                 dist.destroy_process_group()
             raise
 
-    @classmethod
-    def _make(cls, topology: Topology, timeout: float, gpu: bool, shared: bool, owns_torch: bool) -> Self:
-        if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.world):
-            raise RankError(
-                f"rank mismatch: torch.distributed has rank {dist.get_rank()} of {dist.get_world_size()}, the topology "
-                f"has rank {topology.rank} of {topology.world}"
-            )
-        world, node = tuple(range(topology.world)), topology.nodes[topology.node]
-        largest = max(len(ranks) for ranks in topology.nodes)
-        all_peers = [tuple(ranks[i] for ranks in topology.nodes if i < len(ranks)) for i in range(largest)]
-        communicators = {}
-        for name in ("train", "ahead", "read"):
-            nccl, relays = gpu and name == "train", name == "train" and topology.needs_relay
-            process_groups: dict[tuple[int, ...], Group] = {}
-            for ranks in (world, *topology.nodes, *all_peers):
-                if ranks not in process_groups:
-                    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-                    wait = datetime.timedelta(seconds=timeout)
-                    process_groups[ranks] = dist.new_group(list(ranks), timeout=wait, backend=backend)
-            shm = None
-            if shared and len(node) > 1 and not nccl and not relays:
-                shm = ShmTransport.make(process_groups[node], node, topology.rank)
-            communicators[name] = Communicator(
-                name,
-                topology,
-                timeout,
-                process_groups[world],
-                process_groups[node],
-                process_groups[topology.peers],
-                nccl,
-                relays,
-                shm,
-            )
-        return cls(topology, communicators, timeout, owns_torch)
+    @property
+    def timeout(self) -> float:
+        """Seconds of silence after which a collective fails."""
+        return self.heartbeat.timeout
+
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for local work of this rank that may take longer than the timeout.
+
+            with groups.busy():
+                upload(snapshot)
+
+        Other ranks wait for it, at most `busy_timeout` seconds.
+        """
+        return self.heartbeat.busy()
 
     def close(self, *, failed: bool = False) -> None:
-        """Close shared memory, and destroy torch.distributed if `make` initialized it.
+        """Close shared memory and heartbeat, and destroy torch.distributed if `make` initialized it.
 
         failed   aborts NCCL instead of waiting for collectives that other ranks may never join
         """
+        self.heartbeat.close()
         for comm in (self.train, self.ahead, self.read):
             if comm.shm is not None:
                 comm.shm.close()  # it stays set: a pipeline that still has the communicator raises instead of waiting
@@ -292,14 +371,3 @@ class Groups:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(failed=kind is not None)
-
-
-def _initialize_torch(topology: Topology, timeout: float, gpu: bool) -> None:
-    wait = datetime.timedelta(seconds=timeout)
-    if topology.world == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    else:
-        base, _, _ = next(dist.rendezvous("env://", timeout=wait))  # type: ignore[attr-defined]
-        store = scoped_store(base, topology.rank, topology.world, timeout)
-    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    dist.init_process_group(backend, timeout=wait, store=store, rank=topology.rank, world_size=topology.world)

@@ -1,14 +1,16 @@
 """`DenseParameters`: synchronizes the dense parameters of all ranks, every step or every k steps.
 
     sync = DenseParameters.make(model.parameters(), optimizers, groups, buffers=model.buffers())
-    sync.begin()                                    # broadcasts rank 0's parameters
+    sync.begin()                                    # broadcasts rank 0's parameters; after a restore it sends nothing
     loss.backward(); table.step()                   # tables first: autograd may share memory between gradients
     sync.after_backward(); optimizer.step()
     sync.after_step(step)                           # step: number of steps taken, this one included
-    sync.merge_now()                                # before evaluation, before a checkpoint, at the end
+    with sync.merged(): ...                         # evaluation of the mean model; training is not affected
+    sync.merge_now()                                # at the end: every rank keeps the mean
 
-`GradientAveraging` averages gradients every step. `PeriodicAveraging` averages models every k steps. Each rank's loss
-is the mean over its own batch.
+`GradientAveraging` averages gradients every step. `PeriodicAveraging` averages models every k steps: those of all
+ranks, or those of the nodes, whose ranks average their gradients every step. Each rank's loss is the mean over its own
+batch.
 
 Thread     the training thread; all ranks make the same calls in the same order
 Blocks     every call that communicates waits for all ranks, at most `dist.timeout` seconds
@@ -18,19 +20,25 @@ Raises     `RankError`; ValueError for parameters or optimizers that do not fit 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from thermocline.config.dense_sync import DenseSync
 from thermocline.distributed.communicator import Groups
-from thermocline.distributed.frozen_adam import FROZEN_STATE, FrozenAdam
-from thermocline.distributed.hierarchical_allreduce import DenseTraffic, FlatBuffer, HierarchicalAllReduce, tree_sum
+from thermocline.distributed.frozen_adam import FrozenAdam
+from thermocline.distributed.hierarchical_allreduce import DenseTraffic, FlatBuffer, HierarchicalAllReduce
+from thermocline.distributed.model_mean import replaced_by_mean
+from thermocline.distributed.topology import Topology
+from thermocline.errors import ConfigError
 from thermocline.utils.text_format import parse_size
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 X, M, V = 0, 1, 2
+MakeAllReduce = Callable[..., HierarchicalAllReduce]
+"""Takes `groups`, `exact` and `level`, as `HierarchicalAllReduce` does."""
 
 
 class DenseParameters(abc.ABC):
@@ -40,25 +48,30 @@ class DenseParameters(abc.ABC):
     def make(
         parameters: Iterable[torch.Tensor], optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         groups: Groups, settings: DenseSync | None = None, *, buffers: Iterable[torch.Tensor] = (),
+        make_allreduce: MakeAllReduce = HierarchicalAllReduce,
     ) -> DenseParameters:  # fmt: skip
         """Create the synchronization of a model.
 
-        buffers   of the model; floating-point buffers (running means) are averaged whenever models are merged
+        buffers          of the model; floating-point buffers (running means) are averaged whenever models are merged
+        make_allreduce   class or function that creates the all-reduce; simulations of ranks pass their own
         """
         settings = settings or DenseSync()
         parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
-        buffers = [buffer for buffer in dict.fromkeys(buffers) if buffer.is_floating_point()]
+        buffers = list(dict.fromkeys(buffers))
         if settings.mode == "gradients":
-            return GradientAveraging(parameters, buffers, groups, settings)
+            return GradientAveraging(parameters, buffers, groups, settings, make_allreduce)
         if isinstance(optimizers, torch.optim.Optimizer):
             optimizers = [optimizers]
-        return PeriodicAveraging(parameters, buffers, groups, settings, optimizers)
+        return PeriodicAveraging(parameters, buffers, groups, settings, make_allreduce, optimizers)
 
     def __init__(
-        self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync
-    ) -> None:
-        self.settings, self.parameters, self.buffers = settings, parameters, buffers
-        self._allreduce = HierarchicalAllReduce(groups, exact=settings.exact)
+        self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync,
+        make_allreduce: MakeAllReduce,
+    ) -> None:  # fmt: skip
+        self.settings, self.parameters = settings, parameters
+        self.buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self._groups, self._all_buffers = groups, buffers
+        self._allreduce = make_allreduce(groups, exact=settings.exact, level="world")
 
     @property
     def traffic(self) -> DenseTraffic:
@@ -66,18 +79,25 @@ class DenseParameters(abc.ABC):
         return self._allreduce.traffic
 
     @property
-    def has_rank_state(self) -> bool:
-        """Whether optimizer state differs between ranks even after a merge. A checkpoint then holds every rank's."""
-        return False
+    @abc.abstractmethod
+    def replicas(self) -> tuple[int, ...]:
+        """For every rank, the lowest rank whose parameters and optimizer state are always equal to its own.
+
+        A checkpoint stores them once per such group of ranks.
+        """
 
     _begun = False
+    _restored = False
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Broadcast rank 0's parameters and buffers. Call it before the first step of a new run."""
-        self._begun = True
+        """Broadcast rank 0's parameters and buffers. Call it before the first step, of a restored run too.
+
+        After `load_state_dict` it sends nothing: every rank continues with its own.
+        """
+        self._begun, restored, self._restored = True, self._restored, False
         tensors = [*self.parameters, *self.buffers]
-        if tensors and self._allreduce.world > 1:
+        if tensors and self._allreduce.world > 1 and not restored:
             flat = FlatBuffer(tensors, self._allreduce)
             flat.copy_from(tensors)
             self._allreduce.broadcast(flat.buffer)
@@ -97,37 +117,40 @@ class DenseParameters(abc.ABC):
     def after_step(self, step: int) -> bool:
         """Call once per step, after the optimizers' step number `step`. Returns whether models were merged."""
 
+    def merged(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model has the mean over ranks of its parameters and buffers, for evaluation.
+
+        Afterwards parameters and buffers have their own memory again: training does not depend on it. `model_mean.py`
+        defines the mean. Do not train inside the context.
+        """
+        return replaced_by_mean([*self.parameters, *self._all_buffers], self._groups)
+
     @abc.abstractmethod
     def merge_now(self) -> bool:
-        """Make the models of all ranks equal. Returns whether anything was sent."""
+        """Make the models of all ranks equal, at the end of training. Returns whether anything was sent."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint needs beside the model's and the optimizers'."""
 
-    @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore the result of `state_dict`, with the rank's own model and optimizers: `begin` then sends nothing."""
+        self._begun = self._restored = True
 
 
-class GradientAveraging(DenseParameters):
-    """Averages the gradients of all ranks every step, in buckets.
+class _Gradients:
+    """Averages the gradients of parameters in buckets.
 
     A rank without a gradient for a parameter adds nothing to its sum. If no rank has one, the parameter keeps none.
     """
 
-    def __init__(
-        self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync
-    ) -> None:
-        super().__init__(parameters, buffers, groups, settings)
-        self._buckets = list(_buckets(parameters, parse_size(settings.bucket, "dense_sync.bucket")))
-        self._stepped = False
+    def __init__(self, parameters: Sequence[torch.Tensor], allreduce: HierarchicalAllReduce, bucket: str | int) -> None:
+        self._allreduce = allreduce
+        self._buckets = list(_buckets(parameters, parse_size(bucket, "dense_sync.bucket")))
 
     @torch.no_grad()
-    def after_backward(self) -> None:
-        self._require_begun()
-        self._stepped = True
-        if self._allreduce.world == 1:
+    def average(self) -> None:
+        if self._allreduce.members == 1:
             return
         for bucket in self._buckets:
             flat = FlatBuffer(bucket, self._allreduce, extra=len(bucket))
@@ -144,6 +167,27 @@ class GradientAveraging(DenseParameters):
                 if parameter.grad is not None:
                     parameter.grad.copy_(view)
 
+
+class GradientAveraging(DenseParameters):
+    """Averages the gradients of all ranks every step."""
+
+    def __init__(
+        self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync,
+        make_allreduce: MakeAllReduce,
+    ) -> None:  # fmt: skip
+        super().__init__(parameters, buffers, groups, settings, make_allreduce)
+        self._gradients = _Gradients(parameters, self._allreduce, settings.bucket)
+        self._stepped = False
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return (0,) * self._allreduce.world
+
+    def after_backward(self) -> None:
+        self._require_begun()
+        self._stepped = True
+        self._gradients.average()
+
     def after_step(self, step: int) -> bool:
         return False
 
@@ -152,10 +196,7 @@ class GradientAveraging(DenseParameters):
         """Average the buffers: parameters are equal already, running means of batches are not."""
         if not self._stepped or not self.buffers:
             return False
-        flat = FlatBuffer(self.buffers, self._allreduce)
-        flat.copy_from(self.buffers)
-        self._allreduce.average(flat.buffer)
-        flat.copy_to(self.buffers)
+        _average(self.buffers, self._allreduce)
         self._stepped = False
         return True
 
@@ -163,8 +204,15 @@ class GradientAveraging(DenseParameters):
         return {"stepped": self._stepped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._begun = True
+        super().load_state_dict(state)
         self._stepped = state["stepped"]
+
+
+def _average(tensors: Sequence[torch.Tensor], allreduce: HierarchicalAllReduce) -> None:
+    flat = FlatBuffer(tensors, allreduce)
+    flat.copy_from(tensors)
+    allreduce.average(flat.buffer)
+    flat.copy_to(tensors)
 
 
 def _buckets(parameters: Sequence[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
@@ -192,7 +240,10 @@ class _MergedTensor(NamedTuple):
 
 
 class PeriodicAveraging(DenseParameters):
-    """k-step merging: every rank steps by itself, and models are averaged every k steps.
+    """k-step merging: every rank, or every node, steps by itself, and models are averaged every k steps.
+
+    With `scope` "nodes" the ranks of a node average their gradients every step, so that their parameters and moments
+    stay equal; a merge averages over nodes. Buffers of a node's ranks differ and are averaged within the node first.
 
     `DenseSync.merge` chooses the tensors that a merge averages, the three variants of k-step Adam:
 
@@ -208,9 +259,19 @@ class PeriodicAveraging(DenseParameters):
 
     def __init__(
         self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync,
-        optimizers: Sequence[torch.optim.Optimizer],
+        make_allreduce: MakeAllReduce, optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:  # fmt: skip
-        super().__init__(parameters, buffers, groups, settings)
+        super().__init__(parameters, buffers, groups, settings, make_allreduce)
+        self._within: HierarchicalAllReduce | None = None
+        """Averages gradients and buffers within the node, with scope "nodes"."""
+        self._merging = self._allreduce
+        """Averages models."""
+        if settings.scope == "nodes":
+            _check_nodes(groups.topology)
+            self._within = make_allreduce(groups, exact=settings.exact, level="node")
+            self._merging = make_allreduce(groups, exact=settings.exact, level="nodes")
+            self._within.traffic = self._merging.traffic = self._allreduce.traffic
+            self._gradients = _Gradients(parameters, self._within, settings.bucket)
         self._periods = settings.periods()
         self._optimizer = {
             parameter: optimizer
@@ -237,12 +298,17 @@ class PeriodicAveraging(DenseParameters):
         """Buffers by (x due, m due, v due): different periods give up to seven combinations."""
 
     @property
-    def has_rank_state(self) -> bool:
-        return self.settings.mode != "all"
+    def replicas(self) -> tuple[int, ...]:
+        topology = self._allreduce.topology
+        if self._within is None:
+            return tuple(range(topology.world))
+        return tuple(node[0] for node in topology.nodes for _ in node)
 
     def after_backward(self) -> None:
         """Give every parameter a gradient, so that the moments of all ranks have the same number of steps."""
         self._require_begun()
+        if self._within is not None:
+            self._gradients.average()
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -262,7 +328,7 @@ class PeriodicAveraging(DenseParameters):
         return {"step": self._step, "merged": list(self._merged)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._begun = True
+        super().load_state_dict(state)
         self._step, self._merged = state["step"], list(state["merged"])
 
     @torch.no_grad()
@@ -279,15 +345,17 @@ class PeriodicAveraging(DenseParameters):
             return False  # the model has no dense parameters
         flat = self._flat.get(due)
         if flat is None:
-            flat = self._flat[due] = FlatBuffer([entry.tensor for entry in entries], self._allreduce)
+            flat = self._flat[due] = FlatBuffer([entry.tensor for entry in entries], self._merging)
+        if due[X] and self.buffers and self._within is not None:
+            _average(self.buffers, self._within)
         flat.copy_from([entry.tensor for entry in entries])
-        self._allreduce.average(flat.buffer)
+        self._merging.average(flat.buffer)
         frozen = self.settings.mode == "v_frozen"
         for entry, view in zip(entries, flat.views, strict=True):
             if frozen and entry.kind == V:
                 optimizer = self._optimizer[entry.parameter]
                 assert isinstance(optimizer, FrozenAdam)
-                optimizer.freeze(entry.parameter, view, self._allreduce.world, monotonic=self.settings.amsgrad)
+                optimizer.freeze(entry.parameter, view, self._merging.members, monotonic=self.settings.amsgrad)
             else:
                 entry.tensor.copy_(view)
         self._merged = [self._step if is_due else at for is_due, at in zip(due, self._merged, strict=True)]
@@ -309,41 +377,16 @@ class PeriodicAveraging(DenseParameters):
                     yield _MergedTensor(kind, parameter, tensor)
 
 
-def reshard_optimizer_states(ranks: Sequence[list[dict[str, Any]]], world: int) -> list[dict[str, Any]]:
-    """Return the optimizer states that each of `world` ranks starts with, from a checkpoint of another number of ranks.
-
-    Moments are averaged: with equal models and a common denominator the mean model then moves by the mean of m, as it
-    would have, and the next merge gets the mean of v. Equal tensors stay unchanged. A single rank never merges, so it
-    gets no frozen denominator, which only a merge renews.
-
-    ranks   per saved rank, the states of all its optimizers
-    """
-    return [
-        {
-            **states[0],
-            "state": {
-                **states[0]["state"],
-                "state": _mean_state([saved["state"]["state"] for saved in states], world),
-            },
-        }
-        for states in zip(*ranks, strict=True)
-    ]
-
-
-def _mean_state(states: list[dict[int, dict[str, Any]]], world: int) -> dict[int, dict[str, Any]]:
-    """Average the states of one optimizer: by parameter, by name."""
-    return {
-        parameter: {
-            name: _mean_value([state[parameter][name] for state in states])
-            for name in names
-            if world > 1 or name not in FROZEN_STATE
-        }
-        for parameter, names in states[0].items()
-    }
-
-
-def _mean_value(values: list[Any]) -> Any:
-    first = values[0]
-    if not isinstance(first, torch.Tensor) or all(torch.equal(first, other) for other in values[1:]):
-        return first
-    return tree_sum(values, [range(len(values))]) * (1 / len(values))
+def _check_nodes(topology: Topology) -> None:
+    """Raise unless there are several nodes of the same number of ranks."""
+    sizes = [len(node) for node in topology.nodes]
+    if len(sizes) == 1:
+        raise ConfigError(
+            f'dist.dense_sync.scope is "nodes", but all {topology.world} ranks are on one node: set it to "ranks", or '
+            "start ranks on several nodes"
+        )
+    if not topology.is_uniform:
+        raise ConfigError(
+            f'dist.dense_sync.scope is "nodes", but the nodes have {", ".join(map(str, sizes))} ranks: start the same '
+            'number on every node, or set it to "ranks"'
+        )

@@ -132,6 +132,16 @@ def check_frozen_state(state_dict: dict[str, Any]) -> None:
             )
 
 
+def without_frozen_state(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved optimizer, {"kind": ..., "state": state_dict}, without the frozen denominators.
+
+    A single rank never merges, so nothing would renew them.
+    """
+    states = optimizer["state"]["state"]
+    kept = {n: {name: v for name, v in state.items() if name not in FROZEN_STATE} for n, state in states.items()}
+    return {**optimizer, "state": {**optimizer["state"], "state": kept}}
+
+
 def _torch_adam(
     group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor], m: list[torch.Tensor],
     v: list[torch.Tensor], steps: list[torch.Tensor],

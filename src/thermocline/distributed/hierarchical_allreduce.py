@@ -1,12 +1,13 @@
-"""`HierarchicalAllReduce`: the mean of a buffer over all ranks, in a fixed order of additions if `exact`.
+"""`HierarchicalAllReduce`: the mean of a buffer over all ranks, in a fixed order of additions unless `exact` is False.
 
 If all nodes have the same number L > 1 of ranks: reduce-scatter within the node, all-reduce of each slice between
 peers, all-gather within the node. Each rank then sends 1/L of the buffer between nodes. Otherwise one all-reduce over
 all ranks.
 
-A reduction uses torch's collectives (reduce-scatter, all-reduce), or, if `exact` or through shared memory, an
-all-to-all followed by additions in rank order and an all-gather: ranks of a node first, then nodes, left to right in
-the buffer's dtype. Both send the same number of bytes.
+A reduction is an all-to-all, additions in rank order and an all-gather: ranks of a node first, then nodes, left to
+right in the buffer's dtype. Without `exact`, torch's collectives (reduce-scatter, all-reduce) add between nodes, and
+within a node if NCCL carries its tensors. Both send the same number of bytes. The order never depends on whether shared
+memory or Gloo carries a node's messages.
 
 Thread     the training thread (`Groups.train`)
 Blocks     until all ranks have called it, at most `dist.timeout` seconds
@@ -18,16 +19,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from thermocline.distributed.communicator import GroupName, Groups
 
-# torch 2.13 renames these functions and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _AVERAGING = "averaging dense parameters"
+Level = Literal["world", "node", "nodes"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,10 +40,19 @@ class DenseTraffic:
 
 
 class HierarchicalAllReduce:
-    """Averages buffers over all ranks in place. All ranks pass buffers of the same length, in the same order."""
+    """Averages buffers over all ranks in place. All ranks pass buffers of the same length, in the same order.
 
-    def __init__(self, groups: Groups, *, exact: bool) -> None:
+    level   "world": over all ranks. "node": over the ranks of this node. "nodes": over the nodes, whose ranks have
+            equal buffers; each rank sends its slice to its peers, then the node gathers all slices. The last two
+            require nodes of the same number of ranks
+    """
+
+    def __init__(self, groups: Groups, *, exact: bool, level: Level = "world") -> None:
         self.topology, self.exact, self.traffic = groups.topology, exact, DenseTraffic()
+        self.level = level
+        node = self.topology.nodes[self.topology.node]
+        self.members = {"world": self.topology.world, "node": len(node), "nodes": len(self.topology.nodes)}[level]
+        """Number of buffers in a mean."""
         self._comm = groups.train
         nodes = self.topology.nodes
         self._two_levels = self.topology.is_uniform and len(nodes) > 1 and len(nodes[0]) > 1
@@ -58,8 +66,8 @@ class HierarchicalAllReduce:
         return -(-length // self.world) * self.world
 
     def average(self, buffer: torch.Tensor) -> None:
-        """Replace the buffer by its mean over all ranks."""
-        if self.world == 1:
+        """Replace the buffer by its mean over all ranks, the node, or the nodes."""
+        if self.members == 1:
             return
         if buffer.ndim != 1 or not buffer.is_contiguous() or len(buffer) % self.world:
             raise ValueError(
@@ -71,8 +79,8 @@ class HierarchicalAllReduce:
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         """Replace the buffer by rank 0's."""
-        with self._comm.translate_errors("broadcasting dense parameters"), self._staged(buffer) as staged:
-            dist.broadcast(staged, 0, group=self._comm.world)
+        with self._staged(buffer) as staged:
+            self._comm.broadcast(staged, "broadcasting dense parameters")
 
     @contextlib.contextmanager
     def _staged(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -86,8 +94,19 @@ class HierarchicalAllReduce:
 
     def _average(self, buffer: torch.Tensor) -> None:
         topology = self.topology
-        if self._two_levels:
-            node, peers = topology.nodes[topology.node], topology.peers
+        node, peers = topology.nodes[topology.node], topology.peers
+        if self.level == "node":
+            self._all_reduce(buffer, node, "node", [range(len(node))])
+            buffer *= 1 / len(node)
+        elif self.level == "nodes":
+            part = buffer.view(len(node), -1)[topology.local_rank].clone()
+            self._all_reduce(part, peers, "peers", [[n] for n in range(len(peers))])
+            part *= 1 / len(peers)
+            if len(node) == 1:
+                buffer.copy_(part)
+            else:
+                self._all_gather(buffer, part, node, "node")
+        elif self._two_levels:
             part = self._reduce_scatter(buffer, node, "node")
             self._all_reduce(part, peers, "peers", [[n] for n in range(len(peers))])
             part *= 1 / self.world
@@ -98,8 +117,8 @@ class HierarchicalAllReduce:
             buffer *= 1 / self.world
 
     def _is_ordered(self, group: GroupName) -> bool:
-        """Return whether sums use the fixed order. Through shared memory that is also the fastest algorithm."""
-        return self.exact or self._comm.uses_shm(group)
+        """Return whether sums use the fixed order. Within a node, except with NCCL, it is also the fastest."""
+        return self.exact or (group == "node" and not self._comm.gpu)
 
     def _all_reduce(
         self, buffer: torch.Tensor, ranks: Sequence[int], group: GroupName, tree: Sequence[Sequence[int]]
@@ -109,7 +128,7 @@ class HierarchicalAllReduce:
             part = self._ordered_reduce_scatter(buffer, ranks, group, tree)
             self._all_gather(buffer, part, ranks, group)
         else:
-            dist.all_reduce(buffer, group=getattr(self._comm, group))
+            self._comm.group(group).all_reduce(buffer)
             self._count(ranks, 2 * buffer.nbytes * (len(ranks) - 1) // len(ranks), ring=True)
 
     def _reduce_scatter(self, buffer: torch.Tensor, ranks: Sequence[int], group: GroupName) -> torch.Tensor:
@@ -117,7 +136,7 @@ class HierarchicalAllReduce:
         if self._is_ordered(group):
             return self._ordered_reduce_scatter(buffer, ranks, group, [range(len(ranks))])
         part = buffer.new_empty(len(buffer) // len(ranks))
-        _reduce_scatter(part, buffer, group=getattr(self._comm, group))
+        self._comm.group(group).reduce_scatter_single(part, buffer)
         self._count(ranks, buffer.nbytes * (len(ranks) - 1) // len(ranks), ring=True)
         return part
 
@@ -136,7 +155,7 @@ class HierarchicalAllReduce:
             for target, piece in zip(torch.split(buffer, len(part)), pieces, strict=True):
                 target.copy_(piece.view(buffer.dtype))
         else:
-            _all_gather(buffer, part, group=getattr(self._comm, group))
+            self._comm.group(group).all_gather_single(buffer, part)
         self._count(ranks, part.nbytes * (len(ranks) - 1), ring=True)
 
     def _count(self, ranks: Sequence[int], sent: int, *, ring: bool) -> None:

@@ -1,4 +1,7 @@
-"""Set-up of one rank from torchrun's environment: topology, NUMA binding, GPU, process groups. `tc.join_ranks`.
+"""Set-up of one rank from torchrun's environment: topology, GPU, NUMA binding, process groups. `tc.join_ranks`.
+
+Every rank reports what it observes: its place on its machine, the GPUs, their links. Rank 0 decides on the topology and
+the transport of GPU tensors, and all ranks receive the decision (`decide_job`), or the same error.
 
 Called on the main thread at start-up. Only `join_ranks` blocks: until all ranks have joined, at most `dist.timeout`
 seconds, then it raises `RankError`. The module loads torch only in `join_ranks`.
@@ -6,20 +9,25 @@ seconds, then it raises `RankError`. The module loads torch only in `join_ranks`
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import hashlib
 import os
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import thermocline
 from thermocline.config.distributed import Dist
 from thermocline.distributed.topology import Topology, nvlink_pairs
+from thermocline.errors import ConfigError
+from thermocline.utils.cpu_affinity import numa_nodes, pci_numa_node
 
 if TYPE_CHECKING:
     from thermocline.distributed.communicator import Groups
 
-_NUMA_NODES = Path("/sys/devices/system/node")
+Facts = dict[str, Any]
+"""What one rank observes, as JSON values."""
+_SYSFS = Path("/sys")
 
 
 def is_rank0() -> bool:
@@ -68,9 +76,9 @@ def is_first_report(message: str) -> bool:
     return True
 
 
-def load_topology(dist: Dist) -> Topology:
-    """Read the topology from the file of the config, or from torchrun's environment."""
-    return Topology.from_env() if dist.topology is None else Topology.from_file(dist.topology)
+def world_size() -> int:
+    """Return the number of ranks that the launcher started; 1 without a launcher."""
+    return _env_int("WORLD_SIZE") or 1
 
 
 def join_ranks(dist: Dist | None = None) -> Groups:
@@ -79,23 +87,34 @@ def join_ranks(dist: Dist | None = None) -> Groups:
         with tc.join_ranks() as groups:
             table = tc.ShardedTable(16, tc.Adagrad(lr=0.1), groups=groups)
 
-    Binds the process to its NUMA node and selects its GPU.
+    Selects the GPU of this rank and binds the process to the GPU's NUMA node.
     """
     dist = Dist() if dist is None else dist
-    topology = load_topology(dist)
+    world = world_size()
     import torch
 
     from thermocline.distributed.communicator import Groups
+    from thermocline.distributed.group_setup import open_store
+    from thermocline.distributed.rendezvous import decide_json
 
-    if dist.bind:
-        bind_to_numa(topology)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus:
-        torch.cuda.set_device(machine_rank(topology) % gpus)
-    gpu_per_rank = 0 < machine_world(topology) <= gpus and topology.world > 1
-    if gpu_per_rank and topology.links is None:
-        topology = dataclasses.replace(topology, links=nvlink_pairs(topology.nodes[topology.node]))
-    return Groups.make(topology, timeout=dist.timeout, gpu=gpu_per_rank)
+    store, topology, gpu_per_rank = None, Topology.single(), False
+    if world > 1:
+        rank = _env_int("RANK")
+        if rank is None:
+            raise ConfigError("RANK is not set, but WORLD_SIZE is: start the ranks with torchrun")
+        store = open_store(rank, world, dist.timeout)
+        decide = functools.partial(decide_job, topology_file=dist.topology)
+        decision = decide_json(store, "job", rank, world, observe(gpus), decide, dist.timeout)
+        if "error" in decision:
+            raise ConfigError(decision["error"])
+        topology, gpu_per_rank = Topology.from_json(decision, rank), decision["gpu"]
+    gpu = machine_rank(topology) % gpus if gpus else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    if dist.bind:
+        bind_to_numa(topology, None if gpu is None else pci_bus_id(torch.cuda.get_device_properties(gpu)))
+    return Groups.make(topology, timeout=dist.timeout, busy_timeout=dist.busy_timeout, gpu=gpu_per_rank, store=store)
 
 
 def machine_rank(topology: Topology) -> int:
@@ -108,46 +127,128 @@ def machine_world(topology: Topology) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", len(topology.nodes[topology.node])))
 
 
+def _env_int(name: str) -> int | None:
+    """Read a number that torchrun sets; None if it is not set."""
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r} in the environment: it must be a number, as torchrun sets it")
+    return int(text)
+
+
+# ---- one decision for all ranks
+
+
+def observe(gpus: int) -> Facts:
+    """Return the facts of this rank: its place on its machine, the number of GPUs, and their links once per machine."""
+    try:
+        rank, world = _env_int("LOCAL_RANK"), _env_int("LOCAL_WORLD_SIZE")
+    except ConfigError as error:
+        return {"error": str(error)}
+    links = None
+    if rank == 0 and world is not None and 1 < world <= gpus:
+        pairs = nvlink_pairs(tuple(range(world)))
+        links = None if pairs is None else sorted(pairs)
+    return {"local_rank": rank, "local_world": world, "gpus": gpus, "gpu_links": links}
+
+
+def decide_job(facts: list[Facts], topology_file: str | None) -> dict[str, Any]:
+    """Return the topology as `Topology.to_json` and whether NCCL carries GPU tensors; or {"error": one line}.
+
+    facts           of all ranks, by rank
+    topology_file   `dist.topology` of rank 0: the file of other ranks is not read
+    """
+    try:
+        for rank, fact in enumerate(facts):
+            if "error" in fact:
+                raise ConfigError(f"rank {rank}: {fact['error']}")
+        if topology_file is None:
+            topology = Topology(len(facts), 0, tuple(_machines(facts)))
+        else:
+            topology = Topology.from_file(topology_file, 0)
+            if topology.world != len(facts):
+                raise ConfigError(
+                    f"{topology_file} has {topology.world} ranks, but WORLD_SIZE is {len(facts)}: start "
+                    f"{topology.world} ranks"
+                )
+        own_gpu = [0 < (fact["local_world"] or len(facts)) <= fact["gpus"] for fact in facts]
+        decision = topology.to_json() | {"gpu": all(own_gpu)}
+        if all(own_gpu) and topology.links is None:
+            decision["links"] = _links(topology, facts)
+    except ConfigError as error:
+        return {"error": str(error)}
+    if any(own_gpu) and not all(own_gpu):
+        without = [rank for rank, owns in enumerate(own_gpu) if not owns]
+        warnings.warn(
+            f"ranks {without} have no GPU of their own: all ranks exchange rows through host memory instead of NCCL",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return decision
+
+
+def _machines(facts: list[Facts]) -> list[tuple[int, ...]]:
+    """Return the ranks of every machine. Machines may have different numbers of ranks."""
+    machines, first = [], 0
+    while first < len(facts):
+        size = facts[first]["local_world"] or len(facts)
+        for index, fact in enumerate(facts[first : first + size]):
+            local_rank = index if fact["local_rank"] is None else fact["local_rank"]
+            if (local_rank, fact["local_world"] or len(facts)) != (index, size) or first + size > len(facts):
+                raise ConfigError(
+                    f"rank {first + index} has LOCAL_RANK {fact['local_rank']} and LOCAL_WORLD_SIZE "
+                    f"{fact['local_world']}, but rank {first} is the first of {size} ranks of a machine: number the "
+                    "ranks of each machine consecutively, as torchrun does"
+                )
+        machines.append(tuple(range(first, first + size)))
+        first += size
+    return machines
+
+
+def _links(topology: Topology, facts: list[Facts]) -> list[tuple[int, int]] | None:
+    """Return the pairs of ranks of one node whose GPUs have a fast link; pairs of unknown GPUs count as linked."""
+    known: dict[tuple[int, int], bool] = {}
+    for machine in _machines(facts):
+        pairs = facts[machine[0]]["gpu_links"]
+        if pairs is not None:
+            linked = {(machine[a], machine[b]) for a, b in pairs}
+            known |= {(a, b): (a, b) in linked for a in machine for b in machine if a < b}
+    if not known:
+        return None
+    return [(a, b) for node in topology.nodes for a in node for b in node if a < b and known.get((a, b), True)]
+
+
 # ---- NUMA
 
 
-def numa_nodes(folder: Path = _NUMA_NODES) -> dict[int, set[int]]:
-    """Return the cores of each NUMA node of this machine; nodes without cores are left out."""
-    nodes = {}
-    for path in folder.glob("node[0-9]*"):
-        try:
-            cores = _parse_cores((path / "cpulist").read_text())
-        except (OSError, ValueError):
-            continue
-        if cores:
-            nodes[int(path.name.removeprefix("node"))] = cores
-    return dict(sorted(nodes.items()))
+def pci_bus_id(properties: Any) -> str:
+    """Return the name of a GPU in /sys/bus/pci/devices, from torch's device properties."""
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
-def _parse_cores(text: str) -> set[int]:
-    """Parse a list of ranges: "0-3,8" is {0, 1, 2, 3, 8}."""
-    cores: set[int] = set()
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            cores |= set(range(int(first), int(last or first) + 1))
-    return cores
+def choose_numa(topology: Topology, nodes: dict[int, set[int]], gpu_node: int | None = None) -> int | None:
+    """Return this rank's NUMA node: from the topology file, that of its GPU, or the machine's ranks in blocks.
 
-
-def choose_numa(topology: Topology, nodes: dict[int, set[int]]) -> int | None:
-    """Return this rank's NUMA node: from the topology file, or the machine's ranks divided into blocks."""
+    gpu_node   NUMA node of the GPU; None: there is no GPU, or the system does not state its node
+    """
     if topology.numa is not None:
         return topology.numa[topology.rank]
     if len(nodes) < 2:
         return None
+    if gpu_node in nodes:
+        return gpu_node
     rank, world = machine_rank(topology), machine_world(topology)
     return list(nodes)[rank * len(nodes) // max(world, rank + 1)]
 
 
-def bind_to_numa(topology: Topology, folder: Path = _NUMA_NODES) -> set[int] | None:
-    """Limit CPU affinity to the cores of this rank's NUMA node. Returns them, or None if affinity is unchanged."""
-    nodes = numa_nodes(folder)
-    chosen = choose_numa(topology, nodes)
+def bind_to_numa(topology: Topology, gpu: str | None = None, sysfs: Path = _SYSFS) -> set[int] | None:
+    """Limit CPU affinity to the cores of this rank's NUMA node. Returns them, or None if affinity is unchanged.
+
+    gpu   PCI address of this rank's GPU
+    """
+    nodes = numa_nodes(sysfs)
+    chosen = choose_numa(topology, nodes, None if gpu is None else pci_numa_node(gpu, sysfs))
     if chosen is None or chosen not in nodes:
         return None
     cores = nodes[chosen] & os.sched_getaffinity(0)

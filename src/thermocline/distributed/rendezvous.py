@@ -1,8 +1,9 @@
-"""Rendezvous, scoped to one restart attempt: the store may still hold keys of an earlier attempt.
+"""Rendezvous, scoped to one restart attempt, and small values of all ranks before process groups exist.
 
-torchrun keeps its store when it restarts a job, so a rank could read the address of a killed process instead of its
-successor's. Rank 0 therefore draws a token, and this attempt's keys get it as prefix. Each other rank publishes a
-random nonce and accepts a token only together with that nonce, so a token of an earlier attempt is never accepted.
+The store may hold keys of an earlier attempt: torchrun keeps it when it restarts a job, so a rank could read the
+address of a killed process instead of its successor's. Rank 0 therefore draws a token, and this attempt's keys get it
+as prefix. Each other rank publishes a random nonce and accepts a token only together with that nonce, so a token of an
+earlier attempt is never accepted.
 
 Thread     the thread that calls `Groups.make`
 Blocks     until every rank has joined, at most `timeout` seconds
@@ -11,8 +12,11 @@ Raises     `RankError` with the missing ranks
 
 from __future__ import annotations
 
+import datetime
+import json
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +30,41 @@ def scoped_store(store: Any, rank: int, world: int, timeout: float) -> Any:
     """Return a view of `store` that only the ranks of this attempt share. Every rank calls it."""
     token = _publish_token(store, world, timeout) if rank == 0 else _receive_token(store, rank, timeout)
     return dist.PrefixStore(f"thermocline/{token}", store)  # type: ignore[attr-defined]
+
+
+def gather_json(store: Any, name: str, rank: int, world: int, value: Any, timeout: float) -> list[Any]:
+    """Return a JSON value of every rank, by rank. Every rank calls it once per `name`, with a scoped store."""
+    gathered: list[Any] = decide_json(store, name, rank, world, value, lambda values: values, timeout)
+    return gathered
+
+
+def decide_json(
+    store: Any, name: str, rank: int, world: int, value: Any, decide: Callable[[list[Any]], Any], timeout: float
+) -> Any:
+    """Return rank 0's decision on every rank, as JSON values: `decide` gets the values of all ranks, by rank.
+
+    Every rank calls it once per `name`, with a scoped store. An error of `decide` is raised on rank 0 only.
+    """
+    if rank != 0:
+        store.set(f"{name}/{rank}", json.dumps(value))
+        return json.loads(_await(store, f"{name}/decision", 0, world, timeout))
+    values = [value]
+    for other in range(1, world):
+        values.append(json.loads(_await(store, f"{name}/{other}", other, world, timeout)))
+    decision = json.dumps(decide(values))
+    store.set(f"{name}/decision", decision)
+    return json.loads(decision)
+
+
+def _await(store: Any, key: str, rank: int, world: int, timeout: float) -> str:
+    try:
+        store.wait([key], datetime.timedelta(seconds=timeout))
+    except RuntimeError:
+        raise RankError(
+            f"rank {rank} of {world} joined, but did not continue within {timeout:g} s (dist.timeout): see its error"
+        ) from None
+    value: str = store.get(key).decode()
+    return value
 
 
 def _publish_token(store: Any, world: int, timeout: float) -> str:

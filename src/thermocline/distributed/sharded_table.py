@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from thermocline.arrays import Keys
 from thermocline.config.distributed import Hops, Wire
 from thermocline.distributed.communicator import Groups
-from thermocline.distributed.key_sharding import rank_folder
+from thermocline.distributed.key_sharding import owner_of, rank_folder
 from thermocline.distributed.row_exchange import RowExchange
 from thermocline.distributed.sharded_backend import ShardedBackend
 from thermocline.distributed.topology import Topology
@@ -60,7 +65,9 @@ class ShardedTable(Table):
                 )
             salt = spec.table_id & (2**63 - 1)
             exchange = RowExchange(topology, hops=hops, wire=wire, salt=salt, threads=spec.threads)
-            return ShardedBackend(spec, make_local_backend(spec, device, epoch), groups, exchange)
+            with groups.busy():  # opening a large store takes minutes
+                local = make_local_backend(spec, device, epoch)
+            return ShardedBackend(spec, local, groups, exchange)
 
         super().__init__(dim, optimizer, ssd=ssd, make_backend=make_backend, **options)
 
@@ -73,6 +80,15 @@ class ShardedTable(Table):
     def store_root(self) -> Path | None:
         """Folder of all ranks' stores; None: the table was opened without `ssd`."""
         return None if self.spec.ssd is None else self.spec.ssd.parent
+
+    def owns(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        mine: npt.NDArray[np.bool_] = owner_of(keys, self.topology.world) == self.topology.rank
+        return mine
+
+    def _new_history(self) -> str:
+        """Return the token of rank 0. Collective."""
+        token = np.array([secrets.randbits(62)])
+        return f"{self.backend.groups.train.all_gather(token, 'beginning to train')[0, 0]:016x}"
 
     def __repr__(self) -> str:
         return f"Sharded{super().__repr__()[:-1]}, rank {self.topology.rank} of {self.topology.world})"

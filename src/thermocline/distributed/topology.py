@@ -102,10 +102,13 @@ class Topology:
         return relays[(node.index(a) + node.index(b)) % len(relays)] if relays else b
 
     @property
-    def needs_relay(self) -> bool:
-        """Whether any pair of this rank's node sends through a third rank."""
-        node = self.nodes[self.node]
-        return any(self.next_hop(a, b) != b for a in node for b in node)
+    def relaying_nodes(self) -> set[int]:
+        """Nodes in which some pair of ranks sends through a third rank."""
+        return {
+            index
+            for index, node in enumerate(self.nodes)
+            if self.links is not None and any(self.next_hop(a, b) != b for a in node for b in node)
+        }
 
     # ---- constructors
 
@@ -114,29 +117,23 @@ class Topology:
         """Return a job of one rank."""
         return cls(1, 0, ((0,),))
 
-    @classmethod
-    def uniform(cls, world: int, rank: int, per_node: int) -> Self:
-        """Return a job with `per_node` ranks on every node."""
-        if per_node < 1 or world % per_node:
-            raise ConfigError(f"{world} ranks cannot be divided into nodes of {per_node}: set dist.topology to a file")
-        return cls(world, rank, tuple(tuple(range(i, i + per_node)) for i in range(0, world, per_node)))
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the rank, as JSON values."""
+        links = None if self.links is None else sorted(self.links)
+        return {"nodes": self.nodes, "links": links, "numa": self.numa}
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str] | None = None) -> Self:
-        """Read torchrun's RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. Without WORLD_SIZE the job has one rank."""
-        env = os.environ if env is None else env
-        if "WORLD_SIZE" not in env:
-            return cls.single()
-        world, rank = _env_int(env, "WORLD_SIZE"), _env_int(env, "RANK")
-        per_node = _env_int(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world
-        return cls.uniform(world, rank, per_node)
+    def from_json(cls, values: Mapping[str, Any], rank: int) -> Self:
+        """Restore the result of `to_json`. Raises TypeError or ValueError for values of other types."""
+        nodes = tuple(tuple(int(r) for r in node) for node in values["nodes"])
+        pairs, numbers = values.get("links"), values.get("numa")
+        links = None if pairs is None else frozenset((min(a, b), max(a, b)) for a, b in pairs)
+        numa = None if numbers is None else tuple(None if n is None else int(n) for n in numbers)
+        return cls(sum(map(len, nodes)), rank, nodes, links, numa)
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], rank: int | None = None) -> Self:
-        """Read TOML or JSON: `nodes = [[0, 1], [2, 3]]`, optional `links = [[0, 1]]` and `numa = [0, 0, 1, 1]`.
-
-        rank   None: RANK of the environment. WORLD_SIZE, if set, must match the file.
-        """
+    def from_file(cls, path: str | os.PathLike[str], rank: int) -> Self:
+        """Read TOML or JSON: `nodes = [[0, 1], [2, 3]]`, optional `links = [[0, 1]]` and `numa = [0, 0, 1, 1]`."""
         name = os.fspath(path)
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -146,29 +143,11 @@ class Topology:
         if not isinstance(content, dict) or not content.keys() <= {"nodes", "links", "numa"} or "nodes" not in content:
             raise ConfigError(f"{name}: requires nodes = [[0, 1], [2, 3]]; the only optional keys are links and numa")
         try:
-            nodes = tuple(tuple(int(r) for r in node) for node in content["nodes"])
-            pairs, numbers = content.get("links"), content.get("numa")
-            links = None if pairs is None else frozenset((min(a, b), max(a, b)) for a, b in pairs)
-            numa = None if numbers is None else tuple(None if n is None else int(n) for n in numbers)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{name}: nodes, links and numa must be lists of numbers: {error}") from None
-        world = sum(len(node) for node in nodes)
-        world_size = os.environ.get("WORLD_SIZE")
-        if world_size is not None and world_size != str(world):
-            raise ConfigError(f"{name} has {world} ranks, but WORLD_SIZE is {world_size}: start {world} ranks")
-        rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        try:
-            return cls(world, rank, nodes, links, numa)
+            return cls.from_json(content, rank)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
-
-
-def _env_int(env: Mapping[str, str], name: str) -> int:
-    text: Any = env.get(name)
-    try:
-        return int(text)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name} is {text!r} in the environment: it must be a number, as torchrun sets it") from None
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name}: nodes, links and numa must be lists of numbers: {error}") from None
 
 
 # ---- links, from the driver

@@ -30,7 +30,7 @@ stage runs ahead.
 
 Extension points. New row state (counters, timestamps) belongs to the row layout (`TableSpec`) and is updated in `pin`
 order or in `update`. A look-ahead can call `stage` for batches far ahead and pin them later. Deletion of rows at a step
-boundary is a method beside `write_back`. Field names can be added to `BagInput`.
+boundary is a method beside `write_back`.
 """
 
 from __future__ import annotations

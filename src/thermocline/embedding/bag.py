@@ -6,29 +6,46 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from thermocline.batch import Batch
 from thermocline.embedding.batch_plan import BagSpec, BatchPlan, Pooling
 from thermocline.embedding.table import Table
+from thermocline.embedding.table_state import decode, describe, encode, require_same_rows
+from thermocline.errors import FormatError
 
 
 class EmbeddingBag(torch.nn.Module):
     """Pools the rows of each field: Batch -> float32[examples, fields, dim].
 
-    fields    number of fields of the batch, from the first; or a sequence of field numbers
+    fields    names of fields, which are read by name, whatever their order in a batch; or the number of fields of the
+              batch, from the first; or a sequence of field numbers
     pooling   "sum" or "mean" (divided by the number of ids), for all fields or per field; or "none", for one field:
               one vector per id
 
     In training mode the batch's rows are pinned and backward leaves their gradients with the table, which applies them
     in `table.step()`. In eval mode rows are copied: keys never trained give their initial row, nothing is inserted.
+
+    `state_dict()` has no rows. It names table, commit and step (`_extra_state`): `load_state_dict` raises unless the
+    table has the rows of that step. `tc.state_dict(model, rows=True)` and `tc.Checkpoints` save rows.
     """
 
     def __init__(
-        self, table: Table, fields: int | Sequence[int], *, pooling: Pooling | Sequence[Pooling] = "sum"
+        self,
+        table: Table,
+        fields: int | Sequence[int] | Sequence[str],
+        *,
+        pooling: Pooling | Sequence[Pooling] = "sum",
     ) -> None:
         super().__init__()
         self.table = table
-        self.fields = tuple(range(fields)) if isinstance(fields, int) else tuple(fields)
+        self.fields = _as_fields(fields)
+        self.field_names: tuple[str, ...] | None = None
+        """Names of the fields: as given, or those of the first batch with names, which later batches must have too."""
+        if self.fields and isinstance(self.fields[0], str):
+            self.field_names = self.fields
+        self._batch_names: tuple[str, ...] | None = None
+        """Names of the last batch: these were checked."""
         kinds = (pooling,) * len(self.fields) if isinstance(pooling, str) else tuple(pooling)
         if not self.fields or len(kinds) != len(self.fields):
             raise ValueError(
@@ -42,7 +59,7 @@ class EmbeddingBag(torch.nn.Module):
         specs = []
         for kind in dict.fromkeys(kinds):
             positions = tuple(i for i, k in enumerate(kinds) if k == kind)
-            specs.append(BagSpec(tuple(self.fields[i] for i in positions), kind, positions))
+            specs.append(BagSpec(tuple(self.fields[i] for i in positions), kind, positions))  # type: ignore[arg-type]
         self.specs = tuple(specs)
         table.register(self, self.specs)
         # Makes autograd call backward. Not a parameter, so that no dense optimizer receives it.
@@ -51,6 +68,10 @@ class EmbeddingBag(torch.nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return float32[examples, fields, dim]; with pooling "none" float32[ids, dim]."""
         training = self.training and torch.is_grad_enabled()
+        if training and self.table.groups is None:
+            self._require_one_rank()
+        if batch.names is not self._batch_names:
+            self._check_names(batch)
         plan = batch.prepared.get(self.table)
         if plan is None or not self.table.usable(plan, self.specs, training):
             plan = self._prepare_now(batch, training)
@@ -82,8 +103,97 @@ class EmbeddingBag(torch.nn.Module):
         batch.prepared[self.table] = plan
         return plan
 
+    def _require_one_rank(self) -> None:
+        """Raise if several ranks train: each would change its own rows only. Checked here, as ranks may join late."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not self.table.per_rank:
+            raise RuntimeError(
+                f"table {self.table.name!r} is trained by {dist.get_world_size()} ranks of torch.distributed, but its "
+                "rows are not shared: they would differ between ranks. Use tc.ShardedTable(..., "
+                "groups=tc.join_ranks()), or tc.Table(..., per_rank=True) if each rank shall have rows of its own"
+            )
+
+    def _check_names(self, batch: Batch) -> None:
+        """Raise if a bag with field numbers gets other names at its positions than in earlier batches."""
+        names = batch.names
+        if isinstance(self.fields[0], str) or names is None or batch.examples == 0 or names == self._batch_names:
+            return  # a named bag reads by name: `Batch.select` has checked them
+        read = tuple(names[field] for field in self.fields if 0 <= field < len(names))
+        if self.field_names is None:
+            self.field_names = read
+        elif self.field_names != read:
+            raise ValueError(
+                f"the bag reads fields {list(self.fields)} by number: they are {list(read)} in this batch, but were "
+                f"{list(self.field_names)} before. Make it with names: tc.EmbeddingBag(table, {list(self.field_names)})"
+            )
+        self._batch_names = names
+
+    # ---- state_dict
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Return table, commit, step and field names, for `state_dict`: uint8, the text of a JSON object."""
+        fields = None if self.field_names is None else list(self.field_names)
+        return encode({**describe(self.table), "fields": fields})
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Raise `FormatError` unless the table has the rows, and the bag the fields, that `state` names."""
+        saved = decode(state)
+        require_same_rows(saved, self.table)
+        self.require_fields(saved.get("fields"))
+
+    def require_fields(self, saved: Sequence[str] | None) -> None:
+        """Raise `FormatError` unless the bag reads the fields with these names. Batches must then have them too."""
+        if saved is None:
+            return
+        if self.field_names is None:
+            self.field_names = tuple(saved)
+        elif list(self.field_names) != list(saved):
+            raise FormatError(
+                f"the saved bag on table {self.table.name!r} reads fields {list(saved)}, but this one reads "
+                f"{list(self.field_names)}: make it with the saved names, in this order"
+            )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        key = f"{prefix}_extra_state"
+        if key in missing:
+            missing[missing.index(key)] = _MissingDescription(key)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.table.register(self, self.specs)  # a copy that shares the table
+
     def extra_repr(self) -> str:
         return f"table={self.table.name!r}, fields={len(self.fields)}, dim={self.table.dim}"
+
+
+class _MissingDescription(str):
+    """A missing key, which torch formats into its error message under strict=True."""
+
+    def __format__(self, spec: str) -> str:
+        return (
+            f"{self!s}: this state_dict does not record which rows of the table belong to it, and has no rows itself; "
+            "if the table has its rows, load it with strict=False"
+        )
+
+
+def _as_fields(fields: int | Sequence[int] | Sequence[str]) -> tuple[int, ...] | tuple[str, ...]:
+    if isinstance(fields, int):
+        return tuple(range(fields))
+    if isinstance(fields, str):
+        raise TypeError(f"fields is {fields!r}: it must be a number of fields, or a list of names such as [{fields!r}]")
+    chosen: tuple[Any, ...] = tuple(fields)
+    if len({isinstance(field, str) for field in chosen}) > 1:
+        raise TypeError(f"fields is {list(chosen)!r}: it must have only names or only numbers")
+    return chosen
 
 
 class _Pool(torch.autograd.Function):

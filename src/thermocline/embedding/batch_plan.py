@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -24,7 +25,8 @@ Pooling = Literal["sum", "mean", "none"]
 class BagSpec:
     """Fields that one bag pools alike, and their positions among the bag's outputs."""
 
-    fields: tuple[int, ...]
+    fields: tuple[int, ...] | tuple[str, ...]
+    """Numbers or names of fields of a batch."""
     pooling: Pooling
     positions: tuple[int, ...] = dataclasses.field(compare=False)  # bags that differ only here share an input
 
@@ -54,6 +56,17 @@ class BagInput:
 
 BagInputs = Mapping[BagSpec, BagInput]
 """All that one table reads of one batch."""
+
+
+def required_fields(specs: Iterable[BagSpec]) -> tuple[int, tuple[str, ...] | None]:
+    """Return the smallest number of fields, and names of fields, that a batch for these bags has."""
+    read = list(dict.fromkeys(field for spec in specs for field in spec.fields))
+    names = [field for field in read if isinstance(field, str)]
+    count = max([1, len(names), *(1 + field for field in read if isinstance(field, int))])
+    if not names:
+        return count, None
+    unused = (name for i in itertools.count() if (name := f"unused {i}") not in names)
+    return count, (*names, *itertools.islice(unused, count - len(names)))
 
 
 def select_inputs(batch: Batch, specs: Sequence[BagSpec]) -> dict[BagSpec, BagInput]:

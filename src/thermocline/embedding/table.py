@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+
+import numpy as np
 
 from thermocline.arrays import Floats, Keys, as_keys
 from thermocline.batch import Batch
@@ -16,15 +19,18 @@ from thermocline.embedding.batch_plan import BagInputs, BagSpec, BatchPlan, Grad
 from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import Kind, Precision, append_precision
+from thermocline.embedding.row_version import RowVersion, user_note
 from thermocline.embedding.table_spec import OnDamage, Policy, TableSpec
 from thermocline.errors import CorruptionError, require, require_type, whole_number
 from thermocline.tiers.host_rows import open_store
 from thermocline.utils.text_format import format_size, parse_size
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
 
     from thermocline.distributed.communicator import Groups
+    from thermocline.embedding.bag import EmbeddingBag
     from thermocline.tiers.dram import DramTier
     from thermocline.tiers.hbm import HbmTier
     from thermocline.tiers.ssd import SsdStore
@@ -67,6 +73,7 @@ class Table:
         on_damage: OnDamage = "stop",
         epoch: int | None = None,
         device: Device = "auto",
+        per_rank: bool = False,
         make_backend: BackendFactory | None = None,
     ) -> None:
         """Open the table; with `ssd`, on the rows of the store's newest commit, or of `epoch`.
@@ -84,6 +91,8 @@ class Table:
         on_damage    when a merge finds a damaged page: "stop" ends training at the next step boundary or commit;
                      "continue" trains on without merging that partition. Reading a damaged row always raises
         device       "cuda", "cpu", or "auto": with `hbm`, the GPU if there is one
+        per_rank     True: every rank of torch.distributed trains rows of its own. Without it, training over several
+                     ranks raises: rows would differ between ranks; `tc.ShardedTable` shares them
         make_backend a `RowBackend` other than the built-in ones
         """
         dim, seed = whole_number(dim, "dim"), whole_number(seed, "seed")
@@ -129,7 +138,10 @@ class Table:
         """Sums of `_gradients`, once `reduce_gradients` has computed them."""
         self._forwards = 0
         self._after_step: list[Callable[[], None]] = []
+        self.per_rank = per_rank
+        """Whether every rank may train rows of its own."""
         self.backend = (make_backend or make_local_backend)(self.spec, device, epoch)
+        self._open_version()
 
     # ---- description
 
@@ -212,6 +224,28 @@ class Table:
         self.backend.step_count = count
 
     @property
+    def version(self) -> RowVersion:
+        """Identity of the rows as they are now."""
+        return RowVersion(self._history, self.step_count)
+
+    def set_version(self, version: RowVersion) -> None:
+        """Declare that the rows are those of `version`: they were loaded or restored."""
+        self._history, self.step_count = version
+        self._history_begun = False
+
+    def _open_version(self) -> None:
+        """Take the version of the commit on which the backend was opened."""
+        store = self.store
+        if store is None or store.epoch == 0:
+            self.set_version(RowVersion("", 0))
+        else:
+            self.set_version(RowVersion.of_commit(store.note, store.epoch))
+
+    def _new_history(self) -> str:
+        """Return a token for the training that begins with the next step."""
+        return secrets.token_hex(8)
+
+    @property
     def pending_gradients(self) -> int:
         """Number of backward passes through a bag that no step has applied yet."""
         return len(self._gradients)
@@ -223,22 +257,24 @@ class Table:
         with self._specs_lock:
             self._specs[bag] = specs
 
-    def _registered(self) -> list[BagSpec]:
-        """Return all registered specs once, in an order that does not depend on memory addresses."""
+    @property
+    def bags(self) -> list[EmbeddingBag]:
+        """The bags that read the table, in the order in which they were made."""
         with self._specs_lock:
-            specs = {spec for registered in self._specs.values() for spec in registered}
-        return sorted(specs, key=lambda spec: (spec.fields, spec.pooling))
+            return list(self._specs)
 
     @property
-    def min_fields(self) -> int:
-        """Number of fields that a batch needs at least."""
-        return 1 + max((field for spec in self._registered() for field in spec.fields), default=0)
+    def registered(self) -> list[BagSpec]:
+        """What all bags read, each spec once, in an order that does not depend on memory addresses."""
+        with self._specs_lock:
+            specs = {spec for registered in self._specs.values() for spec in registered}
+        return sorted(specs, key=lambda spec: (isinstance(spec.fields[0], str), spec.fields, spec.pooling))
 
     # ---- batches
 
     def inputs(self, batch: Batch, specs: Sequence[BagSpec] | None = None) -> BagInputs:
         """Select the inputs of the registered bags, or of `specs`. Touches no rows."""
-        return select_inputs(batch, self._registered() if specs is None else specs)
+        return select_inputs(batch, self.registered if specs is None else specs)
 
     def stage(self, batches: Sequence[Batch]) -> RowWindow:
         """Begin a window of batches: the first stage of `tc.prefetch`."""
@@ -313,6 +349,8 @@ class Table:
         step, rate = self.step_count + 1, self.lr if lr is None else lr
         norm = None
         try:
+            if not self._history_begun:
+                self._history, self._history_begun = self._new_history(), True
             if max_norm is not None:
                 norm = abs(scale) * self.gradient_norm()
                 scale *= max_norm / norm if norm > max_norm else 1.0
@@ -353,6 +391,7 @@ class Table:
         """Drop everything since a commit, the newest or `epoch`, and open it. Without `ssd`: an empty table."""
         self.discard_gradients()
         self.backend.reopen(epoch)
+        self._open_version()
 
     def open_store(self, path: str | os.PathLike[str], **options: Any) -> SsdStore:
         """Open a store of rows of this table. `options` replace the table's own of `SsdStore.open`."""
@@ -372,8 +411,24 @@ class Table:
         return epoch
 
     def commit_note(self, note: bytes) -> bytes:
-        """Return the note of a commit of this table's rows: below fp32 it records the precision."""
-        return append_precision(note, self.precision, self.backend.learned_scale)
+        """Return the note of a commit of this table's rows: it records the version and, below fp32, the precision."""
+        return append_precision(self.version.append_to(note), self.precision, self.backend.learned_scale)
+
+    @property
+    def note(self) -> bytes:
+        """The note that was passed to the newest commit of the table's store."""
+        return b"" if self.store is None else user_note(self.store.note)
+
+    def owns(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Return which of the keys have their row in this process: all, unless rows are spread over ranks."""
+        return np.ones(len(keys), np.bool_)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise TypeError(
+            f"table {self.name!r} cannot be copied or pickled, as its rows are in tiers of this process: save it with "
+            "tc.Checkpoints or tc.state_dict(model, rows=True); copy.deepcopy(model, {id(table): table}) copies the "
+            "model and shares the table"
+        )
 
     def write_back(self) -> None:
         """Copy every row that changed in HBM to DRAM: `table.dram` is then complete. Between steps only."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from thermocline.batch import Batch
+from thermocline.embedding.batch_plan import required_fields
 from thermocline.embedding.table import Table
 from thermocline.errors import RankError
 
@@ -83,13 +84,14 @@ class WindowSync:
     def empty_batch(self) -> Batch:
         """Make a batch without examples, for a rank whose data has ended."""
         like = self.template
-        fields = like.fields if like is not None else max(table.min_fields for table in self._tables)
-        empty = Batch(_NO_KEYS, np.zeros(1, np.int64), fields)
-        if like is not None:
-            empty.weights = None if like.weights is None else like.weights[:0]
-            empty.dense = None if like.dense is None else like.dense[:0]
-            empty.label = None if like.label is None else like.label[:0]
-            empty.position = like.position
+        if like is None:  # no data at all on this rank
+            fields, names = required_fields(spec for table in self._tables for spec in table.registered)
+            return Batch(_NO_KEYS, np.zeros(1, np.int64), fields, names=names)
+        empty = Batch(_NO_KEYS, np.zeros(1, np.int64), like.fields, names=like.names)
+        empty.weights = None if like.weights is None else like.weights[:0]
+        empty.dense = None if like.dense is None else like.dense[:0]
+        empty.label = None if like.label is None else like.label[:0]
+        empty.position = like.position
         return empty
 
 

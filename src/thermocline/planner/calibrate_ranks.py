@@ -81,7 +81,9 @@ def main(rendezvous: str, repeats: int, training_steps: int, rank: int) -> None:
     """Measure as one of the two ranks and print the figures as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    groups = Groups.make(Topology(2, rank, ((0, 1),)), timeout=60.0)
+    topology = Topology(2, rank, ((0, 1),))
+    groups = Groups.make(topology, timeout=60.0)
+    sockets = Groups.make(topology, timeout=60.0, shared=False)  # messages use Gloo, as between nodes
     short, long = (_exchange_costs(groups, dim, BATCH, repeats) for dim in DIMS)
     fixed = _exchange_costs(groups, DIMS[0], SMALL_BATCH, repeats)
     per_float = max(long.exchange - short.exchange, 1e-12) / (DIMS[1] - DIMS[0]) / long.keys
@@ -95,11 +97,10 @@ def main(rendezvous: str, repeats: int, training_steps: int, rank: int) -> None:
     }
     latency, total = (_allreduce_seconds(groups, count, repeats) for count in (SMALL_BATCH, FLOATS))
     figures |= {"allreduce_us": latency * 1e6, "allreduce_float_ns": (total - latency) / FLOATS * 1e9}
-    for link in ("node", "network"):
-        figures[f"{link}_us"] = _all_to_all_seconds(groups.train, 1, 50) * 1e6
-        seconds = _all_to_all_seconds(groups.train, MESSAGE_FLOATS, repeats)
+    for link, comm in (("node", groups.train), ("network", sockets.train)):
+        figures[f"{link}_us"] = _all_to_all_seconds(comm, 1, 50) * 1e6
+        seconds = _all_to_all_seconds(comm, MESSAGE_FLOATS, repeats)
         figures[f"{link}_gbs"] = 4 * MESSAGE_FLOATS / seconds / 1e9
-        groups.train.shm = None  # without shared memory, messages use Gloo, as between nodes
     print(json.dumps({name: max(value, 1e-3) for name, value in figures.items()}))
     dist.destroy_process_group()
 

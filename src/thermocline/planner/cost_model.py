@@ -28,7 +28,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from thermocline.config.dense_sync import SyncMode
+from thermocline.config.dense_sync import Scope, SyncMode
 from thermocline.config.distributed import Hops, Wire
 from thermocline.distributed.wire_format import wire_bytes
 from thermocline.embedding.table_spec import Policy
@@ -90,6 +90,8 @@ class Workload:
     """Floats averaged per dense parameter and step: 1 for gradients, 2/k for "v_frozen" every k steps."""
     syncs: float = 1.0
     """All-reduces per step."""
+    sync_scope: Scope = "ranks"
+    """"nodes": `synced` and `syncs` are between nodes; the ranks of a node also average gradients every step."""
     hops: Hops = "two"
     wire: Wire = "fp32"
     """Precision of rows and gradients between nodes."""
@@ -394,18 +396,27 @@ def _gpu_terms(work: Workload, counts: _RowCounts, hardware: Hardware) -> list[C
 
 
 def _dense_sync_terms(work: Workload, cluster: Cluster, hardware: Hardware) -> list[CostTerm]:
-    """All-reduce within the node, then between nodes: reduce-scatter and all-gather, (n-1)/n of the floats each."""
-    cpu, links, floats, terms = hardware.cpu, hardware.links, work.synced * work.dense_parameters, []
+    """All-reduce within the node, then between nodes: reduce-scatter and all-gather, (n-1)/n of the floats each.
+
+    With scope "nodes" gradients are averaged within the node, and a merge only gathers the slices there.
+    """
+    cpu, links, terms = hardware.cpu, hardware.links, []
+    floats = node_floats = work.synced * work.dense_parameters
+    syncs = node_syncs = work.syncs
     text = "dense gradients" if work.sync == "gradients" else f"dense models averaged ({work.sync})"
     text += ", every step" if work.syncs == 1 else f", {work.synced:.3g} numbers per parameter and step"
-    for link, members, rate, latency in (
-        ("node link", cluster.ranks, links.node_gbs, links.node_us),
-        ("network", cluster.nodes, links.network_gbs, links.network_us),
+    node_text = text
+    if work.sync_scope == "nodes" and cluster.ranks > 1:
+        node_floats, node_syncs = work.dense_parameters + floats / 2, 1 + syncs / 2
+        node_text = "dense gradients of the node, every step; merged slices"
+    for link, members, rate, latency, amount, times, what in (
+        ("node link", cluster.ranks, links.node_gbs, links.node_us, node_floats, node_syncs, node_text),
+        ("network", cluster.nodes, links.network_gbs, links.network_us, floats, syncs, text),
     ):
         if members > 1:
-            seconds = 8 * floats * (members - 1) / members / rate * 1e-9 + 2e-6 * latency * work.syncs
-            terms.append(_device_term("train", link, seconds, text))
+            seconds = 8 * amount * (members - 1) / members / rate * 1e-9 + 2e-6 * latency * times
+            terms.append(_device_term("train", link, seconds, what))
     if cluster.world > 1 and not cluster.gpu:
-        cost = (floats * cpu.allreduce_float_ns + 1e3 * work.syncs * cpu.allreduce_us) * cluster.ranks
+        cost = (node_floats * cpu.allreduce_float_ns + 1e3 * node_syncs * cpu.allreduce_us) * cluster.ranks
         terms.append(_cpu_term("train", cost, hardware, "pack and average dense parameters", cluster.ranks, 0.0))
     return terms

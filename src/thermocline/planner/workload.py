@@ -87,6 +87,7 @@ def workload_of(config: Config, *, examples: int = SAMPLE_EXAMPLES) -> Workload:
         policy=config.tiers.policy,
         dense_optimizer=dense_optimizer,
         sync=config.dist.dense_sync.mode,
+        sync_scope=config.dist.dense_sync.scope,
         synced=synced,
         syncs=syncs,
         hops=config.dist.hops,

@@ -20,16 +20,15 @@ from thermocline.training.state import Progress
 def evaluate(
     model: torch.nn.Module, tables: Sequence[Table], data: Iterable[Batch], ranks: RankCoordinator, *, depth: int
 ) -> Row:
-    """Compute exact metrics over the data of all ranks. Rows, parameters and module modes are unchanged.
+    """Compute exact metrics over the data of all ranks. Rows, parameters, buffers and module modes are unchanged.
 
-    Averages the dense parameters over ranks first. `depth` is the pipeline depth.
+    All ranks evaluate the mean of their dense models (`DenseParameters.merged`). `depth` is the pipeline depth.
     """
     metrics = ExactMetrics()
-    ranks.merge()
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad(), prefetch(data, *tables, depth=depth, training=False) as batches:
+        with ranks.merged(), torch.no_grad(), prefetch(data, *tables, depth=depth, training=False) as batches:
             for batch in batches:
                 if batch.examples:
                     label = torch.as_tensor(batch.label, dtype=torch.float32)

@@ -11,18 +11,20 @@ import abc
 import base64
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from thermocline.arrays import as_numpy
+from thermocline.utils.untrusted_files import decompress
 
 if TYPE_CHECKING:
     from thermocline.distributed.communicator import Groups
 
 _Array = npt.NDArray[Any]
+_MAX_STATE_BYTES = 1 << 34
 
 
 class Metric(abc.ABC):
@@ -120,7 +122,8 @@ class AUC(Metric):
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._scores, self._labels = [_decode(state["scores"])], [_decode(state["labels"])]
+        labels = _decode(state["labels"], ("|u1",))
+        self._scores, self._labels = [_decode(state["scores"], ("<f4", "<f8"), len(labels))], [labels]
 
 
 class StreamingAUC(Metric):
@@ -170,7 +173,7 @@ class StreamingAUC(Metric):
             raise ValueError(
                 f"the state has {state['bins']} bins, limit {state['limit']}: this metric has {self.bins}, {self.limit}"
             )
-        self._counts = _decode(state["counts"]).reshape(2, self.bins).copy()
+        self._counts = _decode(state["counts"], ("<i8",), 2 * self.bins).reshape(2, self.bins).copy()
 
 
 # ---- metrics computed from sums
@@ -271,9 +274,11 @@ class ExactMetrics:
 
     def joined(self, groups: Groups) -> Self:
         """Merge the metrics of all ranks; collective, with the same result on every rank."""
+        from thermocline.distributed.messages import decode, encode
+
         merged = type(self)(logits=self._sums.logits)
-        for state in groups.train.all_gather_object(self.state_dict(), "merging metrics"):
-            merged.merge(type(self)(logits=self._sums.logits).load_state_dict(state))
+        for message in groups.train.all_gather_message(encode(self.state_dict()), "merging metrics"):
+            merged.merge(type(self)(logits=self._sums.logits).load_state_dict(decode(message)))
         return merged
 
     def compute(self) -> dict[str, float]:
@@ -346,10 +351,23 @@ def _join(arrays: list[_Array], dtype: type) -> _Array:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
 
-def _encode(array: _Array) -> dict[str, str]:
+def _encode(array: _Array) -> dict[str, Any]:
     data = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"))
-    return {"dtype": data.dtype.str, "zlib": base64.b64encode(zlib.compress(data.tobytes(), 1)).decode("ascii")}
+    packed = base64.b64encode(zlib.compress(data.tobytes(), 1)).decode("ascii")
+    return {"dtype": data.dtype.str, "count": len(data), "zlib": packed}
 
 
-def _decode(state: Mapping[str, str]) -> _Array:
-    return np.frombuffer(zlib.decompress(base64.b64decode(state["zlib"])), np.dtype(state["dtype"]))
+def _decode(state: Mapping[str, Any], dtypes: Sequence[str], count: int | None = None) -> _Array:
+    """Return an array of `_encode`. Raises ValueError unless it has one of the dtypes and `count` elements.
+
+    count   None: the count that the state contains
+    """
+    count = state.get("count") if count is None else count
+    if state["dtype"] not in dtypes:
+        raise ValueError(f"the state of a metric has dtype {state['dtype']!r}: it must be one of {', '.join(dtypes)}")
+    if count is None:
+        raise ValueError("the state of a metric has no count: an earlier version saved it; compute the metric again")
+    size = count * np.dtype(state["dtype"]).itemsize
+    if not 0 <= size <= _MAX_STATE_BYTES:
+        raise ValueError(f"the state of a metric has count {count}: at most {_MAX_STATE_BYTES} bytes can be read")
+    return np.frombuffer(decompress(base64.b64decode(state["zlib"]), size), state["dtype"])

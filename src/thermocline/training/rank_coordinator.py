@@ -9,6 +9,7 @@ Thread     the training thread; `local_flags` also on the thread of the exchange
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -77,10 +78,14 @@ class RankCoordinator:
         self._sent &= ~SAVE
         self._requests &= ~SAVE
 
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for local work, such as a callback, that other ranks wait for longer than the timeout."""
+        return contextlib.nullcontext() if self.groups is None else self.groups.busy()
+
     # ---- dense parameters
 
     def begin(self) -> None:
-        """Clear all flags and broadcast rank 0's parameters."""
+        """Clear all flags and, unless a checkpoint was restored, broadcast rank 0's parameters."""
         self._sent = self._requests = 0
         if self.sync is not None:
             self.sync.begin()
@@ -95,8 +100,12 @@ class RankCoordinator:
         if self.sync is not None:
             self.sync.after_step(step)
 
+    def merged(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model is the mean of all ranks' models; training does not depend on it."""
+        return contextlib.nullcontext() if self.sync is None else self.sync.merged()
+
     def merge(self) -> None:
-        """Make the dense parameters equal on all ranks: before evaluation and before a checkpoint."""
+        """Make the dense parameters equal on all ranks: at the end of training."""
         if self.sync is not None:
             self.sync.merge_now()
 

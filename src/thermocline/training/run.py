@@ -14,19 +14,19 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from thermocline.arrays import Floats
 from thermocline.batch import Batch
 from thermocline.config.data import Split
 from thermocline.config.schema import Config, OptimizerName, Tiers
 from thermocline.data.features import Features
-from thermocline.data.open_data import check_paths, has_split, open_data
+from thermocline.data.open_data import check_paths, has_split, open_data, require_local
 from thermocline.distributed.collective_errors import CollectiveRunner
-from thermocline.distributed.launch import join_ranks, load_topology, machine_world
+from thermocline.distributed.launch import join_ranks, machine_world, world_size
 from thermocline.embedding.initializers import Normal
 from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from thermocline.embedding.table import Table
@@ -94,15 +94,19 @@ class Run:
 
     read_only   for evaluation: changes no file, and works while another process trains
     labelled    if False, files may lack the label
+    recorded    splits whose files only the folder of the run names: URLs among them are not contacted
 
     Under torchrun, each process is one rank of the run, with a shard of the data and of the rows.
     """
 
-    def __init__(self, config: Config, *, read_only: bool = False, labelled: bool = True) -> None:
+    def __init__(
+        self, config: Config, *, read_only: bool = False, labelled: bool = True, recorded: Collection[Split] = ()
+    ) -> None:
         import torch
 
         self.config = config = config.resolve()
         self._labelled = labelled
+        self._recorded = recorded
         self._loaders: dict[Split, Any] = {}
         self.features: Features | None = None
         """Features of the training data; None for generated data."""
@@ -111,7 +115,7 @@ class Run:
         self.groups: Groups | None = None
         """Communicators of the ranks; None for a single process."""
         with contextlib.ExitStack() as undo:
-            if not read_only and (load_topology(config.dist).world > 1 or saved_by_ranks(config.train.run_dir)):
+            if not read_only and (world_size() > 1 or saved_by_ranks(config.train.run_dir)):
                 self.groups = undo.enter_context(join_ranks(config.dist))
             fields, dense = self._open_data(read_only)
             torch.manual_seed(config.train.seed)
@@ -176,7 +180,7 @@ class Run:
         data = self.config.data
         saved = Path(self.config.train.run_dir) / "features.json"
         if data.format != "synth" and saved.exists() and has_run(self.config.train.run_dir):
-            self.features = Features.from_json(json.loads(saved.read_text()))
+            self.features = Features.load(saved)
         if read_only and self.features is not None:
             check_paths(data, ["test"])
             fields = len(self.features.fields)
@@ -193,12 +197,15 @@ class Run:
         self.features = getattr(train, "features", None)
         held_out: tuple[Split, ...] = ("valid", "test")
         for split in held_out:
-            self.loader(split)
+            if split not in self._recorded:
+                self.loader(split)
         return train.fields, train.dense
 
     def loader(self, split: Split) -> Any:
         """Return the batches of a split, or None if the config has no data for it."""
         if split not in self._loaders:
+            if split in self._recorded:
+                require_local(self.config.data, split, self.config.train.run_dir)
             data, train = self.config.data, self.config.train
             options: dict[str, Any] = {"batch_size": train.batch_size, "seed": train.seed, "labelled": self._labelled}
             self._loaders[split] = None
@@ -267,17 +274,24 @@ class Run:
         checkpoint: int | str | None = None,
         config: Config | None = None,
         labelled: bool = True,
+        recorded: Collection[Split] = (),
+        allow_remote_data: bool = False,
     ) -> Self:
         """Open a trained run read-only, at its best checkpoint or else its last; or at a step or tag.
 
-        config   replaces the config of the run; its data and tiers may differ
+        config              replaces the config of the run; its data and tiers may differ
+        recorded            splits of `config` that are from the folder of the run; without `config`, all are
+        allow_remote_data   contact URLs that only the folder of the run names
         """
         if config is None:
-            config = config_of(run_dir)
+            config, recorded = config_of(run_dir), get_args(Split)
         if not has_run(run_dir) and not has_begun(run_dir):
             raise NotFoundError(f"{run_dir} has no checkpoints: train it first")
         train = dataclasses.replace(config.train, run_dir=os.fspath(run_dir))
-        run = cls(dataclasses.replace(config, train=train), read_only=True, labelled=labelled)
+        run = cls(
+            dataclasses.replace(config, train=train), read_only=True, labelled=labelled,
+            recorded=() if allow_remote_data else recorded,
+        )  # fmt: skip
         try:
             run.step = run.restore(checkpoint)
         except BaseException:

@@ -6,11 +6,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from thermocline.checkpoint.manifest import decode_manifest
+from thermocline.checkpoint.manifest import read_manifest
 from thermocline.config.messages import nearest
 from thermocline.config.resume import check_resume
 from thermocline.config.schema import Config
-from thermocline.errors import ConfigError, CorruptionError
+from thermocline.errors import ConfigError, StoreError
+from thermocline.utils.untrusted_files import MAX_TEXT_BYTES, read_limited
 
 
 def has_run(run_dir: str | os.PathLike[str]) -> bool:
@@ -27,16 +28,16 @@ def saved_by_ranks(run_dir: str | os.PathLike[str]) -> bool:
     """Whether the newest readable checkpoint has the rows of several ranks, one store per rank."""
     for path in sorted((Path(run_dir) / "checkpoints").glob("[0-9]*.json"), reverse=True):
         try:
-            return "ranks" in decode_manifest(path.read_bytes(), str(path))
-        except (OSError, CorruptionError):
+            return "ranks" in read_manifest(path)
+        except (OSError, StoreError):
             continue  # opening the checkpoint reports the damage
     return False
 
 
 def _is_start(manifest: Path) -> bool:
     try:
-        return bool(decode_manifest(manifest.read_bytes(), str(manifest))["begin"])
-    except (OSError, CorruptionError):
+        return bool(read_manifest(manifest)["begin"])
+    except (OSError, StoreError):
         return False  # damaged or replaced meanwhile; opening the checkpoint reports damage
 
 
@@ -48,7 +49,8 @@ def config_of(run_dir: str | os.PathLike[str], sets: Sequence[str] = ()) -> Conf
         runs = [p.parent.name for p in folder.glob("*/config.toml")] if folder.is_dir() else []
         hint = nearest(path.parent.name, runs)
         raise ConfigError(f"{run_dir} is not a run: it has no config.toml, which `thermocline train` writes{hint}")
-    return Config.load(path, sets).relocated(path.parent)
+    text = read_limited(path, MAX_TEXT_BYTES).decode(errors="replace")
+    return Config.parse(text, sets, name=str(path)).relocated(path.parent)
 
 
 def check_folder(config: Config, *, resume: bool) -> list[str]:

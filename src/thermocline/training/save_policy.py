@@ -116,7 +116,6 @@ class SavePolicy:
         if self.checkpoints is None:
             return None
         start = time.monotonic()
-        self._ranks.merge()
         with meter.paused():
             extra = {"trainer": dataclasses.asdict(progress), "metrics": meter.state()}
             checkpoint = self.checkpoints.save(progress.step, position, extra, tag=tag)

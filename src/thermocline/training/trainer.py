@@ -53,7 +53,9 @@ class Trainer:
     dense_sync       over several ranks: how dense parameters are synchronized
 
     Over several ranks (tables are `tc.ShardedTable`), every rank has a trainer and passes its own shard of the data;
-    rank 0 writes files and prints. The loss is the mean over ranks of the mean over a rank's batch.
+    rank 0 writes files and prints. The loss is the mean over ranks of the mean over a rank's batch. Evaluation uses the
+    mean of the ranks' dense models; it and saving change nothing that training depends on. A finished `fit` leaves the
+    mean on every rank.
     """
 
     def __init__(
@@ -128,6 +130,8 @@ class Trainer:
             if test is not None:
                 speed = trained / seconds if trained else None
                 tested = self._report("test", {**self.evaluate(test), "step": step, "examples_per_s": speed})
+            if not interrupted:
+                self._ranks.merge()
         except KeyboardInterrupt:
             if self.ending == _FAILED:  # a second Ctrl-C, before `_finish` was done
                 saved = self._saves.saved
@@ -273,7 +277,7 @@ class Trainer:
     # ---- evaluate, save
 
     def evaluate(self, data: Iterable[Batch]) -> Row:
-        """Return exact AUC, logloss, normalized entropy and calibration on `data`. Changes no state."""
+        """Return exact AUC, logloss, normalized entropy and calibration on `data`, over all ranks. Changes no state."""
         return evaluate(self.model, self.tables, data, self._ranks, depth=self.config.depth)
 
     def validate(self, valid: Iterable[Batch]) -> Row:
@@ -358,8 +362,9 @@ class Trainer:
         return progress.best_step
 
     def _call(self, event: str, *args: Any) -> None:
-        for callback in self._callbacks:
-            getattr(callback, event)(self, *args)
+        with self._ranks.busy():
+            for callback in self._callbacks:
+                getattr(callback, event)(self, *args)
 
 
 def _default_callbacks(run_dir: Path | None, config: TrainConfig) -> Iterator[Callback]:

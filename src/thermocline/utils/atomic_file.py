@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
+import secrets
 import shutil
 import signal
 import tempfile
@@ -13,33 +15,82 @@ from pathlib import Path
 
 from thermocline.errors import ConfigError
 
+_MAX_NAME = 200
+"""Bytes of the file's name in the name of its temporary file: file systems allow 255 bytes."""
+
 
 def atomic_write(path: Path, data: bytes) -> None:
     """Write a file atomically and durably: write to a temporary file, sync, rename, sync the folder."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        failpoint("run.file_written")
-        file.flush()
-        os.fsync(file.fileno())
-    failpoint("run.file_synced")
-    os.replace(temporary, path)
-    failpoint("run.file_renamed")
+    with _temporary_file(path) as (temporary, descriptor):
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data)
+            failpoint("run.file_written")
+            file.flush()
+            os.fsync(descriptor)
+        failpoint("run.file_synced")
+        os.replace(temporary, path)
+        failpoint("run.file_renamed")
     sync_folder(path.parent)
 
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, and rename it to `path` if the block succeeds.
+    """Yield the path of an empty temporary file to write to, and rename it to `path` if the block succeeds.
 
     Not synced: for large files that can be written again.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
+    with _temporary_file(path) as (temporary, _):
         yield temporary
         os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _temporary_file(path: Path) -> Iterator[tuple[Path, int]]:
+    """Create `.NAME.<random>.tmp` beside `path` and yield its path and descriptor; remove it unless it was renamed.
+
+    The name is unpredictable and the file is new (O_EXCL), so that no existing file or symlink is written to. The file
+    is locked until the block ends. An unlocked temporary file of the same name is of a process that was killed; it is
+    removed.
+    """
+    _remove_stale(path)
+    temporary, descriptor = _create(path)
+    try:
+        yield temporary, descriptor
     finally:
-        temporary.unlink(missing_ok=True)
+        try:
+            temporary.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+
+
+def _create(path: Path) -> tuple[Path, int]:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        temporary = path.with_name(f"{_prefix(path)}{secrets.token_hex(8)}.tmp")
+        descriptor = os.open(temporary, flags, 0o666)
+        with contextlib.suppress(OSError):  # the file system has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return temporary, descriptor
+        os.close(descriptor)  # another process took it for a stale file before it was locked
+
+
+def _prefix(path: Path) -> str:
+    return f".{os.fsdecode(os.fsencode(path.name)[:_MAX_NAME])}."
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove temporary files for `path` that no process has locked."""
+    name = re.compile(re.escape(_prefix(path)) + r"[0-9a-f]{16}\.tmp")
+    for entry in os.scandir(path.parent):
+        if name.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+            with contextlib.suppress(OSError):  # locked: in use; or removed by another process
+                descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(entry.path)
+                finally:
+                    os.close(descriptor)
 
 
 def make_folder(path: Path) -> None:

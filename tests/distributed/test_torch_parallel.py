@@ -1,0 +1,178 @@
+"""DDP, FSDP and torch.distributed.checkpoint around a model with sharded tables, over two Gloo ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.rank_training import ONE_RANK, PAIR
+from helpers.ranks import run_failing_ranks, run_ranks
+from helpers.train import Net, all_keys, bits, loss_of, make_batches
+
+import thermocline as tc
+from thermocline.distributed.communicator import Groups
+
+STEPS = 6
+
+
+def data(rank: int) -> list[tc.Batch]:
+    """Batches whose fields are in another order on each rank."""
+    batches = make_batches(STEPS, keys=60, seed=rank)
+    for batch in batches:
+        batch.names = ("a", "b", "c") if rank == 0 else ("c", "a", "b")
+    return batches
+
+
+KEYS = all_keys([*data(0), *data(1)])
+
+
+def make(groups: Groups | None, **options: Any) -> tuple[tc.Table, Net]:
+    options = {"optimizer": tc.Adagrad(lr=0.1), "mem": "1MB", "threads": 1, "name": "ads", **options}
+    table = tc.Table(4, **options) if groups is None else tc.ShardedTable(4, groups=groups, **options)
+    torch.manual_seed(0)
+    return table, Net([tc.EmbeddingBag(table, ["a", "b", "c"])], 12)
+
+
+def train(table: tc.Table, model: Any, parameters: Any, rank: int, *, reduce: bool) -> None:
+    """Train the batches of one rank; `reduce`: average dense gradients here."""
+    dense = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for batch in tc.prefetch(data(rank), table, depth=2):
+        loss_of(model, batch).backward()
+        table.step()
+        if reduce:
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        dense.step()
+        dense.zero_grad()
+
+
+def full(parameter: torch.Tensor) -> bytes:
+    return bits(parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter)
+
+
+def fsdp(model: Net) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def train_all_ways(groups: Groups) -> list[tuple[bytes, list[bytes]]]:
+    return [train_parallel(groups, way) for way in ("plain", "ddp", "fsdp")]
+
+
+def train_parallel(groups: Groups, way: str) -> tuple[bytes, list[bytes]]:
+    """Return all rows and dense weights after training with one way of averaging dense gradients."""
+    table, net = make(groups)
+    model: Any = net
+    if way == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(net)
+    elif way == "fsdp":
+        model = fsdp(net)
+    parameters = list(model.parameters())
+    train(table, model, parameters, groups.topology.rank, reduce=way == "plain")
+    rows = bits(table.read(KEYS))
+    state = model.state_dict()
+    model.load_state_dict(state)  # the description of the table goes through the wrapper
+    prefix = "module." if way == "ddp" else ""
+    assert f"{prefix}bags.0._extra_state" in state
+    return rows, [full(parameter) for parameter in parameters]
+
+
+def test_ddp_and_fsdp_equal_the_plain_loop() -> None:
+    """Rows and dense weights have the bits of a loop that averages dense gradients itself, on both ranks."""
+    results = run_ranks(PAIR, train_all_ways)
+    assert results[0] == results[1]
+    plain, ddp, fsdp = results[0]
+    assert ddp == plain
+    assert fsdp == plain
+
+
+def train_local(groups: Groups) -> list[Any]:
+    """Train a local table in a job of ranks: returns the refusal, and the steps of tables with and without opt-out."""
+    refused = []
+    batch = data(0)[0]
+    table, model = make(None)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    try:
+        ddp(batch)
+    except RuntimeError as error:
+        refused.append(str(error))
+    model.eval()
+    with torch.no_grad():
+        ddp(batch)  # reading is allowed
+    own_table, own = make(None, per_rank=True)
+    loss_of(own, batch).backward()
+    own_table.step()
+    return [*refused, own_table.step_count, table.step_count]
+
+
+def test_local_table_over_ranks_is_refused() -> None:
+    for result in run_ranks(PAIR, train_local):
+        message, *steps = result
+        assert "table 'ads' is trained by 2 ranks of torch.distributed" in message
+        assert "tc.ShardedTable(..., groups=tc.join_ranks())" in message
+        assert "per_rank=True" in message
+        assert steps == [1, 0]
+    assert run_ranks(ONE_RANK, train_local) == [[1, 0]]
+
+
+def saved_by_dcp(groups: Groups, folder: str, save: bool) -> tuple[bytes, list[bytes], int]:
+    import torch.distributed.checkpoint as dcp
+
+    table, net = make(groups)
+    model = fsdp(net)  # parameters are sharded as well
+    app = tc.ModelState(model)
+    if save:
+        train(table, model, list(model.parameters()), groups.topology.rank, reduce=False)
+        dcp.save({"app": app}, checkpoint_id=folder)
+    else:
+        dcp.load({"app": app}, checkpoint_id=folder)
+    return bits(table.read(KEYS)), [full(parameter) for parameter in model.parameters()], table.step_count
+
+
+def test_dcp_over_ranks(tmp_path: Path) -> None:
+    """Every rank saves its own rows and parameters; the same number of ranks loads them, another one is refused."""
+    saved = run_ranks(PAIR, saved_by_dcp, str(tmp_path / "c"), True)
+    assert saved[0] == saved[1]
+    assert run_ranks(PAIR, saved_by_dcp, str(tmp_path / "c"), False) == saved
+    ((status, trace),) = run_failing_ranks(ONE_RANK, saved_by_dcp, str(tmp_path / "c"), False)
+    assert status == "raised"
+    assert "Missing key in checkpoint state_dict: app.tables.ads.rank-0-of-1" in trace
+
+
+def whole_state(groups: Groups, state: dict[str, Any] | None) -> Any:
+    table, model = make(groups)
+    if state is None:
+        train(table, model, list(model.parameters()), groups.topology.rank, reduce=True)
+        with pytest.raises(tc.BudgetError, match="max_bytes"):  # together, not one rank alone
+            tc.state_dict(model, rows=True, max_bytes=8 * len(KEYS) * 16 // 10)
+        return bits(table.read(KEYS)), {k: v.numpy() for k, v in tc.state_dict(model, rows=True).items()}
+    tc.load_state_dict(model, {name: torch.from_numpy(value) for name, value in state.items()})
+    own = np.concatenate([keys for keys, _ in table.rows()])
+    assert table.owns(own).all()
+    loaded = bits(table.read(KEYS))
+    for batch in tc.prefetch(data(0)[:1] if groups.topology.rank == 0 else [], table):
+        if batch.examples:  # the other rank has no data: it makes empty batches with the names that bags read
+            loss_of(model, batch).backward()
+        table.step()
+    assert bits(table.read(KEYS)) != loaded
+    return loaded, len(own)
+
+
+def test_state_dict_with_rows_loads_on_any_number_of_ranks() -> None:
+    (rows, state), (_, other) = run_ranks(PAIR, whole_state, None)
+    assert state.keys() == other.keys()
+    assert all(bits(state[name]) == bits(other[name]) for name in state)
+    assert np.array_equal(state["tables/ads/keys"].view(np.uint64), KEYS)
+    assert run_ranks(ONE_RANK, whole_state, state) == [(rows, len(KEYS))]
+    loaded = run_ranks(PAIR, whole_state, state)
+    assert [result[0] for result in loaded] == [rows] * 2
+    assert sum(result[1] for result in loaded) == len(KEYS)
+    table, model = make(None)
+    tc.load_state_dict(model, {name: torch.from_numpy(value) for name, value in state.items()})
+    assert bits(table.read(KEYS)) == rows
