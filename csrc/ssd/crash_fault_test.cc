@@ -33,7 +33,7 @@ Run record_run(uint64_t seed, int steps, bool put_in_commits = false) {
   Run run;
   run.options = DriverOptions(seed);
   StoreDriver driver(hooked, kPath, run.options);
-  bool committing = false;
+  bool committing = false, first_of_two = false;
   driver.on_event = [&](const std::string& text) {
     fs->marker(text);
     committing = text.starts_with("begin");
@@ -42,7 +42,7 @@ Run record_run(uint64_t seed, int steps, bool put_in_commits = false) {
     hooked->on_point([&](std::string_view point) {
       const bool after_snapshot = point == "commit.file_synced" || point == "commit.synced" ||
                                   point == "publish.written" || point == "commit.published";
-      if (!committing || !after_snapshot) return;
+      if (!committing || !after_snapshot || (first_of_two && point != "commit.file_synced")) return;
       committing = false;  // the hook does not run inside itself
       driver.put(point == "publish.written" ? 20 : 400);
       driver.erase(5);
@@ -50,7 +50,14 @@ Run record_run(uint64_t seed, int steps, bool put_in_commits = false) {
     });
   }
   driver.open();
-  for (int i = 0; i < steps; ++i) driver.step();
+  for (int i = 0; i < steps; ++i) {
+    driver.step();
+    if (!put_in_commits || i % 10 != 0) continue;
+    first_of_two = true;  // the second commit has only the rows put during the first one's syncs
+    driver.commit();
+    first_of_two = false;
+    driver.commit();
+  }
   driver.close();
   run.recording = fs->recording();
   run.attempts = driver.attempts();
