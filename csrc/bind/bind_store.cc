@@ -109,6 +109,10 @@ nb::dict stats(const SsdStore& self) {
   d["page_cost_us"] = s.page_cost_us;
   d["engine"] = s.engine;
   d["damage"] = s.damage;
+  d["damaged_partitions"] = s.damaged_partitions;
+  d["set_aside_log_bytes"] = s.set_aside_log_bytes;
+  d["set_aside_log_bound"] = s.set_aside_log_bound;
+  d["filter_given_up"] = s.filter_given_up;
   return d;
 }
 
@@ -176,6 +180,7 @@ void bind_options(nb::module_& m) {
       .def_rw("read_only", &StoreOptions::read_only)
       .def_rw("epoch", &StoreOptions::epoch)
       .def_rw("mem_budget", &StoreOptions::mem_budget)
+      .def_rw("expected_rows", &StoreOptions::expected_rows)
       .def_rw("max_log_ratio", &StoreOptions::max_log_ratio)
       .def_rw("filter_bits", &StoreOptions::filter_bits)
       .def_rw("write_buffer", &StoreOptions::write_buffer)
@@ -213,6 +218,7 @@ void bind_store(nb::module_& m) {
       .def("scan", &scan, nb::keep_alive<0, 1>())
       .def("count", [](SsdStore& self) { return unlocked([&] { return self.count(); }); })
       .def("stats", &stats)
+      .def("damage", [](const SsdStore& self) { return unlocked([&] { return self.damage(); }); })
       .def("take_warnings", [](SsdStore& self) { return unlocked([&] { return self.take_warnings(); }); })
       .def("read_floor", &read_floor, "keys"_a.noconvert())
       .def("check", [](SsdStore& self) { unlocked([&] { self.check(); }); })

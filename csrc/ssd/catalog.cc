@@ -144,13 +144,15 @@ void Catalog::require_releasable(uint64_t epoch) const {
 }
 
 void Catalog::release(uint64_t epoch) {
-  std::lock_guard lock(mutex_);
   ctx_.fs->unlink(ctx_.path + "/" + manifest_name(epoch));
   ctx_.fs->failpoint("release.unlinked");
   // Durable before any file of the epoch is deleted: a manifest that reappears after a crash needs its files. If this
   // fails, the files stay until the next open.
   ctx_.fs->sync_dir(ctx_.path);
-  forget(epoch);
+  {
+    std::lock_guard lock(mutex_);  // not during the sync: put() creates segments
+    forget(epoch);
+  }
   ctx_.fs->failpoint("release.synced");
 }
 

@@ -39,7 +39,7 @@ class Catalog {
   // Commits: publishes the manifest. The first commit removes epoch 0.
   void publish(const Manifest& manifest);
   void require_releasable(uint64_t epoch) const;  // throws NotFoundError, or Error for the newest
-  void release(uint64_t epoch);
+  void release(uint64_t epoch);                   // not concurrently with itself or publish()
   // Deletes all files that are not needed.
   void collect();
 

@@ -79,6 +79,7 @@ void SsdStore::Impl::check_extent(const Extent& extent) {
 
 void SsdStore::Impl::check() {
   auto life = alive();
+  std::lock_guard committing(commit_mutex_);  // a release would remove manifests
   std::lock_guard write(write_mutex_);
   auto paused = merger_->pause();  // a merge would replace partitions
   check_invariants();

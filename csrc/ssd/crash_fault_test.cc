@@ -24,16 +24,40 @@ struct Run {
   DriverOptions options;
 };
 
-Run record_run(uint64_t seed, int steps) {
+// `put_in_commits`: rows are put and deleted between the syncs of every commit, and must not be part of it.
+Run record_run(uint64_t seed, int steps, bool put_in_commits = false) {
   auto mem = std::make_shared<MemFs>();
   mem->make_dir("/d");
   auto fs = std::make_shared<RecordFs>(mem);
+  auto hooked = std::make_shared<FaultFs>(fs);
   Run run;
   run.options = DriverOptions(seed);
-  StoreDriver driver(fs, kPath, run.options);
-  driver.on_event = [&](const std::string& text) { fs->marker(text); };
+  StoreDriver driver(hooked, kPath, run.options);
+  bool committing = false, first_of_two = false;
+  driver.on_event = [&](const std::string& text) {
+    fs->marker(text);
+    committing = text.starts_with("begin");
+  };
+  if (put_in_commits) {
+    hooked->on_point([&](std::string_view point) {
+      const bool after_snapshot = point == "commit.file_synced" || point == "commit.synced" ||
+                                  point == "publish.written" || point == "commit.published";
+      if (!committing || !after_snapshot || (first_of_two && point != "commit.file_synced")) return;
+      committing = false;  // the hook does not run inside itself
+      driver.put(point == "publish.written" ? 20 : 400);
+      driver.erase(5);
+      committing = true;
+    });
+  }
   driver.open();
-  for (int i = 0; i < steps; ++i) driver.step();
+  for (int i = 0; i < steps; ++i) {
+    driver.step();
+    if (!put_in_commits || i % 10 != 0) continue;
+    first_of_two = true;  // the second commit has only the rows put during the first one's syncs
+    driver.commit();
+    first_of_two = false;
+    driver.commit();
+  }
   driver.close();
   run.recording = fs->recording();
   run.attempts = driver.attempts();
@@ -100,10 +124,10 @@ void use_recovered(std::shared_ptr<MemFs> mem, const Run& run, std::vector<Store
   });
 }
 
-void replay(uint64_t runs, uint64_t states_per_run, int steps) {
+void replay(uint64_t runs, uint64_t states_per_run, int steps, bool put_in_commits = false) {
   uint64_t states = 0, in_flight = 0, commits = 0, operations = 0;
   for (uint64_t seed = 1; seed <= runs; ++seed) {
-    const Run run = record_run(seed, steps);
+    const Run run = record_run(seed, steps, put_in_commits);
     operations += run.recording.ops.size();
     commits += run.attempts.size();
     for_each_crash(run.recording, seed, states_per_run, [&](CrashState& state) {
@@ -124,7 +148,9 @@ void replay(uint64_t runs, uint64_t states_per_run, int steps) {
 }
 
 TEST(StoreCrash, SomeStatesOfAPowerLoss) { replay(2, 100, 120); }
+TEST(StoreCrash, SomeStatesWithPutsBetweenTheSyncsOfACommit) { replay(2, 100, 100, true); }
 TEST(FaultsCrash, ReplayOfRecordedOperations) { replay(scaled(10, 50), scaled(200, 400), 150); }
+TEST(FaultsCrash, ReplayWithPutsBetweenTheSyncsOfACommit) { replay(scaled(10, 50), scaled(100, 400), 120, true); }
 
 // After a process is killed, its operations are in the page cache: open may find the commit in progress. A later power
 // loss must not lose a commit that open returned.

@@ -89,7 +89,8 @@ class PartitionCursor::Run {
   bool done_ = false;
 };
 
-PartitionCursor::PartitionCursor(Context& ctx, PartitionView view, size_t buffer_bytes) : view_(std::move(view)) {
+PartitionCursor::PartitionCursor(Context& ctx, PartitionView view, size_t buffer_bytes, bool with_deleted)
+    : view_(std::move(view)), with_deleted_(with_deleted) {
   size_t sources = view_.extents.size() + 1;
   size_t each = std::clamp<size_t>(buffer_bytes / (2 * sources), ctx.g.page_bytes, 256u << 10);
   if (view_.base) {
@@ -147,9 +148,9 @@ bool PartitionCursor::next() {
       heap_.pop_back();
     }
     if (base_ && base_->hash() == newest->hash()) to_advance_.push_back(base_);
-    if (newest->tombstone()) continue;
+    if (newest->tombstone() && !with_deleted_) continue;
     key_ = newest->key();
-    row_ = newest->row();
+    row_ = newest->tombstone() ? nullptr : newest->row();
     seq_ = newest->seq();
     return true;
   }

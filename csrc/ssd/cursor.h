@@ -26,14 +26,15 @@ struct PartitionView {
 // Not thread-safe.
 class PartitionCursor {
  public:
-  PartitionCursor(Context& ctx, PartitionView view, size_t buffer_bytes);
+  // `with_deleted`: also stops at keys whose newest version is a deletion.
+  PartitionCursor(Context& ctx, PartitionView view, size_t buffer_bytes, bool with_deleted = false);
   ~PartitionCursor();
 
   // Moves to the next live row; false: no more rows. key() and row() are valid until the next call.
   bool next();
   uint64_t key() const { return key_; }
-  const uint8_t* row() const { return row_; }
-  uint64_t seq() const { return seq_; }  // of the row's extent; 0: the base
+  const uint8_t* row() const { return row_; }  // null: the key is deleted
+  uint64_t seq() const { return seq_; }        // of the row's extent; 0: the base
   uint64_t bytes_read() const;
 
  private:
@@ -41,6 +42,7 @@ class PartitionCursor {
   bool later(const Run* a, const Run* b) const;
 
   PartitionView view_;
+  const bool with_deleted_;
   std::vector<std::unique_ptr<Run>> runs_;
   std::vector<Run*> heap_;  // runs of extents: smallest hash first, among equal hashes the newest first
   Run* base_ = nullptr;

@@ -51,7 +51,7 @@ struct Context {
   std::string file_path(FileKind kind, uint64_t number) const { return path + "/" + file_name(kind, number); }
 };
 
-// An open data file. `synced` is false from creation or the last append until commit() syncs the file.
+// An open data file. `synced` is false from creation or the end of the last append until a commit starts to sync it.
 struct DataFile {
   FileKind kind;
   uint64_t number;
@@ -91,7 +91,7 @@ struct BaseFile {
   uint64_t rows = 0;
   std::vector<uint64_t> fences;  // first hash of each row page
   uint64_t filter_bytes = 0;     // in the file
-  Filter filter;                 // empty if not loaded
+  mutable Filter filter;         // empty if not loaded or given up; the store's index lock protects it
 
   uint32_t pages() const { return static_cast<uint32_t>(fences.size()); }
   uint64_t bytes(const Geometry& g) const { return file_pages(g, pages(), filter_bytes) * g.page_bytes; }

@@ -2,7 +2,8 @@
 //
 // Locks, in the order in which they are taken:
 //   life_         shared by every call, exclusive by close()
-//   write_mutex_  serialises puts, deletes, commits, releases and checks
+//   commit_mutex_ serialises commits, releases, links and checks; held during their I/O
+//   write_mutex_  serialises puts, deletes, loads, checks and the flush at the start of a commit; not held during syncs
 //   merge mutex   of Merger: held for one merge
 //   index_mutex_  the index and the write buffer: shared to plan reads, exclusive to change them; never held during I/O
 // The mutexes of Catalog, Reader and MergeScheduler are innermost: no other lock is taken while one is held.
@@ -48,6 +49,7 @@ class SsdStore::Impl {
   std::vector<ssd::PartitionView> views();
   uint64_t count();
   StoreStats stats() const;
+  std::string damage() const;
   std::vector<std::string> take_warnings();
   void check();
   void merge_all();
@@ -66,9 +68,13 @@ class SsdStore::Impl {
 
  private:
   void load(const ssd::Manifest& manifest);
+  bool filters_fit(const ssd::Manifest& manifest);
   void require_writable() const;
   // The caller of the following holds write_mutex_.
-  void flush_buffer();  // moves all rows to the index, or throws and leaves all in the buffer
+  void flush_buffer();       // moves all rows to the index, or throws and leaves all in the buffer
+  uint64_t append_buffer();  // the same without merging; returns the bytes written
+  void admit();              // before rows are added: see Merger::admit
+  void copy_set_aside_log();
   template <class Fn>
   auto collecting(Fn&& fn);
   void add(const uint64_t* keys, size_t n, const RowsIn* rows);  // small batches: to the buffer; large: to the log
@@ -96,7 +102,8 @@ class SsdStore::Impl {
   mutable FairMutex life_;
   std::atomic<bool> closed_{false};
 
-  std::mutex write_mutex_;  // protects log_; a writer of epoch_ and note_ holds it too
+  std::mutex commit_mutex_;  // a writer of epoch_ and note_ holds it
+  std::mutex write_mutex_;   // protects log_
   ssd::LogWriter log_;
 
   mutable FairMutex index_mutex_;  // protects index_, buffer_, epoch_, note_, failed_

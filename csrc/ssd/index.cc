@@ -11,6 +11,7 @@ void Index::clear() {
   extents_.clear();
   segment_starts_.clear();
   last_seq_ = pending_ = base_rows_ = 0;
+  keeps_filters_ = true;
 }
 
 void Index::load_partitions(std::vector<Partition> partitions) {
@@ -157,9 +158,14 @@ bool Index::begin_merge(Merge* merge) {
     if (p.merged_seq < b.merged_seq || (p.merged_seq == b.merged_seq && p.pending > b.pending)) best = i;
   }
   if (best == partitions_.size()) return false;
-  Partition& p = *partitions_[best];
+  freeze(best, merge);
+  return true;
+}
+
+void Index::freeze(size_t i, Merge* merge) {
+  Partition& p = *partitions_[i];
   merge->partition = &p;
-  merge->view = view(best);
+  merge->view = view(i);
   merge->seq = last_seq_;
   merge->frozen_tables = p.tables.size();
   merge->frozen_pending = p.pending;
@@ -167,7 +173,61 @@ bool Index::begin_merge(Merge* merge) {
   // Entries that arrive during the merge go to a new table, which is kept after it.
   if (p.tables.back()->count() == 0) --merge->frozen_tables;  // left by a failed merge
   else p.tables.push_back(std::make_shared<DeltaTable>(p.lo, p.hi, static_cast<uint32_t>(p.pending / 8 + 64)));
-  return true;
+}
+
+bool Index::begin_copy(Merge* copy, uint64_t before_seq) {
+  for (size_t i = 0; i < partitions_.size(); ++i) {
+    const Partition& p = *partitions_[i];
+    if (p.damage.empty() || p.log_damaged || p.pending == 0 || p.merged_seq >= before_seq) continue;
+    freeze(i, copy);
+    copy->view.base = nullptr;
+    return true;
+  }
+  return false;
+}
+
+void Index::finish_copy(const Merge& copy) {
+  Partition& p = *copy.partition;
+  p.tables.erase(p.tables.begin(), p.tables.begin() + static_cast<ptrdiff_t>(copy.frozen_tables));
+  p.pending -= copy.frozen_pending;
+  pending_ -= copy.frozen_pending;
+  if (p.pending == 0) p.tables.clear();
+  p.merged_seq = copy.seq;
+  ++copies_;
+  drop_merged_extents();
+}
+
+Index::SetAside Index::set_aside() const {
+  SetAside out;
+  uint64_t merged = last_seq_;  // by all other partitions
+  for (auto& p : partitions_) {
+    if (!p->damage.empty()) {
+      ++out.partitions;
+      if (p->base) out.base_bytes += p->base->bytes(g_);
+    } else if (p->pending > 0) {
+      merged = std::min(merged, p->merged_seq);
+    }
+  }
+  if (out.partitions == 0) return out;
+  for (auto& e : extents_) {
+    if (e->seq > merged) break;
+    ++out.extents;
+    out.log_bytes += e->bytes(g_);
+  }
+  return out;
+}
+
+uint64_t Index::filter_bytes() const {
+  uint64_t sum = 0;
+  for (auto& p : partitions_)
+    if (p->base) sum += p->base->filter.bytes();
+  return sum;
+}
+
+void Index::drop_filters() {
+  keeps_filters_ = false;
+  for (auto& p : partitions_)
+    if (p->base) p->base->filter = Filter();
 }
 
 bool Index::begin_load(uint64_t first, uint64_t last, Merge* merge) {
@@ -195,6 +255,7 @@ void Index::finish_merge(const Merge& merge, std::vector<Partition> pieces) {
     }
     pending_ += piece.pending;
     if (piece.base) base_rows_ += piece.base->rows;
+    if (piece.base && !keeps_filters_) piece.base->filter = Filter();
     fresh.push_back(std::make_shared<Partition>(std::move(piece)));
   }
   partitions_.erase(partitions_.begin() + static_cast<ptrdiff_t>(at));

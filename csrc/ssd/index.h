@@ -28,8 +28,9 @@ struct Partition {
   uint64_t merged_seq = 0;                          // extents up to this number are merged into the base
   std::vector<std::shared_ptr<DeltaTable>> tables;  // entries of newer extents
   uint64_t pending = 0;                             // estimate of unmerged rows; 0 only if there are none
-  std::string damage;                               // error that prevents merging; empty: none
-  std::exception_ptr damage_error;                  // the exception with this message
+  std::string damage;               // error that prevents merging, with the repair command: the partition is set aside
+  bool log_damaged = false;         // set aside, and its rows in the log cannot be copied
+  std::exception_ptr damage_error;  // the exception with this message
 };
 
 struct HashAndPage {
@@ -86,8 +87,26 @@ class Index {
   // Replaces the partition by pieces that cover it in order.
   void finish_merge(const Merge& merge, std::vector<Partition> pieces);
 
+  // Copies of the log rows of a set-aside partition: begin_copy() freezes its tables, the caller puts the newest
+  // version of each row of copy->view to the log again, finish_copy() drops the frozen tables and the extents that no
+  // partition needs any more. False: no set-aside partition has a log that can be copied.
+  bool begin_copy(Merge* copy, uint64_t before_seq);
+  void finish_copy(const Merge& copy);
+  uint64_t copies() const { return copies_; }  // finished; a row may be on a newer page after each
+  // The log that only set-aside partitions need, and their base files.
+  struct SetAside {
+    uint64_t partitions = 0, extents = 0, log_bytes = 0, base_bytes = 0;
+  };
+  SetAside set_aside() const;
+  uint64_t last_seq() const { return last_seq_; }
+
+  // Filters: bytes in memory; drop_filters() frees them and those of all later base files.
+  uint64_t filter_bytes() const;
+  bool keeps_filters() const { return keeps_filters_; }
+  void drop_filters();
+
+  uint64_t mergeable() const;                    // unmerged rows of partitions that are not set aside
   uint64_t pending() const { return pending_; }  // unmerged rows
-  uint64_t mergeable() const;                    // unmerged rows of partitions without damage
   uint64_t base_rows() const { return base_rows_; }
   uint64_t base_bytes() const;
   uint64_t log_bytes() const;
@@ -100,6 +119,7 @@ class Index {
 
  private:
   void insert(Partition& p, uint64_t hash, uint32_t vpage, size_t expected);
+  void freeze(size_t i, Merge* merge);
   void drop_merged_extents();
 
   const Geometry g_;
@@ -109,6 +129,8 @@ class Index {
   std::deque<std::shared_ptr<Extent>> segment_starts_;  // first live extent of each segment, oldest first
   uint64_t last_seq_ = 0;
   uint64_t pending_ = 0, base_rows_ = 0;
+  bool keeps_filters_ = true;
+  uint64_t copies_ = 0;
 };
 
 }  // namespace thermocline::ssd

@@ -67,7 +67,6 @@ std::shared_ptr<Extent> LogWriter::write(const std::vector<Item>& items, const u
     buffer_bytes_ += buffers_.back().size();
   }
   ctx_.fs->failpoint("extent.begin");
-  segment_->synced = false;
   try {
     std::atomic<size_t> next{0};
     pool_.parallel(writers, [&](size_t w) {
@@ -86,6 +85,8 @@ std::shared_ptr<Extent> LogWriter::write(const std::vector<Item>& items, const u
     segment_.reset();
     throw;
   }
+  // After the writes: a commit in progress may have marked the file before them.
+  segment_->synced = false;
   ctx_.bytes_written += pages * g.page_bytes;
   segment_->pages += pages;
   ctx_.fs->failpoint("extent.written");

@@ -8,6 +8,8 @@ namespace {
 
 struct Stopped {};  // thrown to abandon a merge
 
+constexpr uint64_t kPartitionBytes = sizeof(Partition) + sizeof(BaseFile) + sizeof(DataFile) + 64;  // index entry
+
 uint64_t ceil_div(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
 
 // Writes rows in hash order to base files of at most `rows_per_piece` rows: the pieces that replace a partition.
@@ -68,33 +70,109 @@ void Merger::stop() {
 
 // ---- limits
 
-uint64_t Merger::limit(uint64_t more_rows, uint64_t more_bytes) const {
-  std::shared_lock lock(index_mutex_);
+uint64_t Merger::wanted_log_rows(uint64_t base_rows) const {
   // Half of the ratio: partitions are merged in turn, so on average each has half of a cycle's rows in the log.
   const double share = options_.max_log_ratio / 2;
-  auto wanted = static_cast<uint64_t>(share * static_cast<double>(index_.base_rows()));
-  wanted = std::max<uint64_t>(wanted, options_.min_log_bytes / ctx_.g.entry_bytes());
-  // Bytes per log row: tables are at most 7/8 full and grow in increments.
-  const uint64_t entry = DeltaTable::slot_bytes() * 3 / 2;
+  return std::max<uint64_t>(static_cast<uint64_t>(share * static_cast<double>(base_rows)),
+                            options_.min_log_bytes / ctx_.g.entry_bytes());
+}
+
+Merger::Room Merger::room(uint64_t more_bytes) const {
+  std::shared_lock lock(index_mutex_);
+  Room room;
+  room.rows = index_.base_rows();
+  room.filter_bytes = index_.filter_bytes();
+  room.wanted = wanted_log_rows(room.rows);
   const uint64_t used = ctx_.sizes.total(ctx_.g) + index_.memory();
-  const uint64_t log_entries = std::min(used, index_.pending() * entry);
-  const uint64_t need = used - log_entries + more_bytes;
-  const uint64_t available = options_.mem_budget > need ? options_.mem_budget - need : 0;
-  const uint64_t affordable = available / entry;
-  if (affordable < 1024)
+  const uint64_t log_entries = std::min(used, index_.mergeable() * kLogRowBytes);
+  room.need = used - log_entries + more_bytes;
+  room.affordable = (options_.mem_budget > room.need ? options_.mem_budget - room.need : 0) / kLogRowBytes;
+  return room;
+}
+
+uint64_t Merger::limit(uint64_t more_rows, uint64_t more_bytes) {
+  Room room = this->room(more_bytes);
+  if (room.is_short() && room.filter_bytes > 0) {
+    give_up_filter(room);
+    room = this->room(more_bytes);
+  }
+  if (room.affordable < kLeastLogRows)
     throw BudgetError(ctx_.path + ": mem_budget is " + std::to_string(options_.mem_budget) + " bytes, but " +
-                      std::to_string(index_.base_rows() + more_rows) + " rows of " + std::to_string(ctx_.g.row_bytes) +
-                      " bytes need " + std::to_string(need + 1024 * entry) +
-                      " (fences and buffers); open it with a larger mem_budget");
-  return std::min(wanted, affordable * 2 / 3);  // put() blocks at 3/2 of the limit
+                      std::to_string(room.rows + more_rows) + " rows of " + std::to_string(ctx_.g.row_bytes) +
+                      " bytes need " + std::to_string(room.need + kLeastLogRows * kLogRowBytes) +
+                      " (fences and buffers); open it with a larger mem_budget (tiers.ssd_mem)");
+  return std::min(room.wanted, room.affordable * 2 / 3);  // put() blocks at 3/2 of the limit
+}
+
+void Merger::give_up_filter(const Room& room) {
+  {
+    std::unique_lock lock(index_mutex_);
+    index_.drop_filters();
+  }
+  warn_filter_given_up(ctx_, options_.mem_budget, room.rows, room.filter_bytes,
+                       room.need + room.wanted / kShortOf * 3 / 2 * kLogRowBytes);
+}
+
+void warn_filter_given_up(Context& ctx, uint64_t mem_budget, uint64_t rows, uint64_t filter_bytes, uint64_t need) {
+  ctx.warnings.add(ctx.path + ": the filter of absent keys was given up: with its " + std::to_string(filter_bytes) +
+                   " bytes, " + std::to_string(rows) + " rows need " + std::to_string(need) +
+                   " bytes of DRAM, and mem_budget is " + std::to_string(mem_budget) +
+                   "; the first read of a new key now takes one page read. To keep the filter, raise mem_budget "
+                   "(tiers.ssd_mem)");
+}
+
+void Merger::require_expected_rows(uint64_t rows) const {
+  const uint64_t file_bytes = std::max<uint64_t>(options_.partition_bytes, rows * ctx_.g.entry_bytes() / 512);
+  const uint64_t files = ceil_div(rows * ctx_.g.entry_bytes(), file_bytes * 3 / 4 + 1);
+  const uint64_t fences = ctx_.g.row_pages(rows) * 8 + files * kPartitionBytes;
+  const uint64_t log = std::max<uint64_t>(kLeastLogRows, wanted_log_rows(rows) / kShortOf) * 3 / 2 * kLogRowBytes;
+  const uint64_t buffers = ctx_.sizes.total(ctx_.g);
+  if (fences + log + buffers <= options_.mem_budget) return;
+  throw BudgetError(ctx_.path + ": mem_budget is " + std::to_string(options_.mem_budget) + " bytes, but the expected " +
+                    std::to_string(rows) + " rows of " + std::to_string(ctx_.g.row_bytes) + " bytes need at least " +
+                    std::to_string(fences + log + buffers) + " (fences " + std::to_string(fences) + ", buffers " +
+                    std::to_string(buffers) + ", log " + std::to_string(log) +
+                    "); raise mem_budget (tiers.ssd_mem) or lower expected_keys");
+}
+
+// ---- set-aside partitions
+
+uint64_t Merger::set_aside_bound(const Index::SetAside& aside) const {
+  return options_.min_log_bytes + 4 * aside.base_bytes;
+}
+
+bool Merger::set_aside_log_is_due() const {
+  if (!has_damage_) return false;
+  std::shared_lock lock(index_mutex_);
+  const Index::SetAside aside = index_.set_aside();
+  return aside.log_bytes > std::min(options_.min_log_bytes / 2 + 2 * copied_bytes_, set_aside_bound(aside)) ||
+         aside.extents > ctx_.sizes.max_extents / 2 + 2 * copied_extents_;
+}
+
+void Merger::set_aside_log_copied(uint64_t bytes, uint64_t extents) {
+  std::shared_lock lock(index_mutex_);
+  const Index::SetAside aside = index_.set_aside();  // not empty if a log could not be copied
+  copied_bytes_ = std::max(bytes, aside.log_bytes);
+  copied_extents_ = std::max(extents, aside.extents);
+}
+
+void Merger::require_bounded_set_aside_log() const {
+  if (!has_damage_) return;
+  std::shared_lock lock(index_mutex_);
+  const Index::SetAside aside = index_.set_aside();
+  const uint64_t bound = set_aside_bound(aside);
+  if (aside.log_bytes <= bound) return;
+  throw CorruptionError(ctx_.path + ": nothing more can be put: the log that damaged partitions hold has " +
+                        std::to_string(aside.log_bytes) + " bytes, more than the bound of " + std::to_string(bound) +
+                        ". Rows put so far can be committed. The damage: " + index_.damage());
 }
 
 uint64_t Merger::memory() const {
-  const uint64_t pages = ctx_.sizes.append_pages + index_.extents();
+  const uint64_t pages = ctx_.sizes.append_pages + index_.extents() - (has_damage_ ? index_.set_aside().extents : 0);
   return std::max<uint64_t>(ctx_.sizes.merge_bytes, pages * ctx_.g.page_bytes);
 }
 
-Merger::Debt Merger::debt() const {
+Merger::Debt Merger::debt() {
   uint64_t limit;
   try {
     limit = this->limit();
@@ -102,14 +180,15 @@ Merger::Debt Merger::debt() const {
     limit = 1024;  // admit() reports the error; merging may free memory
   }
   std::shared_lock lock(index_mutex_);
-  // Rows of damaged partitions do not count: they cannot be merged and must not block writers.
+  // Rows and extents of set-aside partitions do not count: they cannot be merged and must not block writers.
   Debt debt{index_.mergeable(), limit};
   const size_t most = ctx_.sizes.max_extents;
-  if (debt.pending == 0 || !index_.damage().empty()) return debt;
+  if (debt.pending == 0) return debt;
   // Too many small extents count as too many rows.
-  if (index_.extents() > most / 2) debt.pending = std::max(debt.pending, limit / 4 + 1);
-  if (index_.extents() > most * 3 / 4) debt.pending = std::max(debt.pending, limit + limit / 4 + 1);
-  if (index_.extents() >= most) debt.pending = std::max(debt.pending, 2 * limit);
+  const size_t extents = index_.extents() - (has_damage_ ? index_.set_aside().extents : 0);
+  if (extents > most / 2) debt.pending = std::max(debt.pending, limit / 4 + 1);
+  if (extents > most * 3 / 4) debt.pending = std::max(debt.pending, limit + limit / 4 + 1);
+  if (extents >= most) debt.pending = std::max(debt.pending, 2 * limit);
   return debt;
 }
 
@@ -117,6 +196,7 @@ Merger::Debt Merger::debt() const {
 
 void Merger::admit() {
   limit();
+  require_bounded_set_aside_log();
   if (!options_.background_merge) return;
   double waited = 0;
   for (;;) {
@@ -212,10 +292,10 @@ bool Merger::merge_next(Caller caller) {
   try {
     pieces = write_pieces(job, std::max<uint64_t>(1, ceil_div(job.rows, piece_count)), caller);
   } catch (const CorruptionError& e) {
-    mark_damaged(job, e.what());
+    set_aside(job, e.what());
     return true;
   } catch (const UnreadableError& e) {
-    mark_damaged(job, e.what());
+    set_aside(job, e.what());
     return true;
   }
   ctx_.fs->failpoint("merge.written");
@@ -247,12 +327,18 @@ std::vector<Partition> Merger::write_pieces(const Index::Merge& job, uint64_t ro
   return pieces;
 }
 
-// Excludes a partition from merging; its undamaged pages stay readable. stats() and merge_all() report the cause.
-// Called from the handler of the exception that stopped the merge.
-void Merger::mark_damaged(const Index::Merge& job, const char* cause) {
-  std::unique_lock lock(index_mutex_);
-  job.partition->damage = cause;
-  job.partition->damage_error = std::current_exception();
+// Sets a partition aside: it is not merged any more; its undamaged pages stay readable. stats(), damage(), a warning
+// and merge_all() report the cause. Called from the handler of the exception that stopped the merge.
+void Merger::set_aside(const Index::Merge& job, const char* cause) {
+  std::string damage = cause;
+  if (damage.find("thermocline repair") == std::string::npos) damage += "; run: thermocline repair " + ctx_.path;
+  {
+    std::unique_lock lock(index_mutex_);
+    job.partition->damage = damage;
+    job.partition->damage_error = std::current_exception();
+  }
+  has_damage_ = true;
+  ctx_.warnings.add(ctx_.path + ": a partition is not merged any more, because it is damaged: " + damage);
 }
 
 }  // namespace thermocline::ssd

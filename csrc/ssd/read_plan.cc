@@ -12,6 +12,8 @@ uint32_t ReadPlan::add_file(const std::shared_ptr<DataFile>& file) {
 
 void plan_reads(const Index& index, ReadPlan& plan) {
   constexpr uint32_t kNoFile = ~uint32_t{0};
+  if (plan.copies != index.copies()) plan.before_page.clear();
+  plan.copies = index.copies();
   plan.lookups.reserve(plan.items.size());
   std::vector<PageLookup> log_lookups;
   std::unordered_map<const DataFile*, uint32_t> segments;  // index into plan.files

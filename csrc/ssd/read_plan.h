@@ -32,13 +32,15 @@ struct PageLookup {
 struct ReadPlan {
   std::vector<Item> items;
   std::vector<uint32_t> before_page;  // per item, or empty: consider only log pages older than this one
+  uint64_t copies = 0;                // Index::copies() when `before_page` was found
   std::vector<std::shared_ptr<DataFile>> files;
   std::vector<PageLookup> lookups;
 
   uint32_t add_file(const std::shared_ptr<DataFile>& file);
 };
 
-// Fills `files` and `lookups` for all items. The caller holds the index lock, shared.
+// Fills `files` and `lookups` for all items. The caller holds the index lock, shared. If rows of the log were copied to
+// newer pages since `before_page` was found, the search starts at the newest page again.
 void plan_reads(const Index& index, ReadPlan& plan);
 
 // One read of consecutive pages, with the lookups that it serves.

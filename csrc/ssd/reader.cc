@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <optional>
+#include <string>
 
 namespace thermocline::ssd {
 namespace {
@@ -24,12 +25,13 @@ uint32_t ReadCost::gap() const {
 class Reader::Channel {
  public:
   Channel(FileSystem& fs, size_t depth, size_t buffer_bytes)
-      : queue(fs.read_queue(depth)), memory(depth * buffer_bytes), in_flight(depth, nullptr) {
+      : queue(fs.read_queue(depth)), engine(fs.name()), memory(depth * buffer_bytes), in_flight(depth, nullptr) {
     queue->use_buffer(memory.data(), memory.size());
   }
   // Destroys the queue first: that waits for the reads in flight into `memory`.
   ~Channel() { queue.reset(); }
   std::unique_ptr<ReadQueue> queue;
+  const std::string engine;  // of the queue
   AlignedBuffer memory;
   std::vector<const ReadRequest*> in_flight;  // per buffer; null: the buffer is free
 };
@@ -38,6 +40,7 @@ class Reader::Channel {
 class Reader::Lease {
  public:
   explicit Lease(Reader& reader) : reader_(reader) {
+    std::unique_ptr<Channel> outdated;  // destroyed after the lock is released
     std::unique_lock lock(reader.mutex_);
     reader.returned_.wait(lock,
                           [&] { return !reader.idle_.empty() || reader.leased_ < reader.ctx_.sizes.read_workers; });
@@ -45,6 +48,9 @@ class Reader::Lease {
     if (reader.idle_.empty()) return;
     channel_ = std::move(reader.idle_.back());
     reader.idle_.pop_back();
+    if (channel_->engine == reader.ctx_.fs->name()) return;
+    reader.channel_bytes_ -= channel_->memory.size();  // the file system changed its engine
+    outdated = std::move(channel_);
   }
   Channel& channel() {
     if (!channel_) {
@@ -273,6 +279,7 @@ ReadPlan Reader::run(const ReadPlan& plan, const uint64_t* keys, uint8_t* found,
   counters_.false_pages += all.size();
   std::sort(all.begin(), all.end(), [](const PageLookup* a, const PageLookup* b) { return a->item < b->item; });
   ReadPlan rest;
+  rest.copies = plan.copies;
   for (const PageLookup* lookup : all) {
     rest.items.push_back(plan.items[lookup->item]);
     rest.before_page.push_back(lookup->vpage);

@@ -157,6 +157,7 @@ SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, co
   }
   merger_ = std::make_unique<Merger>(ctx, options_, index_, index_mutex_, catalog_);
   merger_->limit();  // throws if the index exceeds the budget
+  if (options.expected_rows > 0 && !options.read_only) merger_->require_expected_rows(options.expected_rows);
   if (!options.read_only) {
     merger_->settle();
     return;
@@ -169,7 +170,24 @@ SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, co
 
 SsdStore::Impl::~Impl() = default;
 
+// Whether the filters of the base files fit beside the rest of the index. If not, they are given up before they are
+// loaded.
+bool SsdStore::Impl::filters_fit(const Manifest& m) {
+  uint64_t filters = 0, rows = 0, rest = ctx.sizes.total(ctx.g) + Merger::kLeastLogRows * Merger::kLogRowBytes;
+  for (auto& r : m.partitions) {
+    filters += r.filter_bytes;
+    rows += r.rows;
+    rest += sizeof(Partition) + sizeof(BaseFile) + sizeof(DataFile) + r.pages * 8;
+  }
+  for (auto& r : m.extents) rest += r.rows * Merger::kLogRowBytes;
+  if (filters == 0 || rest + filters <= options_.mem_budget) return true;
+  index_.drop_filters();
+  warn_filter_given_up(ctx, options_.mem_budget, rows, filters, rest + filters);
+  return false;
+}
+
 void SsdStore::Impl::load(const Manifest& m) {
+  const bool load_filters = options_.filter_bits > 0 && filters_fit(m);
   std::vector<Partition> partitions(m.partitions.size());
   pool_.parallel(partitions.size(), [&](size_t i) {
     const PartitionRecord& r = m.partitions[i];
@@ -177,7 +195,7 @@ void SsdStore::Impl::load(const Manifest& m) {
     p.lo = r.lo;
     p.hi = i + 1 < m.partitions.size() ? m.partitions[i + 1].lo - 1 : std::numeric_limits<uint64_t>::max();
     p.merged_seq = r.merged_seq;
-    if (r.file) p.base = open_base(ctx, r, options_.filter_bits > 0);
+    if (r.file) p.base = open_base(ctx, r, load_filters);
   });
   std::vector<std::shared_ptr<Extent>> extents;
   std::shared_ptr<DataFile> segment;
@@ -244,15 +262,19 @@ void SsdStore::Impl::fail(const std::string& cause) {
 }
 
 void SsdStore::Impl::sync_files(const std::vector<std::shared_ptr<DataFile>>& files) {
+  // Marked before the sync: a put() that appends to a file meanwhile clears the mark, and the next commit syncs it.
+  std::vector<DataFile*> unsynced;
+  for (auto& file : files)
+    if (!file->synced.exchange(true)) unsynced.push_back(file.get());
   try {
-    for (auto& file : files) {
-      if (file->synced) continue;
-      file->file->datasync();
-      file->synced = true;
+    // Threads of their own: those of pool_ serve reads, which must not wait for a sync.
+    ThreadPool syncs(static_cast<int>(std::min<size_t>(ctx.fs->sync_concurrency(), unsynced.size())));
+    syncs.parallel(unsynced.size(), [&](size_t i) {
+      unsynced[i]->file->datasync();
       ctx.fs->failpoint("commit.file_synced");
-    }
+    });
     ctx.fs->sync_dir(ctx.path);
-  } catch (const Error& e) {
+  } catch (const std::exception& e) {
     // The kernel may have dropped the pages and cleared the error: a second sync could succeed without the data.
     fail(e.what());
   }
@@ -260,14 +282,15 @@ void SsdStore::Impl::sync_files(const std::vector<std::shared_ptr<DataFile>>& fi
 
 uint64_t SsdStore::Impl::commit(const std::string& note) {
   auto life = alive();
-  std::lock_guard write(write_mutex_);
-  require_writable();
-  ctx.fs->failpoint("commit.begin");
-  flush_buffer();
-  ctx.fs->failpoint("commit.flushed");
+  std::lock_guard committing(commit_mutex_);
   Manifest m;
   std::vector<std::shared_ptr<DataFile>> files;  // keeps the files until the catalog retains them for the epoch
   {
+    std::lock_guard write(write_mutex_);  // not held below: puts go on during the syncs
+    require_writable();
+    ctx.fs->failpoint("commit.begin");
+    flush_buffer();
+    ctx.fs->failpoint("commit.flushed");
     std::shared_lock lock(index_mutex_);
     m = index_.manifest();
     files = index_.files();
@@ -302,7 +325,7 @@ uint64_t SsdStore::Impl::commit(const std::string& note) {
 
 void SsdStore::Impl::release(uint64_t epoch) {
   auto life = alive();
-  std::lock_guard write(write_mutex_);
+  std::lock_guard committing(commit_mutex_);
   require_writable();
   catalog_.require_releasable(epoch);
   try {
@@ -315,8 +338,8 @@ void SsdStore::Impl::release(uint64_t epoch) {
 
 void SsdStore::Impl::link_checkpoint(const std::string& target) {
   auto life = alive();
-  std::lock_guard write(write_mutex_);  // the files must not be released or deleted meanwhile
-  uint64_t epoch = this->epoch();       // of the opened commit, which may not be the newest
+  std::lock_guard committing(commit_mutex_);  // the epoch must not be released meanwhile
+  uint64_t epoch = this->epoch();             // of the opened commit, which may not be the newest
   if (epoch == 0) throw Error(ctx.path + ": the store has no commit; call commit() before link_checkpoint()");
   if (!catalog_.has(epoch))
     throw NotFoundError(ctx.path + ": epoch " + std::to_string(epoch) + " was released; call commit() first");

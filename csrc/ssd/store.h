@@ -28,9 +28,12 @@ struct StoreOptions {
   std::optional<uint64_t> epoch;  // default: the newest
   // Performance.
   size_t mem_budget = 256u << 20;
+  uint64_t expected_rows = 0;  // refuse to open if mem_budget cannot hold the index of this number; 0: unknown
   double max_log_ratio = 0.2;  // maximum of log bytes / base bytes
-  uint32_t filter_bits = 0;    // DRAM bits per row of a filter that avoids reads of absent keys: 10 avoid 99 %; 0: none
-  size_t write_buffer = 0;     // 0: derived from mem_budget
+  // DRAM bits per row of a filter that avoids reads of absent keys: 10 avoid 99 %; 0: none. Given up, with a warning,
+  // when mem_budget is short.
+  uint32_t filter_bits = 0;
+  size_t write_buffer = 0;  // 0: derived from mem_budget
   size_t segment_bytes = 64u << 20;
   size_t partition_bytes = 32u << 20;  // a base file splits above this
   size_t min_log_bytes = 64u << 20;    // no merging while the log is shorter
@@ -47,13 +50,21 @@ struct StoreStats {
   double stall_seconds = 0;                   // time that put() was blocked by the merger
   double read_cost_us = 0, page_cost_us = 0;  // measured on the device
   std::string engine;
-  std::string damage;  // error of a damaged page found by a merge; empty: none
+  // Partitions that a merge could not read are set aside: not merged any more, while the others are. `damage` is the
+  // error of the first one, with the repair command; empty: none. Their log is copied forward and bounded; above the
+  // bound put() throws.
+  std::string damage;
+  uint64_t damaged_partitions = 0;
+  uint64_t set_aside_log_bytes = 0;  // log that only they need
+  uint64_t set_aside_log_bound = 0;
+  bool filter_given_up = false;
 };
 
-// Thread safety: all calls may run concurrently. Writes (put, erase, load, commit, release, merge_all, check) run one
-// at a time; get() and scans run beside them and are never blocked by their I/O. Invariants: 1. A get() that starts
-// after a put() returned sees its rows. 2. After a crash the store opens at the last commit that returned, or at a
-// later one that had started. 3. Memory stays within mem_budget.
+// Thread safety: all calls may run concurrently. Writes (put, erase, load, merge_all, check) run one at a time; get()
+// and scans run beside them and are never blocked by their I/O. commit() blocks writes only while it appends buffered
+// rows to the log; writes and reads run beside its syncs. Invariants: 1. A get() that starts after a put() returned
+// sees its rows. 2. After a crash the store opens at the last commit that returned, or at a later one that had started.
+// 3. Memory stays within mem_budget.
 class SsdStore : public RowStore {
  public:
   static std::unique_ptr<SsdStore> open(std::shared_ptr<FileSystem> fs, const std::string& path,
@@ -85,6 +96,7 @@ class SsdStore : public RowStore {
 
   uint64_t count();  // live rows, exact; reads all partitions that have rows in the log
   StoreStats stats() const;
+  std::string damage() const;  // StoreStats::damage; fast if there is none
   // Messages for the user since the last call, one line each; every text is returned once.
   std::vector<std::string> take_warnings();
   void check();      // verifies every page and the invariants; throws CorruptionError or Error

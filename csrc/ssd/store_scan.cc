@@ -51,6 +51,11 @@ StoreStats SsdStore::Impl::stats() const {
     s.mem_index = index_.memory();
     s.mem_buffers = buffer_memory();
     s.damage = index_.damage();
+    const Index::SetAside aside = index_.set_aside();
+    s.damaged_partitions = aside.partitions;
+    s.set_aside_log_bytes = aside.log_bytes;
+    s.set_aside_log_bound = aside.partitions ? merger_->set_aside_bound(aside) : 0;
+    s.filter_given_up = !index_.keeps_filters();
   }
   s.mem_total = s.mem_index + s.mem_buffers;
   s.mem_budget = options_.mem_budget;
@@ -74,6 +79,12 @@ StoreStats SsdStore::Impl::stats() const {
   s.page_cost_us = cost.page_us;
   s.engine = ctx.fs->name();
   return s;
+}
+
+std::string SsdStore::Impl::damage() const {
+  if (!merger_->has_damage()) return "";
+  std::shared_lock lock(index_mutex_);
+  return index_.damage();
 }
 
 std::vector<std::string> SsdStore::Impl::take_warnings() {
@@ -139,6 +150,7 @@ void SsdStore::release(uint64_t epoch) { impl_->release(epoch); }
 std::unique_ptr<SsdStore::Scan> SsdStore::scan() { return std::make_unique<PartitionScan>(impl_, impl_->views()); }
 uint64_t SsdStore::count() { return impl_->count(); }
 StoreStats SsdStore::stats() const { return impl_->stats(); }
+std::string SsdStore::damage() const { return impl_->damage(); }
 std::vector<std::string> SsdStore::take_warnings() { return impl_->take_warnings(); }
 void SsdStore::check() { impl_->check(); }
 void SsdStore::merge_all() { impl_->merge_all(); }

@@ -22,14 +22,14 @@ void SsdStore::Impl::put(const uint64_t* keys, size_t n, const RowsIn* rows) {
 void SsdStore::Impl::add(const uint64_t* keys, size_t n, const RowsIn* rows) {
   if (n < buffer_.capacity() / 2) {
     if (buffer_.size() + n > buffer_.capacity()) {
-      merger_->admit();
+      admit();
       flush_buffer();
     }
     std::unique_lock lock(index_mutex_);
     for (size_t i = 0; i < n; ++i) buffer_.set(keys[i], rows ? rows->at(i) : nullptr);
     return;
   }
-  merger_->admit();
+  admit();
   flush_buffer();  // first: its rows are older than this batch
   const size_t most = log_.max_rows();
   for (size_t first = 0; first < n; first += most) {
@@ -38,7 +38,7 @@ void SsdStore::Impl::add(const uint64_t* keys, size_t n, const RowsIn* rows) {
     for (size_t i = 0; i < count; ++i) items[i] = {hash_key(keys[first + i]), static_cast<uint32_t>(first + i)};
     sort_items(items);
     keep_last(items);
-    if (first > 0) merger_->admit();
+    if (first > 0) admit();
     write_batch(items, keys, rows);
   }
 }
@@ -71,8 +71,62 @@ uint64_t SsdStore::Impl::base_bytes() const {
   return index_.base_bytes();
 }
 
+void SsdStore::Impl::admit() {
+  if (merger_->set_aside_log_is_due()) {
+    flush_buffer();
+    copy_set_aside_log();
+  }
+  merger_->admit();
+}
+
+// Set-aside partitions are not merged, and every extent that has one of their rows would stay, with the rows of all
+// other partitions. Puts the newest version of each such row to the log again, through the (empty) write buffer; the
+// old extents are dropped then. No value changes, so concurrent reads are not affected.
+void SsdStore::Impl::copy_set_aside_log() {
+  uint64_t bytes = 0;
+  const uint64_t before = index_.last_seq();  // only the holder of write_mutex_ changes it
+  {
+    auto paused = merger_->pause();  // a merge would replace partitions
+    Index::Merge copy;
+    const auto begin = [&] {
+      std::unique_lock lock(index_mutex_);
+      return index_.begin_copy(&copy, before);
+    };
+    while (begin()) {
+      try {
+        PartitionCursor rows(ctx, copy.view, ctx.sizes.merge_bytes, true);
+        while (rows.next()) {
+          if (buffer_.full()) bytes += append_buffer();
+          std::unique_lock lock(index_mutex_);
+          buffer_.set(rows.key(), rows.row());
+        }
+        bytes += append_buffer();
+      } catch (const CorruptionError&) {
+        std::unique_lock lock(index_mutex_);
+        copy.partition->log_damaged = true;
+        continue;
+      } catch (const UnreadableError&) {
+        std::unique_lock lock(index_mutex_);
+        copy.partition->log_damaged = true;
+        continue;
+      }
+      ctx.fs->failpoint("copy.written");
+      std::unique_lock lock(index_mutex_);
+      index_.finish_copy(copy);
+    }
+    catalog_.collect();
+  }
+  merger_->set_aside_log_copied(bytes, index_.last_seq() - before);
+  merger_->flushed(bytes);
+}
+
 void SsdStore::Impl::flush_buffer() {
   if (buffer_.size() == 0) return;
+  merger_->flushed(append_buffer());
+}
+
+uint64_t SsdStore::Impl::append_buffer() {
+  if (buffer_.size() == 0) return 0;
   // Only the holder of write_mutex_ changes the buffer: this call may read it without the index lock.
   std::vector<Item> kept, deleted;
   for (uint32_t i = 0; i < buffer_.size(); ++i)
@@ -108,7 +162,7 @@ void SsdStore::Impl::flush_buffer() {
     buffer_.clear();
   }
   ctx.fs->failpoint("flush.indexed");
-  merger_->flushed(bytes);
+  return bytes;
 }
 
 void SsdStore::Impl::load(const uint64_t* keys, size_t n, RowsIn rows) {
@@ -134,7 +188,7 @@ void SsdStore::Impl::load(const uint64_t* keys, size_t n, RowsIn rows) {
     empty = begin();
   }
   if (!empty) return add(keys, n, &rows);
-  merger_->admit();
+  admit();
   merger_->limit(items.size(), index_bytes(items.size()));
   // Only the holder of write_mutex_ adds rows to an empty partition: it stays empty during the write.
   std::vector<Partition> pieces = collecting([&] { return write_bases(items, keys, rows); });
@@ -151,7 +205,8 @@ void SsdStore::Impl::load(const uint64_t* keys, size_t n, RowsIn rows) {
 
 // Bytes that base files with this number of rows add to the index: fences and filters.
 uint64_t SsdStore::Impl::index_bytes(uint64_t rows) const {
-  return ctx.g.row_pages(rows) * 8 + rows * options_.filter_bits / 8;
+  std::shared_lock lock(index_mutex_);
+  return ctx.g.row_pages(rows) * 8 + (index_.keeps_filters() ? rows * options_.filter_bits / 8 : 0);
 }
 
 // Writes base files of the usual size in parallel. Each is a partition from its first row up to the next file's first.

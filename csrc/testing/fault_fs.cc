@@ -38,6 +38,7 @@ class FaultFile : public File {
   }
 
   void datasync() override {
+    fs_.before_sync();
     fs_.maybe_fail(kSyncs, "fdatasync of " + path());
     inner_->datasync();
   }
@@ -79,6 +80,21 @@ void FaultFs::maybe_fail(unsigned op, const std::string& what) {
 void FaultFs::on_point(std::function<void(std::string_view)> hook) {
   std::lock_guard lock(mutex_);
   hook_ = std::move(hook);
+}
+
+void FaultFs::on_sync(std::function<void()> hook, int concurrency) {
+  std::lock_guard lock(mutex_);
+  sync_hook_ = std::move(hook);
+  sync_concurrency_ = concurrency;
+}
+
+void FaultFs::before_sync() {
+  std::function<void()> hook;
+  {
+    std::lock_guard lock(mutex_);
+    hook = sync_hook_;
+  }
+  if (hook) hook();
 }
 
 std::map<std::string, uint64_t> FaultFs::points() const {

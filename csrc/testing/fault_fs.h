@@ -1,4 +1,4 @@
-// Injects failures into operations of a file system, flips bits of reads, and calls a hook at failpoints.
+// Injects failures into operations of a file system, flips bits of reads, and calls hooks at failpoints and syncs.
 #pragma once
 
 #include <atomic>
@@ -51,6 +51,8 @@ class FaultFs : public FileSystem {
   // Sets a hook for every failpoint; it may throw or end the process.
   void on_point(std::function<void(std::string_view)> hook);
   std::map<std::string, uint64_t> points() const;  // calls per failpoint
+  // Sets a hook at the start of every datasync, on its thread: it may block or sleep. `concurrency`: syncs at once.
+  void on_sync(std::function<void()> hook, int concurrency = 1);
 
   std::unique_ptr<File> open(const std::string& path, OpenMode mode) override;
   void rename(const std::string& from, const std::string& to) override;
@@ -62,6 +64,7 @@ class FaultFs : public FileSystem {
   std::vector<std::string> list(const std::string& dir) override { return inner_->list(dir); }
   std::unique_ptr<FileLock> lock(const std::string& path) override { return inner_->lock(path); }
   void failpoint(std::string_view point) override;
+  int sync_concurrency() const override { return sync_concurrency_; }
   std::string name() const override { return "fault"; }
 
  private:
@@ -69,13 +72,16 @@ class FaultFs : public FileSystem {
   // Counts an operation; true if it must fail.
   bool hit(unsigned op, FaultPlan* plan);
   void maybe_fail(unsigned op, const std::string& what);
+  void before_sync();
 
   const std::shared_ptr<FileSystem> inner_;
   std::atomic<uint64_t> seen_{0}, fired_{0};
+  std::atomic<int> sync_concurrency_{1};
   mutable std::mutex mutex_;  // protects all members below
   bool armed_ = false;
   FaultPlan plan_;
   std::function<void(std::string_view)> hook_;
+  std::function<void()> sync_hook_;
   std::map<std::string, uint64_t, std::less<>> points_;
 };
 

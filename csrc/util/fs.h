@@ -86,6 +86,8 @@ class FileSystem {
   virtual Concurrency read_concurrency() const { return {1, 1}; }
   // The default implementation reads synchronously inside submit().
   virtual std::unique_ptr<ReadQueue> read_queue(size_t depth);
+  // Number of datasync calls that run at once in a commit.
+  virtual int sync_concurrency() const { return 1; }
   // Called at named points of commits, merges and other writes. Crash tests kill the process or throw there.
   virtual void failpoint(std::string_view /*point*/) {}
   // Warnings for the user since the last call.

@@ -128,6 +128,68 @@ TEST(PosixFs, SignalsDoNotInterruptTransfers) {
   CHECK_EQ(problem, "");
 }
 
+// Injected calls for the fall-back: the kernel gives the ring of the probe and one more.
+std::atomic<int> g_rings{0}, g_inside{0}, g_most_inside{0};
+
+std::unique_ptr<Uring> two_rings(unsigned entries) {
+  if (++g_rings <= 2) return Uring::create(entries);
+  errno = ENOMEM;
+  return nullptr;
+}
+ssize_t slow_pread(int fd, void* buf, size_t bytes, off_t offset) {
+  const int now = ++g_inside;
+  for (int most = g_most_inside; now > most && !g_most_inside.compare_exchange_weak(most, now);) {
+  }
+  ::usleep(20000);
+  --g_inside;
+  return ::pread(fd, buf, bytes, offset);
+}
+
+TEST(PosixFs, ThreadsTakeOverWithFullDepthWhenARingIsRefused) {
+  if (engines().size() < 2) return;  // no io_uring here
+  TempDir dir;
+  g_rings = g_most_inside = 0;
+  PosixCalls calls = real_posix_calls();
+  calls.pread = slow_pread;
+  calls.make_ring = two_rings;
+  auto fs = make_posix_fs_on(calls, IoEngine::kUring, 0, 0);
+  constexpr size_t kReads = 16;
+  write_pages(*fs, dir / "f", kReads);
+  auto f = fs->open(dir / "f", OpenMode::kRead);
+  auto read_all = [&](ReadQueue& q) {
+    Buffer b(kReads * kSector);
+    CHECK_EQ(q.depth(), kReads);
+    for (uint64_t i = 0; i < kReads; ++i) q.submit({f.get(), i * kSector, kSector, b.p + i * kSector}, i);
+    CHECK_THROWS(Error, q.submit({f.get(), 0, kSector, b.p}, 0));
+    std::vector<bool> seen(kReads);
+    for (size_t i = 0; i < kReads; ++i) seen[q.wait()] = true;
+    CHECK(std::count(seen.begin(), seen.end(), true) == kReads);
+    CHECK_THROWS(Error, q.wait());
+    CHECK(filled(b.p, b.bytes, 0));
+  };
+  auto ring = fs->read_queue(kReads);
+  CHECK_EQ(fs->name(), "io_uring");
+  CHECK(fs->take_warnings().empty());
+  auto threads = fs->read_queue(kReads);
+  CHECK_EQ(fs->name(), "pread");
+  const auto warnings = fs->take_warnings();
+  CHECK_EQ(warnings.size(), 1u);
+  CHECK(contains(warnings[0], "io_uring") && contains(warnings[0], "Cannot allocate memory"));
+  read_all(*ring);
+  CHECK_EQ(g_most_inside.load(), 0);
+  read_all(*threads);
+  CHECK(g_most_inside >= int(kReads) / 2);  // one at a time before
+  read_all(*fs->read_queue(kReads));
+  CHECK(fs->take_warnings().empty());  // one warning
+  // A failed read is reported by its wait(); destruction waits for reads in flight.
+  Buffer b(4 * kSector);
+  threads->submit({f.get(), kReads * kSector, kSector, b.p}, 1);
+  CHECK_THROWS(IoError, threads->wait());
+  for (uint64_t i = 0; i < 4; ++i) threads->submit({f.get(), i * kSector, kSector, b.p + i * kSector}, i);
+  threads.reset();
+  CHECK(filled(b.p, b.bytes, 0));
+}
+
 TEST(PosixFs, ErrnoIsTranslatedToErrorClasses) {
   TempDir dir;
   write_pages(*make_posix_fs(IoEngine::kPread), dir / "data", 1);

@@ -12,11 +12,15 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
+#include <mutex>
 
 #include "util/error.h"
 #include "util/posix_file.h"
+#include "util/pread_queue.h"
 #include "util/uring.h"
 #include "util/uring_queue.h"
+#include "util/warnings.h"
 
 namespace thermocline {
 namespace {
@@ -25,6 +29,7 @@ namespace {
 // times the rate of threads.
 constexpr FileSystem::Concurrency kUringDefault{2, 64};
 constexpr FileSystem::Concurrency kPreadDefault{32, 1};
+constexpr int kSyncs = 8;  // in flight: the device merges their flushes; more adds threads, not speed
 
 class PosixLock : public FileLock {
  public:
@@ -157,20 +162,42 @@ class PosixFs : public FileSystem {
   std::unique_ptr<ReadQueue> read_queue(size_t depth) override {
     depth = std::max<size_t>(depth, 1);
     if (uring_) {
-      // A refusal after the probe is a limit on rings or locked memory: reads still work, one at a time.
-      if (auto ring = Uring::create(unsigned(depth)))
+      errno = 0;
+      if (auto ring = calls_.make_ring(unsigned(depth)))
         return std::make_unique<UringQueue>(calls_, std::move(ring), depth);
+      fall_back(errno);
     }
-    return FileSystem::read_queue(depth);
+    std::lock_guard lock(pool_mutex_);
+    if (pool_) return std::make_unique<PreadQueue>(pool_, depth);
+    return FileSystem::read_queue(depth);  // the caller has one thread per read
   }
+  int sync_concurrency() const override { return kSyncs; }
   void failpoint(std::string_view point) override { kill_at_.failpoint(point); }
+  std::vector<std::string> take_warnings() override { return warnings_.take(); }
   std::string name() const override { return uring_ ? "io_uring" : "pread"; }
 
  private:
+  // The kernel refused a ring after the probe: a limit on rings, locked memory or descriptors. Threads take over for
+  // good, with the depth of a ring.
+  void fall_back(int code) {
+    std::lock_guard lock(pool_mutex_);
+    if (!uring_) return;
+    pool_ = std::make_shared<PreadPool>(kPreadDefault.workers);
+    uring_ = false;
+    warnings_.add(std::string("io_uring: the kernel refused another ring") +
+                  (code ? std::string(" (") + std::strerror(code) + ")" : std::string()) + "; reads continue on " +
+                  std::to_string(kPreadDefault.workers) +
+                  " pread threads. Raise the limits of locked memory and open files (ulimit -l, ulimit -n), or set "
+                  "THERMOCLINE_IO=pread");
+  }
+
   const PosixCalls calls_;
-  const bool uring_;
+  std::atomic<bool> uring_;
   Concurrency concurrency_;
   KillAt kill_at_;
+  Warnings warnings_;
+  std::mutex pool_mutex_;            // protects pool_; a writer of uring_ holds it
+  std::shared_ptr<PreadPool> pool_;  // null: no fall-back so far
 };
 
 IoEngine engine_from_env() {
@@ -184,7 +211,7 @@ IoEngine engine_from_env() {
 
 }  // namespace
 
-PosixCalls real_posix_calls() { return {::pread, ::pwrite, ::fdatasync, nullptr}; }
+PosixCalls real_posix_calls() { return {::pread, ::pwrite, ::fdatasync, nullptr, Uring::create}; }
 
 // Raises the soft limit of open files: a store keeps hundreds to thousands open, and the usual limit is 1,024.
 static void raise_file_limit() {
@@ -196,7 +223,7 @@ static void raise_file_limit() {
 
 std::shared_ptr<FileSystem> make_posix_fs_on(const PosixCalls& calls, IoEngine engine, int workers, int depth) {
   if (engine == IoEngine::kAuto) engine = engine_from_env();
-  const bool uring = engine != IoEngine::kPread && Uring::create(4) != nullptr;
+  const bool uring = engine != IoEngine::kPread && calls.make_ring(4) != nullptr;
   if (engine == IoEngine::kUring && !uring) {
     throw Error("io_engine is io_uring, but the kernel or a container's filter refuses it; use pread or auto");
   }

@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "util/fs.h"
+#include "util/uring.h"
 
 namespace thermocline {
 
@@ -17,6 +18,7 @@ struct PosixCalls {
   ssize_t (*pwrite)(int fd, const void* buf, size_t bytes, off_t offset);
   int (*fdatasync)(int fd);
   int32_t (*uring_result)(int32_t result);  // replaces the result of a completion; null: unchanged
+  std::unique_ptr<Uring> (*make_ring)(unsigned entries) = Uring::create;
 };
 
 PosixCalls real_posix_calls();

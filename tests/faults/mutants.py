@@ -37,7 +37,19 @@ class Mutant:
 
 
 MUTANTS = [
-    Mutant("commit does not sync data files", "ssd/store.cc", "      file->file->datasync();\n", ""),
+    Mutant("commit does not sync data files", "ssd/store.cc", "      unsynced[i]->file->datasync();\n", ""),
+    Mutant(
+        "an append during a commit is marked as synced",
+        "ssd/log_writer.cc",
+        "  segment_->synced = false;\n",
+        "",
+    ),
+    Mutant(
+        "a file is marked as synced after puts of other threads",
+        "ssd/store.cc",
+        '      ctx.fs->failpoint("commit.file_synced");\n',
+        '      ctx.fs->failpoint("commit.file_synced");\n      unsynced[i]->synced = true;\n',
+    ),
     Mutant(
         "commit does not sync the folder before the manifest",
         "ssd/store.cc",
@@ -100,8 +112,8 @@ MUTANTS = [
     Mutant(
         "release deletes files before its manifest is durably removed",
         "ssd/catalog.cc",
-        "  ctx_.fs->sync_dir(ctx_.path);\n  forget(epoch);",
-        "  forget(epoch);",
+        "  ctx_.fs->sync_dir(ctx_.path);\n  {\n    std::lock_guard lock(mutex_);  // not during the sync",
+        "  {\n    std::lock_guard lock(mutex_);  // not during the sync",
     ),
     Mutant(
         "files of a failed commit are deleted while its manifest exists",

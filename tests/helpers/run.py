@@ -73,7 +73,10 @@ class Model(torch.nn.Module):
 class World:
     """New tables, model and dense optimizer, as in a new process of a run."""
 
-    def __init__(self, folder: Path | None, optimizers: str = "adagrad", *, mem: str = "2MB", seed: int = 0) -> None:
+    def __init__(
+        self, folder: Path | None, optimizers: str = "adagrad", *, mem: str = "2MB", seed: int = 0, **options: Any
+    ) -> None:
+        """options: further arguments of both tables."""
         torch.set_num_threads(1)
         torch.manual_seed(7)
         random.seed(7)
@@ -82,7 +85,7 @@ class World:
             folder.mkdir(parents=True, exist_ok=True)
         stores = [None, None] if folder is None else [folder / "ssd-a", folder / "ssd-b"]
         self.tables = [
-            Table(dim, optimizer, mem=mem, ssd=store, name=name, seed=seed, threads=1, ssd_mem="16MB")
+            Table(dim, optimizer, mem=mem, ssd=store, name=name, seed=seed, threads=1, ssd_mem="16MB", **options)
             for dim, optimizer, store, name in zip((4, 6), OPTIMIZERS[optimizers], stores, "ab", strict=True)
         ]
         self.model = Model(self.tables)

@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from helpers.ssd import ROW, SMALL, contents, rows_of, some_keys
 
 import thermocline as tc
+from thermocline.tiers import ssd
 
 # ---- errors of opening
 
@@ -282,3 +284,63 @@ def test_io_errors_are_os_errors(tmp_path: Path) -> None:
         tc.SsdStore.open(tmp_path / "missing" / "parent", row_bytes=ROW)
     if isinstance(caught.value, tc.IoError):
         assert caught.value.errno == errno.ENOENT
+
+
+def test_damage_found_by_a_merge_warns_once_with_the_command(folder: Path) -> None:
+    keys = some_keys(4000)
+    with tc.SsdStore.open(folder, row_bytes=ROW, **SMALL) as store:
+        store.put(keys, rows_of(keys))
+        store.merge()
+        store.commit()
+        assert store.damage == ""
+    victim = sorted(folder.glob("base-*"))[0]
+    data = bytearray(victim.read_bytes())
+    data[4096 + 100] ^= 0x10
+    victim.write_bytes(data)
+    with tc.SsdStore.open(folder, **SMALL) as store:
+        store.put(keys, rows_of(keys, 1))
+        with pytest.raises(tc.CorruptionError, match=victim.name):
+            store.merge()
+        with pytest.warns(RuntimeWarning, match=f"{victim.name}: page 1.*thermocline repair {folder}"):
+            stats = store.stats()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            store.stats()
+            store.commit()
+        assert stats.damaged_partitions == 1
+        assert stats.set_aside_log_bytes > 0
+        assert store.damage.startswith(str(victim))
+        assert f"thermocline repair {folder}" in store.damage
+        assert np.array_equal(store.get(keys)[1], rows_of(keys, 1))  # the newer rows are in the log
+
+
+# ---- memory
+
+
+def test_default_memory_is_sized_from_machine_store_and_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def budget(memory: int, ranks: int = 1) -> int:
+        monkeypatch.setattr(ssd, "memory_bytes", lambda: memory)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        with tc.SsdStore.open(folder, row_bytes=ROW) as store:
+            return store.stats().mem_budget
+
+    assert budget(1 << 30) == 256_000_000
+    assert budget(64 << 30) == 8 << 30
+    assert budget(64 << 30, ranks=8) == 1 << 30
+    folder.joinpath("base-000001.tc").touch()
+    os.truncate(folder / "base-000001.tc", 1 << 40)  # sparse: a store whose fences have 2 GiB
+    monkeypatch.setattr(ssd, "memory_bytes", lambda: 128 << 30)
+    assert ssd.default_mem_budget(folder) == 256_000_000 + (4 << 30)
+    monkeypatch.setattr(ssd, "memory_bytes", lambda: 4 << 30)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert ssd.default_mem_budget(folder) == 2 << 30
+
+
+def test_expected_keys_that_do_not_fit_are_refused_with_the_numbers(folder: Path) -> None:
+    with pytest.raises(tc.BudgetError, match=r"mem_budget is 16000000 bytes, but the expected 10000000000 rows .* \d+"):
+        tc.SsdStore.open(folder, row_bytes=ROW, expected_keys=10**10, **SMALL)
+    tc.SsdStore.open(folder, row_bytes=ROW, expected_keys=10**6, **SMALL).close()
+    with pytest.raises(ValueError, match="expected_keys is 0: it must be at least 1"):
+        tc.SsdStore.open(folder, row_bytes=ROW, expected_keys=0, **SMALL)
+    with pytest.raises(tc.BudgetError, match="expected 10000000000 rows"):
+        tc.Table(8, tc.SGD(), ssd=folder.parent / "table", ssd_mem="16MB", expected_keys=10**10)

@@ -22,11 +22,11 @@ Report = dict[str, Any]
 _ATTEMPTS = 5
 
 
-def inspect(path: str | os.PathLike[str], *, check: bool = False, mem: str | SupportsIndex = "256MB") -> Report:
+def inspect(path: str | os.PathLike[str], *, check: bool = False, mem: str | SupportsIndex | None = None) -> Report:
     """Report on a store, the folder of a run or the manifest of a checkpoint; "problems" lists all damage.
 
     check   verify every byte of the stores and files
-    mem     DRAM for opening a store
+    mem     DRAM for opening a store; default: that of `SsdStore.open`
     """
     target = Path(path)
     if (target / "STORE").exists():
@@ -46,7 +46,7 @@ def inspect(path: str | os.PathLike[str], *, check: bool = False, mem: str | Sup
 # ---- stores
 
 
-def _inspect_store(path: Path, check: bool, mem: str | SupportsIndex, epoch: int | None = None) -> Report:
+def _inspect_store(path: Path, check: bool, mem: str | SupportsIndex | None, epoch: int | None = None) -> Report:
     """Retry after a commit of a concurrent writer, which may have removed files of the open epoch."""
     for _ in range(_ATTEMPTS):
         before = _commits(path)
@@ -62,7 +62,7 @@ def _commits(path: Path) -> set[str]:
     return {file.name for file in path.glob("MANIFEST-*")}
 
 
-def _read_store(path: Path, check: bool, mem: str | SupportsIndex, epoch: int | None) -> Report:
+def _read_store(path: Path, check: bool, mem: str | SupportsIndex | None, epoch: int | None) -> Report:
     report: Report = {"kind": "store", "path": str(path), "problems": []}
     try:
         with SsdStore.open(path, read_only=True, mem_budget=mem, epoch=epoch) as store:
@@ -93,7 +93,7 @@ def _read_store(path: Path, check: bool, mem: str | SupportsIndex, epoch: int | 
 # ---- runs
 
 
-def _inspect_run(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
+def _inspect_run(path: Path, check: bool, mem: str | SupportsIndex | None) -> Report:
     config = path / "config.toml"
     report: Report = {"kind": "run", "path": str(path), "config": str(config) if config.exists() else None}
     report |= {"problems": [], "checkpoints": [], "stores": []}
@@ -135,7 +135,12 @@ def stores_of(run_dir: Path, checkpoint: Report) -> Iterator[tuple[str, Path, in
 
 
 def _inspect_store_of(
-    run_dir: Path, checkpoint: Report, folder: Path, check: bool, mem: str | SupportsIndex, epoch: int | None = None
+    run_dir: Path,
+    checkpoint: Report,
+    folder: Path,
+    check: bool,
+    mem: str | SupportsIndex | None,
+    epoch: int | None = None,
 ) -> Report:
     """Report on a store that a checkpoint names. One outside of the run's folder must have a commit of this run."""
     refused: Report = {"kind": "store", "path": str(folder), "problems": []}
@@ -200,7 +205,7 @@ def _files_of(path: Path, checkpoint: Report) -> list[str]:
     return problems
 
 
-def _inspect_checkpoint(path: Path, check: bool, mem: str | SupportsIndex) -> Report:
+def _inspect_checkpoint(path: Path, check: bool, mem: str | SupportsIndex | None) -> Report:
     try:
         report = read_checkpoint(path)
     except StoreError as error:

@@ -224,7 +224,7 @@ def predict(
 def inspect(
     path: Annotated[str, typer.Argument(help="A store, a run_dir, or a checkpoint's .json file.")],
     check: Annotated[bool, typer.Option("--check", help="Verify every byte.")] = False,
-    mem: Annotated[str, typer.Option(help="DRAM for opening a store.")] = "256MB",
+    mem: Annotated[str | None, typer.Option(help="DRAM for opening a store; default: an eighth of all.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -235,7 +235,7 @@ def inspect(
         from thermocline.utils.text_format import parse_size
 
         try:
-            budget = parse_size(mem, "--mem")
+            budget = None if mem is None else parse_size(mem, "--mem")
         except ValueError as error:
             raise ConfigError(str(error)) from None
         report = inspect_path(path, check=check, mem=budget)

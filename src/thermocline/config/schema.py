@@ -21,7 +21,7 @@ from thermocline.config.model import ModelConfig
 from thermocline.config.section import section
 from thermocline.config.train import TrainConfig
 from thermocline.embedding.precision import Precision
-from thermocline.embedding.table_spec import Policy
+from thermocline.embedding.table_spec import OnDamage, Policy
 
 OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 
@@ -40,8 +40,12 @@ class Tiers:
     """Accept mem + ssd_mem beyond the memory of the machine, over all ranks that torchrun starts on it."""
     ssd: Maybe[str] = None
     """Folder of the SSD store, for rows that do not fit in DRAM. By default rows are in memory only."""
-    ssd_mem: Size = "256MB"
-    """DRAM for the index and the buffers of the SSD store."""
+    ssd_mem: Maybe[Size] = None
+    """DRAM for the index and the buffers of the SSD store, beside mem. By default an eighth of the machine's memory."""
+    expected_keys: Maybe[Count] = None
+    """Keys that the table will have, over all ranks. The run is refused at start if ssd_mem cannot hold their index."""
+    on_damage: OnDamage = "stop"
+    """When a merge finds a damaged page of the store: stop saves and ends the run; continue trains on."""
     policy: Policy = "lru_lfu"
     """Eviction policy of the DRAM tier."""
     threads: Maybe[Count] = None

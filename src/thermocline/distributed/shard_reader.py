@@ -59,7 +59,8 @@ class ShardReaderBackend(DramBackend):
         self.close()
         self._saved_world = len(sources)
         ranks = overlapping_ranks(self._rank, self._world, len(sources))
-        share = parse_size(self.spec.store_options["mem_budget"], "ssd_mem") // len(ranks)
+        budget = self.spec.store_options["mem_budget"]
+        share = None if budget is None else parse_size(budget, "ssd_mem") // len(ranks)
         for rank in ranks:
             path, epoch = sources[rank]
             store = open_store(self.spec, path, epoch=epoch, read_only=True, mem_budget=share)

@@ -54,9 +54,11 @@ class ShardedTable(Table):
         groups   process groups of the job, from `tc.join_ranks()`
         hops     "two": within the node, then between nodes; "flat": every rank sends to every owner. Same bits
         wire     precision of rows and gradients between nodes: "fp32" is exact
-        All other arguments are those of `tc.Table`.
+        All other arguments are those of `tc.Table`; `expected_keys` is the number over all ranks.
         """
         topology = groups.topology
+        if options.get("expected_keys") is not None:
+            options["expected_keys"] = -(-options["expected_keys"] // topology.world)
         if ssd is not None:
             ssd = Path(ssd) / rank_folder(topology.rank, topology.world)
             ssd.parent.mkdir(parents=True, exist_ok=True)

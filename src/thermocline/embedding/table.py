@@ -29,8 +29,15 @@ from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.pending import PendingBatches
 from thermocline.embedding.precision import Kind, Precision, append_precision
 from thermocline.embedding.row_version import RowVersion, user_note
-from thermocline.embedding.table_spec import Policy, TableSpec
-from thermocline.errors import BudgetError, ThermoclineError, require, require_type, whole_number
+from thermocline.embedding.table_spec import OnDamage, Policy, TableSpec
+from thermocline.errors import (
+    BudgetError,
+    CorruptionError,
+    ThermoclineError,
+    require,
+    require_type,
+    whole_number,
+)
 from thermocline.tiers.host_rows import open_store
 from thermocline.tiers.local_backend import make_local_backend
 from thermocline.utils.machine import require_memory
@@ -77,9 +84,11 @@ class Table:
         precision: Precision | Kind = "fp32",
         policy: Policy = "lru_lfu",
         threads: int | None = None,
-        ssd_mem: str | SupportsIndex = "256MB",
+        ssd_mem: str | SupportsIndex | None = None,
         ssd_filter_bits: int = 10,
         ssd_options: Mapping[str, Any] | None = None,
+        expected_keys: int | None = None,
+        on_damage: OnDamage = "stop",
         epoch: int | None = None,
         device: Device = "auto",
         accumulate: int = 1,
@@ -95,9 +104,12 @@ class Table:
         name         initial rows are a function of (seed, name, key); checkpoints identify tables by name
         precision    stored precision of weights: "fp32", "fp16", "bf16", "int8" .. "int2", or a `tc.Precision`
         threads      threads of one host operation; default: all cores, less two beside a GPU. No result depends on it
-        ssd_mem      bytes of DRAM for the store's index and buffers
-        ssd_filter_bits   bits per key of that index which avoid reads of new keys
+        ssd_mem      bytes of DRAM for the store's index and buffers, beside `mem`; default: an eighth of the machine's
+        ssd_filter_bits   bits per key of that index which avoid reads of new keys; given up if ssd_mem is short
         ssd_options  further arguments of `SsdStore.open`
+        expected_keys   refuse to open if ssd_mem cannot hold the index of this many keys
+        on_damage    when a merge finds a damaged page: "stop" ends training at the next step boundary or commit;
+                     "continue" trains on without merging that partition. Reading a damaged row always raises
         device       "cuda", "cpu", or "auto": with `hbm`, the GPU if there is one
         accumulate   batches per step: with more and without a step, a bag warns once; see `accumulate`
         mem_overcommit   accept budgets beyond the memory of the machine; else they are refused with both numbers
@@ -114,9 +126,10 @@ class Table:
             raise ValueError(
                 f"name is {name!r}: it must consist of letters, digits, '-', '_', '.', and not begin with '.'"
             )
+        require(on_damage in ("stop", "continue"), "on_damage", on_damage, "stop or continue")
         if not mem_overcommit:
-            store = 0 if ssd is None else parse_size(ssd_mem, "ssd_mem")
-            budgets = "mem" if ssd is None else "mem + ssd_mem"
+            store = 0 if ssd is None or ssd_mem is None else parse_size(ssd_mem, "ssd_mem")
+            budgets = "mem + ssd_mem" if store else "mem"  # the default of ssd_mem depends on the machine
             require_memory(parse_size(mem, "mem") + store, name=budgets, override="mem_overcommit=True")
         stored = Precision.of(precision)
         self.spec = TableSpec(
@@ -135,8 +148,10 @@ class Table:
                 "row_bytes": stored.row_bytes(dim, optimizer),
                 "mem_budget": ssd_mem,
                 "filter_bits": ssd_filter_bits,
+                "expected_keys": None if expected_keys is None else whole_number(expected_keys, "expected_keys"),
                 **(ssd_options or {}),
             },
+            on_damage=on_damage,
         )
         self.lr = optimizer.lr
         """Learning rate of the next steps."""
@@ -214,6 +229,17 @@ class Table:
     def store_root(self) -> Path | None:
         """Folder of the table's store, or of all ranks' stores; None: the table was opened without `ssd`."""
         return self.spec.ssd
+
+    @property
+    def damage(self) -> str:
+        """Damage that a merge of the table's store found, with the command that repairs it; empty: none. Fast."""
+        stores = (self.store, self.checkpoint_store)
+        return next((store.damage for store in stores if store is not None and store.damage), "")
+
+    def require_undamaged(self) -> None:
+        """Raise `CorruptionError` if a merge found damage and `on_damage` is "stop"."""
+        if self.spec.on_damage == "stop" and (damage := self.damage):
+            raise CorruptionError(f'table {self.name!r}: {damage}, or set on_damage to "continue" to train on')
 
     @property
     def step_count(self) -> int:
@@ -492,12 +518,14 @@ class Table:
         """Make everything up to the last step durable in the table's store; return its epoch.
 
         The cost is proportional to the rows changed since the last commit. A run with several tables and a dense model
-        uses `tc.Checkpoints`.
+        uses `tc.Checkpoints`. Raises `CorruptionError` after the commit if a merge found damage (`on_damage`).
         """
         if self.store is None:
             raise ValueError(f"table {self.name!r} has no ssd to commit to")
         self.backend.flush()
-        return self.store.commit(self.commit_note(note))
+        epoch = self.store.commit(self.commit_note(note))
+        self.require_undamaged()
+        return epoch
 
     def commit_note(self, note: bytes) -> bytes:
         """Return the note of a commit of this table's rows: it records the version and, below fp32, the precision."""

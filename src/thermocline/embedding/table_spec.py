@@ -13,6 +13,7 @@ from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import Precision
 
 Policy = Literal["lru_lfu", "lru", "lfu"]
+OnDamage = Literal["stop", "continue"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,6 +38,8 @@ class TableSpec:
     """Folder of the store; None: all rows stay in DRAM."""
     store_options: Mapping[str, Any]
     """Keyword arguments of `SsdStore.open`."""
+    on_damage: OnDamage = "stop"
+    """Whether training stops when a merge of the store finds damage."""
 
     @property
     def table_id(self) -> int:

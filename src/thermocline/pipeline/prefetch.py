@@ -59,17 +59,19 @@ class Prefetch:
         depth: int,
         pull_window: int,
         training: bool,
-        flags_fn: Callable[[], int],
+        flags_fn: Callable[[], int] | None,
     ) -> None:
         if pull_window < 1:
             raise ValueError(f"pull_window is {pull_window}: it must be at least 1 batch")
-        sync = window_sync_for(tables, training, flags_fn)
+        sync = window_sync_for(tables, training, flags_fn or (lambda: 0))
         # The stages do not refer to this object, so that it can be dropped while they run.
         stages = _Stages(tables, sync)
         self._training = training
         self._tables = list(dict.fromkeys(tables))
         for table in self._tables if training else ():
             table.pipelines.add(self)
+        self._checked_tables = tables if training and flags_fn is None else ()
+        """Tables whose damage stops the loop here; a caller with `flags_fn` stops all ranks at the same batch."""
         self.flags = 0
         """The ranks' combined flags when the last batch was the first of its window, else 0. After the end: those that
         came with the last agreement."""
@@ -87,6 +89,8 @@ class Prefetch:
         return self
 
     def __next__(self) -> Batch:
+        for table in self._checked_tables:
+            table.require_undamaged()
         self.flags = 0
         for batch in self._ready:
             return self._fetched(batch)
@@ -249,7 +253,7 @@ def prefetch(
     depth: int = 4,
     pull_window: int = 1,
     training: bool = True,
-    flags_fn: Callable[[], int] = lambda: 0,
+    flags_fn: Callable[[], int] | None = None,
 ) -> Prefetch:
     """Iterate over `loader` with the rows of `tables` pulled ahead; use it in a for loop.
 
@@ -259,7 +263,8 @@ def prefetch(
     flags_fn      over several ranks: called once per window; the ranks' flags, combined by or, are in `.flags` when the
                   window's first batch is returned, equal on every rank
 
-    Raises in the loop what any stage raised. `BudgetError`: a single window does not fit a tier.
+    Raises in the loop what any stage raised. `BudgetError`: a single window does not fit a tier. `CorruptionError`,
+    without `flags_fn`: a merge found a damaged page of a table whose `on_damage` is "stop".
     """
     if not tables:
         raise ValueError("prefetch() needs at least one table whose rows to pull")

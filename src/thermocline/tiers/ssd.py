@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
 
@@ -15,7 +17,10 @@ import numpy.typing as npt
 from thermocline.arrays import Keys, Rows, as_keys, as_rows
 from thermocline.core import core
 from thermocline.errors import ThermoclineError
+from thermocline.utils.machine import memory_bytes
 from thermocline.utils.text_format import format_size, parse_size
+
+_LEAST_MEM_BUDGET = 256_000_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +63,16 @@ class SsdStats:
     page_cost_us: float
     """Measured cost of one more page in a request."""
     engine: str
-    """I/O engine: io_uring or pread."""
+    """I/O engine in use: io_uring or pread. A store changes from io_uring to pread if the kernel refuses a ring."""
     damage: str
-    """A page that a merge could not read, empty if none. Its partition is not merged any more; the others are."""
+    """A page that a merge could not read, empty if none. Its partition is set aside: not merged any more."""
+    damaged_partitions: int
+    set_aside_log_bytes: int
+    """Log that only set-aside partitions need."""
+    set_aside_log_bound: int
+    """Above this many bytes `put` raises: min_log_bytes + 4 times the base files of set-aside partitions."""
+    filter_given_up: bool
+    """Whether the filter of absent keys was dropped, because mem_budget is too small for it."""
 
     @property
     def write_amplification(self) -> float:
@@ -91,7 +103,8 @@ class SsdStore:
         path: str | os.PathLike[str],
         *,
         row_bytes: int | None = None,
-        mem_budget: str | SupportsIndex = "256MB",
+        mem_budget: str | SupportsIndex | None = None,
+        expected_keys: int | None = None,
         create: bool = True,
         epoch: int | None = None,
         read_only: bool = False,
@@ -110,7 +123,9 @@ class SsdStore:
 
         Behaviour:
           row_bytes      bytes per row; optional for an existing store
-          mem_budget     bytes of DRAM the store may use, such as 2**28 or "256MB"
+          mem_budget     bytes of DRAM the store may use, such as 2**28 or "256MB"; default: `default_mem_budget`. If
+                         they run short, the filter of absent keys is given up, with a warning, before `put` raises
+          expected_keys  refuse to open, with `BudgetError`, if mem_budget cannot hold the index of this many rows
           epoch          a retained commit to open instead of the newest; later commits are kept until released
           read_only      open without a lock; put, delete, commit and release raise `ReadOnlyError`
 
@@ -135,7 +150,14 @@ class SsdStore:
             raise ValueError(f"epoch is {epoch}: it must be at least 1, or None for the newest commit")
         options = core.StoreOptions()
         options.row_bytes = row_bytes or 0
-        options.mem_budget = parse_size(mem_budget, "mem_budget")
+        if expected_keys is not None and expected_keys <= 0:
+            raise ValueError(f"expected_keys is {expected_keys}: it must be at least 1, or None")
+        options.expected_rows = expected_keys or 0
+        options.mem_budget = (
+            default_mem_budget(path, row_bytes, filter_bits)
+            if mem_budget is None
+            else parse_size(mem_budget, "mem_budget")
+        )
         options.create = create and row_bytes is not None and epoch is None and not read_only
         options.read_only = read_only
         options.epoch = epoch
@@ -250,6 +272,11 @@ class SsdStore:
     def __bool__(self) -> bool:
         return True  # an empty store is not false, and len() reads the device
 
+    @property
+    def damage(self) -> str:
+        """Damage that a merge found, with the command that repairs it; empty: none. Fast."""
+        return self._core.damage()
+
     def stats(self) -> SsdStats:
         self._show_warnings()
         return SsdStats(**self._core.stats())
@@ -292,6 +319,23 @@ class SsdStore:
             f"disk={format_size(stats.disk_bytes)} memory={format_size(stats.mem_total)} of "
             f"{format_size(stats.mem_budget)}>"
         )
+
+
+def default_mem_budget(path: str | os.PathLike[str], row_bytes: int | None = None, filter_bits: int = 0) -> int:
+    """Return the DRAM budget of a store for which none is set: an upper limit, used as the index grows.
+
+    An eighth of the machine's memory, or twice the index of the rows that the store has now if that is more; at least
+    256 MB, and at most half of the memory. Of these, torchrun's ranks on this machine share equally.
+    """
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    memory = memory_bytes()
+    base_bytes = 0
+    for file in Path(path).glob("base-*.tc"):
+        with contextlib.suppress(FileNotFoundError):  # deleted by a concurrent writer
+            base_bytes += file.stat().st_size
+    fences, filters = base_bytes // 512, base_bytes // ((row_bytes or 64) + 8) * filter_bits // 8
+    need = _LEAST_MEM_BUDGET + 2 * (fences + filters)
+    return max(_LEAST_MEM_BUDGET, min(max(memory // 8 // ranks, need), memory // 2 // ranks))
 
 
 def _batches(scan: core.Scan, batch_rows: int, row_bytes: int) -> Iterator[tuple[Keys, Rows]]:

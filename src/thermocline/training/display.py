@@ -14,6 +14,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from thermocline.training.callbacks import Callback, Row
+from thermocline.utils.text_format import plural
 
 if TYPE_CHECKING:
     from thermocline.checkpoint.manager import Checkpoint
@@ -33,6 +34,8 @@ class Display(Callback):
         self._row: Row | None = None
         self._tier_shares: dict[str, dict[str, float]] = {}
         """Per table, the share of rows per tier: from the last log in which the pipeline pulled rows."""
+        self._damage: set[str] = set()
+        """Damage that was printed."""
         self._first_step = 0
         self._start_time = 0.0
         columns = (
@@ -76,6 +79,10 @@ class Display(Callback):
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         self._row = row
+        for name, text in row["damage"].items():
+            if text not in self._damage:
+                self._print(f"table {name!r} is damaged: {text}")
+            self._damage.add(text)
         self._tier_shares |= {name: shares for name, shares in row["tables"].items() if shares["mem"] is not None}
         if self._live is None:
             self._print(self._line(trainer, row))
@@ -116,6 +123,8 @@ class Display(Callback):
             text = ", ".join(f"{_TIERS[tier]} {100 * share:.1f} %" for tier, share in shares.items())
             parts.append(f"{name if named else 'rows'}: {text}")
         parts.append(f"queue {_queue_length(row):.1f}/{trainer.config.depth}")
+        if row["damaged_partitions"]:
+            parts.append(_damage_text(row))
         if left := self._left(trainer):
             parts.append(left)
         return "  ".join(parts)
@@ -123,10 +132,16 @@ class Display(Callback):
     def render(self) -> RenderableType:
         """Build the current state of the live display."""
         parts: list[RenderableType] = [self._progress]
+        if self._row is not None and self._row["damaged_partitions"]:
+            parts.append(Text(_damage_text(self._row), style="bold red"))
         if self._row is not None:
             parts += [Text("   ".join(_figures(self._row)), style="bold"), Text(), _tier_grid(self._tier_shares)]
             parts += [Text(), _stage_grid(self._row)]
         return Panel(Group(*parts), title="thermocline", title_align="left", border_style="dim")
+
+
+def _damage_text(row: Row) -> str:
+    return f"DAMAGED: {plural(row['damaged_partitions'], 'partition')} set aside"
 
 
 def _figures(row: Row) -> list[str]:

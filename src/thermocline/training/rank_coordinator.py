@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from thermocline.distributed.communicator import Groups
     from thermocline.distributed.dense_sync import DenseParameters
 
-INTERRUPT, SAVE, STOP = 1, 2, 4
+INTERRUPT, SAVE, STOP, DAMAGE = 1, 2, 4, 8
 
 
 class RankCoordinator:
@@ -75,11 +75,11 @@ class RankCoordinator:
 
     # ---- flags
 
-    def local_flags(self, interrupted: bool, save: bool, stop: bool) -> int:
+    def local_flags(self, interrupted: bool, save: bool, stop: bool, damaged: bool = False) -> int:
         """Return this rank's flags for the next window. Only rank 0's clock counts; a save is requested once."""
         save = save and self.is_rank0 and not self._sent & SAVE
         self._sent |= SAVE * save
-        return INTERRUPT * interrupted | SAVE * save | STOP * stop
+        return INTERRUPT * interrupted | SAVE * save | STOP * stop | DAMAGE * damaged
 
     def merge_flags(self, flags: int) -> None:
         """Add the combined flags of all ranks, received with the current batch."""

@@ -93,8 +93,9 @@ def gpu_budget(tiers: Tiers, sharing: int = 1) -> str | int | None:
 
 def _require_memory(tiers: Tiers) -> None:
     """Raise `ConfigError` if the DRAM budgets exceed the memory of the machine."""
-    store = 0 if tiers.ssd is None else parse_size(tiers.ssd_mem, "tiers.ssd_mem")
-    name = "tiers.mem" if tiers.ssd is None else "tiers.mem + tiers.ssd_mem"
+    # Without a value, ssd_mem is derived from the memory of the machine.
+    store = 0 if tiers.ssd is None or tiers.ssd_mem is None else parse_size(tiers.ssd_mem, "tiers.ssd_mem")
+    name = "tiers.mem + tiers.ssd_mem" if store else "tiers.mem"
     try:
         require_memory(parse_size(tiers.mem, "tiers.mem") + store, name=name, override="tiers.mem_overcommit = true")
     except ValueError as error:
@@ -197,6 +198,8 @@ class Run:
             "policy": tiers.policy,
             "threads": tiers.threads,
             "ssd_mem": tiers.ssd_mem,
+            "expected_keys": tiers.expected_keys,
+            "on_damage": tiers.on_damage,
         }
         dim, optimizer = row_dim(config.model), row_optimizer(config)
         if read_only and (self.groups is not None or self.folder.saved_by_ranks):

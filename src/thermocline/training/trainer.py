@@ -18,7 +18,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,13 +26,14 @@ from thermocline.batch import Batch
 from thermocline.config.dense_sync import DenseSync
 from thermocline.config.train import TrainConfig as TrainConfig
 from thermocline.embedding.table import Table
+from thermocline.errors import CorruptionError
 from thermocline.pipeline.executor import StageStats
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.training.callbacks import Callback, MetricsFile, Row, TensorBoard, finite
 from thermocline.training.display import Display
 from thermocline.training.evaluation import evaluate, record_validation
 from thermocline.training.optimizer_step import OptimizerStep
-from thermocline.training.rank_coordinator import INTERRUPT, STOP, RankCoordinator
+from thermocline.training.rank_coordinator import DAMAGE, INTERRUPT, STOP, RankCoordinator
 from thermocline.training.save_policy import SavePolicy
 from thermocline.training.signals import caught_signals
 from thermocline.training.state import Progress, Result
@@ -118,6 +119,8 @@ class Trainer:
                 while not self.finished and not self._interrupted(caught):
                     self._train_epoch(train, valid, caught)
                 interrupted = self._interrupted(caught)
+                if self._damaged:
+                    self._stop_for_damage()
                 step = self._finish(valid, interrupted=interrupted)
                 trained = int(self._ranks.total(self.progress.examples - examples_before)[0])
                 if interrupted and not caught:  # another rank received the signal: exit here too
@@ -146,7 +149,9 @@ class Trainer:
             *self.tables,
             depth=self.config.depth,
             pull_window=self.config.pull_window,
-            flags_fn=lambda: self._ranks.local_flags(bool(caught), self._saves.interval_elapsed(), self._stop),
+            flags_fn=lambda: self._ranks.local_flags(
+                bool(caught), self._saves.interval_elapsed(), self._stop, bool(self._damage())
+            ),
         ) as batches:
             self._stages = batches.stats
             for batch in batches:
@@ -165,13 +170,32 @@ class Trainer:
     def _interrupted(self, caught: list[int]) -> bool:
         return self._ranks.requested(INTERRUPT, bool(caught))
 
+    def _damage(self) -> str:
+        """Damage of this rank's stores for which training stops; empty: none."""
+        return next((table.damage for table in self.tables if table.spec.on_damage == "stop" and table.damage), "")
+
+    @property
+    def _damaged(self) -> bool:
+        return self._ranks.requested(DAMAGE, bool(self._damage()))
+
+    def _stop_for_damage(self) -> NoReturn:
+        """Save, because undamaged rows are exact, and raise `CorruptionError`. All ranks call it at the same step."""
+        self.save()
+        saved = "nothing is saved" if self._saves.checkpoints is None else "saved"
+        self.ending = f"stopped at step {self.progress.step} because a store is damaged: {saved}"
+        cause = self._damage() or "another rank found damage in its store; see its message"
+        raise CorruptionError(
+            f"training stopped at step {self.progress.step}, {saved}: {cause}, then resume; or set on_damage (tiers."
+            'on_damage) to "continue"'
+        )
+
     @property
     def finished(self) -> bool:
-        """Whether training is complete."""
+        """Whether training is complete, or must stop for damage."""
         progress, config = self.progress, self.config
         out_of_steps = config.steps is not None and progress.step >= config.steps
         stop = self._ranks.requested(STOP, self._stop)
-        return stop or progress.stopped or out_of_steps or progress.epoch >= config.epochs
+        return stop or progress.stopped or out_of_steps or progress.epoch >= config.epochs or self._damaged
 
     @property
     def total_steps(self) -> int | None:
@@ -282,7 +306,11 @@ class Trainer:
     def _log(self) -> None:
         rate = self._optimizer_step.rate_factor(self.progress, self.progress.step - 1)
         row = {**self._meter.row(self._stages), "rate": rate}
-        row["examples"], row["examples_per_s"] = self._ranks.total(self.progress.examples, row["examples_per_s"])
+        damage = {table.name: table.damage for table in self.tables if table.damage}
+        row["examples"], row["examples_per_s"], damaged = self._ranks.total(
+            self.progress.examples, row["examples_per_s"], sum(map(_damaged_partitions, self.tables)) if damage else 0
+        )
+        row |= {"damage": damage, "damaged_partitions": int(damaged)}
         self._report("train", {**row, "examples": int(row["examples"])})
 
     # ---- start, end
@@ -349,6 +377,11 @@ def _default_callbacks(run_dir: Path | None, config: TrainConfig) -> Iterator[Ca
             yield TensorBoard(run_dir / "tensorboard")
     if config.display:
         yield Display()
+
+
+def _damaged_partitions(table: Table) -> int:
+    stores = (table.store, table.checkpoint_store)
+    return sum(store.stats().damaged_partitions for store in stores if store is not None)
 
 
 def _rest_of_epoch(train: Any, progress: Progress, position: Any) -> Iterable[Batch]:

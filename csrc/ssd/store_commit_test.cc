@@ -1,0 +1,123 @@
+// Commits beside other calls: no put, get or pull waits for a sync, and the syncs of one commit run at once.
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <future>
+#include <mutex>
+#include <numeric>
+#include <vector>
+
+#include "dram/tier.h"
+#include "ssd/store.h"
+#include "ssd/store_test_util.h"
+#include "testing/fault_fs.h"
+#include "testing/mem_fs.h"
+#include "testing/test.h"
+#include "util/error.h"
+
+namespace thermocline {
+namespace {
+
+using testing::FaultFs;
+using testing::MemFs;
+using namespace std::chrono_literals;
+
+// Blocks the threads that pass() until open().
+class Gate {
+ public:
+  void pass() {
+    std::unique_lock lock(mutex_);
+    ++waiting_;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return open_; });
+    --waiting_;
+  }
+  bool wait_for(int threads) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, 20s, [&] { return waiting_ >= threads; });
+  }
+  void open() {
+    std::lock_guard lock(mutex_);
+    open_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int waiting_ = 0;
+  bool open_ = false;
+};
+
+// True if fn returns on another thread while the gate is closed. Opens the gate otherwise, so that the test ends.
+bool finishes_behind(Gate& gate, const std::function<void()>& fn) {
+  auto done = std::async(std::launch::async, fn);
+  const bool finished = done.wait_for(20s) == std::future_status::ready;
+  if (!finished) gate.open();
+  done.get();
+  return finished;
+}
+
+TEST(Store, NothingWaitsForTheSyncsOfACommit) {
+  auto fs = std::make_shared<FaultFs>(std::make_shared<MemFs>());
+  fs->make_dir("/s");
+  TierOptions t;
+  t.layout = {4, Optimizer::kSgd};
+  t.budget = 1 << 16;
+  StoreOptions o = small_options();
+  o.row_bytes = t.layout.bytes();
+  auto store = SsdStore::open(fs, "/s/a", o);
+  DramTier tier(t, store.get());
+  auto train = [&](uint64_t first) {  // a batch that evicts dirty rows of earlier batches: they are put
+    std::vector<uint64_t> keys(tier.capacity());
+    std::iota(keys.begin(), keys.end(), first);
+    std::vector<uint32_t> slots(keys.size());
+    tier.pull(keys.data(), keys.size(), slots.data());
+    tier.unpin(slots.data(), slots.size(), true);
+  };
+  train(0);
+  tier.flush();
+  store->merge_all();  // base files
+  train(10000);        // and a log
+  tier.flush();
+  Gate gate;
+  fs->on_sync([&] { gate.pass(); }, 4);
+  auto commit = std::async(std::launch::async, [&] { return store->commit("a"); });
+  const bool concurrent = gate.wait_for(2);
+  bool pulls = true;
+  for (uint64_t i = 0; i < 5; ++i) pulls = pulls && finishes_behind(gate, [&] { train(20000 * (i + 1)); });
+  const bool scans = finishes_behind(gate, [&] { CHECK(store->count() > 0); });
+  CHECK(commit.wait_for(0s) == std::future_status::timeout);
+  gate.open();
+  CHECK_EQ(commit.get(), 1u);
+  CHECK(concurrent);
+  CHECK(pulls);
+  CHECK(scans);
+  // The commit has the rows up to its start only.
+  const uint64_t rows = 2 * tier.capacity();
+  store->close();
+  store = SsdStore::open(fs, "/s/a", o);
+  CHECK_EQ(store->count(), rows);
+  CHECK_EQ(store->note(), "a");
+}
+
+// A file that is appended to during its sync is synced again by the next commit, and a failed sync of one file of
+// several makes the store read-only.
+TEST(Store, FailedSyncOfOneOfSeveralFilesMakesTheStoreReadOnly) {
+  auto fs = std::make_shared<FaultFs>(std::make_shared<MemFs>());
+  fs->make_dir("/s");
+  auto store = SsdStore::open(fs, "/s/a", small_options());
+  put_range(*store, 0, 20000);
+  store->merge_all();
+  fs->on_sync(nullptr, 4);
+  fs->arm({.fault = testing::Fault::kIoError, .ops = testing::kSyncs, .at = 2});
+  CHECK_THROWS(ReadOnlyError, store->commit("a"));
+  CHECK_THROWS(ReadOnlyError, put_range(*store, 0, 10));
+  fs->disarm();
+  CHECK_THROWS(ReadOnlyError, store->commit("b"));
+  store.reset();
+  CHECK_EQ(SsdStore::open(fs, "/s/a", small_options())->count(), 0u);
+}
+
+}  // namespace
+}  // namespace thermocline

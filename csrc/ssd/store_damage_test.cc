@@ -1,0 +1,255 @@
+// A damaged page sets one partition aside: the others are merged, its log stays bounded, undamaged rows stay exact.
+#include <algorithm>
+#include <atomic>
+#include <future>
+#include <vector>
+
+#include "ssd/store.h"
+#include "ssd/store_test_util.h"
+#include "testing/mem_fs.h"
+#include "testing/test.h"
+#include "util/error.h"
+
+namespace thermocline {
+namespace {
+
+using testing::MemFs;
+
+constexpr uint64_t kKeys = 20000;
+
+StoreOptions damage_options() {
+  StoreOptions o = small_options();
+  o.background_merge = false;
+  return o;
+}
+
+// A store of kKeys rows in several base files, one of them with a damaged row page. Returns the name of that file.
+std::string make_damaged(MemFs& fs, std::shared_ptr<MemFs> shared) {
+  fs.make_dir("/s");
+  auto store = SsdStore::open(shared, "/s/a", damage_options());
+  put_range(*store, 0, kKeys);
+  store->merge_all();
+  CHECK(store->stats().partitions >= 4);
+  store->commit("");
+  store.reset();
+  for (auto& name : fs.list("/s/a")) {
+    if (!name.starts_with("base-")) continue;
+    fs.bytes("/s/a/" + name)[4096 + 100] ^= 1;  // the first row page
+    return name;
+  }
+  return "";
+}
+
+// Puts all keys with a new version: bytes 8..16 of the row.
+void put_version(SsdStore& store, uint64_t version, uint64_t keys = kKeys) {
+  std::vector<uint64_t> k(keys);
+  std::vector<uint8_t> rows(keys * kRow, 0);
+  for (uint64_t i = 0; i < keys; ++i) {
+    k[i] = i;
+    std::memcpy(&rows[i * kRow], &i, 8);
+    std::memcpy(&rows[i * kRow + 8], &version, 8);
+  }
+  store.put(k.data(), keys, {rows.data(), kRow});
+}
+
+void expect_version(SsdStore& store, uint64_t version, uint64_t keys = kKeys) {
+  std::vector<uint64_t> k(keys);
+  std::vector<uint8_t> rows(keys * kRow), found(keys);
+  for (uint64_t i = 0; i < keys; ++i) k[i] = i;
+  store.get(k.data(), keys, found.data(), {rows.data(), kRow});
+  for (uint64_t i = 0; i < keys; ++i) {
+    CHECK(found[i]);
+    CHECK(std::memcmp(&rows[i * kRow], &i, 8) == 0);
+    CHECK(std::memcmp(&rows[i * kRow + 8], &version, 8) == 0);
+  }
+}
+
+TEST(StoreDamage, LogOfASetAsidePartitionIsBoundedAndRowsStayExact) {
+  auto fs = std::make_shared<MemFs>();
+  const std::string damaged = make_damaged(*fs, fs);
+  auto store = SsdStore::open(fs, "/s/a", damage_options());
+  CHECK(store->damage().empty());
+  uint64_t longest = 0, version = 0;
+  for (int i = 0; i < 60; ++i) {  // 60 times the base
+    put_version(*store, ++version);
+    longest = std::max(longest, store->stats().log_bytes);
+    if (i % 20 == 0) expect_version(*store, version);
+    if (i % 15 == 0) store->commit("");
+  }
+  const StoreStats stats = store->stats();
+  CHECK_EQ(stats.damaged_partitions, 1u);
+  CHECK(stats.damage.find(damaged) != std::string::npos && stats.damage.find("page 1") != std::string::npos);
+  CHECK_EQ(store->damage(), stats.damage);
+  CHECK(stats.merges > 60);
+  CHECK(stats.set_aside_log_bytes <= stats.set_aside_log_bound);
+  CHECK(longest < 3 * stats.base_bytes);
+  const auto warnings = store->take_warnings();
+  CHECK_EQ(warnings.size(), 1u);
+  CHECK(warnings[0].find("thermocline repair /s/a") != std::string::npos);
+  CHECK(store->take_warnings().empty());
+  // Deletions of the set-aside partition stay deleted although its base has the rows.
+  std::vector<uint64_t> keys(kKeys);
+  for (uint64_t k = 0; k < kKeys; ++k) keys[k] = k;
+  store->erase(keys.data(), keys.size());
+  std::vector<uint8_t> found(kKeys, 1), rows(kKeys * kRow);
+  put_range(*store, kKeys, kKeys + 20000);  // the log of the set-aside partition is copied meanwhile
+  for (int i = 0; i < 20; ++i) put_range(*store, kKeys, kKeys + 20000);
+  store->get(keys.data(), kKeys, found.data(), {rows.data(), kRow});
+  CHECK(std::count(found.begin(), found.end(), 0) == long(kKeys));
+  put_version(*store, ++version);
+  store->commit("end");
+  store.reset();
+  store = SsdStore::open(fs, "/s/a", damage_options());
+  expect_version(*store, version);
+  CHECK_THROWS(CorruptionError, store->check());
+}
+
+// Gets that run while the log of a set-aside partition is copied see every row at least as new as the last put that
+// returned.
+TEST(StoreDamage, ReadsBesideCopiesSeeTheNewestRows) {
+  auto fs = std::make_shared<MemFs>();
+  make_damaged(*fs, fs);
+  StoreOptions o = damage_options();
+  o.background_merge = true;
+  auto store = SsdStore::open(fs, "/s/a", o);
+  put_version(*store, 1);
+  std::atomic<uint64_t> done{1}, begun{1};
+  std::atomic<bool> stop{false};
+  auto reader = std::async(std::launch::async, [&] {
+    std::vector<uint64_t> keys(kKeys);
+    std::vector<uint8_t> rows(kKeys * kRow), found(kKeys);
+    for (uint64_t i = 0; i < kKeys; ++i) keys[i] = i;
+    uint64_t wrong = 0;
+    while (!stop) {
+      const uint64_t oldest = done;
+      store->get(keys.data(), kKeys, found.data(), {rows.data(), kRow});
+      const uint64_t newest = begun;
+      for (uint64_t i = 0; i < kKeys; ++i) {
+        uint64_t key, version;
+        std::memcpy(&key, &rows[i * kRow], 8);
+        std::memcpy(&version, &rows[i * kRow + 8], 8);
+        wrong += !found[i] || key != i || version < oldest || version > newest;
+      }
+    }
+    return wrong;
+  });
+  for (uint64_t version = 2; version < 30; ++version) {
+    begun = version;
+    put_version(*store, version);
+    done = version;
+  }
+  stop = true;
+  CHECK_EQ(reader.get(), 0u);
+  CHECK_EQ(store->stats().damaged_partitions, 1u);
+}
+
+// A put while the log of the set-aside partition cannot be copied ends at the stated bound, with the command.
+TEST(StoreDamage, PutThrowsAboveTheBound) {
+  auto fs = std::make_shared<MemFs>();
+  make_damaged(*fs, fs);
+  StoreOptions o = damage_options();
+  auto store = SsdStore::open(fs, "/s/a", o);
+  put_version(*store, 1);
+  store->commit("");
+  // Also damage the log: neither a merge nor a copy can read the rows.
+  for (auto& name : fs->list("/s/a"))
+    if (name.starts_with("log-"))
+      for (size_t at = 4096; at < fs->bytes("/s/a/" + name).size(); at += 4096)
+        fs->bytes("/s/a/" + name)[at + 100] ^= 1;
+  std::string error;
+  uint64_t put = 0;
+  for (uint64_t version = 2; version < 300 && error.empty(); ++version) {
+    try {
+      put_version(*store, version);
+      ++put;
+    } catch (const CorruptionError& e) {
+      error = e.what();
+    }
+  }
+  const StoreStats stats = store->stats();
+  CHECK(put > 0);
+  CHECK(error.find("thermocline repair /s/a") != std::string::npos);
+  CHECK(error.find(std::to_string(stats.set_aside_log_bound)) != std::string::npos);
+  CHECK(stats.log_bytes < 2 * stats.set_aside_log_bound);
+  store->commit("after");  // what was put is not lost
+  store.reset();
+}
+
+// A pull of a damaged row raises; other rows of the same store do not.
+TEST(StoreDamage, DamagedRowsRaiseAndOthersDoNot) {
+  auto fs = std::make_shared<MemFs>();
+  make_damaged(*fs, fs);
+  auto store = SsdStore::open(fs, "/s/a", damage_options());
+  put_version(*store, 1, 100);
+  uint64_t lost = 0;
+  for (uint64_t k = 0; k < kKeys; ++k) {
+    uint8_t found;
+    Row row;
+    try {
+      store->get(&k, 1, &found, {row.data(), kRow});
+      CHECK(found);
+      CHECK(std::memcmp(row.data(), &k, 8) == 0);
+    } catch (const CorruptionError&) {
+      ++lost;
+    }
+  }
+  CHECK(lost > 0 && lost <= 4096 / (kRow + 8));
+}
+
+// ---- memory
+
+TEST(StoreBudget, FilterIsGivenUpBeforePutFails) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = damage_options();
+  o.filter_bits = 64;
+  o.mem_budget = 1u << 20;
+  o.segment_bytes = o.partition_bytes = 1u << 20;
+  auto store = SsdStore::open(fs, "/s/a", o);
+  uint64_t keys = 0;
+  while (!store->stats().filter_given_up) {
+    put_range(*store, keys, keys + 2000);
+    keys += 2000;
+    CHECK(keys < 1000000);
+    CHECK(store->stats().mem_total <= o.mem_budget);
+  }
+  const auto warnings = store->take_warnings();
+  CHECK_EQ(warnings.size(), 1u);
+  CHECK(warnings[0].find("filter") != std::string::npos && warnings[0].find("1048576") != std::string::npos);
+  for (int i = 0; i < 20; ++i, keys += 2000) put_range(*store, keys, keys + 2000);
+  CHECK(store->stats().mem_total <= o.mem_budget);
+  CHECK(store->take_warnings().empty());
+  CHECK_EQ(store->count(), keys);
+  store->merge_all();
+  store->commit("");
+  store.reset();
+  // The files keep the filter: a larger budget loads it, the same budget gives it up at open.
+  store = SsdStore::open(fs, "/s/a", o);
+  CHECK(store->stats().filter_given_up);
+  CHECK_EQ(store->take_warnings().size(), 1u);
+  store.reset();
+  o.mem_budget = 64u << 20;
+  store = SsdStore::open(fs, "/s/a", o);
+  CHECK(!store->stats().filter_given_up);
+  CHECK(store->take_warnings().empty());
+  CHECK_EQ(store->count(), keys);
+}
+
+TEST(StoreBudget, ExpectedRowsThatDoNotFitAreRefusedAtOpen) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  o.expected_rows = 1000000;
+  SsdStore::open(fs, "/s/a", o)->close();
+  o.expected_rows = 10000000000;
+  try {
+    SsdStore::open(fs, "/s/a", o);
+    CHECK(false);
+  } catch (const BudgetError& e) {
+    const std::string text = e.what();
+    CHECK(text.find("10000000000 rows") != std::string::npos && text.find("16777216") != std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace thermocline
