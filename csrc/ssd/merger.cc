@@ -107,6 +107,7 @@ uint64_t Merger::limit(uint64_t more_rows, uint64_t more_bytes) {
 void Merger::give_up_filter(const Room& room) {
   {
     std::unique_lock lock(index_mutex_);
+    if (!index_.keeps_filters()) return;  // another thread was first
     index_.drop_filters();
   }
   warn_filter_given_up(ctx_, options_.mem_budget, room.rows, room.filter_bytes,
@@ -162,9 +163,16 @@ void Merger::require_bounded_set_aside_log() const {
   const Index::SetAside aside = index_.set_aside();
   const uint64_t bound = set_aside_bound(aside);
   if (aside.log_bytes <= bound) return;
-  throw CorruptionError(ctx_.path + ": nothing more can be put: the log that damaged partitions hold has " +
-                        std::to_string(aside.log_bytes) + " bytes, more than the bound of " + std::to_string(bound) +
-                        ". Rows put so far can be committed. The damage: " + index_.damage());
+  const std::string text = ctx_.path + ": nothing more can be put: the log that damaged partitions hold has " +
+                           std::to_string(aside.log_bytes) + " bytes, more than the bound of " + std::to_string(bound) +
+                           ". Rows put so far can be committed. The damage: " + index_.damage();
+  try {
+    index_.throw_damage();
+  } catch (const IoError& e) {
+    throw IoError(text, e.code);  // the device failed; the bytes on it may be right
+  } catch (const CorruptionError&) {
+    throw CorruptionError(text);
+  }
 }
 
 uint64_t Merger::memory() const {
@@ -331,7 +339,7 @@ std::vector<Partition> Merger::write_pieces(const Index::Merge& job, uint64_t ro
 // and merge_all() report the cause. Called from the handler of the exception that stopped the merge.
 void Merger::set_aside(const Index::Merge& job, const char* cause) {
   std::string damage = cause;
-  if (damage.find("thermocline repair") == std::string::npos) damage += "; run: thermocline repair " + ctx_.path;
+  if (damage.find("thermocline repair") == std::string::npos) damage += kRepairHint + repair_command(ctx_.path);
   {
     std::unique_lock lock(index_mutex_);
     job.partition->damage = damage;

@@ -43,8 +43,8 @@ class Merger {
   ~Merger();  // stops the thread; a merge in progress is abandoned
 
   // Call before rows are added: blocks while the log is far above its limit. Throws the error of a failed background
-  // merge, BudgetError, or CorruptionError if the log of set-aside partitions is above its bound; the rows are not
-  // added then.
+  // merge, BudgetError, or the class of the first damage (CorruptionError, IoError) if the log of set-aside
+  // partitions is above its bound; the rows are not added then.
   void admit();
   // Call after a flush of `bytes`, with no lock of the index held. Never blocks on the background thread. Without one
   // it merges inline and throws the errors of that merge; the rows are in the log then.

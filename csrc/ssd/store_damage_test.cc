@@ -1,11 +1,14 @@
 // A damaged page sets one partition aside: the others are merged, its log stays bounded, undamaged rows stay exact.
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <future>
 #include <vector>
 
+#include "ssd/repair.h"
 #include "ssd/store.h"
 #include "ssd/store_test_util.h"
+#include "testing/fault_fs.h"
 #include "testing/mem_fs.h"
 #include "testing/test.h"
 #include "util/error.h"
@@ -173,6 +176,80 @@ TEST(StoreDamage, PutThrowsAboveTheBound) {
   CHECK(stats.log_bytes < 2 * stats.set_aside_log_bound);
   store->commit("after");  // what was put is not lost
   store.reset();
+}
+
+// Partitions are set aside because the device cannot read: above the bound put() reports the I/O error, not corruption.
+TEST(StoreDamage, PutAboveTheBoundReportsAnUnreadableDevice) {
+  auto mem = std::make_shared<MemFs>();
+  mem->make_dir("/a b");
+  auto fs = std::make_shared<testing::FaultFs>(mem);
+  auto store = SsdStore::open(fs, "/a b/s", damage_options());
+  put_version(*store, 1);
+  store->merge_all();
+  fs->arm({.fault = testing::Fault::kIoError, .ops = testing::kReads, .for_good = true});
+  std::string error;
+  for (uint64_t version = 2; version < 300 && error.empty(); ++version) {
+    try {
+      put_version(*store, version);
+    } catch (const IoError& e) {
+      CHECK_EQ(e.code, EIO);
+      error = e.what();
+    }
+  }
+  CHECK(error.find(std::to_string(store->stats().set_aside_log_bound)) != std::string::npos);
+  CHECK(error.find("run: thermocline repair '/a b/s'") != std::string::npos);
+}
+
+// The log of a set-aside partition that was copied forward is repaired like any other: its newest rows and deletions
+// are exact, and where a copy is lost no older row takes its place.
+TEST(StoreDamage, RepairKeepsRowsThatWereCopiedForward) {
+  for (const bool damage_copies : {false, true}) {
+    auto fs = std::make_shared<MemFs>();
+    make_damaged(*fs, fs);
+    uint64_t copies = 0, version = 0;
+    {
+      auto faults = std::make_shared<testing::FaultFs>(fs);
+      auto store = SsdStore::open(faults, "/s/a", damage_options());
+      for (int i = 0; i < 10; ++i) put_version(*store, ++version);
+      std::vector<uint64_t> deleted(kKeys / 2);
+      for (uint64_t k = 0; k < deleted.size(); ++k) deleted[k] = kKeys / 2 + k;
+      store->erase(deleted.data(), deleted.size());
+      copies = faults->points()["copy.written"];
+      // Other keys, until everything above was copied.
+      for (int i = 0; i < 400 && faults->points()["copy.written"] < copies + 2; ++i)
+        put_range(*store, kKeys, kKeys + 20000);
+      CHECK(faults->points()["copy.written"] >= copies + 2);
+      CHECK_EQ(store->stats().damaged_partitions, 1u);
+      store->commit("end");
+    }
+    uint64_t pages = 0;
+    for (auto& name : fs->list("/s/a")) {
+      if (!damage_copies || !name.starts_with("log-")) continue;
+      auto& bytes = fs->bytes("/s/a/" + name);
+      for (size_t at = 4096; at < bytes.size(); at += 4096)
+        if (++pages % 7 == 0) bytes[at + 100] ^= 1;
+    }
+    const RepairReport report = repair_store(fs, "/s/a", {});
+    CHECK(!report.losses.empty());
+    auto store = SsdStore::open(fs, "/s/a", damage_options());
+    store->check();
+    std::vector<uint64_t> keys(kKeys);
+    std::vector<uint8_t> rows(kKeys * kRow), found(kKeys);
+    for (uint64_t k = 0; k < kKeys; ++k) keys[k] = k;
+    store->get(keys.data(), kKeys, found.data(), {rows.data(), kRow});
+    uint64_t absent = 0;
+    for (uint64_t k = 0; k < kKeys; ++k) {
+      if (k >= kKeys / 2) {
+        CHECK(!found[k]);
+        continue;
+      }
+      absent += !found[k];
+      if (!found[k]) continue;
+      CHECK(std::memcmp(&rows[k * kRow], &k, 8) == 0);
+      CHECK(std::memcmp(&rows[k * kRow + 8], &version, 8) == 0);
+    }
+    CHECK_EQ(absent > 0, damage_copies);
+  }
 }
 
 // A pull of a damaged row raises; other rows of the same store do not.
