@@ -101,8 +101,6 @@ TEST(Store, NothingWaitsForTheSyncsOfACommit) {
   CHECK_EQ(store->note(), "a");
 }
 
-// A file that is appended to during its sync is synced again by the next commit, and a failed sync of one file of
-// several makes the store read-only.
 TEST(Store, FailedSyncOfOneOfSeveralFilesMakesTheStoreReadOnly) {
   auto fs = std::make_shared<FaultFs>(std::make_shared<MemFs>());
   fs->make_dir("/s");
