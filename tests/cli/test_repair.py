@@ -154,3 +154,55 @@ def test_a_lost_commit_of_a_checkpoint_is_reported(trained: Path) -> None:
     assert result.exit_code == 1
     assert f"needs commit {int(manifest.name[9:])}" in result.stdout
     assert "1 commit lost" in result.stdout.splitlines()[-1]
+
+
+def test_stores_outside_of_a_run_are_named_and_not_changed(tmp_path: Path) -> None:
+    done("train", write_config(tmp_path), "--set", "tiers.ssd=rows", "--set", "train.steps=5")
+    rows = tmp_path / "rows"
+    assert "run: nothing to repair in 0 stores" in done("repair", "run")
+    (log,) = rows.glob("log-*.tc")
+    flip(log, PAGE + 100)
+    damaged = files_of(rows)
+    for words in (["run", "--dry-run"], ["run"]):
+        result = invoke("repair", *words)
+        assert result.exit_code == 1
+        (problem,) = [line for line in result.stdout.splitlines() if "PROBLEM" in line]
+        assert "not repaired, because it is outside of run: " in problem
+        assert f"{log.name}: page 1: checksum mismatch" in problem
+        assert problem.endswith(f"run: thermocline repair {rows}")
+        assert files_of(rows) == damaged
+    assert "rows repaired: 1 file rebuilt, nothing lost" in done("repair", rows)
+    assert "run: nothing to repair in 0 stores" in done("repair", "run")
+    make_store(tmp_path / "foreign")  # not a store of this run: neither verified nor repaired
+    flip(sorted((tmp_path / "foreign").glob("base-*.tc"))[0], 2 * PAGE + 500)
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace(str(rows), str(tmp_path / "foreign")))
+    assert "is not a store of this run" in invoke("repair", "run").stdout
+    rows.rename(tmp_path / "moved")
+    config.write_text(config.read_text().replace(str(tmp_path / "foreign"), str(rows)))
+    result = invoke("repair", "run")
+    assert result.exit_code == 1
+    assert f"outside of run: {rows}: no such folder" in result.stdout
+
+
+def test_the_report_is_printed_if_the_result_cannot_be_verified(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    make_store(folder)
+    base = sorted(folder.glob("base-*.tc"))[0]
+    flip(base, 2 * PAGE + 500)
+    result = invoke("repair", folder, "--mem", "100KB")
+    assert result.exit_code == 1
+    assert f"lost     {base.name} page 2" in result.stdout
+    assert "PROBLEM  not verified: " in result.stdout
+    assert "nothing to repair" in done("repair", folder)
+
+
+def test_an_identity_that_cannot_be_rebuilt(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    make_store(folder)
+    (folder / "STORE").unlink()
+    for file in folder.glob("*.tc"):
+        flip(file, 100)
+    result = invoke("repair", folder)
+    assert result.exit_code == 1
+    assert "it cannot be rebuilt, because no data file has a valid header" in result.stdout

@@ -108,7 +108,7 @@ def _inspect_run(path: Path, check: bool, mem: str | SupportsIndex | None) -> Re
         report["problems"] += _files_of(Path(checkpoint["path"]), checkpoint)
     for checkpoint in report["checkpoints"][-1:]:
         for name, folder, _ in stores_of(path, checkpoint):
-            store = _inspect_store_of(path, checkpoint, folder, check, mem)
+            store = inspect_store_of(path, checkpoint, folder, check, mem)
             report["stores"].append({"table": name, **store})
             report["problems"] += store["problems"]
     report["last"] = _last_line(path / "metrics.jsonl")
@@ -134,7 +134,7 @@ def stores_of(run_dir: Path, checkpoint: Report) -> Iterator[tuple[str, Path, in
             yield name, folder / rank["stores"][name]["folder"], rank["stores"][name]["epoch"]
 
 
-def _inspect_store_of(
+def inspect_store_of(
     run_dir: Path,
     checkpoint: Report,
     folder: Path,
@@ -213,7 +213,7 @@ def _inspect_checkpoint(path: Path, check: bool, mem: str | SupportsIndex | None
     report["problems"] += _files_of(path, report)
     report["stores"] = []
     for name, folder, epoch in stores_of(path.parent.parent, report):
-        store = _inspect_store_of(path.parent.parent, report, folder, check, mem, epoch=epoch)
+        store = inspect_store_of(path.parent.parent, report, folder, check, mem, epoch=epoch)
         report["stores"].append({"table": name, **store})
         report["problems"] += store["problems"]
     return report

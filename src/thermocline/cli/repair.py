@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import SupportsIndex
 
-from thermocline.cli.inspect import Report, inspect, read_checkpoint, stores_of
+from thermocline.cli.inspect import Report, inspect, inspect_store_of, read_checkpoint, stores_of
 from thermocline.core import core
-from thermocline.errors import ConfigError, StoreError
+from thermocline.errors import BudgetError, ConfigError, StoreError
 from thermocline.utils.text_format import parse_size, plural
 
 
@@ -37,11 +37,9 @@ def repair(
     if not is_run and not _is_store(target):
         raise ConfigError(f"{path} is neither a store (a folder with the file STORE) nor a run (one with checkpoints)")
     report: Report = {"path": str(path), "dry_run": dry_run, "stores": [], "problems": []}
-    folders = [target]
-    if is_run:
-        folders, outside = _run_stores(target)
-        # The folder of a run is not trusted to name the stores of others.
-        report["problems"] += [f"{store} is outside of {path}: run thermocline repair {store}" for store in outside]
+    folders, outside = (_run_stores(target), _damage_outside(target, budget)) if is_run else ([target], [])
+    # The folder of a run is not trusted to name the stores of others.
+    report["problems"] += [f"not repaired, because it is outside of {path}: {problem}" for problem in outside]
     for folder in folders:
         try:
             store = core.repair_store(os.fsencode(folder), dry_run, keep_older, budget)
@@ -49,8 +47,8 @@ def repair(
             report["problems"].append(str(error))
             continue
         report["stores"].append({"path": str(folder), **store})
-    if not dry_run:
-        report["problems"] += inspect(target, check=True, mem=budget)["problems"]
+    if not dry_run and (is_run or report["stores"]):
+        report["problems"] += [problem for problem in _remaining_damage(target, budget) if problem not in outside]
     report["problems"] += _missing_commits(target, report) if is_run else []
     return report
 
@@ -65,15 +63,43 @@ def _is_store(path: Path) -> bool:
     return (path / "STORE").exists() or any(path.glob("MANIFEST-*"))
 
 
-def _run_stores(run_dir: Path) -> tuple[list[Path], list[Path]]:
-    """Return the folders of all stores in the run, and of the damaged ones outside that its checkpoints name."""
+def _run_stores(run_dir: Path) -> list[Path]:
+    """Return the folders of all stores in the run."""
     folders = [run_dir / "stores", *(run_dir / "stores").glob("*"), *(run_dir / "stores").glob("*/*")]
     found = {folder for folder in folders if folder.is_dir() and _is_store(folder)}
     for _, checkpoint in _checkpoints(run_dir):
         found |= {folder for _, folder, _ in stores_of(run_dir, checkpoint)}
-    inside = {folder for folder in found if folder.resolve().is_relative_to(run_dir.resolve())}
-    damaged = {folder for folder in found - inside if inspect(folder, check=True)["problems"]}
-    return sorted(inside), sorted(damaged)
+    return sorted(folder for folder in found if _is_inside(run_dir, folder))
+
+
+def _damage_outside(run_dir: Path, mem: int) -> list[str]:
+    """Return the damage of the stores outside of the run's folder that its checkpoints name."""
+    stores = {
+        folder: checkpoint
+        for _, checkpoint in _checkpoints(run_dir)
+        for _, folder, _ in stores_of(run_dir, checkpoint)
+        if not _is_inside(run_dir, folder)
+    }
+    problems = []
+    for folder, checkpoint in stores.items():
+        try:
+            problems += inspect_store_of(run_dir, checkpoint, folder, True, mem)["problems"]
+        except BudgetError as error:
+            problems.append(f"not verified: {error} (--mem)")
+    return problems
+
+
+def _is_inside(run_dir: Path, folder: Path) -> bool:
+    return folder.resolve().is_relative_to(run_dir.resolve())
+
+
+def _remaining_damage(target: Path, mem: int) -> list[str]:
+    """Return the damage after the repair. The report of the repair must not be lost if the index exceeds `mem`."""
+    try:
+        problems: list[str] = inspect(target, check=True, mem=mem)["problems"]
+    except BudgetError as error:
+        return [f"not verified: {error} (--mem)"]
+    return problems
 
 
 def _checkpoints(run_dir: Path) -> Iterator[tuple[Path, Report]]:
