@@ -14,6 +14,7 @@
 #include "testing/mem_fs.h"
 #include "testing/test.h"
 #include "util/error.h"
+#include "util/posix_test_util.h"
 
 namespace thermocline {
 namespace {
@@ -99,6 +100,24 @@ TEST(Store, NothingWaitsForTheSyncsOfACommit) {
   store = SsdStore::open(fs, "/s/a", o);
   CHECK_EQ(store->count(), rows);
   CHECK_EQ(store->note(), "a");
+}
+
+// Threads that the system refuses are no failed sync: the caller syncs.
+TEST(Store, CommitsIfTheSystemRefusesThreads) {
+  auto fs = std::make_shared<FaultFs>(std::make_shared<MemFs>());
+  fs->make_dir("/s");
+  auto store = SsdStore::open(fs, "/s/a", small_options());
+  put_range(*store, 0, 20000);
+  store->merge_all();
+  fs->on_sync(nullptr, 4);
+  {
+    NoNewThreads no_threads;
+    CHECK(no_threads.refused());
+    CHECK_EQ(store->commit("a"), 1u);
+  }
+  put_range(*store, 0, 10);
+  store.reset();
+  CHECK_EQ(SsdStore::open(fs, "/s/a", small_options())->count(), 20000u);
 }
 
 TEST(Store, FailedSyncOfOneOfSeveralFilesMakesTheStoreReadOnly) {

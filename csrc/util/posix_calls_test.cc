@@ -190,6 +190,25 @@ TEST(PosixFs, ThreadsTakeOverWithFullDepthWhenARingIsRefused) {
   CHECK(filled(b.p, b.bytes, 0));
 }
 
+TEST(PosixFs, CallersReadIfTheSystemRefusesRingsAndThreads) {
+  if (engines().size() < 2) return;  // no io_uring here
+  TempDir dir;
+  g_rings = 1;  // the probe only
+  PosixCalls calls = real_posix_calls();
+  calls.make_ring = two_rings;
+  auto fs = make_posix_fs_on(calls, IoEngine::kUring, 0, 0);
+  write_pages(*fs, dir / "f", 1);
+  auto f = fs->open(dir / "f", OpenMode::kRead);
+  NoNewThreads no_threads;
+  CHECK(no_threads.refused());
+  auto q = fs->read_queue(4);
+  CHECK(contains(fs->take_warnings().at(0), "reads continue on 0 pread threads"));
+  Buffer b(kSector);
+  q->submit({f.get(), 0, kSector, b.p}, 7);
+  CHECK_EQ(q->wait(), 7u);
+  CHECK(filled(b.p, b.bytes, 0));
+}
+
 TEST(PosixFs, ErrnoIsTranslatedToErrorClasses) {
   TempDir dir;
   write_pages(*make_posix_fs(IoEngine::kPread), dir / "data", 1);

@@ -182,11 +182,13 @@ class PosixFs : public FileSystem {
   void fall_back(int code) {
     std::lock_guard lock(pool_mutex_);
     if (!uring_) return;
-    pool_ = std::make_shared<PreadPool>(kPreadDefault.workers);
+    auto pool = std::make_shared<PreadPool>(kPreadDefault.workers);
+    const size_t threads = pool->size();
+    if (threads > 0) pool_ = std::move(pool);  // else the callers read
     uring_ = false;
     warnings_.add(std::string("io_uring: the kernel refused another ring") +
                   (code ? std::string(" (") + std::strerror(code) + ")" : std::string()) + "; reads continue on " +
-                  std::to_string(kPreadDefault.workers) +
+                  std::to_string(threads) +
                   " pread threads. Raise the limits of locked memory and open files (ulimit -l, ulimit -n), or set "
                   "THERMOCLINE_IO=pread");
   }
@@ -197,7 +199,7 @@ class PosixFs : public FileSystem {
   KillAt kill_at_;
   Warnings warnings_;
   std::mutex pool_mutex_;            // protects pool_; a writer of uring_ holds it
-  std::shared_ptr<PreadPool> pool_;  // null: no fall-back so far
+  std::shared_ptr<PreadPool> pool_;  // null: no fall-back so far, or no thread
 };
 
 IoEngine engine_from_env() {

@@ -1,6 +1,8 @@
 // Test files and buffers for the tests of the POSIX file system.
 #pragma once
 
+#include <pthread.h>
+
 #include <cstring>
 #include <functional>
 #include <string>
@@ -57,5 +59,27 @@ std::string message(const std::function<void()>& fn) {
 }
 
 inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// While it exists, the system refuses new threads: no address space has their stack.
+class NoNewThreads {
+ public:
+  NoNewThreads() {
+    pthread_getattr_default_np(&before_);
+    pthread_attr_t attributes;
+    pthread_getattr_default_np(&attributes);
+    pthread_attr_setstacksize(&attributes, size_t{1} << 60);
+    refused_ = pthread_setattr_default_np(&attributes) == 0;
+    pthread_attr_destroy(&attributes);
+  }
+  ~NoNewThreads() {
+    pthread_setattr_default_np(&before_);
+    pthread_attr_destroy(&before_);
+  }
+  bool refused() const { return refused_; }
+
+ private:
+  pthread_attr_t before_;
+  bool refused_ = false;
+};
 
 }  // namespace thermocline

@@ -1,11 +1,16 @@
 #include "util/pread_queue.h"
 
+#include <system_error>
+
 #include "util/error.h"
 
 namespace thermocline {
 
 PreadPool::PreadPool(int threads) {
-  for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+  try {
+    for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+  } catch (const std::system_error&) {
+  }
 }
 
 PreadPool::~PreadPool() {

@@ -19,11 +19,12 @@ namespace thermocline {
 // Thread safety: all calls may run concurrently.
 class PreadPool {
  public:
-  explicit PreadPool(int threads);
-  ~PreadPool();  // finishes the queued jobs
+  explicit PreadPool(int threads);  // fewer, perhaps none, if the system refuses more
+  ~PreadPool();                     // finishes the queued jobs
   PreadPool(const PreadPool&) = delete;
   PreadPool& operator=(const PreadPool&) = delete;
 
+  size_t size() const { return threads_.size(); }
   void run(std::function<void()> job);  // jobs must not throw
 
  private:

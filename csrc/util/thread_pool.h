@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -24,9 +25,13 @@ namespace thermocline {
 // In a forked child the threads do not exist: parallel() runs all tasks inline there, and no thread is joined.
 class ThreadPool {
  public:
-  // `threads` includes the caller: ThreadPool(1) starts no thread and runs all tasks inline.
-  explicit ThreadPool(int threads) : size_(threads < 1 ? 1 : threads), owner_(getpid()), state_(new State) {
-    for (int i = 1; i < size_; ++i) state_->workers.emplace_back([state = state_] { work(*state); });
+  // `threads` includes the caller: ThreadPool(1) starts no thread and runs all tasks inline. The pool has fewer threads
+  // if the system refuses more.
+  explicit ThreadPool(int threads) : owner_(getpid()), state_(new State) {
+    try {
+      for (; size_ < threads; ++size_) state_->workers.emplace_back([state = state_] { work(*state); });
+    } catch (const std::system_error&) {
+    }
   }
   ~ThreadPool() {
     if (getpid() != owner_) return;  // forked child: a thread of the parent may hold the mutex
@@ -160,7 +165,7 @@ class ThreadPool {
 
   static constexpr std::chrono::microseconds kSpinTime{40};
 
-  const int size_;
+  int size_ = 1;  // constant after construction
   const pid_t owner_;
   State* const state_;  // a raw pointer: the pool of a forked child must not delete it
 };
