@@ -118,6 +118,11 @@ def test_damaged_identity_and_old_manifest(tmp_path: Path) -> None:
         rows = contents(store)
     store.close()
     assert len(issued) == 1
+    for flags in ([], ["--check"]):
+        result = invoke("inspect", folder, *flags)
+        assert result.exit_code == 1
+        (problem,) = [line for line in result.stdout.splitlines() if "PROBLEM" in line]
+        assert f"{old.name}: checksum mismatch" in problem
     flip(folder / "STORE", 42)
     with pytest.raises(tc.CorruptionError, match=r"STORE: .*thermocline repair"):
         tc.SsdStore.open(folder)

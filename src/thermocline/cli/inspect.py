@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -65,7 +66,10 @@ def _commits(path: Path) -> set[str]:
 def _read_store(path: Path, check: bool, mem: str | SupportsIndex | None, epoch: int | None) -> Report:
     report: Report = {"kind": "store", "path": str(path), "problems": []}
     try:
-        with SsdStore.open(path, read_only=True, mem_budget=mem, epoch=epoch) as store:
+        with warnings.catch_warnings(record=True, action="always") as caught:  # damage that does not prevent opening
+            opened = SsdStore.open(path, read_only=True, mem_budget=mem, epoch=epoch)
+        report["problems"] += [str(warning.message) for warning in caught]
+        with opened as store:
             stats = store.stats()
             report |= {
                 "row_bytes": store.row_bytes,
@@ -86,7 +90,8 @@ def _read_store(path: Path, check: bool, mem: str | SupportsIndex | None, epoch:
     except (IoError, NotFoundError):
         raise
     except StoreError as error:
-        report["problems"].append(str(error))
+        if not any(str(error) in problem for problem in report["problems"]):
+            report["problems"].append(str(error))
     return report
 
 
