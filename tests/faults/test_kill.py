@@ -1,4 +1,5 @@
-"""SIGKILL of a process that uses a store: at random times, and at every failpoint of commit, merge, release and link.
+"""SIGKILL of a process that uses a store: at random times, and at every failpoint of commit, merge, release, link,
+repair, and the copy of a damaged partition's log.
 
 The page cache survives a kill, so these tests do not cover power loss: csrc/ssd/crash_fault_test.cc does. They cover
 the real process with its threads and files.
@@ -16,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from faults import workload
 from helpers.ssd import ROW, SMALL, contents, rows_of, some_keys
@@ -114,7 +116,7 @@ def test_kill_at_random_times(tmp_path: Path, shard: int) -> None:
     assert killed >= KILLS // SHARDS
 
 
-@pytest.mark.parametrize("point", [point for point in failpoints() if not point.startswith("repair.")])
+@pytest.mark.parametrize("point", [point for point in failpoints() if not point.startswith(("repair.", "copy."))])
 def test_kill_at_failpoint(tmp_path: Path, point: str) -> None:
     for nth in range(1, TIMES_PER_POINT + 1):
         path = tmp_path / f"store-{nth}"
@@ -174,3 +176,45 @@ def test_kill_during_repair(tmp_path: Path, point: str) -> None:
     assert left[0] == left[1]
     assert left[0].items() <= before.items()
     assert 0 < len(before) - len(left[0]) < 300
+
+
+COPY_FORWARD = """
+import sys, warnings
+import thermocline as tc
+from helpers.ssd import SMALL, rows_of, some_keys
+
+warnings.simplefilter("ignore")  # of the damage
+keys = some_keys(4000)
+with tc.SsdStore.open(sys.argv[1], background_merge=False, **SMALL) as store:
+    for version in range(1, 100):
+        store.put(keys, rows_of(keys, version))
+        print(store.commit(str(version).encode()) and version, flush=True)
+"""
+
+
+@pytest.mark.parametrize("nth", [2, 3, 6])  # the first copy is before the first commit
+@pytest.mark.parametrize("point", [point for point in failpoints() if point.startswith("copy.")])
+def test_kill_while_the_log_of_a_damaged_partition_is_copied(tmp_path: Path, point: str, nth: int) -> None:
+    folder, keys = tmp_path / "store", some_keys(4000)
+    with tc.SsdStore.open(folder, row_bytes=ROW, **SMALL) as store:
+        store.put(keys, rows_of(keys))
+        store.merge()
+        store.commit()
+    base = sorted(folder.glob("base-*.tc"))[0]
+    data = bytearray(base.read_bytes())
+    data[4096 + 100] ^= 1
+    base.write_bytes(data)
+    env = dict(os.environ, THERMOCLINE_KILL_AT=f"{point}:{nth}", PYTHONPATH=os.pathsep.join(sys.path))
+    command = [sys.executable, "-c", COPY_FORWARD, str(folder)]
+    killed = subprocess.run(command, env=env, timeout=120, stdout=subprocess.PIPE, text=True)
+    assert killed.returncode == -signal.SIGKILL, f"{point}:{nth} was not reached"
+    with tc.SsdStore.open(folder, read_only=True) as store:
+        version = int(store.note)
+        assert version == int(killed.stdout.split()[-1])
+        found, rows = store.get(keys)
+        assert found.all()
+        assert np.array_equal(rows, rows_of(keys, version))
+    report = repair(folder)
+    assert report["problems"] == []
+    with tc.SsdStore.open(folder, read_only=True) as store:
+        assert np.array_equal(store.get(keys)[1], rows_of(keys, version))
