@@ -86,7 +86,9 @@ def step_name(k: int, seed: int) -> str:
 
 def section(setup: Setup, results: Mapping[str, Json]) -> Section:
     """Show AUC, speed and bytes sent against k."""
-    ks, chosen = periods(setup), seeds(setup)
+    ks = periods(setup)
+    # Results of earlier versions have one seed.
+    chosen = [seed for seed in seeds(setup) if all(step_name(k, seed) in results for k in ks)]
     auc, speed = (
         [[results[step_name(k, seed)][field] for seed in chosen] for k in ks] for field in ("auc", "examples_per_s")
     )

@@ -17,7 +17,12 @@ settings.load_profile("long" if os.environ.get("THERMOCLINE_LONG") == "1" else "
 
 
 def pytest_configure() -> None:
-    """Restore the SIGINT handler: a background job of a shell ignores SIGINT, which some tests send."""
+    """Restore the SIGINT handler: a background job of a shell ignores SIGINT, which some tests send.
+
+    Select Triton's interpreter before a test imports Triton, which some modules of torch do.
+    """
+    import thermocline.kernels  # noqa: F401
+
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -85,7 +85,9 @@ def test_damaged_file_is_named_and_nothing_changes(
 
 
 def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
-    data = encode_manifest({"format": 1, "step": 3, "lr": 0.1, "position": {"file": "a\u00e9", "row": None}})
+    manifest = {"format": 3, "run": "a", "begin": False, "step": 3, "tag": None, "versions": {}, "torch_threads": 1}
+    manifest |= {"tables": {}, "files": {}, "states": [], "position": {"file": "a\u00e9", "row": None, "lr": 0.1}}
+    data = encode_manifest(manifest)
     assert decode_manifest(data, "x")["step"] == 3
     for bit in range(8 * len(data)):
         flipped = bytearray(data)

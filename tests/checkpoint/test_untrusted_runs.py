@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 import thermocline as tc
+from thermocline.checkpoint import state_tree
 from thermocline.checkpoint.manifest import decode_manifest, encode_manifest
 from thermocline.cli.inspect import inspect
 from thermocline.data.features import Features
@@ -293,6 +295,44 @@ def test_state_file_is_read_up_to_its_stated_size(run_dir: Path) -> None:
     (name,) = read(run_dir)["files"]
     os.truncate(run_dir / "checkpoints" / name, 1 << 40)  # sparse
     with pytest.raises(tc.CorruptionError, match="has 1099511627776 bytes: it must have at most"):
+        restore(run_dir)
+
+
+def make_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def claim_long_header(path: Path) -> None:
+    path.write_bytes((1 << 39).to_bytes(8, "little"))
+    os.truncate(path, 1 << 40)  # sparse
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [(make_pipe, "is not a regular file"), (claim_long_header, "its header has 549755813888 bytes")],
+)
+def test_listing_checkpoints_reads_bounded_headers(run_dir: Path, damage: Any, text: str) -> None:
+    """`Run.load` lists the checkpoints to find the best one, before any file is verified."""
+    (name,) = read(run_dir)["files"]
+    damage(run_dir / "checkpoints" / name)
+    with contextlib.closing(make_table()) as table, pytest.raises(tc.CorruptionError, match=text):
+        make_checkpoints(run_dir, table, read_only=True).saved()
+
+
+@pytest.mark.parametrize("change", ["dtype", "tree"])
+def test_state_file_with_a_valid_checksum_and_another_content(run_dir: Path, change: str) -> None:
+    manifest = read(run_dir)
+    (name,) = manifest["files"]
+    path = run_dir / "checkpoints" / name
+    tensors = {"a": torch.ones(2)}
+    data = state_tree.encode(tensors, {"position": None, "extra": None, "state": {"dict": [["model", None, 3]]}})
+    if change == "dtype":
+        data = data.replace(b'"F32"', b'"F99"')
+    path.write_bytes(data)
+    manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    write(run_dir, manifest)
+    with pytest.raises(tc.FormatError):
         restore(run_dir)
 
 

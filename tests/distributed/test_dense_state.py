@@ -73,6 +73,9 @@ def fit(
     trainer = tc.Trainer(model, dense, run_dir=folder, config=config, callbacks=[recorder], dense_sync=sync)
     data = job.data(rank)
     trainer.fit(data, data[: 3 + rank] if valid_every else None, resume=resume)
+    if folder is not None:
+        with pytest.raises(tc.ThermoclineError, match="fit has ended, and every rank has the mean"):
+            trainer.save()
     rows = {name: bits(table.read(probe_keys(job))) for name, table in tables.items()}
     for table in tables.values():
         table.close()

@@ -18,8 +18,10 @@ from helpers.ranks import Nodes, run_ranks
 import thermocline as tc
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.key_sharding import overlapping_ranks, owner_of
+from thermocline.distributed.shard_reader import ShardReaderTable
 from thermocline.embedding.key_hash import hash_keys
 from thermocline.training import prediction_writer
+from thermocline.training.run_dir import config_of
 
 THREE: Nodes = ((0, 1), (2,))
 FIGURES = ("auc", "logloss", "ne", "calibration")
@@ -52,6 +54,28 @@ def trained_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = run_ranks(PAIR, commands, str(folder), [["train", "small.toml", "--set", "train.display=false"]])
     assert [output[0][0] for output in results] == [0, 0], results
     return folder
+
+
+def test_the_topology_of_the_training_ranks_is_not_read(trained_by_two: Path, tmp_path: Path) -> None:
+    """It is a file of their machines. The ranks that evaluate may be others."""
+    run = Path(shutil.copytree(trained_by_two / "run", tmp_path / "run"))
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("[dist]\n", '[dist]\ntopology = "/dev/zero"\n'))
+    assert config_of(run).dist.topology is None
+    assert config_of(run, ["dist.topology=mine.toml"]).dist.topology == "mine.toml"
+
+
+def test_rows_of_an_earlier_attempt_to_restore_are_dropped(tmp_path: Path) -> None:
+    """A checkpoint that was replaced while it was read is followed by another one, which may lack expired rows."""
+    table = ShardReaderTable(1, tc.SGD(lr=0.1), mem="1MB", initial=tc.Constant(value=0.0))
+    for name, keys in (("first", [1, 2]), ("second", [2])):
+        with table.open_store(tmp_path / name, create=True) as store:
+            store.put(np.array(keys, np.uint64), np.full((len(keys), 1), 5, np.float32).view(np.uint8))
+            store.commit(table.commit_note(b""))
+    for name, expected in (("first", [5, 5]), ("second", [0, 5])):
+        table.open_stores([(tmp_path / name, 1)])
+        assert table.read(np.array([1, 2], np.uint64)).ravel().tolist() == expected
+    table.close()
 
 
 @pytest.mark.parametrize("trained_by", ["one process", "two ranks"])

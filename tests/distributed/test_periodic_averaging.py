@@ -158,24 +158,28 @@ def test_the_lower_bound_does_not_change_a_current_denominator() -> None:
     ("every", "every_v"), [(1, None), (2, None), (3, None), (8, None), (50, None), (6, 20), (20, 3)]
 )
 def test_merge_steps(single_rank: Groups, every: int, every_v: int | None) -> None:
-    """v_frozen also merges after steps 1, 2, 4, ... below k."""
+    """v_frozen also merges after steps 1, 2, 4, ... below k. A second run of the same object begins again."""
     x = torch.nn.Parameter(torch.ones(3))
     for merge in MERGES:
         optimizer = FrozenAdam([x])
         sync = DenseSync(every=every, merge=merge, every_v=None if merge == "params" else every_v)
         dense = DenseParameters.make([x], optimizer, single_rank, sync)
-        merged = set()
-        for step in range(1, 201):
-            dense.after_backward()
-            optimizer.step()
-            if dense.after_step(step):
-                merged.add(step)
+        runs = []
+        for _ in range(2):
+            dense.begin()
+            merged = set()
+            for step in range(1, 201):
+                dense.after_backward()
+                optimizer.step()
+                if dense.after_step(step):
+                    merged.add(step)
+            runs.append(merged)
         expected = set()
         for k in {every, sync.every_v or every}:
             expected |= set(range(k, 201, k))
             if merge == "v_frozen":
                 expected |= {step for step in (1, 2, 4, 8, 16, 32) if step < k}
-        assert merged == expected
+        assert runs == [expected, expected]
 
 
 def test_merge_params_with_different_second_moments_diverges_from_the_minimum() -> None:

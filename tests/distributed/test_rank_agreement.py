@@ -66,6 +66,14 @@ def test_the_error_names_the_difference_and_the_ranks() -> None:
     ]
 
 
+def test_addresses_and_the_order_of_sets_are_not_compared() -> None:
+    """An optimizer's group may contain a function or an object; both have another address in every process."""
+    one, two = ({"f": lambda: 0, "object": object(), "dtype": torch.float16} for _ in range(2))
+    assert rank_agreement._canonical(one) == rank_agreement._canonical(two)
+    assert '"torch.float16"' in rank_agreement._canonical(one)
+    assert rank_agreement._canonical({"names": {"b", "c", "a"}}) == '{"names": ["a", "b", "c"]}'
+
+
 def test_long_lists_of_ranks_are_ranges() -> None:
     assert rank_agreement._rank_list([0, 1, 2, 3, 5, 7, 8]) == "ranks 0-3, 5, 7, 8"
 

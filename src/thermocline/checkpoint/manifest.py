@@ -122,7 +122,7 @@ def format_errors(name: str) -> Iterator[None]:
     """Re-raise errors of code that reads a malformed state as `FormatError`; `name` is the path of its manifest."""
     try:
         yield
-    except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise FormatError(
             f"{name} has a state that this version cannot read ({type(error).__name__}: {error}). Another version or "
             "another program wrote it"

@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
 import safetensors.torch
 import torch
 
 from thermocline.checkpoint.manifest import Json, sha256_hex
 from thermocline.errors import CorruptionError, FormatError
+from thermocline.utils.untrusted_files import open_regular
 
 Tensors = dict[str, torch.Tensor]
 _VALUES, _CHECKSUM = "thermocline", "sha256"
 """Keys of a file's header."""
+_MAX_HEADER = 100_000_000
+"""Largest header that safetensors reads."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,8 +94,11 @@ def encode(tensors: Tensors, values: Json = None) -> bytes:
 
 
 def decode(data: bytes) -> Tensors:
-    """Return the tensors of a safetensors file."""
-    return safetensors.torch.load(data)
+    """Return the tensors of a safetensors file. Raises `FormatError` for other bytes."""
+    try:
+        return safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
+        raise FormatError(f"the state of a rank is not a safetensors file that this version reads ({error})") from None
 
 
 def values_of(data: bytes, name: str) -> Json:
@@ -108,9 +115,11 @@ def values_of(data: bytes, name: str) -> Json:
 
 def read_values(path: Path) -> Json:
     """Return the values of a file that `encode` wrote; reads its header only. Raises `CorruptionError`."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         length = file.read(8)
-        size = min(int.from_bytes(length, "little"), os.fstat(file.fileno()).st_size)
+        size = int.from_bytes(length, "little")
+        if size > min(_MAX_HEADER, os.fstat(file.fileno()).st_size):
+            raise CorruptionError(f"{path} is damaged: its header has {size} bytes")
         return values_of(length + file.read(size), str(path))
 
 

@@ -311,6 +311,12 @@ class PeriodicAveraging(DenseParameters):
             return tuple(range(topology.world))
         return tuple(node[0] for node in topology.nodes for _ in node)
 
+    def begin(self) -> None:
+        """See `DenseParameters.begin`. Steps are counted from the start of this run, also after an earlier one."""
+        if not self._restored:
+            self._step, self._merged = 0, [0, 0, 0]
+        super().begin()
+
     def after_backward(self) -> None:
         """Give every parameter a gradient, so that the moments of all ranks have the same number of steps."""
         self._require_begun()

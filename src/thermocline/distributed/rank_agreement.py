@@ -102,7 +102,15 @@ def _plain(value: Any) -> Any:
 
 
 def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+    return json.dumps(value, sort_keys=True, default=_comparable)
+
+
+def _comparable(value: Any) -> Any:
+    """Return JSON values for another type, equal in all processes: without addresses or the order of a set."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=str)
+    name: str = getattr(value, "__qualname__", type(value).__qualname__)
+    return name if " at 0x" in str(value) else str(value)
 
 
 def _digest(value: Any) -> str:

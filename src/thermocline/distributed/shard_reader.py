@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from thermocline.arrays import Floats, Keys
+from thermocline.arrays import Floats, Keys, Rows
 from thermocline.config.distributed import Hops
 from thermocline.distributed.key_sharding import overlapping_ranks, owner_of
 from thermocline.embedding.backend import RowBackend
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import parse_precision
+from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table import Table
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.tiers.dram import DramTier
@@ -61,6 +62,7 @@ class ShardReaderBackend(DramBackend):
         ranks = overlapping_ranks(self._rank, self._world, len(sources))
         budget = self.spec.store_options["mem_budget"]
         share = None if budget is None else parse_size(budget, "ssd_mem") // len(ranks)
+        scale: LearnedScale | None = None
         for rank in ranks:
             path, epoch = sources[rank]
             store = open_store(self.spec, path, epoch=epoch, read_only=True, mem_budget=share)
@@ -68,12 +70,18 @@ class ShardReaderBackend(DramBackend):
             if self.root is not None:
                 tier = make_dram_tier(self.spec, budget=self.spec.mem // len(ranks), store=store)
             self._shards.append(_Shard(rank, store, tier))
-            if store.epoch and (scale := parse_precision(store.note)[1]) is not None:
-                (tier or self.host.dram).set_scale(scale)
-            if tier is None:
-                for keys, rows in store.scan():
-                    owned = owner_of(keys, self._world) == self._rank
-                    self.host.dram.push_stored(keys[owned], rows[owned].view(np.float32), dirty=False)
+            saved_scale = parse_precision(store.note)[1] if store.epoch else None
+            if saved_scale is not None and tier is not None:
+                tier.set_scale(saved_scale)
+            scale = saved_scale if scale is None else scale
+        if self.root is None:
+            self.replace_rows(self._owned_rows(), scale)
+
+    def _owned_rows(self, **options: int) -> Iterator[tuple[Keys, Rows]]:
+        for shard in self._shards:
+            for keys, rows in shard.store.scan(**options):
+                owned = owner_of(keys, self._world) == self._rank
+                yield keys[owned], rows[owned]
 
     def read(self, keys: Keys) -> Floats:
         if self.root is None:
@@ -87,10 +95,8 @@ class ShardReaderBackend(DramBackend):
         return rows
 
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
-        for shard in self._shards:
-            for keys, rows in shard.store.scan(batch_rows=batch_rows):
-                owned = owner_of(keys, self._world) == self._rank
-                yield keys[owned], self.host.dram.decode(rows[owned].view(np.float32))
+        for keys, rows in self._owned_rows(batch_rows=batch_rows):
+            yield keys, self.host.dram.decode(rows.view(np.float32))
 
     def close(self) -> None:
         super().close()

@@ -142,7 +142,7 @@ def _exchange_costs(groups: Groups, dim: int, examples: int, repeats: int) -> _E
 def _step_overhead(groups: Groups, steps: int) -> float:
     """Processor seconds per step of a small training over two ranks, minus those in one process."""
     seconds = []
-    for table_class, options in ((Table, {}), (ShardedTable, {"groups": groups})):
+    for table_class, options in ((Table, {"per_rank": True}), (ShardedTable, {"groups": groups})):
         make_table: Any = table_class
         table = make_table(DIMS[0], RowWiseAdagrad(lr=0.01), mem=64 << 20, threads=1, **options)
         with contextlib.closing(table):

@@ -120,10 +120,9 @@ class RankCoordinator:
         """Return a context in which the model is the mean of all ranks' models; training does not depend on it."""
         return contextlib.nullcontext() if self.sync is None else self.sync.merged()
 
-    def merge(self) -> None:
-        """Make the dense parameters equal on all ranks: at the end of training."""
-        if self.sync is not None:
-            self.sync.merge_now()
+    def merge(self) -> bool:
+        """Make the dense parameters equal on all ranks: at the end of training. Returns whether any were averaged."""
+        return self.sync is not None and self.sync.merge_now()
 
     def norm(self, dense: float) -> float:
         """Return the root mean square over ranks of the dense gradient norm, equal on all ranks."""

@@ -115,12 +115,19 @@ def _is_start(manifest: Path) -> bool:
 
 
 def config_of(run_dir: str | os.PathLike[str], sets: Sequence[str] = ()) -> Config:
-    """Load the config of a run, with overrides."""
+    """Load the config of a run, with overrides.
+
+    `dist.topology` is left out unless an override sets it: it describes the ranks that trained, and names a file of
+    their machines.
+    """
     path = Path(run_dir) / "config.toml"
     if not path.exists():
         raise _no_config(run_dir)
     text = read_limited(path, MAX_TEXT_BYTES).decode(errors="replace")
-    return Config.parse(text, sets, name=str(path)).relocated(path.parent)
+    config = Config.parse(text, sets, name=str(path)).relocated(path.parent)
+    if "dist.topology" not in {override.partition("=")[0].replace(" ", "") for override in sets}:
+        config = dataclasses.replace(config, dist=dataclasses.replace(config.dist, topology=None))
+    return config
 
 
 def _no_config(run_dir: str | os.PathLike[str]) -> ConfigError:

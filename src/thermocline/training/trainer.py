@@ -26,7 +26,7 @@ from thermocline.batch import Batch
 from thermocline.config.dense_sync import DenseSync
 from thermocline.config.train import TrainConfig as TrainConfig
 from thermocline.embedding.table import Table
-from thermocline.errors import CorruptionError
+from thermocline.errors import CorruptionError, ThermoclineError
 from thermocline.pipeline.executor import StageStats
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.training.callbacks import Callback, MetricsFile, Row, TensorBoard, finite
@@ -90,6 +90,8 @@ class Trainer:
         self._user_callbacks = list(callbacks)
         self._callbacks: list[Callback] = []
         self._stop = False
+        self._averaged = False
+        """Whether `fit` has ended and replaced every rank's own dense model by the mean."""
         self._losses: list[torch.Tensor] = []
         """Losses of the batches whose gradients are accumulated for the next step."""
         self._meter = ThroughputMeter(self.tables)
@@ -131,7 +133,7 @@ class Trainer:
                 speed = trained / seconds if trained else None
                 tested = self._report("test", {**self.evaluate(test), "step": step, "examples_per_s": speed})
             if not interrupted:
-                self._ranks.merge()
+                self._averaged = self._ranks.merge()
         except KeyboardInterrupt:
             if self.ending == _FAILED:  # a second Ctrl-C, before `_finish` was done
                 saved = self._saves.saved
@@ -293,7 +295,16 @@ class Trainer:
         return row
 
     def save(self, tag: str | None = None) -> None:
-        """Save a checkpoint now; without a run_dir, do nothing."""
+        """Save a checkpoint now; without a run_dir, do nothing.
+
+        Raises after a `fit` that has replaced the ranks' own dense models by their mean: the checkpoint would not
+        contain the state that training continues from.
+        """
+        if self._averaged and self._saves.checkpoints is not None:
+            raise ThermoclineError(
+                f"fit has ended, and every rank has the mean of the dense models: the state of step "
+                f"{self.progress.step} was saved before; to save under a tag, call save() in a callback during training"
+            )
         checkpoint = self._saves.save(self.progress, self.position, self._meter, tag)
         if checkpoint is not None:
             self._call("on_checkpoint", checkpoint)
@@ -326,7 +337,8 @@ class Trainer:
         self.progress = Progress(rates={table.name: table.optimizer.lr for table in self.tables})
         for table in self.tables:
             table.accumulate = self.config.accumulate
-        self.position, self._stop, self._meter = None, False, ThroughputMeter(self.tables)
+        self.position, self._meter = None, ThroughputMeter(self.tables)
+        self._stop = self._averaged = False
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group.setdefault("initial_lr", group["lr"])
         restored = self._saves.open(self.tables, self.model, self.optimizers, resume=resume, trained=trained)

@@ -6,10 +6,13 @@ without a bound, or open a file outside of the folder. Loads no torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from thermocline.errors import CorruptionError, FormatError
 
@@ -36,18 +39,22 @@ def confined_path(folder: Path, name: str, origin: str) -> Path:
     return path
 
 
-def read_limited(path: Path, limit: int) -> bytes:
-    """Read a regular file of at most `limit` bytes. Raises `CorruptionError` for another kind of file or a larger one.
-
-    Raises FileNotFoundError if it does not exist.
-    """
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file to read it. Raises `CorruptionError` for a pipe or a device, FileNotFoundError if missing."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without O_NONBLOCK a pipe would block
     with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise CorruptionError(f"{path} is not a regular file: a run contains only regular files")
-        if status.st_size > limit:
-            raise CorruptionError(f"{path} has {status.st_size} bytes: it must have at most {limit}")
+        yield file
+
+
+def read_limited(path: Path, limit: int) -> bytes:
+    """Read a file of at most `limit` bytes. Raises `CorruptionError` for a larger one, and as `open_regular`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise CorruptionError(f"{path} has {size} bytes: it must have at most {limit}")
         data = file.read(limit + 1)  # it may grow meanwhile
     if len(data) > limit:
         raise CorruptionError(f"{path} has more than {limit} bytes")
