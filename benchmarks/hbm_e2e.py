@@ -30,7 +30,7 @@ from thermocline.tiers.hbm import bytes_for
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from experiments.disk import reads_per_second
+from experiments.disk_probe import reads_per_second
 
 _START = time.perf_counter()
 
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120, help="steps, half of them to warm up")
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--window", type=int, default=2)
+    parser.add_argument("--lookahead", default="auto", help='"auto", a number of batches, or a size')
     parser.add_argument("--folder", default=".", help="folder on the disk to use")
     parser.add_argument("--json", help="write all figures to FILE")
     options = parser.parse_args()
@@ -144,6 +145,7 @@ def main() -> None:
             hbm=bytes_for(keys // 10, floats),
             mem=int(0.4 * keys * 84),
             ssd=Path(folder) / "rows",
+            lookahead=int(options.lookahead) if options.lookahead.isdigit() else options.lookahead,
             ssd_mem=(64 << 20) + 4 * keys,
             device="cuda",
         )
@@ -156,7 +158,7 @@ def main() -> None:
         fill_top(table, by_popularity(ads, *hot))
         print_progress("hot rows in DRAM and HBM")
         record["tiers"] = train(table, plan, batches, options.depth, options.window)
-        console.print("tiers", record["tiers"], table)
+        console.print("tiers", record["tiers"], table, table.dram.stats())
         record["disk_reads_per_second"] = reads_per_second(Path(folder))
         table.close()
     tiers, whole = record["tiers"], record["all in HBM"]["examples_per_second"]

@@ -13,6 +13,7 @@
 #include "bind/bind.h"
 #include "bind/dram_args.h"
 #include "bind/to_numpy.h"
+#include "dram/horizon.h"
 #include "dram/tier.h"
 
 namespace nb = nanobind;
@@ -21,13 +22,14 @@ using namespace nb::literals;
 namespace thermocline {
 namespace {
 
-void init_tier(DramTier* self, uint32_t dim, int optimizer, size_t budget, int policy, int threads, int shards,
-               uint64_t seed, uint64_t table, int initial_kind, float initial_scale, float initial_state,
+void init_tier(DramTier* self, uint32_t dim, int optimizer, size_t budget, size_t reserved, int policy, int threads,
+               int shards, uint64_t seed, uint64_t table, int initial_kind, float initial_scale, float initial_state,
                const Precision& precision, RowStore* store) {
   TierOptions o;
   o.layout = {dim, static_cast<Optimizer>(optimizer), precision};
   o.initial = {static_cast<InitialKind>(initial_kind), initial_scale, initial_state, seed, table};
   o.budget = budget;
+  o.reserved = reserved;
   o.policy = static_cast<Policy>(policy);
   o.threads = threads;
   o.shards = shards;
@@ -97,6 +99,24 @@ auto pinned_slots(const Pins& self) {
   Recycled<uint32_t> copy(self.slots().size());
   std::copy(self.slots().begin(), self.slots().end(), copy.get());
   return to_numpy(std::move(copy), self.slots().size());
+}
+
+auto horizon_add(Horizon& self, KeysArg ids) {
+  Recycled<uint32_t> numbers(ids.size());
+  {
+    nb::gil_scoped_release release;
+    self.add(ids.data(), ids.size(), numbers.get());
+  }
+  return to_numpy(std::move(numbers), ids.size());
+}
+
+auto horizon_keys(const Horizon& self, SlotsArg numbers) {
+  Recycled<uint64_t> keys(numbers.size());
+  {
+    nb::gil_scoped_release release;
+    self.keys_of(numbers.data(), numbers.size(), keys.get());
+  }
+  return to_numpy(std::move(keys), numbers.size());
 }
 
 void mark_dirty(DramTier& self, SlotsArg slots) {
@@ -177,6 +197,7 @@ nb::dict stats(const DramTier& self) {
   d["shards"] = s.shards;
   d["hits"] = s.hits;
   d["misses"] = s.misses;
+  d["loaded_ahead"] = s.loaded_ahead;
   d["from_store"] = s.from_store;
   d["initialised"] = s.initialised;
   d["pushed"] = s.pushed;
@@ -201,9 +222,9 @@ void bind_dram(nb::module_& m) {
   nb::class_<Precision>(m, "Precision");
   m.def("make_precision", &precision_of, "kind"_a, "bits"_a, "stochastic"_a, "row_scaled"_a, "scale"_a, "learned"_a);
   nb::class_<DramTier> tier(m, "DramTier");
-  tier.def("__init__", &init_tier, "dim"_a, "optimizer"_a, "budget"_a, "policy"_a, "threads"_a, "shards"_a, "seed"_a,
-           "table"_a, "initial_kind"_a, "initial_scale"_a, "initial_state"_a, "precision"_a, "store"_a.none(),
-           nb::keep_alive<1, 14>())
+  tier.def("__init__", &init_tier, "dim"_a, "optimizer"_a, "budget"_a, "reserved"_a, "policy"_a, "threads"_a,
+           "shards"_a, "seed"_a, "table"_a, "initial_kind"_a, "initial_scale"_a, "initial_state"_a, "precision"_a,
+           "store"_a.none(), nb::keep_alive<1, 15>())
       .def("pull", &pull, "keys"_a.noconvert(), "slots"_a.noconvert())
       .def("unpin", &unpin, "slots"_a.noconvert(), "dirty"_a, "keys"_a.noconvert().none())
       .def("mark_dirty", &mark_dirty, "slots"_a.noconvert())
@@ -224,6 +245,20 @@ void bind_dram(nb::module_& m) {
       .def("slots", &pinned_slots)
       .def("acquire", &Pins::acquire)
       .def("release", &Pins::release, nb::call_guard<nb::gil_scoped_release>());
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<Horizon>(m, "Horizon")
+      .def(nb::init<DramTier&>(), "tier"_a, nb::keep_alive<1, 2>())
+      .def("add", &horizon_add, "ids"_a.noconvert())
+      .def("end_batch", &Horizon::end_batch)
+      .def("seal", &Horizon::seal, unlocked)
+      .def("load", &Horizon::load, "max"_a, unlocked)
+      .def("release", &Horizon::release, "batch"_a, unlocked)
+      .def("drop", &Horizon::drop, unlocked)
+      .def("keys_of", &horizon_keys, "numbers"_a.noconvert())
+      .def_prop_ro("unique", &Horizon::unique)
+      .def_prop_ro("batches", &Horizon::batches)
+      .def_prop_ro("pinned", &Horizon::pinned)
+      .def_prop_ro("bytes", &Horizon::bytes);
   bind_kernels(m, tier);
 }
 

@@ -20,12 +20,18 @@ size_t DramTier::cached_keys(const Scratch& s) const { return std::min(s.keys_ma
 
 // ---- pull
 
-void DramTier::pull(const uint64_t* keys, size_t n, uint32_t* slots) {
+void DramTier::pull(const uint64_t* keys, size_t n, uint32_t* slots, bool ahead) {
   ScratchPool::Lease s(scratch_);
-  acquire(*s, keys, n, slots, nullptr);
+  acquire(*s, keys, n, slots, nullptr, ahead);
 }
 
-void DramTier::acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given) {
+void DramTier::acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given, bool ahead) {
+  while (!try_acquire(s, keys, n, slots, given, ahead)) {
+  }
+}
+
+bool DramTier::try_acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given,
+                           bool ahead) {
   const auto for_parts = [&](size_t part, const auto& f) {
     for (size_t b = 0; b < n; b += part) f(b, std::min(part, n - b));
   };
@@ -38,13 +44,21 @@ void DramTier::acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slo
       require_capacity(n, n - progress.hits);
       for (size_t next = 0; next < n;) next = load_missing(s, keys, n, slots, given, next, &progress);
     }
-    if (progress.must_wait) wait_ready(slots, n);
-    hits_ += progress.hits;
+    if (progress.must_wait && !wait_ready(slots, n)) {
+      for_parts(s.keys_max(), [&](size_t b, size_t m) { roll_back(s, slots + b, m); });
+      return false;
+    }
+    if (ahead) {
+      loaded_ahead_ += n - progress.hits;
+    } else {
+      hits_ += progress.hits;
+    }
     misses_ += n - progress.hits;
   } catch (...) {
     for_parts(s.keys_max(), [&](size_t b, size_t m) { roll_back(s, slots + b, m); });
     throw;
   }
+  return true;
 }
 
 void DramTier::pin_resident(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, Progress* progress) {
@@ -178,18 +192,16 @@ void DramTier::fail_loading(const uint32_t* slots, size_t n) {
   notify_waiters();
 }
 
-void DramTier::wait_ready(const uint32_t* slots, size_t n) {
+bool DramTier::wait_ready(const uint32_t* slots, size_t n) {
   const auto state = [&](size_t i) { return meta()[slots[i]].load_state(); };
   for (size_t i = 0; i < n; ++i) {
     if (state(i) != SlotState::kReady) {
       std::unique_lock lock(wait_mutex_);
       ready_.wait(lock, [&] { return state(i) == SlotState::kReady || state(i) == SlotState::kFailed; });
     }
-    if (state(i) == SlotState::kFailed) {
-      throw Error("DRAM tier: key " + std::to_string(meta()[slots[i]].key) +
-                  " was being loaded from the store by another thread, which failed; see the error of that thread");
-    }
+    if (state(i) == SlotState::kFailed) return false;
   }
+  return true;
 }
 
 void DramTier::notify_waiters() {

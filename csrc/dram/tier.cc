@@ -47,7 +47,7 @@ DramTier::Plan DramTier::plan_for(uint32_t capacity, size_t row_bytes, const Tie
   p.metadata = (size_t{capacity} + size_t{p.shards} * Shard::kLists) * sizeof(SlotMeta) +
                (size_t{capacity} + 63) / 64 * sizeof(uint64_t) + p.shards * sizeof(Shard);
   p.index = size_t{p.shards} * p.buckets * sizeof(uint64_t);
-  p.buffers = kScratches * (p.scratch_keys * Scratch::kBytes + small_keys * Scratch::kSmallBytes);
+  p.buffers = options.reserved + kScratches * (p.scratch_keys * Scratch::kBytes + small_keys * Scratch::kSmallBytes);
   return p;
 }
 

@@ -44,7 +44,8 @@ struct TierOptions {
   // Behaviour.
   RowLayout layout{};
   Initial initial{};
-  size_t budget = 0;  // bytes: index, metadata, rows and buffers
+  size_t budget = 0;    // bytes: index, metadata, rows, buffers and `reserved`
+  size_t reserved = 0;  // bytes of the budget that the caller uses for batches in flight; counted as buffers
   Policy policy = Policy::kLruLfu;
   // Performance.
   int threads = 1;
@@ -55,6 +56,7 @@ struct TierStats {
   uint64_t capacity = 0, resident = 0, free = 0, pinned = 0, dirty = 0, shards = 0;
   uint64_t hits = 0, misses = 0;  // keys of pull(); misses == from_store + initialised + pushed
   uint64_t from_store = 0, initialised = 0, pushed = 0;
+  uint64_t loaded_ahead = 0;                      // misses of pulls of a look-ahead; their hits are not counted
   uint64_t reads = 0, read_hits = 0;              // keys of read()
   uint64_t evictions = 0, flushed = 0, puts = 0;  // flushed: rows written to the store by `puts` calls
   uint64_t bytes_rows = 0, bytes_metadata = 0, bytes_index = 0, bytes_buffers = 0, bytes_total = 0, budget = 0;
@@ -70,8 +72,8 @@ class DramTier {
 
   // Pins the rows of `keys` and writes their slots. All or nothing: an exception leaves no pin. Throws BudgetError if
   // the rows cannot all be resident at once. A repeated key is pinned once per occurrence. Blocks on the store, and on
-  // rows that another thread loads.
-  void pull(const uint64_t* keys, size_t n, uint32_t* slots);
+  // rows that another thread loads. `ahead`: a look-ahead pins the rows before their batches do; see TierStats.
+  void pull(const uint64_t* keys, size_t n, uint32_t* slots, bool ahead = false);
   // Releases one pin per slot. `dirty`: the rows were changed. `keys` (the keys the slots were pulled for) may be null;
   // passing them is faster. Never blocks on the store.
   void unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t* keys = nullptr);
@@ -161,7 +163,10 @@ class DramTier {
   }
 
   // Pull and unpin (pull.cc). `given`: rows of push(), used instead of the store's.
-  void acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given);
+  void acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given, bool ahead = false);
+  // Returns false, and leaves no pin, if another thread failed to load one of the rows: this thread then loads it, so
+  // that it raises the store's error itself.
+  bool try_acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given, bool ahead);
   void release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty);
   void roll_back(Scratch& s, const uint32_t* slots, size_t n);
   void require_capacity(size_t needed, size_t missing);
@@ -179,7 +184,7 @@ class DramTier {
   size_t select_own_loads(Scratch& s, const uint64_t* keys, size_t missing, const uint32_t* slots);
   void fill_rows(const Scratch::RowLoads& loads, size_t n, const uint8_t* given);
   void fail_loading(const uint32_t* slots, size_t n);
-  void wait_ready(const uint32_t* slots, size_t n);
+  bool wait_ready(const uint32_t* slots, size_t n);  // false: another thread failed to load a row
   void notify_waiters();
 
   // Lookups without pins (row_access.cc).
@@ -231,8 +236,8 @@ class DramTier {
   std::mutex wait_mutex_;    // for ready_: rows that another thread loads or evicts
   std::condition_variable ready_;
 
-  std::atomic<uint64_t> hits_{0}, misses_{0}, from_store_{0}, initialised_{0}, pushed_{0}, reads_{0}, read_hits_{0},
-      evictions_{0}, flushed_{0}, puts_{0};
+  std::atomic<uint64_t> hits_{0}, misses_{0}, loaded_ahead_{0}, from_store_{0}, initialised_{0}, pushed_{0}, reads_{0},
+      read_hits_{0}, evictions_{0}, flushed_{0}, puts_{0};
 };
 
 }  // namespace thermocline

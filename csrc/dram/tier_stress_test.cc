@@ -131,5 +131,35 @@ TEST(DramTierStress, FailingStoreLosesNoUpdate) {
   }
 }
 
+// The first get blocks until another thread is about to pull its rows, then fails.
+class FailingOnce : public MapStore {
+ public:
+  using MapStore::MapStore;
+  void get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows) override {
+    if (!first.exchange(false)) return MapStore::get(keys, n, found, rows);
+    entered = true;
+    while (!waited) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    throw IoError("get fails", EIO);
+  }
+  std::atomic<bool> first{true}, entered{false}, waited{false};
+};
+
+// A pull that waits for a row loads it itself if the thread that was loading it fails: one thread's error, such as that
+// of a look-ahead, is not an error of the others.
+TEST(DramTierStress, RowWhoseLoadFailedElsewhereIsLoadedAgain) {
+  FailingOnce store(kLayout.bytes());
+  DramTier tier(options(1 << 20), &store);
+  std::thread loader([&] { CHECK_THROWS(IoError, pull(tier, range(0, 100))); });
+  while (!store.entered) std::this_thread::yield();
+  store.waited = true;
+  const auto slots = pull(tier, range(50, 150));
+  loader.join();
+  CHECK(Row{row_at(tier, slots[0])[0], row_at(tier, slots[0])[1], row_at(tier, slots[0])[2],
+            row_at(tier, slots[0])[3]} == initial_row(tier, 50));
+  tier.unpin(slots.data(), slots.size(), false);
+  tier.check(true);
+}
+
 }  // namespace
 }  // namespace thermocline

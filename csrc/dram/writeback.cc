@@ -288,6 +288,7 @@ TierStats DramTier::stats() const {
   for (size_t w = 0; w < (size_t{plan_.capacity} + 63) / 64; ++w) t.dirty += std::popcount(dirty_words()[w].load());
   t.hits = hits_;
   t.misses = misses_;
+  t.loaded_ahead = loaded_ahead_;
   t.from_store = from_store_;
   t.initialised = initialised_;
   t.pushed = pushed_;

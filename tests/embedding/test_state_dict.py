@@ -95,6 +95,21 @@ def test_state_dict_taken_before_the_commit_of_its_step_loads_after_it(tmp_path:
     table.close()
 
 
+def test_state_dict_of_training_on_a_frozen_table_loads_on_the_same_commit(tmp_path: Path) -> None:
+    table, model = make(tmp_path / "rows")
+    train(table, model, BATCHES[:2])
+    table.commit()
+    table.close()
+    table, model = make(tmp_path / "rows")
+    table.requires_grad_(False)
+    train(table, model, BATCHES[2:4])  # the dense layers; `table.step()` changes nothing
+    state = model.state_dict()
+    table.close()
+    table, model = make(tmp_path / "rows")
+    model.load_state_dict(state)
+    table.close()
+
+
 def test_state_dict_on_other_rows_raises(tmp_path: Path) -> None:
     table, model = make()
     fresh = model.state_dict()

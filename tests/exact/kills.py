@@ -106,8 +106,9 @@ def kill_at(pid: int, step: int, seconds: float) -> bool:
 
 
 def main() -> None:
-    folder, optimizer, dram, depth, window, threads, kills, seed = sys.argv[1:]
-    options = RunOptions(None if dram == "None" else float(dram), int(depth), int(window), int(threads))
+    folder, optimizer, dram, depth, window, threads, ahead, kills, seed = sys.argv[1:]
+    share = None if dram == "None" else float(dram)
+    options = RunOptions(share, int(depth), int(window), int(threads), lookahead=int(ahead))
     rng = random.Random(int(seed))
     for name in DIMS:  # before the forks, once
         keys_of(name)

@@ -76,11 +76,14 @@ class RunOptions:
     policy: Policy = "lru_lfu"
     hbm: float | None = None
     """Fraction of the rows that HBM holds; None: no HBM tier."""
+    lookahead: int = 0
+    """Batches whose rows are loaded from SSD together."""
 
     def __str__(self) -> str:
         tiers = "dram" if self.dram is None else f"dram{self.dram:.0%}"
         tiers = tiers if self.hbm is None else f"hbm{self.hbm:.0%}-{tiers}"
-        return f"{tiers}-depth{self.depth}-window{self.pull_window}-threads{self.threads}-{self.policy}"
+        pipeline = f"depth{self.depth}-window{self.pull_window}-ahead{self.lookahead}"
+        return f"{tiers}-{pipeline}-threads{self.threads}-{self.policy}"
 
 
 @functools.cache
@@ -122,7 +125,10 @@ def make_table(name: str, optimizer: str, options: RunOptions, folder: Path, cou
     arguments: dict[str, Any] = {"mem": "16MB"}
     if options.dram is not None:
         rows = int(options.dram * len(keys_of(name, count, seed)))
-        arguments = {"mem": budget_for(rows, DIMS[name], chosen, precision), "ssd": folder / name, "ssd_options": SMALL}
+        mem = budget_for(rows, DIMS[name], chosen, precision)
+        if options.lookahead:  # a quarter is for the batches in flight
+            mem = mem * 4 // 3
+        arguments = {"mem": mem, "lookahead": options.lookahead, "ssd": folder / name, "ssd_options": SMALL}
     if options.hbm is not None:
         from thermocline.kernels import INTERPRETED
         from thermocline.tiers.hbm import bytes_for

@@ -46,6 +46,15 @@ QUICK = {
     ],
 }
 
+LOOKAHEADS = [
+    ("sgd", RunOptions(0.05, 1, 1, 1, lookahead=8)),
+    ("adagrad", RunOptions(0.05, 4, 1, 2, lookahead=1)),
+    ("rowwise", RunOptions(0.05, 2, 8, 1, "lfu", lookahead=64)),
+    ("adam", RunOptions(0.05, 8, 8, 2, "lru", lookahead=8)),
+    ("adam", RunOptions(0.05, 4, 1, 2, lookahead=64)),
+    ("adagrad/learned", RunOptions(0.05, 4, 1, 2, lookahead=64)),
+]
+
 # Rounding of rows below fp32 must not depend on the tier of a row or on the time of its load.
 QUANTIZED = [
     ("rowwise/int8", RunOptions(None, 1, 1, 1)),
@@ -67,6 +76,7 @@ def check(optimizer: str, options: RunOptions, folder: Path) -> None:
             assert stats.capacity <= 0.055 * len(keys_of(name))
             assert stats.evictions > 0.9 * len(keys_of(name))
             assert stats.from_store > 100
+            assert stats.loaded_ahead > 100 or not options.lookahead
     assert options.dram is None or result.merges > 0
 
 
@@ -75,6 +85,11 @@ def check(optimizer: str, options: RunOptions, folder: Path) -> None:
 )
 def test_same_bits(optimizer: str, options: RunOptions, tmp_path: Path) -> None:
     check(optimizer, options, tmp_path)
+
+
+@pytest.mark.parametrize(("recipe", "options"), LOOKAHEADS, ids=str)
+def test_same_bits_with_look_ahead(recipe: str, options: RunOptions, tmp_path: Path) -> None:
+    check(recipe, options, tmp_path)
 
 
 @pytest.mark.parametrize(("recipe", "options"), QUANTIZED, ids=str)

@@ -28,6 +28,7 @@ def check(optimizer: str, options: RunOptions, folder: Path, count: int, min_evi
     assert_same_bits(result, optimizer, count, DEVICE)
     assert options.hbm is not None
     seed = recipe(optimizer)[2]
+    assert not options.lookahead or all(stats.loaded_ahead > 0 for stats in result.stats.values())
     for name, stats in result.hbm.items():
         assert stats.bytes_total <= stats.budget
         assert stats.capacity == int(options.hbm * len(keys_of(name, count, seed)))
@@ -40,6 +41,18 @@ def check(optimizer: str, options: RunOptions, folder: Path, count: int, min_evi
 def test_same_bits(optimizer: str, options: tuple[float, float | None, int, int], tmp_path: Path) -> None:
     hbm, dram, depth, window = options
     check(optimizer, RunOptions(dram, depth, window, hbm=hbm), tmp_path, SMALL, 0.1)
+
+
+LOOKAHEADS = [
+    ("adam", RunOptions(0.5, 4, 1, 2, hbm=0.25, lookahead=4)),
+    ("sgd", RunOptions(0.5, 1, 1, hbm=0.25, lookahead=8)),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "options"), LOOKAHEADS, ids=str)
+def test_same_bits_with_look_ahead(optimizer: str, options: RunOptions, tmp_path: Path) -> None:
+    """The look-ahead loads copies into DRAM of rows that are newer in HBM: no such copy is ever read."""
+    check(optimizer, options, tmp_path, SMALL, 0.1)
 
 
 QUANTIZED = [("rowwise/int8", (0.4, None, 2, 1)), ("adagrad/learned", (0.25, 0.5, 4, 1))]
@@ -65,6 +78,12 @@ def test_same_bits_for_all_options(
 ) -> None:
     hbm, dram, depth, window = options
     check(f"{optimizer}@{seed}", RunOptions(dram, depth, window, 2, hbm=hbm), tmp_path, 320, 0.3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("depth", "window", "lookahead"), [*itertools.product([1, 4], [1, 8], [8, 64])])
+def test_same_bits_with_look_ahead_over_many_batches(depth: int, window: int, lookahead: int, tmp_path: Path) -> None:
+    check("adagrad", RunOptions(0.05, depth, window, 2, hbm=0.05, lookahead=lookahead), tmp_path, 320, 0.3)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent / "kills.py"
 
 def check(optimizer: str, options: RunOptions, kills: int, seed: int, folder: Path) -> None:
     """Repeat the training until all kills have happened: every run must give the bits of the reference."""
-    arguments = [options.dram, options.depth, options.pull_window, options.threads, kills, seed]
+    arguments = [options.dram, options.depth, options.pull_window, options.threads, options.lookahead, kills, seed]
     command = [sys.executable, str(SCRIPT), str(folder), optimizer, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -31,8 +31,12 @@ def check(optimizer: str, options: RunOptions, kills: int, seed: int, folder: Pa
 
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [("adagrad", RunOptions(0.05, 4, 1, 2)), ("adam", RunOptions(None, 2, 8))],
-    ids=["ssd", "dram"],
+    [
+        ("adagrad", RunOptions(0.05, 4, 1, 2)),
+        ("adam", RunOptions(None, 2, 8)),
+        ("adagrad", RunOptions(0.05, 4, lookahead=32)),
+    ],
+    ids=["ssd", "dram", "look-ahead"],
 )
 def test_killed_and_resumed(optimizer: str, options: RunOptions, tmp_path: Path) -> None:
     check(optimizer, options, 3, 1, tmp_path)

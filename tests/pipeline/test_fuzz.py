@@ -37,13 +37,14 @@ from helpers.train import (
 import thermocline as tc
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.dram_backend import DramBackend
+from thermocline.tiers.dram_horizon import DramHorizon
 
 pytestmark = pytest.mark.timeout(120)
 LONG = os.environ.get("THERMOCLINE_LONG") == "1"
 SEEDS = range(2000 if LONG else 40)
 COUNT = 40
 OPTIMIZERS = {"a": tc.Adagrad(lr=0.05), "b": tc.Adam(lr=0.01)}
-STAGES = ["source", "collect", "pull", "load", "body", "interrupt", "break", "close"]
+STAGES = ["source", "collect", "ahead", "pull", "load", "body", "interrupt", "break", "close"]
 
 
 class Injected(Exception):
@@ -111,6 +112,7 @@ class FaultInjector:
         self.failures = 0
         for stage, owner, method in (
             ("collect", tc.Table, "inputs"),
+            ("ahead", DramHorizon, "load"),
             ("pull", DramTier, "pin"),
             ("load", DramBackend, "plan_batch"),
         ):
@@ -146,7 +148,7 @@ class FaultInjector:
                     self.failures += 1
         if stall:
             time.sleep(seconds)
-        if due and stage in ("source", "collect", "pull", "load", "body"):
+        if due and stage in ("source", "collect", "ahead", "pull", "load", "body"):
             raise self.random.choice([Injected, OSError, MemoryError, KeyboardInterrupt])(stage)
         return due
 
@@ -176,11 +178,13 @@ def test_training_continues_after_any_failure(seed: int, tmp_path: Path, monkeyp
     faults = FaultInjector(seed, monkeypatch)
     depth, window = faults.random.choice([1, 2, 3, 4, 8]), faults.random.choice([1, 1, 2, 4])
     share = faults.random.choice([1.0, 1.3, 3.0])
+    ahead = faults.random.choice([0, 1, 3, 16])
     tables = [
         tc.Table(
             4,
             optimizer,
-            mem=budget_for(int(share * most_keys(window)) + 3, 4, optimizer),
+            mem=budget_for(int(share * most_keys(window)) + 3, 4, optimizer) * (4 if ahead else 3) // 3,
+            lookahead=ahead,
             ssd=tmp_path / name,
             name=name,
             threads=faults.random.choice([1, 2]),
@@ -222,10 +226,10 @@ def test_ctrl_c_at_random_times(seed: int, tmp_path: Path) -> None:
     """Interrupts between any two instructions of the loop: no leaked thread or pin, and the last commit is intact."""
     one_torch_thread()
     rng = random.Random(seed)
-    depth, window = rng.choice([1, 2, 4]), rng.choice([1, 2])
+    depth, window, ahead = rng.choice([1, 2, 4]), rng.choice([1, 2]), rng.choice([0, 8])
     optimizer = OPTIMIZERS["a"]
-    budget = budget_for(int(1.5 * most_keys(window)), 4, optimizer)
-    table = tc.Table(4, optimizer, mem=budget, ssd=tmp_path / "a", name="a", ssd_options=SMALL)
+    budget = budget_for(int(1.5 * most_keys(window)), 4, optimizer) * (4 if ahead else 3) // 3
+    table = tc.Table(4, optimizer, mem=budget, lookahead=ahead, ssd=tmp_path / "a", name="a", ssd_options=SMALL)
     bag = tc.EmbeddingBag(table, 3)
     table.commit(b"0")
     interrupts = done = 0

@@ -88,4 +88,21 @@ Size = Annotated[
     ),
 ]
 """A size in bytes, kept as written; see `parse_size`."""
+
+
+def _check_lookahead(value: Any) -> str | int:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"{value!r} is neither a number nor text")
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{value} is negative")
+    return value if value == "auto" or isinstance(value, int) else _check_size(value)
+
+
+Lookahead = Annotated[
+    str | int,
+    PlainValidator(_check_lookahead),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, *_SIZE_SCHEMA["anyOf"]]}),
+    Rule('"auto", a number of batches from 0, or a size such as "256MB"'),
+]
+"""A number is a count of batches; a text is "auto" or a size in bytes."""
 PositiveSize = Annotated[Size, Rule('a size above 0 bytes, such as "25MB"', lambda size: parse_size(size) > 0)]

@@ -14,7 +14,7 @@ MAY_DIFFER = frozenset(
         # A folder on a disk of the rank's own machine.
         "tiers.ssd",
         # Machines may have different memory and cores. No result depends on budgets and threads of Thermocline.
-        *("tiers.hbm", "tiers.mem", "tiers.mem_overcommit", "tiers.ssd_mem", "tiers.threads"),
+        *("tiers.hbm", "tiers.mem", "tiers.mem_overcommit", "tiers.lookahead", "tiers.ssd_mem", "tiers.threads"),
         *("data.threads", "dist.bind"),
         # "auto" may be the same device as "cpu" or "cuda". Tables compare the device they train on.
         "tiers.device",

@@ -14,7 +14,7 @@ MAY_CHANGE = frozenset(
         *("data.valid", "data.test", "data.on_error", "data.threads"),
         *("tiers.hbm", "tiers.mem", "tiers.mem_overcommit", "tiers.ssd", "tiers.ssd_mem", "tiers.policy"),
         "tiers.threads",
-        *("tiers.expected_keys", "tiers.on_damage"),
+        *("tiers.lookahead", "tiers.expected_keys", "tiers.on_damage"),
         *("train.epochs", "train.steps", "train.clip_norm", "train.valid_every", "train.patience"),
         "train.plateau_factor",
         *("train.checkpoint_every", "train.checkpoint_minutes", "train.keep", "train.depth", "train.pull_window"),

@@ -16,7 +16,7 @@ from annotated_types import Ge, Le
 from thermocline.config import loader
 from thermocline.config.data import Data
 from thermocline.config.distributed import Dist
-from thermocline.config.fields import Count, Maybe, NonNegative, Rule, Size
+from thermocline.config.fields import Count, Lookahead, Maybe, NonNegative, Rule, Size
 from thermocline.config.model import ModelConfig
 from thermocline.config.section import section
 from thermocline.config.train import TrainConfig
@@ -40,6 +40,9 @@ class Tiers:
     """Accept mem + ssd_mem beyond the memory of the machine, over all ranks that torchrun starts on it."""
     ssd: Maybe[str] = None
     """Folder of the SSD store, for rows that do not fit in DRAM. By default rows are in memory only."""
+    lookahead: Lookahead = "auto"
+    """How far rows are loaded from SSD ahead of training: "auto", a number of batches loaded together (0: none), or a
+    size: bytes of `mem` for the batches in flight. Has no effect without `ssd`, and over several ranks none yet."""
     ssd_mem: Maybe[Size] = None
     """DRAM for the index and the buffers of the SSD store, beside mem. By default an eighth of the machine's memory."""
     expected_keys: Maybe[Count] = None

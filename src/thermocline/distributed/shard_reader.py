@@ -55,6 +55,8 @@ class ShardReaderBackend(DramBackend):
         self._saved_world = 1
         self._shards: list[_Shard] = []
 
+    lookahead = None  # rows are read from several stores, batch by batch
+
     def open_stores(self, sources: Sequence[tuple[Path, int]]) -> None:
         """Open (folder, epoch) of the ranks that saved a checkpoint, by rank. Without `root`, read rows into DRAM."""
         self.close()

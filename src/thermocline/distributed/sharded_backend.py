@@ -31,7 +31,7 @@ from thermocline.batch import WorkingSet
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.row_exchange import Route, RowExchange
 from thermocline.distributed.row_reduce import RowSum, take_rows
-from thermocline.embedding.backend import ShardBackend, ShardPins, TierSet
+from thermocline.embedding.backend import RowHorizon, ShardBackend, ShardPins, TierSet
 from thermocline.embedding.batch_plan import BagInputs, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import TableSpec
@@ -107,6 +107,11 @@ class ShardedBackend:
         return self.local.tiers
 
     # ---- ahead of training
+
+    lookahead = None
+
+    def horizon(self) -> RowHorizon:
+        raise RuntimeError("this backend loads no rows ahead")
 
     def stage(self, inputs: Sequence[BagInputs]) -> ShardedWindow:
         return ShardedWindow(list(inputs), [working_set_of(batch, self.spec.threads) for batch in inputs])

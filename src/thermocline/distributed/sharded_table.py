@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 from collections.abc import Mapping
@@ -69,6 +70,7 @@ class ShardedTable(Table):
                     f"precision.scale_lr is {spec.precision.scale_lr}: it must be 0 for a table over ranks: each rank "
                     "would learn its own scale"
                 )
+            spec = dataclasses.replace(spec, lookahead=None)  # keys of coming batches belong to other ranks
             target = training_device(device, spec.hbm)
             more = {"hops": hops, "wire": wire, "device": "cpu" if target is None else target.type}
             require_equal(groups.train, _settings(spec, more), "a table over ranks must be equal on all ranks")

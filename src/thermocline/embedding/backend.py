@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from thermocline.distributed.communicator import Groups
     from thermocline.embedding.quant_scale import LearnedScale
+    from thermocline.embedding.table_spec import LookAheadLimits
     from thermocline.tiers.dram import DramTier
     from thermocline.tiers.hbm import HbmTier
     from thermocline.tiers.ssd import SsdStore
@@ -68,6 +69,42 @@ class RowWindow(Protocol):
 
     def release(self) -> None:
         """Give up the window's ownership of its pins. May be called at any stage, and twice."""
+
+
+class RowHorizon(Protocol):
+    """Rows of the coming batches, loaded together as a hint: no result depends on it. See `pipeline/lookahead.py`.
+
+    One thread adds batches; then one thread loads. `release` and `drop` may be called on any thread, and end loading.
+    """
+
+    def add(self, inputs: BagInputs) -> list[Slots]:
+        """Collect the keys of the next batch. Return, per input, the number of each id's key."""
+
+    @property
+    def full(self) -> bool:
+        """Whether no further batch should be added: the rows reach the share of memory that they may pin."""
+
+    def seal(self) -> None:
+        """End the collection of batches, before any of the methods below is called."""
+
+    def ids_of(self, numbers: Slots) -> Keys:
+        """Return the ids whose keys have these numbers."""
+
+    def load(self) -> bool:
+        """Load and pin a part of the rows. Return whether rows are left. Blocks on SSD reads.
+
+        Raises `BudgetError`, and changes nothing, if the part does not fit beside the rows pinned already.
+        """
+
+    def release(self, batch: int) -> None:
+        """Unpin the rows whose last use is in batch number `batch` or before."""
+
+    def drop(self) -> bool:
+        """Unpin all rows, also those of a load in progress. Return False if they had been dropped before."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the horizon, without its rows."""
 
 
 class RowBackend(Protocol):
@@ -90,6 +127,13 @@ class RowBackend(Protocol):
         """The tiers of this process."""
 
     # ---- ahead of training
+
+    @property
+    def lookahead(self) -> LookAheadLimits | None:
+        """Limits of the look-ahead; None: `horizon` may not be called."""
+
+    def horizon(self) -> RowHorizon:
+        """Begin to collect the rows of coming batches. Thread: the reader's."""
 
     def stage(self, inputs: Sequence[BagInputs]) -> RowWindow:
         """Begin a window with the inputs of its batches. Thread: collect. Blocks on nothing."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from thermocline.arrays import Floats, Keys, Rows
-from thermocline.embedding.backend import TierSet
+from thermocline.embedding.backend import RowHorizon, TierSet
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, Pooling, ReducedGradients
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.reference import ReferenceTable, sum_in_blocks
@@ -99,6 +99,11 @@ class ReferenceBackend:
         return ReferenceTable(spec.dim, spec.optimizer, seed=spec.seed, table=spec.table_id, initial=spec.initial)
 
     # ---- ahead of training
+
+    lookahead = None
+
+    def horizon(self) -> RowHorizon:
+        raise RuntimeError("this backend loads no rows ahead")
 
     def stage(self, inputs: Sequence[BagInputs]) -> _Window:
         return _Window(list(inputs))

@@ -29,7 +29,7 @@ from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.pending import PendingBatches
 from thermocline.embedding.precision import Kind, Precision, append_precision
 from thermocline.embedding.row_version import RowVersion, user_note
-from thermocline.embedding.table_spec import OnDamage, Policy, TableSpec
+from thermocline.embedding.table_spec import LookAheadLimits, OnDamage, Policy, TableSpec
 from thermocline.errors import (
     BudgetError,
     CorruptionError,
@@ -78,6 +78,7 @@ class Table:
         hbm: str | SupportsIndex | None = None,
         mem: str | SupportsIndex = "1GB",
         ssd: str | os.PathLike[str] | None = None,
+        lookahead: int | str = "auto",
         name: str = "table",
         seed: int = 0,
         initial: Initial | None = None,
@@ -101,6 +102,8 @@ class Table:
         hbm          bytes of GPU memory for rows, their index and metadata; bags then give vectors on the GPU
         mem          bytes of DRAM for rows, their index and metadata
         ssd          folder of the store that holds the rows beyond DRAM; created if missing
+        lookahead    how far rows are loaded from SSD ahead of training, in `tc.prefetch` and `tc.Trainer`: "auto", a
+                     number of batches loaded together (0: none), or bytes of `mem` for the batches in flight
         name         initial rows are a function of (seed, name, key); checkpoints identify tables by name
         precision    stored precision of weights: "fp32", "fp16", "bf16", "int8" .. "int2", or a `tc.Precision`
         threads      threads of one host operation; default: all cores, less two beside a GPU. No result depends on it
@@ -132,6 +135,7 @@ class Table:
             budgets = "mem + ssd_mem" if store else "mem"  # the default of ssd_mem depends on the machine
             require_memory(parse_size(mem, "mem") + store, name=budgets, override="mem_overcommit=True")
         stored = Precision.of(precision)
+        row_bytes = stored.row_bytes(dim, optimizer)
         self.spec = TableSpec(
             name=name,
             dim=dim,
@@ -142,10 +146,11 @@ class Table:
             policy=policy,
             threads=None if threads is None else whole_number(threads, "threads"),
             hbm=None if hbm is None else parse_size(hbm, "hbm"),
-            mem=parse_size(mem, "mem"),
+            mem=(budget := parse_size(mem, "mem")),
+            lookahead=None if ssd is None else LookAheadLimits.of(lookahead, budget, row_bytes),
             ssd=None if ssd is None else Path(ssd),
             store_options={
-                "row_bytes": stored.row_bytes(dim, optimizer),
+                "row_bytes": row_bytes,
                 "mem_budget": ssd_mem,
                 "filter_bits": ssd_filter_bits,
                 "expected_keys": None if expected_keys is None else whole_number(expected_keys, "expected_keys"),
@@ -352,7 +357,7 @@ class Table:
         backend = self.backend
         window = self.stage([batch])
         backend.exchange(window, ahead=False)
-        self.pin(window)
+        self._pin_now(window)
         (plan,) = backend.prepare(window)
         backend.load(window)
         backend.fetch(plan)
@@ -367,6 +372,20 @@ class Table:
             if cause is None:
                 raise
             raise BudgetError(cause) from error
+
+    def _pin_now(self, window: RowWindow) -> None:
+        """Pin; rows that look-aheads hold are unpinned if the memory is needed."""
+        while True:
+            try:
+                return self.pin(window)
+            except BudgetError:
+                if not self.drop_lookahead():
+                    raise
+
+    def drop_lookahead(self) -> bool:
+        """Unpin all rows loaded ahead: a batch needs the memory. Return whether there may have been any. Any thread."""
+        dram = self.backend.tiers.dram
+        return dram is not None and dram.drop_hints()
 
     def prepare_forward(self, batch: Batch) -> BatchPlan:
         """Prepare a batch for a forward pass, in training mode, that no pipeline has prepared. Collective over ranks.
@@ -476,7 +495,7 @@ class Table:
         step, rate = self.step_count + 1, self.lr if lr is None else lr
         norm = None
         try:
-            if not self._history_begun:
+            if not self._history_begun and not self._idle:
                 self._history, self._history_begun = self._new_history(), True
             if max_norm is not None:
                 norm = abs(scale) * self.gradient_norm()

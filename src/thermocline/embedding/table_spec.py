@@ -11,9 +11,42 @@ from typing import Any, Literal
 from thermocline.embedding.initializers import Initial
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import Precision
+from thermocline.errors import whole_number
+from thermocline.utils.text_format import format_size, parse_size
 
 Policy = Literal["lru_lfu", "lru", "lfu"]
 OnDamage = Literal["stop", "continue"]
+
+_LEAST_MEM = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LookAheadLimits:
+    """Limits of the look-ahead over coming batches (`pipeline/lookahead.py`)."""
+
+    batches: int | None
+    """Largest number of batches whose rows are loaded together; None: no limit."""
+    bytes: int
+    """Bytes of the batches in flight and their keys, without their rows."""
+
+    @classmethod
+    def of(cls, lookahead: int | str, mem: int, row_bytes: int) -> LookAheadLimits | None:
+        """Return the limits of a setting "auto", a number of batches, or a size. None: 0 batches disable it."""
+        # A row loaded ahead needs its slot, and about 100 bytes for the ids and keys of the batches that use it.
+        share = min(max(100 / (100 + 1.5 * (row_bytes + 40)), 1 / 16), 1 / 4)
+        if lookahead == "auto":  # in very little memory every byte is needed for rows
+            return cls(None, int(mem * share)) if mem >= _LEAST_MEM else None
+        if isinstance(lookahead, str):
+            size = parse_size(lookahead, "lookahead")
+            if not 0 < size <= mem // 2:
+                raise ValueError(
+                    f"lookahead is {lookahead!r}: it is a part of mem, {format_size(mem)}, and at most half of it"
+                )
+            return cls(None, size)
+        count = whole_number(lookahead, "lookahead")
+        if count < 0:
+            raise ValueError(f'lookahead is {count}: it must be "auto", a number of batches from 0, or a size')
+        return cls(count, int(mem * share)) if count else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,9 +66,11 @@ class TableSpec:
     hbm: int | None
     """Bytes of GPU memory; None: rows are trained in DRAM."""
     mem: int
-    """Bytes of DRAM for rows."""
+    """Bytes of DRAM for rows and the look-ahead."""
     ssd: Path | None
     """Folder of the store; None: all rows stay in DRAM."""
+    lookahead: LookAheadLimits | None
+    """Limits of the look-ahead; None: rows are loaded batch by batch. Has no effect without `ssd`."""
     store_options: Mapping[str, Any]
     """Keyword arguments of `SsdStore.open`."""
     on_damage: OnDamage = "stop"

@@ -45,6 +45,8 @@ class _Failure:
 
 
 _END = object()
+_thread_state = threading.local()
+"""`on_stage`: True on the threads of stages, of all pipelines. The source of a pipeline may be a pipeline itself."""
 
 
 class Pipeline(Generic[T]):
@@ -100,7 +102,7 @@ class Pipeline(Generic[T]):
 
 def _close_executor(executor: _Executor) -> None:
     """Close from a finalizer, which cannot raise."""
-    if executor.on_stage_thread():  # it cannot join itself, and may hold a lock that other stages need to end
+    if getattr(_thread_state, "on_stage", False):  # it cannot join itself, and may hold a lock that others need to end
         _thread.start_new_thread(executor.close, ())
         return
     try:
@@ -160,14 +162,9 @@ class _Executor:
         if self._depth == 1:
             return
         for i, stats in enumerate(self.stats[:-1]):
-            target, args = (self._run_reader, ()) if i == 0 else (self._run_worker, (i - 1,))
-            thread = threading.Thread(target=target, args=args, name=f"thermocline-{stats.name}", daemon=True)
+            thread = threading.Thread(target=self._run, args=(i,), name=f"thermocline-{stats.name}", daemon=True)
             self._threads.append(thread)
             thread.start()
-
-    def on_stage_thread(self) -> bool:
-        """Whether the calling thread runs one of the stages."""
-        return any(thread.ident == threading.get_ident() for thread in self._threads)
 
     # ---- caller
 
@@ -254,6 +251,13 @@ class _Executor:
         return item
 
     # ---- stage threads
+
+    def _run(self, thread: int) -> None:
+        _thread_state.on_stage = True
+        if thread == 0:
+            self._run_reader()
+        else:
+            self._run_worker(thread - 1)
 
     def _run_reader(self) -> None:
         stats = self.stats[0]

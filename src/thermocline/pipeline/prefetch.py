@@ -1,6 +1,7 @@
 """`tc.prefetch`: pin the rows of a batch where they are trained before the loop reaches it.
 
     read       iterate over the loader; cut its batches into windows            (thread "read")
+               with SSD: rows of many batches are loaded ahead first            (pipeline/lookahead.py)
     collect    deduplicate the keys of a window, or send its ids to the device  (thread "collect")
     exchange   over ranks: send keys to the ranks that own them                 (thread "exchange")
     pull       give every key a slot; read missing rows from SSD                (thread "pull")
@@ -28,6 +29,7 @@ from thermocline.embedding.backend import RowWindow
 from thermocline.embedding.table import Table
 from thermocline.errors import BudgetError
 from thermocline.pipeline.executor import Pipeline, StageStats
+from thermocline.pipeline.lookahead import Group, LookAhead, LookAheadStats
 from thermocline.pipeline.window_sync import WindowSync, window_sync_for
 from thermocline.utils.malloc import keep_freed_memory
 
@@ -37,6 +39,8 @@ class _Window:
     """Batches that share one pull."""
 
     batches: list[Batch]
+    ahead: list[tuple[Group, int]] = dataclasses.field(default_factory=list)
+    """Per batch: its group of the look-ahead and its number there, until its rows are pinned or copied."""
     rows: dict[Table, RowWindow] = dataclasses.field(default_factory=dict)
     flags: int = 0
     """The flags of all ranks, combined by or: see `prefetch`."""
@@ -64,8 +68,11 @@ class Prefetch:
         if pull_window < 1:
             raise ValueError(f"pull_window is {pull_window}: it must be at least 1 batch")
         sync = window_sync_for(tables, training, flags_fn or (lambda: 0))
+        ahead = LookAhead.over(loader, list(dict.fromkeys(tables)), window=pull_window, overlap=depth > 1)
         # The stages do not refer to this object, so that it can be dropped while they run.
-        stages = _Stages(tables, sync)
+        stages = _Stages(tables, sync, ahead)
+        self.lookahead: LookAheadStats | None = None if ahead is None else ahead.stats
+        """Counters of the look-ahead; None: it is not used."""
         self._training = training
         self._tables = list(dict.fromkeys(tables))
         for table in self._tables if training else ():
@@ -76,12 +83,12 @@ class Prefetch:
         """The ranks' combined flags when the last batch was the first of its window, else 0. After the end: those that
         came with the last agreement."""
         self._pipeline: Pipeline[_Window] = Pipeline(
-            _windows(loader, pull_window, sync),
+            _windows(loader, pull_window, sync) if ahead is None else _windows_ahead(ahead, pull_window),
             stages.training if training else [("pull", stages.read)],
             depth=depth,
             finish=stages.finish,
             on_stop=stages.stop,
-            on_closed=sync.drain if sync is not None else lambda windows: None,
+            on_closed=stages.closed,
         )
         self._ready: Iterator[Batch] = iter(())
 
@@ -132,9 +139,10 @@ class Prefetch:
 class _Stages:
     """The stages of a window. Each runs on one thread, in window order."""
 
-    def __init__(self, tables: Sequence[Table], sync: WindowSync | None) -> None:
+    def __init__(self, tables: Sequence[Table], sync: WindowSync | None, ahead: LookAhead | None) -> None:
         self._tables = list(dict.fromkeys(tables))
         self._sync = sync
+        self._ahead = ahead
         self._lock = threading.Lock()  # plain, on the caller's thread: Ctrl-C could leave a Condition's lock taken
         self._changed = threading.Condition(self._lock)
         self._outstanding = 0  # windows pinned and not yet released
@@ -186,6 +194,8 @@ class _Stages:
             try:
                 return pin()
             except BudgetError:
+                if before == 0 and any(table.drop_lookahead() for table in self._tables):
+                    continue
                 with self._lock:
                     if before == 0 or self._stopping:
                         raise
@@ -202,6 +212,7 @@ class _Stages:
             if table.frozen and table.groups is None:
                 for batch in window.batches:
                     table.read_frozen(batch)
+        self._release_ahead(window)
         return window
 
     def read(self, window: _Window) -> _Window:
@@ -212,7 +223,15 @@ class _Stages:
             for batch in window.batches:
                 for table in self._tables:
                     batch.prepared[table] = table.prepare_read(batch)
+        self._release_ahead(window)
         return window
+
+    def _release_ahead(self, window: _Window) -> None:
+        """Unpin what the look-ahead holds for the window: its rows are pinned or copied now."""
+        for group, batch in window.ahead:
+            assert self._ahead is not None
+            self._ahead.release(group, batch)
+        window.ahead = []
 
     def finish(self, window: _Window) -> None:
         """Release what the window holds, at whatever stage it is."""
@@ -231,6 +250,15 @@ class _Stages:
         with self._lock:
             self._stopping = True
             self._changed.notify_all()
+        if self._ahead is not None:
+            self._ahead.stop()
+
+    def closed(self, windows: int) -> None:
+        """End what other threads and ranks may still wait for."""
+        if self._ahead is not None:
+            self._ahead.close()
+        if self._sync is not None:
+            self._sync.drain(windows)
 
 
 def _windows(loader: Iterable[Batch], size: int, sync: WindowSync | None) -> Iterator[_Window]:
@@ -245,6 +273,12 @@ def _windows(loader: Iterable[Batch], size: int, sync: WindowSync | None) -> Ite
         yield _Window(copies)
     while sync is not None:  # other ranks may have more
         yield _Window([])
+
+
+def _windows_ahead(ahead: LookAhead, size: int) -> Iterator[_Window]:
+    items = iter(ahead)
+    while window := list(itertools.islice(items, size)):
+        yield _Window([batch for batch, _, _ in window], [(group, number) for _, group, number in window])
 
 
 def prefetch(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
-from typing import Any, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from thermocline.embedding.optimizers import Optimizer, initial_state
 from thermocline.embedding.precision import FP32, Precision
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.embedding.table_spec import Policy
+from thermocline.errors import BudgetError
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.cpu_affinity import cores
 from thermocline.utils.text_format import format_size, parse_size
@@ -24,6 +26,13 @@ Step = core.Step
 Pins = core.Pins
 
 _POLICIES = {"lru_lfu": 0, "lru": 1, "lfu": 2}
+
+
+class Hint(Protocol):
+    """Pins of rows that no result depends on: rows loaded ahead."""
+
+    def drop(self) -> bool:
+        """Unpin all rows, and wait until a load in progress has unpinned its own. Return False if called before."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +49,8 @@ class DramStats:
     shards: int
     hits: int
     misses: int
+    loaded_ahead: int
+    """Misses of the look-ahead; hits of its pulls are not counted."""
     from_store: int
     initialised: int
     """Misses that the store did not have either: they got their initial row."""
@@ -92,6 +103,7 @@ class DramTier:
         "_store",
         "_threads",
         "_words",
+        "hints",
         "learned",
         "precision",
         "seed",
@@ -104,6 +116,7 @@ class DramTier:
         optimizer: Optimizer,
         *,
         budget: str | SupportsIndex = "64MB",
+        reserved: int = 0,
         store: SsdStore | None = None,
         policy: Policy = "lru_lfu",
         threads: int | None = None,
@@ -116,6 +129,7 @@ class DramTier:
         """Make an empty tier.
 
         budget    bytes for rows, index, metadata and buffers together
+        reserved  bytes of the budget that the caller uses for batches in flight; `stats` counts them as buffers
         store     the store below; its row_bytes must be `precision.row_bytes(dim, optimizer)`
         policy    "lru_lfu": keep recently used rows, then frequently used ones; "lru" or "lfu": one criterion only
         threads   threads of one call; default: all cores. No result depends on it
@@ -141,6 +155,8 @@ class DramTier:
         self.seed, self.table = _word(seed, "seed"), _word(table, "table")
         self.learned = LearnedScale(precision.scale) if precision.scale_lr else None
         """State of a learned quantization scale; None: the precision has none."""
+        self.hints: dict[int, weakref.ref[Hint]] = {}
+        """Hints that may have pins, by `id`. Threads change it by single operations on a dict, which are atomic."""
         self._optimizer = optimizer
         self._policy = policy
         self._store = store
@@ -149,6 +165,7 @@ class DramTier:
             dim=dim,
             optimizer=optimizer.code,
             budget=parse_size(budget, "budget"),
+            reserved=reserved,
             policy=_POLICIES[policy],
             threads=self._threads,
             shards=shards or 0,
@@ -230,12 +247,27 @@ class DramTier:
         """
         wanted = as_keys(keys)
         stored = self.encode(floats_of(rows, (len(wanted), self._floats), "rows"))
-        self._core.push(wanted, stored, dirty, unique)
+        self._push(wanted, stored, dirty, unique)
 
     def push_stored(self, keys: Any, stored: Any, *, dirty: bool = True, unique: bool = False) -> None:
         """Insert or replace stored rows: see `push`."""
         wanted = as_keys(keys)
-        self._core.push(wanted, floats_of(stored, (len(wanted), self._words), "stored"), dirty, unique)
+        self._push(wanted, floats_of(stored, (len(wanted), self._words), "stored"), dirty, unique)
+
+    def _push(self, keys: Keys, stored: Floats, dirty: bool, unique: bool) -> None:
+        """Push, in the memory of hints if that is needed: rows that HBM evicts cannot wait."""
+        while True:
+            try:
+                return self._core.push(keys, stored, dirty, unique)
+            except BudgetError:
+                if not self.drop_hints():
+                    raise
+
+    def drop_hints(self) -> bool:
+        """Unpin all rows that are pinned as a hint. Return whether there may have been any. Thread-safe."""
+        hints = [hint for ref in list(self.hints.values()) if (hint := ref()) is not None]
+        dropped = [hint.drop() for hint in hints]
+        return any(dropped)
 
     def read(self, keys: Any, *, out: Any = None) -> Floats:
         """Return float32[n, dim + state]. A key without a row gives its initial row.

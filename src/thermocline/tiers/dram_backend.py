@@ -16,8 +16,9 @@ from thermocline.core import core
 from thermocline.embedding.backend import ShardPins, TierSet
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
-from thermocline.embedding.table_spec import TableSpec
+from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
 from thermocline.tiers.dram import DramTier, Pins
+from thermocline.tiers.dram_horizon import DramHorizon
 from thermocline.tiers.host_rows import HostRows
 from thermocline.tiers.ssd import SsdStore
 
@@ -105,6 +106,13 @@ class DramBackend:
         return TierSet(dram=self.host.dram, ssd=self.host.store)
 
     # ---- ahead of training
+
+    @property
+    def lookahead(self) -> LookAheadLimits | None:
+        return self.spec.lookahead
+
+    def horizon(self) -> DramHorizon:
+        return self.host.horizon()
 
     def stage(self, inputs: Sequence[BagInputs]) -> DramWindow:
         return DramWindow(list(inputs), [working_set_of(batch, self.spec.threads) for batch in inputs])
@@ -291,7 +299,8 @@ class DramBackend:
 
     def tier_counts(self) -> dict[str, int]:
         stats = self.host.dram.stats()
-        return {"mem": stats.hits, "ssd": stats.from_store, "new": stats.initialised}
+        # A row that the look-ahead loaded was found on SSD once; its later uses are hits.
+        return {"mem": max(0, stats.hits - stats.loaded_ahead), "ssd": stats.from_store, "new": stats.initialised}
 
     def require_idle(self) -> None:
         self.host.require_idle()

@@ -21,7 +21,7 @@ from thermocline.batch import WorkingSet
 from thermocline.embedding.backend import ShardPins, TierSet
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
-from thermocline.embedding.table_spec import TableSpec
+from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
 from thermocline.errors import ThermoclineError
 from thermocline.kernels.codec import Codec
 from thermocline.kernels.gradient_index import index_gradients
@@ -32,6 +32,7 @@ from thermocline.kernels.random import table_mix
 from thermocline.kernels.segments import Segments, find_segments
 from thermocline.kernels.update import apply_gradients, sum_gradients, update_rows
 from thermocline.kernels.weight_gradient import weight_gradient
+from thermocline.tiers.dram_horizon import DramHorizon
 from thermocline.tiers.hbm import HbmPins, HbmTier
 from thermocline.tiers.hbm_plan import HbmBag, HbmBatchPlan, HbmWindow
 from thermocline.tiers.host_rows import HostRows
@@ -64,6 +65,13 @@ class HbmBackend:
         return TierSet(hbm=self.hbm, dram=self.host.dram, ssd=self.host.store)
 
     # ---- ahead of training
+
+    @property
+    def lookahead(self) -> LookAheadLimits | None:
+        return self.spec.lookahead
+
+    def horizon(self) -> DramHorizon:
+        return self.host.horizon()
 
     def stage(self, inputs: Sequence[BagInputs]) -> HbmWindow:
         ids = self.hbm.stage([source.ids for batch in inputs for source in batch.values()])

@@ -15,6 +15,7 @@ from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import FormatError, ThermoclineError
 from thermocline.tiers.dram import DramTier
+from thermocline.tiers.dram_horizon import DramHorizon
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils import atomic_file
 
@@ -34,12 +35,15 @@ def open_store(spec: TableSpec, path: str | os.PathLike[str], **options: Any) ->
     return store
 
 
-def make_dram_tier(spec: TableSpec, *, budget: int, store: SsdStore | None, threads: int | None = None) -> DramTier:
+def make_dram_tier(
+    spec: TableSpec, *, budget: int, store: SsdStore | None, reserved: int = 0, threads: int | None = None
+) -> DramTier:
     """Make an empty DRAM tier for rows of this table."""
     return DramTier(
         spec.dim,
         spec.optimizer,
         budget=budget,
+        reserved=reserved,
         store=store,
         policy=spec.policy,
         threads=threads or spec.threads,
@@ -76,7 +80,14 @@ class HostRows:
                 self.dram.set_scale(scale)
 
     def _empty_tier(self) -> DramTier:
-        return make_dram_tier(self._spec, budget=self._spec.mem, store=self.store, threads=self._threads)
+        ahead = self._spec.lookahead
+        reserved = 0 if ahead is None else ahead.bytes
+        budget = self._spec.mem
+        return make_dram_tier(self._spec, budget=budget, reserved=reserved, store=self.store, threads=self._threads)
+
+    def horizon(self) -> DramHorizon:
+        """See `RowBackend.horizon`."""
+        return DramHorizon(self.dram)
 
     def move_store(self, path: Path, *, clear: bool) -> None:
         """See `RowBackend.move_store`."""

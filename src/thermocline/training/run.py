@@ -192,6 +192,7 @@ class Run:
             "mem": tiers.mem,
             "mem_overcommit": True,  # __init__ has checked it, with the names of the config
             "ssd": tiers.ssd,
+            "lookahead": tiers.lookahead,
             "seed": config.train.seed,
             "initial": Normal(scale=config.model.initial),
             "precision": config.precision,

@@ -1,0 +1,365 @@
+"""The look-ahead loads rows of coming batches into DRAM before their batch is pulled, in the memory that it may use."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.ssd import SMALL
+from helpers.train import budget_for
+
+import thermocline as tc
+from thermocline.embedding.table_spec import LookAheadLimits
+from thermocline.pipeline.lookahead import _GroupSize
+from thermocline.tiers.dram import DramStats, DramTier
+from thermocline.tiers.dram_horizon import DramHorizon
+
+ADAGRAD = tc.Adagrad(lr=0.05)
+pytestmark = pytest.mark.timeout(60)
+
+
+def batches(count: int, keys: int = 4000, ids: int = 40, seed: int = 1) -> list[tc.Batch]:
+    """Batches of one bag per example and one id per bag: the ids of a batch are kept as numbers."""
+    rng = np.random.default_rng(seed)
+    return [tc.Batch(rng.integers(0, keys, ids, np.uint64), np.arange(ids + 1), 1) for _ in range(count)]
+
+
+def make_table(folder: Path | None, *, rows: int, lookahead: int | str = 16, **options: Any) -> tc.Table:
+    mem = budget_for(rows, 4, ADAGRAD) * 4 // 3
+    if folder is None:
+        return tc.Table(4, ADAGRAD, mem="4MB", name="rows")
+    return tc.Table(4, ADAGRAD, mem=mem, lookahead=lookahead, ssd=folder, name="rows", ssd_options=SMALL, **options)
+
+
+def train(table: tc.Table, loader: Any, **options: Any) -> tc.Prefetch:
+    bag = tc.EmbeddingBag(table, 1)
+    with tc.prefetch(loader, table, **options) as prepared:
+        for batch in prepared:
+            bag(batch).square().sum().backward()
+            table.step()
+    return prepared
+
+
+def rows_of(table: tc.Table, data: list[tc.Batch]) -> bytes:
+    return table.read(np.unique(np.concatenate([batch.ids for batch in data]))).tobytes()
+
+
+def stage_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("thermocline-")}
+
+
+def test_rows_are_loaded_before_their_batch_is_pulled(tmp_path: Path) -> None:
+    data = batches(200)
+    expected = make_table(None, rows=0)
+    train(expected, data)
+    table = make_table(tmp_path / "a", rows=1500)
+    ahead = train(table, data, depth=1).lookahead  # serial: the size of groups does not depend on time
+    stats = table.dram.stats()
+    assert ahead is not None
+    assert stats.loaded_ahead == stats.misses > 1000, "a row was read by the pull of its batch"
+    assert ahead.groups < 100
+    assert ahead.collected == ahead.consumed == 200
+    table.dram.check()
+    assert rows_of(table, data) == rows_of(expected, data)
+    counts = table.backend.tier_counts()
+    assert counts["ssd"] == stats.from_store
+    assert sum(counts.values()) == sum(len(np.unique(batch.ids)) for batch in data)
+
+
+def test_rows_of_many_batches_take_fewer_reads(tmp_path: Path) -> None:
+    """DRAM holds an eighth of the rows. Batches loaded together share pages."""
+    data, reads = batches(80, keys=4000), {}
+    for lookahead in (0, 16):
+        table = make_table(tmp_path / str(lookahead), rows=500, lookahead=lookahead)  # of the same memory
+        train(table, data, depth=1)
+        assert table.store is not None
+        before = table.store.stats().reads
+        ahead = train(table, data, depth=1).lookahead
+        assert (ahead is None) == (lookahead == 0)
+        reads[lookahead] = table.store.stats().reads - before
+    assert reads[16] < 0.6 * reads[0]
+
+
+def test_dropped_delayed_and_partial_hints_do_not_change_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, load, calls = batches(120), DramHorizon.load, itertools.count()
+    expected = make_table(None, rows=0)
+    train(expected, data)
+
+    def unreliable(self: DramHorizon) -> bool:
+        number = next(calls)
+        if number % 3 == 0:
+            return False  # the rest of the group is not loaded
+        if number % 5 == 0:
+            time.sleep(0.005)
+        if number % 7 == 0:
+            self.drop()
+        if number % 11 == 0:
+            raise tc.BudgetError("no memory for this part")
+        return load(self)
+
+    monkeypatch.setattr(DramHorizon, "load", unreliable)
+    for depth, rows in itertools.product((1, 3), (300, 1500)):
+        table = make_table(tmp_path / f"{depth}-{rows}", rows=rows)
+        train(table, data, depth=depth)
+        table.dram.check()
+        assert rows_of(table, data) == rows_of(expected, data)
+
+
+def test_memory_of_groups_stays_in_its_budget(tmp_path: Path) -> None:
+    table = make_table(tmp_path / "a", rows=6000, lookahead="64KB")
+    ahead = train(table, batches(300), depth=1).lookahead
+    assert ahead is not None
+    assert ahead.group_batches < 300
+    assert 20_000 < ahead.most_bytes <= 64_000
+    stats = table.dram.stats()
+    assert stats.bytes_buffers >= 64_000
+    assert stats.bytes_total <= stats.budget
+
+
+def test_the_first_batch_does_not_wait_for_a_group(tmp_path: Path) -> None:
+    read: list[int] = []
+
+    def loader() -> Iterator[tc.Batch]:
+        for i, batch in enumerate(batches(64)):
+            read.append(i)
+            yield batch
+            time.sleep(0.01)
+
+    table = make_table(tmp_path / "a", rows=3000, lookahead=64)
+    with tc.prefetch(loader(), table, depth=2) as prepared:
+        next(prepared)
+        assert len(read) < 12
+
+
+def test_a_slow_loader_delays_no_batch_until_a_group_is_full(tmp_path: Path) -> None:
+    """With a loader slower than training, a batch is delivered before many later ones have been read."""
+    read: list[int] = []
+
+    def loader() -> Iterator[tc.Batch]:
+        for i, batch in enumerate(batches(40)):
+            read.append(i)
+            time.sleep(0.004)
+            yield batch
+
+    table = make_table(tmp_path / "a", rows=3000, lookahead=64)
+    bag = tc.EmbeddingBag(table, 1)
+    distances = []
+    with tc.prefetch(loader(), table, depth=2) as prepared:
+        for i, batch in enumerate(prepared):
+            distances.append(len(read) - i)
+            bag(batch).sum().backward()
+            table.step()
+    assert max(distances) < 16
+
+
+def test_batches_before_an_error_of_the_loader_are_trained(tmp_path: Path) -> None:
+    def loader() -> Iterator[tc.Batch]:
+        yield from batches(21)
+        raise OSError("the file ends")
+
+    for depth in (1, 4):
+        table = make_table(tmp_path / str(depth), rows=3000)
+        with pytest.raises(OSError, match="the file ends"):
+            train(table, loader(), depth=depth)
+        assert table.step_count == 21
+        table.discard_gradients()
+        table.dram.check()
+
+
+def test_closing_ends_a_load_that_waits_for_memory(tmp_path: Path) -> None:
+    before = threading.active_count()
+    table = make_table(tmp_path / "a", rows=200, lookahead=64)
+    prepared = tc.prefetch(batches(500), table, depth=4)
+    next(prepared)
+    start = time.monotonic()
+    prepared.close()
+    assert time.monotonic() - start < 2
+    table.dram.check()
+    assert threading.active_count() <= before
+
+
+def test_evaluation_loads_ahead_and_changes_no_row(tmp_path: Path) -> None:
+    data = batches(60)
+    table = make_table(tmp_path / "a", rows=1500)
+    train(table, data[:30])
+    table.commit(b"")
+    before = rows_of(table, data)
+    stored = table.store
+    assert stored is not None
+    bag = tc.EmbeddingBag(table, 1).eval()
+    expected = make_table(None, rows=0)
+    train(expected, data[:30])
+    expected_bag = tc.EmbeddingBag(expected, 1).eval()
+    loaded = table.dram.stats().loaded_ahead
+    with torch.no_grad(), tc.prefetch(data, table, training=False) as prepared:
+        for batch, plain in zip(prepared, tc.prefetch(data, expected, training=False), strict=True):
+            assert torch.equal(bag(batch), expected_bag(plain))
+    assert table.dram.stats().loaded_ahead > loaded
+    table.dram.check()
+    assert table.dram.stats().dirty == 0
+    assert rows_of(table, data) == before
+    assert len(list(table.rows())) > 0
+    trained = {int(key) for batch in data[:30] for key in batch.ids}
+    assert {int(key) for keys, _ in table.rows() for key in keys} == trained
+
+
+def test_dropping_waits_for_the_part_that_is_being_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a batch that needs the whole tier fails, because that part is still pinned."""
+    stats, entered, resume = DramTier.stats, threading.Event(), threading.Event()
+
+    def slow(self: DramTier) -> DramStats:  # called by the load
+        if threading.current_thread().name == "thermocline-look-ahead":
+            entered.set()
+            resume.wait(20)
+        return stats(self)
+
+    monkeypatch.setattr(DramTier, "stats", slow)
+    table = make_table(tmp_path / "a", rows=1500)
+    tc.EmbeddingBag(table, 1)
+    with tc.prefetch(batches(4), table, depth=2) as prepared:
+        assert entered.wait(20)
+        dropping = threading.Thread(target=table.drop_lookahead)
+        dropping.start()
+        dropping.join(0.2)
+        assert dropping.is_alive()
+        resume.set()
+        dropping.join(20)
+        assert not dropping.is_alive()
+        assert len(list(prepared)) == 4
+    table.dram.check()
+
+
+def test_forward_passes_outside_the_pipeline_take_the_memory_of_the_look_ahead(tmp_path: Path) -> None:
+    data = batches(60, keys=100_000)
+    table = make_table(tmp_path / "a", rows=1000, lookahead=64)
+    bag = tc.EmbeddingBag(table, 1)
+    (other,) = batches(1, keys=100_000, ids=table.dram.capacity // 2, seed=2)
+    with tc.prefetch(data, table, depth=2) as prepared:
+        for i, batch in enumerate(prepared):
+            bag(batch).sum().backward()
+            table.step()
+            if i % 15 == 14:
+                with torch.no_grad():
+                    expected = bag(other)
+                assert torch.equal(bag(other), expected)
+    table.dram.check()
+
+
+def test_an_error_of_a_load_is_raised_by_the_batch_that_needs_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = batches(40)
+    for depth in (1, 4):
+        table = make_table(tmp_path / str(depth), rows=1500)
+        with monkeypatch.context() as patch:
+            patch.setattr(DramHorizon, "load", lambda self: (_ for _ in ()).throw(tc.CorruptionError("page 7")))
+            ahead = train(table, data, depth=depth).lookahead
+        assert ahead is not None
+        assert table.step_count == 40
+        assert ahead.loads_cut_short == ahead.groups > 0
+        table.dram.check()
+
+
+def test_reopening_the_table_while_groups_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups collected before `reopen` belong to the closed store. Their batches are pulled from the new one."""
+    load, reopened = DramHorizon.load, threading.Event()
+
+    def late(self: DramHorizon) -> bool:
+        if threading.current_thread().name == "thermocline-look-ahead" and table.step_count > 0:
+            reopened.wait(20)
+        return load(self)
+
+    data = batches(60)
+    table = make_table(tmp_path / "a", rows=1500)
+    table.commit(b"")
+    bag = tc.EmbeddingBag(table, 1)
+    monkeypatch.setattr(DramHorizon, "load", late)
+    with tc.prefetch(data, table, depth=2) as prepared:
+        for i, batch in enumerate(prepared):
+            if i == 1:
+                time.sleep(0.1)  # the look-ahead waits, and the stages have no batch
+                table.reopen()
+                reopened.set()
+            bag(batch).square().sum().backward()
+            table.step()
+    table.dram.check()
+    expected = make_table(None, rows=0)
+    train(expected, data[1:])
+    assert rows_of(table, data) == rows_of(expected, data)
+
+
+@pytest.mark.parametrize("thread", ["read", "look-ahead"])
+def test_dropped_on_a_thread_of_the_look_ahead(thread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may finalize the pipeline there: the thread must not join those that wait for it."""
+    before = set(threading.enumerate())
+    held, dropped, holder = threading.Event(), threading.Event(), []
+    load = DramHorizon.load
+
+    def drop() -> None:
+        held.wait(20)
+        holder.clear()
+        dropped.set()
+
+    def loader() -> Iterator[tc.Batch]:
+        for i, batch in enumerate(batches(500)):
+            if thread == "read" and i == 3:
+                drop()
+            yield batch
+
+    def dropping(self: DramHorizon) -> bool:
+        if thread == "look-ahead" and not dropped.is_set():
+            drop()
+        return load(self)
+
+    monkeypatch.setattr(DramHorizon, "load", dropping)
+    table = make_table(tmp_path / "a", rows=1500)
+    tc.EmbeddingBag(table, 1)
+    holder.append(tc.prefetch(loader(), table, depth=3))
+    held.set()
+    assert dropped.wait(20)
+    end = time.monotonic() + 20
+    while (running := stage_threads() - before) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not running
+    while table.dram.stats().pinned and time.monotonic() < end:
+        time.sleep(0.01)
+    table.dram.check()
+
+
+def test_groups_grow_until_reads_become_no_cheaper() -> None:
+    size = _GroupSize(None)
+    sizes = []
+    for _ in range(12):
+        sizes.append(size.next())
+        size.loaded(sizes[-1], sizes[-1] * max(1000 / sizes[-1], 125))  # cheaper per batch up to 8
+    assert sizes[:5] == [1, 2, 4, 8, 16]
+    assert set(sizes[5:]) == {16}
+    limited = _GroupSize(5)
+    for _ in range(6):
+        limited.loaded(limited.next(), 0)
+    assert limited.next() == 5
+
+
+@pytest.mark.parametrize("lookahead", ["3GB", -1, "much", 1.5, True])
+def test_values_that_are_refused(lookahead: Any, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, TypeError), match="lookahead"):
+        tc.Table(4, ADAGRAD, mem="4GB", ssd=tmp_path / "a", lookahead=lookahead)
+
+
+def test_limits_of_a_setting() -> None:
+    assert LookAheadLimits.of(0, 1 << 30, 64) is None
+    assert LookAheadLimits.of("auto", 1 << 20, 64) is None
+    assert LookAheadLimits.of("100MB", 1 << 30, 64) == LookAheadLimits(None, 100_000_000)
+    few, many = LookAheadLimits.of(32, 1 << 30, 2048), LookAheadLimits.of("auto", 1 << 30, 32)
+    assert few is not None
+    assert many is not None
+    assert (few.batches, many.batches) == (32, None)
+    assert few.bytes == (1 << 30) // 16
+    assert many.bytes == (1 << 30) // 4
