@@ -133,9 +133,12 @@ class Group:
 
     def release(self, batch: int) -> bool:
         """Unpin the rows whose last use was in this batch. Return whether it was the last batch."""
+        last = batch == len(self._held) - 1
         for horizon in self.horizons:
             horizon.release(batch)
-        return batch == len(self._held) - 1
+            if last:
+                horizon.drop()  # the rows of a batch that could not be added for all tables
+        return last
 
     def drop(self) -> None:
         """Unpin all rows; load no more."""
