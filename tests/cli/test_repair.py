@@ -211,3 +211,15 @@ def test_an_identity_that_cannot_be_rebuilt(tmp_path: Path) -> None:
     result = invoke("repair", folder)
     assert result.exit_code == 1
     assert "it cannot be rebuilt, because no data file has a valid header" in result.stdout
+
+
+def test_stores_that_a_run_does_not_name_are_reported(tmp_path: Path) -> None:
+    """A run of a user's own loop has no config: the folder of its rows is unknown."""
+    table = tc.Table(4, tc.SGD(lr=0.1), mem="1MB", ssd=tmp_path / "rows", name="ads")
+    tc.Checkpoints(tmp_path / "run", [table]).save(1)
+    table.close()
+    inspected = invoke("inspect", str(tmp_path / "run"), "--check")
+    assert "rows of ads: not inspected; the run does not name their ssd folder" in inspected.output
+    repaired = invoke("repair", str(tmp_path / "run"))
+    assert repaired.exit_code == 1
+    assert "rows of ads were not repaired" in repaired.output

@@ -116,6 +116,8 @@ def _inspect_run(path: Path, check: bool, mem: str | SupportsIndex | None) -> Re
             store = inspect_store_of(path, checkpoint, folder, check, mem)
             report["stores"].append({"table": name, **store})
             report["problems"] += store["problems"]
+        named = {store["table"] for store in report["stores"]}
+        report["unnamed"] = [name for name in checkpoint["tables"] if name not in named]
     report["last"] = _last_line(path / "metrics.jsonl")
     return report
 
@@ -240,6 +242,8 @@ def describe(report: Report) -> Iterator[str]:
     for store in report.get("stores", ()):
         yield f"  rows of {store['table']}: {store['path']}"
         yield from _describe_store(store, "    ")
+    for name in report.get("unnamed", ()):
+        yield f"  rows of {name}: not inspected; the run does not name their ssd folder: inspect that folder"
     for problem in report["problems"]:
         yield f"  PROBLEM  {problem}"
     if not report["problems"]:

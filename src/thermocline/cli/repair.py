@@ -36,7 +36,7 @@ def repair(
     is_run = (target / "checkpoints").is_dir()
     if not is_run and not _is_store(target):
         raise ConfigError(f"{path} is neither a store (a folder with the file STORE) nor a run (one with checkpoints)")
-    report: Report = {"path": str(path), "dry_run": dry_run, "stores": [], "problems": []}
+    report: Report = {"path": str(path), "dry_run": dry_run, "keep_older": keep_older, "stores": [], "problems": []}
     folders, outside = (_run_stores(target), _damage_outside(target, budget)) if is_run else ([target], [])
     # The folder of a run is not trusted to name the stores of others.
     report["problems"] += [f"not repaired, because it is outside of {path}: {problem}" for problem in outside]
@@ -49,7 +49,12 @@ def repair(
         report["stores"].append({"path": str(folder), **store})
     if not dry_run and (is_run or report["stores"]):
         report["problems"] += [problem for problem in _remaining_damage(target, budget) if problem not in outside]
-    report["problems"] += _missing_commits(target, report) if is_run else []
+    if is_run:
+        report["problems"] += _missing_commits(target, report)
+        report["problems"] += [
+            f"rows of {name} were not repaired: the run does not name their ssd folder; run thermocline repair FOLDER"
+            for name in inspect(target).get("unnamed", ())
+        ]
     return report
 
 
@@ -143,6 +148,11 @@ def describe(report: Report) -> Iterator[str]:
             yield f"  lost     commit {commit['epoch']}: {commit['cause']}"
         for name in store["set_aside"]:
             yield f"  kept     damaged/{name}"
+    if report["dry_run"] and not report["keep_older"] and any(store["losses"] for store in report["stores"]):
+        yield (
+            "  note     the repair also removes rows in these hash ranges whose newest version may be lost, up to all "
+            "rows of a range; --keep-older keeps them"
+        )
     for problem in report["problems"]:
         yield f"  PROBLEM  {problem}"
     yield summary(report)
@@ -159,7 +169,7 @@ def summary(report: Report) -> str:
     hidden = sum(store["rows_hidden"] for store in stores)
     parts = [f"{plural(count['rebuilt'], 'file')} rebuilt"]
     if count["losses"]:
-        older = f", {plural(hidden, 'older version')} of them removed" if hidden else ""
+        older = f", {plural(hidden, 'other row')} in these ranges removed, which may be out of date" if hidden else ""
         parts.append(f"{plural(rows, 'row')} lost in {plural(count['losses'], 'hash range')}{older}")
     if count["lost_commits"]:
         parts.append(f"{plural(count['lost_commits'], 'commit')} lost")

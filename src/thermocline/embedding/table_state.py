@@ -105,7 +105,7 @@ def _step(version: RowVersion) -> str:
 
 
 def _remedy(saved: dict[str, Any], table: Table) -> str:
-    rows = "tc.Checkpoints or tc.state_dict(model, rows=True)"
+    rows = "tc.Checkpoints or tc.state_dict(model, rows=True), and load those with tc.load_state_dict(model, state)"
     if not saved["history"]:
         return "open a new table for it"
     if not saved["committed"]:
