@@ -198,6 +198,7 @@ nb::dict stats(const DramTier& self) {
   d["hits"] = s.hits;
   d["misses"] = s.misses;
   d["loaded_ahead"] = s.loaded_ahead;
+  d["read_ahead"] = s.read_ahead;
   d["from_store"] = s.from_store;
   d["initialised"] = s.initialised;
   d["pushed"] = s.pushed;
@@ -247,7 +248,7 @@ void bind_dram(nb::module_& m) {
       .def("release", &Pins::release, nb::call_guard<nb::gil_scoped_release>());
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Horizon>(m, "Horizon")
-      .def(nb::init<DramTier&>(), "tier"_a, nb::keep_alive<1, 2>())
+      .def(nb::init<DramTier&, bool>(), "tier"_a, "training"_a, nb::keep_alive<1, 2>())
       .def("add", &horizon_add, "ids"_a.noconvert())
       .def("end_batch", &Horizon::end_batch)
       .def("seal", &Horizon::seal, unlocked)

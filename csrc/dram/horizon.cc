@@ -133,7 +133,7 @@ bool Horizon::load(size_t max) {
     begin = loaded_;
   }
   const size_t n = std::min(max, keys_.size() - begin);
-  tier_.pull(keys_.data() + begin, n, slots_.data() + begin, true);
+  tier_.pull(keys_.data() + begin, n, slots_.data() + begin, purpose_);
   std::unique_lock lock(mutex_);
   if (!loading_) {
     lock.unlock();

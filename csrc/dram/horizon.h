@@ -29,8 +29,9 @@ class Horizon {
   static constexpr uint32_t kPartitions = 256;             // by the top bits of the hash: the order of the store
   static constexpr uint32_t kMaxPartitionKeys = 1u << 24;  // a key's number: partition << 24 | index in the partition
 
-  // `tier` must outlive the horizon.
-  explicit Horizon(DramTier& tier) : tier_(tier) {}
+  // `tier` must outlive the horizon. `training`: the batches will pull their rows; else they will read() them.
+  explicit Horizon(DramTier& tier, bool training = true)
+      : tier_(tier), purpose_(training ? DramTier::Purpose::kAheadOfPull : DramTier::Purpose::kAheadOfRead) {}
   ~Horizon() { drop(); }
   Horizon(const Horizon&) = delete;
 
@@ -71,6 +72,7 @@ class Horizon {
   void release_group(size_t batch);
 
   DramTier& tier_;
+  const DramTier::Purpose purpose_;
   std::array<Partition, kPartitions> partitions_;
   size_t batches_ = 0;
   bool open_ = false;  // ids were added since end_batch()

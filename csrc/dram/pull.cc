@@ -20,18 +20,19 @@ size_t DramTier::cached_keys(const Scratch& s) const { return std::min(s.keys_ma
 
 // ---- pull
 
-void DramTier::pull(const uint64_t* keys, size_t n, uint32_t* slots, bool ahead) {
+void DramTier::pull(const uint64_t* keys, size_t n, uint32_t* slots, Purpose purpose) {
   ScratchPool::Lease s(scratch_);
-  acquire(*s, keys, n, slots, nullptr, ahead);
+  acquire(*s, keys, n, slots, nullptr, purpose);
 }
 
-void DramTier::acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given, bool ahead) {
-  while (!try_acquire(s, keys, n, slots, given, ahead)) {
+void DramTier::acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given,
+                       Purpose purpose) {
+  while (!try_acquire(s, keys, n, slots, given, purpose)) {
   }
 }
 
 bool DramTier::try_acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given,
-                           bool ahead) {
+                           Purpose purpose) {
   const auto for_parts = [&](size_t part, const auto& f) {
     for (size_t b = 0; b < n; b += part) f(b, std::min(part, n - b));
   };
@@ -48,17 +49,29 @@ bool DramTier::try_acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t*
       for_parts(s.keys_max(), [&](size_t b, size_t m) { roll_back(s, slots + b, m); });
       return false;
     }
-    if (ahead) {
-      loaded_ahead_ += n - progress.hits;
-    } else {
-      hits_ += progress.hits;
-    }
-    misses_ += n - progress.hits;
+    count(progress, n, purpose);
   } catch (...) {
     for_parts(s.keys_max(), [&](size_t b, size_t m) { roll_back(s, slots + b, m); });
     throw;
   }
   return true;
+}
+
+void DramTier::count(const Progress& progress, size_t n, Purpose purpose) {
+  const size_t misses = n - progress.hits;
+  if (purpose == Purpose::kAheadOfRead) {
+    read_ahead_ += misses;
+    return;
+  }
+  if (purpose == Purpose::kAheadOfPull) {
+    loaded_ahead_ += misses;
+  } else {
+    hits_ += progress.hits;
+  }
+  misses_ += misses;
+  from_store_ += progress.from_store;
+  initialised_ += progress.initialised;
+  pushed_ += progress.pushed;
 }
 
 void DramTier::pin_resident(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, Progress* progress) {
@@ -94,7 +107,7 @@ size_t DramTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32
                         " bits of their hash for the index of a budget of " + std::to_string(options_.budget) +
                         " bytes; such keys do not occur by chance. Raise the budget (tiers.mem)");
     }
-    fill_rows(loads, loading, given);
+    fill_rows(loads, loading, given, progress);
   } catch (...) {
     fail_loading(loads.slots, loading);
     throw;
@@ -154,14 +167,14 @@ size_t DramTier::select_own_loads(Scratch& s, const uint64_t* keys, size_t missi
   return loading;
 }
 
-void DramTier::fill_rows(const Scratch::RowLoads& loads, size_t n, const uint8_t* given) {
+void DramTier::fill_rows(const Scratch::RowLoads& loads, size_t n, const uint8_t* given, Progress* progress) {
   if (given) {
     for_rows(n, [&](size_t begin, size_t end) {
       for (size_t j = begin; j < end; ++j) {
         std::memcpy(row(loads.slots[j]), given + loads.positions[j] * row_bytes_, row_bytes_);
       }
     });
-    pushed_ += n;
+    progress->pushed += n;
     return;
   }
   std::memset(loads.in_store, 0, n);
@@ -176,8 +189,8 @@ void DramTier::fill_rows(const Scratch::RowLoads& loads, size_t n, const uint8_t
     }
     initialised += count;
   });
-  initialised_ += initialised;
-  from_store_ += n - initialised;
+  progress->initialised += initialised;
+  progress->from_store += n - initialised;
 }
 
 // Removes the keys from the index. The slots keep their pins; the release of the last pin frees the slot.

@@ -56,7 +56,8 @@ struct TierStats {
   uint64_t capacity = 0, resident = 0, free = 0, pinned = 0, dirty = 0, shards = 0;
   uint64_t hits = 0, misses = 0;  // keys of pull(); misses == from_store + initialised + pushed
   uint64_t from_store = 0, initialised = 0, pushed = 0;
-  uint64_t loaded_ahead = 0;                      // misses of pulls of a look-ahead; their hits are not counted
+  uint64_t loaded_ahead = 0;                      // misses of a look-ahead of training; its hits are not counted
+  uint64_t read_ahead = 0;                        // misses of a look-ahead of read(): in no other counter
   uint64_t reads = 0, read_hits = 0;              // keys of read()
   uint64_t evictions = 0, flushed = 0, puts = 0;  // flushed: rows written to the store by `puts` calls
   uint64_t bytes_rows = 0, bytes_metadata = 0, bytes_index = 0, bytes_buffers = 0, bytes_total = 0, budget = 0;
@@ -72,8 +73,9 @@ class DramTier {
 
   // Pins the rows of `keys` and writes their slots. All or nothing: an exception leaves no pin. Throws BudgetError if
   // the rows cannot all be resident at once. A repeated key is pinned once per occurrence. Blocks on the store, and on
-  // rows that another thread loads. `ahead`: a look-ahead pins the rows before their batches do; see TierStats.
-  void pull(const uint64_t* keys, size_t n, uint32_t* slots, bool ahead = false);
+  // rows that another thread loads. `purpose`: how TierStats counts the rows.
+  enum class Purpose : uint8_t { kBatch, kAheadOfPull, kAheadOfRead };
+  void pull(const uint64_t* keys, size_t n, uint32_t* slots, Purpose purpose = Purpose::kBatch);
   // Releases one pin per slot. `dirty`: the rows were changed. `keys` (the keys the slots were pulled for) may be null;
   // passing them is faster. Never blocks on the store.
   void unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t* keys = nullptr);
@@ -163,17 +165,18 @@ class DramTier {
   }
 
   // Pull and unpin (pull.cc). `given`: rows of push(), used instead of the store's.
-  void acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given, bool ahead = false);
+  void acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given,
+               Purpose purpose = Purpose::kBatch);
   // Returns false, and leaves no pin, if another thread failed to load one of the rows: this thread then loads it, so
   // that it raises the store's error itself.
-  bool try_acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given, bool ahead);
+  bool try_acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given, Purpose purpose);
   void release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty);
   void roll_back(Scratch& s, const uint32_t* slots, size_t n);
   void require_capacity(size_t needed, size_t missing);
   [[noreturn]] void throw_over_budget(size_t needed, size_t missing, size_t available) const;
   // Counters of one acquire().
   struct Progress {
-    size_t hits = 0;
+    size_t hits = 0, from_store = 0, initialised = 0, pushed = 0;
     bool must_wait = false;  // some pinned row is being loaded or evicted by another thread
   };
   void pin_resident(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, Progress* progress);
@@ -182,7 +185,8 @@ class DramTier {
   enum class Inserted { kAll, kIndexFull, kNoMemory };  // kIndexFull: of a shard
   Inserted insert_missing(Scratch& s, const uint64_t* keys, size_t missing, uint32_t* slots, Progress* progress);
   size_t select_own_loads(Scratch& s, const uint64_t* keys, size_t missing, const uint32_t* slots);
-  void fill_rows(const Scratch::RowLoads& loads, size_t n, const uint8_t* given);
+  void fill_rows(const Scratch::RowLoads& loads, size_t n, const uint8_t* given, Progress* progress);
+  void count(const Progress& progress, size_t n, Purpose purpose);
   void fail_loading(const uint32_t* slots, size_t n);
   bool wait_ready(const uint32_t* slots, size_t n);  // false: another thread failed to load a row
   void notify_waiters();
@@ -236,8 +240,8 @@ class DramTier {
   std::mutex wait_mutex_;    // for ready_: rows that another thread loads or evicts
   std::condition_variable ready_;
 
-  std::atomic<uint64_t> hits_{0}, misses_{0}, loaded_ahead_{0}, from_store_{0}, initialised_{0}, pushed_{0}, reads_{0},
-      read_hits_{0}, evictions_{0}, flushed_{0}, puts_{0};
+  std::atomic<uint64_t> hits_{0}, misses_{0}, loaded_ahead_{0}, read_ahead_{0}, from_store_{0}, initialised_{0},
+      pushed_{0}, reads_{0}, read_hits_{0}, evictions_{0}, flushed_{0}, puts_{0};
 };
 
 }  // namespace thermocline

@@ -289,6 +289,7 @@ TierStats DramTier::stats() const {
   t.hits = hits_;
   t.misses = misses_;
   t.loaded_ahead = loaded_ahead_;
+  t.read_ahead = read_ahead_;
   t.from_store = from_store_;
   t.initialised = initialised_;
   t.pushed = pushed_;

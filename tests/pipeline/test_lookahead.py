@@ -197,11 +197,13 @@ def test_evaluation_loads_ahead_and_changes_no_row(tmp_path: Path) -> None:
     expected = make_table(None, rows=0)
     train(expected, data[:30])
     expected_bag = tc.EmbeddingBag(expected, 1).eval()
-    loaded = table.dram.stats().loaded_ahead
+    counts, stats = table.backend.tier_counts(), table.dram.stats()
     with torch.no_grad(), tc.prefetch(data, table, training=False) as prepared:
         for batch, plain in zip(prepared, tc.prefetch(data, expected, training=False), strict=True):
             assert torch.equal(bag(batch), expected_bag(plain))
-    assert table.dram.stats().loaded_ahead > loaded
+    assert table.dram.stats().read_ahead > 0
+    assert table.dram.stats().loaded_ahead == stats.loaded_ahead
+    assert table.backend.tier_counts() == counts, "evaluation counts as training"
     table.dram.check()
     assert table.dram.stats().dirty == 0
     assert rows_of(table, data) == before

@@ -110,7 +110,7 @@ class ShardedBackend:
 
     lookahead = None
 
-    def horizon(self) -> RowHorizon:
+    def horizon(self, *, training: bool) -> RowHorizon:
         raise RuntimeError("this backend loads no rows ahead")
 
     def stage(self, inputs: Sequence[BagInputs]) -> ShardedWindow:

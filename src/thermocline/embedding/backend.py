@@ -132,8 +132,8 @@ class RowBackend(Protocol):
     def lookahead(self) -> LookAheadLimits | None:
         """Limits of the look-ahead; None: `horizon` may not be called."""
 
-    def horizon(self) -> RowHorizon:
-        """Begin to collect the rows of coming batches. Thread: the reader's."""
+    def horizon(self, *, training: bool) -> RowHorizon:
+        """Begin to collect the rows of coming batches, to train or only to read them. Thread: the reader's."""
 
     def stage(self, inputs: Sequence[BagInputs]) -> RowWindow:
         """Begin a window with the inputs of its batches. Thread: collect. Blocks on nothing."""

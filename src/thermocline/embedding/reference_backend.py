@@ -102,7 +102,7 @@ class ReferenceBackend:
 
     lookahead = None
 
-    def horizon(self) -> RowHorizon:
+    def horizon(self, *, training: bool) -> RowHorizon:
         raise RuntimeError("this backend loads no rows ahead")
 
     def stage(self, inputs: Sequence[BagInputs]) -> _Window:

@@ -165,16 +165,19 @@ class LookAhead:
     """
 
     def __init__(
-        self, loader: Iterable[Batch], tables: Sequence[Table], limits: LookAheadLimits, *, window: int, overlap: bool
-    ) -> None:
+        self, loader: Iterable[Batch], tables: Sequence[Table], limits: LookAheadLimits, *, window: int,
+        overlap: bool, training: bool,
+    ) -> None:  # fmt: skip
         """
         window    batches that the consumer collects before it releases any
         overlap   False: groups are collected and loaded on the consumer's thread
+        training  False: the consumer only reads rows
         """
         self._tables = tables
         self._limits = limits
         self._window = window
         self._overlap = overlap
+        self._training = training
         self.stats = LookAheadStats()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -191,7 +194,9 @@ class LookAhead:
         )
 
     @classmethod
-    def over(cls, loader: Iterable[Batch], tables: Sequence[Table], *, window: int, overlap: bool) -> LookAhead | None:
+    def over(
+        cls, loader: Iterable[Batch], tables: Sequence[Table], *, window: int, overlap: bool, training: bool
+    ) -> LookAhead | None:
         """Make a look-ahead with the limits of the tables. None: no table has rows to load ahead, or it is disabled."""
         limits = [spec for table in tables if (spec := table.backend.lookahead) is not None]
         if not limits or len(limits) < len(tables):
@@ -199,7 +204,7 @@ class LookAhead:
         batches = [limit.batches for limit in limits if limit.batches is not None]
         total = sum(limit.bytes for limit in limits)
         total_limits = LookAheadLimits(min(batches, default=None), total)
-        return cls(loader, tables, total_limits, window=window, overlap=overlap)
+        return cls(loader, tables, total_limits, window=window, overlap=overlap, training=training)
 
     # ---- consumer
 
@@ -246,7 +251,7 @@ class LookAhead:
     def _groups(self, batches: Iterator[Batch]) -> Iterator[Group]:
         error: Exception | None = None
         while not self._stopping and error is None:
-            group = Group({table: table.backend.horizon() for table in self._tables})
+            group = Group({table: table.backend.horizon(training=self._training) for table in self._tables})
             try:
                 for batch in itertools.islice(batches, self._size.next()):
                     group.add(batch)
@@ -268,7 +273,16 @@ class LookAhead:
     def _is_complete(self, group: Group) -> bool:
         """Whether a group of fewer batches than planned is collected: it is as large as allowed, or awaited."""
         awaited = self._overlap and self._waiting and self._collected == self._delivered
-        return awaited or self._stopping or group.full or group.bytes * _GROUPS >= self._limits.bytes
+        with self._lock:
+            others = sum(other.bytes for other in self._in_flight)
+        own = group.bytes
+        return (
+            awaited
+            or self._stopping
+            or group.full
+            or own * _GROUPS >= self._limits.bytes
+            or own + others >= self._limits.bytes
+        )
 
     def _count_bytes(self, group: Group) -> None:
         with self._lock:

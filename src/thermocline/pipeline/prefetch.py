@@ -68,7 +68,9 @@ class Prefetch:
         if pull_window < 1:
             raise ValueError(f"pull_window is {pull_window}: it must be at least 1 batch")
         sync = window_sync_for(tables, training, flags_fn or (lambda: 0))
-        ahead = LookAhead.over(loader, list(dict.fromkeys(tables)), window=pull_window, overlap=depth > 1)
+        ahead = LookAhead.over(
+            loader, list(dict.fromkeys(tables)), window=pull_window, overlap=depth > 1, training=training
+        )
         # The stages do not refer to this object, so that it can be dropped while they run.
         stages = _Stages(tables, sync, ahead)
         self.lookahead: LookAheadStats | None = None if ahead is None else ahead.stats

@@ -50,7 +50,9 @@ class DramStats:
     hits: int
     misses: int
     loaded_ahead: int
-    """Misses of the look-ahead; hits of its pulls are not counted."""
+    """Misses of the look-ahead of training; hits of its pulls are not counted."""
+    read_ahead: int
+    """Rows that the look-ahead of evaluation loaded. No other counter includes them."""
     from_store: int
     initialised: int
     """Misses that the store did not have either: they got their initial row."""

@@ -111,8 +111,8 @@ class DramBackend:
     def lookahead(self) -> LookAheadLimits | None:
         return self.spec.lookahead
 
-    def horizon(self) -> DramHorizon:
-        return self.host.horizon()
+    def horizon(self, *, training: bool) -> DramHorizon:
+        return self.host.horizon(training=training)
 
     def stage(self, inputs: Sequence[BagInputs]) -> DramWindow:
         return DramWindow(list(inputs), [working_set_of(batch, self.spec.threads) for batch in inputs])

@@ -23,8 +23,8 @@ _PINNED_SHARE = 7 / 8
 class DramHorizon:
     """See `RowHorizon`."""
 
-    def __init__(self, dram: DramTier) -> None:
-        self._core = core.Horizon(dram.core)
+    def __init__(self, dram: DramTier, *, training: bool) -> None:
+        self._core = core.Horizon(dram.core, training)
         self._dram = dram
         self._loading = threading.Lock()  # held while a part is loaded
         self._part = max(1, min(_PART_KEYS, dram.capacity // 32))

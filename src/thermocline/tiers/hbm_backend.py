@@ -70,8 +70,8 @@ class HbmBackend:
     def lookahead(self) -> LookAheadLimits | None:
         return self.spec.lookahead
 
-    def horizon(self) -> DramHorizon:
-        return self.host.horizon()
+    def horizon(self, *, training: bool) -> DramHorizon:
+        return self.host.horizon(training=training)
 
     def stage(self, inputs: Sequence[BagInputs]) -> HbmWindow:
         ids = self.hbm.stage([source.ids for batch in inputs for source in batch.values()])

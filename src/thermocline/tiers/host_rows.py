@@ -85,9 +85,9 @@ class HostRows:
         budget = self._spec.mem
         return make_dram_tier(self._spec, budget=budget, reserved=reserved, store=self.store, threads=self._threads)
 
-    def horizon(self) -> DramHorizon:
+    def horizon(self, *, training: bool) -> DramHorizon:
         """See `RowBackend.horizon`."""
-        return DramHorizon(self.dram)
+        return DramHorizon(self.dram, training=training)
 
     def move_store(self, path: Path, *, clear: bool) -> None:
         """See `RowBackend.move_store`."""
