@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from helpers.threads import our_threads, start_counting
 
 from thermocline.pipeline.executor import Pipeline
 
@@ -19,13 +20,9 @@ pytestmark = pytest.mark.timeout(60)
 DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3, 8])
 
 
-def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("thermocline-")]
-
-
 @pytest.fixture(autouse=True)
 def _no_leaked_thread() -> Iterator[None]:
-    assert our_threads() == []
+    start_counting()
     yield
     assert our_threads() == []
 

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ssd import SMALL
+from helpers.threads import our_threads, start_counting
 from helpers.train import (
     Net,
     Reference,
@@ -60,8 +61,9 @@ def most_keys(window: int) -> int:
     return max(len(all_keys(batches()[n : n + window])) for n in range(COUNT))
 
 
-def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("thermocline-")]
+@pytest.fixture(autouse=True)
+def _count_threads() -> None:
+    start_counting()
 
 
 @dataclasses.dataclass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -365,3 +367,22 @@ def test_limits_of_a_setting() -> None:
     assert (few.batches, many.batches) == (32, None)
     assert few.bytes == (1 << 30) // 16
     assert many.bytes == (1 << 30) // 4
+
+
+def test_table_and_loader_are_freed_without_the_cycle_collector(tmp_path: Path) -> None:
+    """Else a table that is made again would need its memory twice."""
+    gc.collect()
+    gc.disable()
+    try:
+        for training in (True, False):
+            table = make_table(tmp_path / str(training), rows=1500)
+            bag = tc.EmbeddingBag(table, 1)
+            for batch in tc.prefetch(batches(20), table, training=training):
+                if training:
+                    bag(batch).sum().backward()
+                    table.step()
+            alive = weakref.ref(table)
+            del table, bag, batch
+            assert alive() is None
+    finally:
+        gc.enable()

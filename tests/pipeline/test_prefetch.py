@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.ssd import SMALL
+from helpers.threads import our_threads, start_counting
 from helpers.train import Net, Reference, ReferenceBag, all_keys, budget_for, make_batches, one_torch_thread, train_on
 
 import thermocline as tc
@@ -25,21 +26,10 @@ pytestmark = pytest.mark.timeout(120)
 ADAGRAD = tc.Adagrad(lr=0.05)
 
 
-_earlier: set[threading.Thread] = set()
-"""Threads of tables that earlier tests on this worker left to the garbage collector."""
-
-
-def our_threads() -> list[str]:
-    """Names of the package's threads that this test has started."""
-    running = set(threading.enumerate()) - _earlier
-    return [thread.name for thread in running if thread.name.startswith("thermocline-")]
-
-
 @pytest.fixture(autouse=True)
 def _no_leaked_thread() -> Iterator[None]:
     one_torch_thread()
-    _earlier.clear()
-    _earlier.update(threading.enumerate())
+    start_counting()
     yield
     assert our_threads() == []
 

@@ -189,7 +189,7 @@ class LookAhead:
         self._live: list[Group] = []  # groups with pinned rows, oldest first
         self._in_flight: list[Group] = []
         self._size = _GroupSize(limits.batches)
-        self._pipeline: Pipeline[Group] = Pipeline(
+        self._pipeline: Pipeline[Group] | None = Pipeline(
             self._groups(iter(loader)), [("look-ahead", self._load)], depth=_GROUPS if overlap else 1
         )
 
@@ -213,7 +213,7 @@ class LookAhead:
             with self._lock:
                 self._waiting = True
                 self._changed.notify_all()
-            group = next(self._pipeline, None)
+            group = None if self._pipeline is None else next(self._pipeline, None)
             self._waiting = False
             if group is None:
                 return
@@ -240,8 +240,12 @@ class LookAhead:
     def close(self) -> None:
         """Stop, join the threads and unpin all rows. No other thread may be iterating."""
         self.stop()
-        self._pipeline.close()
+        if self._pipeline is not None:
+            self._pipeline.close()
+            # The pipeline refers to this object. Without the cycle, tables and loader are freed with the last reference.
+            self._pipeline = None
         with self._lock:
+            self._in_flight = []
             groups, self._live = self._live, []
         for group in groups:
             group.drop()
