@@ -242,7 +242,7 @@ class LookAhead:
         self.stop()
         if self._pipeline is not None:
             self._pipeline.close()
-            # The pipeline refers to this object. Without the cycle, tables and loader are freed with the last reference.
+            # The pipeline refers to this object: without the cycle, tables and loader are freed at once.
             self._pipeline = None
         with self._lock:
             self._in_flight = []
