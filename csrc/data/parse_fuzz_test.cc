@@ -11,8 +11,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -22,6 +20,7 @@
 #include "data/parse_scan.h"
 
 #ifndef THERMOCLINE_LIBFUZZER
+#include "testing/corpus.h"
 #include "testing/test.h"
 #endif
 
@@ -181,16 +180,7 @@ namespace thermocline {
 namespace {
 
 std::vector<std::string> read_corpus() {
-  const auto folder = std::filesystem::path(__FILE__).parent_path() / "../../tests/data/corpus";
-  std::vector<std::filesystem::path> paths;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) paths.push_back(entry.path());
-  std::sort(paths.begin(), paths.end());
-  std::vector<std::string> inputs;
-  for (const auto& path : paths) {
-    std::ifstream file(path, std::ios::binary);
-    inputs.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
-  }
-  return inputs;
+  return testing::read_corpus(std::filesystem::path(__FILE__).parent_path() / "../../tests/data/corpus");
 }
 
 struct Random {

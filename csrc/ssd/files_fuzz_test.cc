@@ -29,8 +29,8 @@
 
 #ifndef THERMOCLINE_LIBFUZZER
 #include <filesystem>
-#include <fstream>
 
+#include "testing/corpus.h"
 #include "testing/test.h"
 #endif
 
@@ -327,16 +327,7 @@ namespace thermocline {
 namespace {
 
 std::vector<std::string> read_corpus() {
-  const auto folder = std::filesystem::path(__FILE__).parent_path() / "../../tests/tiers/store_corpus";
-  std::vector<std::filesystem::path> paths;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) paths.push_back(entry.path());
-  std::sort(paths.begin(), paths.end());
-  std::vector<std::string> inputs;
-  for (const auto& path : paths) {
-    std::ifstream file(path, std::ios::binary);
-    inputs.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
-  }
-  return inputs;
+  return testing::read_corpus(std::filesystem::path(__FILE__).parent_path() / "../../tests/tiers/store_corpus");
 }
 
 // Every input of the corpus with every action.

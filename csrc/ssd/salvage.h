@@ -48,7 +48,7 @@ class PageReader {
   uint64_t count() const { return pages_; }  // whole pages of the file; 0: it is missing
   // Bytes of a page, or null if it cannot be read; cause() then says why. Valid until the next call.
   const uint8_t* raw(uint64_t page);
-  // The same for a valid page of this kind.
+  // Bytes of a valid page of this kind, or null, as raw().
   const uint8_t* read(uint64_t page, PageKind kind);
   const uint8_t* header();
   const std::string& cause() const { return cause_; }

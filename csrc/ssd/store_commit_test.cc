@@ -102,14 +102,25 @@ TEST(Store, NothingWaitsForTheSyncsOfACommit) {
   CHECK_EQ(store->note(), "a");
 }
 
-// Threads that the system refuses are no failed sync: the caller syncs.
-TEST(Store, CommitsIfTheSystemRefusesThreads) {
+struct FaultyStore {
+  std::shared_ptr<FaultFs> fs;
+  std::unique_ptr<SsdStore> store;
+};
+
+// Returns a store whose next commit syncs several files, four at once.
+FaultyStore store_of_several_files() {
   auto fs = std::make_shared<FaultFs>(std::make_shared<MemFs>());
   fs->make_dir("/s");
   auto store = SsdStore::open(fs, "/s/a", small_options());
   put_range(*store, 0, 20000);
   store->merge_all();
   fs->on_sync(nullptr, 4);
+  return {std::move(fs), std::move(store)};
+}
+
+// Threads that the system refuses are no failed sync: the caller syncs.
+TEST(Store, CommitsIfTheSystemRefusesThreads) {
+  auto [fs, store] = store_of_several_files();
   {
     NoNewThreads no_threads;
     CHECK(no_threads.refused());
@@ -121,12 +132,7 @@ TEST(Store, CommitsIfTheSystemRefusesThreads) {
 }
 
 TEST(Store, FailedSyncOfOneOfSeveralFilesMakesTheStoreReadOnly) {
-  auto fs = std::make_shared<FaultFs>(std::make_shared<MemFs>());
-  fs->make_dir("/s");
-  auto store = SsdStore::open(fs, "/s/a", small_options());
-  put_range(*store, 0, 20000);
-  store->merge_all();
-  fs->on_sync(nullptr, 4);
+  auto [fs, store] = store_of_several_files();
   fs->arm({.fault = testing::Fault::kIoError, .ops = testing::kSyncs, .at = 2});
   CHECK_THROWS(ReadOnlyError, store->commit("a"));
   CHECK_THROWS(ReadOnlyError, put_range(*store, 0, 10));

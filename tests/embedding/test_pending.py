@@ -1,4 +1,4 @@
-"""What passes of the training loop hold: pins end with the autograd graph, and a missing step is reported."""
+"""Pins and gradients of the training loop: pins end with the autograd graph, and a missing step is reported."""
 
 from __future__ import annotations
 

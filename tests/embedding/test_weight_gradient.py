@@ -51,7 +51,7 @@ def expected_gradient(table: tc.Table, batch: tc.Batch, weights: torch.Tensor, m
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_equals_torch(backend: str, mode: Any) -> None:
-    """Of a batch whose weights require grad, prefetched or not; the rows are trained as with plain weights."""
+    """Weights of a batch that require grad, prefetched or not; the rows are trained as with plain weights."""
     batches = make_batches(3, keys=60, examples=4)
     table, plain = open_table(backend), open_table(backend)
     bag, twin = tc.EmbeddingBag(table, 3, pooling=mode), tc.EmbeddingBag(plain, 3, pooling=mode)

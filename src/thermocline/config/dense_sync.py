@@ -27,8 +27,8 @@ class DenseSync:
     also merges after steps 1, 2, 4, 8 and so on below k. all: parameters and all state of the optimizer. params:
     parameters only; the second moments of the ranks diverge, which harms some models."""
     scope: Scope = "ranks"
-    """What steps alone between merges. ranks: every rank. nodes: every node; its ranks average their gradients every
-    step, and models are merged between nodes. It needs several nodes, all with the same number of ranks."""
+    """Unit that steps alone between merges. ranks: every rank. nodes: every node; its ranks average their gradients
+    every step, and models are merged between nodes. It needs several nodes, all with the same number of ranks."""
     every_m: Maybe[Count] = None
     """Steps between merges of first moments, with merge = "all". By default as `every`."""
     every_v: Maybe[Count] = None

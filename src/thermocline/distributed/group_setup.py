@@ -29,7 +29,7 @@ _SPARE_FILES = 64
 
 
 class Channels(NamedTuple):
-    """What carries the messages of one communicator; see `Communicator` for the groups that are None."""
+    """Transports of one communicator; see `Communicator` for the groups that are None."""
 
     world: TorchGroup | None
     node: TorchGroup | None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from thermocline.distributed.communicator import Groups
 
 Facts = dict[str, Any]
-"""What one rank observes, as JSON values."""
+"""Observations of one rank, as JSON values."""
 _SYSFS = Path("/sys")
 
 

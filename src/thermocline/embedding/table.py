@@ -336,7 +336,7 @@ class Table:
 
     @property
     def registered(self) -> list[BagSpec]:
-        """What all bags read, each spec once, in an order that does not depend on memory addresses."""
+        """Specs of all bags, each once, in an order that does not depend on memory addresses."""
         return self._bags.specs()
 
     # ---- batches
