@@ -17,7 +17,7 @@ from thermocline.utils.text_format import format_size, parse_size
 Policy = Literal["lru_lfu", "lru", "lfu"]
 OnDamage = Literal["stop", "continue"]
 
-_LEAST_MEM = 4 << 20
+_LEAST_MEM = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class LookAheadLimits:
         """Return the limits of a setting "auto", a number of batches, or a size. None: 0 batches disable it."""
         # A row loaded ahead needs its slot, and about 100 bytes for the ids and keys of the batches that use it.
         share = min(max(100 / (100 + 1.5 * (row_bytes + 40)), 1 / 16), 1 / 4)
-        if lookahead == "auto":  # in very little memory every byte is needed for rows
+        if lookahead == "auto":  # in less memory groups stay small, and cost more than they save
             return cls(None, int(mem * share)) if mem >= _LEAST_MEM else None
         if isinstance(lookahead, str):
             size = parse_size(lookahead, "lookahead")
