@@ -49,6 +49,8 @@ class SsdStats:
     bytes_read: int
     false_pages: int
     """Pages read that did not contain the key."""
+    get_scratch_peak: int
+    """Working memory of the largest get so far: 4 bytes per key and a fixed amount per thread; not in mem_total."""
     bytes_put: int
     """Bytes of rows and keys passed to put and delete."""
     bytes_written: int
