@@ -6,6 +6,8 @@
 #include <optional>
 #include <utility>
 
+#include "ssd/key_pieces.h"
+
 namespace thermocline::ssd {
 namespace {
 
@@ -83,16 +85,21 @@ class Reader::Worker {
     Part* part = nullptr;  // null: the slot does not start a read
     ReadRequest request;
   };
-  // One part is being read to its end, one is being submitted, one is planned ahead.
-  static constexpr size_t kParts = 3;
+  // No part is planned while the active ones have more items: this bounds the memory of a worker. Usually one part is
+  // being read to its end, one is being submitted and one is planned ahead; small parts are more.
+  static constexpr size_t kMostItems = 2 * KeyPieces::kMostKeys;
 
   // ---- planning
 
   // The part after the one that is being submitted is planned ahead.
   bool must_plan() {
-    if (exhausted_ || active_.size() >= kParts) return false;
-    if (std::count_if(active_.begin(), active_.end(), [](auto& part) { return !part->all_submitted(); }) > 1)
-      return false;
+    if (exhausted_) return false;
+    size_t items = 0, waiting = 0;
+    for (auto& part : active_) {
+      items += part->plan.items.size();
+      waiting += !part->all_submitted();
+    }
+    if (waiting > 1 || items > kMostItems) return false;
     exhausted_ = !source_.left();
     return !exhausted_;
   }
