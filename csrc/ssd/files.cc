@@ -27,23 +27,25 @@ void for_each_page(const Context& ctx, DataFile& file, uint64_t first, uint64_t 
 }  // namespace
 
 BufferSizes BufferSizes::of(size_t mem_budget, size_t write_buffer, const Geometry& g, FileSystem::Concurrency reads) {
-  constexpr size_t kChannelBytes = 4u << 20, kSlotBytes = 64u << 10, kReadBytes = 1u << 20;
+  constexpr size_t kReadBytes = 1u << 20, kMemory = 16u << 20;  // of the longest read; of the buffers of one lookup
   auto pages = [&](size_t bytes, size_t most) {
     return static_cast<uint32_t>(std::max<size_t>(1, std::min(bytes, most) / g.page_bytes));
   };
   BufferSizes s;
   const size_t read_memory = mem_budget / 16;
   s.read_workers = std::clamp(static_cast<int>(std::min<size_t>(read_memory / g.page_bytes, 64)), 1, reads.workers);
+  const auto workers = static_cast<uint32_t>(s.read_workers);
   s.read_channels = s.read_workers > 1 ? s.read_workers + 2 : 1;
   const size_t channel = read_memory / static_cast<size_t>(s.read_channels);
   s.read_slots = static_cast<int>(
       std::clamp<size_t>(channel / g.page_bytes, 1, static_cast<size_t>(std::min(reads.depth, kMaxReadSlots))));
   const size_t slots = static_cast<size_t>(s.read_slots);
-  s.slot_pages = pages(channel / slots, std::clamp(kChannelBytes / slots, kSlotBytes, kReadBytes));
-  // Half a channel at most, so that one read is in flight while another is verified; with few workers a quarter.
-  const uint32_t parts = slots < 4 ? 1 : s.read_workers < 4 ? 4 : 2;
-  s.read_pages = std::clamp(s.slot_pages * static_cast<uint32_t>(slots) / parts, s.slot_pages,
-                            std::max(s.slot_pages, pages(kReadBytes, kReadBytes)));
+  const size_t most = std::clamp(kMemory / workers, kReadBytes, 4 * kReadBytes);
+  s.slot_pages = pages(std::min(channel, most) / slots, kReadBytes);
+  // Few workers: part of a channel, so that eight reads of this length are in flight.
+  const uint32_t parts = std::clamp<uint32_t>(8 / workers, 1, static_cast<uint32_t>(std::min<size_t>(slots, 4)));
+  s.read_pages = std::max(s.slot_pages,
+                          std::min(s.slot_pages * static_cast<uint32_t>(slots) / parts, pages(kReadBytes, kReadBytes)));
   s.append_pages = pages(mem_budget / 64, 1u << 20);
   s.merge_bytes = std::min<size_t>(mem_budget / 16, 3u << 20);
   s.max_extents = std::clamp<size_t>(mem_budget / 16 / g.page_bytes, 16, 4096);

@@ -8,15 +8,14 @@
 namespace thermocline::ssd {
 namespace {
 
-constexpr size_t kLeastKeys = 128;  // of one piece, if there are several
 constexpr size_t kGroupKeys = 512;  // about, of one group
 constexpr size_t kRangeKeys = 32768;
 constexpr size_t kPrefetchAhead = 16;
 
 }  // namespace
 
-KeyPieces::KeyPieces(const uint64_t* keys, size_t n, size_t workers, ThreadPool& pool)
-    : keys_(keys), n_(n), workers_(workers) {
+KeyPieces::KeyPieces(const uint64_t* keys, size_t n, size_t workers, size_t least, ThreadPool& pool)
+    : keys_(keys), n_(n), workers_(workers), least_(std::min(least, kMostKeys)) {
   if (n > kMostKeys) {
     divide(pool);
     return;
@@ -74,7 +73,7 @@ bool KeyPieces::claim(size_t* begin, size_t* end) {
   std::lock_guard lock(mutex_);
   if (taken_ == n_) return false;
   const size_t share = workers_ == 1 ? kMostKeys : (n_ - taken_) / (4 * workers_);
-  const size_t want = std::clamp(share, kLeastKeys, kMostKeys);
+  const size_t want = std::clamp(share, least_, kMostKeys);
   *begin = taken_;
   if (!order_) {
     taken_ = std::min(n_, taken_ + want);

@@ -20,8 +20,9 @@ class KeyPieces {
  public:
   static constexpr size_t kMostKeys = 16384;  // of one piece
 
-  // For `workers` threads that call next(); the division runs on the pool.
-  KeyPieces(const uint64_t* keys, size_t n, size_t workers, ThreadPool& pool);
+  // For `workers` threads that call next(); the division runs on the pool. No piece but the last has fewer than `least`
+  // keys.
+  KeyPieces(const uint64_t* keys, size_t n, size_t workers, size_t least, ThreadPool& pool);
 
   // Fills `items` with the next piece, sorted by hash. False: none is left. `scratch` is working memory. Pieces become
   // smaller towards the end, so that all threads finish together.
@@ -34,7 +35,7 @@ class KeyPieces {
   bool claim(size_t* begin, size_t* end);
 
   const uint64_t* const keys_;
-  const size_t n_, workers_;
+  const size_t n_, workers_, least_;
   std::vector<Item> sorted_;           // all keys, if they are at most kMostKeys
   std::unique_ptr<uint32_t[]> order_;  // else: the indices of all keys, grouped by ranges of hashes in ascending order
   std::vector<uint32_t> ends_;         // of the groups in order_

@@ -19,7 +19,7 @@ namespace {
 // Takes all pieces on several threads. Checks that every key is in one piece, at its place in the order.
 std::vector<std::vector<Item>> all_pieces(const std::vector<uint64_t>& keys, size_t workers) {
   ThreadPool pool(static_cast<int>(workers));
-  KeyPieces pieces(keys.data(), keys.size(), workers, pool);
+  KeyPieces pieces(keys.data(), keys.size(), workers, 128, pool);
   std::vector<std::vector<std::vector<Item>>> taken(workers);
   pool.parallel(workers, [&](size_t w) {
     std::vector<Item> items, scratch;

@@ -44,8 +44,14 @@ class MadePlans : public PlanSource {
 class Reader::Worker {
  public:
   // `stop` is set when a worker fails.
-  Worker(Reader& reader, PlanSource& source, const RowsWanted* wanted, const std::atomic<bool>& stop)
-      : reader_(reader), ctx_(reader.ctx_), source_(source), wanted_(wanted), stop_(stop) {}
+  Worker(Reader& reader, PlanSource& source, const RowsWanted* wanted, size_t max_in_flight,
+         const std::atomic<bool>& stop)
+      : reader_(reader),
+        ctx_(reader.ctx_),
+        source_(source),
+        wanted_(wanted),
+        max_in_flight_(max_in_flight),
+        stop_(stop) {}
 
   void run() {
     if (!plan_part()) return;
@@ -162,6 +168,7 @@ class Reader::Worker {
     for (size_t p = 0; p < active_.size(); ++p) {
       Part& part = *active_[p];
       while (!part.all_submitted()) {
+        if (in_flight_ == max_in_flight_) return true;
         const ReadRequest request = next_request(part.plan, part.submitted);
         const uint32_t bytes = request.pages * ctx_.g.page_bytes;
         const int slot = channel.take(bytes);
@@ -276,6 +283,7 @@ class Reader::Worker {
   const Context& ctx_;
   PlanSource& source_;
   const RowsWanted* const wanted_;
+  const size_t max_in_flight_;
   const std::atomic<bool>& stop_;
 
   bool exhausted_ = false;
@@ -289,12 +297,21 @@ class Reader::Worker {
 
 // ---- reader
 
+// Two threads with deep queues keep the device busy; more share the work of the processor. With shallow queues every
+// thread adds a read in flight.
 size_t Reader::workers_for(size_t keys) const {
-  // One full queue is the caller's. A further thread is worth waking for four queues, or for eight reads.
-  const size_t slots = static_cast<size_t>(ctx_.sizes.read_slots);
-  if (keys < std::max<size_t>(16, slots)) return 1;
-  const size_t useful = std::max<size_t>(2, keys / std::max<size_t>(8, 4 * slots));
+  const bool deep = ctx_.sizes.read_slots >= 16;
+  if (keys < (deep ? 256 : 16)) return 1;
+  const size_t useful = std::max<size_t>(2, keys / (deep ? 2048 : 8));
   return std::min(useful, static_cast<size_t>(ctx_.sizes.read_workers));
+}
+
+size_t Reader::least_piece() const { return ctx_.sizes.read_slots >= 16 ? 128 : 8; }
+
+// A device takes a limited number of reads at once; threads that submit more wait for each other in the kernel.
+size_t Reader::max_in_flight(size_t workers) const {
+  constexpr size_t kAllWorkers = 128, kEach = 8;
+  return std::clamp(kAllWorkers / workers, kEach, size_t{BufferSizes::kMaxReadSlots});
 }
 
 void Reader::combine(ReadPlan& plan) const {
@@ -306,7 +323,7 @@ void Reader::read(PlanSource& source, size_t workers, const RowsWanted* wanted) 
   std::atomic<bool> stop{false};
   std::atomic<uint64_t> scratch{source.memory()};
   pool_.parallel(workers, [&](size_t) {
-    Worker worker(*this, source, wanted, stop);
+    Worker worker(*this, source, wanted, max_in_flight(workers), stop);
     try {
       worker.run();
     } catch (...) {

@@ -52,6 +52,7 @@ class Reader {
 
   // Threads of a lookup of `keys` keys. Few keys are looked up by the caller alone.
   size_t workers_for(size_t keys) const;
+  size_t least_piece() const;  // keys of the smallest piece that one thread takes
   ThreadPool& pool() { return pool_; }
 
   // Reads all parts on `workers` threads. Copies the rows found and sets their flags. Rows moved or put meanwhile are
@@ -74,6 +75,8 @@ class Reader {
 
  private:
   class Worker;
+
+  size_t max_in_flight(size_t workers) const;  // reads of each worker
 
   // `wanted` null: pages are not verified.
   void read(PlanSource& source, size_t workers, const RowsWanted* wanted);

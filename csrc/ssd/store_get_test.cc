@@ -6,10 +6,9 @@
 #include <mutex>
 #include <optional>
 #include <random>
-#include <set>
-#include <thread>
 #include <vector>
 
+#include "ssd/reader.h"
 #include "ssd/store.h"
 #include "ssd/store_test_util.h"
 #include "testing/fault_fs.h"
@@ -24,15 +23,13 @@ namespace {
 
 constexpr uint64_t kKeys = 60000;
 
-// A file system in memory for lookups on several threads. Counts the threads that create read queues, and can hold
-// reads back.
+// A file system in memory for lookups on several threads, which can hold reads back.
 class ParallelFs : public testing::MemFs {
  public:
   ParallelFs(int workers, int depth) : concurrency_{workers, depth} { make_dir("/s"); }
   Concurrency read_concurrency() const override { return concurrency_; }
   std::unique_ptr<ReadQueue> read_queue(size_t depth) override {
     std::lock_guard lock(mutex_);
-    threads_.insert(std::this_thread::get_id());
     return std::make_unique<Queue>(*this, MemFs::read_queue(depth), queues_++ < held_);
   }
   // Queues created from now on: the first `count` return no read until release().
@@ -49,10 +46,6 @@ class ParallelFs : public testing::MemFs {
   void wait_for_held(int count) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return waiting_ >= count; });
-  }
-  size_t threads() {
-    std::lock_guard lock(mutex_);
-    return threads_.size();
   }
 
  private:
@@ -82,7 +75,6 @@ class ParallelFs : public testing::MemFs {
   const Concurrency concurrency_;
   std::mutex mutex_;  // protects all members below
   std::condition_variable changed_;
-  std::set<std::thread::id> threads_;
   int queues_ = 0, held_ = 0, waiting_ = 0;
 };
 
@@ -181,7 +173,6 @@ TEST(StoreGet, AllSizesOnSeveralThreads) {
       expect_all_sizes(*store, oracle);
       CHECK(store->stats().mem_total <= budget);
       CHECK(store->stats().false_pages > 0);  // keys whose page in the log was that of another key
-      if (workers > 1) CHECK(fs->threads() > 1);
     }
   }
 }
@@ -215,13 +206,19 @@ TEST(StoreGet, WorkingMemoryIsFourBytesPerKeyAndABoundPerThread) {
 }
 
 TEST(StoreGet, FewKeysAreLookedUpByTheCallerAlone) {
-  auto fs = std::make_shared<ParallelFs>(8, 64);
-  auto store = SsdStore::open(fs, "/s/a", get_options(64u << 20));
-  const Expected oracle = fill(*store);
-  std::vector<uint64_t> keys(2000);
-  for (size_t i = 0; i < keys.size(); ++i) keys[i] = i * 29;
-  expect_rows(*store, oracle, {keys.begin(), keys.begin() + 63});
-  CHECK_EQ(fs->threads(), 1u);
+  ssd::Identity id;
+  id.geometry = ssd::Geometry::of(kRow);
+  auto workers = [&](int threads, int depth, size_t keys) {
+    ssd::Context ctx(std::make_shared<ParallelFs>(threads, depth), "/s/a", id, 256u << 20, 0);
+    return ssd::Reader(ctx).workers_for(keys);
+  };
+  for (size_t keys : {0, 1, 100, 255}) CHECK_EQ(workers(16, 64, keys), 1u);
+  CHECK_EQ(workers(16, 64, 1000), 2u);
+  CHECK_EQ(workers(16, 64, 100000), 16u);
+  CHECK_EQ(workers(32, 1, 15), 1u);  // threads instead of queues
+  CHECK_EQ(workers(32, 1, 100), 12u);
+  CHECK_EQ(workers(32, 1, 1000), 32u);
+  CHECK_EQ(workers(1, 1, 100000), 1u);
 }
 
 // A long lookup leaves channels to others: a pull does not wait for the end of a look-ahead.

@@ -79,7 +79,7 @@ void SsdStore::Impl::get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut
   const size_t workers = prepare_lookup(n);
   const auto start = std::chrono::steady_clock::now();
   const RowsWanted wanted{keys, found, rows};
-  KeyPieces pieces(keys, n, workers, reader_.pool());
+  KeyPieces pieces(keys, n, workers, reader_.least_piece(), reader_.pool());
   GetPlans plans(*this, wanted, pieces);
   reader_.read(plans, workers, wanted);
   if (n >= kMeasureFrom)
@@ -89,7 +89,7 @@ void SsdStore::Impl::get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut
 double SsdStore::Impl::read_floor(const uint64_t* keys, size_t n) {
   auto life = alive();
   const size_t workers = prepare_lookup(n);
-  KeyPieces pieces(keys, n, workers, reader_.pool());
+  KeyPieces pieces(keys, n, workers, reader_.least_piece(), reader_.pool());
   std::vector<ReadPlan> plans;
   PlanScratch scratch;
   for (ReadPlan plan; pieces.next(plan.items, scratch.items); plan = {}) {
