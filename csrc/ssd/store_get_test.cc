@@ -195,11 +195,10 @@ TEST(StoreGet, WorkingMemoryIsFourBytesPerKeyAndABoundPerThread) {
   std::vector<uint64_t> keys(2000000);
   std::mt19937_64 random(7);
   for (auto& key : keys) key = random() % kKeys;
-  std::vector<uint8_t> found(keys.size()), rows(kRow);
-  std::vector<uint32_t> slot(keys.size(), 0);  // all rows to one place: only memory is tested
+  std::vector<uint8_t> found(keys.size()), rows(keys.size() * kRow);
   constexpr uint64_t kPerThread = 4u << 20;
   for (size_t n : {500000, 2000000}) {
-    store->get(keys.data(), n, found.data(), {rows.data(), 0, slot.data()});
+    store->get(keys.data(), n, found.data(), {rows.data(), kRow});
     const uint64_t scratch = store->stats().get_scratch_peak;
     CHECK(scratch >= 4 * n && scratch <= 4 * n + 4 * kPerThread);
   }
