@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ import pytest
 from thermocline import serving
 from thermocline.embedding.key_hash import hash_keys
 from thermocline.errors import CorruptionError, LockError, NotFoundError, ThermoclineError
-from thermocline.serving import Publication, TableRows
+from thermocline.serving import Publication, TableRows, sort_by_hash
 from thermocline.serving.row_format import encode
 
 DIM = 3
@@ -26,15 +26,14 @@ RANGE = 2000
 Oracle = dict[int, np.ndarray]
 
 
-def table_rows(
-    rows: Oracle, deleted: list[int] | tuple[int, ...] = (), *, dim: int = DIM, name: str = "t"
-) -> TableRows:
+def table_rows(rows: Oracle, deleted: Sequence[int] | None = None, *, dim: int = DIM, name: str = "t") -> TableRows:
     keys = np.array(list(rows), np.uint64)
     order = np.argsort(hash_keys(keys))
     values = np.array([rows[int(key)] for key in keys[order]], np.float32).reshape(-1, dim)
     cut = len(keys) // 2
     pieces = [(keys[order][:cut], values[:cut]), (keys[order][cut:], values[cut:])]
-    return TableRows(name=name, dim=dim, rows=pieces, deleted=np.array(deleted, np.uint64), seed=5, initial=(1, 0.5))
+    gone = None if deleted is None else lambda: np.array(deleted, np.uint64)
+    return TableRows(name=name, dim=dim, rows=pieces, deleted=gone, seed=5, initial=(1, 0.5))
 
 
 def change(oracle: Oracle, rng: random.Random, count: int) -> tuple[Oracle, list[int]]:
@@ -276,7 +275,7 @@ def test_refusals(tmp_path: Path) -> None:
         unsorted = [(np.uint64([1, 2, 3, 4]), np.zeros((4, DIM), np.float32))]
         with pytest.raises(ThermoclineError, match="ascend"):
             publication.publish_base([TableRows(name="t", dim=DIM, rows=unsorted)], step=6)
-        publication.publish_base([TableRows(name="t", dim=DIM, rows=unsorted, sort=True)], step=6)
+        publication.publish_base([TableRows(name="t", dim=DIM, rows=sort_by_hash(unsorted))], step=6)
         assert len(list(tmp_path.glob("v*"))) == 2
         assert not list(tmp_path.glob(".tmp-*"))
     with pytest.raises(ValueError, match="consumer is"):

@@ -97,6 +97,28 @@ def predict(
         return {"step": run.step, "scores": count, "out": out, "skipped": skipped(batches, run.runner)}
 
 
+def export(run_dir: str, out: str, *, delta: bool, precision: Any, checkpoint: str | None) -> Row:
+    """Publish the rows of a trained run for serving."""
+    from thermocline.distributed.launch import world_size
+    from thermocline.training.publish import publish_table
+    from thermocline.training.run import Run
+    from thermocline.training.run_dir import config_of
+
+    if world_size() > 1:
+        raise ConfigError("export runs in one process, which reads the stores of all ranks: start it without torchrun")
+    step_or_tag = int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
+    with (
+        Run.load(run_dir, checkpoint=step_or_tag, config=config_of(run_dir), labelled=False) as run,
+        progress("exporting", None, "rows") as advance,
+    ):
+        version = publish_table(run.table, out, step=run.step, delta=delta, precision=precision, advance=advance)
+    (table,) = version.tables
+    return {
+        "version": version.number, "kind": version.kind, "step": version.step, "rows": table.rows,
+        "deleted": table.deleted, "bytes": table.bytes,
+    }  # fmt: skip
+
+
 def _progress(title: str, batches: Any, config: Config) -> AbstractContextManager[Callable[[int], None]]:
     """Show progress on rank 0, of its part of the data."""
     return progress(title, _examples(batches, config)) if is_rank0() else nullcontext(lambda count: None)

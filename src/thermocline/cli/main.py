@@ -57,6 +57,12 @@ class Split(StrEnum):
     test = "test"
 
 
+class ServedPrecision(StrEnum):
+    fp32 = "fp32"
+    fp16 = "fp16"
+    int8 = "int8"
+
+
 class Format(StrEnum):
     parquet = "parquet"
     libsvm = "libsvm"
@@ -218,6 +224,33 @@ def predict(
             return
         typer.echo(f"{plural(report['scores'], 'score')} of step {report['step']} in {out}")
         _print_skipped(report)
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    out: Annotated[str, typer.Option(help="Folder of the publication: a new one, or one that has versions already.")],
+    delta: Annotated[
+        bool, typer.Option("--delta", help="Publish only rows that changed since the version before, and deleted keys.")
+    ] = False,
+    precision: Annotated[ServedPrecision, typer.Option(help="Stored form of a weight.")] = ServedPrecision.fp32,
+    checkpoint: Checkpoint = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Publish the rows of a run for serving (`thermocline.serving.open`). Read-only; works while the run trains."""
+    with _one_line(debug):
+        from thermocline.cli import commands
+        from thermocline.utils.text_format import format_size, plural
+
+        report = commands.export(run_dir, out, delta=delta, precision=precision.value, checkpoint=checkpoint)
+        if as_json:
+            _print_json(report)
+        else:
+            typer.echo(
+                f"version {report['version']} ({report['kind']}) of step {report['step']} in {out}: "
+                f"{plural(report['rows'], 'row')}, {report['deleted']} deleted, {format_size(report['bytes'])}"
+            )
 
 
 @app.command()

@@ -4,8 +4,9 @@
 versions. This package imports only the C++ core, NumPy and small utilities, so that it starts fast.
 """
 
+from thermocline.serving.changes import sort_by_hash
 from thermocline.serving.publication import Publication, TableRows
 from thermocline.serving.snapshot import Snapshot, open
 from thermocline.serving.version import TableFile, Version
 
-__all__ = ["Publication", "Snapshot", "TableFile", "TableRows", "Version", "open"]
+__all__ = ["Publication", "Snapshot", "TableFile", "TableRows", "Version", "open", "sort_by_hash"]

@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,11 +45,10 @@ class TableRows:
     name: str
     dim: int
     rows: Iterable[tuple[Keys, Floats]]
-    """Keys and weights, float32[n, dim]; in ascending order of `hash_keys` over all pieces, unless `sort`."""
-    deleted: Keys = dataclasses.field(default_factory=lambda: np.empty(0, np.uint64))
-    """Keys that the version before has and this one does not; any order. Only in a delta."""
-    sort: bool = False
-    """Sort the rows, which takes memory for all of them."""
+    """Keys and weights, float32[n, dim]; in ascending order of `hash_keys` over all pieces (`sort_by_hash`)."""
+    deleted: Callable[[], Keys] | None = None
+    """Returns the keys that the version before has and this one does not, in any order; called after `rows` ended. Only
+    in a delta."""
     seed: int = 0
     table_id: int = 0
     initial: tuple[int, float] | None = None
@@ -101,7 +100,7 @@ class Publication:
 
     def publish_base(self, tables: Sequence[TableRows], *, step: int, event_time: float | None = None) -> Version:
         """Publish a version with all rows, and return it."""
-        if any(len(table.deleted) for table in tables):
+        if any(table.deleted is not None for table in tables):
             raise ValueError("a base has no deleted keys: leave them out of its rows")
         return self._publish("base", None, tables, step, event_time)
 
@@ -197,8 +196,9 @@ class Publication:
                     _append(writer, table, precision)
                 else:
                     write(index, writer)
-                deleted = np.unique(as_keys(table.deleted))
-                writer.erase(deleted[np.argsort(hash_keys(deleted))])
+                if table.deleted is not None:
+                    deleted = np.unique(as_keys(table.deleted()))
+                    writer.erase(deleted[np.argsort(hash_keys(deleted))])
                 writer.finish()
                 files.append(_table_file(table, file, writer, precision))
             try:
@@ -249,14 +249,7 @@ class Publication:
 
 
 def _append(writer: _core.SnapshotWriter, table: TableRows, precision: Precision) -> None:
-    pieces: Iterator[tuple[Keys, Floats]] = iter(table.rows)
-    if table.sort:
-        whole = list(pieces)
-        keys = np.concatenate([np.empty(0, np.uint64), *(as_keys(k) for k, _ in whole)])
-        rows = np.concatenate([np.empty((0, table.dim), np.float32), *(r for _, r in whole)])
-        order = np.argsort(hash_keys(keys))
-        pieces = iter([(keys[order], rows[order])])
-    for keys, rows in pieces:
+    for keys, rows in table.rows:
         if rows.shape != (len(keys), table.dim):
             raise ValueError(f"table {table.name!r}: rows have shape {rows.shape}, expected {(len(keys), table.dim)}")
         writer.append(as_keys(keys), encode(rows, precision))
