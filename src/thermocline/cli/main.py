@@ -254,6 +254,34 @@ def export(
 
 
 @app.command()
+def serve(
+    folder: Annotated[str, typer.Argument(help="Folder that `thermocline export` publishes to.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the Flight (gRPC) service; 0: a free one.")] = 8815,
+    metrics_port: Annotated[int | None, typer.Option(help="Port of Prometheus metrics over HTTP, without TLS.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with a token that clients must send: authorization: Bearer TOKEN.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM; with --tls-key.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None,
+    poll: Annotated[float, typer.Option(help="Seconds between looks for a new version.")] = 1.0,
+    consumer: Annotated[str | None, typer.Option(help="Name under which the version in use is recorded.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow other machines to connect without token or TLS.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Serve published rows over Arrow Flight until Ctrl-C or SIGTERM; new versions are read as they appear."""
+    with _one_line(debug):
+        from thermocline.cli import commands
+
+        commands.serve(
+            folder, host=host, port=port, metrics_port=metrics_port, token_file=token_file, tls_cert=tls_cert,
+            tls_key=tls_key, poll=poll, consumer=consumer, insecure=insecure,
+        )  # fmt: skip
+
+
+@app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="A store, a run_dir, or a checkpoint's .json file.")],
     check: Annotated[bool, typer.Option("--check", help="Verify every byte.")] = False,

@@ -87,6 +87,11 @@ class Snapshot:
     # ---- reading
 
     @property
+    def state(self) -> State:
+        """The version in use with its files: several lookups in one state are of one version."""
+        return self._state
+
+    @property
     def version(self) -> Version:
         """The version in use."""
         return self._state.version

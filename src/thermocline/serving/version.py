@@ -10,6 +10,7 @@ PUBLICATION/
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import re
@@ -65,6 +66,11 @@ class Version:
     """Newest event time, in seconds since 1970, that the rows contain."""
     created: str
     tables: tuple[TableFile, ...]
+
+    @property
+    def created_time(self) -> float:
+        """Seconds since 1970."""
+        return datetime.datetime.fromisoformat(self.created).timestamp()
 
     @property
     def folder(self) -> str:
