@@ -19,6 +19,7 @@ using namespace nb::literals;
 namespace thermocline {
 namespace {
 
+using serving::SnapshotFile;
 using serving::SnapshotWriter;
 using serving::View;
 using FloatsOutArg = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -55,6 +56,13 @@ size_t scan(View::Scan& self, nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, n
             nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows, const View& view) {
   require(rows.shape(0) == keys.size() && rows.shape(1) == view.row_bytes(), "rows must be bytes[keys, row_bytes]");
   return unlocked([&, k = keys.data(), n = keys.size(), r = rows.data()] { return self.next(n, k, r); });
+}
+
+void copy_rows(const SnapshotFile& self, uint64_t first,
+               nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> keys,
+               nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows) {
+  require(rows.shape(0) == keys.size() && rows.shape(1) == self.row_bytes(), "rows must be bytes[keys, row_bytes]");
+  unlocked([&, k = keys.data(), n = keys.size(), r = rows.data()] { self.copy_rows(first, n, k, r); });
 }
 
 // Writes the initial weights of the keys that were not found.
@@ -117,6 +125,22 @@ void bind_serving(nb::module_& m) {
       .def_prop_ro("base_rows", &View::base_rows)
       .def_prop_ro("changed_rows", &View::changed_rows)
       .def_prop_ro("mem_bytes", &View::mem_bytes);
+
+  nb::class_<SnapshotFile>(m, "SnapshotFile")
+      .def(
+          "__init__",
+          [](SnapshotFile* self, const nb::bytes& path) {
+            unlocked([&, file = to_path(path)] { new (self) SnapshotFile(file); });
+          },
+          "path"_a)
+      .def("copy_rows", copy_rows, "first"_a, "keys"_a, "rows"_a)
+      .def("verify", [](const SnapshotFile& self) { unlocked([&] { self.verify(); }); })
+      .def_prop_ro("rows", &SnapshotFile::rows)
+      .def_prop_ro("row_bytes", &SnapshotFile::row_bytes)
+      .def_prop_ro("deleted", [](const SnapshotFile& self) {
+        const auto& keys = self.deleted();
+        return nb::ndarray<nb::numpy, const uint64_t, nb::ndim<1>>(keys.data(), {keys.size()}, nb::find(self));
+      });
 
   nb::class_<View::Scan>(m, "SnapshotScan").def("next", scan, "keys"_a, "rows"_a, "view"_a);
   m.def("fill_initial", fill_initial, "keys"_a, "found"_a, "out"_a, "kind"_a, "scale"_a, "seed"_a, "table"_a);

@@ -45,3 +45,15 @@ def encode(weights: Floats, precision: Precision) -> npt.NDArray[np.uint8]:
     stored[:, 4:8] = least.view(np.uint8)
     stored[:, 8:] = np.clip(codes, 0, 255)
     return stored
+
+
+def decode(stored: npt.NDArray[np.uint8], precision: Precision, dim: int) -> Floats:
+    """Return the weights of stored rows, as `SnapshotView.lookup` does."""
+    stored = np.ascontiguousarray(stored)
+    if precision == "fp32":
+        return stored.view(np.float32).reshape(len(stored), dim)
+    if precision == "fp16":
+        return stored.view(np.float16).reshape(len(stored), dim).astype(np.float32)
+    scale = np.ascontiguousarray(stored[:, :4]).view(np.float32)
+    offset = np.ascontiguousarray(stored[:, 4:8]).view(np.float32)
+    return offset + scale * stored[:, 8:].astype(np.float32)

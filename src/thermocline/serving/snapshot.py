@@ -226,10 +226,33 @@ def open_state(path: Path, number: int, state: State | None = None) -> State:
 
 
 def _open_state(path: Path, number: int, state: State | None) -> State:
-    chain: list[tuple[Version, Path]] = []  # newest first
+    chain = version_chain(path, number, None if state is None else state.version.number)
+    views: dict[str, _core.SnapshotView] = {} if state is None else dict(state.views)
+    for version, folder in chain:
+        for table in version.tables:
+            file = os.fsencode(folder / table.file)
+            if version.kind == "base":
+                views[table.name] = _core.SnapshotView.open(file, table.precision, table.dim)
+            else:
+                views[table.name] = views[table.name].with_delta(file)
+    newest = chain[-1][0]
+    names = {table.name for table in newest.tables}
+    return State(
+        newest,
+        MappingProxyType({table.name: table for table in newest.tables}),
+        MappingProxyType({name: view for name, view in views.items() if name in names}),
+    )
+
+
+def version_chain(path: Path, number: int, known: int | None) -> list[tuple[Version, Path]]:
+    """Return what a reader of version `known` reads to get to `number`, oldest first: deltas, or a base and deltas.
+
+    Raises `NotFoundError` if a version is missing and `CorruptionError` if one does not belong to `number`.
+    """
+    chain: list[tuple[Version, Path]] = []
     folders = versions(path)
     at: int | None = number
-    while at is not None and not (state is not None and at == state.version.number):
+    while at is not None and at != known:
         if at not in folders:
             raise NotFoundError(f"{path} has no version {at}, which version {number} needs")
         version = read_version(folders[at])
@@ -237,14 +260,4 @@ def _open_state(path: Path, number: int, state: State | None) -> State:
             raise CorruptionError(f"{folders[at]}: it does not belong to version {number}: publish a base")
         chain.append((version, folders[at]))
         at = version.previous
-    # The chain begins with a base, or with the delta after `state`.
-    views: dict[str, _core.SnapshotView] = {} if at is None or state is None else dict(state.views)
-    for version, folder in reversed(chain):
-        for table in version.tables:
-            file = os.fsencode(folder / table.file)
-            if version.kind == "base":
-                views[table.name] = _core.SnapshotView.open(file, table.precision, table.dim)
-            else:
-                views[table.name] = views[table.name].with_delta(file)
-    newest = chain[0][0]
-    return State(newest, MappingProxyType({table.name: table for table in newest.tables}), MappingProxyType(views))
+    return chain[::-1]
