@@ -395,7 +395,7 @@ def claims_of(results: Result, sizes: Sizes) -> list[Claim]:
             )
             detail += f"{disk:.2f} by 1 MiB reads, {r['reads']:,.0f} reads"
             out.append(Claim(f"share of the floor, get of {count:,}", r["share_of_medians"], 0.8, detail=detail))
-        bound = 4 * sizes.rows + 4e6 * max(2, min(16, os.cpu_count() or 1))
+        bound = 4 * sizes.rows + 4e6 * max(2, min(8, os.cpu_count() or 1))
         detail = f"{large['get_scratch_peak'] / 1e6:.0f} MB for {sizes.rows:,} keys"
         out.append(Claim("working memory of a get", large["get_scratch_peak"] / bound, 1, at_most=True, detail=detail))
     if "growth" in results:

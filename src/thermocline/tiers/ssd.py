@@ -140,7 +140,7 @@ class SsdStore:
           min_log_bytes     log size below which nothing is merged
           background_merge  False merges inside put and commit, which is deterministic
           io_engine         "io_uring" or "pread" threads; "auto" selects io_uring if the kernel supports it
-          io_workers        threads of a large get; default: one per core that the process may use, 2 to 16
+          io_workers        threads of a large get; default: one per core that the process may use, 2 to 8
           io_depth          reads in flight per thread, at most 64
 
         Raises `NotFoundError` (no store, no such epoch), `LockError` (open in another process or object), `FormatError`
