@@ -21,13 +21,13 @@ import thermocline as tc
 from experiments import (
     __main__ as cli,
     auc_time,
+    figures,
     hashing,
     launch,
     models,
     paper,
     quantization,
     registry,
-    report as page,
     runner,
 )
 from experiments.experiment import Setup, StepContext
@@ -112,7 +112,7 @@ def test_the_page_needs_no_other_file(report: Path) -> None:
 def test_the_published_report_is_rebuilt_with_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rebuild docs/reproduction without drawing: tables, claims and text are those in the repository."""
     published = Path(__file__).parents[2] / "docs/reproduction"
-    monkeypatch.setattr(page.figures, "draw", lambda figure, stem: "<svg></svg>")
+    monkeypatch.setattr(figures, "draw", lambda figure, stem: "<svg></svg>")
     outcome = runner.rebuild(published, tmp_path)
     for folder, count in (("tables", 2 * 38), ("results", len(registry.NAMES))):
         files = sorted((published / folder).iterdir())
