@@ -39,7 +39,7 @@ class SteadyMeter:
         self._table, self._ramp, self._seconds, self._horizons, self._commit = table, ramp, seconds, horizons, commit
         self._batches = self._examples = self._commits = 0
         self._horizon = 0
-        self._grown = (0.0, 0)  # seconds and batches when the look-ahead was last seen to grow
+        self._grown = (0.0, 0, 0)  # seconds, batches and batches ahead when the look-ahead was last seen to grow
         self._ahead_bytes = 0
         self._resident = 0
         self.stages_at_end: Sequence[Any] = ()
@@ -76,13 +76,13 @@ class SteadyMeter:
         if ahead is None:
             return
         self._ahead_bytes = max(self._ahead_bytes, ahead.most_bytes)
-        if ahead.batches_ahead > _GROWTH * self._horizon:
-            self._grown = (now, self._batches)
+        if ahead.batches_ahead > _GROWTH * self._grown[2]:
+            self._grown = (now, self._batches, ahead.batches_ahead)
         self._horizon = max(self._horizon, ahead.batches_ahead)
 
     def _is_settled(self, now: float) -> bool:
         """Whether the look-ahead has stopped growing: for a time, and for twice its own length."""
-        seconds, batches = self._grown
+        seconds, batches, _ = self._grown
         quiet = now - seconds >= _QUIET * self._ramp and self._batches - batches >= 2 * self._horizon
         return self._batches >= WARM_UP and (quiet or now >= self._ramp)
 
@@ -90,7 +90,8 @@ class SteadyMeter:
         mem, store, hbm = self._table.dram.stats(), self._table.store, self._table.hbm
         self._resident = max(self._resident, resident_bytes())
         counts: dict[str, float] = {
-            "seconds": time.perf_counter() - self._begin, "batches": self._batches, "examples": self._examples,
+            "seconds": time.perf_counter() - self._begin, "cpu_seconds": time.process_time(),
+            "batches": self._batches, "examples": self._examples,
             "mem_hits": mem.hits, "mem_all": mem.hits + mem.misses,
         }  # fmt: skip
         if hbm is not None:
