@@ -176,7 +176,10 @@ def summarise(result: Result) -> Result:
             "ramp_seconds": spread([lap["ramp_seconds"] for lap in laps]),
             "memory_share": max(lap["memory"]["counted"] / lap["memory"]["budget"] for lap in laps),
         }
-    figures["cold"] = {"examples_per_second": result["cold"]["examples_per_s"], "cpu_ms_per_step": cpu_ms(result["cold"])}
+    figures["cold"] = {
+        "examples_per_second": result["cold"]["examples_per_s"],
+        "cpu_ms_per_step": cpu_ms(result["cold"]),
+    }
     return figures
 
 
