@@ -1,15 +1,16 @@
 """Simulation: would rows that return, kept in a run of their own, cut the page reads of the SSD store by half?
 
 Claim    At the density of 1e9 keys, rows that recent merges rewrote in their own run need half of the page reads.
-Method   Traces are cut into horizons, each read as one sorted set of rows. Rows missing in DRAM are read from the log or
-         from base pages of 4 KiB. Layout "hash": all base rows in hash order, as the store has them. Layout "warm": the
-         rows that one of the last merges rewrote are in their own run of pages, in hash order; a row that no later merge
-         rewrites goes back. Layout "by visits": one run per power of two of the visits, which the store does not know,
-         as a bound of what a better choice of rows could save. DRAM keeps the rows of the last horizon, then the most visited; all rows that leave it were
-         changed and go to the log, in hash order; a merge empties the log when it has a fifth of all rows. Counted are
-         distinct pages per horizon, after the third merge. Zipf: `tc.SyntheticAds` with the fields and exponents of
-         model E; ids per horizon are a share of the keys: 0.13 is 1e9 keys with 256 batches of 1,024 x 500 ids, 0.65 is
-         2e8 keys (E/1000). MovieLens: ratings in the order of their time, with user, movie and crossed features.
+Method   Traces are cut into horizons, each read as one sorted set of rows. Rows missing in DRAM are read from the log
+         or from base pages of 4 KiB. Layout "hash": all base rows in hash order, as the store has them. Layout "warm":
+         the rows that one of the last merges rewrote are in their own run of pages, in hash order; a row that no later
+         merge rewrites goes back. Layout "by visits": one run per power of two of the visits, which the store does not
+         know, as a bound of what a better choice of rows could save. DRAM keeps the rows of the last horizon, then the
+         most visited; all rows that leave it were changed and go to the log, in hash order; a merge empties the log
+         when it has a fifth of all rows. Counted are distinct pages per horizon, after the third merge. Zipf:
+         `tc.SyntheticAds` with the fields and exponents of model E; ids per horizon are a share of the keys: 0.13 is
+         1e9 keys with 256 batches of 1,024 x 500 ids, 0.65 is 2e8 keys (E/1000). MovieLens: ratings in the order of
+         their time, repeated, with user, movie and crossed features.
 Command  python benchmarks/warm_rows.py --json FILE
          python benchmarks/warm_rows.py --movielens FOLDER --json FILE     FOLDER has ml-100k.inter (RecBole's format)
          python benchmarks/warm_rows.py --quick                             seconds, few keys
@@ -42,8 +43,8 @@ Rows = npt.NDArray[np.int64]
 
 
 HASH, CLASSES = 0, -1
-"""Layouts without a warm run: hash order, and runs of rows with equal log2 of their visits so far. Other numbers are the
-merges after which a row that was not rewritten leaves the warm run."""
+"""Layouts without a warm run: hash order, and runs of rows with equal log2 of their visits so far. Other numbers are
+the merges after which a row that was not rewritten leaves the warm run."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -157,11 +158,9 @@ def movielens_trace(folder: Path, share: float) -> tuple[Iterator[Rows], int]:
         )  # fmt: skip
     text = np.array(values)
     names, index = np.unique(text, return_inverse=True)
-    hashes = np.array(
-        [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in names], np.uint64
-    )
+    digests = b"".join(hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names)
     rank = np.empty(len(names), np.int64)
-    rank[np.argsort(hashes)] = np.arange(len(names))
+    rank[np.argsort(np.frombuffer(digests, np.uint64))] = np.arange(len(names))
     ids = rank[index.reshape(-1)]
     step = max(1, int(share * len(names)))
 
@@ -232,7 +231,8 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
             found = figures(counts, keep)
             results.append({"trace": trace, "ids_per_key": share, "dram": dram, "keep": keep, **found})
             table.add_row(
-                trace, f"{share:g}", f"{dram:.0%}", "by visits" if keep == CLASSES else str(keep), f"{found['missing']:,.0f}",
+                trace, f"{share:g}", f"{dram:.0%}", "by visits" if keep == CLASSES else f"warm, {keep}",
+                f"{found['missing']:,.0f}",
                 f"{found['pages_hash']:,.0f}", f"{found['pages_warm']:,.0f}", f"{found['factor']:.2f}",
                 f"{found['warm_rows']:.0%}", f"{found['warm_missing']:.0%}",
             )  # fmt: skip

@@ -60,9 +60,7 @@ def run(
     effort: Annotated[float | None, typer.Option(help="Share of the training, up to 1; quick 0.1.")] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME[:STEP],...", help="Run only these experiments, or these steps of them; repeatable."
-        ),
+        typer.Option(metavar="NAME[:STEP],...", help="Run only these experiments, or these steps of them; repeatable."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of data and training.")] = 0,
     device: Annotated[

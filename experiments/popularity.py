@@ -1,4 +1,4 @@
-"""Keys of generated data by falling frequency over all fields, and a table whose tiers hold them as after a long run."""
+"""Keys of generated data by falling frequency, and a table whose tiers hold them as after a long training."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Popularity:
         return ranks.astype(np.int64)
 
     def pieces(self, begin: int, end: int, piece: int = PIECE) -> Iterator[Keys]:
-        """Yield the keys after the `begin` most frequent ones up to `end`, about `piece` at a time, the rarest first."""
+        """Yield the keys after the `begin` most frequent ones up to `end`, in pieces, the rarest first."""
         cuts = [self.counts(rows) for rows in [*range(begin, end, piece), end]]
         for frequent, rarer in reversed(list(itertools.pairwise(cuts))):
             ranges = zip(self._first + frequent, self._first + rarer, strict=True)

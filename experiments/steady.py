@@ -1,4 +1,4 @@
-"""Models A to E in the steady state: the tiers, all rows in the top tier, the MPI baseline and the disk, in one stretch.
+"""Models A to E in the steady state: tiers, all rows in the top tier, MPI baseline and disk, in one stretch.
 
 One step measures one model on one machine without interruption:
 
@@ -220,6 +220,4 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
     return steady_report.section(setup, {name: results[name] for name in NAMES if name in results})
 
 
-EXPERIMENT = Experiment(
-    title="Models A to E in the steady state", steps=steps, section=section, independent=True
-)
+EXPERIMENT = Experiment(title="Models A to E in the steady state", steps=steps, section=section, independent=True)

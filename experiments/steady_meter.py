@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import time
 from collections.abc import Sequence
@@ -121,7 +122,7 @@ class SteadyMeter:
             "horizon": self._horizon,
             "curve": [
                 {name: now[name] - before[name] for name in now} | {"at": now["seconds"]}
-                for before, now in zip(curve, curve[1:], strict=False)
+                for before, now in itertools.pairwise(curve)
             ],
             "stage_ms": self._stage_ms(change["batches"]),
             "memory": self._memory(),
@@ -130,9 +131,7 @@ class SteadyMeter:
     def _stage_ms(self, batches: float) -> dict[str, float]:
         """Return the busy time of each stage per batch in the steady state."""
         before = {stage.name: self._busy.get(stage.name, (0.0, 0))[0] for stage in self.stages_at_end}
-        return {
-            stage.name: 1000 * (stage.busy_seconds - before[stage.name]) / batches for stage in self.stages_at_end
-        }
+        return {stage.name: 1000 * (stage.busy_seconds - before[stage.name]) / batches for stage in self.stages_at_end}
 
     def _memory(self) -> Json:
         """Return bytes of DRAM: counted by the tier with the batches in flight, and by which the process grew."""

@@ -231,16 +231,32 @@ def _curves(name: str, part: str, title: str, runs: Runs) -> Figure:
 
 
 def _hits(runs: Runs) -> Figure:
-    def rate(point: Json) -> float | None:
-        return point["mem_hits"] / point["mem_all"] if point["mem_all"] > 0 else None
-
+    series = []
+    for name, run in runs.items():
+        points = _by_horizon(run)
+        rates = [point["mem_hits"] / point["mem_all"] if point["mem_all"] > 0 else None for point in points]
+        series.append(Series(name=name, x=[point["at"] for point in points], y=rates))
     return Figure(
         name="hits", title="Hit rate of DRAM from placed rows", x_label="seconds", y_label="share of requested rows",
-        series=[
-            Series(name=model, x=[p["at"] for p in run["tiers"]["curve"]], y=[rate(p) for p in run["tiers"]["curve"]])
-            for model, run in runs.items()
-        ],
+        series=series,
+        note="Each point is the mean over a horizon or more: rows are loaded for a whole horizon at once, before HBM "
+        "asks for them.",
     )  # fmt: skip
+
+
+def _by_horizon(run: Json) -> list[Json]:
+    """Return the points of the curve after the ramp-up, joined until each has a horizon of batches."""
+    joined: list[Json] = []
+    tiers = run["tiers"]
+    for point in tiers["curve"]:
+        if point["at"] <= tiers["ramp_seconds"]:
+            continue
+        if joined and joined[-1]["batches"] < tiers["horizon"]:
+            last = joined[-1]
+            joined[-1] = {name: last[name] + point[name] for name in point} | {"at": point["at"]}
+        else:
+            joined.append(point)
+    return joined
 
 
 def _stages(runs: Runs) -> Figure:

@@ -52,7 +52,6 @@ class SyntheticShard:
                 self._ads.batch_size = end - begin
                 yield next(iter(self._ads.seek(begin)))
 
-
     def key_pieces(self, piece: int = 1 << 19) -> Iterator[Keys]:
         """Yield this rank's part of all keys, equally many pieces on every rank; the last ones may be empty."""
         total = sum(self._ads.keys)
