@@ -256,6 +256,31 @@ def test_the_claims_about_hashing_can_fail(lr: float, dnn: float, lost: list[str
     assert not next(claim.holds for claim in hashing._claims(setup, "web", auc) if "falls" in claim.text)
 
 
+def test_a_gpu_hashes_at_a_scale_that_leaves_bins_for_every_nonzero() -> None:
+    """There, and only there, every row of hash+DNN is claimed to lie between LR and DNN."""
+    cpu, gpu = Setup(effort=1.0), Setup(effort=1.0, device="cuda")
+    assert hashing.bins_per_nonzero(cpu, "image") == pytest.approx(3.5, abs=0.1)
+    assert hashing.bins_per_nonzero(gpu, "image") == pytest.approx(350, abs=10)
+    assert hashing.bins_per_nonzero(gpu, "web") > hashing.LEAST_BINS
+    auc: dict[str, Any] = {"image, LR": {"auc": 0.70}, "image, DNN": {"auc": 0.80}}
+    for index, (_, name, _) in enumerate(row for row in hashing._rows(gpu, "image") if row[0] == "op_osrp"):
+        auc[f"image, {name}"] = {"auc": 0.77 - 0.0065 * index}
+
+    def held(setup: Setup) -> dict[str, bool]:
+        return {claim.text: claim.holds for claim in hashing._claims(setup, "image", auc)}
+
+    every = "image: every row of hash+DNN lies between LR and DNN"
+    assert held(gpu)[every]
+    assert every not in held(cpu)
+    auc["image, LR"]["auc"] = 0.71
+    assert not held(gpu)[every]
+    (claim,) = [claim for claim in hashing._claims(gpu, "image", auc) if claim.text == every]
+    assert claim.detail == "LR 0.7100, DNN 0.8000; 1 of 11 rows outside, 0.7050"
+    assert claim.asserted
+    configs = [hashing.config(gpu, "web", method, 1000) for method in ("op_osrp", "modulo")]
+    assert {(c.data.synth.keys, c.train.batch_size) for c in configs} == {(199_359_035, 8192)}
+
+
 def test_the_papers_numbers_are_in_separate_columns(report: Path) -> None:
     published = paper.load()["hashing"]
     for dataset in ("image", "web"):
