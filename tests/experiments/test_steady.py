@@ -123,6 +123,7 @@ def test_the_ramp_up_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- a stretch
 
 
+@pytest.mark.long
 def test_a_stretch_on_the_interpreted_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Place rows in HBM and DRAM, train, probe, train from a cold start and with all rows in HBM."""
     from experiments import training
