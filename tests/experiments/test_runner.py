@@ -375,6 +375,18 @@ def test_the_command_prints_claims_and_fails_only_in_the_full_run(
     assert TOO_SMALL not in out
 
 
+def test_a_copied_tree_names_the_commit_it_was_copied_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(Path(machine.__file__).parents[1] / "benchmarks", folder := tmp_path / "benchmarks",
+                    ignore=shutil.ignore_patterns("results", "COMMIT", "__pycache__"))  # fmt: skip
+    monkeypatch.setattr(machine, "_HERE", tmp_path / "experiments")
+    assert machine._recorded_commit() is None
+    (folder / "COMMIT").write_text("abc1234 another-digest\n")
+    assert machine._recorded_commit() is None
+    digest = machine.sys.modules["benchmarks_common"].source_digest()
+    (folder / "COMMIT").write_text(f"abc1234 {digest}\n")
+    assert machine._recorded_commit() == "abc1234"
+
+
 # ---- independent steps
 
 
