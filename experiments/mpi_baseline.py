@@ -96,21 +96,32 @@ def steps(setup: Setup) -> list[Step]:
     return made
 
 
-def measure(rank_config: Config, count: int, seconds: float, context: StepContext, *, prepared: int = 0) -> Json:
-    """Measure the speed from the first log after a third of the time to the last log in time.
+def measure(
+    rank_config: Config,
+    count: int,
+    seconds: float,
+    context: StepContext,
+    *,
+    skip: float | None = None,
+    prepared: int = 0,
+) -> Json:
+    """Measure the speed from the first log after `skip` seconds to the last log in time.
 
     Later logs lack the examples of ranks that have already stopped.
 
+    skip       seconds that are not measured; None: a third of the time
     prepared   batches that are generated before the training and repeated; every key then has a row before it
     """
+    begin = seconds / 3 if skip is None else skip
     events = launch.train_mpi(
         rank_config, count, context.folder, context.seconds_left, seconds=seconds, prepared=prepared
     )
     logs = [event for event in events if event["event"] == "train"]
-    in_time = [log for log in logs if seconds / 3 <= log["seconds"] <= seconds]
+    in_time = [log for log in logs if begin <= log["seconds"] <= seconds]
     first, last = (in_time[0], in_time[-1]) if len(in_time) > 1 else (logs[0], logs[1])
-    speed = (last["examples"] - first["examples"]) / (last["seconds"] - first["seconds"])
-    return {"examples_per_s": speed, "steps": last["step"], "cores": cores()}
+    measured = last["seconds"] - first["seconds"]
+    speed = (last["examples"] - first["examples"]) / measured
+    return {"examples_per_s": speed, "steps": last["step"], "cores": cores(), "seconds": measured}
 
 
 # ---- section of the report

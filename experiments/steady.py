@@ -38,10 +38,13 @@ SECONDS = 60.0
 """Least seconds of a measurement after the ramp-up."""
 COLD_SECONDS = 30.0
 """Seconds of the curve from a cold start."""
-RAMP_SECONDS = 90.0
+RAMP_SECONDS = 60.0
 """Most seconds of the ramp-up; the result contains the seconds it took."""
+RIVAL_SKIP = 3.0
+"""Seconds of the MPI baseline's training before its measurement begins."""
 COMMIT_SECONDS = 20.0
 """Interval of the store's commits."""
+LIMITS = (SECONDS, COLD_SECONDS, RAMP_SECONDS, RIVAL_SKIP, COMMIT_SECONDS)
 DEPTH, PULL_WINDOW = models.DEPTH, 2
 """Windows in flight, and batches per window of HBM."""
 _SMALL_STORE = 8 << 20  # a store with smaller files is probed on a file of this size
@@ -60,7 +63,7 @@ def steps(setup: Setup) -> list[Step]:
         settings = {
             "preset": models.preset(setup, name), "seed": setup.seed, "device": setup.device, "cores": setup.cores,
             "batch": models.batch_size(setup, plan), "cycle": cycle(setup), "depth": DEPTH, "window": PULL_WINDOW,
-            "seconds": [setup.effort * limit for limit in (SECONDS, COLD_SECONDS, RAMP_SECONDS, COMMIT_SECONDS)],
+            "seconds": [setup.effort * limit for limit in LIMITS],
             "horizons": SteadyMeter.HORIZONS, "store_memory": models.store_memory(plan),
             "optimizer": dataclasses.asdict(models.OPTIMIZER), "dense_lr": models.DENSE_LR,
             "ranks": ranks(setup, plan),
@@ -166,8 +169,10 @@ class _Stretch:
             with self._timed(f"rival, {count} ranks"):
                 config = mpi_baseline.config(self._setup, self._plan, count)
                 context = StepContext(self._context.folder, 600.0)
-                seconds = max(1.0, self._setup.effort * SECONDS)
-                runs[str(count)] = mpi_baseline.measure(config, count, seconds, context, prepared=cycle(self._setup))
+                skip, seconds = (max(1.0, self._setup.effort * limit) for limit in (RIVAL_SKIP, SECONDS))
+                runs[str(count)] = mpi_baseline.measure(
+                    config, count, skip + seconds, context, skip=skip, prepared=cycle(self._setup)
+                )
         return runs
 
     def _tier_budgets(self) -> dict[str, Any]:
