@@ -8,7 +8,7 @@ Method   20 million keys, dim 16, Adagrad, batches of 4,096 x 26 ids with Zipf 1
          alternate; with SSD, a lap begins with an untimed ramp-up until the look-ahead has stopped growing. Figures are
          medians of the laps; processor time is that of all threads per step. The cold start, with an empty DRAM tier,
          is a lap of its own.
-Command  taskset -c 0,1 python benchmarks/lookahead.py --folder DISK --json FILE      under three minutes, 4 GB of disk
+Command  taskset -c 0,1 python benchmarks/lookahead.py --folder DISK --json FILE      sized for three minutes, 4 GB
          python benchmarks/lookahead.py --quick                                       seconds, small sizes
 """
 

@@ -7,7 +7,7 @@ Method   The keys are the inverse hashes of evenly spread, jittered values: they
          are loaded as base files. Then rows of random keys are put again until the log has 95 % of the bytes at which
          merging starts. The store is committed, closed and opened; gets alternate with raw reads on new random keys.
          Every row that is read is checked. 24 bytes per row on disk, and 24 per row of the log: 30 GB.
-Command  python benchmarks/ssd_billion.py --folder DISK --json FILE      under nine minutes on 16 cores
+Command  python benchmarks/ssd_billion.py --folder DISK --json FILE      minutes on 16 cores
          python benchmarks/ssd_billion.py --keys 1e6                     seconds
 """
 
