@@ -37,7 +37,6 @@ batch_size = {batch}
 steps = 2
 run_dir = "{folder}/run"
 checkpoint_minutes = "none"
-tensorboard = false
 """
 TARGETS = {"empty": 8.0, "filled": 4.0}
 
@@ -56,10 +55,12 @@ def child(config: str, started: float) -> None:
     from thermocline.training import run
     from thermocline.training.callbacks import Callback
 
-    def marked(owner: Any, name: str, text: str) -> None:
+    def marked(owner: Any, name: str, text: str, before: str = "") -> None:
         original: Callable[..., Any] = getattr(owner, name)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                mark(before)
             result = original(*args, **kwargs)
             mark(text)
             return result
@@ -78,7 +79,8 @@ def child(config: str, started: float) -> None:
                 mark("second step")
 
     marked(run.Run, "_open_data", "data open")
-    marked(run.Run, "_table", "table made")
+    marked(run.Run, "_table", "table made", before="torch imported")
+    marked(run, "gpu_budget", "CUDA context made")
     marked(run, "build", "model built")
     marked(run, "dense_optimizers", "optimizers made")
     fit = run.Run.fit
