@@ -18,7 +18,7 @@ import triton.language as tl
 
 from thermocline.kernels.find import LANES
 from thermocline.kernels.index import ABSENT, EMPTY, WIDTH, Index, home_block, next_block, probe, slot_offset
-from thermocline.kernels.launch import blocks
+from thermocline.kernels.launch import blocks, kernel
 from thermocline.kernels.segments import prefix_sum
 
 # Elements of `counts`, int64[COUNTS] in device memory.
@@ -64,7 +64,7 @@ def used_again(use, now):
     return tl.where(use >> VISITS == now, use, (now << VISITS) | visits)
 
 
-@triton.jit(do_not_specialize=["tiles", "free"])
+@kernel(do_not_specialize=["tiles", "free"])
 def _need_kernel(firsts, tiles, free, counts, TILE: tl.constexpr):
     """Number of slots to evict: new keys minus `free` slots. `firsts` is the number of new keys per tile of ids."""
     need = tl.maximum(prefix_sum(firsts, tiles, TILE).to(tl.int64) - free, 0)
@@ -78,7 +78,7 @@ def _load_tile(last_use, capacity, now, completed, TILE: tl.constexpr, AGES: tl.
     return slot, (slot < capacity) & (use >> VISITS <= completed), _age_class(now, use, AGES)
 
 
-@triton.jit(do_not_specialize=["now", "completed"])
+@kernel(do_not_specialize=["now", "completed"])
 def _ages_kernel(last_use, capacity, now, completed, counts, ages, TILE: tl.constexpr, AGES: tl.constexpr):
     """Histogram of the age classes of evictable slots, per tile of slots."""
     if tl.load(counts + EVICTED) > 0:
@@ -87,7 +87,7 @@ def _ages_kernel(last_use, capacity, now, completed, counts, ages, TILE: tl.cons
         tl.store(pointer, tl.histogram(age, AGES, mask=evictable))
 
 
-@triton.jit
+@kernel
 def _sum_kernel(ages, tiles, counts, totals, ROWS: tl.constexpr, AGES: tl.constexpr):
     """Sum of the histograms of all tiles; integer atomics, so the order does not matter."""
     if tl.load(counts + EVICTED) > 0:
@@ -96,7 +96,7 @@ def _sum_kernel(ages, tiles, counts, totals, ROWS: tl.constexpr, AGES: tl.conste
         tl.atomic_add(totals + tl.arange(0, AGES), tl.sum(number.to(tl.int64), 0), sem="relaxed")
 
 
-@triton.jit
+@kernel
 def _age_kernel(totals, counts, AGES: tl.constexpr):
     """Set _AGE and _TAKE: slots older than class _AGE and _TAKE slots of it are victims. None if there are too few."""
     need = tl.load(counts + EVICTED)
@@ -114,7 +114,7 @@ def _age_kernel(totals, counts, AGES: tl.constexpr):
         tl.store(counts + _TAKE, tl.where(short > 0, 0, need - older))
 
 
-@triton.jit
+@kernel
 def _tally_kernel(ages, tiles, counts, tallies, ROWS: tl.constexpr, AGES: tl.constexpr):
     """Per tile of slots, in one word: the slots above the class (high half) and of the class (low half)."""
     tile = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -127,7 +127,7 @@ def _tally_kernel(ages, tiles, counts, tallies, ROWS: tl.constexpr, AGES: tl.con
     tl.store(tallies + tile, tally, mask=tile < tiles)
 
 
-@triton.jit(do_not_specialize=["now", "completed"])
+@kernel(do_not_specialize=["now", "completed"])
 def _choose_kernel(last_use, capacity, now, completed, counts, sums, victims, TILE: tl.constexpr, AGES: tl.constexpr):
     if tl.load(counts + EVICTED) > 0:
         program = tl.program_id(0)
@@ -145,7 +145,7 @@ def _choose_kernel(last_use, capacity, now, completed, counts, sums, victims, TI
             tl.store(victims + rank + tl.minimum(rank_equal, take), slot.to(tl.int32), mask=chosen)
 
 
-@triton.jit
+@kernel
 def _remove_kernel(victims, counts, words, halves, blocks, strides, slot_keys, keys, LANES: tl.constexpr):
     count = tl.load(counts + EVICTED)
     first = tl.program_id(0).to(tl.int64) * LANES

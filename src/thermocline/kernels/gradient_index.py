@@ -8,15 +8,14 @@ several inputs of a batch are concatenated afterwards.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from thermocline.kernels.launch import EXACT, blocks
+from thermocline.kernels.launch import EXACT, blocks, kernel
 
 _TILE = 1024
 
 
-@triton.jit(do_not_specialize=["ids", "bags", "rounds"])
+@kernel(do_not_specialize=["ids", "bags", "rounds"])
 def _index_gradients_kernel(
     order, offsets, weights, rows, coefs, ids, bags, rounds,
     ORDERED: tl.constexpr, BAGS: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr, TILE: tl.constexpr,

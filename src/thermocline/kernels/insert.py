@@ -35,7 +35,7 @@ from thermocline.kernels.evict import (
 )
 from thermocline.kernels.find import LANES, find_reference
 from thermocline.kernels.index import ABSENT, Index, claim, slot_offset
-from thermocline.kernels.launch import blocks
+from thermocline.kernels.launch import blocks, kernel
 from thermocline.kernels.segments import prefix_sum
 
 _TILE = 1024  # ids per count of new keys
@@ -102,7 +102,7 @@ class InsertPlan:
         return [self.new_slots, self.victims, self.victim_keys, self.counts]
 
 
-@triton.jit(do_not_specialize=["count", "now"])
+@kernel(do_not_specialize=["count", "now"])
 def _claim_kernel(
     keys,
     count,
@@ -162,14 +162,14 @@ def _is_first(halves, entry, i, UNIQUE: tl.constexpr):
     return missing
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def _count_kernel(entries, count, halves, firsts, TILE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     entry = tl.load(entries + i, mask=i < count, other=-1)
     tl.store(firsts + tl.program_id(0), tl.sum(_is_first(halves, entry, i, False).to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["count", "used", "now"])
+@kernel(do_not_specialize=["count", "used", "now"])
 def _assign_kernel(
     keys,
     count,
@@ -218,7 +218,7 @@ def _assign_kernel(
     tl.store(halves + entry, tl.where(enough, slot, ABSENT), mask=first)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def _resolve_kernel(slots, entries, count, halves, TILE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     entry = tl.load(entries + i, mask=i < count, other=-1)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.kernels.launch import blocks
+from thermocline.kernels.launch import blocks, kernel
 
 BLOCK = 64
 """Number of occurrences per block of a sum of gradients."""
@@ -90,7 +90,7 @@ def _heads(slots, i, ids, rounds, BLOCK: tl.constexpr):
     return slot, head, tl.where(hot, (high - i + BLOCK - 1) // BLOCK, 0)
 
 
-@triton.jit(do_not_specialize=["ids", "tiles", "rounds"])
+@kernel(do_not_specialize=["ids", "tiles", "rounds"])
 def _count_kernel(slots, tile_counts, ids, tiles, rounds, BLOCK: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0)
     _, head, blocks = _heads(slots, tile * TILE + tl.arange(0, TILE), ids, rounds, BLOCK)
@@ -99,7 +99,7 @@ def _count_kernel(slots, tile_counts, ids, tiles, rounds, BLOCK: tl.constexpr, T
     tl.store(tile_counts + 2 * tiles + tile, tl.sum(blocks))
 
 
-@triton.jit(do_not_specialize=["ids", "tiles", "rounds"])
+@kernel(do_not_specialize=["ids", "tiles", "rounds"])
 def _write_kernel(
     sorted_slots, positions, tile_counts, order, slots, starts, hot, hot_blocks, counts, ids, tiles, rounds,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
@@ -131,7 +131,7 @@ def _write_kernel(
         tl.store(counts + 2, num_blocks)
 
 
-@triton.jit(do_not_specialize=["rounds"])
+@kernel(do_not_specialize=["rounds"])
 def _blocks_kernel(
     starts, hot, hot_blocks, block_starts, block_ends, counts, rounds, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
@@ -178,12 +178,12 @@ def find_segments(slots: torch.Tensor) -> Segments:
             ends.zero_()
         return result
     values, positions = torch.sort(slots, stable=True)
-    common = {"ids": ids, "tiles": tiles, "rounds": ids.bit_length(), "BLOCK": BLOCK, "TILE": _TILE}
-    _count_kernel[(tiles,)](values, lists[8], **common)
-    _write_kernel[(tiles,)](values, positions, lists[8], *lists[:5], lists[7], **common)
+    sizes = [ids, tiles, ids.bit_length()]
+    _count_kernel[(tiles,)](values, lists[8], *sizes, BLOCK=BLOCK, TILE=_TILE)
+    _write_kernel[(tiles,)](values, positions, lists[8], *lists[:5], lists[7], *sizes, BLOCK=BLOCK, TILE=_TILE)
     if hot:
         _blocks_kernel[(blocks(hot_blocks, _TILE),)](
-            *lists[2:5], *lists[5:8], rounds=hot.bit_length(), BLOCK=BLOCK, TILE=_TILE
+            *lists[2:5], *lists[5:8], hot.bit_length(), BLOCK=BLOCK, TILE=_TILE
         )
     return result
 

@@ -22,7 +22,6 @@ import torch
 
 from thermocline.arrays import Floats, Keys, as_keys
 from thermocline.errors import BudgetError, ThermoclineError
-from thermocline.kernels.dirty_flags import set_flags
 from thermocline.kernels.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, NEWEST, SHORT
 from thermocline.kernels.find import find
 from thermocline.kernels.index import Index
@@ -280,9 +279,10 @@ class HbmTier:
             with self._window_lock:
                 self._training_events[stream.cuda_stream] = event
 
-    def mark_dirty(self, slots: torch.Tensor, count: torch.Tensor) -> None:
-        """Mark the rows of the first `count` slots as changed; `count` is in device memory."""
-        set_flags(self._transfer.dirty, slots, count, 1)
+    @property
+    def dirty(self) -> torch.Tensor:
+        """uint8 per slot: 1 if the row changed since it was loaded or written back. Updates set it."""
+        return self._transfer.dirty
 
     def _release(self, number: int) -> None:
         with self._window_lock:

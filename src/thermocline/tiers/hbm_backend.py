@@ -193,10 +193,9 @@ class HbmBackend:
         return float(reduced.values.double().square().sum().sqrt())
 
     def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
-        slots = reduced.slots
-        self.hbm.mark_dirty(slots, torch.full((1,), len(slots), device=slots.device))
         arena, rule = self.hbm.arena, OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
-        apply_gradients(self._codec.weights(arena), self._codec.state(arena), slots, reduced.values, rule, self._codec)
+        weights, state = self._codec.weights(arena), self._codec.state(arena)
+        apply_gradients(weights, state, reduced.slots, reduced.values, rule, self._codec, self.hbm.dirty)
         self._update_scale(step)
         self.hbm.record_use()
 
@@ -205,10 +204,9 @@ class HbmBackend:
             return
         segments, rows, coefs, values = self._combine(gradients)
         rule = OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
-        self.hbm.mark_dirty(segments.slots[: segments.sizes[0]], segments.counts)
         arena = self.hbm.arena
         weights, state = self._codec.weights(arena), self._codec.state(arena)
-        update_rows(weights, state, segments, values, rows, coefs, rule, self._codec)
+        update_rows(weights, state, segments, values, rows, coefs, rule, self._codec, self.hbm.dirty)
         self._update_scale(step)
         self.hbm.record_use()
 
