@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.nvidia.compiler import CUDAOptions
 
 from thermocline.kernels import INTERPRETED
@@ -90,6 +91,15 @@ def _kind(arg: Any, specialized: bool) -> Any:
         return type(arg)
     width = 32 if -(2**31) <= arg < 2**31 else 63 if -(2**63) <= arg < 2**63 else 64
     return (type(arg), width, specialized and arg == 1, specialized and arg % 16 == 0)
+
+
+@triton.jit
+def stored_int(value, STORED: tl.constexpr):
+    """int32: `value` itself, or loaded from int64[1] in device memory if STORED, for launches that are recorded."""
+    number = value
+    if STORED:
+        number = tl.load(value).to(tl.int32)
+    return number
 
 
 def row_block(dim: int) -> int:

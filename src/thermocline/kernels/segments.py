@@ -157,34 +157,60 @@ def _blocks_kernel(
         tl.store(block_ends + block, tl.minimum(start + BLOCK, end), mask=live)
 
 
-def find_segments(slots: torch.Tensor) -> Segments:
-    """Group ids by slot: `slots` is int32[ids], not negative. `sizes` of the result are upper bounds."""
+def _list_sizes(ids: int) -> list[int]:
+    """Elements of the lists of `ids` ids, and of the counts per tile. Each list is aligned to 16 bytes, because Triton
+    compiles another kernel for pointers that are not."""
+    segments, hot, hot_blocks = capacities(ids)
+    sizes = [ids, segments, segments + 1, hot, hot + 1, hot_blocks, hot_blocks, 3, 3 * blocks(ids, _TILE)]
+    return [-(-size // 4) * 4 for size in sizes]
+
+
+def segment_words(capacity: int) -> int:
+    """Number of int32 words that `find_segments` needs for at most `capacity` ids."""
+    return sum(_list_sizes(capacity))
+
+
+def segment_views(memory: torch.Tensor, capacity: int, ids: int) -> Segments:
+    """Return the lists in int32[segment_words(capacity)] without computing them; `sizes` are bounds for `ids` ids."""
+    lists = torch.split(memory, _list_sizes(capacity))
+    return Segments(
+        order=lists[0][:ids], slots=lists[1], starts=lists[2], hot=lists[3], hot_blocks=lists[4],
+        block_starts=lists[5], block_ends=lists[6], counts=lists[7][:3], sizes=capacities(ids),
+    )  # fmt: skip
+
+
+def find_segments(slots: torch.Tensor, memory: torch.Tensor | None = None, capacity: int | None = None) -> Segments:
+    """Group ids by slot: `slots` is int32[ids], not negative. `sizes` of the result are upper bounds.
+
+    memory     int32[segment_words(capacity)] for the lists; allocated if None
+    capacity   largest number of ids that the lists have room for; by default the number of ids
+    """
     if slots.dtype != torch.int32 or slots.dim() != 1 or not slots.is_contiguous():
         raise ValueError(f"slots are {slots.dtype}{list(slots.shape)}: must be contiguous int32[ids]")
     ids = len(slots)
-    max_sizes, tiles = capacities(ids), blocks(ids, _TILE)
-    segments, hot, hot_blocks = max_sizes
-    sizes = [ids, segments, segments + 1, hot, hot + 1, hot_blocks, hot_blocks, 3, 3 * tiles]
-    # One allocation, because nine would take longer than the kernels. Each list is aligned to 16 bytes, because Triton
-    # compiles another kernel for pointers that are not.
-    padded = [-(-size // 4) * 4 for size in sizes]
-    lists = torch.empty(sum(padded), dtype=torch.int32, device=slots.device).split(padded)
-    result = Segments(
-        order=lists[0][:ids], slots=lists[1], starts=lists[2], hot=lists[3], hot_blocks=lists[4],
-        block_starts=lists[5], block_ends=lists[6], counts=lists[7][:3], sizes=max_sizes,
-    )  # fmt: skip
+    room = ids if capacity is None else capacity
+    if memory is None:  # one allocation, because nine would take longer than the kernels
+        memory = torch.empty(segment_words(room), dtype=torch.int32, device=slots.device)
+    result, tiles = segment_views(memory, room, ids), blocks(ids, _TILE)
+    _, hot, hot_blocks = result.sizes
     if ids == 0:
         for ends in (result.starts, result.hot_blocks, result.counts):
             ends.zero_()
         return result
     values, positions = torch.sort(slots, stable=True)
+    tile_counts = memory[segment_words(room) - _list_sizes(room)[-1] :]
     sizes = [ids, tiles, ids.bit_length()]
-    _count_kernel[(tiles,)](values, lists[8], *sizes, BLOCK=BLOCK, TILE=_TILE)
-    _write_kernel[(tiles,)](values, positions, lists[8], *lists[:5], lists[7], *sizes, BLOCK=BLOCK, TILE=_TILE)
+    starts, hot_segments = result.starts, (result.hot, result.hot_blocks)
+    _count_kernel[(tiles,)](values, tile_counts, *sizes, BLOCK=BLOCK, TILE=_TILE)
+    _write_kernel[(tiles,)](
+        values, positions, tile_counts, result.order, result.slots, starts, *hot_segments, result.counts, *sizes,
+        BLOCK=BLOCK, TILE=_TILE,
+    )  # fmt: skip
     if hot:
         _blocks_kernel[(blocks(hot_blocks, _TILE),)](
-            *lists[2:5], *lists[5:8], hot.bit_length(), BLOCK=BLOCK, TILE=_TILE
-        )
+            starts, *hot_segments, result.block_starts, result.block_ends, result.counts, hot.bit_length(),
+            BLOCK=BLOCK, TILE=_TILE,
+        )  # fmt: skip
     return result
 
 
