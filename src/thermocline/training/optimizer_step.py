@@ -9,6 +9,7 @@ import torch
 
 from thermocline.config.train import TrainConfig
 from thermocline.embedding.table import Table
+from thermocline.training.dense_optimizers import set_rate
 from thermocline.training.rank_coordinator import RankCoordinator
 from thermocline.training.state import Progress
 
@@ -60,7 +61,7 @@ class OptimizerStep:
         factor = self.rate_factor(progress, progress.step)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
+                set_rate(group, group["initial_lr"] * factor)
         for table in self._tables:
             table.lr = progress.rates[table.name] * factor
 

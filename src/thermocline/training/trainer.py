@@ -3,6 +3,7 @@
 Takes any nn.Module whose forward takes a Batch and returns one logit per example; the tables are those of its
 EmbeddingBags. Logging, validation and saving happen between steps, so a checkpoint is always at a step boundary.
 
+    dense_step.py        forward and backward pass: precision, torch.compile
     optimizer_step.py    one update of tables and dense parameters
     evaluation.py        metrics, best step, early stopping
     save_policy.py       when to save, resume
@@ -16,7 +17,7 @@ import itertools
 import math
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +31,8 @@ from thermocline.errors import CorruptionError, ThermoclineError
 from thermocline.pipeline.executor import StageStats
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.training.callbacks import Callback, MetricsFile, Row, TensorBoard, finite
+from thermocline.training.dense_optimizers import use_fused
+from thermocline.training.dense_step import DenseStep, Loss
 from thermocline.training.display import Display
 from thermocline.training.evaluation import evaluate, record_validation
 from thermocline.training.optimizer_step import OptimizerStep
@@ -40,7 +43,6 @@ from thermocline.training.state import Progress, Result
 from thermocline.training.throughput import ThroughputMeter
 from thermocline.utils.text_format import plural
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _FAILED = "stopped by an error"
 
 
@@ -86,6 +88,7 @@ class Trainer:
         """Batches per epoch: length or estimate of the loader, then the count of the first whole epoch."""
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._saves = SavePolicy(self._run_dir, self.config, self._ranks)
+        self._dense_step = DenseStep(model, self.tables, self.config)
         self._optimizer_step = OptimizerStep(self.tables, self.optimizers, self._ranks, self.config)
         self._user_callbacks = list(callbacks)
         self._callbacks: list[Callback] = []
@@ -230,15 +233,11 @@ class Trainer:
         return self._update() if len(self._losses) == self.config.accumulate else None
 
     def _backward(self, batch: Batch) -> torch.Tensor:
-        logits = self.model(batch)
-        label = torch.as_tensor(batch.label, dtype=torch.float32, device=logits.device)
-        if logits.shape != label.shape:
-            raise ValueError(f"the model returned logits of shape {list(logits.shape)} for {list(label.shape)} labels")
-        loss = self.loss(logits, label)
+        logits, label, loss = self._dense_step.forward(batch, self.loss)
         value = float(loss.detach())
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss of step {self.progress.step} is {value}: the step was not applied")
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._dense_step.backward(loss)
         self._meter.add(logits.detach().cpu(), label.cpu(), value)
         return loss.detach()
 
@@ -340,7 +339,8 @@ class Trainer:
         self.position, self._meter = None, ThroughputMeter(self.tables)
         self._stop = self._averaged = False
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            group.setdefault("initial_lr", group["lr"])
+            group.setdefault("initial_lr", float(group["lr"]))
+        use_fused(self.optimizers)
         restored = self._saves.open(self.tables, self.model, self.optimizers, resume=resume, trained=trained)
         if resume:
             metrics = None
