@@ -130,9 +130,12 @@ class Clock(tc.Callback):
 
 def trainer(table: tc.Table, data: Cycle, window: int, graphs: str) -> dict[str, Any]:
     model, clock = Model(table), Clock(data)
-    adam = torch.optim.Adam(model.net.parameters(), lr=1e-3, fused=True)
+    adam = torch.optim.Adam(model.net.parameters(), lr=1e-3)  # the trainer makes it fused
     config = tc.TrainConfig(
-        steps=len(data), display=False, pull_window=window, graphs=graphs  # type: ignore[arg-type]
+        steps=len(data),
+        display=False,
+        pull_window=window,
+        graphs=graphs,  # type: ignore[arg-type]
     )
     tc.Trainer(model, adam, config=config, callbacks=[clock]).fit(data)
     return {"ms": clock.ms, "busy_ms": clock.busy}
@@ -178,7 +181,11 @@ def main() -> None:
     parser.add_argument("--json", help="write all figures to FILE")
     args = parser.parse_args()
     sides, windows = args.sides.split(","), [int(window) for window in args.windows.split(",")]
-    record: dict[str, Any] = {**environment(["torch", "triton"]), "gpu": torch.cuda.get_device_name(), "keys": args.keys}
+    record: dict[str, Any] = {
+        **environment(["torch", "triton"]),
+        "gpu": torch.cuda.get_device_name(),
+        "keys": args.keys,
+    }
     claims: list[Claim] = []
     for examples in map(int, args.batches.split(",")):
         figures: dict[str, Any] = record.setdefault(str(examples), {})

@@ -95,3 +95,9 @@ def test_lists_with_spare_capacity(ids: int, device: str) -> None:
     views = segment_views(memory, capacity, capacity)
     assert torch.equal(views.counts, result.counts)
     assert views.sizes == capacities(capacity)
+
+
+def test_ids_without_a_slot(device: str) -> None:
+    """A window that does not fit has -1 for some ids: they are a segment like any other."""
+    check(torch.tensor([-1] * 70 + [3, -1, 3], dtype=torch.int32, device=device))
+    check(torch.full((5,), -1, dtype=torch.int32, device=device))

@@ -82,7 +82,7 @@ def test_batches_of_other_shapes_are_planned_without(monkeypatch: pytest.MonkeyP
 def test_a_full_index_is_rebuilt() -> None:
     """A window whose keys the index has no entry for is planned again after a rebuild."""
     batches = equal_batches(30, [1] * 8, keys=4000)
-    table, backend = train(batches, [(2, "sum")], recorded=True, rows=20)
+    table, _ = train(batches, [(2, "sum")], recorded=True, rows=20)
     plain, _ = train(batches, [(2, "sum")], recorded=False, rows=20)
     assert table.hbm is not None
     assert table.hbm.stats().rebuilds > 0
@@ -91,14 +91,19 @@ def test_a_full_index_is_rebuilt() -> None:
 
 def test_a_window_over_budget_changes_nothing() -> None:
     batches = equal_batches(6, [1] * 8, keys=8)
-    wide = equal_batches(1, [1] * 8, keys=10**6)[0]
+    wide = equal_batches(5, [1] * 8, keys=10**6)
     table, backend = train(batches, [(2, "sum")], recorded=True, rows=18)
+    bag = tc.EmbeddingBag(table, 2)
     assert table.hbm is not None
-    before = bits(table.read(all_keys(batches)))
-    held = table.prepare(wide)
-    other = table.prepare(equal_batches(2, [1] * 8, keys=10**6)[1])
+    for batch in wide[:3]:  # the recording of windows of one batch
+        table.prepare(batch)
+    assert len(backend.plan_graphs._graphs) == 2
+    keys = all_keys([*batches, *wide])
+    before = bits(table.read(keys))
+    held = [table.prepare(batch) for batch in wide[:2]]
     with pytest.raises(tc.BudgetError, match="holds 18 rows"):
-        table.prepare(equal_batches(3, [1] * 8, keys=10**6)[2])
-    del held, other
+        table.prepare(wide[4])
+    del held
     table.hbm.check()
-    assert bits(table.read(all_keys(batches))) == before
+    assert bits(table.read(keys)) == before
+    assert bag(wide[4]).shape == (4, 2, 4)

@@ -77,7 +77,7 @@ def _heads(slots, i, ids, rounds, BLOCK: tl.constexpr):
     head = live & ((i == 0) | (slot != left))
     # A segment is hot if the same slot follows BLOCK elements later. Tiles with hot segments search for their ends.
     later = tl.load(slots + i + BLOCK, mask=head & (i + BLOCK < ids), other=-1)
-    hot = head & (later == slot)
+    hot = head & (i + BLOCK < ids) & (later == slot)
     low = i + BLOCK  # inside the segment, if it is hot
     high = tl.where(hot, ids, low + 1)  # past the segment
     if tl.max(hot.to(tl.int32)) > 0:
@@ -180,7 +180,7 @@ def segment_views(memory: torch.Tensor, capacity: int, ids: int) -> Segments:
 
 
 def find_segments(slots: torch.Tensor, memory: torch.Tensor | None = None, capacity: int | None = None) -> Segments:
-    """Group ids by slot: `slots` is int32[ids], not negative. `sizes` of the result are upper bounds.
+    """Group ids by slot: `slots` is int32[ids], at least -1. `sizes` of the result are upper bounds.
 
     memory     int32[segment_words(capacity)] for the lists; allocated if None
     capacity   largest number of ids that the lists have room for; by default the number of ids

@@ -22,11 +22,11 @@ from thermocline.embedding.backend import ShardPins, TierSet
 from thermocline.embedding.batch_plan import BagInput, BagInputs, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
-from thermocline.errors import ThermoclineError
+from thermocline.errors import NotRecordable, ThermoclineError
 from thermocline.kernels.codec import Codec
 from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.launch import stream_ahead
-from thermocline.kernels.optimizer_rules import OptimizerStep
+from thermocline.kernels.optimizer_rules import OptimizerStep, StoredStep
 from thermocline.kernels.pool import pool_rows
 from thermocline.kernels.random import table_mix
 from thermocline.kernels.segments import Segments, find_segments
@@ -35,6 +35,7 @@ from thermocline.kernels.weight_gradient import weight_gradient
 from thermocline.tiers.dram_horizon import DramHorizon
 from thermocline.tiers.hbm import HbmPins, HbmTier
 from thermocline.tiers.hbm_plan import HbmBag, HbmBatchPlan, HbmWindow, PlanLists, write_plan
+from thermocline.tiers.hbm_recorded import HbmRecordedRows
 from thermocline.tiers.host_rows import HostRows
 from thermocline.tiers.plan_graph import PlanGraphs, shape_of
 from thermocline.tiers.plan_layout import Capacities
@@ -64,6 +65,8 @@ class HbmBackend:
         self._capacities = Capacities()
         self.plan_graphs = PlanGraphs(self.hbm, enabled=device.type == "cuda")
         """Recorded planning of windows of equal shape."""
+        self.recorded_step: StoredStep | None = None
+        """While a training step is recorded: the constants of all its replays."""
 
     @property
     def tiers(self) -> TierSet:
@@ -175,13 +178,18 @@ class HbmBackend:
 
     def pool(self, plan: HbmBatchPlan, bag: HbmBag) -> torch.Tensor:
         plan.use()
-        self._count_rows(plan)
+        self.count_rows(plan)
         weights, codec = self._weights(plan)
         pooled = pool_rows(weights, bag.slots, bag.offsets, bag.weights, mean=bag.mean, codec=codec)
-        self.hbm.record_use()
+        self._record_use()
         return pooled
 
-    def _count_rows(self, plan: HbmBatchPlan) -> None:
+    def _record_use(self) -> None:
+        if self.recorded_step is None:
+            self.hbm.record_use()
+
+    def count_rows(self, plan: HbmBatchPlan) -> None:
+        """Add the rows of a trained batch to the statistics, once."""
         if plan.lists is not None and not plan.counted:
             plan.counted = True
             self.hbm.rows += plan.known_counts()[0]
@@ -226,15 +234,31 @@ class HbmBackend:
         if not gradients:
             return
         segments, rows, coefs, values = self._combine(gradients)
-        rule = OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
+        rule: OptimizerStep | StoredStep | None = self.recorded_step
+        if rule is None:
+            rule = OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
         arena = self.hbm.arena
         weights, state = self._codec.weights(arena), self._codec.state(arena)
         update_rows(weights, state, segments, values, rows, coefs, rule, self._codec, self.hbm.dirty)
         self._update_scale(step)
-        self.hbm.record_use()
+        self._record_use()
 
     def end_step(self) -> None:
         """Nothing: gradients own the only pins that outlive a batch."""
+
+    def record_planning(self, enabled: bool) -> None:
+        self.plan_graphs.enabled = enabled and self.device.type == "cuda"
+
+    def cannot_record(self) -> str:
+        if self._codec.gradient is not None:
+            return f"table {self.spec.name!r} learns its quantization scale (scale_lr)"
+        return ""
+
+    def recorded_rows(self, plan: HbmBatchPlan) -> HbmRecordedRows:
+        return HbmRecordedRows(self, plan)
+
+    def plan_shape(self, plan: Any) -> Any:
+        return HbmRecordedRows.shape(plan) if self.is_current(plan) else None
 
     def _combine(
         self, gradients: Sequence[Gradient]
@@ -248,6 +272,10 @@ class HbmBackend:
         if len(gradients) == len(bags) and all(g.bag is bag for g, bag in zip(gradients, bags, strict=True)):
             values = gradients[0].values if len(gradients) == 1 else torch.cat([g.values for g in gradients])
             return first.segments, *first.gradient_index, values
+        if self.recorded_step is not None:
+            raise NotRecordable(
+                f"the model does not read each bag of table {self.spec.name!r} once, in the order of its fields"
+            )
         indices = [self._gradient_index(g.bag, None) for g in gradients]
         values = gradients[0].values if len(gradients) == 1 else torch.cat([g.values for g in gradients])
         starts = np.cumsum([0, *(len(g.values) for g in gradients[:-1])]).tolist()

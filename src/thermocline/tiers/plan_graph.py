@@ -18,7 +18,7 @@ import torch
 from thermocline.embedding.batch_plan import BagInput, BagInputs
 from thermocline.kernels.evict import COUNTS, NEW
 from thermocline.kernels.insert import InsertPlan, find_or_insert
-from thermocline.kernels.record import Recording
+from thermocline.utils.recording import Recording
 from thermocline.tiers.hbm import Assigned, HbmTier, StagedIds
 from thermocline.tiers.hbm_plan import PlanLists, write_plan
 from thermocline.tiers.plan_layout import BagLayout, Capacities, PlanLayout
