@@ -45,7 +45,7 @@ class IndexPair:
         count_visits: bool = False,
         stored: bool = False,
     ) -> tuple[InsertPlan, ReferencePlan]:
-        """Insert into both, and compare all results. `stored`: numbers are in device memory, as in a recorded launch."""
+        """Insert into both, and compare all results. `stored`: with numbers in device memory, for a recorded launch."""
         options = {"used": self.used, "now": now, "completed": completed, "count_visits": count_visits}
         given: dict[str, Any] = {"unique": unique, **options}
         if stored:

@@ -285,7 +285,7 @@ def test_constants_in_device_memory(optimizer: Optimizer, kind: Any, device: str
     for number in (1, 2):
         grads = floats((len(slots), dim), random, device)
         step = OptimizerStep.of(optimizer, number, lr=0.03 * number, scale=0.7)
-        memory.copy_(step.words())
+        memory.copy_(torch.from_numpy(step.words()))
         in_memory = StoredStep(step.optimizer, step.weight_decay, memory)
         update_rows(codec.weights(by_value), codec.state(by_value), segments, grads, None, None, step, codec)
         update_rows(codec.weights(stored), codec.state(stored), segments, grads, None, None, in_memory, codec)

@@ -30,14 +30,22 @@ def equal_batches(count: int, sizes: list[int], *, keys: int = 60, weighted: boo
 
 
 def train(
-    batches: list[tc.Batch], bags: list[tuple[Any, Any]], *, recorded: bool, rows: int = 40, **options: Any
+    batches: list[tc.Batch],
+    bags: list[tuple[Any, Any]],
+    *,
+    recorded: bool,
+    rows: int = 40,
+    inline: bool = False,
+    depth: int = 2,
+    **options: Any,
 ) -> tuple[tc.Table, HbmBackend]:
     table = tc.Table(4, tc.Adam(lr=0.01), hbm=bytes_for(rows, 12), mem="4MB", device=DEVICE, **options)
     backend = table.backend
     assert isinstance(backend, HbmBackend)
     backend.plan_graphs.enabled = recorded
+    backend.plans_on_device = inline
     modules = [tc.EmbeddingBag(table, fields, pooling=pooling) for fields, pooling in bags]
-    for batch in tc.prefetch(batches, table, depth=2, pull_window=2):
+    for batch in tc.prefetch(batches, table, depth=depth, pull_window=2):
         loss = sum((module(batch) ** 2).sum() * (n + 1) for n, module in enumerate(modules))
         assert isinstance(loss, torch.Tensor)
         loss.backward()
@@ -66,6 +74,18 @@ def test_equal_to_planning_without_recordings(sizes: list[int], bags: Any, weigh
     table.hbm.check()
     assert table.hbm.stats() == plain.hbm.stats()
     assert table.hbm.stats().evictions > 0
+
+
+@pytest.mark.parametrize("rows", [40, 120])
+def test_planning_on_the_callers_thread(rows: int) -> None:
+    """The stages run ahead on the caller's thread; a window that does not fit yet waits; rows load on a thread."""
+    batches = equal_batches(12, [1, 0, 2, 3], keys=200)
+    keys = all_keys(batches)
+    plain, _ = train(batches, [(2, "sum")], recorded=False, rows=rows)
+    table, _ = train(batches, [(2, "sum")], recorded=True, rows=rows, inline=True, depth=6)
+    assert bits(table.read(keys)) == bits(plain.read(keys))
+    assert table.hbm is not None
+    table.hbm.check()
 
 
 def test_batches_of_other_shapes_are_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,13 @@ class RowBackend(Protocol):
     def load(self, window: Any) -> None:
         """Bring the values of a pinned window into their slots. Thread: load. Blocks on SSD reads and device copies."""
 
+    @property
+    def plans_on_device(self) -> bool:
+        """Whether `stage`, `pin` and `prepare` only launch work on a device: any thread may run them at little cost."""
+
+    def loads_nothing(self, window: Any) -> bool:
+        """Whether all rows of a pinned window are in their slots, or on their way: `load` does not block."""
+
     # ---- training
 
     def fetch(self, plan: Any) -> None:
@@ -287,7 +294,13 @@ class RowBackend(Protocol):
 
 
 class Unrecorded:
-    """Base of backends whose steps and planning are never recorded; they say why in `cannot_record`."""
+    """Base of backends that plan on the CPU: nothing is recorded, and `cannot_record` says why."""
+
+    plans_on_device = False
+
+    def loads_nothing(self, window: Any) -> bool:
+        """Not known."""
+        return False
 
     def record_planning(self, enabled: bool) -> None:
         """Nothing to record."""

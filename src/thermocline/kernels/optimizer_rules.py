@@ -68,12 +68,12 @@ class OptimizerStep:
             self.step_size, self.sqrt_bias2,
         )  # fmt: skip
 
-    def words(self) -> torch.Tensor:
+    def words(self) -> Any:
         """int32[StoredStep.WORDS] in host memory: the content of `StoredStep.memory` for this step."""
         words = np.zeros(StoredStep.WORDS, np.int32)
         words[: len(self.constants)].view(np.float32)[:] = self.constants
         words[StoredStep.NUMBER :].view(np.int64)[0] = self.number
-        return torch.from_numpy(words)
+        return words
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -263,6 +263,12 @@ class HbmTier:
         self._transfer.check()
         self._transfer.load(pins.pending)
 
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[torch.cuda.Stream | None]:
+        """Exclude all other planning; the current stream is the one that plans."""
+        with self._lock, self._on_stream():
+            yield self._stream
+
     def _find_or_insert(self, ids: StagedIds, used: int, now: int, completed: int) -> Assigned:
         plan = find_or_insert(
             self.index, self.residents, ids.keys, used=used, now=now, completed=completed, count_visits=True

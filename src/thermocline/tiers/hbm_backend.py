@@ -65,6 +65,7 @@ class HbmBackend:
         self._capacities = Capacities()
         self.plan_graphs = PlanGraphs(self.hbm, enabled=device.type == "cuda")
         """Recorded planning of windows of equal shape."""
+        self.plans_on_device = device.type == "cuda" and spec.ssd is None
         self.recorded_step: StoredStep | None = None
         """While a training step is recorded: the constants of all its replays."""
 
@@ -111,6 +112,10 @@ class HbmBackend:
     def load(self, window: HbmWindow) -> None:
         assert window.pins is not None
         self.hbm.load(window.pins)
+
+    def loads_nothing(self, window: HbmWindow) -> bool:
+        assert window.pins is not None
+        return window.pins.pending is not None and window.pins.pending.missing is None
 
     def _plan(self, inputs: Sequence[BagInputs], slots: torch.Tensor, pins: HbmPins) -> list[HbmBatchPlan]:
         """Plan batches, given the slot of every id of all batches in order."""
@@ -171,7 +176,8 @@ class HbmBackend:
     # ---- training
 
     def fetch(self, plan: HbmBatchPlan) -> None:
-        """Nothing: rows are pooled in their slots."""
+        """Record planning, if due: on this thread, because random generators are in use by a recording."""
+        self.plan_graphs.record()
 
     def is_current(self, plan: HbmBatchPlan) -> bool:
         return plan.dram is self.host.dram

@@ -42,6 +42,8 @@ class HbmRecordedRows:
         optimizer = backend.spec.optimizer
         constants = torch.zeros(StoredStep.WORDS, dtype=torch.int32, device=device)
         self._step = StoredStep(optimizer.code, optimizer.weight_decay, constants)
+        self._content: object = None
+        """What `_constants` contains."""
         self._constants = torch.zeros(StoredStep.WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     @staticmethod
@@ -61,8 +63,11 @@ class HbmRecordedRows:
     def set_constants(self, step: int, lr: float, scale: float) -> None:
         """Set the constants of the next step. The upload before must have ended."""
         rule = OptimizerStep.of(self._backend.spec.optimizer, step, lr=lr, scale=scale)
-        self._constants.copy_(rule.words())
-        self._step.memory.copy_(self._constants, non_blocking=True)
+        content = rule.constants, step if self._backend.spec.precision.stochastic else 0
+        if content != self._content:  # most optimizers have the same constants in each step
+            self._constants.numpy()[:] = rule.words()
+            self._step.memory.copy_(self._constants, non_blocking=True)
+            self._content = content
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

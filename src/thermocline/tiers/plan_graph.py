@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,10 +19,10 @@ import torch
 from thermocline.embedding.batch_plan import BagInput, BagInputs
 from thermocline.kernels.evict import COUNTS, NEW
 from thermocline.kernels.insert import InsertPlan, find_or_insert
-from thermocline.utils.recording import Recording
 from thermocline.tiers.hbm import Assigned, HbmTier, StagedIds
 from thermocline.tiers.hbm_plan import PlanLists, write_plan
 from thermocline.tiers.plan_layout import BagLayout, Capacities, PlanLayout
+from thermocline.utils.recording import Recording
 
 HEADER = 4
 """Words of the header: slots in use, number of the window, newest completed window, unused."""
@@ -105,15 +106,11 @@ class PlanGraph:
         evict = self.shape.keys > self._tier.capacity - used
         ids.keys.numpy()[:3] = used, now, completed
         self._block.copy_(ids.keys, non_blocking=True)
-        if evict not in self._recordings:  # the first time as it is, which compiles and loads the kernels
+        recording = self._recordings.get(evict)
+        if recording is None:  # as it is, which compiles and loads the kernels
             self._recordings[evict] = None
             plan, memory = self._launch(evict)
         else:
-            recording = self._recordings[evict]
-            if recording is None:
-                stream = torch.cuda.current_stream(self._tier.device) if self._tier.device.type == "cuda" else None
-                recording = Recording(lambda: self._launch(evict), self._tier.device, stream=stream)
-                self._recordings[evict] = recording
             plan, memory = recording.replay()
             memory = memory.clone()
         if self._tier.device.type == "cuda":
@@ -128,6 +125,17 @@ class PlanGraph:
             for layout, piece, ids in zip(self.shape.layouts, pieces, self.shape.ids, strict=True)
         ]
         return Assigned(plan, counts, list(zip(lists, segments, strict=True)))
+
+    @property
+    def due(self) -> bool:
+        """Whether `record` has something to do."""
+        return any(recording is None for recording in tuple(self._recordings.values()))
+
+    def record(self) -> None:
+        """Record what has run before. On the thread that trains, as torch's random generators take part."""
+        with self._tier.planning() as stream:
+            for evict in [evict for evict, recording in self._recordings.items() if recording is None]:
+                self._recordings[evict] = Recording(partial(self._launch, evict), self._tier.device, stream=stream)
 
     def _launch(self, evict: bool) -> tuple[InsertPlan, torch.Tensor]:
         tier, keys = self._tier, self._block[HEADER : HEADER + self.shape.keys]
@@ -164,6 +172,12 @@ class PlanGraphs:
         self._tier = tier
         self._graphs: dict[WindowShape, PlanGraph] = {}
         self._seen: Counter[WindowShape] = Counter()
+
+    def record(self) -> None:
+        """Record planning that has run once. Costs nothing otherwise."""
+        for graph in tuple(self._graphs.values()):
+            if graph.due:
+                graph.record()
 
     def get(self, shape: WindowShape) -> PlanGraph | None:
         """Return the recording for a window of this shape; None: plan it without. One thread at a time."""

@@ -27,10 +27,10 @@ from thermocline.batch import Batch
 from thermocline.config.train import TrainConfig
 from thermocline.embedding.table import Table
 from thermocline.errors import ConfigError, NotRecordable, ThermoclineError
-from thermocline.utils.recording import Recording
 from thermocline.training.dense_step import DenseStep, Forward, Loss
 from thermocline.training.optimizer_step import OptimizerStep
 from thermocline.training.state import Progress
+from thermocline.utils.recording import Recording
 
 _MAX_STEPS = 2
 """Shapes of batches that are recorded: each has buffers of its own."""
@@ -107,10 +107,12 @@ class GraphStep:
         self._steps: dict[Any, _RecordedStep] = {}
         self._seen: Counter[Any] = Counter()
         self._state: tuple[Any, ...] = ()
+        self._modules: list[torch.nn.Module] = []
 
     def start(self, ranks: int) -> None:
         """Forget all recordings: a run begins, or parameters were restored. `ranks`: processes that train."""
         self._steps, self._seen = {}, Counter()
+        self._modules = list(self._model.modules())
         mode = self._config.graphs
         self.reason, self._enabled = "", mode != "off" and self._on_device()
         for table in self._tables:
@@ -222,13 +224,12 @@ class GraphStep:
 
     def _model_state(self) -> tuple[Any, ...]:
         """Return what a recording depends on besides the batch: modes, frozen parts, and where tensors are."""
-        state: list[Any] = []
-        for module in self._model.modules():
+        state: list[Any] = [bag.requires_grad for table in self._tables for bag in table.bags]
+        for module in self._modules:
             state.append(module.training)
-            state += module._parameters.values()
+            for parameter in module._parameters.values():
+                state += (parameter, parameter is None or parameter.requires_grad)
             state += module._buffers.values()
-        state += [p.requires_grad for p in self._model.parameters()]
-        state += [bag.requires_grad for table in self._tables for bag in table.bags]
         for optimizer in self._optimizers:
             state += [optimizer.state, optimizer.param_groups]
         return tuple(state)
@@ -274,6 +275,7 @@ class _RecordedStep:
             self._update_recording = Recording(lambda: self._update(progress), self._device, pool=pool)
             for table, count in zip(self._tables, counts, strict=True):
                 table.step_count = count
+            self._result = None  # steps without a graph must not find its autograd nodes, which have its stream
 
     def run(self, batch: Batch, progress: Progress) -> GraphResult:
         """Train on a batch of the shape."""

@@ -261,7 +261,8 @@ class Trainer:
     def _count_step(self) -> torch.Tensor:
         self.progress.step += 1
         self._ranks.after_step(self.progress.step)
-        loss = torch.stack([loss.cpu() for loss in self._losses]).mean()
+        losses = [loss.cpu() for loss in self._losses]
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         self._losses = []
         return loss
 
