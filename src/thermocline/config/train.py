@@ -11,6 +11,7 @@ from thermocline.config.lr_schedule import Schedule
 from thermocline.config.section import section
 
 DensePrecision = Literal["fp32", "tf32", "bf16"]
+Graphs = Literal["auto", "on", "off"]
 
 
 @section("train")
@@ -50,6 +51,10 @@ class TrainConfig:
     Parameters, gradients and rows stay fp32, and evaluation computes in fp32."""
     compile: bool = False
     """Compile the dense part with torch.compile: faster steps after a first step that takes seconds to minutes."""
+    graphs: Graphs = "auto"
+    """Run training steps on a GPU as CUDA graphs: "auto", where the model allows it, else with a warning that gives the
+    reason; "on", or raise an error; "off". The results are the same bit by bit. Python code in a model's forward runs
+    only while a step is recorded."""
     torch_threads: Maybe[Count] = None
     """Threads of torch, which its results depend on bit by bit. By default torch's own number; a resumed run uses the
     number that it was saved with."""

@@ -32,7 +32,7 @@ class OptimizerStep:
 
     def apply(self, progress: Progress, batches: int) -> None:
         """Update all parameters with the mean gradient of `batches` batches, and clear the gradients."""
-        self._set_rates(progress)
+        self.set_rates(progress)
         if self._ranks.sync is not None:
             for table in self._tables:  # first: autograd may share memory between row and dense gradients
                 table.reduce_gradients()
@@ -58,7 +58,8 @@ class OptimizerStep:
         """Return the multiplier of all learning rates at a step."""
         return self._config.schedule(step) * progress.plateau
 
-    def _set_rates(self, progress: Progress) -> None:
+    def set_rates(self, progress: Progress) -> None:
+        """Set the learning rates of the next step."""
         factor = self.rate_factor(progress, progress.step)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:

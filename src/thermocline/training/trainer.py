@@ -5,6 +5,7 @@ EmbeddingBags. Logging, validation and saving happen between steps, so a checkpo
 
     dense_step.py        forward and backward pass: precision, torch.compile
     optimizer_step.py    one update of tables and dense parameters
+    graph_step.py        the whole step as a CUDA graph
     evaluation.py        metrics, best step, early stopping
     save_policy.py       when to save, resume
     rank_coordinator.py  interrupt, save and stop across ranks
@@ -35,6 +36,7 @@ from thermocline.training.dense_optimizers import use_fused
 from thermocline.training.dense_step import DenseStep, Loss
 from thermocline.training.display import Display
 from thermocline.training.evaluation import evaluate, record_validation
+from thermocline.training.graph_step import GraphStep
 from thermocline.training.optimizer_step import OptimizerStep
 from thermocline.training.rank_coordinator import DAMAGE, INTERRUPT, STOP, RankCoordinator
 from thermocline.training.save_policy import SavePolicy
@@ -90,6 +92,10 @@ class Trainer:
         self._saves = SavePolicy(self._run_dir, self.config, self._ranks)
         self._dense_step = DenseStep(model, self.tables, self.config)
         self._optimizer_step = OptimizerStep(self.tables, self.optimizers, self._ranks, self.config)
+        self.graph_step = GraphStep(
+            model, self.tables, self.optimizers, self._dense_step, self._optimizer_step, loss, self.config
+        )
+        """Steps as CUDA graphs: `train.graphs`."""
         self._user_callbacks = list(callbacks)
         self._callbacks: list[Callback] = []
         self._stop = False
@@ -223,14 +229,20 @@ class Trainer:
 
         Over several ranks, an empty batch pads a rank without more data: it only takes part in the update.
         """
-        if batch.examples == 0 and self._ranks.world > 1:
+        done = self.graph_step.train(batch, self.progress)
+        if done is not None:
+            self._meter.add(*done)
+            self._losses.append(torch.tensor(done.loss))
+        elif batch.examples == 0 and self._ranks.world > 1:
             self._losses.append(torch.zeros(()))
         else:
             self._losses.append(self._backward(batch))
         self.position = batch.position
         self.progress.batch += 1
         self.progress.examples += batch.examples
-        return self._update() if len(self._losses) == self.config.accumulate else None
+        if len(self._losses) < self.config.accumulate:
+            return None
+        return self._update() if done is None else self._count_step()
 
     def _backward(self, batch: Batch) -> torch.Tensor:
         logits, label, loss = self._dense_step.forward(batch, self.loss)
@@ -244,9 +256,13 @@ class Trainer:
     def _update(self) -> torch.Tensor:
         """Apply the accumulated gradients as one step; return the mean of the losses."""
         self._optimizer_step.apply(self.progress, len(self._losses))
+        return self._count_step()
+
+    def _count_step(self) -> torch.Tensor:
         self.progress.step += 1
         self._ranks.after_step(self.progress.step)
-        loss = torch.stack([loss.cpu() for loss in self._losses]).mean()
+        losses = [loss.cpu() for loss in self._losses]
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         self._losses = []
         return loss
 
@@ -356,6 +372,7 @@ class Trainer:
             self._callbacks[:0] = _default_callbacks(self._run_dir, self.config)
         self._saves.start_clock()
         self.model.train()
+        self.graph_step.start(self._ranks.world)
 
     def _finish(self, valid: Iterable[Batch] | None, *, interrupted: bool) -> int:
         """Validate, save and restore the best as needed; return the step that the model and tables hold."""
