@@ -482,3 +482,14 @@ def test_first_item_chooses_threads() -> None:
     assert list(items) == list(range(9))
     assert chosen == [0]
     assert threads == {"thermocline-a", "thermocline-b"}
+
+
+def test_source_without_items_before_the_choice() -> None:
+    def fails() -> Iterator[int]:
+        raise ValueError("no data")
+        yield 1
+
+    options: dict[str, Any] = {"depth": 3, "inline": lambda first: False}
+    assert list(Pipeline([], [("a", identity)], **options)) == []
+    with pytest.raises(ValueError, match="no data"):
+        next(Pipeline(fails(), [("a", identity)], **options))

@@ -72,8 +72,9 @@ def test_equal_to_planning_without_recordings(sizes: list[int], bags: Any, weigh
     assert table.hbm is not None
     assert plain.hbm is not None
     table.hbm.check()
-    assert table.hbm.stats() == plain.hbm.stats()
-    assert table.hbm.stats().evictions > 0
+    stats, expected = table.hbm.stats(), plain.hbm.stats()
+    assert (stats.ids, stats.rows, stats.resident) == (expected.ids, expected.rows, expected.resident)
+    assert stats.evictions > 0
 
 
 @pytest.mark.parametrize("rows", [40, 120])

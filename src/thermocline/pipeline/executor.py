@@ -249,7 +249,8 @@ class _Executor:
         """Run the stages inline, or start their threads."""
         assert self._choose_inline is not None
         first = self._queues[0].get()
-        self._inline = first is not _END and not isinstance(first, _Failure) and self._choose_inline(first)
+        ended = first is _END or isinstance(first, _Failure)
+        self._inline = ended or self._choose_inline(first)
         self._choose_inline = None
         if self._inline:
             self._waiting = (0, first)

@@ -93,6 +93,7 @@ class Prefetch:
         self.flags = 0
         """The ranks' combined flags when the last batch was the first of its window, else 0. After the end: those that
         came with the last agreement."""
+        launching = all(table.backend.plans_on_device for table in tables)
         self._pipeline: Pipeline[_Window] = Pipeline(
             _windows(loader, pull_window, sync) if ahead is None else _windows_ahead(ahead, pull_window),
             stages.training if training else [("pull", stages.read)],
@@ -100,7 +101,7 @@ class Prefetch:
             finish=stages.finish,
             on_stop=stages.stop,
             on_closed=stages.closed,
-            inline=stages.choose_inline if training and sync is None and ahead is None else None,
+            inline=stages.choose_inline if training and sync is None and ahead is None and launching else None,
         )
         self._ready: Iterator[Batch] = iter(())
 
@@ -168,7 +169,7 @@ class _Stages:
     def choose_inline(self, window: _Window) -> bool:
         """Return whether the stages shall run on the caller's thread: they launch work on a GPU and copy few ids."""
         ids = sum(len(batch.ids) for batch in window.batches)
-        self._inline = ids <= _INLINE_IDS and all(table.backend.plans_on_device for table in self._tables)
+        self._inline = ids <= _INLINE_IDS
         return self._inline
 
     @property

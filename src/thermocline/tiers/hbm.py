@@ -31,6 +31,7 @@ from thermocline.kernels.rebuild import entries_reference, rebuild
 from thermocline.kernels.rows import copy_out
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.hbm_transfer import PendingLoad, RowTransfer, as_uint64
+from thermocline.utils.recording import current_stream
 from thermocline.utils.text_format import format_size
 
 _WRITE_BACK_ROWS = 1 << 16  # per copy
@@ -307,7 +308,7 @@ class HbmTier:
     def record_use(self) -> None:
         """Record that work on pinned rows was launched on the current stream: later plans overwrite rows after it."""
         if self._cuda:
-            stream = torch.cuda.current_stream(self.device)
+            stream = current_stream(self.device)
             event = stream.record_event()
             with self._window_lock:
                 self._training_events[stream.cuda_stream] = event

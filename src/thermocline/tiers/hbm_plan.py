@@ -14,6 +14,7 @@ from thermocline.kernels.segments import Segments, find_segments, segment_views
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.hbm import HbmPins, StagedIds
 from thermocline.tiers.plan_layout import PlanLayout
+from thermocline.utils.recording import current_stream
 
 if TYPE_CHECKING:
     from thermocline.tiers.plan_graph import PlanGraph
@@ -200,7 +201,7 @@ class HbmBatchPlan:
             tensors = [tensor for bag in self.bags.values() for tensor in bag.tensors()]
         if self.rows is not None:
             tensors.append(self.rows)
-        stream = torch.cuda.current_stream(tensors[0].device)
+        stream = current_stream(tensors[0].device)
         if self.used_on == stream:
             return
         stream.wait_event(self.ready)

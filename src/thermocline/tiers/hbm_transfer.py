@@ -33,6 +33,7 @@ from thermocline.kernels.insert import InsertPlan
 from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rows import copy_in, copy_out
 from thermocline.tiers.dram import DramTier
+from thermocline.utils.recording import current_stream
 
 _STAGING_BUFFERS = 3  # per direction: transfers in flight
 
@@ -184,7 +185,7 @@ class RowTransfer:
             self._wait_write_back(self._last_write_back)
             for stream in (self._in, self._out):
                 if stream is not None:
-                    torch.cuda.current_stream(self._arena.device).wait_stream(stream)
+                    current_stream(self._arena.device).wait_stream(stream)
 
     def _load_next(self) -> None:
         pending = self._queue.popleft()
@@ -272,7 +273,7 @@ class RowTransfer:
         return host.copy_(tensor, non_blocking=True)
 
     def _event(self) -> torch.cuda.Event | None:
-        return torch.cuda.current_stream(self._arena.device).record_event() if self._cuda else None
+        return current_stream(self._arena.device).record_event() if self._cuda else None
 
 
 class StagingBuffer:

@@ -22,7 +22,7 @@ from thermocline.kernels.insert import InsertPlan, find_or_insert
 from thermocline.tiers.hbm import Assigned, HbmTier, StagedIds
 from thermocline.tiers.hbm_plan import PlanLists, write_plan
 from thermocline.tiers.plan_layout import BagLayout, Capacities, PlanLayout
-from thermocline.utils.recording import Recording
+from thermocline.utils.recording import Recording, current_stream
 
 HEADER = 4
 """Words of the header: slots in use, number of the window, newest completed window, unused."""
@@ -114,7 +114,7 @@ class PlanGraph:
             plan, memory = recording.replay()
             memory = memory.clone()
         if self._tier.device.type == "cuda":
-            torch.cuda.current_stream(self._tier.device).synchronize()
+            current_stream(self._tier.device).synchronize()
         counts = self._record[:COUNTS].tolist()
         segments = self._record[COUNTS:].view(torch.int32).view(-1, 4)[:, :3].tolist()
         if counts[NEW.value]:

@@ -30,7 +30,7 @@ from thermocline.errors import ConfigError, NotRecordable, ThermoclineError
 from thermocline.training.dense_step import DenseStep, Forward, Loss
 from thermocline.training.optimizer_step import OptimizerStep
 from thermocline.training.state import Progress
-from thermocline.utils.recording import Recording
+from thermocline.utils.recording import Recording, current_stream
 
 _MAX_STEPS = 2
 """Shapes of batches that are recorded: each has buffers of its own."""
@@ -290,7 +290,7 @@ class _RecordedStep:
         else:
             self._forward_recording.replay()
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            current_stream(self._device).synchronize()
         loss = float(self._loss_value)
         if not math.isfinite(loss):
             self._optimizer_step.discard_gradients()

