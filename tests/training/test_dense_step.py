@@ -334,6 +334,8 @@ def test_state_of_the_default_implementation_continues_fused(fused_on_cpu: None,
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_optimizer_on_a_gpu_is_captured_with_the_same_bits(kind: str) -> None:
+    if not dense_optimizers._fused_on_gpu(type(KINDS[kind]([torch.nn.Parameter(torch.ones(1))]))):
+        pytest.skip("this version of torch has no fused kernel of it for GPUs")
     results = []
     for graphed in (False, True):
         torch.manual_seed(0)

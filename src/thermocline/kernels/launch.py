@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,6 +24,24 @@ if "enable_reflect_ftz" in _KNOWN_OPTIONS:
     EXACT["enable_reflect_ftz"] = False
 
 
+_compilers: dict[int, ThreadPoolExecutor] = {}
+"""By thread: where it compiles instead of launching, see `compiling_only`."""
+
+
+@contextlib.contextmanager
+def compiling_only(threads: int) -> Iterator[None]:
+    """Launches of this thread in the context run nothing: their kernels are compiled, on several threads.
+
+    A later launch waits for its own kernel only. An error of a compilation is raised by that launch.
+    """
+    with ThreadPoolExecutor(threads, "thermocline-compile") as pool:
+        _compilers[threading.get_ident()] = pool
+        try:
+            yield
+        finally:
+            del _compilers[threading.get_ident()]
+
+
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Decorate a kernel: `triton.jit` with a shorter launch. Arguments that are no constexpr are passed by position."""
     if function is None:
@@ -36,13 +57,14 @@ class Kernel:
     combination goes through Triton, which returns the compiled kernel; later ones go straight to its C launcher.
     """
 
-    __slots__ = ("_compiled", "_constants", "_function", "_specialized")
+    __slots__ = ("_compiled", "_compiling", "_constants", "_function", "_specialized")
 
     def __init__(self, function: Any) -> None:
         self._function = function
         self._specialized = [not parameter.do_not_specialize for parameter in function.params]
         self._constants = [parameter.is_constexpr for parameter in function.params]
         self._compiled: dict[Any, tuple[Any, ...]] = {}
+        self._compiling: dict[Any, Future[tuple[Any, ...]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **constants: Any) -> None:
@@ -65,6 +87,12 @@ class Kernel:
                 values.append(arg)
         combination = tuple(key)
         known = self._compiled.get(combination)
+        if _compilers and (pool := _compilers.get(threading.get_ident())) is not None:
+            if known is None and combination not in self._compiling:
+                self._compiling[combination] = pool.submit(self._compile_only, device, grid, args, constants)
+            return
+        if known is None and (compiling := self._compiling.get(combination)) is not None:
+            known = self._compiled[combination] = compiling.result()
         if known is None:
             self._compiled[combination] = self._compile(grid, args, constants)
             return
@@ -75,12 +103,28 @@ class Kernel:
 
     def _compile(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
         """Launch through Triton; return the C launcher, its handles, and the values of the constants."""
+        tail = self._tail(args, constants)
+        return _handles(self._function[grid](*args, **constants), tail)
+
+    def _compile_only(
+        self, device: int, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Compile and load without a launch; return the same as `_compile`."""
+        torch.cuda.set_device(device)
+        tail = self._tail(args, constants)
+        return _handles(self._function.warmup(*args, grid=grid, **constants), tail)
+
+    def _tail(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the values of the arguments after `args`."""
         names = self._function.arg_names[len(args) :]
         if not all(self._constants[len(args) :]) or not all(name in constants for name in names):
             raise TypeError(f"{self._function.arg_names}: pass all but constexpr arguments by position")
-        compiled = self._function[grid](*args, **constants)
-        tail = tuple(constants[name] for name in names)
-        return compiled.run, compiled.function, compiled.packed_metadata, tail
+        return tuple(constants[name] for name in names)
+
+
+def _handles(compiled: Any, tail: tuple[Any, ...]) -> tuple[Any, ...]:
+    run = compiled.run  # first: it loads the kernel
+    return run, compiled.function, compiled.packed_metadata, tail
 
 
 def _kind(arg: Any, specialized: bool) -> Any:

@@ -32,6 +32,7 @@ from thermocline.kernels.random import table_mix
 from thermocline.kernels.segments import Segments, find_segments
 from thermocline.kernels.update import apply_gradients, sum_gradients, update_rows
 from thermocline.kernels.weight_gradient import weight_gradient
+from thermocline.tiers.compile_ahead import compile_ahead
 from thermocline.tiers.dram_horizon import DramHorizon
 from thermocline.tiers.hbm import HbmPins, HbmTier
 from thermocline.tiers.hbm_plan import HbmBag, HbmBatchPlan, HbmWindow, PlanLists, write_plan
@@ -68,6 +69,7 @@ class HbmBackend:
         self.plans_on_device = device.type == "cuda" and spec.ssd is None
         self.recorded_step: StoredStep | None = None
         """While a training step is recorded: the constants of all its replays."""
+        compile_ahead(self.hbm, self._codec, spec)
 
     @property
     def tiers(self) -> TierSet:

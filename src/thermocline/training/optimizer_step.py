@@ -12,6 +12,7 @@ from thermocline.embedding.table import Table
 from thermocline.training.dense_optimizers import set_rate
 from thermocline.training.rank_coordinator import RankCoordinator
 from thermocline.training.state import Progress
+from thermocline.utils.lazy_dynamo import optimizer_step
 
 
 class OptimizerStep:
@@ -43,7 +44,7 @@ class OptimizerStep:
         if scale != 1 and grads:
             torch._foreach_mul_(grads, scale)
         for optimizer in self._optimizers:
-            optimizer.step()
+            optimizer_step(optimizer)
         self.discard_gradients()
 
     def discard_gradients(self) -> None:

@@ -39,6 +39,7 @@ from thermocline.training.run_dir import RunFolder, config_of, saved_by_ranks
 from thermocline.training.run_restore import restore_for_reading
 from thermocline.training.state import Result
 from thermocline.utils import atomic_file
+from thermocline.utils.lazy_dynamo import defer_dynamo
 from thermocline.utils.machine import require_memory
 from thermocline.utils.text_format import format_size, parse_size, plural
 
@@ -75,6 +76,8 @@ def dense_optimizers(config: Config, model: Any) -> list[torch.optim.Optimizer]:
 
         kind = FrozenAdam
     groups = parameter_groups(config.model, model)
+    if not train.compile:
+        defer_dynamo()
     return [kind(groups, lr=train.dense_lr)] if groups else []
 
 
