@@ -3,8 +3,8 @@
 Claims   26 one-hot fields, dim 16, 10M keys, MLP 400x400x400, fp32. Through `tc.Trainer` a step of 1,024 / 4,096 /
          16,384 examples takes at most 0.6 / 1.0 / 2.2 ms; in an own loop with `tc.prefetch` at most as long as plain
          torch in the same run.
-Method   Keys follow a power law of exponent 1.05 in each field; every key is in HBM before the clock starts. Batches are
-         prepared before, labels in page-locked memory; metrics are on, the display is off. torch gets row numbers
+Method   Keys follow a power law of exponent 1.05 in each field; all are in HBM before the clock starts. Batches are
+         made before, ids and labels in page-locked memory; metrics are on, the display is off. torch gets row numbers
          instead of keys, on the device: nn.EmbeddingBag with sparse gradients and torch.optim.Adagrad. All sides train
          the network with fused Adam. Wall time of all steps after the first ones, divided by their number.
 Command  python benchmarks/hbm_step.py --json FILE        an H200, about a minute
@@ -66,9 +66,8 @@ def batches_of(examples: int, keys: int) -> tuple[list[tc.Batch], list[np.ndarra
     numbers = [key_numbers(examples, keys, seed) for seed in range(BATCHES)]
     offsets = np.arange(examples * FIELDS + 1)
     labels = [torch.randint(0, 2, (examples,)).float().pin_memory() for _ in numbers]
-    batches = [
-        tc.Batch(key_of(part), offsets, FIELDS, label=label) for part, label in zip(numbers, labels, strict=True)
-    ]
+    ids = [torch.from_numpy(key_of(part).view(np.int64)).pin_memory().numpy().view(np.uint64) for part in numbers]
+    batches = [tc.Batch(part, offsets, FIELDS, label=label) for part, label in zip(ids, labels, strict=True)]
     return batches, numbers
 
 

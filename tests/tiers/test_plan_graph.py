@@ -15,6 +15,7 @@ from thermocline.tiers.hbm import bytes_for
 from thermocline.tiers.hbm_backend import HbmBackend
 
 DEVICE: Any = "interpreter" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 
 def equal_batches(count: int, sizes: list[int], *, keys: int = 60, weighted: bool = False) -> list[tc.Batch]:

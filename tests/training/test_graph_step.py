@@ -22,6 +22,7 @@ from thermocline.training.graph_step import GraphStep
 
 DEVICE: Any = "interpreter" if INTERPRETED else "cuda"
 FIELDS, DENSE = 2, 3
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 
 @pytest.fixture(autouse=True)
@@ -30,15 +31,27 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GraphStep, "_on_device", lambda self: True)
 
 
-def batches_of(count: int, *, one_hot: bool = False, last: int = 8, weighted: bool = False) -> list[tc.Batch]:
-    """Batches of 8 examples with varying numbers of ids, the last of `last` examples."""
+def batches_of(
+    count: int,
+    *,
+    size: int = 8,
+    one_hot: bool = False,
+    last: int | None = None,
+    weighted: bool = False,
+    keys: int = 50,
+    locked: bool = False,
+) -> list[tc.Batch]:
+    """Batches of `size` examples with varying numbers of ids, the last of `last` examples; `locked`: in page-locked
+    memory."""
     rng = np.random.default_rng(7)
     batches = []
     for n in range(count):
-        examples = last if n == count - 1 else 8
+        examples = last if last is not None and n == count - 1 else size
         sizes = np.ones(examples * FIELDS, int) if one_hot else rng.integers(0, 4, examples * FIELDS)
         offsets = np.concatenate([[0], np.cumsum(sizes)])
-        ids = rng.integers(0, 50, offsets[-1]).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        ids = rng.integers(0, keys, offsets[-1]).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        if locked:
+            ids = torch.from_numpy(ids.view(np.int64)).pin_memory().numpy().view(np.uint64)
         batches.append(
             tc.Batch(
                 ids,
@@ -234,3 +247,15 @@ def test_parameters_frozen_between_steps_are_recorded_again() -> None:
                 trainer.model.net[0].requires_grad_(False)  # type: ignore[index, operator, union-attr]
 
     same(batches_of(8), callbacks=[Freeze()])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("size", [1024, 9000])  # on the caller's thread; with a thread for metrics
+def test_many_steps_on_a_gpu(size: int, precision: str) -> None:
+    """Sixty steps with misses, evictions and a short last batch, from ids in page-locked memory."""
+    batches = batches_of(30, size=size, last=700, one_hot=True, keys=6 * size, locked=True)
+    outcome = same(batches, epochs=2, rows=5 * size, precision=precision, optimizer=tc.Adam(lr=0.01))
+    assert outcome.trainer.graph_step.replays > 50
+    assert outcome.table.hbm is not None
+    assert outcome.table.hbm.stats().evictions > 0

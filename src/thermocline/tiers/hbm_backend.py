@@ -466,12 +466,18 @@ def _without_trivial_offsets(inputs: BagInputs) -> BagInputs:
 
 
 _counting = np.arange(1 << 16)
+_last_offsets: tuple[Any, bool] = (None, False)
+"""The offsets that were compared last, and the result: a loader's batches often share one array."""
 
 
 def _one_id_each(source: BagInput) -> bool:
-    global _counting
+    global _counting, _last_offsets
     if source.offsets is None or source.bags != len(source.ids):
         return False
-    if len(_counting) <= source.bags:
-        _counting = np.arange(2 * source.bags)
-    return np.array_equal(source.offsets, _counting[: source.bags + 1])
+    known, result = _last_offsets
+    if known is not source.offsets:
+        if len(_counting) <= source.bags:
+            _counting = np.arange(2 * source.bags)
+        result = np.array_equal(source.offsets, _counting[: source.bags + 1])
+        _last_offsets = (source.offsets, result)
+    return result

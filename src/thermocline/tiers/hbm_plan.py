@@ -13,7 +13,7 @@ from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.segments import Segments, find_segments, segment_views
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.hbm import HbmPins, StagedIds
-from thermocline.tiers.plan_layout import PlanLayout
+from thermocline.tiers.plan_layout import PlanLayout, PlanMemory
 from thermocline.utils.recording import current_stream
 
 if TYPE_CHECKING:
@@ -40,18 +40,27 @@ class HbmBag:
         return [tensor for tensor in (self.slots, self.offsets, self.weights) if tensor is not None]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PlanLists:
     """Lists of a training plan in one allocation; views of it are made on demand."""
 
-    layout: PlanLayout
-    memory: torch.Tensor
-    """int32[layout.words]."""
-    ids: Sequence[int]
-    """Number of ids of each bag."""
+    __slots__ = ("_parts", "ids", "layout", "memory")
+
+    def __init__(self, layout: PlanLayout, memory: torch.Tensor, ids: Sequence[int]) -> None:
+        self.layout = layout
+        self.memory = memory
+        """int32[layout.words]."""
+        self.ids = ids
+        """Number of ids of each bag."""
+        self._parts: PlanMemory | None = None
+
+    @property
+    def parts(self) -> PlanMemory:
+        if self._parts is None:
+            self._parts = self.layout.split(self.memory)
+        return self._parts
 
     def bags(self, specs: Sequence[BagSpec]) -> dict[BagSpec, HbmBag]:
-        parts, bags = self.layout.split(self.memory), {}
+        parts, bags = self.parts, {}
         for i, (spec, ids, bag) in enumerate(zip(specs, self.ids, self.layout.bags, strict=True)):
             weights = parts.weights[i]
             bags[spec] = HbmBag(
@@ -60,10 +69,10 @@ class PlanLists:
         return bags
 
     def segments(self) -> Segments:
-        return segment_views(self.layout.split(self.memory).segments, self.layout.ids, sum(self.ids))
+        return segment_views(self.parts.segments, self.layout.ids, sum(self.ids))
 
     def gradient_index(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        parts, ids = self.layout.split(self.memory), sum(self.ids)
+        parts, ids = self.parts, sum(self.ids)
         return tuple(None if part is None else part[:ids] for part in (parts.rows, parts.coefs))  # type: ignore[return-value]
 
 
@@ -75,7 +84,7 @@ def write_plan(
     Offsets and weights are in device memory or in page-locked memory. Launches only: nothing is read on the host.
     """
     layout, ids = lists.layout, sum(lists.ids)
-    parts = layout.split(lists.memory)
+    parts = lists.parts
     first = 0
     for i, (offsets, weights) in enumerate(inputs):
         size, own_offsets, own_weights = lists.ids[i], parts.offsets[i], parts.weights[i]

@@ -78,6 +78,8 @@ class PlanGraph:
     def __init__(self, tier: HbmTier, shape: WindowShape) -> None:
         self.shape = shape
         self._tier = tier
+        self._cuda = tier.device.type == "cuda"
+        self._header = torch.zeros(HEADER, dtype=torch.int64, pin_memory=self._cuda)
         self._block = torch.empty(shape.words, dtype=torch.int64, device=tier.device)
         self._record = torch.zeros(
             COUNTS + 2 * len(shape.ids), dtype=torch.int64, pin_memory=tier.device.type == "cuda"
@@ -86,12 +88,19 @@ class PlanGraph:
         self._recordings: dict[bool, Recording[tuple[InsertPlan, torch.Tensor]] | None] = {}
 
     def stage(self, inputs: Sequence[BagInputs]) -> StagedIds:
-        """Write the inputs of a window to a block in page-locked memory. Any thread."""
-        block = torch.empty(self.shape.words, dtype=torch.int64, pin_memory=self._tier.device.type == "cuda")
+        """Write the inputs of a window to a block in page-locked memory. Any thread.
+
+        Ids that are in page-locked memory themselves, and the only input, are uploaded from there.
+        """
         sources = [source for batch in inputs for source in batch.values()]
+        if self._cuda and len(sources) == 1 and self.shape.words == HEADER + self.shape.keys:
+            keys = torch.from_numpy(sources[0].ids.view(np.int64))
+            if keys.is_pinned():
+                return StagedIds(keys, self.shape.keys, None)
+        block = torch.empty(self.shape.words, dtype=torch.int64, pin_memory=self._cuda)
         words = block.numpy()
-        keys = words[HEADER : HEADER + self.shape.keys].view(np.uint64)
-        np.concatenate([np.empty(0, np.uint64), *(source.ids for source in sources)], out=keys)
+        listed = words[HEADER : HEADER + self.shape.keys].view(np.uint64)
+        np.concatenate([np.empty(0, np.uint64), *(source.ids for source in sources)], out=listed)
         first, sizes = HEADER + self.shape.keys, self.shape.input_sizes()
         for source, offsets, weights in zip(sources, sizes[::2], sizes[1::2], strict=True):
             if offsets:
@@ -104,8 +113,13 @@ class PlanGraph:
     def assign(self, ids: StagedIds, used: int, now: int, completed: int) -> Assigned:
         """Plan a window; see `HbmTier.pin`. Blocks until it is planned, because the host needs the counts."""
         evict = self.shape.keys > self._tier.capacity - used
-        ids.keys.numpy()[:3] = used, now, completed
-        self._block.copy_(ids.keys, non_blocking=True)
+        if len(ids.keys) == self.shape.keys:
+            self._header.numpy()[:3] = used, now, completed  # the upload before has ended: assign waits for the device
+            self._block[:HEADER].copy_(self._header, non_blocking=True)
+            self._block[HEADER:].copy_(ids.keys, non_blocking=True)
+        else:
+            ids.keys.numpy()[:3] = used, now, completed
+            self._block.copy_(ids.keys, non_blocking=True)
         recording = self._recordings.get(evict)
         if recording is None:  # as it is, which compiles and loads the kernels
             self._recordings[evict] = None
@@ -113,7 +127,7 @@ class PlanGraph:
         else:
             plan, memory = recording.replay()
             memory = memory.clone()
-        if self._tier.device.type == "cuda":
+        if self._cuda:
             current_stream(self._tier.device).synchronize()
         counts = self._record[:COUNTS].tolist()
         segments = self._record[COUNTS:].view(torch.int32).view(-1, 4)[:, :3].tolist()
