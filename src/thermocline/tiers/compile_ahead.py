@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 
 import torch
+import triton
 
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.kernels import INTERPRETED
@@ -42,6 +43,7 @@ def compile_ahead(tier: HbmTier, codec: Codec, spec: TableSpec) -> threading.Thr
 
 def _compile(tier: HbmTier, codec: Codec, spec: TableSpec) -> None:
     with torch.cuda.device(tier.device), compiling_only(min(8, cores())):
+        triton.runtime.driver.active.get_current_device()  # builds Triton's driver once, before several threads need it
         call_step(tier, codec, spec)
 
 
