@@ -2,7 +2,9 @@
 
     python benchmarks/accuracy.py FOLDER --fuxictr REPOSITORY --json FILE
     python benchmarks/accuracy.py FOLDER --models lr,fm --seeds 1 --sides ours
+    python benchmarks/accuracy.py FOLDER --models dnn,dcnv2 --sides ours,tf32,bf16,compile --device cuda --json FILE
 
+The sides tf32, bf16 and compile are ours with train.dense_precision or train.compile, compared with ours in fp32.
 FOLDER has ml-100k.inter, ml-100k.user and ml-100k.item in RecBole's format. A rating of 4 or more is positive.
 Features: user id, age, gender, occupation and zip code; movie id, year and genres (several, summed). The random 8:1:1
 split is written as CSV files that both sides read. FuxiCTR needs a copy of its repository (the models are not in its
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import hashlib
 import json
 import statistics
@@ -42,6 +45,9 @@ TRAINING: dict[str, Any] = {
 """FuxiCTR's defaults. Clipping matters: with batch norm the first gradients of rows near zero are large (148 for the
 DNN), and Adam's second moment would keep them for a thousand steps."""
 TOLERANCE = 0.002
+VARIANTS: dict[str, dict[str, Any]] = {
+    "ours": {}, "tf32": {"dense_precision": "tf32"}, "bf16": {"dense_precision": "bf16"}, "compile": {"compile": True}
+}  # fmt: skip
 Run = dict[str, Any]
 
 # ---- data files
@@ -117,19 +123,22 @@ def key_of(field: str, value: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{field}={value}".encode(), digest_size=8).digest(), "little")
 
 
-def train_ours(config: ModelConfig, seed: int, data: Path, work: Path) -> Run:
+def train_ours(config: ModelConfig, seed: int, data: Path, work: Path, *, device: str = "cpu", **dense: Any) -> Run:
+    """Train on `device`; `dense` are settings of the dense part."""
     parts = {name: Examples(data / f"{name}.csv", TRAINING["batch_size"]) for name in SPLITS}
     parts["train"].seed = seed
     torch.manual_seed(seed)
     lr, l2 = TRAINING["lr"], config.embedding_l2 or 0.0
     initial = tc.Normal(scale=config.initial)
-    table = tc.Table(row_dim(config), tc.Adam(lr=lr, weight_decay=l2), mem="64MB", seed=seed, initial=initial)
-    model = build(config, table, len(FEATURES))
+    tiers = {"mem": "64MB"} if device == "cpu" else {"mem": "64MB", "hbm": "64MB", "device": device}
+    table = tc.Table(row_dim(config), tc.Adam(lr=lr, weight_decay=l2), seed=seed, initial=initial, **tiers)
+    model = build(config, table, len(FEATURES)).to(device)
     settings = tc.TrainConfig(
         **{name: TRAINING[name] for name in ("epochs", "clip_norm", "patience", "plateau_factor")},
         checkpoint_minutes=None,
         tensorboard=False,
         display=False,
+        **dense,
     )
     optimizer = torch.optim.Adam(parameter_groups(config, model), lr=lr)
     trainer = tc.Trainer(model, optimizer, run_dir=work / "run", config=settings)
@@ -148,15 +157,16 @@ def train_ours(config: ModelConfig, seed: int, data: Path, work: Path) -> Run:
 
 
 def claims_of(runs: Sequence[Run]) -> list[Claim]:
+    """Our AUC against FuxiCTR's, and that of every variant against ours."""
     claims = []
     for model in dict.fromkeys(run["model"] for run in runs):
-        mean = {side: mean_of(runs, model, side, "auc") for side in ("ours", "fuxictr")}
-        if None not in mean.values():
-            behind = mean["fuxictr"] - mean["ours"]  # type: ignore[operator]
-            detail = f"ours {mean['ours']:.4f}, FuxiCTR {mean['fuxictr']:.4f}"
-            claims.append(
-                Claim(f"{model.upper()} behind FuxiCTR", behind, TOLERANCE, "AUC", at_most=True, detail=detail)
-            )
+        pairs = [("ours", "fuxictr", "FuxiCTR"), *((side, "ours", "fp32") for side in VARIANTS if side != "ours")]
+        for side, other, name in pairs:
+            mean, reference = mean_of(runs, model, side, "auc"), mean_of(runs, model, other, "auc")
+            if mean is not None and reference is not None:
+                detail = f"{side} {mean:.4f}, {name} {reference:.4f}"
+                label = f"{model.upper()} behind {name}" if side == "ours" else f"{model.upper()}, {side} behind {name}"
+                claims.append(Claim(label, reference - mean, TOLERANCE, "AUC", at_most=True, detail=detail))
     return claims
 
 
@@ -170,7 +180,7 @@ def print_runs(runs: Sequence[Run]) -> None:
     for column in ("model", "side", "AUC", "logloss", "each", "epochs"):
         grid.add_column(column)
     for model in dict.fromkeys(run["model"] for run in runs):
-        for side in ("ours", "fuxictr"):
+        for side in (*VARIANTS, "fuxictr"):
             selected = [run for run in runs if (run["model"], run["side"]) == (model, side)]
             if selected:
                 auc, logloss = (mean_of(runs, model, side, figure) for figure in ("auc", "logloss"))
@@ -196,7 +206,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--models", default=",".join(MODELS), help=f"default: {','.join(MODELS)}")
     parser.add_argument("--seeds", default="2021,2022,2023", help="default: 2021,2022,2023")
-    parser.add_argument("--sides", default="ours,fuxictr", help="default: ours,fuxictr")
+    parser.add_argument("--sides", default="ours,fuxictr", help="of ours, fuxictr, tf32, bf16 and compile")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where our sides train")
     parser.add_argument("--fuxictr", metavar="REPOSITORY", type=Path, help="folder of FuxiCTR's repository")
     parser.add_argument("--split-seed", type=int, default=2021)
     parser.add_argument("--torch-threads", type=int, default=1)
@@ -206,15 +217,18 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.torch_threads)
-    sides: dict[str, Callable[[ModelConfig, int, Path, Path], Run]] = {"ours": train_ours}
-    if args.fuxictr is None:
+    sides: dict[str, Callable[[ModelConfig, int, Path, Path], Run]] = {
+        name: functools.partial(train_ours, device=args.device, **dense) for name, dense in VARIANTS.items()
+    }
+    if args.fuxictr is None and "fuxictr" in args.sides:
         console.print("[yellow]only our side runs: set --fuxictr to compare with FuxiCTR[/]")
-    else:
+    elif args.fuxictr is not None:
         from accuracy_fuxictr import train_fuxictr
 
         sides["fuxictr"] = lambda *run: train_fuxictr(*run, folder=args.fuxictr.resolve(), training=TRAINING)
     runs: list[Run] = []
     setup = {"training": TRAINING, "split_seed": args.split_seed, "torch_threads": args.torch_threads}
+    setup |= {} if args.device == "cpu" else {"device": torch.cuda.get_device_name()}
     if args.json and args.json.exists():
         old = json.loads(args.json.read_text())
         runs = old["runs"] if old["setup"] == setup else []

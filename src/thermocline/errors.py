@@ -62,6 +62,10 @@ class ConfigError(ThermoclineError, ValueError):
     """A config key, flag or path is invalid; the message names it, its value and the allowed values."""
 
 
+class NotRecordable(ThermoclineError):
+    """A training step cannot be recorded as a CUDA graph. `tc.Trainer` then runs it without."""
+
+
 def require(ok: bool, name: str, value: object, rule: str) -> None:
     """Raise ValueError naming a setting, its value and `rule`, unless `ok`."""
     if not ok:

@@ -19,11 +19,14 @@ def test_keys_that_may_change_exist() -> None:
 def test_resumed_run_may_change_some_keys() -> None:
     old = Config.parse(EXAMPLE).resolve()
     assert check_resume(old, old, "run") == []
-    new = Config.parse(EXAMPLE, ["tiers.mem=1GB", "train.epochs=30", "train.schedule.warmup_steps=5"]).resolve()
+    sets = ["tiers.mem=1GB", "train.epochs=30", "train.schedule.warmup_steps=5", "train.dense_precision=bf16"]
+    new = Config.parse(EXAMPLE, [*sets, "train.compile=true"]).resolve()
     assert check_resume(old, new, "run") == [
         'tiers.mem from "64MB" to "1GB"',
         "train.epochs from 20 to 30",
         "train.schedule.warmup_steps from 0 to 5",
+        'train.dense_precision from "fp32" to "bf16"',
+        "train.compile from false to true",
     ]
 
 

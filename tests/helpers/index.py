@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from thermocline.kernels.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, SHORT
@@ -35,11 +37,21 @@ class IndexPair:
         self.used = self.occupied = 0
 
     def insert(
-        self, keys: torch.Tensor, now: int, completed: int = 0, unique: bool = False, count_visits: bool = False
+        self,
+        keys: torch.Tensor,
+        now: int,
+        completed: int = 0,
+        unique: bool = False,
+        count_visits: bool = False,
+        stored: bool = False,
     ) -> tuple[InsertPlan, ReferencePlan]:
-        """Insert into both, and compare all results."""
+        """Insert into both, and compare all results. `stored`: with numbers in device memory, for a recorded launch."""
         options = {"used": self.used, "now": now, "completed": completed, "count_visits": count_visits}
-        plan = find_or_insert(self.index, self.residents, keys, unique=unique, **options)  # type: ignore[arg-type]
+        given: dict[str, Any] = {"unique": unique, **options}
+        if stored:
+            numbers = {name: torch.tensor([options[name]], device=keys.device) for name in ("used", "now", "completed")}
+            given |= {**numbers, "evict": True}
+        plan = find_or_insert(self.index, self.residents, keys, **given)
         expected = find_or_insert_reference(self.expected, keys, **options)
         counts = plan.counts.tolist()
         assert counts[LOST.value] == 0

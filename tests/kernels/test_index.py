@@ -94,6 +94,17 @@ def test_eviction_over_many_batches(count_visits: bool, scale: int, device: str)
     assert rebuilds > 0
 
 
+def test_numbers_in_device_memory(device: str) -> None:
+    """Recorded launches read slots in use and batch numbers from memory, and always include the kernels of eviction."""
+    table = IndexPair(30, 100, device)
+    pool, evicted = random_keys(60, device, seed=9), 0
+    for now in range(1, 6):
+        ids = pool[torch.arange(7 * now, 7 * now + 12, device=device) % 60]
+        _, expected = table.insert(ids, now=now, completed=now - 1, count_visits=True, stored=True)
+        evicted += len(expected.victims)
+    assert evicted > 0
+
+
 def test_frequent_rows_are_kept(device: str) -> None:
     """Two of three batches have the same keys, the third has others: only those are evicted."""
     table = IndexPair(100, 300, device)

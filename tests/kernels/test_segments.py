@@ -9,7 +9,13 @@ from helpers.kernels import SIZES, random_slots, same_bits, slots_of_sizes
 from hypothesis import given, strategies as st
 
 from thermocline.kernels import INTERPRETED
-from thermocline.kernels.segments import capacities, find_segments, find_segments_reference
+from thermocline.kernels.segments import (
+    capacities,
+    find_segments,
+    find_segments_reference,
+    segment_views,
+    segment_words,
+)
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
@@ -74,3 +80,24 @@ def test_wrong_type_raises(device: str) -> None:
 def test_large(ids: int, device: str) -> None:
     check(random_slots(ids, 1 << 20, np.random.default_rng(ids), device))
     check(torch.zeros(ids, dtype=torch.int32, device=device))
+
+
+@pytest.mark.parametrize("ids", [0, 1, 700])
+def test_lists_with_spare_capacity(ids: int, device: str) -> None:
+    """Lists in given memory, with room for more ids, have the same content."""
+    slots, capacity = slots_of_sizes([ids] if ids else [], np.random.default_rng(3), device), 1000
+    memory = torch.full((segment_words(capacity),), -77, dtype=torch.int32, device=device)
+    result, expected = find_segments(slots, memory, capacity), find_segments_reference(slots)
+    assert tuple(result.counts.tolist()) == expected.sizes
+    for name in ("order", "slots", "starts", "hot", "hot_blocks", "block_starts", "block_ends"):
+        values = getattr(expected, name)
+        assert torch.equal(getattr(result, name)[: len(values)], values), name
+    views = segment_views(memory, capacity, capacity)
+    assert torch.equal(views.counts, result.counts)
+    assert views.sizes == capacities(capacity)
+
+
+def test_ids_without_a_slot(device: str) -> None:
+    """A window that does not fit has -1 for some ids: they are a segment like any other."""
+    check(torch.tensor([-1] * 70 + [3, -1, 3], dtype=torch.int32, device=device))
+    check(torch.full((5,), -1, dtype=torch.int32, device=device))

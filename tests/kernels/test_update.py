@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -22,7 +24,7 @@ from thermocline.embedding.precision import Precision
 from thermocline.kernels import INTERPRETED
 from thermocline.kernels.codec import Codec
 from thermocline.kernels.gradient_index import index_gradients, index_gradients_reference
-from thermocline.kernels.optimizer_rules import OptimizerStep
+from thermocline.kernels.optimizer_rules import OptimizerStep, StoredStep
 from thermocline.kernels.segments import find_segments
 from thermocline.kernels.update import (
     apply_gradients,
@@ -266,3 +268,43 @@ def test_more_than_2_to_the_31_elements(device: str) -> None:
     update_rows(arena[:, :128], arena[:, 128:], exact_segments(slots), grads, None, None, step)
     assert (arena[last - 1 :] != 0).all()
     assert int(arena[: last - 1].count_nonzero()) == 0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_constants_in_device_memory(optimizer: Optimizer, kind: Any, device: str) -> None:
+    """A recorded launch reads the constants of each step from memory: the same bits as passed by value."""
+    random, dim, sizes = np.random.default_rng(11), 8, [1, 2, 66]
+    slots = slots_of_sizes(sizes, random, device)
+    keys = torch.arange(2 * len(sizes) + 4, device=device) * 977
+    codec = Codec.of(Precision.of(kind), dim, keys, 5)
+    by_value = floats((len(keys), codec.words + optimizer.state_floats(dim)), random, device).abs()
+    stored = by_value.clone()
+    memory = torch.zeros(StoredStep.WORDS, dtype=torch.int32, device=device)
+    segments = exact_segments(slots)
+    for number in (1, 2):
+        grads = floats((len(slots), dim), random, device)
+        step = OptimizerStep.of(optimizer, number, lr=0.03 * number, scale=0.7)
+        memory.copy_(torch.from_numpy(step.words()))
+        in_memory = StoredStep(step.optimizer, step.weight_decay, memory)
+        update_rows(codec.weights(by_value), codec.state(by_value), segments, grads, None, None, step, codec)
+        update_rows(codec.weights(stored), codec.state(stored), segments, grads, None, None, in_memory, codec)
+        same_bits(by_value, stored)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS[:1] + OPTIMIZERS[2:3], ids=lambda o: type(o).__name__)
+def test_changed_rows_are_marked(optimizer: Optimizer, device: str) -> None:
+    random = np.random.default_rng(12)
+    slots = slots_of_sizes([1, 2, 66, 130], random, device)
+    arena = Arena(16, 40, optimizer.state_floats(40), random, device)
+    expected = torch.full((16,), 7, dtype=torch.uint8, device=device)
+    expected[slots.long()] = 1
+    step, grads = OptimizerStep.of(optimizer, 1), floats((len(slots), 40), random, device)
+    for segments in (find_segments(slots), exact_segments(slots)):
+        dirty = torch.full((16,), 7, dtype=torch.uint8, device=device)
+        update_rows(arena.weights, arena.state, segments, grads, None, None, step, None, dirty)
+        assert torch.equal(dirty, expected)
+    dirty = torch.full((16,), 7, dtype=torch.uint8, device=device)
+    sums = sum_gradients(segments, grads, None, None)
+    apply_gradients(arena.weights, arena.state, segments.slots[: len(sums)], sums, step, None, dirty)
+    assert torch.equal(dirty, expected)

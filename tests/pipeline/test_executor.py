@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from helpers.threads import our_threads, start_counting
 
-from thermocline.pipeline.executor import Pipeline
+from thermocline.pipeline.executor import Later, Pipeline
 
 pytestmark = pytest.mark.timeout(60)
 DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3, 8])
@@ -379,3 +379,117 @@ def test_stage_statistics(depth: int) -> None:
     if depth > 1:
         assert stats["read"].blocked_seconds > 0.0
         assert stats["slow"].wait_seconds < stats["slow"].busy_seconds
+
+
+# ---- stages on the caller's thread, ahead of the loop
+
+
+def inline(source: Any, stages: list[Any], **options: Any) -> Pipeline[Any]:
+    return Pipeline(source, stages, inline=lambda first: True, **options)
+
+
+def test_inline_stages_run_ahead_on_the_callers_thread() -> None:
+    events: list[tuple[str, int]] = []
+    threads = set()
+
+    def stage(item: int) -> int:
+        threads.add(threading.current_thread())
+        events.append(("stage", item))
+        return item
+
+    taken = []
+    with inline(range(8), [("a", stage)], depth=3, finish=lambda item: events.append(("finish", item))) as items:
+        for item in items:
+            taken.append(item)
+            events.append(("loop", item))
+            time.sleep(0.02)  # the reader gets ahead
+    assert taken == list(range(8))
+    assert threads == {threading.current_thread()}
+    for n in range(8):
+        assert events.index(("stage", n)) < events.index(("loop", n)) < events.index(("finish", n))
+    assert events.index(("stage", 4)) < events.index(("loop", 3)), "no stage ran ahead of the loop"
+    for n in range(3, 8):
+        assert events.index(("finish", n - 3)) < events.index(("stage", n)), "more than `depth` items in flight"
+
+
+def test_inline_error_is_raised_after_earlier_items() -> None:
+    finished: list[int] = []
+
+    def stage(item: int) -> int:
+        if item == 2:
+            raise ValueError("item 2")
+        return item
+
+    items = inline(range(5), [("a", stage)], depth=4, finish=finished.append)
+    assert next(items) == 0
+    time.sleep(0.02)  # the reader gets ahead
+    assert next(items) == 1
+    with pytest.raises(ValueError, match="item 2"):
+        next(items)
+    assert sorted(set(finished)) == [0, 1, 2, *range(3, max(finished) + 1)]
+
+
+def test_inline_stage_is_tried_again_later() -> None:
+    """A stage that raises Later runs again, for the same item, after the loop has finished one."""
+    in_flight: set[int] = set()
+    attempts: list[int] = []
+
+    def stage(item: int) -> int:
+        attempts.append(item)
+        if len(in_flight) == 2:
+            raise Later
+        in_flight.add(item)
+        return item
+
+    before: list[int] = []
+
+    def first(item: int) -> int:
+        before.append(item)
+        return item
+
+    taken = []
+    for item in inline(range(6), [("a", first), ("b", stage)], depth=4, finish=in_flight.discard):
+        taken.append(item)
+        time.sleep(0.02)
+    assert taken == list(range(6))
+    assert before == list(range(6)), "an earlier stage ran twice"
+    assert len(attempts) > 6
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_inline_pipeline_closed_early(taken: int) -> None:
+    started, finished = set(), set()
+
+    def stage(item: int) -> int:
+        started.add(item)
+        return item
+
+    items = inline(range(100), [("a", stage)], depth=4, finish=finished.add)
+    assert list(itertools.islice(items, taken)) == list(range(taken))
+    items.close()
+    assert started <= finished
+
+
+def test_first_item_chooses_threads() -> None:
+    threads = set()
+
+    def stage(item: int) -> int:
+        threads.add(threading.current_thread().name)
+        return item
+
+    chosen: list[int] = []
+    items: Pipeline[int] = Pipeline(range(9), [("a", stage), ("b", stage)], depth=3, inline=chosen.append)  # type: ignore[arg-type]
+    assert list(items) == list(range(9))
+    assert chosen == [0]
+    assert threads == {"thermocline-a", "thermocline-b"}
+
+
+def test_source_without_items_before_the_choice() -> None:
+    def fails() -> Iterator[int]:
+        raise ValueError("no data")
+        yield 1
+
+    options: dict[str, Any] = {"depth": 3, "inline": lambda first: False}
+    assert list(Pipeline([], [("a", identity)], **options)) == []
+    with pytest.raises(ValueError, match="no data"):
+        next(Pipeline(fails(), [("a", identity)], **options))

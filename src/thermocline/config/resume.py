@@ -18,7 +18,9 @@ MAY_CHANGE = frozenset(
         *("train.epochs", "train.steps", "train.clip_norm", "train.valid_every", "train.patience"),
         "train.plateau_factor",
         *("train.checkpoint_every", "train.checkpoint_minutes", "train.keep", "train.depth", "train.pull_window"),
-        *("train.log_every", "train.tensorboard", "train.display", "train.run_dir"),
+        # Parameters, rows and optimizer state of a checkpoint are fp32 for all of them.
+        *("train.dense_precision", "train.compile"),
+        *("train.log_every", "train.tensorboard", "train.display", "train.run_dir", "train.graphs"),
         *("dist.hops", "dist.topology", "dist.timeout", "dist.busy_timeout", "dist.bind"),
         "dist.dense_sync.exact",  # earlier builds saved their default, false
         *(f"train.schedule.{name}" for name in ("kind", "warmup_steps", "decay_steps", "factor", "floor")),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Gt, Le
 
 from thermocline.config.fields import Count, Maybe, Positive
 from thermocline.config.lr_schedule import Schedule
 from thermocline.config.section import section
+
+DensePrecision = Literal["fp32", "tf32", "bf16"]
+Graphs = Literal["auto", "on", "off"]
 
 
 @section("train")
@@ -43,6 +46,15 @@ class TrainConfig:
     """Batches whose rows are pulled together; see `tc.prefetch`."""
     log_every: Count = 100
     """Steps between lines of training metrics."""
+    dense_precision: DensePrecision = "fp32"
+    """Arithmetic of dense layers in training: fp32; tf32, matrix products in TF32 on a GPU; bf16, torch's autocast.
+    Parameters, gradients and rows stay fp32, and evaluation computes in fp32."""
+    compile: bool = False
+    """Compile the dense part with torch.compile: faster steps after a first step that takes seconds to minutes."""
+    graphs: Graphs = "auto"
+    """Run training steps on a GPU as CUDA graphs: "auto", where the model allows it, else with a warning that gives the
+    reason; "on", or raise an error; "off". The results are the same bit by bit. Python code in a model's forward runs
+    only while a step is recorded."""
     torch_threads: Maybe[Count] = None
     """Threads of torch, which its results depend on bit by bit. By default torch's own number; a resumed run uses the
     number that it was saved with."""

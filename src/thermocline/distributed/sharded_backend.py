@@ -31,7 +31,7 @@ from thermocline.batch import WorkingSet
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.row_exchange import Route, RowExchange
 from thermocline.distributed.row_reduce import RowSum, take_rows
-from thermocline.embedding.backend import RowHorizon, ShardBackend, ShardPins, TierSet
+from thermocline.embedding.backend import RowHorizon, ShardBackend, ShardPins, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInputs, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import TableSpec
@@ -75,7 +75,7 @@ class ShardedWindow:
             owned.pins.release()
 
 
-class ShardedBackend:
+class ShardedBackend(Unrecorded):
     """See `RowBackend`. `local` trains the rows that this rank owns."""
 
     groups: Groups
@@ -262,6 +262,9 @@ class ShardedBackend:
     def end_step(self) -> None:
         while self._open:
             self._open.pop().pins.release()
+
+    def cannot_record(self) -> str:
+        return f"rows of table {self.spec.name!r} are exchanged between ranks during the step"
 
     # ---- evaluation
 

@@ -37,6 +37,7 @@ boundary is a method beside `write_back`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from thermocline.arrays import Floats, Keys, Rows, Slots
@@ -107,6 +108,25 @@ class RowHorizon(Protocol):
         """Memory of the horizon, without its rows."""
 
 
+class RecordedRows(Protocol):
+    """A batch plan and the constants of a step at fixed addresses, which replays of a recorded step read."""
+
+    plan: Any
+    """The plan that the recorded step uses."""
+
+    def load(self, plan: Any) -> None:
+        """Copy a plan of the same shape to the fixed addresses, on the current stream, after its rows are ready."""
+
+    def set_constants(self, step: int, lr: float, scale: float) -> None:
+        """Set what `update` gets as arguments otherwise. The device must have used the values before."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Wrap the function that is recorded."""
+
+    def launched(self, plan: Any) -> None:
+        """Note that a replay with this plan was launched on the current stream."""
+
+
 class RowBackend(Protocol):
     """Rows of one table. Unless stated otherwise a method runs on the thread that trains, between two batches."""
 
@@ -158,6 +178,13 @@ class RowBackend(Protocol):
     def load(self, window: Any) -> None:
         """Bring the values of a pinned window into their slots. Thread: load. Blocks on SSD reads and device copies."""
 
+    @property
+    def plans_on_device(self) -> bool:
+        """Whether `stage`, `pin` and `prepare` only launch work on a device: any thread may run them at little cost."""
+
+    def loads_nothing(self, window: Any) -> bool:
+        """Whether all rows of a pinned window are in their slots, or on their way: `load` does not block."""
+
     # ---- training
 
     def fetch(self, plan: Any) -> None:
@@ -198,6 +225,20 @@ class RowBackend(Protocol):
     def end_step(self) -> None:
         """Release what batches since the last step still hold. Called after each step and when gradients are
         discarded."""
+
+    # ---- recorded steps (CUDA graphs); no result depends on them
+
+    def record_planning(self, enabled: bool) -> None:
+        """Set whether `pin` and `prepare` may replay recordings. The default is True on a GPU."""
+
+    def cannot_record(self) -> str:
+        """Return why training steps of this table cannot be recorded; empty: they can."""
+
+    def plan_shape(self, plan: Any) -> Any:
+        """Return what plans that share `RecordedRows` have in common; None: this one can only be trained as it is."""
+
+    def recorded_rows(self, plan: Any) -> RecordedRows:
+        """Allocate fixed addresses for plans with the shape of this one."""
 
     # ---- evaluation
 
@@ -250,6 +291,27 @@ class RowBackend(Protocol):
 
     def close(self) -> None:
         """Close the table's own store. What was not committed is lost."""
+
+
+class Unrecorded:
+    """Base of backends that plan on the CPU: nothing is recorded, and `cannot_record` says why."""
+
+    plans_on_device = False
+
+    def loads_nothing(self, window: Any) -> bool:
+        """Not known."""
+        return False
+
+    def record_planning(self, enabled: bool) -> None:
+        """Nothing to record."""
+
+    def plan_shape(self, plan: Any) -> Any:
+        """No two plans share addresses."""
+        return None
+
+    def recorded_rows(self, plan: Any) -> RecordedRows:
+        """Not reached: `plan_shape` returns None."""
+        raise NotImplementedError
 
 
 class ShardBackend(RowBackend, Protocol):

@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from thermocline.batch import Batch
@@ -88,7 +89,14 @@ class EmbeddingBag(torch.nn.Module):
         """Return float32[examples, fields, dim]; with pooling "none" float32[ids, dim].
 
         weights   one weight per id of the batch, used instead of `batch.weights`
+
+        torch.compile does not trace the bag: a model's compiled graph ends before it, and another begins after it.
         """
+        if torch.compiler.is_compiling():
+            return _forward_outside_graph(self, batch, weights)
+        return self._forward(batch, weights)
+
+    def _forward(self, batch: Batch, weights: torch.Tensor | None) -> torch.Tensor:
         learned = batch.learned_weights if weights is None else weights
         if learned is not None and learned.shape != batch.ids.shape:
             raise ValueError(f"weights have shape {tuple(learned.shape)}: expected ({len(batch.ids)},), one per id")
@@ -186,6 +194,10 @@ class EmbeddingBag(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"table={self.table.name!r}, fields={len(self.fields)}, dim={self.table.dim}"
+
+
+# Not torch.compiler.disable, which imports torch._dynamo at once: more than a second.
+_forward_outside_graph = _disable_dynamo(EmbeddingBag._forward)
 
 
 def _find_plan(table: Table, batch: Batch, specs: Sequence[BagSpec], training: bool) -> BatchPlan | None:

@@ -67,7 +67,7 @@ class PendingBatches:
             f"table {self._table!r}: the gradients of {len(waiting)} batches wait for table.step(), and another batch "
             "is being trained; they are summed until then. Call table.step() after each batch, or set "
             f"table.accumulate to the batches per step (it is {self.accumulate})",
-            stacklevel=6,  # the caller of the bag: forward and Module.__call__ are in between
+            stacklevel=7,  # the caller of the bag: forward, _forward and Module.__call__ are in between
         )
 
     def explain(self, error: BudgetError) -> str | None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from thermocline.arrays import Floats, Keys, Rows
-from thermocline.embedding.backend import RowHorizon, TierSet
+from thermocline.embedding.backend import RowHorizon, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, Pooling, ReducedGradients
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.reference import ReferenceTable, sum_in_blocks
@@ -73,7 +73,7 @@ class _Window:
             pins.release()
 
 
-class ReferenceBackend:
+class ReferenceBackend(Unrecorded):
     """See `RowBackend`. Rows are fp32 and stay in memory; checkpoints save them all."""
 
     groups = None
@@ -166,6 +166,9 @@ class ReferenceBackend:
 
     def end_step(self) -> None:
         """Nothing."""
+
+    def cannot_record(self) -> str:
+        return f"rows of table {self.spec.name!r} are in a dict"
 
     # ---- evaluation
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from thermocline.kernels.launch import blocks
+from thermocline.kernels.launch import blocks, kernel
 
 _TILE = 256
 
 
-@triton.jit(do_not_specialize=["value"])
+@kernel(do_not_specialize=["value"])
 def _set_flags_kernel(flags, slots, count, value, TILE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     live = i < tl.load(count)

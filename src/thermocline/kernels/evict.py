@@ -18,7 +18,7 @@ import triton.language as tl
 
 from thermocline.kernels.find import LANES
 from thermocline.kernels.index import ABSENT, EMPTY, WIDTH, Index, home_block, next_block, probe, slot_offset
-from thermocline.kernels.launch import blocks
+from thermocline.kernels.launch import blocks, kernel, stored_int
 from thermocline.kernels.segments import prefix_sum
 
 # Elements of `counts`, int64[COUNTS] in device memory.
@@ -64,30 +64,35 @@ def used_again(use, now):
     return tl.where(use >> VISITS == now, use, (now << VISITS) | visits)
 
 
-@triton.jit(do_not_specialize=["tiles", "free"])
-def _need_kernel(firsts, tiles, free, counts, TILE: tl.constexpr):
-    """Number of slots to evict: new keys minus `free` slots. `firsts` is the number of new keys per tile of ids."""
+@kernel(do_not_specialize=["tiles", "used"])
+def _need_kernel(firsts, tiles, capacity, used, counts, STORED: tl.constexpr, TILE: tl.constexpr):
+    """Number of slots to evict: new keys minus unused slots. `firsts` is the number of new keys per tile of ids."""
+    free = capacity - stored_int(used, STORED)
     need = tl.maximum(prefix_sum(firsts, tiles, TILE).to(tl.int64) - free, 0)
     tl.store(counts + EVICTED, tl.where(tl.load(counts + LOST) > 0, 0, need))  # if ids are lost, nothing is inserted
 
 
 @triton.jit
-def _load_tile(last_use, capacity, now, completed, TILE: tl.constexpr, AGES: tl.constexpr):
+def _load_tile(last_use, capacity, now, completed, STORED: tl.constexpr, TILE: tl.constexpr, AGES: tl.constexpr):
+    now = stored_int(now, STORED)
+    completed = stored_int(completed, STORED)
     slot = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     use = tl.load(last_use + slot, mask=slot < capacity, other=0)
     return slot, (slot < capacity) & (use >> VISITS <= completed), _age_class(now, use, AGES)
 
 
-@triton.jit(do_not_specialize=["now", "completed"])
-def _ages_kernel(last_use, capacity, now, completed, counts, ages, TILE: tl.constexpr, AGES: tl.constexpr):
+@kernel(do_not_specialize=["now", "completed"])
+def _ages_kernel(
+    last_use, capacity, now, completed, counts, ages, STORED: tl.constexpr, TILE: tl.constexpr, AGES: tl.constexpr
+):
     """Histogram of the age classes of evictable slots, per tile of slots."""
     if tl.load(counts + EVICTED) > 0:
-        _, evictable, age = _load_tile(last_use, capacity, now, completed, TILE, AGES)
+        _, evictable, age = _load_tile(last_use, capacity, now, completed, STORED, TILE, AGES)
         pointer = ages + tl.program_id(0).to(tl.int64) * AGES + tl.arange(0, AGES)
         tl.store(pointer, tl.histogram(age, AGES, mask=evictable))
 
 
-@triton.jit
+@kernel
 def _sum_kernel(ages, tiles, counts, totals, ROWS: tl.constexpr, AGES: tl.constexpr):
     """Sum of the histograms of all tiles; integer atomics, so the order does not matter."""
     if tl.load(counts + EVICTED) > 0:
@@ -96,7 +101,7 @@ def _sum_kernel(ages, tiles, counts, totals, ROWS: tl.constexpr, AGES: tl.conste
         tl.atomic_add(totals + tl.arange(0, AGES), tl.sum(number.to(tl.int64), 0), sem="relaxed")
 
 
-@triton.jit
+@kernel
 def _age_kernel(totals, counts, AGES: tl.constexpr):
     """Set _AGE and _TAKE: slots older than class _AGE and _TAKE slots of it are victims. None if there are too few."""
     need = tl.load(counts + EVICTED)
@@ -114,7 +119,7 @@ def _age_kernel(totals, counts, AGES: tl.constexpr):
         tl.store(counts + _TAKE, tl.where(short > 0, 0, need - older))
 
 
-@triton.jit
+@kernel
 def _tally_kernel(ages, tiles, counts, tallies, ROWS: tl.constexpr, AGES: tl.constexpr):
     """Per tile of slots, in one word: the slots above the class (high half) and of the class (low half)."""
     tile = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -127,15 +132,18 @@ def _tally_kernel(ages, tiles, counts, tallies, ROWS: tl.constexpr, AGES: tl.con
     tl.store(tallies + tile, tally, mask=tile < tiles)
 
 
-@triton.jit(do_not_specialize=["now", "completed"])
-def _choose_kernel(last_use, capacity, now, completed, counts, sums, victims, TILE: tl.constexpr, AGES: tl.constexpr):
+@kernel(do_not_specialize=["now", "completed"])
+def _choose_kernel(
+    last_use, capacity, now, completed, counts, sums, victims,
+    STORED: tl.constexpr, TILE: tl.constexpr, AGES: tl.constexpr,
+):  # fmt: skip
     if tl.load(counts + EVICTED) > 0:
         program = tl.program_id(0)
         end = tl.load(sums + program)
         begin = tl.load(sums + program - 1, mask=program > 0, other=0)
         take = tl.load(counts + _TAKE)
         if (end >> 32 > begin >> 32) | ((end != begin) & ((begin & 0xFFFFFFFF) < take)):  # tiles with victims
-            slot, evictable, age = _load_tile(last_use, capacity, now, completed, TILE, AGES)
+            slot, evictable, age = _load_tile(last_use, capacity, now, completed, STORED, TILE, AGES)
             bound = tl.load(counts + _AGE)
             older = (evictable & (age > bound)).to(tl.int32)
             equal = (evictable & (age == bound)).to(tl.int32)
@@ -145,7 +153,7 @@ def _choose_kernel(last_use, capacity, now, completed, counts, sums, victims, TI
             tl.store(victims + rank + tl.minimum(rank_equal, take), slot.to(tl.int32), mask=chosen)
 
 
-@triton.jit
+@kernel
 def _remove_kernel(victims, counts, words, halves, blocks, strides, slot_keys, keys, LANES: tl.constexpr):
     count = tl.load(counts + EVICTED)
     first = tl.program_id(0).to(tl.int64) * LANES
@@ -172,12 +180,17 @@ def _remove_kernel(victims, counts, words, halves, blocks, strides, slot_keys, k
 
 
 def choose_victims(
-    last_use: torch.Tensor, now: int, completed: int, counts: torch.Tensor, victims: torch.Tensor
+    last_use: torch.Tensor,
+    now: int | torch.Tensor,
+    completed: int | torch.Tensor,
+    counts: torch.Tensor,
+    victims: torch.Tensor,
 ) -> None:
     """Write counts[EVICTED] slots to `victims`, or write the number of missing slots to counts[SHORT].
 
     last_use   int32[slots]
-    now        number of the batch that needs slots; those of batches up to `completed` may be evicted
+    now        number of the batch that needs slots; those of batches up to `completed` may be evicted. Both are
+               numbers, or int64[1] in device memory
     counts     int64[COUNTS]; sets EVICTED to 0 if slots are missing
     victims    int32[at least counts[EVICTED]], ascending
     """
@@ -186,7 +199,7 @@ def choose_victims(
     ages = torch.empty(tiles * _AGES, dtype=torch.int32, device=device)
     totals = torch.zeros(_AGES, dtype=torch.int64, device=device)
     tallies = torch.empty(tiles, dtype=torch.int64, device=device)
-    shape = {"TILE": _TILE, "AGES": _AGES, "num_warps": 8}
+    shape = {"STORED": isinstance(now, torch.Tensor), "TILE": _TILE, "AGES": _AGES, "num_warps": 8}
     _ages_kernel[(tiles,)](last_use, capacity, now, completed, counts, ages, **shape)
     _sum_kernel[(blocks(tiles, _ROWS),)](ages, tiles, counts, totals, ROWS=_ROWS, AGES=_AGES)
     _age_kernel[(1,)](totals, counts, AGES=_AGES)

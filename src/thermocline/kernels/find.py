@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from thermocline.kernels.index import Index, search
-from thermocline.kernels.launch import blocks
+from thermocline.kernels.launch import blocks, kernel
 
 LANES = 32
 """Keys per program: one per thread of a single warp, so that a long search delays only 31 others."""
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def _find_kernel(keys, count, words, halves, blocks, strides, slots, LANES: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     active = i < count

@@ -8,15 +8,14 @@ several inputs of a batch are concatenated afterwards.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from thermocline.kernels.launch import EXACT, blocks
+from thermocline.kernels.launch import EXACT, blocks, kernel
 
 _TILE = 1024
 
 
-@triton.jit(do_not_specialize=["ids", "bags", "rounds"])
+@kernel(do_not_specialize=["ids", "bags", "rounds"])
 def _index_gradients_kernel(
     order, offsets, weights, rows, coefs, ids, bags, rounds,
     ORDERED: tl.constexpr, BAGS: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr, TILE: tl.constexpr,
@@ -49,9 +48,9 @@ def _index_gradients_kernel(
 
 def index_gradients(
     ids: int, order: torch.Tensor | None, offsets: torch.Tensor | None, weights: torch.Tensor | None, mean: bool,
-    device: torch.device | str,
+    device: torch.device | str, out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """int32[ids] rows of the gradient, and float32[ids] coefficients, None if all are 1.
+    """int32[ids] rows of the gradient, and float32[ids] coefficients, None if all are 1. Written to `out` if given.
 
     order     int32[ids], `Segments.order`; None for example order
     offsets   int64[bags + 1], from 0 to ids; None if every id is one bag
@@ -59,8 +58,11 @@ def index_gradients(
     """
     if offsets is None and mean:
         raise ValueError("mean=True needs offsets: without them every id is one bag")
-    rows = torch.empty(ids, dtype=torch.int32, device=device)
-    coefs = torch.empty(ids, dtype=torch.float32, device=device) if mean or weights is not None else None
+    if out is not None:
+        rows, coefs = out
+    else:
+        rows = torch.empty(ids, dtype=torch.int32, device=device)
+        coefs = torch.empty(ids, dtype=torch.float32, device=device) if mean or weights is not None else None
     if ids == 0:
         return rows, coefs
     bags = 0 if offsets is None else len(offsets) - 1

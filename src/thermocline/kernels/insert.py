@@ -35,7 +35,7 @@ from thermocline.kernels.evict import (
 )
 from thermocline.kernels.find import LANES, find_reference
 from thermocline.kernels.index import ABSENT, Index, claim, slot_offset
-from thermocline.kernels.launch import blocks
+from thermocline.kernels.launch import blocks, kernel, stored_int
 from thermocline.kernels.segments import prefix_sum
 
 _TILE = 1024  # ids per count of new keys
@@ -101,8 +101,13 @@ class InsertPlan:
         """Tensors that another stream reads to move rows."""
         return [self.new_slots, self.victims, self.victim_keys, self.counts]
 
+    def copy(self) -> InsertPlan:
+        """Copy what is needed to move rows, before a replay overwrites it."""
+        lists = {name: getattr(self, name).clone() for name in ("new_keys", "new_slots", "victims", "victim_keys")}
+        return dataclasses.replace(self, **lists, counts=self.counts.clone())
 
-@triton.jit(do_not_specialize=["count", "now"])
+
+@kernel(do_not_specialize=["count", "now"])
 def _claim_kernel(
     keys,
     count,
@@ -120,9 +125,11 @@ def _claim_kernel(
     counts,
     UNIQUE: tl.constexpr,
     COUNT: tl.constexpr,
+    STORED: tl.constexpr,
     LANES: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    now = stored_int(now, STORED)
     i = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     active = i < count
     key = tl.load(keys + i, mask=active, other=0)
@@ -162,14 +169,14 @@ def _is_first(halves, entry, i, UNIQUE: tl.constexpr):
     return missing
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def _count_kernel(entries, count, halves, firsts, TILE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     entry = tl.load(entries + i, mask=i < count, other=-1)
     tl.store(firsts + tl.program_id(0), tl.sum(_is_first(halves, entry, i, False).to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["count", "used", "now"])
+@kernel(do_not_specialize=["count", "used", "now"])
 def _assign_kernel(
     keys,
     count,
@@ -188,8 +195,11 @@ def _assign_kernel(
     new_keys,
     new_slots,
     UNIQUE: tl.constexpr,
+    STORED: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    used = stored_int(used, STORED)
+    now = stored_int(now, STORED)
     tile = tl.program_id(0)
     i = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     entry = tl.load(entries + i, mask=i < count, other=-1)
@@ -218,7 +228,7 @@ def _assign_kernel(
     tl.store(halves + entry, tl.where(enough, slot, ABSENT), mask=first)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def _resolve_kernel(slots, entries, count, halves, TILE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     entry = tl.load(entries + i, mask=i < count, other=-1)
@@ -231,11 +241,12 @@ def find_or_insert(
     residents: Residents,
     keys: torch.Tensor,
     *,
-    used: int,
-    now: int,
-    completed: int,
+    used: int | torch.Tensor,
+    now: int | torch.Tensor,
+    completed: int | torch.Tensor,
     unique: bool = False,
     count_visits: bool = False,
+    evict: bool | None = None,
 ) -> InsertPlan:
     """Find or assign slots for int64 `keys`, and pin them until batch `now` is completed.
 
@@ -243,15 +254,21 @@ def find_or_insert(
     completed     the newest completed batch: its slots and older ones may be evicted
     unique        no key occurs twice in `keys`, which saves two kernels
     count_visits  keep rows longer that several batches needed; otherwise only their age counts
+    evict         whether slots may be missing; by default computed from `used`
+
+    used, now and completed are numbers, or int64[1] in device memory, for a launch that is recorded.
     """
-    if now >= NEWEST:
+    stored = not isinstance(now, int)
+    if not stored and now >= NEWEST:
         raise ValueError(f"batch number is {now}: must be below {NEWEST}; call Residents.renumber")
     keys = keys.contiguous()
     device, n = keys.device, len(keys)
     programs, tiles = blocks(n, LANES), blocks(n, _TILE)
-    slots, resident_slots, victims = (torch.empty(n, dtype=torch.int32, device=device) for _ in range(3))
-    new_slots = torch.full((n,), -1, dtype=torch.int32, device=device)
-    new_keys, victim_keys = (torch.empty(n, dtype=torch.int64, device=device) for _ in range(2))
+    padded = max(4, -(-n // 4) * 4)  # aligned to 16 bytes
+    lists = torch.empty(8, padded, dtype=torch.int32, device=device)  # one allocation, because each takes host time
+    slots, resident_slots, victims, new_slots = (part[:n] for part in lists[:4])
+    new_keys, victim_keys = (part[:n] for part in lists[4:].view(torch.int64).view(2, padded))
+    new_slots.fill_(-1)
     entries = torch.empty(programs * LANES, dtype=torch.int64, device=device)  # lanes past the ids use the rest
     zeros = torch.zeros(COUNTS + tiles, dtype=torch.int64, device=device)
     counts, (firsts, claims) = zeros[:COUNTS], zeros[COUNTS:].view(torch.int32).view(2, tiles)
@@ -269,14 +286,15 @@ def find_or_insert(
         counts,
         UNIQUE=unique,
         COUNT=count_visits,
+        STORED=stored,
         LANES=LANES,
         TILE=_TILE,
         num_warps=1,
     )
     if not unique:
         _count_kernel[(tiles,)](entries, n, index.halves, firsts, TILE=_TILE)
-    if n > residents.capacity - used:
-        _need_kernel[(1,)](firsts, tiles, residents.capacity - used, counts, TILE=_TILE)
+    if n > residents.capacity - used if evict is None else evict:
+        _need_kernel[(1,)](firsts, tiles, residents.capacity, used, counts, STORED=stored, TILE=_TILE)
         choose_victims(residents.last_use, now, completed, counts, victims)
         remove(index, residents.keys, victims, counts, victim_keys)
     _assign_kernel[(tiles,)](
@@ -297,6 +315,7 @@ def find_or_insert(
         new_keys,
         new_slots,
         UNIQUE=unique,
+        STORED=stored,
         TILE=_TILE,
     )
     if not unique:

@@ -1,13 +1,20 @@
-"""Launch options that keep results bit-exact, and tile shapes."""
+"""Kernels with a short path from Python to the driver, launch options that keep results bit-exact, and tile shapes."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.nvidia.compiler import CUDAOptions
+
+from thermocline.kernels import INTERPRETED
 
 _KNOWN_OPTIONS = {field.name for field in dataclasses.fields(CUDAOptions)}
 
@@ -15,6 +22,128 @@ EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 """No fused multiply-add, and no flush of subnormal numbers to zero: every operation is rounded separately."""
 if "enable_reflect_ftz" in _KNOWN_OPTIONS:
     EXACT["enable_reflect_ftz"] = False
+
+
+_compilers: dict[int, ThreadPoolExecutor] = {}
+"""By thread: where it compiles instead of launching, see `compiling_only`."""
+
+
+@contextlib.contextmanager
+def compiling_only(threads: int) -> Iterator[None]:
+    """Launches of this thread in the context run nothing: their kernels are compiled, on several threads.
+
+    A later launch waits for its own kernel only. An error of a compilation is raised by that launch.
+    """
+    with ThreadPoolExecutor(threads, "thermocline-compile") as pool:
+        _compilers[threading.get_ident()] = pool
+        try:
+            yield
+        finally:
+            del _compilers[threading.get_ident()]
+
+
+def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Decorate a kernel: `triton.jit` with a shorter launch. Arguments that are no constexpr are passed by position."""
+    if function is None:
+        return lambda function: kernel(function, **options)
+    compiled = triton.jit(function, **options)
+    return compiled if INTERPRETED else Kernel(compiled)
+
+
+class Kernel:
+    """A kernel of Triton whose launches skip Triton's dispatch, which takes several times as long as the launch.
+
+    Triton compiles a kernel per combination of argument types, alignments and constants. The first launch of each
+    combination goes through Triton, which returns the compiled kernel; later ones go straight to its C launcher.
+    """
+
+    __slots__ = ("_compiled", "_compiling", "_constants", "_function", "_specialized")
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._specialized = [not parameter.do_not_specialize for parameter in function.params]
+        self._constants = [parameter.is_constexpr for parameter in function.params]
+        self._compiled: dict[Any, tuple[Any, ...]] = {}
+        self._compiling: dict[Any, Future[tuple[Any, ...]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **constants: Any) -> None:
+            self.launch(grid, args, constants)
+
+        return launch
+
+    def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """Launch on the current stream of the current device."""
+        device = torch.cuda.current_device()
+        key: list[Any] = [device, *constants, *constants.values()]
+        values = []
+        for arg, specialized in zip(args, self._specialized, strict=False):
+            if isinstance(arg, torch.Tensor):
+                pointer = arg.data_ptr()
+                key += (arg.dtype, pointer % 16 == 0)
+                values.append(pointer)
+            else:
+                key.append(_kind(arg, specialized))
+                values.append(arg)
+        combination = tuple(key)
+        known = self._compiled.get(combination)
+        if _compilers and (pool := _compilers.get(threading.get_ident())) is not None:
+            if known is None and combination not in self._compiling:
+                self._compiling[combination] = pool.submit(self._compile_only, device, grid, args, constants)
+            return
+        if known is None and (compiling := self._compiling.get(combination)) is not None:
+            known = self._compiled[combination] = compiling.result()
+        if known is None:
+            self._compiled[combination] = self._compile(grid, args, constants)
+            return
+        run, function, metadata, tail = known
+        x, y = grid[0], grid[1] if len(grid) > 1 else 1
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(x, y, 1, stream, function, metadata, None, None, None, *values, *tail)
+
+    def _compile(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+        """Launch through Triton; return the C launcher, its handles, and the values of the constants."""
+        tail = self._tail(args, constants)
+        return _handles(self._function[grid](*args, **constants), tail)
+
+    def _compile_only(
+        self, device: int, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Compile and load without a launch; return the same as `_compile`."""
+        torch.cuda.set_device(device)
+        tail = self._tail(args, constants)
+        return _handles(self._function.warmup(*args, grid=grid, **constants), tail)
+
+    def _tail(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the values of the arguments after `args`."""
+        names = self._function.arg_names[len(args) :]
+        if not all(self._constants[len(args) :]) or not all(name in constants for name in names):
+            raise TypeError(f"{self._function.arg_names}: pass all but constexpr arguments by position")
+        return tuple(constants[name] for name in names)
+
+
+def _handles(compiled: Any, tail: tuple[Any, ...]) -> tuple[Any, ...]:
+    run = compiled.run  # first: it loads the kernel
+    return run, compiled.function, compiled.packed_metadata, tail
+
+
+def _kind(arg: Any, specialized: bool) -> Any:
+    """Return what Triton's choice of a compiled kernel depends on, for an argument that is no tensor."""
+    if isinstance(arg, tuple):
+        return tuple(_kind(part, specialized) for part in arg)
+    if not isinstance(arg, int):
+        return type(arg)
+    width = 32 if -(2**31) <= arg < 2**31 else 63 if -(2**63) <= arg < 2**63 else 64
+    return (type(arg), width, specialized and arg == 1, specialized and arg % 16 == 0)
+
+
+@triton.jit
+def stored_int(value, STORED: tl.constexpr):
+    """int32: `value` itself, or loaded from int64[1] in device memory if STORED, for launches that are recorded."""
+    number = value
+    if STORED:
+        number = tl.load(value).to(tl.int32)
+    return number
 
 
 def row_block(dim: int) -> int:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -67,10 +68,58 @@ class OptimizerStep:
             self.step_size, self.sqrt_bias2,
         )  # fmt: skip
 
+    def words(self) -> Any:
+        """int32[StoredStep.WORDS] in host memory: the content of `StoredStep.memory` for this step."""
+        words = np.zeros(StoredStep.WORDS, np.int32)
+        words[: len(self.constants)].view(np.float32)[:] = self.constants
+        words[StoredStep.NUMBER :].view(np.int64)[0] = self.number
+        return words
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StoredStep:
+    """Constants of a step in device memory, for launches that are recorded once and replayed for every step.
+
+    Takes the place of an `OptimizerStep` in launches. The results are the same: both are rounded to fp32 once.
+    """
+
+    WORDS: ClassVar[int] = 12
+    NUMBER: ClassVar[int] = 10
+
+    optimizer: int
+    weight_decay: float
+    """0 or not: kernels are compiled for either; the value is in `memory`."""
+    memory: torch.Tensor
+    """int32[WORDS]: the constants as fp32, then, from word NUMBER on, the step number as int64."""
+
+    @property
+    def constants(self) -> torch.Tensor:
+        return self.memory.view(torch.float32)
+
+    @property
+    def number(self) -> torch.Tensor:
+        return self.memory[self.NUMBER :].view(torch.int64)
+
 
 def state_floats(optimizer: int, dim: int) -> int:
     """Number of floats of optimizer state per row."""
     return {NONE: 0, SGD: 0, ADAGRAD: dim, ROW_WISE_ADAGRAD: 1, ADAM: 2 * dim}[optimizer]
+
+
+@triton.jit
+def step_constants(constants, number, STORED: tl.constexpr):
+    """`OptimizerStep.constants` and the step number; loaded if STORED, from the memory of a `StoredStep`."""
+    if STORED:
+        values = (
+            tl.load(constants), tl.load(constants + 1), tl.load(constants + 2), tl.load(constants + 3),
+            tl.load(constants + 4), tl.load(constants + 5), tl.load(constants + 6), tl.load(constants + 7),
+            tl.load(constants + 8),
+        )  # fmt: skip
+        step = tl.load(number)
+    else:
+        values = constants
+        step = number
+    return values, step
 
 
 @triton.jit

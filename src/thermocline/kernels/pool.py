@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from thermocline.kernels.codec import Codec, codec_number, decode_reference, load_weights
-from thermocline.kernels.launch import EXACT, blocks, row_block, tile_rows
+from thermocline.kernels.launch import EXACT, blocks, kernel, row_block, tile_rows
 from thermocline.kernels.ordered_sum import sum_rows
 
 GATHER_ELEMENTS, POOL_ELEMENTS = 512, 256
 """Elements per program of one warp, tuned on an H200: docs/benchmarks/hbm.md."""
 
 
-@triton.jit(do_not_specialize=["ids"])
+@kernel(do_not_specialize=["ids"])
 def _gather_kernel(
     weights, slots, factors, out, ids, scale,
     DIM: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, CODEC: tl.constexpr,
@@ -31,7 +30,7 @@ def _gather_kernel(
     tl.store(out + i[:, None] * DIM + cols[None, :], x, mask=inside, cache_modifier=".cs")
 
 
-@triton.jit(do_not_specialize=["bags"])
+@kernel(do_not_specialize=["bags"])
 def _pool_kernel(
     weights, slots, factors, offsets, out, bags, scale,
     DIM: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, CODEC: tl.constexpr, MEAN: tl.constexpr,

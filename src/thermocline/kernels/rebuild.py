@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from thermocline.kernels import INTERPRETED
 from thermocline.kernels.find import LANES
 from thermocline.kernels.index import EMPTY_KEY, ENTRIES, Index, claim, slot_offset
 from thermocline.kernels.insert import Residents
-from thermocline.kernels.launch import blocks
+from thermocline.kernels.launch import blocks, kernel
 
 
-@triton.jit(do_not_specialize=["used"])
+@kernel(do_not_specialize=["used"])
 def _rebuild_kernel(slot_keys, used, words, halves, blocks, strides, parked, LANES: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     active = slot < used

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.kernels.launch import blocks, row_block
+from thermocline.kernels.launch import blocks, kernel, row_block
 
 _PIECE = 128
 _LANES = 32  # rows per program
@@ -30,7 +30,7 @@ def move(arena, slot, rows, i, active, floats, OUT: tl.constexpr, PIECE: tl.cons
             tl.store(in_arena + column, tl.load(in_rows + column, mask=mask, other=0), mask=mask)
 
 
-@triton.jit
+@kernel
 def _copy_kernel(arena, slots, limit, rows, floats, OUT: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr):
     count = tl.load(limit)
     for first in range(tl.program_id(0).to(tl.int64) * LANES, count, tl.num_programs(0) * LANES):

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thermocline.kernels.launch import blocks
+from thermocline.kernels.launch import blocks, kernel
 
 BLOCK = 64
 """Number of occurrences per block of a sum of gradients."""
@@ -77,7 +77,7 @@ def _heads(slots, i, ids, rounds, BLOCK: tl.constexpr):
     head = live & ((i == 0) | (slot != left))
     # A segment is hot if the same slot follows BLOCK elements later. Tiles with hot segments search for their ends.
     later = tl.load(slots + i + BLOCK, mask=head & (i + BLOCK < ids), other=-1)
-    hot = head & (later == slot)
+    hot = head & (i + BLOCK < ids) & (later == slot)
     low = i + BLOCK  # inside the segment, if it is hot
     high = tl.where(hot, ids, low + 1)  # past the segment
     if tl.max(hot.to(tl.int32)) > 0:
@@ -90,7 +90,7 @@ def _heads(slots, i, ids, rounds, BLOCK: tl.constexpr):
     return slot, head, tl.where(hot, (high - i + BLOCK - 1) // BLOCK, 0)
 
 
-@triton.jit(do_not_specialize=["ids", "tiles", "rounds"])
+@kernel(do_not_specialize=["ids", "tiles", "rounds"])
 def _count_kernel(slots, tile_counts, ids, tiles, rounds, BLOCK: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0)
     _, head, blocks = _heads(slots, tile * TILE + tl.arange(0, TILE), ids, rounds, BLOCK)
@@ -99,7 +99,7 @@ def _count_kernel(slots, tile_counts, ids, tiles, rounds, BLOCK: tl.constexpr, T
     tl.store(tile_counts + 2 * tiles + tile, tl.sum(blocks))
 
 
-@triton.jit(do_not_specialize=["ids", "tiles", "rounds"])
+@kernel(do_not_specialize=["ids", "tiles", "rounds"])
 def _write_kernel(
     sorted_slots, positions, tile_counts, order, slots, starts, hot, hot_blocks, counts, ids, tiles, rounds,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
@@ -131,7 +131,7 @@ def _write_kernel(
         tl.store(counts + 2, num_blocks)
 
 
-@triton.jit(do_not_specialize=["rounds"])
+@kernel(do_not_specialize=["rounds"])
 def _blocks_kernel(
     starts, hot, hot_blocks, block_starts, block_ends, counts, rounds, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
@@ -157,34 +157,60 @@ def _blocks_kernel(
         tl.store(block_ends + block, tl.minimum(start + BLOCK, end), mask=live)
 
 
-def find_segments(slots: torch.Tensor) -> Segments:
-    """Group ids by slot: `slots` is int32[ids], not negative. `sizes` of the result are upper bounds."""
+def _list_sizes(ids: int) -> list[int]:
+    """Elements of the lists of `ids` ids, and of the counts per tile. Each list is aligned to 16 bytes, because Triton
+    compiles another kernel for pointers that are not."""
+    segments, hot, hot_blocks = capacities(ids)
+    sizes = [ids, segments, segments + 1, hot, hot + 1, hot_blocks, hot_blocks, 3, 3 * blocks(ids, _TILE)]
+    return [-(-size // 4) * 4 for size in sizes]
+
+
+def segment_words(capacity: int) -> int:
+    """Number of int32 words that `find_segments` needs for at most `capacity` ids."""
+    return sum(_list_sizes(capacity))
+
+
+def segment_views(memory: torch.Tensor, capacity: int, ids: int) -> Segments:
+    """Return the lists in int32[segment_words(capacity)] without computing them; `sizes` are bounds for `ids` ids."""
+    lists = torch.split(memory, _list_sizes(capacity))
+    return Segments(
+        order=lists[0][:ids], slots=lists[1], starts=lists[2], hot=lists[3], hot_blocks=lists[4],
+        block_starts=lists[5], block_ends=lists[6], counts=lists[7][:3], sizes=capacities(ids),
+    )  # fmt: skip
+
+
+def find_segments(slots: torch.Tensor, memory: torch.Tensor | None = None, capacity: int | None = None) -> Segments:
+    """Group ids by slot: `slots` is int32[ids], at least -1. `sizes` of the result are upper bounds.
+
+    memory     int32[segment_words(capacity)] for the lists; allocated if None
+    capacity   largest number of ids that the lists have room for; by default the number of ids
+    """
     if slots.dtype != torch.int32 or slots.dim() != 1 or not slots.is_contiguous():
         raise ValueError(f"slots are {slots.dtype}{list(slots.shape)}: must be contiguous int32[ids]")
     ids = len(slots)
-    max_sizes, tiles = capacities(ids), blocks(ids, _TILE)
-    segments, hot, hot_blocks = max_sizes
-    sizes = [ids, segments, segments + 1, hot, hot + 1, hot_blocks, hot_blocks, 3, 3 * tiles]
-    # One allocation, because nine would take longer than the kernels. Each list is aligned to 16 bytes, because Triton
-    # compiles another kernel for pointers that are not.
-    padded = [-(-size // 4) * 4 for size in sizes]
-    lists = torch.empty(sum(padded), dtype=torch.int32, device=slots.device).split(padded)
-    result = Segments(
-        order=lists[0][:ids], slots=lists[1], starts=lists[2], hot=lists[3], hot_blocks=lists[4],
-        block_starts=lists[5], block_ends=lists[6], counts=lists[7][:3], sizes=max_sizes,
-    )  # fmt: skip
+    room = ids if capacity is None else capacity
+    if memory is None:  # one allocation, because nine would take longer than the kernels
+        memory = torch.empty(segment_words(room), dtype=torch.int32, device=slots.device)
+    result, tiles = segment_views(memory, room, ids), blocks(ids, _TILE)
+    _, hot, hot_blocks = result.sizes
     if ids == 0:
         for ends in (result.starts, result.hot_blocks, result.counts):
             ends.zero_()
         return result
     values, positions = torch.sort(slots, stable=True)
-    common = {"ids": ids, "tiles": tiles, "rounds": ids.bit_length(), "BLOCK": BLOCK, "TILE": _TILE}
-    _count_kernel[(tiles,)](values, lists[8], **common)
-    _write_kernel[(tiles,)](values, positions, lists[8], *lists[:5], lists[7], **common)
+    tile_counts = memory[segment_words(room) - _list_sizes(room)[-1] :]
+    sizes = [ids, tiles, ids.bit_length()]
+    starts, hot_segments = result.starts, (result.hot, result.hot_blocks)
+    _count_kernel[(tiles,)](values, tile_counts, *sizes, BLOCK=BLOCK, TILE=_TILE)
+    _write_kernel[(tiles,)](
+        values, positions, tile_counts, result.order, result.slots, starts, *hot_segments, result.counts, *sizes,
+        BLOCK=BLOCK, TILE=_TILE,
+    )  # fmt: skip
     if hot:
         _blocks_kernel[(blocks(hot_blocks, _TILE),)](
-            *lists[2:5], *lists[5:8], rounds=hot.bit_length(), BLOCK=BLOCK, TILE=_TILE
-        )
+            starts, *hot_segments, result.block_starts, result.block_ends, result.counts, hot.bit_length(),
+            BLOCK=BLOCK, TILE=_TILE,
+        )  # fmt: skip
     return result
 
 

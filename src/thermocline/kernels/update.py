@@ -21,15 +21,17 @@ from thermocline.kernels.codec import (
     scale_gradient_reference,
     store_weights,
 )
-from thermocline.kernels.launch import EXACT, blocks, row_block, tile_rows
+from thermocline.kernels.launch import EXACT, blocks, kernel, row_block, tile_rows
 from thermocline.kernels.optimizer_rules import (
     NONE,
     ROW_WISE_ADAGRAD,
     OptimizerStep,
+    StoredStep,
     load_state,
     new_row,
     new_rows_reference,
     state_floats,
+    step_constants,
     store_state,
 )
 from thermocline.kernels.ordered_sum import sum_rows
@@ -43,21 +45,24 @@ _BLOCK = tl.constexpr(BLOCK)
 @triton.jit
 def _finish(
     weights, state, slot, live, w, first, second, total, cols, out, item,
-    constants, scale, scale_gradient, keys, table_mix, number,
+    constants, scale, scale_gradient, keys, dirty, table_mix, number,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, CODEC: tl.constexpr, DIM: tl.constexpr,
-    W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr,
+    W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, STORED: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
     """Apply the sums `total` to the rows, or store them in `out` if OPTIMIZER is negative."""
     inside = live[:, None] & (cols[None, :] < DIM)
     if OPTIMIZER < 0:
         tl.store(out + item.to(tl.int64)[:, None] * DIM + cols[None, :], total, mask=inside)
     else:
+        constants, number = step_constants(constants, number, STORED)
         w, first, second = new_row(w, first, second, total, cols, constants, OPTIMIZER, DECAY, DIM)
         store_state(state, slot, live, cols, first, second, OPTIMIZER, DIM, S_STRIDE)
         gradient = total * constants[3]
         store_weights(
             weights, slot, cols, live, w, gradient, scale, scale_gradient, keys, table_mix, number, DIM, W_STRIDE, CODEC
         )  # fmt: skip
+        if MARK:
+            tl.store(dirty + slot, tl.full(slot.shape, 1, tl.uint8), mask=live)
 
 
 @triton.jit
@@ -76,13 +81,14 @@ def _load(
     return w, first, second
 
 
-@triton.jit(do_not_specialize=["segments", "hot_blocks", "block_programs", "table_mix", "number"])
+@kernel(do_not_specialize=["segments", "hot_blocks", "block_programs", "table_mix", "number"])
 def _update_kernel(
     weights, state, out, partial, starts, slots, block_starts, block_ends, counts, rows, coefs, grads,
     segments, hot_blocks, block_programs,
-    constants, scale, scale_gradient, keys, table_mix, number,
+    constants, scale, scale_gradient, keys, dirty, table_mix, number,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, CODEC: tl.constexpr, WEIGHTED: tl.constexpr, DIM: tl.constexpr,
-    W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, ITEMS: tl.constexpr, COLS: tl.constexpr,
+    W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, STORED: tl.constexpr, MARK: tl.constexpr,
+    ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     cols = tl.arange(0, COLS)
@@ -108,16 +114,18 @@ def _update_kernel(
         total = sum_rows(begin, end, rows, coefs, grads, cols, scale, DIM, DIM, WEIGHTED, True, 0)
         _finish(
             weights, state, slot, live, w, first, second, total, cols, out, item,
-            constants, scale, scale_gradient, keys, table_mix, number, OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE,
+            constants, scale, scale_gradient, keys, dirty, table_mix, number,
+            OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE, STORED, MARK,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["hot_segments", "table_mix", "number"])
+@kernel(do_not_specialize=["hot_segments", "table_mix", "number"])
 def _hot_kernel(
     weights, state, out, partial, hot, hot_blocks, slots, counts, hot_segments,
-    constants, scale, scale_gradient, keys, table_mix, number,
+    constants, scale, scale_gradient, keys, dirty, table_mix, number,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, CODEC: tl.constexpr, DIM: tl.constexpr,
-    W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, ITEMS: tl.constexpr, COLS: tl.constexpr,
+    W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, STORED: tl.constexpr, MARK: tl.constexpr,
+    ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     nth = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -130,16 +138,18 @@ def _hot_kernel(
     total = sum_rows(begin, end, partial, partial, partial, cols, scale, DIM, DIM, False, False, 0)
     _finish(
         weights, state, slot, live, w, first, second, total, cols, out, item,
-        constants, scale, scale_gradient, keys, table_mix, number, OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE,
+        constants, scale, scale_gradient, keys, dirty, table_mix, number,
+        OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE, STORED, MARK,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "table_mix", "number"])
+@kernel(do_not_specialize=["count", "table_mix", "number"])
 def _apply_kernel(
     weights, state, sums, slots, count,
-    constants, scale, scale_gradient, keys, table_mix, number,
+    constants, scale, scale_gradient, keys, dirty, table_mix, number,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, CODEC: tl.constexpr, DIM: tl.constexpr,
-    W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, ITEMS: tl.constexpr, COLS: tl.constexpr,
+    W_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, STORED: tl.constexpr, MARK: tl.constexpr,
+    ITEMS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     cols = tl.arange(0, COLS)
@@ -150,7 +160,8 @@ def _apply_kernel(
     total = tl.load(pointer, mask=live[:, None] & (cols[None, :] < DIM), other=0.0)
     _finish(
         weights, state, slot, live, w, first, second, total, cols, sums, item,
-        constants, scale, scale_gradient, keys, table_mix, number, OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE,
+        constants, scale, scale_gradient, keys, dirty, table_mix, number,
+        OPTIMIZER, DECAY, CODEC, DIM, W_STRIDE, S_STRIDE, STORED, MARK,
     )  # fmt: skip
 
 
@@ -164,8 +175,9 @@ def update_rows(
     grads: torch.Tensor,
     grad_rows: torch.Tensor | None,
     coefs: torch.Tensor | None,
-    step: OptimizerStep,
+    step: OptimizerStep | StoredStep,
     codec: Codec | None = None,
+    dirty: torch.Tensor | None = None,
 ) -> None:
     """Apply one optimizer step to the rows of `segments`, in place.
 
@@ -175,9 +187,10 @@ def update_rows(
     grad_rows  int32[ids], in the order of `segments.order`: the row of `grads` of each occurrence; None for
                `segments.order` itself
     coefs      float32[ids], in the same order: factor of each gradient; None if all are 1
+    dirty      uint8[slots]: set to 1 for each row of `segments`
     """
     _check_rows(weights, state, step, codec)
-    _launch(weights, state, None, segments, grads, grad_rows, coefs, step, codec)
+    _launch(weights, state, None, segments, grads, grad_rows, coefs, step, codec, dirty)
 
 
 def sum_gradients(
@@ -189,7 +202,7 @@ def sum_gradients(
     undefined.
     """
     out = torch.empty(segments.sizes[0], grads.shape[1], dtype=torch.float32, device=grads.device)
-    _launch(out, None, out, segments, grads, grad_rows, coefs, _NO_STEP, None)
+    _launch(out, None, out, segments, grads, grad_rows, coefs, _NO_STEP, None, None)
     return out
 
 
@@ -200,6 +213,7 @@ def apply_gradients(
     sums: torch.Tensor,
     step: OptimizerStep,
     codec: Codec | None = None,
+    dirty: torch.Tensor | None = None,
 ) -> None:
     """Second half of `update_rows`: apply gradient sums[i] to row slots[i]. No slot may repeat."""
     _check_rows(weights, state, step, codec)
@@ -208,8 +222,8 @@ def apply_gradients(
         return
     items = _items(dim, step)
     _apply_kernel[(blocks(count, items),)](
-        weights, weights if state is None else state, sums, slots, count, *_common(weights, step, codec),
-        **_layout(weights, state, step, codec), ITEMS=items, COLS=row_block(dim), **_LAUNCH,
+        weights, weights if state is None else state, sums, slots, count, *_common(weights, step, codec, dirty),
+        **_layout(weights, state, step, codec, dirty), ITEMS=items, COLS=row_block(dim), **_LAUNCH,
     )  # fmt: skip
 
 
@@ -221,8 +235,9 @@ def _launch(
     grads: torch.Tensor,
     grad_rows: torch.Tensor | None,
     coefs: torch.Tensor | None,
-    step: OptimizerStep,
+    step: OptimizerStep | StoredStep,
     codec: Codec | None,
+    dirty: torch.Tensor | None,
 ) -> None:
     dim = weights.shape[1] if codec is None else codec.dim
     if grads.dtype != torch.float32 or not grads.is_contiguous() or grads.dim() != 2 or grads.shape[1] != dim:
@@ -233,8 +248,8 @@ def _launch(
     items = _items(dim, step)
     sums = weights if out is None else out  # `weights` is a placeholder
     partial = torch.empty(hot_blocks, dim, dtype=torch.float32, device=grads.device)
-    common = _common(weights, step, codec)
-    layout = _layout(weights, state, step, codec)
+    common = _common(weights, step, codec, dirty)
+    layout = _layout(weights, state, step, codec, dirty)
     states = weights if state is None else state
     block_programs = -(-hot_blocks // items)
     _update_kernel[(block_programs + blocks(count, items),)](
@@ -255,20 +270,27 @@ def _launch(
         )  # fmt: skip
 
 
-def _items(dim: int, step: OptimizerStep) -> int:
+def _items(dim: int, step: OptimizerStep | StoredStep) -> int:
     """Rows per program of one warp, tuned on an H200: docs/benchmarks/hbm.md. Fewer if state tiles need registers."""
     return tile_rows(dim, 256 if dim >= 64 and state_floats(step.optimizer, dim) <= 1 else 128)
 
 
-def _common(weights: torch.Tensor, step: OptimizerStep, codec: Codec | None) -> tuple[object, ...]:
+def _common(
+    weights: torch.Tensor, step: OptimizerStep | StoredStep, codec: Codec | None, dirty: torch.Tensor | None
+) -> tuple[object, ...]:
+    flags = weights if dirty is None else dirty  # `weights` and `keys` are placeholders
     if codec is None:
-        return step.constants, weights, weights, weights, 0, step.number  # `weights` is a placeholder
-    scale_gradient = codec.keys if codec.gradient is None else codec.gradient  # `keys` is a placeholder
-    return step.constants, codec.scale, scale_gradient, codec.keys, codec.table_mix, step.number
+        return step.constants, weights, weights, weights, flags, 0, step.number
+    scale_gradient = codec.keys if codec.gradient is None else codec.gradient
+    return step.constants, codec.scale, scale_gradient, codec.keys, flags, codec.table_mix, step.number
 
 
 def _layout(
-    weights: torch.Tensor, state: torch.Tensor | None, step: OptimizerStep, codec: Codec | None
+    weights: torch.Tensor,
+    state: torch.Tensor | None,
+    step: OptimizerStep | StoredStep,
+    codec: Codec | None,
+    dirty: torch.Tensor | None,
 ) -> dict[str, object]:
     return {
         "OPTIMIZER": step.optimizer,
@@ -277,10 +299,14 @@ def _layout(
         "DIM": weights.shape[1] if codec is None else codec.dim,
         "W_STRIDE": weights.stride(0),
         "S_STRIDE": 0 if state is None else state.stride(0),
+        "STORED": isinstance(step, StoredStep),
+        "MARK": dirty is not None,
     }
 
 
-def _check_rows(weights: torch.Tensor, state: torch.Tensor | None, step: OptimizerStep, codec: Codec | None) -> None:
+def _check_rows(
+    weights: torch.Tensor, state: torch.Tensor | None, step: OptimizerStep | StoredStep, codec: Codec | None
+) -> None:
     if codec_number(weights, codec) == 0 and weights.dtype != torch.float32:
         raise ValueError(f"weights are {weights.dtype}: pass the codec that rounds them")
     need = state_floats(step.optimizer, weights.shape[1] if codec is None else codec.dim)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from thermocline.kernels.codec import Codec, codec_number, decode_reference, load_weights
-from thermocline.kernels.launch import EXACT, blocks, row_block, tile_rows
+from thermocline.kernels.launch import EXACT, blocks, kernel, row_block, tile_rows
 from thermocline.kernels.optimizer_rules import sum_of_products, sum_of_products_reference
 
 ELEMENTS = 512
 """Elements per program of one warp, as in kernels/pool.py."""
 
 
-@triton.jit(do_not_specialize=["ids"])
+@kernel(do_not_specialize=["ids"])
 def _weight_gradient_kernel(
     weights, slots, offsets, bags, grads, out, ids, scale,
     DIM: tl.constexpr, STRIDE: tl.constexpr, CODEC: tl.constexpr, BAGS: tl.constexpr, MEAN: tl.constexpr,

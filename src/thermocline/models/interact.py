@@ -27,10 +27,11 @@ class DLRM(Model):
             self.bottom = nn.Sequential(layers, nn.ReLU())
         vectors = fields + bool(dense)
         self.pairs: Tensor
-        self.register_buffer("pairs", torch.triu_indices(vectors, vectors, 1), persistent=False)
+        first, second = torch.triu_indices(vectors, vectors, 1)
+        self.register_buffer("pairs", first * vectors + second, persistent=False)
         inputs = vectors * config.dim
         if config.interaction == "dot":
-            inputs = self.pairs.shape[1] + config.dim * bool(dense)
+            inputs = len(self.pairs) + config.dim * bool(dense)
         if not inputs:
             raise ValueError(
                 'DLRM needs two vectors for a product: add a field or dense features, or set interaction="cat"'
@@ -48,7 +49,8 @@ class DLRM(Model):
         if self.config.interaction == "cat":
             inputs = rows.flatten(1)
         else:
-            inputs = (rows @ rows.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+            # Not by two indices: their backward pass sorts all products on a GPU.
+            inputs = (rows @ rows.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
             if self.bottom is not None:
                 inputs = torch.cat([inputs, rows[:, -1]], 1)
         logits: Tensor = self.net(inputs).squeeze(1)

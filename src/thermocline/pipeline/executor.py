@@ -4,6 +4,8 @@
 
 Depth      at most `depth` items are between `read` and the end of the loop's body. Depth 1 runs the same stages
            serially on the caller's thread
+Inline     stages that only launch work on a device run on the caller's thread too, ahead of the loop: threads would
+           take turns with it at the interpreter lock, which costs more than the stages
 Errors     an exception in the source or a stage is re-raised in the consumer, with its traceback, in place of the item
            that failed; all earlier items are delivered first. Then the pipeline closes
 Threads    each stage runs on one thread, in item order. `Pipeline` itself is not thread-safe: one thread consumes and
@@ -18,6 +20,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -44,6 +47,10 @@ class _Failure:
     error: BaseException
 
 
+class Later(Exception):
+    """Raised by a stage that runs on the caller's thread: try again when the loop has finished another item."""
+
+
 _END = object()
 _thread_state = threading.local()
 """`on_stage`: True on the threads of stages, of all pipelines. The source of a pipeline may be a pipeline itself."""
@@ -54,6 +61,7 @@ class Pipeline(Generic[T]):
 
     finish(item)   called for every item that was read: when the caller requests the next item, when a stage fails on
                    it, or on close. Called again for the same item if an interrupt aborted the first call
+    inline(item)   called with the first item: whether all stages shall run on the caller's thread, ahead of the loop
     on_stop()      called before the threads are joined; blocked stages must return or raise
     on_closed(n)   called after the threads have ended; n is the most items that any stage can have started
 
@@ -70,10 +78,11 @@ class Pipeline(Generic[T]):
         finish: Callable[[Any], None] = lambda item: None,
         on_stop: Callable[[], None] = lambda: None,
         on_closed: Callable[[int], None] = lambda items: None,
+        inline: Callable[[Any], bool] | None = None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth is {depth}: it must be at least 1, which runs the stages serially")
-        self._executor = _Executor(iter(source), stages, depth, finish, on_stop, on_closed)
+        self._executor = _Executor(iter(source), stages, depth, finish, on_stop, on_closed, inline)
         # The threads do not refer to this object, so that it can be dropped, and closes them, while they run.
         weakref.finalize(self, _close_executor, self._executor)
         self._executor.start()
@@ -140,6 +149,7 @@ class _Executor:
         finish: Callable[[Any], None],
         on_stop: Callable[[], None],
         on_closed: Callable[[int], None],
+        inline: Callable[[Any], bool] | None,
     ) -> None:
         self._source = source
         self._stages = [stage for _, stage in stages]
@@ -147,6 +157,10 @@ class _Executor:
         self._finish = finish
         self._on_stop = on_stop
         self._on_closed = on_closed
+        self._choose_inline = inline if depth > 1 else None  # until the first item is there
+        self._inline = False
+        self._ahead: deque[Any] = deque()  # inline: items that passed all stages
+        self._waiting: tuple[int, Any] | None = None  # inline: the next stage of an item, and the item
         self._consumed = 0  # items that the caller has finished
         self._current: Any = _END
         self.stats = [StageStats("read"), *(StageStats(name) for name, _ in stages), StageStats("train")]
@@ -159,10 +173,14 @@ class _Executor:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        if self._depth == 1:
-            return
-        for i, stats in enumerate(self.stats[:-1]):
-            thread = threading.Thread(target=self._run, args=(i,), name=f"thermocline-{stats.name}", daemon=True)
+        if self._depth > 1:
+            self._start_threads(range(1) if self._choose_inline is not None else range(len(self.stats) - 1))
+
+    def _start_threads(self, numbers: range, first: Any = _END) -> None:
+        """Start threads: the reader's is number 0. `first`: an item that stage 1 takes before all others."""
+        for i in numbers:
+            name = f"thermocline-{self.stats[i].name}"
+            thread = threading.Thread(target=self._run, args=(i, first if i == 1 else _END), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -178,7 +196,12 @@ class _Executor:
                 self._consumed += 1
                 self._finish_current()
             if not self._stopping:
-                self._current = self._next_serial() if self._depth == 1 else self._next_ready()
+                if self._choose_inline is not None:
+                    self._choose_threads()
+                if self._inline:
+                    self._current = self._next_inline()
+                else:
+                    self._current = self._next_serial() if self._depth == 1 else self._next_ready()
         except BaseException:
             self.close()
             raise
@@ -199,6 +222,12 @@ class _Executor:
         for thread in self._threads:
             _join(thread)
         self._finish_current()
+        if self._waiting is not None and self._waiting[1] is not _END and not isinstance(self._waiting[1], _Failure):
+            self._ahead.append(self._waiting[1])
+            self._waiting = (0, _END)
+        while self._ahead:
+            self._finish(self._ahead[0])  # popped after it: an interrupt may abort it
+            self._ahead.popleft()
         for q in self._queues:
             while True:
                 try:
@@ -215,6 +244,60 @@ class _Executor:
             self._finish(self._current)
             self._current = _END
             self._permits.put(None)
+
+    def _choose_threads(self) -> None:
+        """Run the stages inline, or start their threads."""
+        assert self._choose_inline is not None
+        first = self._queues[0].get()
+        ended = first is _END or isinstance(first, _Failure)
+        self._inline = ended or self._choose_inline(first)
+        self._choose_inline = None
+        if self._inline:
+            self._waiting = (0, first)
+        else:
+            self._start_threads(range(1, len(self.stats) - 1), first)
+
+    def _next_inline(self) -> Any:
+        """Run the stages of as many items as may be in flight, without waiting for the reader if one is ready."""
+        while self._waiting is None or not isinstance(self._waiting[1], _Failure):
+            if self._waiting is None:
+                try:
+                    self._waiting = (0, self._queues[0].get(block=not self._ahead))
+                except queue.Empty:
+                    break
+            if not self._advance_waiting():
+                break
+        if self._ahead:
+            return self._ahead.popleft()
+        assert self._waiting is not None
+        item = self._waiting[1]
+        if isinstance(item, _Failure):
+            raise item.error
+        if item is not _END:
+            raise RuntimeError("a stage raised Later, but no item is in flight")
+        return item
+
+    def _advance_waiting(self) -> bool:
+        """Run the remaining stages of the item that waits; return whether it passed all of them."""
+        assert self._waiting is not None
+        stage, item = self._waiting
+        if item is _END or isinstance(item, _Failure):
+            return False
+        for i in range(stage, len(self._stages)):
+            self._waiting = (i, item)
+            try:
+                item = self._timed(i + 1, lambda i=i, item=item: self._stages[i](item))  # type: ignore[misc]
+            except Later:
+                return False
+            except BaseException as error:
+                self._waiting = (0, _Failure(error))
+                self._finish(item)
+                if not isinstance(error, Exception):
+                    raise
+                return False
+        self._ahead.append(item)
+        self._waiting = None
+        return True
 
     def _next_ready(self) -> Any:
         last, before = self._queues[-1], self.stats[-2]
@@ -252,12 +335,12 @@ class _Executor:
 
     # ---- stage threads
 
-    def _run(self, thread: int) -> None:
+    def _run(self, thread: int, first: Any) -> None:
         _thread_state.on_stage = True
         if thread == 0:
             self._run_reader()
         else:
-            self._run_worker(thread - 1)
+            self._run_worker(thread - 1, first)
 
     def _run_reader(self) -> None:
         stats = self.stats[0]
@@ -275,14 +358,14 @@ class _Executor:
             if item is _END or isinstance(item, _Failure):
                 return
 
-    def _run_worker(self, i: int) -> None:
+    def _run_worker(self, i: int, first: Any) -> None:
         before, stats = self.stats[i], self.stats[i + 1]
         inbox, outbox = self._queues[i], self._queues[i + 1]
         while True:
             item = None  # drop the reference to the last item while waiting
             start = time.perf_counter()
             before.fill += (inbox.qsize() - before.fill) / (stats.items + 1)
-            item = inbox.get()
+            item, first = (inbox.get(), _END) if first is _END else (first, _END)
             stats.wait_seconds += time.perf_counter() - start
             if item is _END or isinstance(item, _Failure):
                 outbox.put(item)

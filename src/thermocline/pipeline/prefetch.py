@@ -8,6 +8,9 @@
     load       plan pooling and gradient sums; bring values to the device       (thread "load")
     train      the caller's loop; `table.step()` changes the rows in place
 
+With tables in HBM and no SSD, collect, pull and load only launch work on the GPU: they run on the caller's thread, and
+rows that miss are loaded by a thread "load".
+
 `embedding/backend.py` states what each stage does. Rows are pulled, never copied: a batch pulled early sees what
 earlier batches wrote, so the result does not depend on depth or window.
 
@@ -23,15 +26,19 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from thermocline.batch import Batch
 from thermocline.embedding.backend import RowWindow
 from thermocline.embedding.table import Table
 from thermocline.errors import BudgetError
-from thermocline.pipeline.executor import Pipeline, StageStats
+from thermocline.pipeline.executor import Later, Pipeline, StageStats
 from thermocline.pipeline.lookahead import Group, LookAhead, LookAheadStats
 from thermocline.pipeline.window_sync import WindowSync, window_sync_for
 from thermocline.utils.malloc import keep_freed_memory
+
+_INLINE_IDS = 1 << 18
+"""Ids of a window up to which its stages may run on the caller's thread: copying them takes a fraction of a step."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -48,6 +55,8 @@ class _Window:
     """Over several ranks: no rank has more batches; this window is empty."""
     outstanding: bool = False
     """Pinned and not yet released."""
+    loading: list[Future[None]] = dataclasses.field(default_factory=list)
+    """Loads that run on a thread of their own, while the stages run on the caller's."""
 
 
 class Prefetch:
@@ -84,6 +93,7 @@ class Prefetch:
         self.flags = 0
         """The ranks' combined flags when the last batch was the first of its window, else 0. After the end: those that
         came with the last agreement."""
+        launching = all(table.backend.plans_on_device for table in tables)
         self._pipeline: Pipeline[_Window] = Pipeline(
             _windows(loader, pull_window, sync) if ahead is None else _windows_ahead(ahead, pull_window),
             stages.training if training else [("pull", stages.read)],
@@ -91,6 +101,7 @@ class Prefetch:
             finish=stages.finish,
             on_stop=stages.stop,
             on_closed=stages.closed,
+            inline=stages.choose_inline if training and sync is None and ahead is None and launching else None,
         )
         self._ready: Iterator[Batch] = iter(())
 
@@ -105,6 +116,9 @@ class Prefetch:
             return self._fetched(batch)
         window = next(self._pipeline)
         self.flags = window.flags
+        while window.loading:
+            window.loading[0].result()
+            window.loading.pop(0)
         if window.last:
             self.close()
             raise StopIteration
@@ -149,6 +163,14 @@ class _Stages:
         self._changed = threading.Condition(self._lock)
         self._outstanding = 0  # windows pinned and not yet released
         self._stopping = False
+        self._inline = False  # stages run on the caller's thread
+        self._loader: ThreadPoolExecutor | None = None
+
+    def choose_inline(self, window: _Window) -> bool:
+        """Return whether the stages shall run on the caller's thread: they launch work on a GPU and copy few ids."""
+        ids = sum(len(batch.ids) for batch in window.batches)
+        self._inline = ids <= _INLINE_IDS
+        return self._inline
 
     @property
     def training(self) -> list[tuple[str, Callable[[_Window], _Window]]]:
@@ -198,6 +220,8 @@ class _Stages:
             except BudgetError:
                 if before == 0 and any(table.drop_lookahead() for table in self._tables):
                     continue
+                if before > 0 and self._inline:
+                    raise Later from None
                 with self._lock:
                     if before == 0 or self._stopping:
                         raise
@@ -210,7 +234,12 @@ class _Stages:
         for table, rows in window.rows.items():
             for batch, plan in zip(window.batches, table.backend.prepare(rows), strict=True):
                 batch.prepared[table] = plan
-            table.backend.load(rows)
+            if self._inline and not table.backend.loads_nothing(rows):
+                if self._loader is None:
+                    self._loader = ThreadPoolExecutor(1, "thermocline-load")
+                window.loading.append(self._loader.submit(table.backend.load, rows))
+            else:
+                table.backend.load(rows)
             if table.frozen and table.groups is None:
                 for batch in window.batches:
                     table.read_frozen(batch)
@@ -257,6 +286,8 @@ class _Stages:
 
     def closed(self, windows: int) -> None:
         """End what other threads and ranks may still wait for."""
+        if self._loader is not None:
+            self._loader.shutdown()
         if self._ahead is not None:
             self._ahead.close()
         if self._sync is not None:

@@ -13,7 +13,7 @@ import torch
 from thermocline.arrays import Floats, Keys, Rows, Slots
 from thermocline.batch import WorkingSet
 from thermocline.core import core
-from thermocline.embedding.backend import ShardPins, TierSet
+from thermocline.embedding.backend import ShardPins, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
@@ -90,7 +90,7 @@ class DramWindow:
             pins.release()
 
 
-class DramBackend:
+class DramBackend(Unrecorded):
     """See `RowBackend` and `ShardBackend`."""
 
     groups = None
@@ -222,6 +222,9 @@ class DramBackend:
 
     def end_step(self) -> None:
         """Nothing: gradients own the only pins that outlive a batch."""
+
+    def cannot_record(self) -> str:
+        return f"rows of table {self.spec.name!r} are trained in DRAM, by the CPU"
 
     def _combine(self, gradients: Sequence[Gradient]) -> tuple[Slots, Slots, Slots, Floats | None, Floats]:
         """Return slots of the unique keys, segment starts, and per occurrence in segment order the row of the

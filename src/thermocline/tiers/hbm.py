@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ import torch
 
 from thermocline.arrays import Floats, Keys, as_keys
 from thermocline.errors import BudgetError, ThermoclineError
-from thermocline.kernels.dirty_flags import set_flags
 from thermocline.kernels.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, NEWEST, SHORT
 from thermocline.kernels.find import find
 from thermocline.kernels.index import Index
@@ -32,6 +31,7 @@ from thermocline.kernels.rebuild import entries_reference, rebuild
 from thermocline.kernels.rows import copy_out
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.hbm_transfer import PendingLoad, RowTransfer, as_uint64
+from thermocline.utils.recording import current_stream
 from thermocline.utils.text_format import format_size
 
 _WRITE_BACK_ROWS = 1 << 16  # per copy
@@ -67,10 +67,27 @@ class HbmStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StagedIds:
-    """Ids of a window for `HbmTier.pin`: int64 bit patterns on the device, valid after `uploaded`."""
+    """Ids of a window for `HbmTier.pin`."""
 
     keys: torch.Tensor
+    """int64 bit patterns on the device, valid after `uploaded`; or the block that `Assign` uploads."""
+    count: int
     uploaded: torch.cuda.Event | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assigned:
+    """Slots of a window."""
+
+    plan: InsertPlan
+    counts: list[int]
+    """`InsertPlan.counts` on the host."""
+    batches: Any = None
+    """What else was planned with them."""
+
+
+Assign = Callable[[StagedIds, int, int, int], Assigned]
+"""Finds or inserts the ids, given the slots in use, the number of the window and the newest completed window."""
 
 
 class HbmPins:
@@ -79,7 +96,7 @@ class HbmPins:
     Garbage collection of an unreleased object releases it too.
     """
 
-    __slots__ = ("_holders", "_lock", "_tier", "dram", "number", "pending", "slots")
+    __slots__ = ("_holders", "_lock", "_tier", "batches", "dram", "number", "pending", "planned", "slots")
 
     def __init__(self, tier: HbmTier, number: int) -> None:
         self._tier = tier
@@ -90,11 +107,20 @@ class HbmPins:
         self.number = number
         self.slots: torch.Tensor | None = None
         """int32 per id of the window."""
+        self.batches: Any = None
+        """`Assigned.batches`."""
+        self.planned: torch.cuda.Event | None = None
+        """Recorded after the window was planned."""
         self.pending: PendingLoad | None = None
 
     @property
+    def loaded(self) -> bool:
+        """Whether `HbmTier.load` ran."""
+        return self.pending is not None and self.pending.done
+
+    @property
     def ready(self) -> torch.cuda.Event | None:
-        """Event after which the rows are in their slots; None before `HbmTier.load`, and without CUDA."""
+        """Event after which the rows are in their slots, once `loaded`; None: they are, or there is no CUDA."""
         return None if self.pending is None else self.pending.ready
 
     def acquire(self) -> bool:
@@ -191,13 +217,14 @@ class HbmTier:
         listed = torch.empty(sum(map(len, ids)), dtype=torch.int64, pin_memory=self._cuda)
         np.concatenate([np.empty(0, np.uint64), *ids], out=listed.numpy().view(np.uint64))
         if self._staging is None:
-            return StagedIds(listed, None)
+            return StagedIds(listed, len(listed), None)
         with torch.cuda.stream(self._staging):
-            return StagedIds(listed.to(self.device, non_blocking=True), self._staging.record_event())
+            return StagedIds(listed.to(self.device, non_blocking=True), len(listed), self._staging.record_event())
 
-    def pin(self, ids: StagedIds) -> HbmPins:
+    def pin(self, ids: StagedIds, assign: Assign | None = None) -> HbmPins:
         """Assign and pin a slot for every id of a window, in order; `load` fills the slots.
 
+        assign   plans the window on the tier's stream; by default `find_or_insert` and nothing else
         Raises `BudgetError`, without any change, if the rows do not fit beside those of other pinned windows.
         """
         with self._lock, self._on_stream():
@@ -208,27 +235,28 @@ class HbmTier:
                 self._outstanding.add(self._number)
                 pins = HbmPins(self, self._number)
             try:
-                self._assign_slots(pins, ids)
+                self._assign_slots(pins, ids, assign or self._find_or_insert)
             except BaseException:
                 pins.release()  # now: the traceback may keep the object alive for long
                 raise
             return pins
 
-    def _assign_slots(self, pins: HbmPins, ids: StagedIds) -> None:
-        keys = ids.keys
+    def _assign_slots(self, pins: HbmPins, ids: StagedIds, assign: Assign) -> None:
         if self._stream is not None and ids.uploaded is not None:
             self._stream.wait_event(ids.uploaded)
-            keys.record_stream(self._stream)
+            ids.keys.record_stream(self._stream)
         if self._occupied > 0.8 * self.index.entries:
             self._rebuild()
-        plan, counts = self._plan(keys, pins.number)
-        self._used = min(self.capacity, self._used + counts[NEW.value])
-        self._ids += len(keys)
-        self._misses += counts[NEW.value]
-        self._evictions += counts[EVICTED.value]
-        pins.slots = plan.slots
-        new, evicted = counts[NEW.value], counts[EVICTED.value]
-        pins.pending = self._transfer.enqueue(plan, pins.number, new, evicted, self._last_uses())
+        assigned = self._plan(ids, pins.number, assign)
+        new, evicted = assigned.counts[NEW.value], assigned.counts[EVICTED.value]
+        self._used = min(self.capacity, self._used + new)
+        self._ids += ids.count
+        self._misses += new
+        self._evictions += evicted
+        pins.slots, pins.batches = assigned.plan.slots, assigned.batches
+        if self._stream is not None and assigned.batches is not None:
+            pins.planned = self._stream.record_event()
+        pins.pending = self._transfer.enqueue(assigned.plan, pins.number, new, evicted, self._last_uses())
 
     def load(self, pins: HbmPins) -> None:
         """Load the rows of this window and of all earlier ones. They are in their slots at `pins.ready`."""
@@ -236,28 +264,33 @@ class HbmTier:
         self._transfer.check()
         self._transfer.load(pins.pending)
 
-    def _plan(self, keys: torch.Tensor, number: int) -> tuple[InsertPlan, list[int]]:
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[torch.cuda.Stream | None]:
+        """Exclude all other planning; the current stream is the one that plans."""
+        with self._lock, self._on_stream():
+            yield self._stream
+
+    def _find_or_insert(self, ids: StagedIds, used: int, now: int, completed: int) -> Assigned:
+        plan = find_or_insert(
+            self.index, self.residents, ids.keys, used=used, now=now, completed=completed, count_visits=True
+        )
+        return Assigned(plan, plan.counts.tolist())  # the only device read per window; blocks on this stream only
+
+    def _plan(self, ids: StagedIds, number: int, assign: Assign) -> Assigned:
         completed = self._completed()
         if number - self._first_number >= NEWEST:
             self.residents.renumber(completed - self._first_number)
             self._first_number = completed
-        if self.dram.precision.stochastic and self._used + len(keys) > self.capacity:
+        if self.dram.precision.stochastic and self._used + ids.count > self.capacity:
             # Eviction changes a slot's key, which stochastic rounding reads in steps that may not have run yet.
             self._wait_for_training()
         for attempt in range(2):
-            plan = find_or_insert(
-                self.index,
-                self.residents,
-                keys,
-                used=self._used,
-                now=number - self._first_number,
-                completed=completed - self._first_number,
-                count_visits=True,
-            )
-            counts: list[int] = plan.counts.tolist()  # the only device read per window; blocks on this stream only
+            first = self._first_number
+            assigned = assign(ids, self._used, number - first, completed - first)
+            counts = assigned.counts
             self._occupied += counts[CLAIMED.value] - counts[EMPTIED.value]
             if counts[LOST.value] == 0 and counts[SHORT.value] == 0:
-                return plan, counts
+                return assigned
             if counts[LOST.value] == 0 or attempt == 1:
                 break
             self._rebuild()  # deleted keys filled the index
@@ -275,14 +308,15 @@ class HbmTier:
     def record_use(self) -> None:
         """Record that work on pinned rows was launched on the current stream: later plans overwrite rows after it."""
         if self._cuda:
-            stream = torch.cuda.current_stream(self.device)
+            stream = current_stream(self.device)
             event = stream.record_event()
             with self._window_lock:
                 self._training_events[stream.cuda_stream] = event
 
-    def mark_dirty(self, slots: torch.Tensor, count: torch.Tensor) -> None:
-        """Mark the rows of the first `count` slots as changed; `count` is in device memory."""
-        set_flags(self._transfer.dirty, slots, count, 1)
+    @property
+    def dirty(self) -> torch.Tensor:
+        """uint8 per slot: 1 if the row changed since it was loaded or written back. Updates set it."""
+        return self._transfer.dirty
 
     def _release(self, number: int) -> None:
         with self._window_lock:

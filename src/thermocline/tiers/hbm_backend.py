@@ -19,23 +19,27 @@ import torch
 from thermocline.arrays import Floats, Keys, Rows, as_keys
 from thermocline.batch import WorkingSet
 from thermocline.embedding.backend import ShardPins, TierSet
-from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients, working_set_of
+from thermocline.embedding.batch_plan import BagInput, BagInputs, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
-from thermocline.errors import ThermoclineError
+from thermocline.errors import NotRecordable, ThermoclineError
 from thermocline.kernels.codec import Codec
 from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.launch import stream_ahead
-from thermocline.kernels.optimizer_rules import OptimizerStep
+from thermocline.kernels.optimizer_rules import OptimizerStep, StoredStep
 from thermocline.kernels.pool import pool_rows
 from thermocline.kernels.random import table_mix
 from thermocline.kernels.segments import Segments, find_segments
 from thermocline.kernels.update import apply_gradients, sum_gradients, update_rows
 from thermocline.kernels.weight_gradient import weight_gradient
+from thermocline.tiers.compile_ahead import compile_ahead
 from thermocline.tiers.dram_horizon import DramHorizon
 from thermocline.tiers.hbm import HbmPins, HbmTier
-from thermocline.tiers.hbm_plan import HbmBag, HbmBatchPlan, HbmWindow
+from thermocline.tiers.hbm_plan import HbmBag, HbmBatchPlan, HbmWindow, PlanLists, write_plan
+from thermocline.tiers.hbm_recorded import HbmRecordedRows
 from thermocline.tiers.host_rows import HostRows
+from thermocline.tiers.plan_graph import PlanGraphs, shape_of
+from thermocline.tiers.plan_layout import Capacities
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.cpu_affinity import cores
 
@@ -59,6 +63,13 @@ class HbmBackend:
         """The learned scale as float64 tensors on the device, so that no step waits for the host."""
         self._load_scale()
         self._stream = stream_ahead(device)
+        self._capacities = Capacities()
+        self.plan_graphs = PlanGraphs(self.hbm, enabled=device.type == "cuda")
+        """Recorded planning of windows of equal shape."""
+        self.plans_on_device = device.type == "cuda" and spec.ssd is None
+        self.recorded_step: StoredStep | None = None
+        """While a training step is recorded: the constants of all its replays."""
+        compile_ahead(self.hbm, self._codec, spec)
 
     @property
     def tiers(self) -> TierSet:
@@ -74,25 +85,39 @@ class HbmBackend:
         return self.host.horizon(training=training)
 
     def stage(self, inputs: Sequence[BagInputs]) -> HbmWindow:
+        inputs = [_without_trivial_offsets(batch) for batch in inputs]
+        graph = self.plan_graphs.get(shape_of(inputs, self._capacities))
+        if graph is not None:
+            return HbmWindow(inputs, graph.stage(inputs), graph)
         ids = self.hbm.stage([source.ids for batch in inputs for source in batch.values()])
-        return HbmWindow(list(inputs), ids)
+        return HbmWindow(inputs, ids)
 
     def exchange(self, window: HbmWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
         """Nothing: this process has all rows."""
 
     def pin(self, window: HbmWindow) -> None:
         assert window.ids is not None
-        window.pins = self.hbm.pin(window.ids)
+        window.pins = self.hbm.pin(window.ids, None if window.graph is None else window.graph.assign)
         window.ids = None
 
     def prepare(self, window: HbmWindow) -> list[HbmBatchPlan]:
-        assert window.pins is not None
-        assert window.pins.slots is not None
-        return self._plan(window.inputs, window.pins.slots, window.pins)
+        pins = window.pins
+        assert pins is not None
+        assert pins.slots is not None
+        if pins.batches is None:
+            return self._plan(window.inputs, pins.slots, pins)
+        return [
+            HbmBatchPlan(pins.dram, list(batch), lists=lists, pins=pins, ready=pins.planned, counts=counts)
+            for batch, (lists, counts) in zip(window.inputs, pins.batches, strict=True)
+        ]
 
     def load(self, window: HbmWindow) -> None:
         assert window.pins is not None
         self.hbm.load(window.pins)
+
+    def loads_nothing(self, window: HbmWindow) -> bool:
+        assert window.pins is not None
+        return window.pins.pending is not None and window.pins.pending.missing is None
 
     def _plan(self, inputs: Sequence[BagInputs], slots: torch.Tensor, pins: HbmPins) -> list[HbmBatchPlan]:
         """Plan batches, given the slot of every id of all batches in order."""
@@ -101,26 +126,25 @@ class HbmBackend:
             if self._stream is not None:
                 slots.record_stream(self._stream)
             for batch in inputs:
-                begin, bags = first, {}
-                for spec, source in batch.items():
-                    bags[spec] = self._upload(source, slots[first : first + len(source.ids)])
-                    first += len(source.ids)
-                plans.append(self._plan_batch(bags, slots[begin:first].clone(), pins))
+                count = sum(len(source.ids) for source in batch.values())
+                plans.append(self._plan_batch(batch, slots[first : first + count], pins))
+                first += count
             ready = None if self._stream is None else self._stream.record_event()
         for plan in plans:
             plan.ready = ready
         return plans
 
-    def _plan_batch(self, bags: dict[BagSpec, HbmBag], slots: torch.Tensor, pins: HbmPins) -> HbmBatchPlan:
-        segments, counts, gradient_index = find_segments(slots), None, None
+    def _plan_batch(self, inputs: BagInputs, slots: torch.Tensor, pins: HbmPins) -> HbmBatchPlan:
+        shape = shape_of([inputs], self._capacities)
+        memory = torch.empty(shape.layouts[0].words, dtype=torch.int32, device=self.device)
+        lists = PlanLists(shape.layouts[0], memory, shape.ids[0])
+        bags = [tuple(map(self._page_locked, (source.offsets, source.weights))) for source in inputs.values()]
+        segments = write_plan(lists, slots, bags)  # type: ignore[arg-type]
         if self._stream is None:
-            segments = segments.known(*segments.counts.tolist())
+            counts: Any = segments.counts.tolist()
         else:
             counts = torch.empty(3, dtype=torch.int32, pin_memory=True).copy_(segments.counts, non_blocking=True)
-        if len(bags) == 1:
-            (bag,) = bags.values()
-            gradient_index = self._gradient_index(bag, segments.order)
-        return HbmBatchPlan(pins.dram, bags, pins, None, segments, counts, gradient_index)
+        return HbmBatchPlan(pins.dram, list(inputs), lists=lists, pins=pins, counts=counts)
 
     def _gradient_index(self, bag: HbmBag, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         return index_gradients(len(bag.slots), order, bag.offsets, bag.weights, bag.mean, self.device)
@@ -133,6 +157,12 @@ class HbmBackend:
     def _to_device(self, array: Any) -> torch.Tensor:
         host = torch.from_numpy(np.ascontiguousarray(array))
         return host.pin_memory().to(self.device, non_blocking=True) if self._stream is not None else host
+
+    def _page_locked(self, array: Any) -> torch.Tensor | None:
+        if array is None:
+            return None
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        return host.pin_memory() if self._stream is not None else host
 
     @contextlib.contextmanager
     def _ahead(self, after: torch.cuda.Event | None) -> Iterator[None]:
@@ -148,20 +178,29 @@ class HbmBackend:
     # ---- training
 
     def fetch(self, plan: HbmBatchPlan) -> None:
-        """Nothing: rows are pooled in their slots."""
+        """Record planning, if due: on this thread, because random generators are in use by a recording."""
+        self.plan_graphs.record()
 
     def is_current(self, plan: HbmBatchPlan) -> bool:
         return plan.dram is self.host.dram
 
     def pool(self, plan: HbmBatchPlan, bag: HbmBag) -> torch.Tensor:
         plan.use()
-        if plan.segments is not None and not plan.counted:
-            plan.counted = True
-            self.hbm.rows += plan.segments.sizes[0]
+        self.count_rows(plan)
         weights, codec = self._weights(plan)
         pooled = pool_rows(weights, bag.slots, bag.offsets, bag.weights, mean=bag.mean, codec=codec)
-        self.hbm.record_use()
+        self._record_use()
         return pooled
+
+    def _record_use(self) -> None:
+        if self.recorded_step is None:
+            self.hbm.record_use()
+
+    def count_rows(self, plan: HbmBatchPlan) -> None:
+        """Add the rows of a trained batch to the statistics, once."""
+        if plan.lists is not None and not plan.counted:
+            plan.counted = True
+            self.hbm.rows += plan.known_counts()[0]
 
     def _weights(self, plan: HbmBatchPlan) -> tuple[torch.Tensor, Codec | None]:
         """Return the weights that the plan's slots index, and their codec; None: fp32."""
@@ -193,10 +232,9 @@ class HbmBackend:
         return float(reduced.values.double().square().sum().sqrt())
 
     def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
-        slots = reduced.slots
-        self.hbm.mark_dirty(slots, torch.full((1,), len(slots), device=slots.device))
         arena, rule = self.hbm.arena, OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
-        apply_gradients(self._codec.weights(arena), self._codec.state(arena), slots, reduced.values, rule, self._codec)
+        weights, state = self._codec.weights(arena), self._codec.state(arena)
+        apply_gradients(weights, state, reduced.slots, reduced.values, rule, self._codec, self.hbm.dirty)
         self._update_scale(step)
         self.hbm.record_use()
 
@@ -204,27 +242,48 @@ class HbmBackend:
         if not gradients:
             return
         segments, rows, coefs, values = self._combine(gradients)
-        rule = OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
-        self.hbm.mark_dirty(segments.slots[: segments.sizes[0]], segments.counts)
+        rule: OptimizerStep | StoredStep | None = self.recorded_step
+        if rule is None:
+            rule = OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
         arena = self.hbm.arena
         weights, state = self._codec.weights(arena), self._codec.state(arena)
-        update_rows(weights, state, segments, values, rows, coefs, rule, self._codec)
+        update_rows(weights, state, segments, values, rows, coefs, rule, self._codec, self.hbm.dirty)
         self._update_scale(step)
-        self.hbm.record_use()
+        self._record_use()
 
     def end_step(self) -> None:
         """Nothing: gradients own the only pins that outlive a batch."""
 
+    def record_planning(self, enabled: bool) -> None:
+        self.plan_graphs.enabled = enabled and self.device.type == "cuda"
+
+    def cannot_record(self) -> str:
+        if self._codec.gradient is not None:
+            return f"table {self.spec.name!r} learns its quantization scale (scale_lr)"
+        return ""
+
+    def recorded_rows(self, plan: HbmBatchPlan) -> HbmRecordedRows:
+        return HbmRecordedRows(self, plan)
+
+    def plan_shape(self, plan: Any) -> Any:
+        return HbmRecordedRows.shape(plan) if self.is_current(plan) else None
+
     def _combine(
         self, gradients: Sequence[Gradient]
-    ) -> tuple[Segments, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[Segments, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
         """Return the segments of all ids and, per occurrence in segment order, the row of the concatenated gradients
         and its coefficient."""
         for gradient in gradients:
             gradient.plan.use()
         first = gradients[0].plan
-        if len(gradients) == 1 and first.gradient_index is not None and gradients[0].bag in first.bags.values():
-            return first.segments, *first.gradient_index, gradients[0].values
+        bags = first.bags.values()
+        if len(gradients) == len(bags) and all(g.bag is bag for g, bag in zip(gradients, bags, strict=True)):
+            values = gradients[0].values if len(gradients) == 1 else torch.cat([g.values for g in gradients])
+            return first.segments, *first.gradient_index, values
+        if self.recorded_step is not None:
+            raise NotRecordable(
+                f"the model does not read each bag of table {self.spec.name!r} once, in the order of its fields"
+            )
         indices = [self._gradient_index(g.bag, None) for g in gradients]
         values = gradients[0].values if len(gradients) == 1 else torch.cat([g.values for g in gradients])
         starts = np.cumsum([0, *(len(g.values) for g in gradients[:-1])]).tolist()
@@ -245,6 +304,7 @@ class HbmBackend:
     # ---- evaluation
 
     def read_batch(self, inputs: BagInputs) -> HbmBatchPlan:
+        inputs = _without_trivial_offsets(inputs)
         working_set = working_set_of(inputs, self.spec.threads)
         plan = self._evaluation_plan(inputs, working_set, *self.hbm.read_to_device(working_set.keys))
         plan.stored = True
@@ -261,7 +321,7 @@ class HbmBackend:
             if self._stream is not None:
                 rows.record_stream(self._stream)
                 ready = self._stream.record_event()
-        return HbmBatchPlan(self.host.dram, bags, None, ready, rows=rows)
+        return HbmBatchPlan(self.host.dram, list(bags), bags=bags, ready=ready, rows=rows)
 
     def read(self, keys: Keys) -> Floats:
         self._save_scale()
@@ -395,3 +455,29 @@ class HbmBackend:
 def _threads_beside_gpu(count: int) -> int:
     """Leave two of eight or more cores to the threads that plan and launch kernels: the GPU waits for those."""
     return count - 2 if count >= 8 else count
+
+
+def _without_trivial_offsets(inputs: BagInputs) -> BagInputs:
+    """Replace offsets of bags with one id each by None: the same vectors without reading offsets."""
+    return {
+        spec: dataclasses.replace(source, offsets=None, mean=False) if _one_id_each(source) else source
+        for spec, source in inputs.items()
+    }
+
+
+_counting = np.arange(1 << 16)
+_last_offsets: tuple[Any, bool] = (None, False)
+"""The offsets that were compared last, and the result: a loader's batches often share one array."""
+
+
+def _one_id_each(source: BagInput) -> bool:
+    global _counting, _last_offsets
+    if source.offsets is None or source.bags != len(source.ids):
+        return False
+    known, result = _last_offsets
+    if known is not source.offsets:
+        if len(_counting) <= source.bags:
+            _counting = np.arange(2 * source.bags)
+        result = np.array_equal(source.offsets, _counting[: source.bags + 1])
+        _last_offsets = (source.offsets, result)
+    return result

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thermocline.embedding.batch_plan import BagInputs, BagSpec
-from thermocline.kernels.segments import Segments
+from thermocline.embedding.batch_plan import BagInputs, BagSpec, Pins
+from thermocline.kernels.gradient_index import index_gradients
+from thermocline.kernels.segments import Segments, find_segments, segment_views
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.hbm import HbmPins, StagedIds
+from thermocline.tiers.plan_layout import PlanLayout, PlanMemory
+from thermocline.utils.recording import current_stream
+
+if TYPE_CHECKING:
+    from thermocline.tiers.plan_graph import PlanGraph
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -33,54 +40,184 @@ class HbmBag:
         return [tensor for tensor in (self.slots, self.offsets, self.weights) if tensor is not None]
 
 
-@dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
-class HbmBatchPlan:
-    """See `BatchPlan`."""
+class PlanLists:
+    """Lists of a training plan in one allocation; views of it are made on demand."""
 
-    dram: DramTier
-    """The tier below: reopening the table replaces it."""
-    bags: dict[BagSpec, HbmBag]
-    pins: HbmPins | None
-    ready: torch.cuda.Event | None
-    """Recorded after the plan's tensors were computed; None without CUDA."""
-    segments: Segments | None = None
-    """Ids of all bags, concatenated and grouped by slot."""
-    counts: torch.Tensor | None = None
-    """Counts of the segments in page-locked memory, valid after `ready`; None: already known."""
-    gradient_index: tuple[torch.Tensor, torch.Tensor | None] | None = None
-    """For a plan with one bag: per occurrence in segment order, the row of its gradient and the coefficient."""
-    rows: torch.Tensor | None = None
-    """Per unique key: a copy of its row, for evaluation or received from the rank that owns it."""
-    stored: bool = False
-    """Whether `rows` have the stored precision; else float32."""
-    used_on: Any = None
-    """The stream that `use` prepared."""
-    counted: bool = False
-    """Whether its rows are in `HbmStats.rows`."""
-    remote: Any = None
-    """State of the sharded backend."""
+    __slots__ = ("_parts", "ids", "layout", "memory")
+
+    def __init__(self, layout: PlanLayout, memory: torch.Tensor, ids: Sequence[int]) -> None:
+        self.layout = layout
+        self.memory = memory
+        """int32[layout.words]."""
+        self.ids = ids
+        """Number of ids of each bag."""
+        self._parts: PlanMemory | None = None
+
+    @property
+    def parts(self) -> PlanMemory:
+        if self._parts is None:
+            self._parts = self.layout.split(self.memory)
+        return self._parts
+
+    def bags(self, specs: Sequence[BagSpec]) -> dict[BagSpec, HbmBag]:
+        parts, bags = self.parts, {}
+        for i, (spec, ids, bag) in enumerate(zip(specs, self.ids, self.layout.bags, strict=True)):
+            weights = parts.weights[i]
+            bags[spec] = HbmBag(
+                parts.slots[i][:ids], parts.offsets[i], None if weights is None else weights[:ids], bag.mean
+            )
+        return bags
+
+    def segments(self) -> Segments:
+        return segment_views(self.parts.segments, self.layout.ids, sum(self.ids))
+
+    def gradient_index(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        parts, ids = self.parts, sum(self.ids)
+        return tuple(None if part is None else part[:ids] for part in (parts.rows, parts.coefs))  # type: ignore[return-value]
+
+
+def write_plan(
+    lists: PlanLists, slots: torch.Tensor, inputs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
+) -> Segments:
+    """Compute all lists of a batch from the slots of its ids, int32[ids], and offsets and weights of each bag.
+
+    Offsets and weights are in device memory or in page-locked memory. Launches only: nothing is read on the host.
+    """
+    layout, ids = lists.layout, sum(lists.ids)
+    parts = lists.parts
+    first = 0
+    for i, (offsets, weights) in enumerate(inputs):
+        size, own_offsets, own_weights = lists.ids[i], parts.offsets[i], parts.weights[i]
+        parts.slots[i][:size].copy_(slots[first : first + size])
+        if own_offsets is not None and offsets is not None:
+            own_offsets.copy_(offsets, non_blocking=True)
+        if own_weights is not None and weights is not None:
+            own_weights[:size].copy_(weights, non_blocking=True)
+        first += size
+    segments = find_segments(slots, parts.segments, layout.ids)
+    if parts.rows is None and parts.coefs is None:
+        return segments
+    bags = [
+        (size, own_offsets, None if own_weights is None else own_weights[:size], bag.mean)
+        for size, own_offsets, own_weights, bag in zip(
+            lists.ids, parts.offsets, parts.weights, layout.bags, strict=True
+        )
+    ]
+    if len(bags) == 1 and parts.rows is not None:
+        out = parts.rows[:ids], None if parts.coefs is None else parts.coefs[:ids]
+        size, own_offsets, own_weights, mean = bags[0]
+        index_gradients(size, segments.order, own_offsets, own_weights, mean, slots.device, out)
+        return segments
+    order = segments.order.long()
+    indices = [index_gradients(size, None, starts, factors, mean, slots.device) for size, starts, factors, mean in bags]
+    if parts.rows is not None:
+        first, rows = 0, []
+        for bag, (own_rows, _) in zip(layout.bags, indices, strict=True):
+            rows.append(own_rows + first)
+            first += bag.vectors
+        parts.rows[:ids].copy_(torch.cat(rows)[order])
+    if parts.coefs is not None:
+        coefs = [torch.ones_like(rows, dtype=torch.float32) if c is None else c for rows, c in indices]
+        parts.coefs[:ids].copy_(torch.cat(coefs)[order])
+    return segments
+
+
+class HbmBatchPlan:
+    """See `BatchPlan`. A training plan has `lists` and pins; a plan for evaluation has bags and `rows`."""
+
+    __slots__ = (
+        "__weakref__", "_bags", "_gradient_index", "_lists_segments", "counted", "counts", "dram", "lists", "pins",
+        "ready", "remote", "rows", "specs", "stored", "used_on",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        dram: DramTier,
+        specs: Sequence[BagSpec],
+        *,
+        bags: dict[BagSpec, HbmBag] | None = None,
+        lists: PlanLists | None = None,
+        pins: Pins | None = None,
+        ready: torch.cuda.Event | None = None,
+        counts: Any = None,
+        rows: torch.Tensor | None = None,
+        stored: bool = False,
+    ) -> None:
+        self.dram = dram
+        """The tier below: reopening the table replaces it."""
+        self.specs = specs
+        self.lists = lists
+        self.pins = pins
+        self.ready = ready
+        """Recorded after the plan's tensors were computed; None without CUDA."""
+        self.counts = counts
+        """Counts of the segments: a list; or a tensor in page-locked memory, valid after `ready`."""
+        self.rows = rows
+        """Per unique key: a copy of its row, for evaluation or received from the rank that owns it."""
+        self.stored = stored
+        """Whether `rows` have the stored precision; else float32."""
+        self.used_on: Any = None
+        """The stream that `use` prepared."""
+        self.counted = False
+        """Whether its rows are in `HbmStats.rows`."""
+        self.remote: Any = None
+        """State of the sharded backend."""
+        self._bags = bags
+        self._lists_segments: Segments | None = None
+        self._gradient_index: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+
+    @property
+    def bags(self) -> dict[BagSpec, HbmBag]:
+        if self._bags is None:
+            assert self.lists is not None
+            self._bags = self.lists.bags(self.specs)
+        return self._bags
+
+    @property
+    def segments(self) -> Segments:
+        """Ids of all bags, concatenated and grouped by slot. Only of a training plan, after `use`."""
+        if self._lists_segments is None:
+            assert self.lists is not None
+            self._lists_segments = self.lists.segments().known(*self.known_counts())
+        return self._lists_segments
+
+    @property
+    def gradient_index(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Per occurrence in segment order: the row among the gradients of all bags, and the coefficient.
+
+        None: the row is the position; all coefficients are 1.
+        """
+        if self._gradient_index is None:
+            assert self.lists is not None
+            self._gradient_index = self.lists.gradient_index()
+        return self._gradient_index
+
+    def known_counts(self) -> list[int]:
+        """Return the counts of the segments. Blocks until the plan is computed: long past, if it was made ahead."""
+        if not isinstance(self.counts, list):
+            if self.ready is not None:
+                self.ready.synchronize()
+            self.counts = self.counts.tolist()
+        return self.counts
 
     def use(self) -> None:
         """Make the current stream wait for the plan's tensors and for the rows of its slots."""
         if self.ready is None:
             return
-        tensors = [tensor for bag in self.bags.values() for tensor in bag.tensors()]
-        if self.segments is not None:
-            tensors.append(self.segments.order)  # all its lists share one allocation
-        if self.gradient_index is not None:
-            tensors += [tensor for tensor in self.gradient_index if tensor is not None]
+        if self.lists is not None:
+            tensors = [self.lists.memory]
+        else:
+            tensors = [tensor for bag in self.bags.values() for tensor in bag.tensors()]
         if self.rows is not None:
             tensors.append(self.rows)
-        stream = torch.cuda.current_stream(tensors[0].device)
+        stream = current_stream(tensors[0].device)
         if self.used_on == stream:
             return
         stream.wait_event(self.ready)
-        if self.segments is not None and self.counts is not None:
-            self.ready.synchronize()  # long past, unless nothing runs ahead
-            self.segments, self.counts = self.segments.known(*self.counts.tolist()), None
-        if self.pins is not None:
-            assert self.pins.ready is not None, "load() did not run for this window"
-            stream.wait_event(self.pins.ready)
+        if isinstance(self.pins, HbmPins):
+            assert self.pins.loaded, "load() did not run for this window"
+            if self.pins.ready is not None:
+                stream.wait_event(self.pins.ready)
         for tensor in tensors:
             tensor.record_stream(stream)
         self.used_on = stream
@@ -92,7 +229,9 @@ class HbmWindow:
 
     inputs: list[BagInputs]
     ids: StagedIds | None
-    """Ids of all batches on the device, until they are pinned."""
+    """Ids of all batches, until they are pinned."""
+    graph: PlanGraph | None = None
+    """The recorded planning of windows of this shape, if there is one."""
     pins: HbmPins | None = None
 
     def release(self) -> None:

@@ -33,16 +33,15 @@ from thermocline.kernels.insert import InsertPlan
 from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rows import copy_in, copy_out
 from thermocline.tiers.dram import DramTier
+from thermocline.utils.recording import current_stream
 
 _STAGING_BUFFERS = 3  # per direction: transfers in flight
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class PendingLoad:
-    """Load of the rows that one window misses."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class MissingRows:
+    """Rows to load into HBM."""
 
-    number: int
-    """Number of the window."""
     keys: torch.Tensor
     """Missing keys in host memory, valid after `planned`."""
     slots: torch.Tensor
@@ -52,8 +51,19 @@ class PendingLoad:
     """Recorded when the slots may be overwritten."""
     earlier_write_back: concurrent.futures.Future[None] | None
     """Write-back of the rows that earlier plans evicted."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PendingLoad:
+    """Load of the rows that one window misses."""
+
+    number: int
+    """Number of the window."""
+    missing: MissingRows | None = None
+    """None: the window misses no row."""
     ready: torch.cuda.Event | None = None
-    """Recorded when the rows are in their slots; None before `RowTransfer.load`, and without CUDA."""
+    """Recorded when the rows of this and all earlier windows are in their slots; None before `RowTransfer.load`,
+    without CUDA, and if no row was ever loaded."""
     done: bool = False
 
 
@@ -85,6 +95,8 @@ class RowTransfer:
         self._out_buffers = deque(StagingBuffer(arena.shape[1], self._cuda) for _ in range(_STAGING_BUFFERS))
         self._write_back_thread = concurrent.futures.ThreadPoolExecutor(1, "thermocline-write-back")
         self._last_write_back: concurrent.futures.Future[None] | None = None
+        self._loaded: torch.cuda.Event | None = None
+        """Recorded after the newest load."""
         self._load_lock = threading.RLock()
         self._queue: deque[PendingLoad] = deque()
 
@@ -94,6 +106,10 @@ class RowTransfer:
         self, plan: InsertPlan, number: int, new: int, evicted: int, trained: Sequence[torch.cuda.Event]
     ) -> PendingLoad:
         """Copy the evicted rows out of their slots after the events `trained`, and queue the load of the new rows."""
+        if new == 0:  # then nothing is evicted: the rows are in HBM, or on their way there for earlier windows
+            pending = PendingLoad(number)
+            self._queue.append(pending)
+            return pending
         slots, count = plan.new_slots[:new], plan.counts[NEW.value :]
         try:
             keys = self._to_host(plan.new_keys[:new])
@@ -102,13 +118,13 @@ class RowTransfer:
             with self._on(self._out, [planned, *trained], plan.memory):
                 if evicted:
                     self._write_back_evicted(plan, evicted)
-                if new:
-                    set_flags(self.dirty, slots, count, 0)
+                set_flags(self.dirty, slots, count, 0)
                 vacated = self._event()
         except BaseException as error:  # the index already lacks the evicted keys: their rows are lost
             self._record_failure(error)
             raise
-        pending = PendingLoad(number, keys, slots, count, planned, vacated, earlier_write_back)
+        missing = MissingRows(keys, slots, count, planned, vacated, earlier_write_back)
+        pending = PendingLoad(number, missing)
         self._queue.append(pending)
         return pending
 
@@ -169,34 +185,34 @@ class RowTransfer:
             self._wait_write_back(self._last_write_back)
             for stream in (self._in, self._out):
                 if stream is not None:
-                    torch.cuda.current_stream(self._arena.device).wait_stream(stream)
+                    current_stream(self._arena.device).wait_stream(stream)
 
     def _load_next(self) -> None:
         pending = self._queue.popleft()
         try:
-            self._wait_write_back(pending.earlier_write_back)
-            if pending.planned is not None:
-                pending.planned.synchronize()
-            with self._on(self._in, [pending.vacated], [pending.slots, pending.count]):
-                if len(pending.keys):
-                    self._copy_in(pending)
-                pending.ready = self._event()
+            if pending.missing is not None:
+                self._load_rows(pending.missing)
+            pending.ready = self._loaded
             pending.done = True
         except BaseException as error:
             self._record_failure(error)
             raise
 
-    def _copy_in(self, pending: PendingLoad) -> None:
-        buffer = self._in_buffers[0]
-        self._in_buffers.rotate()
-        rows = buffer.reserve(len(pending.keys))
-        from_dram, from_ssd = self.dram.read_into(as_uint64(pending.keys), rows.numpy())
-        self.from_dram += from_dram
-        self.from_ssd += from_ssd
-        self.initialised += len(rows) - from_dram - from_ssd
-        copy_in(self._arena, pending.slots, rows, pending.count)
-        event = self._event()
-        buffer.wait_for_reader = None if event is None else event.synchronize
+    def _load_rows(self, missing: MissingRows) -> None:
+        self._wait_write_back(missing.earlier_write_back)
+        if missing.planned is not None:
+            missing.planned.synchronize()
+        with self._on(self._in, [missing.vacated], [missing.slots, missing.count]):
+            buffer = self._in_buffers[0]
+            self._in_buffers.rotate()
+            rows = buffer.reserve(len(missing.keys))
+            from_dram, from_ssd = self.dram.read_into(as_uint64(missing.keys), rows.numpy())
+            self.from_dram += from_dram
+            self.from_ssd += from_ssd
+            self.initialised += len(rows) - from_dram - from_ssd
+            copy_in(self._arena, missing.slots, rows, missing.count)
+            self._loaded = self._event()
+            buffer.wait_for_reader = None if self._loaded is None else self._loaded.synchronize
 
     def _wait_write_back(self, write_back: concurrent.futures.Future[None] | None) -> None:
         if write_back is not None:
@@ -257,7 +273,7 @@ class RowTransfer:
         return host.copy_(tensor, non_blocking=True)
 
     def _event(self) -> torch.cuda.Event | None:
-        return torch.cuda.current_stream(self._arena.device).record_event() if self._cuda else None
+        return current_stream(self._arena.device).record_event() if self._cuda else None
 
 
 class StagingBuffer:

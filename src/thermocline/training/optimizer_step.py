@@ -9,8 +9,10 @@ import torch
 
 from thermocline.config.train import TrainConfig
 from thermocline.embedding.table import Table
+from thermocline.training.dense_optimizers import set_rate
 from thermocline.training.rank_coordinator import RankCoordinator
 from thermocline.training.state import Progress
+from thermocline.utils.lazy_dynamo import optimizer_step
 
 
 class OptimizerStep:
@@ -30,7 +32,7 @@ class OptimizerStep:
 
     def apply(self, progress: Progress, batches: int) -> None:
         """Update all parameters with the mean gradient of `batches` batches, and clear the gradients."""
-        self._set_rates(progress)
+        self.set_rates(progress)
         if self._ranks.sync is not None:
             for table in self._tables:  # first: autograd may share memory between row and dense gradients
                 table.reduce_gradients()
@@ -42,7 +44,7 @@ class OptimizerStep:
         if scale != 1 and grads:
             torch._foreach_mul_(grads, scale)
         for optimizer in self._optimizers:
-            optimizer.step()
+            optimizer_step(optimizer)
         self.discard_gradients()
 
     def discard_gradients(self) -> None:
@@ -56,11 +58,12 @@ class OptimizerStep:
         """Return the multiplier of all learning rates at a step."""
         return self._config.schedule(step) * progress.plateau
 
-    def _set_rates(self, progress: Progress) -> None:
+    def set_rates(self, progress: Progress) -> None:
+        """Set the learning rates of the next step."""
         factor = self.rate_factor(progress, progress.step)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
+                set_rate(group, group["initial_lr"] * factor)
         for table in self._tables:
             table.lr = progress.rates[table.name] * factor
 

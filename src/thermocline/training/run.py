@@ -39,6 +39,7 @@ from thermocline.training.run_dir import RunFolder, config_of, saved_by_ranks
 from thermocline.training.run_restore import restore_for_reading
 from thermocline.training.state import Result
 from thermocline.utils import atomic_file
+from thermocline.utils.lazy_dynamo import defer_dynamo
 from thermocline.utils.machine import require_memory
 from thermocline.utils.text_format import format_size, parse_size, plural
 
@@ -75,6 +76,8 @@ def dense_optimizers(config: Config, model: Any) -> list[torch.optim.Optimizer]:
 
         kind = FrozenAdam
     groups = parameter_groups(config.model, model)
+    if not train.compile:
+        defer_dynamo()
     return [kind(groups, lr=train.dense_lr)] if groups else []
 
 
@@ -286,12 +289,16 @@ class Run:
         """Description of the training device, for the log."""
         import torch
 
+        from thermocline.training.dense_step import dense_device, precision_text
+
+        device, train = dense_device(self.model, [self.table]), self.config.train
+        dense = precision_text(train.dense_precision, train.compile, device)
+        dense = f", {dense}" if dense else ""
         if self.table.hbm is None:
             unused = "" if self.config.tiers.hbm is None else "; tiers.hbm has no effect without a GPU"
-            return f"the CPU, {plural(torch.get_num_threads(), 'torch thread')}{unused}"
-        device = self.table.hbm.device
+            return f"the CPU, {plural(torch.get_num_threads(), 'torch thread')}{dense}{unused}"
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "an emulated GPU"
-        return f"{name}, {format_size(self.table.hbm.budget)} of HBM for rows"
+        return f"{name}, {format_size(self.table.hbm.budget)} of HBM for rows{dense}"
 
     def fit(self, *, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
         """Train, save and test; see `tc.Trainer.fit`. Takes an exclusive lock on the folder of the run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ import torch
 from thermocline.embedding.table import Table
 from thermocline.pipeline.executor import StageStats
 from thermocline.training.metrics import StreamingMetrics
+
+_THREAD_EXAMPLES = 8192
+"""Examples of a batch from which its metrics are computed on another thread, beside the step on the GPU."""
 
 
 class ThroughputMeter:
@@ -23,6 +27,8 @@ class ThroughputMeter:
     def __init__(self, tables: Sequence[Table], state: dict[str, Any] | None = None) -> None:
         """state: `state()` of the meter whose epoch is continued."""
         self._tables = tables
+        self._thread: ThreadPoolExecutor | None = None
+        self._update: Future[None] | None = None
         self._began = time.perf_counter()
         self._paused = self._paused_before = 0.0
         self.new_epoch()
@@ -32,10 +38,12 @@ class ThroughputMeter:
 
     def new_epoch(self) -> None:
         """Reset the metrics: from the second epoch on, the model was already trained on every example."""
+        self._settle()
         self._metrics = StreamingMetrics()
 
     def state(self) -> dict[str, Any]:
         """Metrics of the current epoch as JSON values."""
+        self._settle()
         return self._metrics.state_dict()
 
     def restart(self) -> None:
@@ -55,11 +63,23 @@ class ThroughputMeter:
         return time.perf_counter() - self._began - self._paused_before - self._paused
 
     def add(self, logits: torch.Tensor, label: torch.Tensor, loss: float) -> None:
-        """Add one step."""
-        self._metrics.update(logits, label)
+        """Add one step. Large batches are counted on another thread; what that raises is raised here or in `row`."""
+        if len(label) < _THREAD_EXAMPLES:
+            self._metrics.update(logits, label)
+        else:
+            self._settle()
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "thermocline-metrics")
+            self._update = self._thread.submit(self._metrics.update, logits.clone(), label)
         self._loss += loss
         self._examples += len(label)
         self._steps += 1
+
+    def _settle(self) -> None:
+        """Wait until all steps are counted."""
+        update, self._update = self._update, None
+        if update is not None:
+            update.result()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -72,6 +92,7 @@ class ThroughputMeter:
 
     def row(self, stages: Sequence[StageStats]) -> dict[str, Any]:
         """Return the figures since the last call and reset them; metrics cover the epoch so far."""
+        self._settle()
         wall = time.perf_counter() - self._since
         row = {
             "loss": self._loss / max(1, self._steps),

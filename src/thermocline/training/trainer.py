@@ -3,7 +3,9 @@
 Takes any nn.Module whose forward takes a Batch and returns one logit per example; the tables are those of its
 EmbeddingBags. Logging, validation and saving happen between steps, so a checkpoint is always at a step boundary.
 
+    dense_step.py        forward and backward pass: precision, torch.compile
     optimizer_step.py    one update of tables and dense parameters
+    graph_step.py        the whole step as a CUDA graph
     evaluation.py        metrics, best step, early stopping
     save_policy.py       when to save, resume
     rank_coordinator.py  interrupt, save and stop across ranks
@@ -16,7 +18,7 @@ import itertools
 import math
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,8 +32,11 @@ from thermocline.errors import CorruptionError, ThermoclineError
 from thermocline.pipeline.executor import StageStats
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.training.callbacks import Callback, MetricsFile, Row, TensorBoard, finite
+from thermocline.training.dense_optimizers import use_fused
+from thermocline.training.dense_step import DenseStep, Loss
 from thermocline.training.display import Display
 from thermocline.training.evaluation import evaluate, record_validation
+from thermocline.training.graph_step import GraphStep
 from thermocline.training.optimizer_step import OptimizerStep
 from thermocline.training.rank_coordinator import DAMAGE, INTERRUPT, STOP, RankCoordinator
 from thermocline.training.save_policy import SavePolicy
@@ -40,7 +45,6 @@ from thermocline.training.state import Progress, Result
 from thermocline.training.throughput import ThroughputMeter
 from thermocline.utils.text_format import plural
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _FAILED = "stopped by an error"
 
 
@@ -86,7 +90,12 @@ class Trainer:
         """Batches per epoch: length or estimate of the loader, then the count of the first whole epoch."""
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._saves = SavePolicy(self._run_dir, self.config, self._ranks)
+        self._dense_step = DenseStep(model, self.tables, self.config)
         self._optimizer_step = OptimizerStep(self.tables, self.optimizers, self._ranks, self.config)
+        self.graph_step = GraphStep(
+            model, self.tables, self.optimizers, self._dense_step, self._optimizer_step, loss, self.config
+        )
+        """Steps as CUDA graphs: `train.graphs`."""
         self._user_callbacks = list(callbacks)
         self._callbacks: list[Callback] = []
         self._stop = False
@@ -220,34 +229,40 @@ class Trainer:
 
         Over several ranks, an empty batch pads a rank without more data: it only takes part in the update.
         """
-        if batch.examples == 0 and self._ranks.world > 1:
+        done = self.graph_step.train(batch, self.progress)
+        if done is not None:
+            self._meter.add(*done)
+            self._losses.append(torch.tensor(done.loss))
+        elif batch.examples == 0 and self._ranks.world > 1:
             self._losses.append(torch.zeros(()))
         else:
             self._losses.append(self._backward(batch))
         self.position = batch.position
         self.progress.batch += 1
         self.progress.examples += batch.examples
-        return self._update() if len(self._losses) == self.config.accumulate else None
+        if len(self._losses) < self.config.accumulate:
+            return None
+        return self._update() if done is None else self._count_step()
 
     def _backward(self, batch: Batch) -> torch.Tensor:
-        logits = self.model(batch)
-        label = torch.as_tensor(batch.label, dtype=torch.float32, device=logits.device)
-        if logits.shape != label.shape:
-            raise ValueError(f"the model returned logits of shape {list(logits.shape)} for {list(label.shape)} labels")
-        loss = self.loss(logits, label)
+        logits, label, loss = self._dense_step.forward(batch, self.loss)
         value = float(loss.detach())
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss of step {self.progress.step} is {value}: the step was not applied")
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._dense_step.backward(loss)
         self._meter.add(logits.detach().cpu(), label.cpu(), value)
         return loss.detach()
 
     def _update(self) -> torch.Tensor:
         """Apply the accumulated gradients as one step; return the mean of the losses."""
         self._optimizer_step.apply(self.progress, len(self._losses))
+        return self._count_step()
+
+    def _count_step(self) -> torch.Tensor:
         self.progress.step += 1
         self._ranks.after_step(self.progress.step)
-        loss = torch.stack([loss.cpu() for loss in self._losses]).mean()
+        losses = [loss.cpu() for loss in self._losses]
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         self._losses = []
         return loss
 
@@ -340,7 +355,8 @@ class Trainer:
         self.position, self._meter = None, ThroughputMeter(self.tables)
         self._stop = self._averaged = False
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            group.setdefault("initial_lr", group["lr"])
+            group.setdefault("initial_lr", float(group["lr"]))
+        use_fused(self.optimizers)
         restored = self._saves.open(self.tables, self.model, self.optimizers, resume=resume, trained=trained)
         if resume:
             metrics = None
@@ -356,6 +372,7 @@ class Trainer:
             self._callbacks[:0] = _default_callbacks(self._run_dir, self.config)
         self._saves.start_clock()
         self.model.train()
+        self.graph_step.start(self._ranks.world)
 
     def _finish(self, valid: Iterable[Batch] | None, *, interrupted: bool) -> int:
         """Validate, save and restore the best as needed; return the step that the model and tables hold."""

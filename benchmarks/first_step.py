@@ -1,0 +1,146 @@
+"""Seconds from the start of `thermocline train` to the end of the first step, in new processes.
+
+Claims   At most 8 s with Triton's cache of compiled kernels empty, and 4 s with it filled.
+Method   The real command in a process of its own, on generated data; marks are written by wrappers around the parts of
+         the run. The cache is a folder of its own: empty for the first run, filled by it for the others.
+Command  python benchmarks/first_step.py --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CONFIG = """
+[data]
+format = "synth"
+[data.synth]
+keys = {keys}
+fields = 26
+examples = {examples}
+[model]
+name = "dnn"
+dim = 16
+[tiers]
+hbm = "{hbm}"
+mem = "1GB"
+[train]
+batch_size = {batch}
+steps = 2
+run_dir = "{folder}/run"
+checkpoint_minutes = "none"
+"""
+TARGETS = {"empty": 8.0, "filled": 4.0}
+
+
+def child(config: str, started: float) -> None:
+    """Run `thermocline train` and print, as JSON, the seconds since `started` at which its parts ended."""
+    marks: dict[str, float] = {}
+
+    def mark(name: str) -> None:
+        marks.setdefault(name, time.time() - started)
+
+    mark("python started")
+    from thermocline.cli.main import app
+
+    mark("command imported")
+    from thermocline.training import run
+    from thermocline.training.callbacks import Callback
+
+    def marked(owner: Any, name: str, text: str, before: str = "") -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                mark(before)
+            result = original(*args, **kwargs)
+            mark(text)
+            return result
+
+        setattr(owner, name, wrapper)
+
+    class FirstStep(Callback):
+        def on_start(self, trainer: Any) -> None:
+            mark("trainer started")
+
+        def on_step(self, trainer: Any, loss: Any) -> None:
+            if trainer.progress.step == 1:
+                float(loss)
+                mark("first step")
+            else:
+                mark("second step")
+
+    marked(run.Run, "_open_data", "data open")
+    marked(run.Run, "_table", "table made", before="torch imported")
+    marked(run, "gpu_budget", "CUDA context made")
+    marked(run, "build", "model built")
+    marked(run, "dense_optimizers", "optimizers made")
+    fit = run.Run.fit
+    run.Run.fit = lambda self, **options: fit(self, **{**options, "callbacks": [FirstStep()]})  # type: ignore[method-assign]
+    try:
+        app(["train", config], standalone_mode=False)
+    finally:
+        print("MARKS " + json.dumps(marks), flush=True)
+
+
+def measure(config: Path, cache: Path) -> dict[str, float]:
+    """Run the child with a Triton cache folder; return its marks."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, __file__, "--child", str(config), "--started", repr(time.time())]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("MARKS ")), None)
+    if done.returncode or line is None:
+        raise SystemExit(f"the run failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    marks: dict[str, float] = json.loads(line.removeprefix("MARKS "))
+    return marks
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write all figures to FILE")
+    parser.add_argument("--runs", type=int, default=3, help="runs with the cache filled")
+    parser.add_argument("--tiny", action="store_true", help="few keys and examples, for a dry run")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.child:
+        child(args.child, args.started)
+        return
+    from common import Claim, console, environment, print_claims, write_json
+
+    sizes = {"keys": 1_000_000, "examples": 100_000, "batch": 4096, "hbm": "1GB"}
+    if args.tiny:
+        sizes = {"keys": 1000, "examples": 64, "batch": 8, "hbm": "1MB"}
+    record: dict[str, Any] = {**environment(["torch", "triton"]), "sizes": sizes, "filled": []}
+    with tempfile.TemporaryDirectory(prefix="thermocline-first-step-") as folder:
+        for n in range(1 + args.runs):
+            work = Path(folder) / str(n)
+            work.mkdir()
+            config = work / "config.toml"
+            config.write_text(CONFIG.format(**sizes, folder=work))
+            marks = measure(config, Path(folder) / "triton")
+            console.print(f"cache {'filled' if n else 'empty'}: {marks}")
+            if n:
+                record["filled"].append(marks)
+            else:
+                record["empty"] = marks
+    filled = min(marks["first step"] for marks in record["filled"])
+    claims = [
+        Claim("first step, Triton's cache empty", record["empty"]["first step"], TARGETS["empty"], "s", True),
+        Claim("first step, cache filled, best run", filled, TARGETS["filled"], "s", True),
+    ]
+    print_claims("First step of thermocline train", claims)
+    if args.json:
+        write_json(args.json, record, claims)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Wall time of a whole training step with all rows in HBM: `tc.Trainer`, an own loop, and plain torch.
+
+Claims   26 one-hot fields, dim 16, 10M keys, MLP 400x400x400, fp32. Through `tc.Trainer` a step of 1,024 / 4,096 /
+         16,384 examples takes at most 0.6 / 1.0 / 2.2 ms; in an own loop with `tc.prefetch` at most as long as plain
+         torch in the same run.
+Method   Keys follow a power law of exponent 1.05 in each field; all are in HBM before the clock starts. Batches are
+         made before, ids and labels in page-locked memory; metrics are on, the display is off. torch gets row numbers
+         instead of keys, on the device: nn.EmbeddingBag with sparse gradients and torch.optim.Adagrad. All sides train
+         the network with fused Adam. Wall time of all steps after the first ones, divided by their number.
+Command  python benchmarks/hbm_step.py --json FILE        an H200, about a minute
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from common import Claim, console, environment, print_claims, write_json
+
+import thermocline as tc
+from thermocline.embedding.bulk_load import fill_top
+from thermocline.tiers.hbm import bytes_for
+
+FIELDS, DIM, HIDDEN = 26, 16, (400, 400, 400)
+TARGETS = {1024: 0.6, 4096: 1.0, 16384: 2.2}
+BATCHES = 32
+_bce = torch.nn.functional.binary_cross_entropy_with_logits
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    width = FIELDS * DIM
+    for size in HIDDEN:
+        layers += [torch.nn.Linear(width, size), torch.nn.ReLU()]
+        width = size
+    return torch.nn.Sequential(*layers, torch.nn.Linear(width, 1)).cuda()
+
+
+class Model(torch.nn.Module):
+    def __init__(self, table: tc.Table) -> None:
+        super().__init__()
+        self.bag = tc.EmbeddingBag(table, FIELDS)
+        self.net = network()
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        return self.net(self.bag(batch).flatten(1)).squeeze(1)  # type: ignore[no-any-return]
+
+
+def key_numbers(examples: int, keys: int, seed: int) -> np.ndarray[Any, Any]:
+    """int64[examples * FIELDS]: numbers of keys, with probability ~ rank ** -1.05 in each field."""
+    per_field, g = keys // FIELDS, -0.05
+    uniform = np.random.default_rng(seed).random((examples, FIELDS))
+    rank = np.clip(((uniform * (per_field**g - 1.0) + 1.0) ** (1.0 / g)).astype(np.int64), 1, per_field) - 1
+    return (rank + np.arange(FIELDS) * per_field).reshape(-1)
+
+
+def key_of(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+
+
+def batches_of(examples: int, keys: int) -> tuple[list[tc.Batch], list[np.ndarray[Any, Any]]]:
+    numbers = [key_numbers(examples, keys, seed) for seed in range(BATCHES)]
+    offsets = np.arange(examples * FIELDS + 1)
+    labels = [torch.randint(0, 2, (examples,)).float().pin_memory() for _ in numbers]
+    ids = [torch.from_numpy(key_of(part).view(np.int64)).pin_memory().numpy().view(np.uint64) for part in numbers]
+    batches = [tc.Batch(part, offsets, FIELDS, label=label) for part, label in zip(ids, labels, strict=True)]
+    return batches, numbers
+
+
+class Cycle:
+    """The batches again and again; notes the time and the busy times of the stages after `warm` steps."""
+
+    def __init__(self, batches: list[tc.Batch], warm: int, steps: int) -> None:
+        self.batches, self.warm, self.steps = batches, warm, steps
+
+    def __len__(self) -> int:
+        return self.warm + self.steps
+
+    def __iter__(self) -> Any:
+        return (self.batches[n % len(self.batches)] for n in range(len(self)))
+
+
+def own_loop(table: tc.Table, data: Cycle, window: int) -> dict[str, Any]:
+    model = Model(table)
+    adam = torch.optim.Adam(model.net.parameters(), lr=1e-3, fused=True)
+    begin = 0.0
+    with tc.prefetch(data, table, depth=4, pull_window=window) as ready:
+        for n, batch in enumerate(ready):
+            if n == data.warm:
+                torch.cuda.synchronize()
+                begin, before = time.perf_counter(), [stage.busy_seconds for stage in ready.stats]
+            loss = _bce(model(batch), batch.label.cuda(non_blocking=True))
+            loss.backward()
+            table.step()
+            adam.step()
+            adam.zero_grad()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        stages = {
+            stage.name: round((stage.busy_seconds - past) / data.steps * 1000, 3)
+            for stage, past in zip(ready.stats, before, strict=True)
+        }
+    return {"ms": seconds / data.steps * 1000, "busy_ms": stages}
+
+
+class Clock(tc.Callback):
+    """Measures the steps of a trainer after the first ones."""
+
+    def __init__(self, data: Cycle) -> None:
+        self.data = data
+        self.ms = 0.0
+        self.busy: dict[str, float] = {}
+
+    def on_step(self, trainer: tc.Trainer, loss: torch.Tensor) -> None:
+        if trainer.progress.step == self.data.warm:
+            torch.cuda.synchronize()
+            self.before = [stage.busy_seconds for stage in trainer._stages]
+            self.begin = time.perf_counter()
+        elif trainer.progress.step == len(self.data):
+            torch.cuda.synchronize()
+            self.ms = (time.perf_counter() - self.begin) / self.data.steps * 1000
+            for stage, past in zip(trainer._stages, self.before, strict=True):
+                self.busy[stage.name] = round((stage.busy_seconds - past) / self.data.steps * 1000, 3)
+
+
+def trainer(table: tc.Table, data: Cycle, window: int, graphs: str) -> dict[str, Any]:
+    model, clock = Model(table), Clock(data)
+    adam = torch.optim.Adam(model.net.parameters(), lr=1e-3)  # the trainer makes it fused
+    config = tc.TrainConfig(
+        steps=len(data),
+        display=False,
+        pull_window=window,
+        graphs=graphs,  # type: ignore[arg-type]
+    )
+    tc.Trainer(model, adam, config=config, callbacks=[clock]).fit(data)
+    return {"ms": clock.ms, "busy_ms": clock.busy}
+
+
+def plain_torch(numbers: list[np.ndarray[Any, Any]], data: Cycle, keys: int) -> dict[str, Any]:
+    bag = torch.nn.EmbeddingBag(keys, DIM, mode="sum", sparse=True, device="cuda")
+    net = network()
+    sparse = torch.optim.Adagrad(bag.parameters(), lr=0.05)
+    adam = torch.optim.Adam(net.parameters(), lr=1e-3, fused=True)
+    rows = [torch.from_numpy(part).cuda() for part in numbers]
+    offsets = torch.arange(len(rows[0]), device="cuda")
+    begin = 0.0
+    for n in range(len(data)):
+        if n == data.warm:
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+        label = data.batches[n % BATCHES].label.cuda(non_blocking=True)
+        logits = net(bag(rows[n % BATCHES], offsets).view(len(label), -1)).squeeze(1)
+        _bce(logits, label).backward()
+        sparse.step()
+        adam.step()
+        sparse.zero_grad()
+        adam.zero_grad()
+    torch.cuda.synchronize()
+    return {"ms": (time.perf_counter() - begin) / data.steps * 1000}
+
+
+def new_table(keys: int, examples: int) -> tc.Table:
+    slots = keys + 8 * examples * FIELDS
+    table = tc.Table(DIM, tc.Adagrad(lr=0.05), hbm=bytes_for(slots, 2 * DIM), mem="4GB", device="cuda")
+    fill_top(table, (key_of(np.arange(first, min(first + (1 << 20), keys))) for first in range(0, keys, 1 << 20)))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", default="1024,4096,16384", help="batch sizes")
+    parser.add_argument("--keys", type=int, default=10_000_000)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--windows", default="1", help="pull windows to measure; the claims are about the first")
+    parser.add_argument("--sides", default="torch,loop,off,auto", help="torch, loop, and the trainer's graphs modes")
+    parser.add_argument("--json", help="write all figures to FILE")
+    args = parser.parse_args()
+    sides, windows = args.sides.split(","), [int(window) for window in args.windows.split(",")]
+    record: dict[str, Any] = {
+        **environment(["torch", "triton"]),
+        "gpu": torch.cuda.get_device_name(),
+        "keys": args.keys,
+    }
+    claims: list[Claim] = []
+    for examples in map(int, args.batches.split(",")):
+        figures: dict[str, Any] = record.setdefault(str(examples), {})
+        batches, numbers = batches_of(examples, args.keys)
+        data = Cycle(batches, 40, args.steps)
+        if "torch" in sides:
+            figures["torch"] = plain_torch(numbers, data, args.keys)
+            console.print(examples, "torch", figures["torch"])
+            torch.cuda.empty_cache()
+        table = new_table(args.keys, examples)
+        for window in windows:
+            for side in (side for side in sides if side != "torch"):
+                name = f"{side} window {window}"
+                figures[name] = own_loop(table, data, window) if side == "loop" else trainer(table, data, window, side)
+                console.print(examples, name, figures[name])
+        del table
+        torch.cuda.empty_cache()
+        ours, peer = figures.get(f"auto window {windows[0]}"), figures.get("torch", {"ms": float("nan")})["ms"]
+        if ours and examples in TARGETS:
+            claims.append(Claim(f"{examples:,} through Trainer", ours["ms"], TARGETS[examples], "ms", at_most=True))
+        if loop := figures.get(f"loop window {windows[0]}"):
+            claims.append(Claim(f"{examples:,} in an own loop, against torch", loop["ms"], peer, "ms", at_most=True))
+    print_claims("A training step with every row in HBM, wall time", claims)
+    if args.json:
+        write_json(args.json, record, claims)
+
+
+if __name__ == "__main__":
+    main()

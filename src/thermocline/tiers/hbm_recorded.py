@@ -1,0 +1,84 @@
+"""`HbmRecordedRows`: one batch plan and the constants of the step at fixed addresses, for a recorded training step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from thermocline.kernels.optimizer_rules import OptimizerStep, StoredStep
+from thermocline.kernels.segments import capacities
+from thermocline.tiers.hbm_plan import HbmBatchPlan, PlanLists
+
+if TYPE_CHECKING:
+    from thermocline.tiers.hbm_backend import HbmBackend
+
+
+class _NoPins:
+    """Pins of the plan at fixed addresses: the batch that is copied there owns its rows."""
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+class HbmRecordedRows:
+    """See `RecordedRows`."""
+
+    def __init__(self, backend: HbmBackend, like: HbmBatchPlan) -> None:
+        assert like.lists is not None
+        layout, device = like.lists.layout, backend.device
+        memory = torch.zeros(layout.words, dtype=torch.int32, device=device)
+        self._lists = PlanLists(layout, memory, [bag.ids for bag in layout.bags])
+        self._backend = backend
+        self.plan = HbmBatchPlan(
+            like.dram, like.specs, lists=self._lists, pins=_NoPins(), counts=list(capacities(layout.ids))
+        )
+        self.plan.counted = True
+        optimizer = backend.spec.optimizer
+        constants = torch.zeros(StoredStep.WORDS, dtype=torch.int32, device=device)
+        self._step = StoredStep(optimizer.code, optimizer.weight_decay, constants)
+        self._content: object = None
+        """What `_constants` contains."""
+        self._constants = torch.zeros(StoredStep.WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    @staticmethod
+    def shape(plan: Any) -> Any:
+        """Return what two plans must have in common to share the addresses; None: the plan cannot be copied."""
+        if not isinstance(plan, HbmBatchPlan) or plan.lists is None or plan.pins is None or plan.rows is not None:
+            return None
+        return plan.lists.layout, tuple(plan.specs)
+
+    def load(self, plan: HbmBatchPlan) -> None:
+        """Copy a plan with the same shape, on the current stream, after its rows are ready."""
+        assert plan.lists is not None
+        plan.use()
+        self.plan.dram = plan.dram
+        self._lists.memory.copy_(plan.lists.memory, non_blocking=True)
+
+    def set_constants(self, step: int, lr: float, scale: float) -> None:
+        """Set the constants of the next step. The upload before must have ended."""
+        rule = OptimizerStep.of(self._backend.spec.optimizer, step, lr=lr, scale=scale)
+        content = rule.constants, step if self._backend.spec.precision.stochastic else 0
+        if content != self._content:  # most optimizers have the same constants in each step
+            self._constants.numpy()[:] = rule.words()
+            self._step.memory.copy_(self._constants, non_blocking=True)
+            self._content = content
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """While the step is recorded, or run in its place: updates read `set_constants`, and no event is recorded."""
+        self._backend.recorded_step = self._step
+        try:
+            yield
+        finally:
+            self._backend.recorded_step = None
+
+    def launched(self, plan: HbmBatchPlan) -> None:
+        """Note that a replay with this plan was launched on the current stream."""
+        self._backend.hbm.record_use()
+        self._backend.count_rows(plan)

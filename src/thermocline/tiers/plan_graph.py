@@ -1,0 +1,205 @@
+"""`PlanGraph`: the planning of a window as one recording: slots of all ids, then all lists of every batch.
+
+Windows of equal shape, with the same number of ids in every bag, share a recording. Its inputs lie in one block: a
+header, the keys, then offsets and weights of the bags, which one copy brings to the device. Its outputs are copied out
+after each replay, so that plans stay valid as long as anyone refers to them. Windows of other shapes are planned by the
+same functions without a recording.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from thermocline.embedding.batch_plan import BagInput, BagInputs
+from thermocline.kernels.evict import COUNTS, NEW
+from thermocline.kernels.insert import InsertPlan, find_or_insert
+from thermocline.tiers.hbm import Assigned, HbmTier, StagedIds
+from thermocline.tiers.hbm_plan import PlanLists, write_plan
+from thermocline.tiers.plan_layout import BagLayout, Capacities, PlanLayout
+from thermocline.utils.recording import Recording, current_stream
+
+HEADER = 4
+"""Words of the header: slots in use, number of the window, newest completed window, unused."""
+_MAX_GRAPHS = 4
+_MAX_SHAPES = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WindowShape:
+    """Layouts and numbers of ids of all batches of a window."""
+
+    layouts: tuple[PlanLayout, ...]
+    ids: tuple[tuple[int, ...], ...]
+    """Per batch and bag."""
+
+    @property
+    def keys(self) -> int:
+        """Number of ids of the window."""
+        return sum(map(sum, self.ids))
+
+    def input_sizes(self) -> list[int]:
+        """Sizes of the parts of the block after header and keys, in 64-bit words: offsets and weights of each bag."""
+        sizes = []
+        for layout, ids in zip(self.layouts, self.ids, strict=True):
+            for bag, count in zip(layout.bags, ids, strict=True):
+                sizes += [0 if bag.bags is None else bag.bags + 1, bag.weighted * -(-count // 2)]
+        return sizes
+
+    @property
+    def words(self) -> int:
+        """Size of the block in 64-bit words."""
+        return HEADER + self.keys + sum(self.input_sizes())
+
+
+def shape_of(inputs: Sequence[BagInputs], capacities: Capacities) -> WindowShape:
+    """Return the shape of a window with these batches."""
+    layouts, ids = [], []
+    for batch in inputs:
+        sources = batch.values()
+        layouts.append(capacities.layout([_bag_layout(source) for source in sources]))
+        ids.append(tuple(len(source.ids) for source in sources))
+    return WindowShape(tuple(layouts), tuple(ids))
+
+
+def _bag_layout(source: BagInput) -> BagLayout:
+    bags = None if source.offsets is None else source.bags
+    return BagLayout(len(source.ids), bags, source.weights is not None, source.mean and bags is not None)
+
+
+class PlanGraph:
+    """The recorded planning of all windows of one shape. Called under the lock of the tier, on its planning stream."""
+
+    def __init__(self, tier: HbmTier, shape: WindowShape) -> None:
+        self.shape = shape
+        self._tier = tier
+        self._cuda = tier.device.type == "cuda"
+        self._header = torch.zeros(HEADER, dtype=torch.int64, pin_memory=self._cuda)
+        self._block = torch.empty(shape.words, dtype=torch.int64, device=tier.device)
+        self._record = torch.zeros(
+            COUNTS + 2 * len(shape.ids), dtype=torch.int64, pin_memory=tier.device.type == "cuda"
+        )
+        """What the host reads: counts of the insertion, then three int32 counts of segments per batch."""
+        self._recordings: dict[bool, Recording[tuple[InsertPlan, torch.Tensor]] | None] = {}
+
+    def stage(self, inputs: Sequence[BagInputs]) -> StagedIds:
+        """Write the inputs of a window to a block in page-locked memory. Any thread.
+
+        Ids that are in page-locked memory themselves, and the only input, are uploaded from there.
+        """
+        sources = [source for batch in inputs for source in batch.values()]
+        if self._cuda and len(sources) == 1 and self.shape.words == HEADER + self.shape.keys:
+            keys = torch.from_numpy(sources[0].ids.view(np.int64))
+            if keys.is_pinned():
+                return StagedIds(keys, self.shape.keys, None)
+        block = torch.empty(self.shape.words, dtype=torch.int64, pin_memory=self._cuda)
+        words = block.numpy()
+        listed = words[HEADER : HEADER + self.shape.keys].view(np.uint64)
+        np.concatenate([np.empty(0, np.uint64), *(source.ids for source in sources)], out=listed)
+        first, sizes = HEADER + self.shape.keys, self.shape.input_sizes()
+        for source, offsets, weights in zip(sources, sizes[::2], sizes[1::2], strict=True):
+            if offsets:
+                words[first : first + offsets] = source.offsets
+            if weights:
+                words[first + offsets : first + offsets + weights].view(np.float32)[: len(source.ids)] = source.weights
+            first += offsets + weights
+        return StagedIds(block, self.shape.keys, None)
+
+    def assign(self, ids: StagedIds, used: int, now: int, completed: int) -> Assigned:
+        """Plan a window; see `HbmTier.pin`. Blocks until it is planned, because the host needs the counts."""
+        evict = self.shape.keys > self._tier.capacity - used
+        if len(ids.keys) == self.shape.keys:
+            self._header.numpy()[:3] = used, now, completed  # the upload before has ended: assign waits for the device
+            self._block[:HEADER].copy_(self._header, non_blocking=True)
+            self._block[HEADER:].copy_(ids.keys, non_blocking=True)
+        else:
+            ids.keys.numpy()[:3] = used, now, completed
+            self._block.copy_(ids.keys, non_blocking=True)
+        recording = self._recordings.get(evict)
+        if recording is None:  # as it is, which compiles and loads the kernels
+            self._recordings[evict] = None
+            plan, memory = self._launch(evict)
+        else:
+            plan, memory = recording.replay()
+            memory = memory.clone()
+        if self._cuda:
+            current_stream(self._tier.device).synchronize()
+        counts = self._record[:COUNTS].tolist()
+        segments = self._record[COUNTS:].view(torch.int32).view(-1, 4)[:, :3].tolist()
+        if counts[NEW.value]:
+            plan = plan.copy()
+        pieces = torch.split(memory, [layout.words for layout in self.shape.layouts])
+        lists = [
+            PlanLists(layout, piece, ids)
+            for layout, piece, ids in zip(self.shape.layouts, pieces, self.shape.ids, strict=True)
+        ]
+        return Assigned(plan, counts, list(zip(lists, segments, strict=True)))
+
+    @property
+    def due(self) -> bool:
+        """Whether `record` has something to do."""
+        return any(recording is None for recording in tuple(self._recordings.values()))
+
+    def record(self) -> None:
+        """Record what has run before. On the thread that trains, as torch's random generators take part."""
+        with self._tier.planning() as stream:
+            for evict in [evict for evict, recording in self._recordings.items() if recording is None]:
+                self._recordings[evict] = Recording(partial(self._launch, evict), self._tier.device, stream=stream)
+
+    def _launch(self, evict: bool) -> tuple[InsertPlan, torch.Tensor]:
+        tier, keys = self._tier, self._block[HEADER : HEADER + self.shape.keys]
+        used, now, completed, _ = torch.split(self._block[:HEADER], 1)
+        plan = find_or_insert(
+            tier.index, tier.residents, keys, used=used, now=now, completed=completed, count_visits=True, evict=evict
+        )
+        self._record[:COUNTS].copy_(plan.counts, non_blocking=True)
+        words = [layout.words for layout in self.shape.layouts]
+        memory = torch.empty(sum(words), dtype=torch.int32, device=tier.device)
+        inputs = iter(torch.split(self._block[HEADER + self.shape.keys :], self.shape.input_sizes()))
+        first = 0
+        counts = self._record[COUNTS:].view(torch.int32).view(-1, 4)
+        for n, (layout, ids, piece) in enumerate(
+            zip(self.shape.layouts, self.shape.ids, torch.split(memory, words), strict=True)
+        ):
+            bags = []
+            for count in ids:
+                offsets, weights = next(inputs), next(inputs)
+                bags.append((offsets, weights.view(torch.float32)[:count]))
+            slots = plan.slots[first : first + sum(ids)]
+            first += sum(ids)
+            segments = write_plan(PlanLists(layout, piece, ids), slots, bags)
+            counts[n, :3].copy_(segments.counts, non_blocking=True)
+        return plan, memory
+
+
+class PlanGraphs:
+    """Recordings of the shapes that a table's windows have more than once."""
+
+    def __init__(self, tier: HbmTier, *, enabled: bool) -> None:
+        self.enabled = enabled
+        """Whether windows are planned by recordings, where possible. The results are the same."""
+        self._tier = tier
+        self._graphs: dict[WindowShape, PlanGraph] = {}
+        self._seen: Counter[WindowShape] = Counter()
+
+    def record(self) -> None:
+        """Record planning that has run once. Costs nothing otherwise."""
+        for graph in tuple(self._graphs.values()):
+            if graph.due:
+                graph.record()
+
+    def get(self, shape: WindowShape) -> PlanGraph | None:
+        """Return the recording for a window of this shape; None: plan it without. One thread at a time."""
+        if not self.enabled or shape.keys == 0:
+            return None
+        graph = self._graphs.get(shape)
+        if graph is None and len(self._graphs) < _MAX_GRAPHS and len(self._seen) < _MAX_SHAPES:
+            self._seen[shape] += 1
+            if self._seen[shape] == 2:
+                graph = self._graphs[shape] = PlanGraph(self._tier, shape)
+        return graph
