@@ -36,6 +36,7 @@ from thermocline.checkpoint.rank_states import RankStates
 from thermocline.checkpoint.table_stores import TableStores
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.dense_sync import synchronization_of
+from thermocline.distributed.rank_agreement import require_equal
 from thermocline.embedding.table import Table
 from thermocline.errors import CorruptionError, FormatError, NotFoundError, ThermoclineError
 from thermocline.utils import atomic_file
@@ -116,6 +117,7 @@ class Checkpoints:
         self._stores = TableStores(self._run_dir, self.tables, self._collective, read_only=read_only)
         self._folder = self._run_dir / "checkpoints"
         groups = tables[0].groups
+        self._comm = None if groups is None else groups.train
         node_of = (0,) if groups is None else groups.topology.node_of
         optimizers = list(dense_optimizer or ())
         self._states = RankStates(
@@ -300,6 +302,7 @@ class Checkpoints:
         model), `NotFoundError` (a missing save, file or epoch).
         """
         collective = self._collective
+        require_equal(self._comm, {"the checkpoint to restore": which}, "select the same checkpoint on all ranks")
         manifests, number = collective.broadcast("reading the checkpoints", lambda: self._load(which))
         manifest = manifests[number]
         doing = "checking the checkpoint"
