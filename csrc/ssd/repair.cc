@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <unordered_map>
 
 #include "ssd/catalog.h"
 #include "ssd/cursor.h"
@@ -28,10 +29,17 @@ HashRange range_of(const Manifest& m, size_t partition) {
           partition + 1 < m.partitions.size() ? m.partitions[partition + 1].lo - 1 : kMaxHash};
 }
 
-// The message of an error without the advice to repair.
-std::string cause_of(const CorruptionError& e) {
-  const std::string what = e.what();
-  return what.substr(0, what.find(kRepairHint));
+std::string cause_of(const Error& e) { return without_repair_hint(e.what()); }
+
+// Reads STORE or a manifest and decodes it. An unreadable one is damaged.
+template <class Decode>
+auto read_damaged(FileSystem& fs, const std::string& path, Decode&& decode) {
+  try {
+    return decode(read_record(fs, path));
+  } catch (const IoError& e) {
+    if (!is_unreadable(e)) throw;
+    throw CorruptionError(cause_of(e));
+  }
 }
 
 // ---- identity
@@ -70,7 +78,8 @@ Identity rebuild_identity(FileSystem& fs, const std::string& path, const std::st
       if (!id || !parse_manifest_name(other, &number)) continue;
       try {
         const std::string file = path + "/" + other;
-        const Manifest m = Manifest::decode(read_whole(fs, file, kMaxRecordBytes), file, id->geometry);
+        const Manifest m = read_damaged(
+            fs, file, [&](const std::string& bytes) { return Manifest::decode(bytes, file, id->geometry); });
         if (std::equal(std::begin(m.store_id), std::end(m.store_id), id->store_id)) return *id;
       } catch (const CorruptionError&) {
       }
@@ -172,6 +181,13 @@ class Repair {
     scan_segments();
   }
 
+  // Counts the rows that apply() would hide.
+  void count_hidden() {
+    if (options_.keep_older) return;
+    for (auto& [epoch, m] : manifests_)
+      if (changed_.count(epoch)) count_hidden(m);
+  }
+
   void apply() {
     if (report_.rebuilt.empty() && report_.losses.empty() && report_.lost_commits.empty() && bases_.empty()) return;
     remove_temporary_files();
@@ -221,6 +237,9 @@ class Repair {
           throw CorruptionError(manifest_name(epoch) + ": it contradicts the manifest of a newer commit");
         manifests_.emplace(epoch, std::move(m));
       } catch (const CorruptionError& e) {
+        report_.lost_commits.push_back({epoch, cause_of(e)});
+      } catch (const IoError& e) {
+        if (!is_unreadable(e)) throw;
         report_.lost_commits.push_back({epoch, cause_of(e)});
       }
     }
@@ -280,6 +299,72 @@ class Repair {
     }
   }
 
+  // The lost versions of a commit.
+  std::vector<const LostVersions*> lost_versions(const Manifest& m) const {
+    std::vector<const LostVersions*> lost;
+    for (auto& e : m.extents)
+      if (auto segment = segments_.find(e.segment); segment != segments_.end())
+        if (auto scan = segment->second.damaged.find(e.seq);
+            scan != segment->second.damaged.end() && !scan->second.versions.empty())
+          lost.push_back(&scan->second.versions);
+    return lost;
+  }
+
+  // Those that may hide older versions of a partition's rows.
+  static std::vector<const LostVersions*> hiding(const std::vector<const LostVersions*>& lost, const PartitionRecord& p,
+                                                 const HashRange& range) {
+    std::vector<const LostVersions*> here;
+    for (auto* versions : lost)
+      if (versions->seq > p.merged_seq && versions->intersects(range)) here.push_back(versions);
+    return here;
+  }
+
+  static bool is_hidden(const std::vector<const LostVersions*>& lost, uint64_t hash, uint64_t seq) {
+    return std::any_of(lost.begin(), lost.end(), [&](auto* l) { return l->seq > seq && l->contains(hash); });
+  }
+
+  void count_hidden(const Manifest& m) {
+    struct Newest {
+      uint64_t seq = 0;  // 0: the base
+      bool deleted = false;
+    };
+    const std::vector<const LostVersions*> lost = lost_versions(m);
+    for (size_t i = 0; i < m.partitions.size(); ++i) {
+      const PartitionRecord& p = m.partitions[i];
+      const HashRange range = range_of(m, i);
+      const std::vector<const LostVersions*> here = hiding(lost, p, range);
+      if (here.empty()) continue;
+      std::unordered_map<uint64_t, Newest> newest;  // by hash, which is unique per key
+      if (p.file) {
+        const auto scan = bases_.find(p.file);
+        PageReader pages(ctx_, FileKind::kBase, p.file, p.nonce);
+        for (uint64_t page = 1; page <= p.pages; ++page) {
+          if (scan != bases_.end() && scan->second.lost_page(page)) continue;
+          const uint8_t* bytes = pages.read(page, PageKind::kRows);
+          for (uint32_t k = 0; bytes && k < page_header(bytes).count; ++k)
+            newest[hash_key(page_key(bytes, PageKind::kRows, k))];
+        }
+      }
+      for (auto& e : m.extents) {
+        if (e.seq <= p.merged_seq) continue;
+        const std::vector<uint64_t>& hashes = kept_hashes(e);
+        auto at = std::lower_bound(hashes.begin(), hashes.end(), range.lo);
+        for (; at != hashes.end() && *at <= range.hi; ++at) newest[*at] = {e.seq, e.tombstones != 0};
+      }
+      for (auto& [hash, version] : newest)
+        report_.rows_hidden += !version.deleted && is_hidden(here, hash, version.seq);
+    }
+  }
+
+  // Hashes of the rows or deletions of an extent that are not lost, ascending.
+  const std::vector<uint64_t>& kept_hashes(const ExtentRecord& e) {
+    auto [it, added] = kept_hashes_.try_emplace(e.seq);
+    if (!added) return it->second;
+    PageReader pages(ctx_, FileKind::kSegment, e.segment, uses_.segments[e.segment].nonce);
+    for (uint64_t key : scan_extent(ctx_, pages, e).keys) it->second.push_back(hash_key(key));
+    return it->second;
+  }
+
   // ---- apply
 
   void remove_temporary_files() {
@@ -293,7 +378,6 @@ class Repair {
 
   // Links every file that is about to be replaced or removed into damaged/.
   void keep_damaged_files() {
-    if (!ctx_.fs->exists(damaged_dir_)) ctx_.fs->make_dir(damaged_dir_);
     std::set<std::string> names;
     if (!identity_cause_.empty()) names.insert(kIdentityFile);
     for (uint64_t epoch : changed_) names.insert(manifest_name(epoch));
@@ -315,10 +399,7 @@ class Repair {
   void set_aside(const std::string& name) {
     const std::string from = ctx_.path + "/" + name;
     if (!ctx_.fs->exists(from) || !aside_.insert(name).second) return;
-    std::string to = name;
-    for (int i = 1; ctx_.fs->exists(damaged_dir_ + "/" + to); ++i) to = name + "." + std::to_string(i);
-    ctx_.fs->link(from, damaged_dir_ + "/" + to);
-    report_.set_aside.push_back(to);
+    report_.set_aside.push_back(ctx_.fs->link_unused(from, damaged_dir_, name));
   }
 
   // Writes a file with the undamaged bytes under a temporary name and renames it.
@@ -427,12 +508,7 @@ class Repair {
   // Publishes a manifest that lists the new files, if it listed one that is replaced.
   void republish(Manifest& m) {
     if (!changed_.count(m.epoch)) return;
-    std::vector<const LostVersions*> lost;
-    for (auto& e : m.extents)
-      if (auto segment = segments_.find(e.segment); segment != segments_.end())
-        if (auto scan = segment->second.damaged.find(e.seq);
-            scan != segment->second.damaged.end() && !scan->second.versions.empty())
-          lost.push_back(&scan->second.versions);
+    const std::vector<const LostVersions*> lost = lost_versions(m);
     for (auto& p : m.partitions)
       if (auto it = new_bases_.find(p.file); p.file && it != new_bases_.end()) {
         const PartitionRecord old = p;
@@ -473,9 +549,7 @@ class Repair {
     for (size_t i = 0; i < m.partitions.size(); ++i) {
       PartitionRecord& p = m.partitions[i];
       const HashRange range = range_of(m, i);
-      std::vector<const LostVersions*> here;
-      for (auto* versions : lost)
-        if (versions->seq > p.merged_seq && versions->intersects(range)) here.push_back(versions);
+      const std::vector<const LostVersions*> here = hiding(lost, p, range);
       if (here.empty()) continue;
       if (extents.empty()) extents = open_extents(m);
       if (uses_.bases.count(p.file)) set_aside(file_name(FileKind::kBase, p.file));
@@ -520,9 +594,7 @@ class Repair {
     PartitionCursor cursor(ctx_, std::move(view), ctx_.sizes.merge_bytes);
     std::unique_ptr<BaseWriter> writer;
     while (cursor.next()) {
-      const uint64_t hash = hash_key(cursor.key());
-      const bool hidden =
-          std::any_of(lost.begin(), lost.end(), [&](auto* l) { return l->seq > cursor.seq() && l->contains(hash); });
+      const bool hidden = is_hidden(lost, hash_key(cursor.key()), cursor.seq());
       report_.rows_hidden += hidden;
       if (hidden) continue;
       if (!writer)
@@ -548,6 +620,7 @@ class Repair {
   std::map<uint64_t, SegmentScan> segments_;       // the same
   std::map<uint64_t, PartitionRecord> new_bases_;  // by the number of the replaced file
   std::map<uint64_t, NewSegment> new_segments_;
+  std::map<uint64_t, std::vector<uint64_t>> kept_hashes_;  // by seq, for count_hidden()
 };
 
 }  // namespace
@@ -566,7 +639,8 @@ RepairReport repair_store(std::shared_ptr<FileSystem> fs, const std::string& whe
   std::string cause = "the file is missing";
   std::optional<Identity> id;
   try {
-    if (fs->exists(file)) id = Identity::decode(read_whole(*fs, file), file);
+    if (fs->exists(file))
+      id = read_damaged(*fs, file, [&](const std::string& bytes) { return Identity::decode(bytes, file); });
   } catch (const CorruptionError& e) {
     cause = cause_of(e);
   }
@@ -576,7 +650,8 @@ RepairReport repair_store(std::shared_ptr<FileSystem> fs, const std::string& whe
   RepairReport report;
   Repair repair(ctx, options, report);
   repair.plan(cause);
-  if (!options.dry_run) repair.apply();
+  if (options.dry_run) repair.count_hidden();
+  else repair.apply();
   return report;
 }
 

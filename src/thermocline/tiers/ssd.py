@@ -289,6 +289,10 @@ class SsdStore:
         """Verify all files and invariants. Raises `CorruptionError` naming the first violation."""
         self._core.check()
 
+    def find_damage(self) -> list[str]:
+        """Verify as `check` does, and return the first damage of every file and log extent, one text each."""
+        return self._core.find_damage()
+
     def merge(self) -> None:
         """Merge the whole log into the base files now."""
         self._core.merge_all()
