@@ -40,7 +40,7 @@ from thermocline.errors import (
 )
 from thermocline.tiers.host_rows import open_store
 from thermocline.tiers.local_backend import make_local_backend
-from thermocline.utils.machine import require_memory
+from thermocline.utils.machine import release_memory, require_memory, reserve_memory
 from thermocline.utils.text_format import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ class Table:
                      "continue" trains on without merging that partition. Reading a damaged row always raises
         device       "cuda", "cpu", or "auto": with `hbm`, the GPU if there is one
         accumulate   batches per step: with more and without a step, a bag warns once; see `accumulate`
-        mem_overcommit   accept budgets beyond the memory of the machine; else they are refused with both numbers
+        mem_overcommit   accept budgets beyond the memory of the machine, and do not count them; else the budgets of all
+                     open tables of the process together are compared with it, and refused with the numbers
         per_rank     True: every rank of torch.distributed trains rows of its own. Without it, training over several
                      ranks raises: rows would differ between ranks; `tc.ShardedTable` shares them
         make_backend a `RowBackend` other than the built-in ones
@@ -133,7 +134,8 @@ class Table:
         if not mem_overcommit:
             store = 0 if ssd is None or ssd_mem is None else parse_size(ssd_mem, "ssd_mem")
             budgets = "mem + ssd_mem" if store else "mem"  # the default of ssd_mem depends on the machine
-            require_memory(parse_size(mem, "mem") + store, name=budgets, override="mem_overcommit=True")
+            needed = parse_size(mem, "mem") + store
+            require_memory(needed, name=budgets, override="mem_overcommit=True")
         stored = Precision.of(precision)
         row_bytes = stored.row_bytes(dim, optimizer)
         self.spec = TableSpec(
@@ -174,6 +176,8 @@ class Table:
         """Whether every rank may train rows of its own."""
         self.backend = (make_backend or make_local_backend)(self.spec, device, epoch)
         self._open_version()
+        if not mem_overcommit:
+            reserve_memory(self, repr(name), needed)
 
     # ---- description
 
@@ -419,9 +423,9 @@ class Table:
         self._forwards += 1
         return self._forwards
 
-    def warn_if_step_is_missing(self, batch: Batch) -> None:
-        """Warn, once, if a training pass over `batch` begins while too many others wait for a step."""
-        self._pending.warn_if_step_is_missing(batch)
+    def warn_if_step_is_missing(self, batch: Batch, bag: object) -> None:
+        """Warn, once, if a training pass of `bag` over `batch` begins while too many others wait for a step."""
+        self._pending.warn_if_step_is_missing(batch, bag)
 
     def add_gradient(
         self,
@@ -584,6 +588,7 @@ class Table:
 
     def close(self) -> None:
         """Close the table's stores. What was not committed is lost."""
+        release_memory(self)
         self.discard_gradients()
         self.backend.close()
         if self.checkpoint_store is not None:

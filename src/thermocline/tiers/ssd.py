@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from thermocline.arrays import Keys, Rows, as_keys, as_rows
 from thermocline.core import core
-from thermocline.errors import ThermoclineError
+from thermocline.errors import IoError, ThermoclineError
+from thermocline.utils.atomic_file import make_folder
 from thermocline.utils.machine import memory_bytes
 from thermocline.utils.text_format import format_size, parse_size
 
@@ -119,7 +120,8 @@ class SsdStore:
         io_workers: int = 0,
         io_depth: int = 0,
     ) -> Self:
-        """Open the store in folder `path`, or create one if there is none, `create` is True and `row_bytes` is set.
+        """Open the store in folder `path`, or create one, with the folders above it, if there is none, `create` is
+        True and `row_bytes` is set.
 
         Behaviour:
           row_bytes      bytes per row; optional for an existing store
@@ -175,6 +177,15 @@ class SsdStore:
             options.partition_bytes = parse_size(partition_bytes, "partition_bytes")
         if min_log_bytes:
             options.min_log_bytes = parse_size(min_log_bytes, "min_log_bytes")
+        if options.create:
+            try:
+                make_folder(Path(path).absolute().parent)
+            except OSError as error:
+                cause = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error.strerror
+                raise IoError(
+                    f"{os.fspath(path)}: the folders above it cannot be created ({cause}, {error.filename}): make them "
+                    "writable, or choose another folder"
+                ) from None
         store = core.SsdStore.open(os.fsencode(path), options, io_engine, io_workers, io_depth)
         opened = cls(store, os.fspath(path))
         opened._show_warnings()
