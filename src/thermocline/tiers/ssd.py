@@ -182,10 +182,12 @@ class SsdStore:
                 make_folder(Path(path).absolute().parent)
             except OSError as error:
                 cause = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error.strerror
-                raise IoError(
+                raised = IoError(
                     f"{os.fspath(path)}: the folders above it cannot be created ({cause}, {error.filename}): make them "
                     "writable, or choose another folder"
-                ) from None
+                )
+                raised.errno = error.errno
+                raise raised from None
         store = core.SsdStore.open(os.fsencode(path), options, io_engine, io_workers, io_depth)
         opened = cls(store, os.fspath(path))
         opened._show_warnings()
