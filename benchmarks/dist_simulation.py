@@ -97,7 +97,11 @@ class ThreadAllReduce(HierarchicalAllReduce):
         self._barrier.wait()  # all ranks have read the buffers
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        """Do nothing: all models start equal."""
+        if self.topology.rank == 0:
+            self._buffers[0] = buffer.clone()
+        self._barrier.wait()
+        buffer.copy_(self._buffers[0])
+        self._barrier.wait()
 
 
 class SimulatedRanks:
@@ -119,8 +123,8 @@ class SimulatedRanks:
             dense = tc.DenseParameters.make(
                 model.parameters(), optimizer, groups, sync, buffers=model.buffers(), make_allreduce=make_allreduce
             )
-            dense.begin()
             self.syncs.append(dense)
+        self.run_all(lambda sync: sync.begin())
 
     def run_all(self, call: Callable[[tc.DenseParameters], object]) -> None:
         """Call the function for all ranks concurrently, as collectives require."""

@@ -223,6 +223,7 @@ void bind_store(nb::module_& m) {
       .def("take_warnings", [](SsdStore& self) { return unlocked([&] { return self.take_warnings(); }); })
       .def("read_floor", &read_floor, "keys"_a.noconvert())
       .def("check", [](SsdStore& self) { unlocked([&] { self.check(); }); })
+      .def("find_damage", [](SsdStore& self) { return unlocked([&] { return self.find_damage(); }); })
       .def("merge_all", [](SsdStore& self) { unlocked([&] { self.merge_all(); }); })
       .def("link_checkpoint",
            [](SsdStore& self, const nb::bytes& path) {

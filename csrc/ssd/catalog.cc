@@ -25,6 +25,9 @@ void Catalog::load() {
       retain(read(epoch));
     } catch (const NotFoundError&) {
       epochs_.erase(epoch);  // released by a concurrent writer
+    } catch (const IoError& e) {
+      if (!is_unreadable(e)) throw;
+      damaged(epoch, e.what());
     } catch (const CorruptionError& e) {
       damaged(epoch, e.what());
     } catch (const FormatError& e) {
@@ -42,7 +45,7 @@ void Catalog::damaged(uint64_t epoch, const std::string& cause) {
 
 Manifest Catalog::read(uint64_t epoch) const {
   std::string path = ctx_.path + "/" + manifest_name(epoch);
-  Manifest m = Manifest::decode(read_whole(*ctx_.fs, path, kMaxRecordBytes), path, ctx_.g);
+  Manifest m = Manifest::decode(read_record(*ctx_.fs, path), path, ctx_.g);
   if (m.epoch != epoch || m.store_id[0] != ctx_.id.store_id[0] || m.store_id[1] != ctx_.id.store_id[1])
     throw_corrupt(path, "the manifest belongs to another epoch or store");
   return m;
@@ -80,6 +83,11 @@ std::vector<uint64_t> Catalog::epochs() const {
 uint64_t Catalog::newest() const {
   std::lock_guard lock(mutex_);
   return epochs_.empty() ? 0 : epochs_.rbegin()->first;
+}
+
+bool Catalog::all_damaged() const {
+  std::lock_guard lock(mutex_);
+  return std::all_of(epochs_.begin(), epochs_.end(), [](auto& entry) { return entry.second.damaged; });
 }
 
 bool Catalog::has(uint64_t epoch) const {

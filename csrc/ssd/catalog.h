@@ -32,6 +32,7 @@ class Catalog {
   std::vector<uint64_t> epochs() const;  // retained, oldest first; without epoch 0, the empty state of a new store
   uint64_t newest() const;               // 0: no commit
   bool has(uint64_t epoch) const;
+  bool all_damaged() const;  // no manifest is valid
 
   std::shared_ptr<DataFile> create(FileKind kind);
   void opened(const std::shared_ptr<DataFile>& file);

@@ -1,4 +1,4 @@
-// SsdStore::check(): verifies every page of every file, and the invariants of the index.
+// SsdStore::check() and find_damage(): verify every page of every file, and the invariants of the index.
 #include <algorithm>
 #include <set>
 
@@ -77,18 +77,33 @@ void SsdStore::Impl::check_extent(const Extent& extent) {
   }
 }
 
-void SsdStore::Impl::check() {
+std::vector<std::string> SsdStore::Impl::find_damage(std::exception_ptr* first) {
   auto life = alive();
   std::lock_guard committing(commit_mutex_);  // a release would remove manifests
   std::lock_guard write(write_mutex_);
   auto paused = merger_->pause();  // a merge would replace partitions
-  check_invariants();
+  std::vector<std::string> found;
+  auto add = [&](const Error& e) {
+    found.push_back(e.what());
+    if (first && !*first) *first = std::current_exception();
+  };
+  auto collect = [&](auto&& verify) {  // goes on after damage
+    try {
+      verify();
+    } catch (const CorruptionError& e) {
+      add(e);
+    } catch (const IoError& e) {
+      if (e.code == 0 || !is_unreadable(e)) throw;  // code 0: a concurrent writer may have truncated the file
+      add(e);
+    }
+  };
+  collect([&] { check_invariants(); });
   std::set<uint64_t> bases;  // numbers of checked files
   auto check_manifest = [&](const Manifest& m) {
     for (size_t i = 0; i < m.partitions.size(); ++i) {
       const PartitionRecord& r = m.partitions[i];
       uint64_t hi = i + 1 < m.partitions.size() ? m.partitions[i + 1].lo - 1 : ~uint64_t{0};
-      if (r.file && bases.insert(r.file).second) check_base(r, r.lo, hi);
+      if (r.file && bases.insert(r.file).second) collect([&] { check_base(r, r.lo, hi); });
     }
   };
   Manifest now;
@@ -99,13 +114,16 @@ void SsdStore::Impl::check() {
     live.assign(index_.live_extents().begin(), index_.live_extents().end());
   }
   check_manifest(now);
-  for (auto& extent : live) check_extent(*extent);
+  for (auto& extent : live) collect([&] { check_extent(*extent); });
   // Other retained epochs: the files and extents that the current state does not share.
   for (uint64_t epoch : catalog_.epochs()) {
-    Manifest m = catalog_.read(epoch);
+    Manifest m;
+    collect([&] { m = catalog_.read(epoch); });
     check_manifest(m);
     for (auto& s : m.segments) {
-      std::shared_ptr<DataFile> segment = open_data_file(ctx, FileKind::kSegment, s.file, s.nonce, s.pages);
+      std::shared_ptr<DataFile> segment;
+      collect([&] { segment = open_data_file(ctx, FileKind::kSegment, s.file, s.nonce, s.pages); });
+      if (!segment) continue;
       for (auto& r : m.extents) {
         bool seen = std::any_of(live.begin(), live.end(),
                                 [&](auto& e) { return e->seq == r.seq && e->segment->number == r.segment; });
@@ -116,10 +134,11 @@ void SsdStore::Impl::check() {
         extent.first_page = static_cast<uint32_t>(r.first_page);
         extent.rows = r.rows;
         extent.tombstones = r.tombstones != 0;
-        check_extent(extent);
+        collect([&] { check_extent(extent); });
       }
     }
   }
+  return found;
 }
 
 }  // namespace thermocline

@@ -53,6 +53,8 @@ std::string repair_command(const std::string& store_path) {
   return "thermocline repair '" + quoted + "'";
 }
 
+std::string without_repair_hint(const std::string& message) { return message.substr(0, message.find(kRepairHint)); }
+
 void throw_corrupt(const std::string& path, const std::string& cause) {
   const size_t slash = path.rfind('/');
   throw CorruptionError(path + ": " + cause + kRepairHint +

@@ -126,6 +126,7 @@ inline constexpr char kRepairHint[] = ". Close the store and run: ";  // before 
 [[noreturn]] void throw_corrupt(const std::string& path, const std::string& cause);
 [[noreturn]] void throw_corrupt_page(const std::string& path, uint64_t page, const std::string& cause);
 std::string repair_command(const std::string& store_path);  // "thermocline repair /path"
+std::string without_repair_hint(const std::string& message);
 
 // Returns why the page is damaged (checksum, kind or count), or "" if it is valid.
 std::string page_damage(const uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t number, PageKind kind);

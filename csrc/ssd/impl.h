@@ -17,6 +17,7 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -51,7 +52,7 @@ class SsdStore::Impl {
   StoreStats stats() const;
   std::string damage() const;
   std::vector<std::string> take_warnings();
-  void check();
+  std::vector<std::string> find_damage(std::exception_ptr* first = nullptr);  // `first`: the first error
   void merge_all();
   void link_checkpoint(const std::string& path);
   void close();

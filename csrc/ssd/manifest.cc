@@ -169,6 +169,15 @@ Manifest Manifest::decode(std::string_view bytes, const std::string& path, const
   return m;
 }
 
+std::string read_record(FileSystem& fs, const std::string& path) {
+  try {
+    return read_whole(fs, path, kMaxRecordBytes);
+  } catch (const IoError& e) {
+    if (!is_unreadable(e)) throw;
+    throw IoError(e.what() + (kRepairHint + repair_command(path.substr(0, path.rfind('/')))), e.code);
+  }
+}
+
 std::string manifest_name(uint64_t epoch) {
   char text[40];
   std::snprintf(text, sizeof text, "MANIFEST-%012llu", static_cast<unsigned long long>(epoch));

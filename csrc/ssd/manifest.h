@@ -61,6 +61,8 @@ struct Manifest {
   static Manifest decode(std::string_view bytes, const std::string& path, const Geometry& g);
 };
 
+// Reads STORE or a manifest. If the device cannot read it, the IoError names the command that repairs the store.
+std::string read_record(FileSystem& fs, const std::string& path);
 std::string manifest_name(uint64_t epoch);  // "MANIFEST-000000000012"
 bool parse_manifest_name(const std::string& name, uint64_t* epoch);
 

@@ -346,7 +346,8 @@ void Merger::set_aside(const Index::Merge& job, const char* cause) {
     job.partition->damage_error = std::current_exception();
   }
   has_damage_ = true;
-  ctx_.warnings.add(ctx_.path + ": a partition is not merged any more, because it is damaged: " + damage);
+  ctx_.warnings.add_one_of_many(ctx_.path + ": a partition is not merged any more, because it is damaged: " + damage,
+                                ctx_.path + ": more partitions are damaged and not merged any more");
 }
 
 }  // namespace thermocline::ssd

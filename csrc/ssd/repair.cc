@@ -5,10 +5,12 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <unordered_map>
 
 #include "ssd/catalog.h"
 #include "ssd/cursor.h"
 #include "ssd/log_writer.h"
+#include "ssd/repair_files.h"
 #include "ssd/salvage.h"
 #include "util/thread_pool.h"
 
@@ -18,131 +20,8 @@ using namespace ssd;
 
 namespace {
 
-constexpr char kIdentityFile[] = "STORE";
 constexpr char kLockFile[] = "LOCK";
 constexpr char kDamagedFolder[] = "damaged";
-constexpr uint64_t kMaxHash = std::numeric_limits<uint64_t>::max();
-
-HashRange range_of(const Manifest& m, size_t partition) {
-  return {m.partitions[partition].lo,
-          partition + 1 < m.partitions.size() ? m.partitions[partition + 1].lo - 1 : kMaxHash};
-}
-
-// The message of an error without the advice to repair.
-std::string cause_of(const CorruptionError& e) {
-  const std::string what = e.what();
-  return what.substr(0, what.find(kRepairHint));
-}
-
-// ---- identity
-
-// The identity in the header of a data file, if it is valid.
-std::optional<Identity> identity_of(FileSystem& fs, const std::string& path, FileKind kind, uint64_t number) {
-  try {
-    auto file = fs.open(path, OpenMode::kRead);
-    AlignedBuffer sector(kSector);
-    file->pread(sector.data(), kSector, 0);
-    FileHeader header;
-    std::memcpy(&header, sector.data() + sizeof(PageHeader), sizeof header);
-    Identity id;
-    std::copy(std::begin(header.store_id), std::end(header.store_id), id.store_id);
-    id.geometry = {header.row_bytes, header.page_bytes};
-    if (!id.geometry.valid()) return std::nullopt;
-    AlignedBuffer page(id.geometry.page_bytes);
-    file->pread(page.data(), page.size(), 0);
-    if (!file_header_damage(page.data(), id.geometry, kind, id.store_id, number, header.nonce).empty())
-      return std::nullopt;
-    return id;
-  } catch (const IoError&) {
-    return std::nullopt;
-  }
-}
-
-// Rebuilds the identity from a data file whose store id is that of a manifest.
-Identity rebuild_identity(FileSystem& fs, const std::string& path, const std::string& cause) {
-  const std::vector<std::string> names = fs.list(path);
-  for (const std::string& name : names) {
-    FileKind kind;
-    uint64_t number;
-    if (!parse_file_name(name, &kind, &number)) continue;
-    const std::optional<Identity> id = identity_of(fs, path + "/" + name, kind, number);
-    for (const std::string& other : names) {
-      if (!id || !parse_manifest_name(other, &number)) continue;
-      try {
-        const std::string file = path + "/" + other;
-        const Manifest m = Manifest::decode(read_whole(fs, file, kMaxRecordBytes), file, id->geometry);
-        if (std::equal(std::begin(m.store_id), std::end(m.store_id), id->store_id)) return *id;
-      } catch (const CorruptionError&) {
-      }
-    }
-  }
-  throw CorruptionError(path + "/" + kIdentityFile + ": " + cause +
-                        "; it cannot be rebuilt, because no data file has a valid header that belongs to a valid "
-                        "manifest: restore a copy of the store");
-}
-
-// ---- the files that the manifests list
-
-struct BaseUse {
-  PartitionRecord record;
-  HashRange range;
-  std::vector<uint64_t> epochs;
-};
-
-struct SegmentUse {
-  uint64_t nonce = 0, pages = 0;             // pages: the most of all manifests
-  std::map<uint64_t, ExtentRecord> extents;  // by first page
-  std::vector<uint64_t> epochs;
-};
-
-struct Uses {
-  std::map<uint64_t, BaseUse> bases;  // by file number
-  std::map<uint64_t, SegmentUse> segments;
-
-  // Adds the files of a manifest. False, with no change: it contradicts those added before.
-  bool add(const Manifest& m, const Geometry& g) {
-    Uses next = *this;
-    for (size_t i = 0; i < m.partitions.size(); ++i)
-      if (m.partitions[i].file && !next.add_base(m, i)) return false;
-    for (const SegmentRecord& s : m.segments)
-      if (!next.add_segment(m, s)) return false;
-    for (const ExtentRecord& e : m.extents)
-      if (!next.segments[e.segment].extents.try_emplace(e.first_page, e).second) {
-        const ExtentRecord& old = next.segments[e.segment].extents[e.first_page];
-        if (old.seq != e.seq || old.rows != e.rows || old.tombstones != e.tombstones) return false;
-      }
-    for (auto& [_, segment] : next.segments) {
-      uint64_t end = 1, seq = 0;
-      for (auto& [page, e] : segment.extents) {
-        if (page < end || e.seq <= seq) return false;
-        end = page + g.key_pages(e.rows) + (e.tombstones ? 0 : g.row_pages(e.rows));
-        seq = e.seq;
-      }
-    }
-    *this = std::move(next);
-    return true;
-  }
-  bool names(uint64_t file) const { return bases.count(file) || segments.count(file); }
-
- private:
-  bool add_base(const Manifest& m, size_t i) {
-    const PartitionRecord& r = m.partitions[i];
-    const HashRange range = range_of(m, i);
-    auto [it, added] = bases.try_emplace(r.file, BaseUse{r, range, {}});
-    const BaseUse& old = it->second;
-    it->second.epochs.push_back(m.epoch);
-    return !segments.count(r.file) && old.record.nonce == r.nonce && old.record.rows == r.rows &&
-           old.record.filter_bytes == r.filter_bytes && old.range.lo == range.lo && old.range.hi == range.hi;
-  }
-  bool add_segment(const Manifest& m, const SegmentRecord& s) {
-    auto [it, added] = segments.try_emplace(s.file);
-    SegmentUse& use = it->second;
-    if (added) use.nonce = s.nonce;
-    use.pages = std::max(use.pages, s.pages);
-    use.epochs.push_back(m.epoch);
-    return use.nonce == s.nonce && !bases.count(s.file);
-  }
-};
 
 struct SegmentScan {
   std::string rebuild;                     // "" or the first damaged page of header and key columns
@@ -170,6 +49,13 @@ class Repair {
     report_.epoch = manifests_.rbegin()->first;
     scan_bases();
     scan_segments();
+  }
+
+  // Counts the rows that apply() would hide.
+  void count_hidden() {
+    if (options_.keep_older) return;
+    for (auto& [epoch, m] : manifests_)
+      if (changed_.count(epoch)) count_hidden(m);
   }
 
   void apply() {
@@ -221,6 +107,9 @@ class Repair {
           throw CorruptionError(manifest_name(epoch) + ": it contradicts the manifest of a newer commit");
         manifests_.emplace(epoch, std::move(m));
       } catch (const CorruptionError& e) {
+        report_.lost_commits.push_back({epoch, cause_of(e)});
+      } catch (const IoError& e) {
+        if (!is_unreadable(e)) throw;
         report_.lost_commits.push_back({epoch, cause_of(e)});
       }
     }
@@ -280,6 +169,72 @@ class Repair {
     }
   }
 
+  // The lost versions of a commit.
+  std::vector<const LostVersions*> lost_versions(const Manifest& m) const {
+    std::vector<const LostVersions*> lost;
+    for (auto& e : m.extents)
+      if (auto segment = segments_.find(e.segment); segment != segments_.end())
+        if (auto scan = segment->second.damaged.find(e.seq);
+            scan != segment->second.damaged.end() && !scan->second.versions.empty())
+          lost.push_back(&scan->second.versions);
+    return lost;
+  }
+
+  // Those that may hide older versions of a partition's rows.
+  static std::vector<const LostVersions*> hiding(const std::vector<const LostVersions*>& lost, const PartitionRecord& p,
+                                                 const HashRange& range) {
+    std::vector<const LostVersions*> here;
+    for (auto* versions : lost)
+      if (versions->seq > p.merged_seq && versions->intersects(range)) here.push_back(versions);
+    return here;
+  }
+
+  static bool is_hidden(const std::vector<const LostVersions*>& lost, uint64_t hash, uint64_t seq) {
+    return std::any_of(lost.begin(), lost.end(), [&](auto* l) { return l->seq > seq && l->contains(hash); });
+  }
+
+  void count_hidden(const Manifest& m) {
+    struct Newest {
+      uint64_t seq = 0;  // 0: the base
+      bool deleted = false;
+    };
+    const std::vector<const LostVersions*> lost = lost_versions(m);
+    for (size_t i = 0; i < m.partitions.size(); ++i) {
+      const PartitionRecord& p = m.partitions[i];
+      const HashRange range = range_of(m, i);
+      const std::vector<const LostVersions*> here = hiding(lost, p, range);
+      if (here.empty()) continue;
+      std::unordered_map<uint64_t, Newest> newest;  // by hash, which is unique per key
+      if (p.file) {
+        const auto scan = bases_.find(p.file);
+        PageReader pages(ctx_, FileKind::kBase, p.file, p.nonce);
+        for (uint64_t page = 1; page <= p.pages; ++page) {
+          if (scan != bases_.end() && scan->second.lost_page(page)) continue;
+          const uint8_t* bytes = pages.read(page, PageKind::kRows);
+          for (uint32_t k = 0; bytes && k < page_header(bytes).count; ++k)
+            newest[hash_key(page_key(bytes, PageKind::kRows, k))];
+        }
+      }
+      for (auto& e : m.extents) {
+        if (e.seq <= p.merged_seq) continue;
+        const std::vector<uint64_t>& hashes = kept_hashes(e);
+        auto at = std::lower_bound(hashes.begin(), hashes.end(), range.lo);
+        for (; at != hashes.end() && *at <= range.hi; ++at) newest[*at] = {e.seq, e.tombstones != 0};
+      }
+      for (auto& [hash, version] : newest)
+        report_.rows_hidden += !version.deleted && is_hidden(here, hash, version.seq);
+    }
+  }
+
+  // Hashes of the rows or deletions of an extent that are not lost, ascending.
+  const std::vector<uint64_t>& kept_hashes(const ExtentRecord& e) {
+    auto [it, added] = kept_hashes_.try_emplace(e.seq);
+    if (!added) return it->second;
+    PageReader pages(ctx_, FileKind::kSegment, e.segment, uses_.segments[e.segment].nonce);
+    for (uint64_t key : scan_extent(ctx_, pages, e).keys) it->second.push_back(hash_key(key));
+    return it->second;
+  }
+
   // ---- apply
 
   void remove_temporary_files() {
@@ -293,7 +248,6 @@ class Repair {
 
   // Links every file that is about to be replaced or removed into damaged/.
   void keep_damaged_files() {
-    if (!ctx_.fs->exists(damaged_dir_)) ctx_.fs->make_dir(damaged_dir_);
     std::set<std::string> names;
     if (!identity_cause_.empty()) names.insert(kIdentityFile);
     for (uint64_t epoch : changed_) names.insert(manifest_name(epoch));
@@ -315,10 +269,7 @@ class Repair {
   void set_aside(const std::string& name) {
     const std::string from = ctx_.path + "/" + name;
     if (!ctx_.fs->exists(from) || !aside_.insert(name).second) return;
-    std::string to = name;
-    for (int i = 1; ctx_.fs->exists(damaged_dir_ + "/" + to); ++i) to = name + "." + std::to_string(i);
-    ctx_.fs->link(from, damaged_dir_ + "/" + to);
-    report_.set_aside.push_back(to);
+    report_.set_aside.push_back(ctx_.fs->link_unused(from, damaged_dir_, name));
   }
 
   // Writes a file with the undamaged bytes under a temporary name and renames it.
@@ -427,12 +378,7 @@ class Repair {
   // Publishes a manifest that lists the new files, if it listed one that is replaced.
   void republish(Manifest& m) {
     if (!changed_.count(m.epoch)) return;
-    std::vector<const LostVersions*> lost;
-    for (auto& e : m.extents)
-      if (auto segment = segments_.find(e.segment); segment != segments_.end())
-        if (auto scan = segment->second.damaged.find(e.seq);
-            scan != segment->second.damaged.end() && !scan->second.versions.empty())
-          lost.push_back(&scan->second.versions);
+    const std::vector<const LostVersions*> lost = lost_versions(m);
     for (auto& p : m.partitions)
       if (auto it = new_bases_.find(p.file); p.file && it != new_bases_.end()) {
         const PartitionRecord old = p;
@@ -473,9 +419,7 @@ class Repair {
     for (size_t i = 0; i < m.partitions.size(); ++i) {
       PartitionRecord& p = m.partitions[i];
       const HashRange range = range_of(m, i);
-      std::vector<const LostVersions*> here;
-      for (auto* versions : lost)
-        if (versions->seq > p.merged_seq && versions->intersects(range)) here.push_back(versions);
+      const std::vector<const LostVersions*> here = hiding(lost, p, range);
       if (here.empty()) continue;
       if (extents.empty()) extents = open_extents(m);
       if (uses_.bases.count(p.file)) set_aside(file_name(FileKind::kBase, p.file));
@@ -520,9 +464,7 @@ class Repair {
     PartitionCursor cursor(ctx_, std::move(view), ctx_.sizes.merge_bytes);
     std::unique_ptr<BaseWriter> writer;
     while (cursor.next()) {
-      const uint64_t hash = hash_key(cursor.key());
-      const bool hidden =
-          std::any_of(lost.begin(), lost.end(), [&](auto* l) { return l->seq > cursor.seq() && l->contains(hash); });
+      const bool hidden = is_hidden(lost, hash_key(cursor.key()), cursor.seq());
       report_.rows_hidden += hidden;
       if (hidden) continue;
       if (!writer)
@@ -543,11 +485,12 @@ class Repair {
   std::map<uint64_t, Manifest> manifests_;
   std::set<std::string> aside_;  // names of files that are in damaged/ now
   std::set<uint64_t> changed_;   // epochs whose manifests are published again
-  Uses uses_;
+  FileUses uses_;
   std::map<uint64_t, BaseScan> bases_;             // damaged files, by number
   std::map<uint64_t, SegmentScan> segments_;       // the same
   std::map<uint64_t, PartitionRecord> new_bases_;  // by the number of the replaced file
   std::map<uint64_t, NewSegment> new_segments_;
+  std::map<uint64_t, std::vector<uint64_t>> kept_hashes_;  // by seq, for count_hidden()
 };
 
 }  // namespace
@@ -566,7 +509,8 @@ RepairReport repair_store(std::shared_ptr<FileSystem> fs, const std::string& whe
   std::string cause = "the file is missing";
   std::optional<Identity> id;
   try {
-    if (fs->exists(file)) id = Identity::decode(read_whole(*fs, file), file);
+    if (fs->exists(file))
+      id = read_damaged(*fs, file, [&](const std::string& bytes) { return Identity::decode(bytes, file); });
   } catch (const CorruptionError& e) {
     cause = cause_of(e);
   }
@@ -576,7 +520,8 @@ RepairReport repair_store(std::shared_ptr<FileSystem> fs, const std::string& whe
   RepairReport report;
   Repair repair(ctx, options, report);
   repair.plan(cause);
-  if (!options.dry_run) repair.apply();
+  if (options.dry_run) repair.count_hidden();
+  else repair.apply();
   return report;
 }
 

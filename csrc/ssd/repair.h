@@ -44,7 +44,7 @@ struct RepairReport {
   std::vector<Rebuilt> rebuilt;  // without any loss
   std::vector<Loss> losses;
   std::vector<LostCommit> lost_commits;  // their manifests are damaged
-  uint64_t rows_hidden = 0;              // older versions of lost rows that were removed, in all commits
+  uint64_t rows_hidden = 0;              // older versions of lost rows that are removed, in all commits
   std::vector<std::string> set_aside;    // names in damaged/
 };
 

@@ -3,6 +3,7 @@
 #include "ssd/repair.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -12,6 +13,7 @@
 #include "ssd/manifest.h"
 #include "ssd/store.h"
 #include "testing/crash.h"
+#include "testing/fault_fs.h"
 #include "testing/mem_fs.h"
 #include "testing/record_fs.h"
 #include "testing/store_driver.h"
@@ -218,6 +220,7 @@ void damage_at_random(uint64_t cases) {
       const RepairReport report = repair_store(fs, kPath, kRepair);
       CHECK_EQ(planned.rebuilt.size(), report.rebuilt.size());
       CHECK_EQ(planned.losses.size(), report.losses.size());
+      CHECK_EQ(planned.rows_hidden, report.rows_hidden);
       lost_rows += check_repaired(image, fs, report, context);
       lost_commits += report.lost_commits.size();
       lossless += report.losses.empty() && report.lost_commits.empty();
@@ -342,6 +345,77 @@ TEST(StoreRepair, DamagedOldManifestWarnsAndIsSetAside) {
   for (uint64_t epoch : store->epochs())
     if (epoch != store->epoch()) store->release(epoch);
   CHECK(store->stats().live_files < files);
+}
+
+// Reads of one file fail: a sector that the device cannot read any more.
+class UnreadableFs : public FaultFs {
+ public:
+  UnreadableFs(std::shared_ptr<FileSystem> inner, std::string bad) : FaultFs(std::move(inner)), bad_(std::move(bad)) {}
+  std::unique_ptr<File> open(const std::string& path, OpenMode mode) override {
+    auto file = FaultFs::open(path, mode);
+    if (path != bad_) return file;
+    return std::make_unique<BadFile>(std::move(file));
+  }
+
+ private:
+  struct BadFile : File {
+    explicit BadFile(std::unique_ptr<File> inner) : inner(std::move(inner)) {}
+    void pread(void*, size_t, uint64_t) override { throw IoError("read of " + path() + ": bad sector", EIO); }
+    void pwrite(const void* buf, size_t bytes, uint64_t offset) override { inner->pwrite(buf, bytes, offset); }
+    void datasync() override { inner->datasync(); }
+    uint64_t size() override { return inner->size(); }
+    const std::string& path() const override { return inner->path(); }
+    std::unique_ptr<File> inner;
+  };
+  const std::string bad_;
+};
+
+// An unreadable old manifest is like a damaged one; an unreadable newest one is an error that names the repair.
+TEST(StoreRepair, UnreadableManifestsAndIdentity) {
+  const Image image = make_image(5);
+  const std::string last = image.manifests.back();
+  for (const std::string& bad : {image.manifests.front(), last, kPath + std::string("/STORE")}) {
+    auto mem = image.fs->clone();
+    auto fs = std::make_shared<UnreadableFs>(mem, bad);
+    if (bad == image.manifests.front()) {
+      auto store = SsdStore::open(fs, kPath, image.options.store);
+      const std::vector<std::string> warnings = store->take_warnings();
+      CHECK_EQ(warnings.size(), 1u);
+      CHECK(warnings[0].find(bad) != std::string::npos);
+      CHECK_EQ(store->find_damage().size(), 1u);
+      verify(*store, image.by_note.at(store->note()), "opened beside an unreadable manifest");
+    } else {
+      try {
+        SsdStore::open(fs, kPath, image.options.store);
+        throw Failure("opened with an unreadable file " + bad);
+      } catch (const IoError& e) {
+        const std::string text = e.what();
+        CHECK(text.find(bad) != std::string::npos && text.find("thermocline repair /d/store") != std::string::npos);
+      }
+    }
+    const RepairReport report = repair_store(fs, kPath, kRepair);
+    CHECK_EQ(report.lost_commits.size(), bad == kPath + std::string("/STORE") ? 0u : 1u);
+    CHECK_EQ(report.set_aside.empty(), false);
+    auto store = SsdStore::open(mem, kPath, image.options.store);
+    CHECK(store->take_warnings().empty());
+    store->check();
+    CHECK_EQ(store->epoch(), report.epoch);
+  }
+}
+
+// Without any valid manifest the error does not name a command that cannot help.
+TEST(StoreRepair, OpeningWithoutAValidManifestDoesNotAdviseARepair) {
+  const Image image = make_image(5);
+  for (const std::string& path : image.manifests) flip(*image.fs, path, 70);
+  try {
+    SsdStore::open(image.fs, kPath, image.options.store);
+    throw Failure("opened without a valid manifest");
+  } catch (const CorruptionError& e) {
+    const std::string text = e.what();
+    CHECK(text.find("restore a copy of the store") != std::string::npos);
+    CHECK(text.find("thermocline repair") == std::string::npos);
+  }
+  CHECK_THROWS(CorruptionError, repair_store(image.fs, kPath, kDryRun));
 }
 
 // A lost page of deletions hides all older rows of its range, unless the caller keeps them.

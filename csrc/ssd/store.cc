@@ -95,7 +95,7 @@ std::unique_ptr<SsdStore> SsdStore::open(std::shared_ptr<FileSystem> fs, const s
   }
   std::unique_ptr<FileLock> lock;
   if (!options.read_only) lock = fs->lock(path + "/" + kLockFile);
-  Identity id = is_store || fs->exists(identity) ? Identity::decode(read_whole(*fs, identity), identity)
+  Identity id = is_store || fs->exists(identity) ? Identity::decode(read_record(*fs, identity), identity)
                                                  : create_store(*fs, path, options);
   if (options.row_bytes != 0 && options.row_bytes != id.geometry.row_bytes)
     throw FormatError(path + ": the store has row_bytes=" + std::to_string(id.geometry.row_bytes) +
@@ -145,10 +145,16 @@ SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, co
       index_.clear();
       load(catalog_.read(epoch));
       break;
-    } catch (const Error&) {
+    } catch (const Error& e) {
       // A writer may have released this commit while a read-only open was reading it: retry a few times.
       bool released = options.read_only && attempt < 3 && !ctx.fs->exists(path + "/" + manifest_name(epoch));
-      if (!released) throw;
+      if (released) continue;
+      // A repair needs a valid manifest. (It rebuilds that of a store without a commit.)
+      if (!catalog_.all_damaged() || catalog_.newest() == 0) throw;
+      const std::string text = path + ": no manifest is valid, so no commit can be recovered; restore a copy of the " +
+                               "store: " + without_repair_hint(e.what());
+      if (auto* io = dynamic_cast<const IoError*>(&e)) throw IoError(text, io->code);
+      throw CorruptionError(text);
     }
   }
   if (!options.read_only) {

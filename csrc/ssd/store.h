@@ -102,8 +102,10 @@ class SsdStore : public RowStore {
   std::string damage() const;  // StoreStats::damage; fast if there is none
   // Messages for the user since the last call, one line each; every text is returned once.
   std::vector<std::string> take_warnings();
-  void check();      // verifies every page and the invariants; throws CorruptionError or Error
-  void merge_all();  // merges the whole log into the base files
+  void check();  // verifies every page and the invariants; throws CorruptionError or Error
+  // Verifies the same and returns the first damage of every file and extent; throws Error if the index is wrong.
+  std::vector<std::string> find_damage();
+  void merge_all();                               // merges the whole log into the base files
   void link_checkpoint(const std::string& path);  // creates a folder with hard links to the files of epoch()
   void close();
   // For benchmarks: seconds of the page reads of a get() alone.

@@ -2,14 +2,18 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
 #include <future>
+#include <string>
 #include <vector>
 
 #include "ssd/repair.h"
 #include "ssd/store.h"
 #include "ssd/store_test_util.h"
+#include "testing/crash.h"
 #include "testing/fault_fs.h"
 #include "testing/mem_fs.h"
+#include "testing/record_fs.h"
 #include "testing/test.h"
 #include "util/error.h"
 
@@ -250,6 +254,145 @@ TEST(StoreDamage, RepairKeepsRowsThatWereCopiedForward) {
     }
     CHECK_EQ(absent > 0, damage_copies);
   }
+}
+
+// A damaged log page keeps its partition's log. Newer rows are exact before and after a reopen; a row whose newest
+// version is on the page raises, and its older version is never returned.
+TEST(StoreDamage, DamagedLogPageHidesNoNewerRow) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  auto store = SsdStore::open(fs, "/s/a", damage_options());
+  put_version(*store, 1);
+  store->merge_all();
+  put_version(*store, 2, 400);  // too few for a merge
+  store->commit("");
+  store.reset();
+  uint64_t damaged = 0;
+  for (auto& name : fs->list("/s/a")) {
+    if (!name.starts_with("log-")) continue;
+    auto& bytes = fs->bytes("/s/a/" + name);
+    bytes[bytes.size() - 4096 + 100] ^= 1;  // the last row page
+    ++damaged;
+  }
+  CHECK_EQ(damaged, 1u);
+  store = SsdStore::open(fs, "/s/a", damage_options());
+  auto read = [&](uint64_t oldest, uint64_t least_lost) {
+    uint64_t lost = 0;
+    for (uint64_t k = 0; k < kKeys; ++k) {
+      uint8_t found = 0;
+      Row row;
+      try {
+        store->get(&k, 1, &found, {row.data(), kRow});
+        uint64_t version;
+        std::memcpy(&version, row.data() + 8, 8);
+        CHECK(found && version >= (k < 400 ? oldest : 1));
+      } catch (const CorruptionError&) {
+        CHECK(k < 400);
+        ++lost;
+      }
+    }
+    CHECK(lost >= least_lost && lost <= 4096 / (kRow + 8));
+  };
+  read(2, 1);
+  // The merge of their partition fails. Newer versions of half of the rows, then of all, are exact.
+  CHECK_THROWS(CorruptionError, store->merge_all());
+  CHECK(store->stats().damaged_partitions > 0);
+  put_version(*store, 3, 200);
+  read(2, 0);
+  std::string error;
+  uint64_t version = 4;
+  put_version(*store, version, 400);
+  while (error.empty()) {  // up to the bound
+    expect_version(*store, version, 400);
+    try {
+      put_version(*store, version + 1, 400);
+      ++version;
+    } catch (const CorruptionError& e) {
+      error = e.what();
+    }
+    CHECK(version < 300);
+  }
+  CHECK(error.find("nothing more can be put") != std::string::npos && error.find("log-") != std::string::npos);
+  CHECK(error.find("Rows put so far can be committed") != std::string::npos);
+  CHECK(error.find("thermocline repair /s/a") != std::string::npos);
+  read(version, 0);
+  store->commit("newer");
+  store.reset();
+  store = SsdStore::open(fs, "/s/a", damage_options());
+  read(version, 0);
+  store.reset();
+  repair_store(fs, "/s/a", {});
+  store = SsdStore::open(fs, "/s/a", damage_options());
+  store->check();
+  read(version, 0);
+}
+
+// Every base file is damaged: find_damage() lists each, warnings name the first three and count the others.
+TEST(StoreDamage, ManyDamagedFilesAreListedAndCounted) {
+  auto fs = std::make_shared<MemFs>();
+  make_damaged(*fs, fs);
+  uint64_t files = 0;
+  for (auto& name : fs->list("/s/a"))
+    if (name.starts_with("base-") && files++ > 0) fs->bytes("/s/a/" + name)[4096 + 100] ^= 1;
+  CHECK(files > 4);
+  auto store = SsdStore::open(fs, "/s/a", damage_options());
+  CHECK_EQ(store->find_damage().size(), files);
+  put_version(*store, 1);
+  CHECK_THROWS(CorruptionError, store->merge_all());
+  CHECK_EQ(store->stats().damaged_partitions, files);
+  const std::vector<std::string> warnings = store->take_warnings();
+  CHECK_EQ(warnings.size(), 4u);
+  CHECK(warnings[3].find("(" + std::to_string(files) + " in all)") != std::string::npos);
+  CHECK(store->take_warnings().empty());
+}
+
+// Power loss at any operation while the log of a set-aside partition is copied forward and committed: the store opens
+// at the last commit that returned, or at the one in progress, with exactly its rows.
+void crash_copies(uint64_t seed, size_t states) {
+  auto start = std::make_shared<MemFs>();
+  make_damaged(*start, start);
+  auto record = std::make_shared<testing::RecordFs>(start);
+  auto fs = std::make_shared<testing::FaultFs>(record);
+  constexpr uint64_t kVersions = 10;
+  {
+    auto store = SsdStore::open(fs, "/s/a", damage_options());
+    for (uint64_t version = 1; version <= kVersions; ++version) {
+      put_version(*store, version);
+      record->marker("begin " + std::to_string(version));
+      store->commit(std::to_string(version));
+      record->marker("end " + std::to_string(version));
+      if (version > 2) store->release(store->epochs().front());
+    }
+    CHECK(fs->points()["copy.written"] > 2);
+    CHECK_EQ(store->stats().damaged_partitions, 1u);
+  }
+  const testing::Recording recording = record->recording();
+  uint64_t committed = 0, in_progress = 0;
+  const size_t visited = testing::for_each_crash(recording, seed, states, [&](testing::CrashState& state) {
+    uint64_t begun = 0, ended = 0;
+    for (size_t i = 0; i < state.prefix; ++i)
+      if (recording.ops[i].kind == testing::OpKind::kMarker) {
+        const std::string& text = recording.ops[i].path;
+        (text.starts_with("begin") ? begun : ended) = std::stoull(text.substr(text.find(' ')));
+      }
+    auto store = SsdStore::open(state.fs, "/s/a", damage_options());
+    const uint64_t found = store->note().empty() ? 0 : std::stoull(store->note());
+    if (found < ended || found > begun) throw testing::Failure(state.what + ": opened commit " + store->note());
+    if (found > 0) expect_version(*store, found);
+    (found == ended ? committed : in_progress) += 1;
+    if ((committed + in_progress) % 8 == 0) {  // it can be used: the copies go on
+      for (uint64_t version = 100; version < 104; ++version) put_version(*store, version);
+      store->commit("103");
+      expect_version(*store, 103);
+    }
+  });
+  std::printf("[%zu crash states, %llu at a commit in progress] ", visited, (unsigned long long)in_progress);
+  CHECK(committed > 0);
+}
+
+TEST(StoreCrash, SomeStatesWhileLogsOfSetAsidePartitionsAreCopied) { crash_copies(1, 60); }
+TEST(FaultsCrash, WhileLogsOfSetAsidePartitionsAreCopied) {
+  for (uint64_t seed = 1; seed <= testing::scaled(4, 20); ++seed) crash_copies(seed, testing::scaled(150, 500));
 }
 
 // A pull of a damaged row raises; other rows of the same store do not.

@@ -153,7 +153,12 @@ uint64_t SsdStore::count() { return impl_->count(); }
 StoreStats SsdStore::stats() const { return impl_->stats(); }
 std::string SsdStore::damage() const { return impl_->damage(); }
 std::vector<std::string> SsdStore::take_warnings() { return impl_->take_warnings(); }
-void SsdStore::check() { impl_->check(); }
+void SsdStore::check() {
+  std::exception_ptr first;
+  impl_->find_damage(&first);
+  if (first) std::rethrow_exception(first);
+}
+std::vector<std::string> SsdStore::find_damage() { return impl_->find_damage(); }
 void SsdStore::merge_all() { impl_->merge_all(); }
 void SsdStore::link_checkpoint(const std::string& path) { impl_->link_checkpoint(path); }
 void SsdStore::close() { impl_->close(); }

@@ -1,6 +1,7 @@
 // Error classes. Each is translated to a Python exception (bind/module.cc).
 #pragma once
 
+#include <cerrno>
 #include <stdexcept>
 #include <string>
 
@@ -41,6 +42,12 @@ struct IoError : Error {
   IoError(const std::string& what, int code) : Error(what), code(code) {}
   int code;
 };
+
+// Whether the device or the file system could not return the bytes of a file, or the file ends too early (code 0): the
+// file is damaged. Other errors concern the process or the call: permissions, open files, memory.
+inline bool is_unreadable(const IoError& e) {
+  return e.code == 0 || e.code == EIO || e.code == ENODATA || e.code == EUCLEAN || e.code == EBADMSG;
+}
 
 // The file system is full (ENOSPC, EDQUOT). Committed rows are safe.
 struct DiskFullError : IoError {

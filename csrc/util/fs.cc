@@ -47,6 +47,14 @@ class SyncReadQueue : public ReadQueue {
 
 std::unique_ptr<ReadQueue> FileSystem::read_queue(size_t depth) { return std::make_unique<SyncReadQueue>(depth); }
 
+std::string FileSystem::link_unused(const std::string& from, const std::string& dir, const std::string& name) {
+  if (!exists(dir)) make_dir(dir);
+  std::string to = name;
+  for (int i = 1; exists(dir + "/" + to); ++i) to = name + "." + std::to_string(i);
+  link(from, dir + "/" + to);
+  return to;
+}
+
 std::string read_whole(FileSystem& fs, const std::string& path, size_t max_bytes) {
   auto file = fs.open(path, OpenMode::kReadMeta);
   const uint64_t size = file->size();

@@ -76,6 +76,9 @@ class FileSystem {
   virtual void link(const std::string& from, const std::string& to) = 0;  // hard link
   virtual void make_dir(const std::string& path) = 0;                     // no error if it exists
   virtual void sync_dir(const std::string& path) = 0;
+  // Links a file into the folder `dir`, which is created if it is missing, as `name`, or as name.1, name.2, ... if that
+  // exists; returns the name. Throws FormatError if `dir` is a symbolic link: the link would be made elsewhere.
+  virtual std::string link_unused(const std::string& from, const std::string& dir, const std::string& name);
   virtual bool exists(const std::string& path) = 0;
   virtual std::vector<std::string> list(const std::string& dir) = 0;    // names, sorted; throws NotFoundError
   virtual std::unique_ptr<FileLock> lock(const std::string& path) = 0;  // creates the file; throws LockError

@@ -3,8 +3,11 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "util/error.h"
 
@@ -15,6 +18,10 @@ std::string describe(const char* verb, const std::string& path, size_t bytes, ui
   return std::string(verb) + " of " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) + " of " +
          path;
 }
+
+// Waits before a failed read is repeated: errors of a path or a controller that resets end within this time.
+constexpr std::array<std::chrono::milliseconds, 3> kRetryAfter{
+    std::chrono::milliseconds(1), std::chrono::milliseconds(10), std::chrono::milliseconds(100)};
 
 bool is_aligned(size_t n) { return n % kSector == 0; }
 
@@ -61,6 +68,7 @@ void PosixFile::pread(void* buf, size_t bytes, uint64_t offset) {
 }
 
 void PosixFile::read_rest(uint8_t* buf, size_t bytes, uint64_t offset, size_t done) {
+  size_t retries = 0;
   while (done < bytes) {
     const ssize_t n = calls_.pread(fd_.get(), buf + done, bytes - done, off_t(offset + done));
     if (n > 0) {
@@ -75,6 +83,10 @@ void PosixFile::read_rest(uint8_t* buf, size_t bytes, uint64_t offset, size_t do
     }
     if (errno == EINTR || errno == EAGAIN) continue;
     if (errno == EINVAL && disable_direct()) continue;
+    if (errno == EIO && retries < kRetryAfter.size()) {
+      std::this_thread::sleep_for(kRetryAfter[retries++]);
+      continue;
+    }
     throw_errno(errno, describe("read", path_, bytes, offset), Intent::kRead);
   }
 }

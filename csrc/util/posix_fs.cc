@@ -133,6 +133,25 @@ class PosixFs : public FileSystem {
     if (code == EEXIST && ::stat(path.c_str(), &st) == 0 && S_ISDIR(st.st_mode)) return;
     throw_errno(code, "creating the folder " + path, Intent::kWrite);
   }
+  // Through a descriptor of the folder: nobody can replace it by a symbolic link between two calls.
+  std::string link_unused(const std::string& from, const std::string& dir, const std::string& name) override {
+    if (::mkdir(dir.c_str(), 0755) != 0 && errno != EEXIST) {
+      throw_errno(errno, "creating the folder " + dir, Intent::kWrite);
+    }
+    const Fd folder(open_retry(dir, O_RDONLY | O_DIRECTORY | O_NOFOLLOW));
+    if (folder.get() < 0) {
+      if (errno == ELOOP || errno == ENOTDIR) {
+        throw FormatError(dir + " is a symbolic link or no folder, and files would be written elsewhere: remove it");
+      }
+      throw_errno(errno, "opening the folder " + dir, Intent::kWrite);
+    }
+    std::string to = name;
+    for (int i = 1; ::linkat(AT_FDCWD, from.c_str(), folder.get(), to.c_str(), 0) != 0; ++i) {
+      if (errno != EEXIST) throw_errno(errno, "hard link from " + from + " to " + dir + "/" + to, Intent::kWrite);
+      to = name + "." + std::to_string(i);
+    }
+    return to;
+  }
   void sync_dir(const std::string& path) override {
     const Fd fd(open_retry(path, O_RDONLY | O_DIRECTORY));
     if (fd.get() < 0) throw_errno(errno, "opening the folder " + path, Intent::kRead);

@@ -283,5 +283,20 @@ TEST(PosixFs, EngineIsSetByTheEnvironment) {
   ::setenv("THERMOCLINE_IO", saved.c_str(), 1);
 }
 
+TEST(PosixFs, LinksIntoAFolderButNotThroughASymbolicLink) {
+  TempDir dir;
+  auto fs = make_posix_fs();
+  write_pages(*fs, dir / "a", 1);
+  CHECK_EQ(fs->link_unused(dir / "a", dir / "kept", "a"), "a");
+  CHECK_EQ(fs->link_unused(dir / "a", dir / "kept", "a"), "a.1");
+  CHECK_EQ(fs->link_unused(dir / "a", dir / "kept", "a"), "a.2");
+  CHECK_EQ(fs->list(dir / "kept").size(), 3u);
+  fs->make_dir(dir / "elsewhere");
+  CHECK_EQ(::symlink((dir / "elsewhere").c_str(), (dir / "planted").c_str()), 0);
+  CHECK_THROWS(FormatError, fs->link_unused(dir / "a", dir / "planted", "a"));
+  CHECK_THROWS(FormatError, fs->link_unused(dir / "a", dir / "a", "a"));  // a file
+  CHECK(fs->list(dir / "elsewhere").empty());
+}
+
 }  // namespace
 }  // namespace thermocline

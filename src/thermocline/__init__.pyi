@@ -5,6 +5,7 @@ import thermocline.data.feature_hashing as _feature_hashing
 from .batch import Batch as Batch, WorkingSet as WorkingSet
 from .checkpoint.export import export_rows as export_rows
 from .checkpoint.manager import Checkpoint as Checkpoint, Checkpoints as Checkpoints
+from .checkpoint.model_state import ModelState as ModelState
 from .config.data import Data as Data, Numeric as Numeric
 from .config.dense_sync import DenseSync as DenseSync
 from .config.distributed import Dist as Dist
@@ -26,7 +27,6 @@ from .embedding.optimizers import SGD as SGD, Adagrad as Adagrad, Adam as Adam, 
 from .embedding.precision import Precision as Precision
 from .embedding.reference import ReferenceTable as ReferenceTable
 from .embedding.state_dict import (
-    ModelState as ModelState,
     load_state_dict as load_state_dict,
     state_dict as state_dict,
 )

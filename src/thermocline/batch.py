@@ -66,6 +66,8 @@ class Batch:
     """State that `tc.prefetch` prepared for this batch, by table."""
     names: tuple[str, ...] | None = None
     """Names of the fields, in order, which bags with field names read by; None: fields have only numbers."""
+    order: Offsets | None = dataclasses.field(default=None, repr=False)
+    """Of a batch of `from_jagged`: ids[i] is values[order[i]]. Weights given to a bag have the order of the values."""
 
     def __post_init__(self) -> None:
         self.ids = as_keys(self.ids)
@@ -120,7 +122,8 @@ class Batch:
     def from_jagged(cls, keys: Sequence[str], values: Any, lengths: Any, weights: Any = None, **more: Any) -> Self:
         """Build a batch from the parts of a KeyedJaggedTensor: `lengths` and `values` are field-major.
 
-        `keys` become the names of the fields: a bag made with names reads them in any order.
+        `keys` become the names of the fields: a bag made with names reads them in any order. The batch has its ids and
+        `weights` example by example. Weights given to a bag later, `bag(batch, weights)`, are field-major as here.
         """
         fields = len(keys)
         sizes = _as_integers(lengths, "lengths")
@@ -141,7 +144,7 @@ class Batch:
         np.cumsum(sizes[source], out=offsets[1:])
         order = np.repeat(starts[:-1][source] - offsets[:-1], sizes[source]) + np.arange(len(ids))
         factors = None if factors is None else factors[order]
-        return cls(ids[order], offsets, fields, factors, names=tuple(keys), **more)
+        return cls(ids[order], offsets, fields, factors, names=tuple(keys), order=order, **more)
 
     def select(self, fields: Sequence[int] | Sequence[str]) -> tuple[Keys, Offsets, Floats | None]:
         """Return ids, offsets and weights of these fields only, in the given order, example by example.

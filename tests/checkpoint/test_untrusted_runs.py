@@ -336,6 +336,81 @@ def test_state_file_with_a_valid_checksum_and_another_content(run_dir: Path, cha
         restore(run_dir)
 
 
+def short_torch_state(values: Any) -> None:
+    values["state"]["random"]["torch"] = torch.zeros(3, dtype=torch.uint8)
+
+
+def short_python_state(values: Any) -> None:
+    values["state"]["random"]["python"] = (3, (1, 2), None)
+
+
+def no_numpy_state(values: Any) -> None:
+    del values["state"]["random"]["numpy"]
+
+
+def no_position(values: Any) -> None:
+    del values["position"]
+
+
+def learning_rate_as_text(values: Any) -> None:
+    values["state"]["optimizers"][0]["state"]["param_groups"][0]["lr"] = "fast"
+
+
+def momentum_of_another_shape(values: Any) -> None:
+    values["state"]["optimizers"][0]["state"]["state"][0] = {"momentum_buffer": torch.zeros(9)}
+
+
+def step_that_is_no_number(values: Any) -> None:
+    values["state"]["optimizers"][0]["state"]["state"] = [1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        short_torch_state, short_python_state, no_numpy_state, no_position, learning_rate_as_text,
+        momentum_of_another_shape, step_that_is_no_number,
+    ],
+)  # fmt: skip
+def test_a_malformed_state_raises_before_anything_changes(run_dir: Path, change: Any) -> None:
+    """The state has a valid checksum. Rows, dense model, optimizer and random generators stay as they are."""
+    manifest = read(run_dir)
+    (name,) = manifest["files"]
+    path = run_dir / "checkpoints" / name
+    data = path.read_bytes()
+    values = state_tree.values_of(data, name)
+    values["state"] = state_tree.unpack(values["state"], state_tree.decode(data))
+    change(values)
+    tensors: state_tree.Tensors = {}
+    values["state"] = state_tree.pack(values["state"], tensors, "dense")
+    data = state_tree.encode(tensors, values)
+    path.write_bytes(data)
+    manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    write(run_dir, manifest)
+    with contextlib.closing(make_table()) as table:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        checkpoints = tc.Checkpoints(run_dir, [table], model, optimizer)
+        keys = np.arange(5, dtype=np.uint64)
+
+        def state() -> Any:
+            tensors: state_tree.Tensors = {}
+            own = [model.state_dict(), optimizer.state_dict(), state_tree.random_state()]
+            packed = state_tree.pack(own, tensors, "")
+            return (
+                packed,
+                {name: tensor.numpy().tobytes() for name, tensor in tensors.items()},
+                table.read(keys).tobytes(),
+            )
+
+        before = state()
+        with pytest.raises(tc.FormatError, match="has a state that this version cannot read"):
+            checkpoints.restore()
+        assert state() == before
+        assert table.step_count == 0
+        with pytest.raises(tc.ThermoclineError, match="call restore"):
+            checkpoints.save(2)
+
+
 def test_bounded_reads(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"12345")

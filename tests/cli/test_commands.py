@@ -357,16 +357,16 @@ def test_inspect_a_run_a_store_and_a_checkpoint(trained: Path) -> None:
 
 def test_inspect_retries_after_a_concurrent_commit(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = json.loads(done("inspect", "run", "--json"))["stores"][0]["path"]
-    check, failures = tc.SsdStore.check, [2]
+    find_damage, failures = tc.SsdStore.find_damage, [2]
 
-    def fail_after_commit(self: tc.SsdStore) -> None:
+    def fail_after_commit(self: tc.SsdStore) -> list[str]:
         if failures[0]:
             failures[0] -= 1
             Path(store, f"MANIFEST-{10**6 + failures[0]:012}").touch()
             raise tc.IoError("MANIFEST-000000000001: No such file or directory")
-        check(self)
+        return find_damage(self)
 
-    monkeypatch.setattr(tc.SsdStore, "check", fail_after_commit)
+    monkeypatch.setattr(tc.SsdStore, "find_damage", fail_after_commit)
     monkeypatch.setattr("thermocline.cli.inspect._read_store", _without_fakes(inspect._read_store))
     assert "healthy" in done("inspect", store, "--check")
     failures[0] = 100

@@ -105,6 +105,72 @@ def test_lost_rows_are_described_in_text(tmp_path: Path) -> None:
     assert "would be repaired: 0 files rebuilt" in result.stdout.splitlines()[-1]
 
 
+def test_dry_run_counts_the_rows_that_the_repair_removes(tmp_path: Path) -> None:
+    """A lost page of the log hides older versions of its rows."""
+    make_store(tmp_path / "store")
+    (log,) = (tmp_path / "store").glob("log-*.tc")
+    data = log.read_bytes()
+    rows_page = next(at for at in range(PAGE, len(data), PAGE) if data[at + 10] == 2)  # the kind of the page
+    flip(log, rows_page + 500)
+    (planned,) = json.loads(invoke("repair", tmp_path / "store", "--dry-run", "--json").stdout)["stores"]
+    assert planned["rows_hidden"] > 0
+    note = f"the repair also removes {planned['rows_hidden']} rows in these hash ranges"
+    assert note in invoke("repair", tmp_path / "store", "--dry-run").stdout
+    (store,) = json.loads(invoke("repair", tmp_path / "store", "--json").stdout)["stores"]
+    assert store["rows_hidden"] == planned["rows_hidden"]
+
+
+def test_check_lists_all_damage(tmp_path: Path) -> None:
+    """Of a store that opens, and of one that does not."""
+    folder = tmp_path / "store"
+    make_store(folder)
+    first, second, third = sorted(folder.glob("base-*.tc"))[:3]
+    flip(first, 2 * PAGE + 500)
+    flip(second, 3 * PAGE + 500)
+    (log,) = folder.glob("log-*.tc")
+    for opens in (True, False):
+        if not opens:
+            flip(third, 100)  # the header
+            flip(log, 100)
+        result = invoke("inspect", folder, "--check")
+        assert result.exit_code == 1
+        problems = [line for line in result.stdout.splitlines() if "PROBLEM" in line]
+        damaged = [first, second] if opens else [first, second, third, log]
+        assert len(problems) == len(damaged), problems
+        for file in damaged:
+            assert sum(file.name in problem for problem in problems) == 1
+
+
+def test_a_store_without_a_valid_manifest_has_one_advice(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    make_store(folder)
+    for manifest in folder.glob("MANIFEST-*"):
+        flip(manifest, 60)
+    with pytest.raises(tc.CorruptionError, match="restore a copy of the store") as raised:
+        tc.SsdStore.open(folder)
+    assert "thermocline repair" not in str(raised.value)
+    for command in (["inspect", folder, "--check"], ["repair", folder], ["repair", folder, "--dry-run"]):
+        result = invoke(*command)
+        assert result.exit_code == 1
+        assert "restore a copy of the store" in result.stdout
+        assert "thermocline repair" not in result.stdout
+    assert "cannot be repaired; problems: 1" in invoke("repair", folder).stdout.splitlines()[-1]
+
+
+def test_damaged_folder_that_is_a_symbolic_link_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    make_store(folder)
+    flip(sorted(folder.glob("base-*.tc"))[0], 2 * PAGE + 500)
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "damaged").symlink_to(tmp_path / "elsewhere")
+    before = files_of(folder)
+    result = invoke("repair", folder)
+    assert result.exit_code == 1
+    assert "damaged is a symbolic link or no folder" in result.stdout
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert files_of(folder) == before
+
+
 def test_damaged_identity_and_old_manifest(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     make_store(folder)

@@ -171,6 +171,22 @@ def test_missing_folders_are_named(trained_by_two: Path, tmp_path: Path) -> None
         assert f"{missing} rank {rank} of 3 on host {host}" in errors[rank]
 
 
+def select_different_checkpoints(groups: Groups, folder: str) -> list[str]:
+    rank = groups.topology.rank
+    lines = [
+        ["eval", "run", "--checkpoint", ("last", "best")[rank]],
+        ["eval", "run", *([], ["--checkpoint", "9"])[rank]],
+    ]
+    return [error for _, _, error in commands(groups, folder, lines)]
+
+
+def test_ranks_with_different_checkpoints_are_named(trained_by_two: Path) -> None:
+    fix = "select the same checkpoint on all ranks\n"
+    for tags, step in run_ranks(PAIR, select_different_checkpoints, str(trained_by_two)):
+        assert tags == f'thermocline: --checkpoint is "last" on rank 0 and "best" on rank 1: {fix}'
+        assert step == f"thermocline: --checkpoint is none on rank 0 and 9 on rank 1: {fix}"
+
+
 # ---- which stores a rank reads
 
 

@@ -216,6 +216,29 @@ def test_missing_step_warns_once(prefetched: bool) -> None:
     assert "set table.accumulate to the batches per step (it is 1)" in str(caught[0].message)
 
 
+@pytest.mark.parametrize("accumulate", [1, 5])
+def test_missing_step_warns_when_one_batch_is_used_again(accumulate: int) -> None:
+    """The loop of a benchmark: the same Batch object in every iteration. Two passes per step are normal."""
+    batch = make_batches(1)[0]
+    table = open_table("dram", accumulate=accumulate)
+    bags = [tc.EmbeddingBag(table, 3), tc.EmbeddingBag(table, 3)]
+    passes = max(accumulate, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(20):  # with steps
+            for _ in range(2):
+                sum(bag(batch).sum() for bag in bags).backward()  # type: ignore[union-attr]
+            table.step()
+        assert not caught
+        for n in range(passes + 3):
+            sum(bag(batch).sum() for bag in bags).backward()  # type: ignore[union-attr]
+            assert len(caught) == (n > passes)
+    text = f"the gradients of {passes + 1} passes over one batch wait for table.step(), and another pass"
+    assert text in str(caught[0].message)
+    assert caught[0].filename == __file__
+    table.discard_gradients()
+
+
 @pytest.mark.parametrize("how", ["argument", "attribute", "step", "evaluation", "late"])
 def test_no_warning(how: str) -> None:
     table = open_table("dram", accumulate=4 if how == "argument" else 1)

@@ -199,3 +199,27 @@ def test_errors() -> None:
     with pytest.raises(RuntimeError, match=r"backward to weights per id after table.step\(\).*before the step"):
         late.backward()
     table.dram.check()
+
+
+def test_weights_of_a_jagged_batch_are_in_the_order_of_its_values() -> None:
+    """Field-major, as in a KeyedJaggedTensor: given to the batch or to the bag, in outputs and gradients."""
+    keys, values, lengths = ["a", "b"], [7, 8, 9, 10, 11], [2, 1, 0, 2]  # a: [7, 8], [9]; b: [], [10, 11]
+    outputs, gradients = [], []
+    for to_bag in (False, True):
+        table = tc.Table(2, tc.SGD(lr=0.1), mem="1MB", initial=tc.Uniform(scale=1.0))
+        bag = tc.EmbeddingBag(table, ["b", "a"])
+        weights = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], requires_grad=True)
+        batch = tc.Batch.from_jagged(keys, values, lengths, None if to_bag else weights)
+        assert batch.order is not None
+        assert batch.ids.tolist() == [values[i] for i in batch.order] == [7, 8, 9, 10, 11]
+        pooled = bag(batch, weights) if to_bag else bag(batch)
+        (pooled * torch.arange(8.0).view(2, 2, 2)).sum().backward()
+        assert weights.grad is not None
+        outputs.append(pooled.detach())
+        gradients.append(weights.grad)
+    assert torch.equal(*outputs)
+    assert torch.equal(*gradients)
+    rows = torch.from_numpy(table.read([7, 8, 9, 10, 11])[:, :2])  # before the step
+    assert torch.allclose(outputs[1][0, 1], 1 * rows[0] + 2 * rows[1])
+    assert torch.allclose(outputs[1][1, 0], 4 * rows[3] + 5 * rows[4])
+    assert torch.allclose(gradients[1], (rows * torch.tensor([[2.0, 3], [2, 3], [6, 7], [4, 5], [4, 5]])).sum(1))

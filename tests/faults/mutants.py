@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 GROUPS = [
     ["PosixFs.", "PublishFile.", "StoreCrash.", "StoreFuzz."],
     ["StoreGet.", "StoreKeyPieces.", "StoreRead"],
-    ["StoreIo.", "StoreCorrupt.", "StoreRepair.", "StoreManifest.", "StoreFilesFuzz."],
+    ["StoreIo.", "StoreEngine.", "StoreDamage.", "StoreCorrupt.", "StoreRepair.", "StoreManifest.", "StoreFilesFuzz."],
     ["FaultsCorrupt.Misdirected", "FaultsCorrupt.EveryBit", "FaultsCorrupt.TornPages"],
     ["FaultsCrash."],
     ["FaultsIo.", "FaultsFuzz."],
@@ -38,6 +38,36 @@ class Mutant:
 
 
 MUTANTS = [
+    Mutant(
+        "a read error is not repeated",
+        "util/posix_file.cc",
+        "retries < kRetryAfter.size()",
+        "retries > kRetryAfter.size()",
+    ),
+    Mutant(
+        "an unreadable old manifest blocks opening",
+        "ssd/catalog.cc",
+        "      if (!is_unreadable(e)) throw;\n      damaged(epoch, e.what());\n",
+        "      throw;\n",
+    ),
+    Mutant(
+        "damaged files are linked through a symbolic link",
+        "util/posix_fs.cc",
+        "O_RDONLY | O_DIRECTORY | O_NOFOLLOW",
+        "O_RDONLY | O_DIRECTORY",
+    ),
+    Mutant(
+        "a check ends at the first damage",
+        "ssd/check.cc",
+        "    } catch (const CorruptionError& e) {\n      add(e);\n",
+        "    } catch (const CorruptionError& e) {\n      if (found.empty()) add(e);\n",
+    ),
+    Mutant(
+        "a copied log of a set-aside partition is dropped before its copy is indexed",
+        "ssd/store_write.cc",
+        "        bytes += append_buffer();\n      } catch",
+        "      } catch",
+    ),
     Mutant("commit does not sync data files", "ssd/store.cc", "      unsynced[i]->file->datasync();\n", ""),
     Mutant(
         "an append during a commit is marked as synced",
@@ -156,8 +186,8 @@ MUTANTS = [
     Mutant(
         "a repair keeps older versions of lost rows",
         "ssd/repair.cc",
-        "l->seq > cursor.seq() && l->contains(hash)",
-        "false && l->seq > cursor.seq() && l->contains(hash)",
+        "return l->seq > seq && l->contains(hash);",
+        "return false && l->seq > seq && l->contains(hash);",
     ),
     Mutant(
         "a repair renames a file that is not synced",

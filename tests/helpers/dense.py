@@ -209,12 +209,15 @@ class DenseSimulation:
             for rank in range(len(self.nets)):
                 self.adam(rank, step)
             now = step in case.merge_at or step == case.steps
-            if sync.mode != "gradients":
-                for kind, period in zip("xmv", sync.periods(), strict=True):
-                    if period is not None and (now or step in merge_steps(sync, period, case.steps)):
+            periods = () if sync.mode == "gradients" else tuple(zip("xmv", sync.periods(), strict=True))
+            for kind, period in periods:
+                if period is not None and step in merge_steps(sync, period, case.steps):
+                    self.merge(kind, step)
+            if now:
+                self.merge_model(step)
+                for kind, period in periods:
+                    if period is not None:
                         self.merge(kind, step)
-            elif now:
-                self.merge_buffers()
             if step in case.evaluate_at:
                 self.evaluate(step)
         return [self.state(rank) for rank in range(len(self.nets))]
@@ -296,13 +299,26 @@ class DenseSimulation:
                 buffer.copy_(merged)
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> None:
-        """Record the mean model: equal tensors as they are, integers of rank 0."""
+    def mean_model(self) -> Tensors:
+        """Return equal tensors as they are, integers of rank 0, and the mean of the others."""
+        means = {}
         for name, first in self.nets[0].state_dict().items():
             values = [net.state_dict()[name] for net in self.nets]
-            if first.is_floating_point() and any(not torch.equal(first, value) for value in values):
-                first = mean(values, self.nodes)
-            self.evaluated[f"{step}/{name}"] = first.clone()
+            differs = first.is_floating_point() and any(not torch.equal(first, value) for value in values)
+            averaged = mean(values, self.nodes) if differs else first
+            assert averaged is not None
+            means[name] = averaged.clone()
+        return means
+
+    def evaluate(self, step: int) -> None:
+        self.evaluated |= {f"{step}/{name}": value for name, value in self.mean_model().items()}
+
+    def merge_model(self, step: int) -> None:
+        """Give every rank the mean model, as `merge_now` does beside moments that are due."""
+        means = self.mean_model()
+        for net in self.nets:
+            net.load_state_dict(means)
+        self.merged["x"] = step
 
     def state(self, rank: int) -> Tensors:
         tensors = dict(self.nets[rank].state_dict()) | self.evaluated

@@ -397,3 +397,17 @@ def test_close_during_reads(folder: Path) -> None:
         for reader in readers:
             with pytest.raises(tc.ThermoclineError, match="closed"):
                 reader.result()
+
+
+def test_folders_above_a_new_store_are_created(tmp_path: Path) -> None:
+    with tc.SsdStore.open(tmp_path / "a" / "b" / "c", row_bytes=8) as store:
+        assert store.epoch == 0
+    table = tc.Table(4, tc.SGD(lr=0.1), mem="1MB", ssd=tmp_path / "x" / "y", ssd_mem="16MB")
+    table.close()
+    assert (tmp_path / "x" / "y" / "STORE").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(tc.IoError, match=r"file/b/c: the folders above it cannot be created \(.*file is a file"):
+        tc.SsdStore.open(tmp_path / "file" / "b" / "c", row_bytes=8)
+    with pytest.raises(tc.NotFoundError):
+        tc.SsdStore.open(tmp_path / "none" / "b", read_only=True)
+    assert not (tmp_path / "none").exists()

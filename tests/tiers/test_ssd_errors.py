@@ -280,10 +280,13 @@ def test_damage_is_named_and_other_rows_are_readable(folder: Path) -> None:
 
 
 def test_io_errors_are_os_errors(tmp_path: Path) -> None:
-    with pytest.raises(tc.StoreError) as caught:
-        tc.SsdStore.open(tmp_path / "missing" / "parent", row_bytes=ROW)
-    if isinstance(caught.value, tc.IoError):
-        assert caught.value.errno == errno.ENOENT
+    (tmp_path / "file").touch()
+    with pytest.raises(tc.IoError) as caught:
+        tc.SsdStore.open(tmp_path / "file" / "parent", row_bytes=ROW)
+    assert caught.value.errno in (errno.EEXIST, errno.ENOTDIR)
+    with pytest.raises(tc.IoError, match="the folders above it cannot be created") as caught:
+        tc.SsdStore.open(tmp_path / "file" / "above" / "parent", row_bytes=ROW)
+    assert caught.value.errno == errno.EEXIST
 
 
 def test_damage_found_by_a_merge_warns_once_with_the_command(folder: Path) -> None:

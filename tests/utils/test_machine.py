@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,33 @@ def test_table_beyond_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
     require_memory(6 * 10**9, name="mem", override="")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
     require_memory(20 * 10**9, name="mem", override="")
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_budgets_of_open_tables_are_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def table(mem: str, name: str, **options: Any) -> tc.Table:
+        return tc.Table(4, tc.SGD(lr=0.1), mem=mem, name=name, **options)
+
+    monkeypatch.setattr(machine, "_reserved", weakref.WeakKeyDictionary())  # without tables of other tests
+    first = table("10GB", "ads", ssd=tmp_path / "rows", ssd_mem="2GB")
+    second = table("8GB", "users")
+    uncounted = table("100GB", "large", mem_overcommit=True)
+    together = r"^mem is 6 GB, and open tables of this process have 'ads' 12 GB, 'users' 8 GB: 26 GB together, but the "
+    with pytest.raises(ValueError, match=together + r"machine has 25 GB of memory: lower them, close\(\) tables"):
+        table("6GB", "items")
+    config = tc.Config.parse(EXAMPLE, ["tiers.mem=6GB", "tiers.ssd=none", f"train.run_dir={tmp_path / 'run'}"])
+    with pytest.raises(ConfigError, match=r"^tiers.mem is 6 GB, and open tables .* 'users' 8 GB: 26 GB together"):
+        tc.Run(config)
+    assert not (tmp_path / "run").exists()
+    second.close()
+    third = table("6GB", "items")
+    del third  # garbage
+    assert table("13GB", "more").spec.mem == 13 * 10**9
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"'ads' 12 GB: 13 GB together, 26 GB for 2 ranks on this machine"):
+        table("1GB", "small")
+    for opened in (first, uncounted):
+        opened.close()
 
 
 @pytest.mark.usefixtures("small_machine")

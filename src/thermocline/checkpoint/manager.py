@@ -35,6 +35,8 @@ from thermocline.checkpoint.manifest import Json, encode_manifest, format_errors
 from thermocline.checkpoint.rank_states import RankStates
 from thermocline.checkpoint.table_stores import TableStores
 from thermocline.distributed.collective_errors import CollectiveRunner
+from thermocline.distributed.dense_sync import synchronization_of
+from thermocline.distributed.rank_agreement import require_equal
 from thermocline.embedding.table import Table
 from thermocline.errors import CorruptionError, FormatError, NotFoundError, ThermoclineError
 from thermocline.utils import atomic_file
@@ -92,8 +94,9 @@ class Checkpoints:
         keep        number of most recent saves to keep, in addition to the last save of each tag
         read_only   allow only `saved` and `restore`, without changes on disk: another process may be training
         dense_sync  over several ranks: their `DenseParameters`. Its state is saved, and parameters that are equal on
-                    several ranks are saved once. Required with `DenseSync(every=k)`: without it, `begin` of a resumed
-                    loop would give every rank the model of rank 0
+                    several ranks are saved once. `save` and `restore` raise without it if ranks differ, with
+                    `DenseSync(every=k)` or with buffers such as batch norm's: `begin` of a resumed loop would give
+                    every rank those of rank 0
 
         Over several ranks, every rank creates it and calls it at the same steps, on a shared folder. Every rank's own
         dense state is saved and restored. With `read_only`, or another number of ranks, every rank gets the mean.
@@ -107,12 +110,14 @@ class Checkpoints:
         self._collective = CollectiveRunner.of(tables)
         if isinstance(dense_optimizer, torch.optim.Optimizer):
             dense_optimizer = [dense_optimizer]
+        self._model, self._dense_sync = model, dense_sync
         self._keep = keep
         self._read_only = read_only
         self._run_dir = Path(run_dir)
         self._stores = TableStores(self._run_dir, self.tables, self._collective, read_only=read_only)
         self._folder = self._run_dir / "checkpoints"
         groups = tables[0].groups
+        self._comm = None if groups is None else groups.train
         node_of = (0,) if groups is None else groups.topology.node_of
         optimizers = list(dense_optimizer or ())
         self._states = RankStates(
@@ -190,7 +195,20 @@ class Checkpoints:
                 raise ThermoclineError(f"table {table.name!r} has unapplied gradients: save between steps")
         require_json(position, "position")
         require_json(extra, "extra")
+        self._require_synchronization()
         return self._write(step, position, extra, tag, begin=False)
+
+    def _require_synchronization(self) -> None:
+        """Raise if ranks differ in dense state that only `dense_sync` can restore, and it was not passed."""
+        if self._model is None or self._dense_sync is not None or self._collective.world == 1 or self._read_only:
+            return
+        sync = synchronization_of([*self._model.parameters(), *self._model.buffers()])
+        if sync is not None and sync.has_own_state:
+            raise ThermoclineError(
+                "tc.Checkpoints has no dense_sync, but tc.DenseParameters synchronizes its model, whose ranks differ "
+                "between merges or in running means: a resumed run would not continue with each rank's own. Pass "
+                "dense_sync=sync"
+            )
 
     def _write(self, step: int, position: Json, extra: Json, tag: str | None, *, begin: bool) -> Checkpoint:
         number, self._next = self._next, self._next + 1
@@ -284,11 +302,16 @@ class Checkpoints:
         model), `NotFoundError` (a missing save, file or epoch).
         """
         collective = self._collective
+        require_equal(self._comm, {"the checkpoint to restore": which}, "select the same checkpoint on all ranks")
         manifests, number = collective.broadcast("reading the checkpoints", lambda: self._load(which))
         manifest = manifests[number]
         doing = "checking the checkpoint"
         with format_errors(str(self._path(number))):
             state = collective.run_all(doing, lambda: None if manifest["begin"] else self._states.load(manifest))
+        self._require_synchronization()
+        restored = collective.run_all(
+            doing, lambda: None if manifest["begin"] else self._describe(number, manifest, restored=True)
+        )
         collective.run_all(doing, lambda: self._stores.check(manifest, str(self._path(number))))
         self._ready = False  # after an interrupted restore, `save` raises until a restore succeeds
         collective.run_all("restoring rows", lambda: self._stores.restore(manifest, list(manifests.values())))
@@ -300,7 +323,6 @@ class Checkpoints:
             warnings.warn(f"{versions}: results may differ in the last bits", stacklevel=2)
         self._run = manifest["run"]
         self._manifests = manifests
-        restored = None if manifest["begin"] else self._describe(number, manifest, restored=True)
         if not self._read_only:
             self._ready = True
             self._sweep()

@@ -6,10 +6,11 @@
 A file has the position in the data, `extra`, random states, the dense model, its optimizers and the state of
 `DenseParameters`. Nothing is averaged before a save. Ranks whose parameters are always equal
 (`DenseParameters.replicas`) store parameters and optimizers once, in the file of the lowest of them; every file has the
-buffers, which differ.
+buffers, which differ, and frozen parameters, which nothing keeps equal.
 
 The same ranks restore their own states. A reader, another number of ranks, or ranks with other replicas get the mean of
-all ranks' models and optimizers (`distributed/model_mean.py`).
+all ranks' models and optimizers (`distributed/model_mean.py`). Frozen parameters (`requires_grad` False) have no mean:
+if they differ between ranks, only the same ranks can restore them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from thermocline.checkpoint.state_tree import RankState
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.frozen_adam import check_frozen_state, without_frozen_state
 from thermocline.distributed.key_sharding import rank_folder
-from thermocline.distributed.model_mean import TensorMean
+from thermocline.distributed.model_mean import TensorMean, same_bits
 from thermocline.embedding.state_dict import dense_state_dict, load_dense_state_dict
 from thermocline.errors import CorruptionError, FormatError, NotFoundError
 from thermocline.utils import atomic_file
@@ -91,14 +92,15 @@ class RankStates:
 
     def _own_state(self) -> dict[str, Any]:
         """Return this rank's state, without parameters and optimizers if they are in another rank's file."""
-        state: dict[str, Any] = {"random": state_tree.random_state()}
+        parameters = {} if self._model is None else dict(self._model.named_parameters(remove_duplicate=False))
+        frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+        state: dict[str, Any] = {"random": state_tree.random_state(), "frozen": frozen}
         if self._dense_sync is not None:
             state["sync"] = self._dense_sync.state_dict()
         if self._replicas[self._rank] == self._rank:
             return {**self._dense_state(), **state}
-        parameters = {} if self._model is None else dict(self._model.named_parameters(remove_duplicate=False))
-        model = self._dense_state()["model"]
-        state["model"] = {name: value for name, value in (model or {}).items() if name not in parameters}
+        shared, model = parameters.keys() - frozen, self._dense_state()["model"]
+        state["model"] = {name: value for name, value in (model or {}).items() if name not in shared}
         return state
 
     def _dense_state(self) -> dict[str, Any]:
@@ -131,7 +133,7 @@ class RankStates:
             raise _missing(path, manifest) from None
 
     def load(self, manifest: Manifest) -> RankState:
-        """Read and check the state that this rank restores. Changes nothing."""
+        """Read and check the state that this rank restores: afterwards `apply` succeeds. Changes nothing."""
         entries = manifest.get("states")
         if entries is None:
             state = older_state(manifest, self._read_all(manifest), self._rank, self._world)
@@ -149,6 +151,12 @@ class RankStates:
         if not self._read_only:
             for optimizer in state.optimizers:
                 check_frozen_state(optimizer["state"])
+        for current, saved in zip(self._optimizers, state.optimizers, strict=True):
+            state_tree.check_optimizer(current, saved["state"])
+        if self._dense_sync is not None and state.sync is not None:
+            self._dense_sync.check_state_dict(state.sync)
+        if state.random is not None:
+            state_tree.check_random_state(state.random)
         return state
 
     def apply(self, state: RankState) -> None:
@@ -165,11 +173,19 @@ class RankStates:
     def _mean(self, manifest: Manifest) -> RankState:
         """Return the mean of all ranks' models and optimizers. Reads one file after the other."""
         mean, tree = TensorMean(), None
+        frozen: dict[str, torch.Tensor] = {}
         latest: tuple[int, dict[str, Any]] = (-1, {})
         for rank, entry in enumerate(manifest["states"]):
             own = self._read(manifest, rank)
             dense = self._completed(manifest, rank, own, latest)
             latest = (entry["replica"], dense)
+            for name in own.get("frozen", ()):
+                if not same_bits(frozen.setdefault(name, dense["model"][name]), dense["model"][name]):
+                    raise FormatError(
+                        f"{self._folder / entry['file']}: parameter {name!r} is frozen (requires_grad False) and "
+                        f"differs between rank {rank} and rank 0, so the ranks have no mean: restore it with the "
+                        f"{len(manifest['states'])} ranks that saved it"
+                    )
             tensors: state_tree.Tensors = {}
             packed = state_tree.pack(dense, tensors, "dense")
             tree = packed if tree is None else tree

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import json
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +143,30 @@ def check_dense(saved: dict[str, Any], current: dict[str, Any]) -> None:
         )
 
 
+_MOMENTS = frozenset(
+    {"acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev"}
+    | {"square_avg", "step_size", "sum", "v_hat"}
+)
+"""Names in the state of torch's optimizers that hold a number per element of the parameter."""
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Raise an error if the optimizer cannot load the state, or could not step with it. Changes nothing."""
+    trial = copy.copy(optimizer)  # shares the current state; loading replaces the state of `trial` only
+    with _value_errors():
+        torch.optim.Optimizer.load_state_dict(trial, saved)
+    for group in trial.param_groups:
+        for name, default in optimizer.defaults.items():
+            value = group.get(name, default)
+            if isinstance(default, float) and not isinstance(value, int | float | torch.Tensor):
+                raise TypeError(f"{name} of an optimizer is {value!r}: it must be a number")
+        for parameter in group["params"]:
+            for name, value in trial.state.get(parameter, {}).items():
+                if name in _MOMENTS and (not isinstance(value, torch.Tensor) or value.shape != parameter.shape):
+                    shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                    raise ValueError(f"{name} of an optimizer is {shape}, its parameter is {list(parameter.shape)}")
+
+
 def _shapes(model: dict[str, Any] | None) -> dict[str, str]:
     return {
         name: f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -166,6 +193,28 @@ def random_state() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
+
+
+def check_random_state(state: dict[str, Any]) -> None:
+    """Raise an error if `set_random_state` would. Changes no generator."""
+    with _value_errors():
+        torch.Generator().set_state(state["torch"])
+        random.Random().setstate(state["python"])
+        numpy = np.random.get_state(legacy=False)
+        assert isinstance(numpy, dict)
+        np.random.RandomState(getattr(np.random, numpy["bit_generator"])()).set_state(state["numpy"])
+        if "cuda" in state and torch.cuda.is_available():
+            for device, saved in enumerate(state["cuda"]):
+                torch.Generator(f"cuda:{device}").set_state(saved)
+
+
+@contextlib.contextmanager
+def _value_errors() -> Iterator[None]:
+    """Re-raise errors of torch and Python about a value as ValueError."""
+    try:
+        yield
+    except (ArithmeticError, RuntimeError) as error:
+        raise ValueError(str(error)) from error
 
 
 def set_random_state(state: dict[str, Any]) -> None:

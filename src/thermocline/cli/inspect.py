@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from thermocline.checkpoint.manifest import read_manifest, run_of_note, sha256_hex
+from thermocline.core import core
 from thermocline.errors import ConfigError, IoError, NotFoundError, StoreError, ThermoclineError
 from thermocline.tiers.ssd import SsdStore
-from thermocline.utils.text_format import format_size, plural
+from thermocline.utils.text_format import format_size, parse_size, plural
 from thermocline.utils.untrusted_files import confined_path, read_limited
 
 Report = dict[str, Any]
@@ -55,7 +56,8 @@ def _inspect_store(path: Path, check: bool, mem: str | SupportsIndex | None, epo
             return _read_store(path, check, mem, epoch)
         except (IoError, NotFoundError) as error:
             if _commits(path) == before:  # no concurrent commit: the store is damaged
-                return {"kind": "store", "path": str(path), "problems": [str(error)]}
+                more = _damage_of_closed(path, mem, str(error)) if check else []
+                return {"kind": "store", "path": str(path), "problems": [str(error), *more]}
     raise ThermoclineError(f"{path} cannot be read between two commits of its writer: try again, or stop the run")
 
 
@@ -83,16 +85,38 @@ def _read_store(path: Path, check: bool, mem: str | SupportsIndex | None, epoch:
                 "partitions": stats.partitions,
                 "index_bytes": stats.mem_index,
             }
-            report["keys"] = len(store)
             if check:
-                store.check()
+                found = store.find_damage()
+                report["problems"] += [text for text in found if not _is_known(text, report["problems"])]
                 report["checked"] = True
+            report["keys"] = len(store)
     except (IoError, NotFoundError):
         raise
     except StoreError as error:
-        if not any(str(error) in problem for problem in report["problems"]):
+        if not _is_known(str(error), report["problems"]):
             report["problems"].append(str(error))
+        if check and "checked" not in report:
+            report["problems"] += _damage_of_closed(path, mem, str(error))
     return report
+
+
+def _is_known(text: str, problems: list[str]) -> bool:
+    return any(text in problem for problem in problems)
+
+
+def _damage_of_closed(path: Path, mem: str | SupportsIndex | None, known: str) -> list[str]:
+    """Return the damage of a store that cannot be opened, without that of the message `known`; [] if it is in use."""
+    try:
+        found = core.repair_store(os.fsencode(path), True, True, parse_size("256MB" if mem is None else mem, "mem"))
+    except ThermoclineError:
+        return []
+    texts = [f"{path / file['file']}: {file['cause']}" for file in found["rebuilt"]]
+    for loss in found["losses"]:
+        texts.append(
+            f"{path / loss['file']}: page {loss['first_page']}: {loss['cause']} ({plural(loss['rows'], 'row')})"
+        )
+    texts += [commit["cause"] for commit in found["lost_commits"]]
+    return [text for text in texts if text not in known]
 
 
 # ---- runs

@@ -148,10 +148,11 @@ def describe(report: Report) -> Iterator[str]:
             yield f"  lost     commit {commit['epoch']}: {commit['cause']}"
         for name in store["set_aside"]:
             yield f"  kept     damaged/{name}"
-    if report["dry_run"] and not report["keep_older"] and any(store["losses"] for store in report["stores"]):
+    hidden = sum(store["rows_hidden"] for store in report["stores"])
+    if report["dry_run"] and hidden:
         yield (
-            "  note     the repair also removes rows in these hash ranges whose newest version may be lost, up to all "
-            "rows of a range; --keep-older keeps them"
+            f"  note     the repair also removes {plural(hidden, 'row')} in these hash ranges, over all commits, whose "
+            "newest version may be lost; --keep-older keeps them"
         )
     for problem in report["problems"]:
         yield f"  PROBLEM  {problem}"
@@ -163,6 +164,8 @@ def summary(report: Report) -> str:
     stores = report["stores"]
     count = {name: sum(len(store[name]) for store in stores) for name in ("rebuilt", "losses", "lost_commits")}
     problems = f"; remaining problems: {len(report['problems'])}" if report["problems"] else ""
+    if not stores and report["problems"]:
+        return f"{report['path']} cannot be repaired; problems: {len(report['problems'])}"
     if not any(count.values()):
         return f"{report['path']}: nothing to repair in {plural(len(stores), 'store')}{problems}"
     rows = sum(loss["rows"] for store in stores for loss in store["losses"])

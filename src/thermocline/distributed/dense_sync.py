@@ -6,7 +6,7 @@
     sync.after_backward(); optimizer.step()
     sync.after_step(step)                           # step: number of steps taken, this one included
     with sync.merged(): ...                         # evaluation of the mean model; training is not affected
-    sync.merge_now()                                # at the end: every rank keeps the mean
+    sync.merge_now()                                # at the end: every rank keeps that mean
 
 `GradientAveraging` averages gradients every step. `PeriodicAveraging` averages models every k steps: those of all
 ranks, or those of the nodes, whose ranks average their gradients every step. Each rank's loss is the mean over its own
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,8 +31,8 @@ from thermocline.config.dense_sync import DenseSync
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.frozen_adam import FrozenAdam
 from thermocline.distributed.hierarchical_allreduce import DenseTraffic, FlatBuffer, HierarchicalAllReduce
-from thermocline.distributed.model_mean import replaced_by_mean
-from thermocline.distributed.rank_agreement import dense_settings, require_equal
+from thermocline.distributed.model_mean import replaced_by_mean, set_to_mean
+from thermocline.distributed.rank_agreement import dense_settings, require_equal, shape_text
 from thermocline.distributed.topology import Topology
 from thermocline.errors import ConfigError
 from thermocline.utils.text_format import parse_size
@@ -55,19 +56,29 @@ class DenseParameters(abc.ABC):
 
         Raises `ConfigError` if parameters, optimizers or settings differ between ranks.
 
+        parameters       of the model. Frozen ones (`requires_grad` False) get rank 0's values in `begin` and are
+                         never averaged
         buffers          of the model; floating-point buffers (running means) are averaged whenever models are merged
         make_allreduce   class or function that creates the all-reduce; simulations of ranks pass their own
         """
         settings = settings or DenseSync()
-        parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+        every = list(dict.fromkeys(parameters))
+        parameters = [parameter for parameter in every if parameter.requires_grad]
+        frozen = [parameter for parameter in every if not parameter.requires_grad]
         buffers = list(dict.fromkeys(buffers))
         if isinstance(optimizers, torch.optim.Optimizer):
             optimizers = [optimizers]
         same = dense_settings(parameters, buffers, optimizers, settings)
+        same["frozen dense parameters"] = [shape_text(parameter) for parameter in frozen]
         require_equal(groups.train, same, "the dense model must be equal on all ranks")
+        sync: DenseParameters
         if settings.mode == "gradients":
-            return GradientAveraging(parameters, buffers, groups, settings, make_allreduce)
-        return PeriodicAveraging(parameters, buffers, groups, settings, make_allreduce, optimizers)
+            sync = GradientAveraging(parameters, buffers, groups, settings, make_allreduce)
+        else:
+            sync = PeriodicAveraging(parameters, buffers, groups, settings, make_allreduce, optimizers)
+        sync._frozen = frozen
+        _live.add(sync)
+        return sync
 
     def __init__(
         self, parameters: list[torch.Tensor], buffers: list[torch.Tensor], groups: Groups, settings: DenseSync,
@@ -76,11 +87,14 @@ class DenseParameters(abc.ABC):
         self.settings, self.parameters = settings, parameters
         self.buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
         self._groups, self._all_buffers = groups, buffers
+        self._frozen: list[torch.Tensor] = []
         self._allreduce = make_allreduce(groups, exact=settings.exact, level="world")
+        self._mean = make_allreduce(groups, exact=True, level="world")
+        """Computes the mean of `model_mean.py`, for evaluation and `merge_now`."""
 
     @property
     def traffic(self) -> DenseTraffic:
-        """Bytes that this rank has sent so far."""
+        """Bytes that this rank has sent so far in `after_backward` and `after_step`."""
         return self._allreduce.traffic
 
     @property
@@ -96,19 +110,25 @@ class DenseParameters(abc.ABC):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Broadcast rank 0's parameters and buffers. Call it before the first step, of a restored run too.
+        """Broadcast rank 0's parameters, frozen ones included, and buffers. Call it before the first step, of a
+        restored run too.
 
         Raises `ConfigError` if torch has different numbers of threads on the ranks: its results depend on it. After
         `load_state_dict` it sends nothing: every rank continues with its own.
         """
         require_equal(self._groups.train, {"torch threads": torch.get_num_threads()}, "set torch_threads of the config")
         self._begun, restored, self._restored = True, self._restored, False
-        tensors = [*self.parameters, *self.buffers]
-        if tensors and self._allreduce.world > 1 and not restored:
-            flat = FlatBuffer(tensors, self._allreduce)
-            flat.copy_from(tensors)
+        if self._allreduce.world == 1 or restored:
+            return
+        tensors = [*self.parameters, *self._frozen, *self._all_buffers]
+        for tensor in tensors:
+            if not tensor.is_floating_point():
+                self._allreduce.broadcast(tensor)
+        if floats := [tensor for tensor in tensors if tensor.is_floating_point()]:
+            flat = FlatBuffer(floats, self._allreduce)
+            flat.copy_from(floats)
             self._allreduce.broadcast(flat.buffer)
-            flat.copy_to(tensors)
+            flat.copy_to(floats)
 
     def _require_begun(self) -> None:
         if not self._begun and self._allreduce.world > 1:
@@ -130,19 +150,43 @@ class DenseParameters(abc.ABC):
         Afterwards parameters and buffers have their own memory again: training does not depend on it. `model_mean.py`
         defines the mean. Do not train inside the context.
         """
-        return replaced_by_mean([*self.parameters, *self._all_buffers], self._groups)
+        return replaced_by_mean([*self.parameters, *self._all_buffers], self._mean)
 
-    @abc.abstractmethod
     def merge_now(self) -> bool:
-        """Make the models of all ranks equal, at the end of training. Returns whether anything was sent."""
+        """Give every rank the mean model of `merged`, at the end of training. Returns whether anything was averaged."""
+        return set_to_mean([*self.parameters, *self._all_buffers], self._mean)
+
+    @property
+    def has_own_state(self) -> bool:
+        """Whether ranks differ during training, in parameters or running means: a checkpoint needs this object."""
+        return self._allreduce.world > 1 and (self.settings.mode != "gradients" or bool(self._all_buffers))
+
+    def synchronizes(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether any of the tensors is a parameter or buffer of this object."""
+        own = {id(tensor) for tensor in (*self.parameters, *self._all_buffers)}
+        return any(id(tensor) in own for tensor in tensors)
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint needs beside the model's and the optimizers'."""
 
+    @abc.abstractmethod
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise ValueError, TypeError or KeyError if `load_state_dict` would. Changes nothing."""
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`, with the rank's own model and optimizers: `begin` then sends nothing."""
+        self.check_state_dict(state)
         self._begun = self._restored = True
+
+
+_live: weakref.WeakSet[DenseParameters] = weakref.WeakSet()
+"""Every object of `DenseParameters.make`."""
+
+
+def synchronization_of(tensors: Sequence[torch.Tensor]) -> DenseParameters | None:
+    """Return a live `DenseParameters` that synchronizes any of the tensors."""
+    return next((sync for sync in _live if sync.synchronizes(tensors)), None)
 
 
 class _Gradients:
@@ -184,7 +228,6 @@ class GradientAveraging(DenseParameters):
     ) -> None:  # fmt: skip
         super().__init__(parameters, buffers, groups, settings, make_allreduce)
         self._gradients = _Gradients(parameters, self._allreduce, settings.bucket)
-        self._stepped = False
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -192,27 +235,16 @@ class GradientAveraging(DenseParameters):
 
     def after_backward(self) -> None:
         self._require_begun()
-        self._stepped = True
         self._gradients.average()
 
     def after_step(self, step: int) -> bool:
         return False
 
-    @torch.no_grad()
-    def merge_now(self) -> bool:
-        """Average the buffers: parameters are equal already, running means of batches are not."""
-        if not self._stepped or not self.buffers:
-            return False
-        _average(self.buffers, self._allreduce)
-        self._stepped = False
-        return True
-
     def state_dict(self) -> dict[str, Any]:
-        return {"stepped": self._stepped}
+        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._stepped = state["stepped"]
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Accept every state: nothing is read from it."""
 
 
 def _average(tensors: Sequence[torch.Tensor], allreduce: HierarchicalAllReduce) -> None:
@@ -335,10 +367,17 @@ class PeriodicAveraging(DenseParameters):
         return step & (step - 1) == 0 if early else step % period == 0
 
     def merge_now(self) -> bool:
-        return self._merge([period is not None for period in self._periods])
+        averaged = super().merge_now()
+        self._merged[X] = self._step
+        return self._merge([period is not None for period in self._periods]) or averaged
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step, "merged": list(self._merged)}
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        numbers = [state["step"], *state["merged"]]
+        if len(numbers) != 4 or not all(isinstance(n, int) and n >= 0 for n in numbers):
+            raise ValueError(f"the steps of the last merges are {numbers}: they must be 4 numbers of steps")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

@@ -1,9 +1,9 @@
-"""The mean of a dense model over ranks: inside a block, for evaluation, or from the saved states of all ranks.
+"""The mean of a dense model over ranks: for evaluation, at the end of training, or from the saved states of all ranks.
 
-Both use one definition. A tensor that is equal on all ranks stays unchanged: the mean of equal numbers may differ from
+All use one definition. A tensor that is equal on all ranks stays unchanged: the mean of equal numbers may differ from
 them by rounding. Other floating-point tensors become their mean, added in the order of `tree_sum` in float32, or
-float64 for float64 tensors. All other tensors (counters of batches) become rank 0's. So evaluation during training and
-evaluation of a checkpoint have the same bits.
+float64 for float64 tensors. All other tensors (counters of batches) become rank 0's. So evaluation during training, the
+model that `fit` leaves and a model loaded from a checkpoint have the same bits.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from thermocline.distributed.communicator import Groups
 from thermocline.distributed.hierarchical_allreduce import FlatBuffer, HierarchicalAllReduce
 
 
 @contextlib.contextmanager
-def replaced_by_mean(tensors: Sequence[torch.Tensor], groups: Groups) -> Iterator[None]:
+def replaced_by_mean(tensors: Sequence[torch.Tensor], allreduce: HierarchicalAllReduce) -> Iterator[None]:
     """Replace the tensors by their mean over ranks inside the block. Afterwards they have their own memory again.
 
     Collective: all ranks pass tensors of the same shapes in the same order, between steps, on the training thread.
+
+    allreduce   exact, over all ranks
     """
-    different = [] if groups.topology.world == 1 else _different(tensors, groups)
+    different, means = _means_of_different(tensors, allreduce)
     own = [tensor.data for tensor in different]
-    means = _means(different, HierarchicalAllReduce(groups, exact=True))
     try:
         for tensor, mean in zip(different, means, strict=True):
             tensor.data = mean
@@ -37,15 +37,39 @@ def replaced_by_mean(tensors: Sequence[torch.Tensor], groups: Groups) -> Iterato
             tensor.data = data
 
 
-def _different(tensors: Sequence[torch.Tensor], groups: Groups) -> list[torch.Tensor]:
+@torch.no_grad()
+def set_to_mean(tensors: Sequence[torch.Tensor], allreduce: HierarchicalAllReduce) -> bool:
+    """Copy their mean over ranks into the tensors; return whether any differed. Called as `replaced_by_mean` is."""
+    different, means = _means_of_different(tensors, allreduce)
+    for tensor, mean in zip(different, means, strict=True):
+        tensor.copy_(mean)
+    return bool(different)
+
+
+def _means_of_different(
+    tensors: Sequence[torch.Tensor], allreduce: HierarchicalAllReduce
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors that are not equal on all ranks, and their means."""
+    if allreduce.world == 1 or not tensors:
+        return [], []
+    different = _different(tensors, allreduce)
+    return different, _means(different, allreduce)
+
+
+@torch.no_grad()
+def _different(tensors: Sequence[torch.Tensor], allreduce: HierarchicalAllReduce) -> list[torch.Tensor]:
     """Return the tensors whose bits are not equal on all ranks."""
     digests = np.zeros((len(tensors), 2), np.int64)
     for digest, tensor in zip(digests, tensors, strict=True):
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         digest[:] = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), np.int64)
-    gathered = groups.train.all_gather(digests, "comparing dense parameters")
-    is_different = (gathered != gathered[0]).any(axis=(0, 2))
-    return [tensor for tensor, differs in zip(tensors, is_different, strict=True) if differs]
+    own = torch.from_numpy(digests).to(tensors[0].device)
+    first = own.clone()
+    allreduce.broadcast(first)
+    is_different = torch.zeros(allreduce.padded_length(len(tensors)), device=own.device)
+    is_different[: len(tensors)] = (own != first).any(dim=1)
+    allreduce.average(is_different)  # above 0: different from rank 0's on some rank
+    return [tensor for tensor, share in zip(tensors, is_different.tolist(), strict=False) if share > 0]
 
 
 @torch.no_grad()
@@ -96,7 +120,7 @@ class TensorMean:
         self._ranks += 1
         for name, tensor in tensors.items():
             first = self._first[name]
-            if tensor is not first and not _same_bits(tensor, first):
+            if tensor is not first and not same_bits(tensor, first):
                 self._different.add(name)
             if not tensor.is_floating_point():
                 continue
@@ -122,7 +146,8 @@ class TensorMean:
         return means
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether dtype and bits of two tensors of the same shape are equal."""
     if one.dtype != other.dtype:
         return False
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))

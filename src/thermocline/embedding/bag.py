@@ -88,7 +88,8 @@ class EmbeddingBag(torch.nn.Module):
     def forward(self, batch: Batch, weights: torch.Tensor | None = None) -> torch.Tensor:
         """Return float32[examples, fields, dim]; with pooling "none" float32[ids, dim].
 
-        weights   one weight per id of the batch, used instead of `batch.weights`
+        weights   one weight per id, used instead of `batch.weights`: in the order of `batch.ids` or, for a batch of
+                  `Batch.from_jagged`, of its values
 
         torch.compile does not trace the bag: a model's compiled graph ends before it, and another begins after it.
         """
@@ -100,12 +101,14 @@ class EmbeddingBag(torch.nn.Module):
         learned = batch.learned_weights if weights is None else weights
         if learned is not None and learned.shape != batch.ids.shape:
             raise ValueError(f"weights have shape {tuple(learned.shape)}: expected ({len(batch.ids)},), one per id")
+        if weights is not None and batch.order is not None:
+            learned = weights[torch.from_numpy(batch.order).to(weights.device)]
         trained = self.table.trains(self)
         training = trained and self.training and torch.is_grad_enabled()
         if training:
             if self.table.groups is None:
                 self._require_one_rank()
-            self.table.warn_if_step_is_missing(batch)
+            self.table.warn_if_step_is_missing(batch, self)
         if batch.names is not self._batch_names:
             self._check_names(batch)
         plan = _find_plan(self.table, batch, self.specs, training)

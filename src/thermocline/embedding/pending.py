@@ -28,6 +28,10 @@ class PendingBatches:
         self.accumulate = 1
         """Batches per step that the user has declared."""
         self._plans: list[weakref.ref[BatchPlan]] = []
+        self._added = 0
+        """Gradients added so far, applied ones included."""
+        self._passes: dict[tuple[int, int], tuple[int, int]] = {}
+        """By bag and batch: passes that a backward has followed since the last step, and `_added` at the last pass."""
         self._warned = False
 
     def hold(self, plan: BatchPlan) -> None:
@@ -37,6 +41,7 @@ class PendingBatches:
     def add(self, gradient: Gradient) -> None:
         """Keep a gradient, which owns a reference to its pins, until the step."""
         self.gradients.append(gradient)
+        self._added += 1
 
     def ordered(self) -> list[Gradient]:
         """Return the gradients in the order of their forward passes."""
@@ -50,6 +55,7 @@ class PendingBatches:
 
     def clear(self) -> None:
         """Drop the gradients and release all pins."""
+        self._passes.clear()
         while self.gradients:
             self.gradients.pop().pins.release()
         while self._plans:
@@ -57,18 +63,42 @@ class PendingBatches:
             if plan is not None and plan.pins is not None:
                 plan.pins.release()
 
-    def warn_if_step_is_missing(self, batch: Batch) -> None:
-        """Warn, once, if more batches than declared wait for a step and `batch` is another one."""
-        waiting = {id(gradient.batch) for gradient in self.gradients}
-        if self._warned or len(waiting) < max(self.accumulate, _UNDECLARED_BATCHES) or id(batch) in waiting:
+    def warn_if_step_is_missing(self, batch: Batch, bag: object) -> None:
+        """Warn, once, if more batches than declared wait for a step and a pass of `bag` over `batch` is another one.
+
+        Two passes of a bag over one batch are normal: a batch may have two losses. More are a batch that a loop uses
+        again.
+        """
+        if self._warned:
             return
+        waiting = {id(gradient.batch) for gradient in self.gradients}
+        repeated = self._count_passes(waiting, batch, bag)
+        limit = max(self.accumulate, _UNDECLARED_BATCHES)
+        if id(batch) in waiting:
+            if repeated <= limit:
+                return
+            found, another = f"{repeated} passes over one batch", "pass"
+        else:
+            if len(waiting) < limit:
+                return
+            found, another = f"{len(waiting)} batches", "batch"
         self._warned = True
         warnings.warn(
-            f"table {self._table!r}: the gradients of {len(waiting)} batches wait for table.step(), and another batch "
-            "is being trained; they are summed until then. Call table.step() after each batch, or set "
+            f"table {self._table!r}: the gradients of {found} wait for table.step(), and another {another} is being "
+            "trained; they are summed until then. Call table.step() after each batch, or set "
             f"table.accumulate to the batches per step (it is {self.accumulate})",
             stacklevel=7,  # the caller of the bag: forward, _forward and Module.__call__ are in between
         )
+
+    def _count_passes(self, waiting: set[int], batch: Batch, bag: object) -> int:
+        """Return the passes of this bag over this batch that a backward has followed since the last step."""
+        key = id(bag), id(batch)
+        count, added = self._passes.get(key, (0, self._added))
+        count += self._added > added
+        # Ids of batches are valid while their gradients exist.
+        self._passes = {k: v for k, v in self._passes.items() if k[1] in waiting or k[1] == id(batch)}
+        self._passes[key] = count, self._added
+        return count
 
     def explain(self, error: BudgetError) -> str | None:
         """Return a message that names the passes which hold rows, if they are the cause; else None."""

@@ -1,9 +1,7 @@
 """`tc.state_dict` and `tc.load_state_dict`: a model together with the rows of its tables, as tensors.
 
-    tc.state_dict(model, rows=True)     all rows in one dict, for tables that fit into memory
-    tc.ModelState(model)                for torch.distributed.checkpoint: every rank saves the rows it has
-
-Keys of one table in the dict, beside those of `model.state_dict()`:
+`checkpoint/model_state.py` does the same for torch.distributed.checkpoint. Keys of one table in the dict, beside those
+of `model.state_dict()`:
 
     tables/<name>/keys       int64[n], bit patterns, ascending as unsigned numbers
     tables/<name>/weights    float32[n, dim]; below fp32 uint8[n, bytes], as stored
@@ -22,7 +20,6 @@ from collections.abc import Mapping
 from typing import Any, SupportsIndex
 
 import numpy as np
-import safetensors.torch
 import torch
 
 from thermocline.arrays import Floats, Keys
@@ -54,7 +51,7 @@ def state_dict(
         left = parse_size(max_bytes, "max_bytes")
         for name, table in tables_of(model).items():
             tensors = _all_rows(table, left)
-            left -= _bytes_of(tensors)
+            left -= bytes_of(tensors)
             state |= {f"{_PREFIX}{name}/{part}": tensor for part, tensor in tensors.items()}
     return state
 
@@ -75,61 +72,10 @@ def load_state_dict(model: torch.nn.Module, state: Mapping[str, Any], *, strict:
         have = f"it has those of {sorted(saved)}" if saved else "it has none: save with tc.state_dict(model, rows=True)"
         raise FormatError(f"the state must have the rows of tables {sorted(tables)}, but {have}")
     for name, table in tables.items():
-        _check(table, saved[name])
+        check_rows(table, saved[name])
     for name, table in tables.items():
-        _load(table, saved[name], _owned(table, saved[name]))
+        load_rows(table, saved[name], owned_rows(table, saved[name]))
     model.load_state_dict(dense, strict=strict)
-
-
-class ModelState:
-    """A model and the rows of its tables, for torch.distributed.checkpoint (the `Stateful` protocol).
-
-        dcp.save({"app": tc.ModelState(model)}, checkpoint_id=folder)
-        dcp.load({"app": tc.ModelState(model)}, checkpoint_id=folder)
-
-    Every rank saves the rows it has. Another number of ranks cannot load them: its names of shards are missing in the
-    checkpoint, and `dcp.load` raises. `tc.Checkpoints` and `tc.state_dict` can change the number of ranks.
-
-    max_bytes   raises `BudgetError` if the rows of this rank take more
-    """
-
-    def __init__(self, model: torch.nn.Module, *, max_bytes: str | SupportsIndex = MAX_BYTES) -> None:
-        self._model = model
-        self._max_bytes = parse_size(max_bytes, "max_bytes")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the dense state of the model, and the rows of this rank as bytes (safetensors)."""
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-        left, shards = self._max_bytes, {}
-        for name, table in tables_of(self._model).items():
-            tensors = _rows_of_process(table, left)
-            if tensors is None:
-                raise _too_large(table, self._max_bytes)
-            left -= _bytes_of(tensors)
-            shards[name] = {_shard_name(table): safetensors.torch.save(tensors)}
-        return {"model": get_model_state_dict(self._model), "tables": shards}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict` of the same rank: rows first, then the dense part."""
-        from torch.distributed.checkpoint.state_dict import set_model_state_dict
-
-        tables = tables_of(self._model)
-        saved = {
-            name: safetensors.torch.load(state["tables"][name][_shard_name(table)]) for name, table in tables.items()
-        }
-        for name, table in tables.items():
-            _check(table, saved[name])
-        for name, table in tables.items():
-            _load(table, saved[name], None)
-        set_model_state_dict(self._model, state["model"])
-
-
-def _shard_name(table: Table) -> str:
-    """Return the name of this rank's rows: it has the number of ranks, so that only as many ranks can load it."""
-    topology = None if table.groups is None else table.groups.topology
-    rank, world = (0, 1) if topology is None else (topology.rank, topology.world)
-    return f"rank-{rank}-of-{world}"
 
 
 # ---- the dense part, for `tc.Checkpoints`
@@ -170,7 +116,7 @@ def _description_keys(model: torch.nn.Module) -> dict[str, EmbeddingBag]:
 # ---- rows
 
 
-def _rows_of_process(table: Table, limit: int) -> Tensors | None:
+def rows_of_process(table: Table, limit: int) -> Tensors | None:
     """Return the rows of this process, in the order of their keys; None if they take more than `limit` bytes."""
     if table.pending_gradients:
         raise ThermoclineError(f"table {table.name!r} has unapplied gradients: save between steps")
@@ -208,17 +154,17 @@ def _as_tensors(table: Table, keys: Keys, stored: Floats) -> Tensors:
 
 def _all_rows(table: Table, limit: int) -> Tensors:
     """Return the rows of all ranks. Collective."""
-    tensors = _rows_of_process(table, limit)
+    tensors = rows_of_process(table, limit)
     if table.groups is None:
         if tensors is None:
-            raise _too_large(table, limit)
+            raise too_large(table, limit)
         return tensors
     comm, doing = table.groups.train, "gathering the rows of a state_dict"
     own = np.array([-1 if tensors is None else len(tensors["keys"])])
     counts = comm.all_gather(own, doing)[:, 0].tolist()
     row_bytes = 8 + table.precision.row_bytes(table.dim, table.optimizer)
     if min(counts) < 0 or row_bytes * sum(counts) > limit:
-        raise _too_large(table, limit)
+        raise too_large(table, limit)
     assert tensors is not None
     parts = {}
     for part in ("keys", "weights", "state"):
@@ -231,18 +177,18 @@ def _all_rows(table: Table, limit: int) -> Tensors:
     return tensors | {part: torch.from_numpy(values[order]) for part, values in parts.items()}
 
 
-def _too_large(table: Table, limit: int) -> BudgetError:
+def too_large(table: Table, limit: int) -> BudgetError:
     return BudgetError(
         f"the rows of table {table.name!r} take more than the {format_size(limit)} left of max_bytes: raise max_bytes, "
         "or save with tc.Checkpoints, which writes rows to files"
     )
 
 
-def _bytes_of(tensors: Tensors) -> int:
+def bytes_of(tensors: Tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _check(table: Table, saved: Tensors) -> None:
+def check_rows(table: Table, saved: Tensors) -> None:
     """Raise unless the saved rows are of this table and it can be changed now. Changes nothing."""
     missing = {"keys", "weights", "state", "table"} - set(saved)
     if missing:
@@ -265,11 +211,11 @@ def _stored(saved: Tensors) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.concatenate(rows, 1)
 
 
-def _owned(table: Table, saved: Tensors) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def owned_rows(table: Table, saved: Tensors) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return table.owns(saved["keys"].cpu().numpy().view(np.uint64))
 
 
-def _load(table: Table, saved: Tensors, owned: np.ndarray[Any, np.dtype[np.bool_]] | None) -> None:
+def load_rows(table: Table, saved: Tensors, owned: np.ndarray[Any, np.dtype[np.bool_]] | None) -> None:
     """Replace all rows of the table by the saved ones. After an error the table has its previous rows."""
     keys, rows = saved["keys"].cpu().numpy().view(np.uint64), _stored(saved)
     if owned is not None:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from thermocline.arrays import Keys, Rows, as_keys, as_rows
 from thermocline.core import core
-from thermocline.errors import ThermoclineError
+from thermocline.errors import IoError, ThermoclineError
+from thermocline.utils.atomic_file import make_folder
 from thermocline.utils.machine import memory_bytes
 from thermocline.utils.text_format import format_size, parse_size
 
@@ -121,7 +122,8 @@ class SsdStore:
         io_workers: int = 0,
         io_depth: int = 0,
     ) -> Self:
-        """Open the store in folder `path`, or create one if there is none, `create` is True and `row_bytes` is set.
+        """Open the store in folder `path`, or create one, with the folders above it, if there is none, `create` is
+        True and `row_bytes` is set.
 
         Behaviour:
           row_bytes      bytes per row; optional for an existing store
@@ -177,6 +179,17 @@ class SsdStore:
             options.partition_bytes = parse_size(partition_bytes, "partition_bytes")
         if min_log_bytes:
             options.min_log_bytes = parse_size(min_log_bytes, "min_log_bytes")
+        if options.create:
+            try:
+                make_folder(Path(path).absolute().parent)
+            except OSError as error:
+                cause = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error.strerror
+                raised = IoError(
+                    f"{os.fspath(path)}: the folders above it cannot be created ({cause}, {error.filename}): make them "
+                    "writable, or choose another folder"
+                )
+                raised.errno = error.errno
+                raise raised from None
         store = core.SsdStore.open(os.fsencode(path), options, io_engine, io_workers, io_depth)
         opened = cls(store, os.fspath(path))
         opened._show_warnings()
@@ -290,6 +303,10 @@ class SsdStore:
     def check(self) -> None:
         """Verify all files and invariants. Raises `CorruptionError` naming the first violation."""
         self._core.check()
+
+    def find_damage(self) -> list[str]:
+        """Verify as `check` does, and return the first damage of every file and log extent, one text each."""
+        return self._core.find_damage()
 
     def merge(self) -> None:
         """Merge the whole log into the base files now."""

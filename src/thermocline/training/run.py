@@ -40,7 +40,7 @@ from thermocline.training.run_restore import restore_for_reading
 from thermocline.training.state import Result
 from thermocline.utils import atomic_file
 from thermocline.utils.lazy_dynamo import defer_dynamo
-from thermocline.utils.machine import require_memory
+from thermocline.utils.machine import require_memory, reserve_memory
 from thermocline.utils.text_format import format_size, parse_size, plural
 
 if TYPE_CHECKING:
@@ -94,15 +94,17 @@ def gpu_budget(tiers: Tiers, sharing: int = 1) -> str | int | None:
     return torch.cuda.mem_get_info()[0] // (2 * sharing) if tiers.hbm is None else tiers.hbm
 
 
-def _require_memory(tiers: Tiers) -> None:
-    """Raise `ConfigError` if the DRAM budgets exceed the memory of the machine."""
+def _require_memory(tiers: Tiers) -> int:
+    """Return the DRAM budgets; raise `ConfigError` if they exceed the memory of the machine."""
     # Without a value, ssd_mem is derived from the memory of the machine.
     store = 0 if tiers.ssd is None or tiers.ssd_mem is None else parse_size(tiers.ssd_mem, "tiers.ssd_mem")
     name = "tiers.mem + tiers.ssd_mem" if store else "tiers.mem"
+    needed = parse_size(tiers.mem, "tiers.mem") + store
     try:
-        require_memory(parse_size(tiers.mem, "tiers.mem") + store, name=name, override="tiers.mem_overcommit = true")
+        require_memory(needed, name=name, override="tiers.mem_overcommit = true")
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    return needed
 
 
 class Run:
@@ -130,8 +132,7 @@ class Run:
         recorded: Collection[Split] = (),
     ) -> None:
         self.config = config = config.resolve()
-        if not config.tiers.mem_overcommit:
-            _require_memory(config.tiers)
+        budget = None if config.tiers.mem_overcommit else _require_memory(config.tiers)
         self._data_options = {"labelled": labelled, "contiguous": contiguous}
         self._recorded = recorded
         self._loaders: dict[Split, Any] = {}
@@ -166,6 +167,8 @@ class Run:
                 holder = re.search(r"process (\d+)", str(error))
                 raise atomic_file.lock_error(Path(config.tiers.ssd or ""), "tiers.ssd", holder and holder[1]) from None
             undo.callback(self.table.close)
+            if budget is not None:
+                reserve_memory(self.table, repr(self.table.name), budget)
             self.model = build(config.model, self.table, fields, dense)
             if self.table.hbm is not None:
                 self.model.to(self.table.hbm.device)

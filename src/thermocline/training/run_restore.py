@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thermocline.distributed.collective_errors import CollectiveRunner
+from thermocline.distributed.rank_agreement import require_equal
 from thermocline.errors import NotFoundError, RankError
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def restore_for_reading(
     checkpoint   step or tag; "last"; None: the best if there is one, else the last. Rank 0 selects it for all ranks
     """
     runner = CollectiveRunner.of([table])
+    comm = None if table.groups is None else table.groups.train
+    require_equal(comm, {"--checkpoint": checkpoint}, "select the same checkpoint on all ranks")
     for attempt in range(1, _ATTEMPTS + 1):
         error: Exception | None = None
         step: int | None = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from thermocline.utils.text_format import format_size, plural
 
@@ -38,20 +41,47 @@ def _cgroup_limits(groups: Path, root: Path) -> Iterator[int]:
                 yield int(limit)
 
 
+_reserved: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
+"""Name and DRAM budget of every open table of this process whose budget was checked."""
+
+
+def reserve_memory(owner: Any, name: str, needed: int) -> None:
+    """Count a budget that `require_memory` has accepted, until `release_memory` or the end of its owner."""
+    _reserved[owner] = name, needed
+
+
+def release_memory(owner: Any) -> None:
+    """Do not count the owner's budget any more."""
+    _reserved.pop(owner, None)
+
+
 def require_memory(needed: int, *, name: str, override: str) -> None:
     """Raise ValueError if the DRAM budgets of this process and its peers exceed the machine's memory.
 
     name       the setting or settings that ask for `needed` bytes
     override   how to allow it
-    Ranks that torchrun started on this machine (LOCAL_WORLD_SIZE) are taken to ask for the same.
+    Budgets that `reserve_memory` counts are added. Ranks that torchrun started on this machine (LOCAL_WORLD_SIZE) are
+    taken to ask for the same.
     """
     memory, ranks = memory_bytes(), _local_ranks()
-    if needed * ranks <= memory:
+    if (needed + sum(size for _, size in list(_reserved.values()))) * ranks > memory:
+        gc.collect()  # tables that nothing refers to, but that are parts of cycles
+    others = list(_reserved.values())
+    total = needed + sum(size for _, size in others)
+    if total * ranks <= memory:
         return
-    total = "" if ranks == 1 else f", {format_size(needed * ranks)} for {plural(ranks, 'rank')} on this machine"
+    text = f"{name} is {format_size(needed)}"
+    advice = "lower it"
+    if others and needed * ranks <= memory:
+        shown = ", ".join(f"{other} {format_size(size)}" for other, size in others[:5])
+        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+        text += f", and open tables of this process have {shown}{more}: {format_size(total)} together"
+        advice = "lower them, close() tables that are not needed any more"
+    if ranks > 1:
+        text += f", {format_size(total * ranks)} for {plural(ranks, 'rank')} on this machine"
     raise ValueError(
-        f"{name} is {format_size(needed)}{total}, but the machine has {format_size(memory)} of memory: lower it, or "
-        f"set {override} to exceed the memory on purpose"
+        f"{text}, but the machine has {format_size(memory)} of memory: {advice}, or set {override} to exceed the "
+        "memory on purpose"
     )
 
 
