@@ -326,9 +326,7 @@ class LookAhead:
         horizons = list(item.horizons.values())
         before = [horizon.read_counts for horizon in horizons]
         try:
-            position = sum(horizon.position for horizon in horizons)
-            for horizon in horizons:
-                horizon.load(share)
+            visited = any([horizon.load(share) for horizon in horizons])
         except BudgetError:
             return self._wait_for_release(releases)
         except ThermoclineError:  # raised again by the pull of the batch, unless the table was reopened meanwhile
@@ -336,7 +334,7 @@ class LookAhead:
         finally:
             self.stats.load_seconds += time.perf_counter() - start
         self._count_reads(horizons, before)
-        return sum(horizon.position for horizon in horizons) > position or item.to_visit == 0
+        return visited
 
     def _wait_for_release(self, releases: int) -> bool:
         """Wait until rows were unpinned. False: the consumer needs the next batch now."""
