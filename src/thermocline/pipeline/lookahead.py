@@ -326,7 +326,7 @@ class LookAhead:
         horizons = list(item.horizons.values())
         before = [horizon.read_counts for horizon in horizons]
         try:
-            visited = any([horizon.load(share) for horizon in horizons])
+            visited = sum(horizon.load(share) for horizon in horizons) > 0
         except BudgetError:
             return self._wait_for_release(releases)
         except ThermoclineError:  # raised again by the pull of the batch, unless the table was reopened meanwhile
