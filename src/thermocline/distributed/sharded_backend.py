@@ -113,7 +113,7 @@ class ShardedBackend(Unrecorded):
     def horizon(self, *, training: bool) -> RowHorizon:
         raise RuntimeError("this backend loads no rows ahead")
 
-    def stage(self, inputs: Sequence[BagInputs]) -> ShardedWindow:
+    def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[Any] = ()) -> ShardedWindow:
         return ShardedWindow(list(inputs), [working_set_of(batch, self.spec.threads) for batch in inputs])
 
     def exchange(self, window: ShardedWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
