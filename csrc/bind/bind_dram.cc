@@ -119,6 +119,17 @@ auto horizon_keys(const Horizon& self, SlotsArg numbers) {
   return to_numpy(std::move(keys), numbers.size());
 }
 
+auto horizon_keys_by_owner(const Horizon& self, uint32_t world) {
+  const size_t groups = world * self.batches();
+  Recycled<uint64_t> keys(self.unique());
+  Recycled<uint32_t> counts(groups);
+  {
+    nb::gil_scoped_release release;
+    self.keys_by_owner(world, keys.get(), counts.get());
+  }
+  return nb::make_tuple(to_numpy(std::move(keys), self.unique()), to_numpy(std::move(counts), groups));
+}
+
 void mark_dirty(DramTier& self, SlotsArg slots) {
   nb::gil_scoped_release release;
   self.check_slots(slots.data(), slots.size());
@@ -256,6 +267,7 @@ void bind_dram(nb::module_& m) {
       .def("release", &Horizon::release, "batch"_a, unlocked)
       .def("drop", &Horizon::drop, unlocked)
       .def("keys_of", &horizon_keys, "numbers"_a.noconvert())
+      .def("keys_by_owner", &horizon_keys_by_owner, "world"_a)
       .def_prop_ro("unique", &Horizon::unique)
       .def_prop_ro("batches", &Horizon::batches)
       .def_prop_ro("pinned", &Horizon::pinned)

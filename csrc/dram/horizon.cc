@@ -183,6 +183,27 @@ void Horizon::keys_of(const uint32_t* numbers, size_t n, uint64_t* out) const {
   for (size_t i = 0; i < n; ++i) out[i] = keys_[first_[numbers[i] >> 24] + (numbers[i] & (kMaxPartitionKeys - 1))];
 }
 
+void Horizon::keys_by_owner(uint32_t world, uint64_t* keys, uint32_t* counts) const {
+  if (!sealed_) throw Error("look-ahead: keys were requested of a horizon that is not sealed");
+  const auto owner_of = [world](uint64_t key) { return (hash_key(key) & 0xFFFF) * world >> 16; };
+  std::fill_n(counts, world * batches_, 0);
+  const auto for_each = [&](const auto& visit) {
+    for (size_t b = 0; b < batches_; ++b)
+      for (uint32_t j = groups_[b]; j < groups_[b + 1]; ++j) {
+        const uint64_t key = keys_[by_last_use_[j]];
+        visit(owner_of(key) * batches_ + b, key);
+      }
+  };
+  for_each([&](size_t group, uint64_t) { ++counts[group]; });
+  std::vector<uint32_t> next(world * batches_);
+  uint32_t at = 0;
+  for (size_t group = 0; group < next.size(); ++group) {
+    next[group] = at;
+    at += counts[group];
+  }
+  for_each([&](size_t group, uint64_t key) { keys[next[group]++] = key; });
+}
+
 // ---- counters
 
 size_t Horizon::unique() const {

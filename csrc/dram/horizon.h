@@ -50,6 +50,9 @@ class Horizon {
   void drop();
   // out[i]: the key with number numbers[i].
   void keys_of(const uint32_t* numbers, size_t n, uint64_t* out) const;
+  // Hints for the ranks that own the keys (distributed/key_sharding.py). keys[unique()]: all keys, grouped by owner
+  // and, for each owner, by last batch. counts[world * batches()]: the size of each group.
+  void keys_by_owner(uint32_t world, uint64_t* keys, uint32_t* counts) const;
 
   size_t unique() const;
   size_t batches() const { return batches_; }

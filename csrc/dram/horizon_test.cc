@@ -52,6 +52,32 @@ TEST(Horizon, NumbersGiveTheIdsBackAndKeysAreUnique) {
   }
 }
 
+TEST(Horizon, KeysAreGroupedByOwnerAndLastBatch) {
+  DramTier tier(options(1 << 20), nullptr);
+  Horizon horizon(tier);
+  std::mt19937_64 random(7);
+  const Batches batches = random_batches(random, 6, 400, 300);
+  add(horizon, batches);
+  std::map<uint64_t, size_t> last;
+  for (size_t b = 0; b < batches.size(); ++b)
+    for (uint64_t id : batches[b]) last[id] = b;
+  for (uint32_t world : {1u, 3u}) {
+    std::vector<uint64_t> keys(horizon.unique());
+    std::vector<uint32_t> counts(world * batches.size());
+    horizon.keys_by_owner(world, keys.data(), counts.data());
+    std::map<uint64_t, size_t> found;
+    size_t at = 0;
+    for (uint32_t owner = 0; owner < world; ++owner)
+      for (size_t b = 0; b < batches.size(); ++b)
+        for (uint32_t i = 0; i < counts[owner * batches.size() + b]; ++i, ++at) {
+          CHECK_EQ((hash_key(keys[at]) & 0xFFFF) * world >> 16, owner);
+          found[keys[at]] = b;
+        }
+    CHECK_EQ(at, keys.size());
+    CHECK(found == last);
+  }
+}
+
 TEST(Horizon, RowsArePinnedUntilTheirLastUse) {
   MapStore store(kLayout.bytes());
   DramTier tier(options(1 << 20), &store);
@@ -168,6 +194,7 @@ TEST(Horizon, CallsInTheWrongPhaseAreRefused) {
   horizon.add(&id, 1, &number);
   CHECK_THROWS(Error, horizon.load(1));
   CHECK_THROWS(Error, horizon.keys_of(&number, 1, &key));
+  CHECK_THROWS(Error, horizon.keys_by_owner(1, &key, &number));
   horizon.end_batch();
   horizon.seal();
   CHECK_THROWS(Error, horizon.add(&id, 1, &number));

@@ -55,10 +55,13 @@ class RunOptions:
     threads: int = 1
     hbm: float | None = None
     """Share of each rank's rows that fits into HBM; None: no HBM tier."""
+    lookahead: int | str = 0
+    """Batches or bytes loaded ahead, beside the rows of `memory`; 0: none."""
 
     def __str__(self) -> str:
         tiers = "memory" if self.memory is None else f"{self.memory:.0%}"
         tiers = tiers if self.hbm is None else f"hbm{self.hbm:.0%}-{tiers}"
+        tiers = tiers if not self.lookahead else f"{tiers}-ahead{self.lookahead}"
         return f"{self.hops}-{tiers}-depth{self.depth}-window{self.pull_window}-threads{self.threads}"
 
 
@@ -205,7 +208,9 @@ def make_table(name: str, job: Job, options: RunOptions, groups: Groups | None, 
     if options.memory is not None:
         rows = int(options.memory * len(keys_of(job, name)) / job.world)
         budget = budget_for(rows, DIMS[name], optimizer, precision)
-        arguments = {"mem": budget, "ssd": Path(folder) / name, "ssd_options": SMALL}
+        if options.lookahead:
+            budget = budget * 3 // 2
+        arguments = {"mem": budget, "ssd": Path(folder) / name, "ssd_options": SMALL, "lookahead": options.lookahead}
     if options.hbm is not None:
         from thermocline.kernels import INTERPRETED
         from thermocline.tiers.hbm import bytes_for
@@ -263,9 +268,10 @@ def train_rank(groups: Groups, job: Job, options: RunOptions, folder: str) -> di
             table.hbm.check()
         table.close()
     traffic = {name: table.backend.traffic for name, table in tables.items()}
+    hints = {name: table.backend.hints.stats for name, table in tables.items() if table.backend.hints is not None}
     return {
         **rows, "dense": weights_of(model), "count": count, "empty": empty, "stats": stats, "traffic": traffic,
-        "hbm": hbm,
+        "hbm": hbm, "hints": hints,
     }  # fmt: skip
 
 

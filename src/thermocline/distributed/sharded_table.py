@@ -70,10 +70,12 @@ class ShardedTable(Table):
                     f"precision.scale_lr is {spec.precision.scale_lr}: it must be 0 for a table over ranks: each rank "
                     "would learn its own scale"
                 )
-            spec = dataclasses.replace(spec, lookahead=None)  # keys of coming batches belong to other ranks
             target = training_device(device, spec.hbm)
             more = {"hops": hops, "wire": wire, "device": "cpu" if target is None else target.type}
             require_equal(groups.train, _settings(spec, more), "a table over ranks must be equal on all ranks")
+            wanted = groups.train.all_gather(np.array([spec.lookahead is not None]), "creating a table")
+            if not wanted.all():  # every rank sends hints, or none does
+                spec = dataclasses.replace(spec, lookahead=None)
             with groups.busy():  # opening a large store takes minutes
                 local = make_local_backend(spec, device, epoch)
             return make_sharded_backend(spec, local, groups, hops=hops, wire=wire)

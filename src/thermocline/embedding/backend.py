@@ -107,6 +107,16 @@ class RowHorizon(Protocol):
         """Memory of the horizon, without its rows."""
 
 
+class KeyHorizon(RowHorizon, Protocol):
+    """A horizon whose batches may be lists of keys: see `distributed/sharded_horizon.py`."""
+
+    def add_keys(self, keys: Keys) -> None:
+        """Collect the keys of the next batch."""
+
+    def keys_by_owner(self, world: int) -> tuple[Keys, Slots]:
+        """Return the unique keys, grouped by owner and then by last batch; and uint32[world * batches], the sizes."""
+
+
 class RowBackend(Protocol):
     """Rows of one table. Unless stated otherwise a method runs on the thread that trains, between two batches."""
 
@@ -254,6 +264,9 @@ class RowBackend(Protocol):
 
 class ShardBackend(RowBackend, Protocol):
     """A backend that can serve as one rank's part of a sharded table: rows by key list instead of by batch."""
+
+    def horizon(self, *, training: bool) -> KeyHorizon:
+        """See `RowBackend.horizon`."""
 
     def pin_keys(self, key_lists: Sequence[Keys]) -> ShardPins:
         """Pin the rows of each list; keys may repeat between lists. As `pin` otherwise."""

@@ -85,7 +85,7 @@ class Prefetch:
         """The ranks' combined flags when the last batch was the first of its window, else 0. After the end: those that
         came with the last agreement."""
         self._pipeline: Pipeline[_Window] = Pipeline(
-            _windows(loader, pull_window, sync) if ahead is None else _windows_ahead(ahead, pull_window),
+            _windows(loader, pull_window, sync) if ahead is None else _windows_ahead(ahead, pull_window, sync),
             stages.training if training else [("pull", stages.read)],
             depth=depth,
             finish=stages.finish,
@@ -277,10 +277,14 @@ def _windows(loader: Iterable[Batch], size: int, sync: WindowSync | None) -> Ite
         yield _Window([])
 
 
-def _windows_ahead(ahead: LookAhead, size: int) -> Iterator[_Window]:
+def _windows_ahead(ahead: LookAhead, size: int, sync: WindowSync | None) -> Iterator[_Window]:
     items = iter(ahead)
     while window := list(itertools.islice(items, size)):
+        if sync is not None:
+            sync.template = window[-1][0]
         yield _Window([batch for batch, _, _ in window], [(group, number) for _, group, number in window])
+    while sync is not None:  # other ranks may have more
+        yield _Window([])
 
 
 def prefetch(

@@ -34,6 +34,15 @@ class DramHorizon:
         self._core.end_batch()
         return numbers
 
+    def add_keys(self, keys: Keys) -> None:
+        """See `KeyHorizon`."""
+        self._core.add(keys)
+        self._core.end_batch()
+
+    def keys_by_owner(self, world: int) -> tuple[Keys, Slots]:
+        """See `KeyHorizon`."""
+        return self._core.keys_by_owner(world)
+
     @property
     def full(self) -> bool:
         return self._core.unique >= self._dram.capacity * _ROWS_SHARE
