@@ -20,6 +20,7 @@ import copy
 import dataclasses
 import itertools
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -58,6 +59,16 @@ class LookAheadStats:
     bytes: int = 0
     """Bytes of the groups in flight."""
     most_bytes: int = 0
+    rows_loaded: int = 0
+    """Rows loaded ahead from SSD, or initialised."""
+    late_rows: int = 0
+    """Rows that were not loaded when their batch needed them."""
+    bytes_read: int = 0
+    """Bytes that the stores read during loads."""
+    load_seconds: float = 0.0
+    """Time of loads."""
+    budget: int = 0
+    """The limit of `bytes`."""
     loads_cut_short: int = 0
     """Groups that were not loaded completely, because their rows did not fit or the pipeline closed."""
 
@@ -178,7 +189,8 @@ class LookAhead:
         self._window = window
         self._overlap = overlap
         self._training = training
-        self.stats = LookAheadStats()
+        self.stats = LookAheadStats(budget=limits.bytes)
+        self._rows_before = self._rows()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._stopping = False
@@ -298,8 +310,11 @@ class LookAhead:
         """Load the rows of a group, part by part as the group before it releases its own."""
         with self._lock:
             self._live.append(group)
-        cost = self._read_cost()
+        cost, read, start = self._read_cost(), self._bytes_read(), time.perf_counter()
         complete = self._load_rows(group)
+        self.stats.load_seconds += time.perf_counter() - start
+        self.stats.bytes_read += self._bytes_read() - read
+        self._count_rows()
         self.stats.groups += 1
         self.stats.group_batches = len(group)
         self.stats.loads_cut_short += not complete
@@ -338,6 +353,23 @@ class LookAhead:
             self._live.remove(group)
         if group in self._in_flight:
             self._in_flight.remove(group)
+
+    def _count_rows(self) -> None:
+        self.stats.rows_loaded, self.stats.late_rows = (
+            max(0, now - before) for now, before in zip(self._rows(), self._rows_before, strict=True)
+        )
+
+    def _rows(self) -> tuple[int, int]:
+        """Rows loaded ahead so far, and rows that a pull had to load."""
+        tiers = [table.dram.stats() for table in self._tables]
+        return sum(t.loaded_ahead + t.read_ahead for t in tiers), sum(t.misses - t.loaded_ahead for t in tiers)
+
+    def _bytes_read(self) -> int:
+        size = 0
+        for store in [table.store for table in self._tables]:
+            with contextlib.suppress(ThermoclineError):  # closed: the table is being reopened
+                size += 0 if store is None else store.stats().bytes_read
+        return size
 
     def _read_cost(self) -> float:
         """Cost of all reads of the stores so far, in bytes: a request costs as much as _REQUEST_BYTES more."""
