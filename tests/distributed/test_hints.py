@@ -32,16 +32,10 @@ import thermocline as tc
 from thermocline.distributed import hint_lane
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.hint_lane import Hint, HintLane, decode
-from thermocline.embedding import table_spec
 
 THREE = ((0, 1, 2),)
 JOB = Job(PAIR, "sgd", (60, 60))
 OPTIONS = RunOptions("two", 0.3, 4, 1, lookahead=8)
-
-
-def train_with_hints(groups: Groups, job: Job, options: RunOptions, folder: str) -> dict[str, Any]:
-    table_spec._LEAST_MEM = 0  # "auto" in little memory
-    return train_rank(groups, job, options, folder)
 
 
 def late_rows(results: list[dict[str, Any]]) -> int:
@@ -50,7 +44,7 @@ def late_rows(results: list[dict[str, Any]]) -> int:
 
 
 def assert_same_bits(
-    job: Job, options: RunOptions, folder: Path, train: Callable[..., Any] = train_with_hints
+    job: Job, options: RunOptions, folder: Path, train: Callable[..., Any] = train_rank
 ) -> list[dict[str, Any]]:
     results = run_ranks(job.nodes, train, job, options, str(folder))
     assert_matches_reference(job, results)
@@ -69,7 +63,7 @@ def assert_same_bits(
         (Job(PAIR, "adam", (80, 80)), RunOptions("two", 0.1, 4, 1, lookahead=1)),
         (Job(PAIR, "sgd", (80, 70)), RunOptions("flat", 0.3, 1, 4, lookahead=8)),
         (Job(THREE, "adagrad", (90, 47, 0)), RunOptions("two", 0.2, 4, 2, lookahead="auto")),
-        (Job(TWO_NODES, "rowwise", (60, 60)), RunOptions("two", 0.3, 4, 1, lookahead="6KB")),
+        (Job(TWO_NODES, "rowwise", (60, 60)), RunOptions("two", 0.3, 4, 1, lookahead=64)),
     ],
     ids=str,
 )
@@ -90,7 +84,7 @@ def test_ranks_with_groups_of_other_sizes(tmp_path: Path) -> None:
 
 def train_without_hints(groups: Groups, job: Job, options: RunOptions, folder: str) -> dict[str, Any]:
     """Train; no hint arrives."""
-    HintLane._deliver = lambda self, rank, hint: None  # type: ignore[method-assign]
+    HintLane._deliver = lambda self, hint: None  # type: ignore[method-assign]
     result = train_rank(groups, job, options, folder)
     for hints in result["hints"].values():
         hints.received = 1
@@ -100,36 +94,36 @@ def train_without_hints(groups: Groups, job: Job, options: RunOptions, folder: s
 def test_hints_load_nearly_all_rows_before_their_batch(tmp_path: Path) -> None:
     late = {
         train: late_rows(assert_same_bits(JOB, OPTIONS, tmp_path / train.__name__, train))
-        for train in (train_with_hints, train_without_hints)
+        for train in (train_rank, train_without_hints)
     }
     assert late[train_without_hints] > 1000
-    assert late[train_with_hints] < 0.05 * late[train_without_hints]
+    assert late[train_rank] < 0.05 * late[train_without_hints]
 
 
 def train_with_unreliable_hints(groups: Groups, job: Job, options: RunOptions, folder: str) -> dict[str, Any]:
     """Train; hints are lost, delayed, repeated, reordered, and given wrong batches, keys and pipelines."""
     chance, held, deliver = random.Random(groups.topology.rank), [], HintLane._deliver
 
-    def unreliable(self: HintLane, rank: int, hint: Hint) -> None:
+    def unreliable(self: HintLane, hint: Hint) -> None:
         match chance.randrange(8):
             case 0:
                 return
             case 1 | 2:
-                held.append((rank, hint))
+                held.append(hint)
                 return
             case 3:
-                deliver(self, rank, hint)
+                deliver(self, hint)
             case 4:
-                hint = hint._replace(first=max(0, hint.first + chance.randrange(-20, 20)))
+                hint = hint._replace(first=0, end=max(1, hint.end + chance.randrange(-20, 20)))
             case 5:
                 hint = hint._replace(pipeline=hint.pipeline + chance.randrange(-1, 2))
             case 6:
-                hint = hint._replace(keys=hint.keys ^ np.uint64(1), more=True)
+                hint = hint._replace(keys=hint.keys ^ np.uint64(1))
             case _:
                 time.sleep(0.01 * chance.random())
-        deliver(self, rank, hint)
+        deliver(self, hint)
         while held and chance.random() < 0.5:
-            deliver(self, *held.pop(chance.randrange(len(held))))
+            deliver(self, held.pop(chance.randrange(len(held))))
 
     HintLane._deliver = unreliable  # type: ignore[method-assign]
     return train_rank(groups, job, options, folder)
@@ -193,7 +187,7 @@ def evaluate_while_training(groups: Groups, folder: str) -> dict[str, Any]:
 
 
 def evaluate_without_hints(groups: Groups, folder: str) -> dict[str, Any]:
-    HintLane._deliver = lambda self, rank, hint: None  # type: ignore[method-assign]
+    HintLane._deliver = lambda self, hint: None  # type: ignore[method-assign]
     return evaluate_while_training(groups, folder)
 
 
@@ -242,17 +236,16 @@ def test_no_rank_sends_hints_if_one_has_no_look_ahead(tmp_path: Path) -> None:
 
 
 def make_hint(rng: Any, **values: Any) -> Hint:
-    counts = rng.integers(0, 5, 7).astype(np.uint32)
-    return Hint(3, True, 2, 40, counts, rng.integers(0, 2**64, int(counts.sum()), np.uint64))._replace(**values)
+    return Hint(3, True, 2, 40, 44, rng.integers(0, 2**64, 20, np.uint64))._replace(**values)
 
 
 def same(a: Hint, b: Hint) -> bool:
-    return a[:4] == b[:4] and a.more == b.more and all(map(np.array_equal, a[4:6], b[4:6]))
+    return a[:5] == b[:5] and np.array_equal(a.keys, b.keys)
 
 
 def test_hints_are_decoded_and_split() -> None:
     rng = np.random.default_rng(1)
-    hints = [make_hint(rng, channel=n, training=n % 2 == 0, more=n == 3) for n in range(5)]
+    hints = [make_hint(rng, channel=n, training=n % 2 == 0) for n in range(5)]
     message = np.concatenate([part for hint in hints for part in hint.encode()])
     assert all(map(same, decode(message), hints))
     assert not list(decode(message[:0]))
@@ -260,30 +253,27 @@ def test_hints_are_decoded_and_split() -> None:
         with pytest.raises((tc.RankError, ValueError)):
             list(decode(cut))
     whole = hints[0]
-    for count in range(len(whole.keys) + 1):
-        head, rest = whole.split(count)
-        assert head.more
-        assert not rest.more
-        assert (len(head.keys), head.counts.sum()) == (count, count)
-        assert np.array_equal(head.counts + rest.counts, whole.counts)
-        assert np.array_equal(np.concatenate([head.keys, rest.keys]), whole.keys)
+    for count in (0, 7, 20):
+        parts = whole.split(count)
+        assert same(whole._replace(keys=np.concatenate([part.keys for part in parts])), whole)
+        assert len(parts[0].keys) == count
 
 
 class Collector:
     """A `HintReceiver` that keeps the hints."""
 
     def __init__(self) -> None:
-        self.hints: list[tuple[int, Hint]] = []
+        self.hints: list[Hint] = []
 
-    def receive(self, rank: int, hint: Hint) -> None:
-        self.hints.append((rank, hint))
+    def receive(self, hint: Hint) -> None:
+        self.hints.append(hint)
 
     def begin(self, training: bool, pipeline: int) -> None: ...
 
     def end(self, training: bool) -> None: ...
 
 
-def post_hints(groups: Groups) -> list[tuple[int, Hint]]:
+def post_hints(groups: Groups) -> list[Hint]:
     """Post different numbers of hints, some of several rounds."""
     hint_lane._ROUND_KEYS = 16
     rank, received = groups.topology.rank, Collector()
@@ -292,24 +282,21 @@ def post_hints(groups: Groups) -> list[tuple[int, Hint]]:
     groups.open_pipeline(True)
     for n in range(3 * rank):
         keys = np.arange(20, dtype=np.uint64) + np.uint64(100 * rank)
-        number = lane.post([Hint(1, True, 1, n, np.array([20], np.uint32), keys + np.uint64(to)) for to in range(3)])
-        assert any(lane.wait_sent(number, 1) for _ in range(20))
+        number = lane.post([Hint(1, True, 1, n, n + rank, keys + np.uint64(to)) for to in range(3)])
+        assert lane.wait_sent(number, 20)
     groups.train.barrier("testing")
     groups.close_pipeline(True)
-    assert lane.post([make_hint(np.random.default_rng(1))] * 3) > 0  # sent to nobody
     groups.close()
+    number = lane.post([make_hint(np.random.default_rng(1))] * 3)
+    assert lane.wait_sent(number, 20)  # dropped
     return received.hints
 
 
 def test_ranks_post_different_numbers_of_hints() -> None:
     for rank, hints in enumerate(run_ranks(THREE, post_hints)):
-        for sender in range(3):
-            by_batch: dict[int, list[Hint]] = {}
-            for _, hint in [item for item in hints if item[0] == sender]:
-                by_batch.setdefault(hint.first, []).append(hint)
-            assert list(by_batch) == list(range(3 * sender))
-            for parts in by_batch.values():
-                assert [part.more for part in parts] == [True] * (len(parts) - 1) + [False]
-                keys = np.concatenate([part.keys for part in parts])
-                assert np.array_equal(keys, np.arange(20) + 100 * sender + rank)
-        assert any(hint.more for _, hint in hints)
+        for sender in (1, 2):
+            for n in range(3 * sender):
+                parts = [hint.keys for hint in hints if (hint.first, hint.end) == (n, n + sender)]
+                assert np.array_equal(np.concatenate(parts), np.arange(20) + 100 * sender + rank)
+                assert len(parts) > 1
+        assert sum(len(hint.keys) for hint in hints) == 9 * 20

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -34,8 +35,10 @@ from thermocline.distributed.communicator import Groups
 from thermocline.distributed.dense_sync import DenseParameters
 from thermocline.distributed.sharded_table import ShardedTable
 from thermocline.embedding.reference import optimize, sum_in_blocks
+from thermocline.embedding.table_spec import LookAheadLimits
 
 BATCHES = 150
+AHEAD_BYTES = 64_000
 
 ONE_RANK: Nodes = ((0,),)
 PAIR: Nodes = ((0, 1),)
@@ -56,7 +59,7 @@ class RunOptions:
     hbm: float | None = None
     """Share of each rank's rows that fits into HBM; None: no HBM tier."""
     lookahead: int | str = 0
-    """Batches or bytes loaded ahead, beside the rows of `memory`; 0: none."""
+    """Batches loaded ahead at most, or "auto", in AHEAD_BYTES beside the memory for rows; 0: none."""
 
     def __str__(self) -> str:
         tiers = "memory" if self.memory is None else f"{self.memory:.0%}"
@@ -208,9 +211,14 @@ def make_table(name: str, job: Job, options: RunOptions, groups: Groups | None, 
     if options.memory is not None:
         rows = int(options.memory * len(keys_of(job, name)) / job.world)
         budget = budget_for(rows, DIMS[name], optimizer, precision)
-        if options.lookahead:
-            budget = budget * 3 // 2
-        arguments = {"mem": budget, "ssd": Path(folder) / name, "ssd_options": SMALL, "lookahead": options.lookahead}
+        arguments = {"mem": budget, "ssd": Path(folder) / name, "ssd_options": SMALL, "lookahead": 0}
+    if options.lookahead:  # beside the memory for rows, which would be too little to share
+        limits = LookAheadLimits(options.lookahead if isinstance(options.lookahead, int) else None, AHEAD_BYTES)
+        arguments["mem"] += AHEAD_BYTES
+        with mock.patch.object(LookAheadLimits, "of", return_value=limits):
+            return make_table(
+                name, job, dataclasses.replace(options, lookahead=0), groups, folder, mem=arguments["mem"], **more
+            )
     if options.hbm is not None:
         from thermocline.kernels import INTERPRETED
         from thermocline.tiers.hbm import bytes_for

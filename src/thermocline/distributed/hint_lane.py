@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from thermocline.arrays import Keys, Slots
+from thermocline.arrays import Keys
 from thermocline.distributed.communicator import Communicator, GroupName
 from thermocline.errors import RankError
 
@@ -51,51 +51,34 @@ class Hint(NamedTuple):
     """Number of the pipeline, the same on all ranks."""
     first: int
     """Number of the first batch in the pipeline."""
-    counts: Slots
-    """Per batch: the number of keys whose last use it is."""
+    end: int
+    """Number of the batch after the last."""
     keys: Keys
-    """Grouped by last use."""
-    more: bool = False
-    """Whether another hint for the same batches follows."""
-
-    @property
-    def end(self) -> int:
-        """Number of the batch after the last."""
-        return self.first + len(self.counts)
 
     def split(self, keys: int) -> tuple[Hint, Hint]:
         """Return a hint of the first `keys` keys, and one of the others."""
-        ends = np.cumsum(self.counts, dtype=np.int64)
-        head = np.clip(keys - (ends - self.counts), 0, self.counts).astype(np.uint32)
-        return (
-            self._replace(counts=head, keys=self.keys[:keys], more=True),
-            self._replace(counts=self.counts - head, keys=self.keys[keys:]),
-        )
+        return self._replace(keys=self.keys[:keys]), self._replace(keys=self.keys[keys:])
 
     def encode(self) -> list[Keys]:
         """Return arrays whose concatenation is the message."""
-        flags = self.training + 2 * self.more
-        header = [self.channel, flags, self.pipeline, self.first, len(self.counts), len(self.keys)]
-        return [np.array(header, np.uint64), self.counts.astype(np.uint64), self.keys]
+        return [np.array([*self[:5], len(self.keys)], np.uint64), self.keys]
 
 
 def decode(words: Keys) -> Iterator[Hint]:
     """Yield copies of the hints of one rank's message."""
     while len(words):
-        channel, flags, pipeline, first, batches, count = words[:_HEADER].tolist()
-        keys = _HEADER + batches
-        if len(words) < keys + count:
+        channel, training, pipeline, first, end, count = words[:_HEADER].tolist()
+        if len(words) < _HEADER + count:
             raise RankError("a hint of another rank is longer than its message: ranks run different versions")
-        counts = words[_HEADER:keys].astype(np.uint32)
-        yield Hint(channel, flags % 2 == 1, pipeline, first, counts, words[keys : keys + count].copy(), flags >= 2)
-        words = words[keys + count :]
+        yield Hint(channel, bool(training), pipeline, first, end, words[_HEADER : _HEADER + count].copy())
+        words = words[_HEADER + count :]
 
 
 class HintReceiver(Protocol):
     """Receives the hints of one table."""
 
-    def receive(self, rank: int, hint: Hint) -> None:
-        """Take a hint of a rank. Thread: the lane's. Blocks on nothing."""
+    def receive(self, hint: Hint) -> None:
+        """Take a hint. Thread: the lane's. Blocks on nothing."""
 
     def begin(self, training: bool, pipeline: int) -> None:
         """Begin to accept hints of a pipeline."""
@@ -171,8 +154,9 @@ class HintLane:
     def wait_sent(self, number: int, seconds: float) -> bool:
         """Wait until the hints of a post have reached their owners, or never will. Return whether that is so."""
         with self._lock:
-            if self._sent < number and not self._ended:
-                self._changed.wait(seconds)
+            end = time.monotonic() + seconds
+            while self._sent < number and not self._ended and (left := end - time.monotonic()) > 0:
+                self._changed.wait(left)
             return self._sent >= number or self._ended
 
     def close(self) -> None:
@@ -216,11 +200,11 @@ class HintLane:
         np.concatenate([part for parts in words for part in parts], out=message.numpy().view(np.uint64))
         received = self._comm.all_to_all(self._group, message, sizes, None, "sending look-ahead hints")
         any_open = False
-        for rank, piece in enumerate(received):
+        for piece in received:
             content = piece.numpy().view(np.uint64)
             any_open |= bool(content[0])
             for hint in decode(content[1:]):
-                self._deliver(rank, hint)
+                self._deliver(hint)
         with self._lock:
             self._sent += posts
             self._paused = not any_open
@@ -243,7 +227,7 @@ class HintLane:
                 left -= len(hint.keys)
         return hints, posts, is_open
 
-    def _deliver(self, rank: int, hint: Hint) -> None:
+    def _deliver(self, hint: Hint) -> None:
         receiver = self._receivers.get(hint.channel)
         if receiver is not None:
-            receiver.receive(rank, hint)
+            receiver.receive(hint)

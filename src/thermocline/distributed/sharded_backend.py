@@ -124,7 +124,9 @@ class ShardedBackend:
         assert self.hints is not None
         return self.hints.horizon(training=training)
 
-    def stage(self, inputs: Sequence[BagInputs]) -> ShardedWindow:
+    def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[Any] = ()) -> ShardedWindow:
+        for batch in ahead:
+            batch.release()
         return ShardedWindow(list(inputs), [working_set_of(batch, self.spec.threads) for batch in inputs])
 
     def exchange(self, window: ShardedWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:

@@ -1,42 +1,50 @@
 """`ShardedHorizon`: rows of coming batches, loaded by the ranks that own them. Implements `RowHorizon`.
 
-    collect   a rank collects the keys of its own coming batches            `ShardedHorizon.add`
-    send      the unique keys of a group go to their owners as hints        `seal`, on the `HintLane`
-    load      an owner merges the hints that it has, loads their rows in hash order and pins them
-              (thread "hint-load" of `HintedRows`)
-    release   after the window with a row's last use was pinned or copied, whichever rank uses the row
+    collect   a rank collects the ids of its own coming batches            `ShardedHorizon.add`
+    send      the unique keys of some batches go to their owners as hints  on the `HintLane`
+    load      an owner adds the hints of all ranks to one local horizon, and loads their rows in hash order
+    release   after the window of the hint's last batch was pinned or copied, whichever rank uses the rows
 
 All ranks pass batch number n of a pipeline together: `exchange` gives every rank the same number of batches, and only
-after the end of its data does a rank get empty ones. So a hint gives the number of the batch of each key's last use,
-and the owner releases the row by its own count of batches; nothing is sent at release.
+after the end of its data does a rank get empty ones. So a hint names batches by number, and the owner releases its
+rows by its own count of batches; nothing is sent at release.
 
 A hint is never a promise. A row whose hint is late, lost or dropped is read by the pull of its batch. A hint that
-arrives twice pins its rows twice, until the same batch. The owner keeps hints within the look-ahead's bytes, and drops
-those beyond.
+arrives twice pins its rows until the same batch. The owner drops hints beyond the look-ahead's bytes.
+
+A rank loads while its own look-ahead requests it. While it has no batch of its own ahead, because its data has ended or
+is slow, a thread ("hint-load") loads the rows that other ranks need.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from thermocline.arrays import Keys, Slots
+from thermocline.arrays import Keys
+from thermocline.batch import WorkingSet
 from thermocline.distributed.hint_lane import Hint, HintLane
-from thermocline.embedding.backend import KeyHorizon, ShardBackend
+from thermocline.distributed.key_sharding import owner_of
+from thermocline.embedding.backend import BatchAhead, KeyHorizon, ReadCounts, ShardBackend
 from thermocline.embedding.batch_plan import BagInputs
-from thermocline.errors import BudgetError, ThermoclineError
+from thermocline.errors import ThermoclineError
 
-_MERGE_SECONDS = 0.05
-"""Longest time that hints of one rank wait for those of the others: rows of one page are then read together."""
+_CHUNK_SHARE = 1 / 16
+"""Batches of one hint, as a share of the batches ahead: keys that repeat within a hint are sent once."""
 _SEND_SECONDS = 2.0
-"""Longest time that a group waits for its hints to reach their owners."""
-_WAIT_SECONDS = 0.05
-_ROWS_SHARE = 3 / 4
-"""Share of the DRAM tier that hints loaded together may pin: see `DramHorizon`."""
+"""Longest time that a batch waits for its hint to reach the owners."""
+_KEY_BYTES = 32
+"""Memory of a key in the local horizon, about."""
+_PART = 1 / 16
+"""Share of a sweep that the thread loads at once."""
+_NO_READS = ReadCounts(0, 0, 0.0, 0.0)
+_NO_KEYS: Keys = np.empty(0, np.uint64)
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,63 +55,128 @@ class HintStats:
     keys: int = 0
     dropped: int = 0
     """Hints that arrived after their batches, for another pipeline, or beyond the memory for hints."""
-    merged: int = 0
-    """Hints that were loaded together with another rank's."""
 
 
-class ShardedHorizon:
-    """See `RowHorizon`. One group of this rank's batches; the owners' side is `HintedRows`."""
+class ShardedBatchAhead:
+    """See `BatchAhead`. Keeps the ids: their keys belong to other ranks."""
 
-    def __init__(self, rows: HintedRows, pipeline: _Pipeline, collector: KeyHorizon) -> None:
-        self._rows = rows
-        self._pipeline = pipeline
-        self._collector = collector
-        self._first = pipeline.collected
-        self._post: int | None = None
-        self._deadline = 0.0
+    def __init__(self, horizon: ShardedHorizon, ids: Keys, number: int) -> None:
+        self._horizon = horizon
+        self._ids = ids
+        self._number = number
 
-    def add(self, inputs: BagInputs) -> list[Slots]:
-        numbers = self._collector.add(inputs)
-        self._pipeline.collected += 1
-        return numbers
+    def restore(self) -> Keys:
+        return self._ids
 
     @property
-    def full(self) -> bool:
-        return self._collector.full
+    def to_visit(self) -> float:
+        return self._horizon.to_visit(self._number)
 
-    def seal(self) -> None:
-        self._collector.seal()
-        world = self._rows.world
-        keys, counts = self._collector.keys_by_owner(world)
-        by_owner = counts.reshape(world, -1)
-        ends = np.cumsum(by_owner.sum(1, dtype=np.int64))
-        parts = np.split(keys, ends[:-1])
-        self._post = self._rows.post(self._pipeline, self._first, by_owner, parts)
-        self._deadline = time.monotonic() + _SEND_SECONDS
-
-    def ids_of(self, numbers: Slots) -> Keys:
-        return self._collector.ids_of(numbers)
-
-    def load(self) -> bool:
-        """See `RowHorizon.load`: waits until this rank has loaded the hints it received, or cannot yet."""
-        assert self._post is not None
-        patient = self._rows.sends_in_time
-        if not self._rows.lane.wait_sent(self._post, _WAIT_SECONDS if patient else 0.0):
-            self._rows.sends_in_time = patient and time.monotonic() < self._deadline
-            return self._rows.sends_in_time
-        self._rows.sends_in_time = True
-        return not self._pipeline.wait_settled(_WAIT_SECONDS)
-
-    def release(self, batch: int) -> None:
-        """Nothing: `HintedRows.passed` releases rows, for batches of all ranks."""
-
-    def drop(self) -> bool:
-        return self._collector.drop()
+    def release(self) -> None:
+        self._horizon.forget(self._ids)
+        self._ids = _NO_KEYS
 
     @property
     def bytes(self) -> int:
-        """Memory of the keys, twice: as many keys arrive here as hints, if ranks have equal budgets."""
-        return 2 * self._collector.bytes
+        return self._ids.nbytes
+
+
+class ShardedHorizon:
+    """See `RowHorizon`. The batches of this rank; the owners' side is `HintedRows`."""
+
+    def __init__(self, rows: HintedRows, pipeline: _Pipeline) -> None:
+        self._rows = rows
+        self._pipeline = pipeline
+        self._lock = threading.Lock()
+        self._chunk: list[Keys] = []
+        """Ids of the batches that no hint was sent for."""
+        self._sent = pipeline.collected
+        """Number of the first of these batches."""
+        self._post = 0
+        self._deadline = 0.0
+        self._bytes = 0
+        self._dropped = False
+
+    def add(self, inputs: BagInputs, *, frozen: bool = False) -> ShardedBatchAhead:
+        lists = [source.ids for source in inputs.values()]
+        ids = lists[0] if len(lists) == 1 else np.concatenate([_NO_KEYS, *lists])
+        with self._lock:
+            if not frozen:
+                self._pipeline.collected += 1
+            number = self._pipeline.collected - 1
+            self._chunk.append(ids)
+            self._bytes += ids.nbytes
+        ahead = number + 1 - self._pipeline.passed_batches
+        if self._pipeline.collected - self._sent >= _CHUNK_SHARE * ahead and self._rows.lane.wait_sent(self._post, 0.0):
+            self._send()
+        return ShardedBatchAhead(self, ids, number)
+
+    def _send(self) -> None:
+        """Send the keys of the collected batches to their owners."""
+        with self._lock:
+            chunk, self._chunk = self._chunk, []
+            first, self._sent = self._sent, self._pipeline.collected
+            if chunk:
+                self._post = self._rows.post(self._pipeline, first, self._sent, np.concatenate(chunk))
+                self._deadline = time.monotonic() + _SEND_SECONDS
+
+    def forget(self, ids: Keys) -> None:
+        """Count the ids of a batch no longer."""
+        with self._lock:
+            self._bytes -= ids.nbytes
+
+    def to_visit(self, number: int) -> float:
+        """See `BatchAhead.to_visit`: of the rows that this rank owns; a batch whose hint was not sent is unknown."""
+        if number >= self._sent or not self._rows.lane.wait_sent(self._post, 0.0):
+            return 1.0 if self._rows.sends_in_time else 0.0
+        return self._pipeline.to_visit(number)
+
+    @property
+    def full(self) -> bool:
+        local = self._pipeline.local
+        return local is not None and local.full
+
+    def load(self, share: float = 1.0) -> None:
+        rows = self._rows
+        if self._chunk:
+            self._send()
+        patience = self._deadline - time.monotonic() if rows.sends_in_time else 0.0
+        rows.sends_in_time = rows.lane.wait_sent(self._post, max(0.0, patience))
+        local = self._pipeline.local
+        if rows.sends_in_time and local is not None:
+            local.load(share)
+
+    def drop(self) -> bool:
+        first, self._dropped = not self._dropped, True
+        return first
+
+    @property
+    def dropped(self) -> bool:
+        return self._dropped
+
+    @property
+    def position(self) -> float:
+        local = self._pipeline.local
+        return 0.0 if local is None else local.position
+
+    @property
+    def late_rows(self) -> int:
+        return self._pipeline.late_rows
+
+    @property
+    def rows_loaded(self) -> int:
+        local = self._pipeline.local
+        return 0 if local is None else local.rows_loaded
+
+    @property
+    def read_counts(self) -> ReadCounts:
+        local = self._pipeline.local
+        return _NO_READS if local is None else local.read_counts
+
+    @property
+    def bytes(self) -> int:
+        """See `RowHorizon.bytes`: ids of this rank's batches, and the keys of all ranks' hints."""
+        return self._bytes + self._pipeline.bytes
 
 
 class HintedRows:
@@ -114,26 +187,28 @@ class HintedRows:
         self.world = world
         self.stats = HintStats()
         self.sends_in_time = True
-        """False after a group waited for the lane in vain: the next ones do not wait."""
+        """False after a batch waited for the lane in vain: the next ones do not wait."""
         self._local = local
-        self._max_bytes = max_bytes // 2  # the other half is for own batches: see `ShardedHorizon.bytes`
+        self._max_bytes = max_bytes
         self._pipelines: dict[bool, _Pipeline] = {}
         self._lock = threading.Lock()
         self._begun = {True: 0, False: 0}  # number of the last pipeline, by training
-        self._early: list[tuple[int, Hint]] = []  # for a pipeline that this rank has not opened yet
+        self._early: list[Hint] = []  # for a pipeline that this rank has not opened yet
         self._channel = lane.subscribe(self)
 
     def horizon(self, *, training: bool) -> ShardedHorizon:
-        """Begin to collect a group of coming batches."""
-        return ShardedHorizon(self, self._pipelines[training], self._local.horizon(training=training))
+        """Begin to collect coming batches."""
+        return ShardedHorizon(self, self._pipelines[training])
 
-    def post(self, pipeline: _Pipeline, first: int, counts: Slots, keys: Sequence[Keys]) -> int:
-        """Send the keys of a group to their owners. Both sequences are by owner."""
-        hints = [
-            Hint(self._channel, pipeline.training, pipeline.number, first, counts[rank], keys[rank])
-            for rank in range(self.world)
-        ]
-        return self.lane.post(hints)
+    def post(self, pipeline: _Pipeline, first: int, end: int, ids: Keys) -> int:
+        """Send the keys of batches to their owners."""
+        keys = WorkingSet.of(ids).keys
+        owners = owner_of(keys, self.world).astype(np.uint16)
+        ordered = keys[np.argsort(owners, kind="stable")]  # radix sort
+        parts = np.split(ordered, np.cumsum(np.bincount(owners, minlength=self.world))[:-1])
+        return self.lane.post(
+            [Hint(self._channel, pipeline.training, pipeline.number, first, end, part) for part in parts]
+        )
 
     def passed(self, batches: int, *, training: bool) -> None:
         """Release rows: this many further batches of all ranks are pinned or copied."""
@@ -144,15 +219,15 @@ class HintedRows:
     # ---- HintReceiver
 
     def begin(self, training: bool, pipeline: int) -> None:
-        made = _Pipeline(self._local, training, pipeline, self.world, self._max_bytes, self.stats)
+        made = _Pipeline(self._local, training, pipeline, self._max_bytes)
         with self._lock:
             before = self._pipelines.get(training)
             self._pipelines[training], self._begun[training] = made, pipeline
             early, self._early = self._early, []
         if before is not None:
             before.close()
-        for rank, hint in early:
-            self.receive(rank, hint)
+        for hint in early:
+            self.receive(hint)
 
     def end(self, training: bool) -> None:
         with self._lock:
@@ -160,208 +235,138 @@ class HintedRows:
         if pipeline is not None:
             pipeline.close()
 
-    def receive(self, rank: int, hint: Hint) -> None:
+    def receive(self, hint: Hint) -> None:
         self.stats.received += 1
         self.stats.keys += len(hint.keys)
         with self._lock:
             pipeline = self._pipelines.get(hint.training)
-            held = sum(8 * len(other.keys) for _, other in self._early)
+            held = sum(other.keys.nbytes for other in self._early)
             if hint.pipeline > self._begun[hint.training] and held < self._max_bytes:
-                self._early.append((rank, hint))
+                self._early.append(hint)
                 return
-        if pipeline is None or pipeline.number != hint.pipeline or not pipeline.receive(rank, hint):
+        if pipeline is None or pipeline.number != hint.pipeline or not pipeline.receive(hint):
             self.stats.dropped += 1
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Loaded:
-    """Hints whose rows are loaded together."""
+class _Hinted(NamedTuple):
+    """A hint in the local horizon."""
 
-    horizon: KeyHorizon
     first: int
-    """Number of the first batch in the pipeline."""
     end: int
-    loading: bool = True
-
-    def release(self, passed: int) -> None:
-        """Unpin the rows whose last use was before batch `passed`. Not while rows are loaded: it would end that."""
-        if not self.loading and passed > self.first:
-            self.horizon.release(passed - 1 - self.first)
+    rows: BatchAhead
 
 
 class _Pipeline:
-    """The hints that one rank has for one table and pipeline, and the thread that loads them."""
+    """The hints that one rank has for one table and pipeline."""
 
-    def __init__(
-        self, local: ShardBackend, training: bool, number: int, world: int, max_bytes: int, stats: HintStats
-    ) -> None:
+    def __init__(self, local: ShardBackend, training: bool, number: int, max_bytes: int) -> None:
         self.training = training
         self.number = number
         self.collected = 0
-        """Batches that this rank has added to its groups."""
-        self._local = local
+        """Batches that this rank has added to its horizon."""
+        self.passed_batches = 0
+        """Batches of all ranks that were pinned or copied."""
+        self.local: KeyHorizon | None = None
+        """The keys of all ranks' hints; None: there was none yet."""
+        self._backend = local
         self._max_bytes = max_bytes
-        self._stats = stats
+        self._late_before = _late_rows(local)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._pending: list[tuple[int, Hint]] = []
-        self._arrived = 0.0  # time of the oldest pending hint
-        self._covered = [0] * world  # per rank: end of the batches that its hints cover
-        self._live: list[_Loaded] = []
-        self._passed = 0
-        self._loading = self._blocked = self._closed = False
+        self._hints: list[_Hinted] = []
+        self._closed = False
         self._thread: threading.Thread | None = None
 
     # ---- lane and stages
 
-    def receive(self, rank: int, hint: Hint) -> bool:
-        """Queue a hint. Return False if it is of no use any more or there is no memory for it."""
+    def receive(self, hint: Hint) -> bool:
+        """Add a hint. Return False if it is of no use any more or there is no memory for it."""
         with self._lock:
-            held = sum(8 * len(other.keys) for _, other in self._pending)
-            held += sum(loaded.horizon.bytes for loaded in self._live)
-            if self._closed or hint.end <= self._passed or held + 8 * len(hint.keys) > self._max_bytes:
+            fits = not self._hints or self.bytes + _KEY_BYTES * len(hint.keys) <= self._max_bytes
+            if self._closed or hint.end <= self.passed_batches or not fits:
                 return False
-            if not self._pending:
-                self._arrived = time.monotonic()
-            self._pending.append((rank, hint))
-            if not hint.more:
-                self._covered[rank] = max(self._covered[rank], hint.end)
+            if self.local is None or self.local.dropped:
+                self._release(self._hints)
+                self.local = self._backend.horizon(training=self.training)
+            self._hints.append(_Hinted(hint.first, hint.end, self.local.add_keys(hint.keys)))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="thermocline-hint-load", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-            return True
+        return True
 
     def passed(self, batches: int) -> None:
-        """Count batches that all ranks have passed, and release their rows."""
+        """Count batches that all ranks have passed, and release the rows of their hints."""
         with self._lock:
-            self._passed += batches
-            passed, live = self._passed, list(self._live)
+            self.passed_batches += batches
+            self._release([hint for hint in self._hints if hint.end <= self.passed_batches])
             self._changed.notify_all()
-        for loaded in live:
-            loaded.release(passed)
-        self._remove_ended()
 
-    def wait_settled(self, seconds: float) -> bool:
-        """Wait until all hints are loaded, or none can be loaded before a batch passes. Return whether that is so."""
+    def _release(self, hints: Sequence[_Hinted]) -> None:
+        for hint in hints:
+            hint.rows.release()
+        self._hints = [hint for hint in self._hints if hint not in hints]
+
+    def to_visit(self, number: int) -> float:
+        """The part of a sweep that is left until the rows of all hints up to batch `number` were visited."""
         with self._lock:
-            if not self._settled:
-                self._changed.wait(seconds)
-            return self._settled
+            return max((hint.rows.to_visit for hint in self._hints if hint.first <= number), default=0.0)
 
     @property
-    def _settled(self) -> bool:
-        return self._closed or self._blocked or not (self._pending or self._loading)
+    def bytes(self) -> int:
+        return 0 if self.local is None else self.local.bytes
+
+    @property
+    def late_rows(self) -> int:
+        return _late_rows(self._backend) - self._late_before
 
     def close(self) -> None:
         """Drop all hints, unpin their rows and join the thread."""
         with self._lock:
             self._closed = True
-            live, self._live, self._pending = self._live, [], []
+            local, hints = self.local, self._hints
             self._changed.notify_all()
-        for loaded in live:
-            loaded.horizon.drop()  # ends a load in progress
+        if local is not None:
+            local.drop()
         if self._thread is not None:
             self._thread.join()
+        self._release(hints)
 
     # ---- thread
 
     def _run(self) -> None:
-        while (hints := self._next_hints()) is not None:
-            try:
-                loaded = self._merge(hints)
-                if loaded is not None:
-                    self._load(loaded)
-            except ThermoclineError:  # raised again by the pull of the batch, unless the table was reopened meanwhile
-                pass
+        while (local := self._next()) is not None:
+            before, position = self.passed_batches, local.position
+            # An error is raised again by the pull of the batch, unless the table was reopened meanwhile.
+            with contextlib.suppress(ThermoclineError):
+                local.load(_PART)
             with self._lock:
-                self._loading = False
-                self._changed.notify_all()
-            self._remove_ended()
+                if local.position == position and self.passed_batches == before and not self._closed:
+                    self._changed.wait()  # no memory, or nothing to load
 
-    def _next_hints(self) -> list[Hint] | None:
-        """Wait for hints and remove those to be loaded together, as many as fit. None: closed."""
+    def _next(self) -> KeyHorizon | None:
+        """Wait until rows have to be loaded by this thread. None: closed."""
         with self._lock:
-            while not self._closed and not self._is_ready():
-                self._changed.wait(_MERGE_SECONDS if self._pending else None)
-            if self._closed:
-                return None
-            self._loading = True
-            self._pending.sort(key=lambda item: item[1].first)
-            ranks: set[int] = set()
-            taken: list[Hint] = []
-            room = self._rows_at_once()
-            while self._pending and (not taken or len(self._pending[0][1].keys) <= room):
-                rank, hint = self._pending.pop(0)
-                room -= len(hint.keys)
-                ranks.add(rank)
-                taken.append(hint)
-            self._stats.merged += len(taken) if len(ranks) > 1 else 0
-            return taken
-
-    def _is_ready(self) -> bool:
-        """Whether every rank has sent its hints for the pending batches, or has had the time to."""
-        if not self._pending:
-            return False
-        end = max(hint.end for _, hint in self._pending)
-        return min(self._covered) >= end or time.monotonic() - self._arrived >= _MERGE_SECONDS
-
-    def _rows_at_once(self) -> int:
-        dram = self._local.tiers.dram
-        return 0 if dram is None else int(_ROWS_SHARE * dram.capacity)
-
-    def _merge(self, hints: list[Hint]) -> _Loaded | None:
-        """Collect the keys of hints, by last use. None: all batches have passed."""
-        first = max(min(hint.first for hint in hints), self._passed)
-        end = max(hint.end for hint in hints)
-        if first >= end:
-            return None
-        horizon = self._local.horizon(training=self.training)
-        parts = [(hint, np.split(hint.keys, np.cumsum(hint.counts, dtype=np.int64)[:-1])) for hint in hints]
-        for batch in range(first, end):
-            keys = [keys[batch - hint.first] for hint, keys in parts if hint.first <= batch < hint.end]
-            horizon.add_keys(np.concatenate([_NO_KEYS, *keys]))
-        horizon.seal()
-        loaded = _Loaded(horizon, first, end)
-        with self._lock:
-            if self._closed:
-                return None
-            self._live.append(loaded)
-        return loaded
-
-    def _load(self, loaded: _Loaded) -> None:
-        """Load the rows part by part, as earlier hints release theirs."""
-        try:
-            while not self._closed:
-                before = self._passed
-                try:
-                    if not loaded.horizon.load():
-                        return
-                except BudgetError:
-                    if not self._wait_for_memory(loaded, before):
-                        return
-        finally:
-            with self._lock:
-                loaded.loading = False
-                passed = self._passed
-            loaded.release(passed)
-
-    def _wait_for_memory(self, loaded: _Loaded, before: int) -> bool:
-        """Wait until a batch passes. False: only these rows are left, and some of their batches have passed."""
-        with self._lock:
-            self._blocked = True
-            self._changed.notify_all()
-            while self._passed == before and not self._closed:
+            while not self._closed and not (self.collected <= self.passed_batches and self._is_due()):
                 self._changed.wait()
-            self._blocked = False
-            return not self._closed and (len(self._live) > 1 or self._passed <= loaded.first)
+            return None if self._closed else self.local
 
-    def _remove_ended(self) -> None:
-        with self._lock:
-            ended = [loaded for loaded in self._live if not loaded.loading and loaded.end <= self._passed]
-            self._live = [loaded for loaded in self._live if loaded not in ended]
-        for loaded in ended:
-            loaded.horizon.drop()
+    def _is_due(self) -> bool:
+        """Whether the sweep has to go on, so that the next batch is loaded in time: as `LookAhead` decides."""
+        left = [hint for hint in self._hints if hint.rows.to_visit > 0]
+        if not left:
+            return False
+        next_hint = min(left)
+        ahead = max(hint.end for hint in self._hints) - self.passed_batches
+        return next_hint.first - self.passed_batches <= (0.75 * next_hint.rows.to_visit + 0.25) * ahead
 
 
-_NO_KEYS: Keys = np.empty(0, np.uint64)
+def _late_rows(local: ShardBackend) -> int:
+    """Rows that a pull had to read or create itself, so far."""
+    tiers = local.tiers
+    if tiers.hbm is not None:
+        return tiers.hbm.stats().from_ssd
+    if tiers.dram is None:
+        return 0
+    stats = tiers.dram.stats()
+    return stats.misses - stats.loaded_ahead

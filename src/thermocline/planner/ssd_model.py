@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 KEY_BYTES = 8
 _MAX_BRIDGED_PAGES = 15
 """Largest gap that the SSD store reads instead of issuing another request, in pages."""
-_ID_BYTES = 4
-"""Per id of a batch in flight: the number of its key."""
-_AHEAD_KEY_BYTES = 30
-"""Per unique key of the look-ahead: key, last use, hash table, growth of the arrays."""
-_SWEEP_SHARE = 1 / 2
+_SCRATCH_ID_BYTES = 57
+"""Per id of one batch: working memory of its deduplication (25), and restored ids of four batches."""
+_AHEAD_KEY_BYTES = 36
+"""Per unique key of the look-ahead: key, slot, uses, hash table, growth of the arrays."""
+_SWEEP_SHARE = 3 / 4
 """Batches whose rows are read together, as a share of the batches ahead."""
 _ROWS_SHARE = 3 / 4
 """Share of the DRAM tier that the rows of the look-ahead may fill."""
@@ -107,16 +107,19 @@ def plan_lookahead(work: Workload, cluster: Cluster, disk: Disk) -> LookAheadPla
     if limits is None or missing_rows(work, cluster, 1) == 0:
         return None
     unique = work.key_distribution.unique_keys
-    # Over ranks, hints of the others arrive for as many keys (`ShardedHorizon.bytes`).
-    key_bytes = _AHEAD_KEY_BYTES * (2 if cluster.world > 1 else 1)
+    scratch = _SCRATCH_ID_BYTES * work.batch * work.key_distribution.ids_per_example
 
     def bytes_of(batches: float) -> float:
-        return batches * _batch_bytes(work) + unique(work.batch * batches) * key_bytes
+        # A rank has the keys that it owns of all ranks' batches.
+        keys = unique(work.batch * cluster.world * batches) / cluster.world
+        return batches * _batch_bytes(work, cluster.world) + keys * _AHEAD_KEY_BYTES + scratch
 
     most = {
         "bytes": _largest(lambda batches: bytes_of(batches) <= limits.bytes),
         "rows": _largest(
-            lambda batches: unique(work.batch * batches) <= _ROWS_SHARE * cluster.mem_rows / cluster.ranks
+            lambda batches: (
+                unique(work.batch * cluster.world * batches) / cluster.nodes <= _ROWS_SHARE * cluster.mem_rows
+            )
         ),
         "batches": _MOST_BATCHES if limits.batches is None else limits.batches,
     }
@@ -138,11 +141,15 @@ def plan_lookahead(work: Workload, cluster: Cluster, disk: Disk) -> LookAheadPla
     )
 
 
-def _batch_bytes(work: Workload) -> float:
-    """Bytes of a batch in flight: ids, offsets unless every bag has one id, dense features, labels."""
-    ids = work.key_distribution.ids_per_example
+def _batch_bytes(work: Workload, world: int) -> float:
+    """Bytes of a batch in flight: ids, offsets unless every bag has one id, dense features, labels.
+
+    Of one rank, 4 bytes per id and per unique key; over ranks, ids, and as many unique keys as a rank receives.
+    """
+    ids, unique = work.key_distribution.ids_per_example, work.key_distribution.unique_keys(work.batch)
     offsets = 0.0 if ids == work.fields else 8.0 * work.fields
-    return work.batch * (_ID_BYTES * ids + offsets + 4 * work.dense_features + 4)
+    keys = 4 * work.batch * ids if world == 1 else 8 * work.batch * ids + 4 * unique
+    return keys + 4 * unique + work.batch * (offsets + 4 * work.dense_features + 4)
 
 
 def _largest(fits: Callable[[float], bool]) -> int:

@@ -32,7 +32,7 @@ from thermocline.kernels.random import table_mix
 from thermocline.kernels.segments import Segments, find_segments
 from thermocline.kernels.update import apply_gradients, sum_gradients, update_rows
 from thermocline.kernels.weight_gradient import weight_gradient
-from thermocline.tiers.dram_horizon import DramHorizon
+from thermocline.tiers.dram_horizon import DramBatchAhead, DramHorizon
 from thermocline.tiers.hbm import HbmPins, HbmTier
 from thermocline.tiers.hbm_plan import HbmBag, HbmBatchPlan, HbmWindow
 from thermocline.tiers.host_rows import HostRows
@@ -71,11 +71,11 @@ class HbmBackend:
         return self.spec.lookahead
 
     def horizon(self, *, training: bool) -> DramHorizon:
-        return self.host.horizon(training=training)
+        return DramHorizon(self.host, training=training, above=self.hbm)
 
-    def stage(self, inputs: Sequence[BagInputs]) -> HbmWindow:
+    def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[DramBatchAhead] = ()) -> HbmWindow:
         ids = self.hbm.stage([source.ids for batch in inputs for source in batch.values()])
-        return HbmWindow(list(inputs), ids)
+        return HbmWindow(list(inputs), ids, ahead=ahead)
 
     def exchange(self, window: HbmWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
         """Nothing: this process has all rows."""
@@ -93,6 +93,7 @@ class HbmBackend:
     def load(self, window: HbmWindow) -> None:
         assert window.pins is not None
         self.hbm.load(window.pins)
+        window.release_ahead()
 
     def _plan(self, inputs: Sequence[BagInputs], slots: torch.Tensor, pins: HbmPins) -> list[HbmBatchPlan]:
         """Plan batches, given the slot of every id of all batches in order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from thermocline.embedding.batch_plan import BagInputs, BagSpec
 from thermocline.kernels.segments import Segments
 from thermocline.tiers.dram import DramTier
+from thermocline.tiers.dram_horizon import DramBatchAhead
 from thermocline.tiers.hbm import HbmPins, StagedIds
 
 
@@ -94,8 +96,16 @@ class HbmWindow:
     ids: StagedIds | None
     """Ids of all batches on the device, until they are pinned."""
     pins: HbmPins | None = None
+    ahead: Sequence[DramBatchAhead] = ()
+    """The batches of a look-ahead: their rows stay in DRAM until they were copied."""
 
     def release(self) -> None:
         pins, self.pins = self.pins, None
         if pins is not None:
             pins.release()
+        self.release_ahead()
+
+    def release_ahead(self) -> None:
+        ahead, self.ahead = self.ahead, ()
+        for batch in ahead:
+            batch.release()
