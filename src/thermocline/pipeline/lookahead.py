@@ -170,6 +170,7 @@ class LookAhead:
         self._offsets: Offsets | None = None
         self._loaded = 0  # batches that the look-ahead has passed on
         self._releases = 0
+        self._rows_before = 0  # that horizons of the tables had loaded when they were last counted
         self._sweep = 0  # number of the present sweep
         self._begun = 0  # batches collected when it began
         self._cost = 0.0  # of its reads, in microseconds
@@ -262,6 +263,7 @@ class LookAhead:
     def _add(self, batch: Batch) -> AheadItem:
         if any(horizon.dropped for horizon in self._horizons.values()) or not self._horizons:
             self._horizons = {table: table.backend.horizon(training=self._training) for table in self._tables}
+            self._rows_before = sum(horizon.rows_loaded for horizon in self._horizons.values())
         before, start = self._bytes(), time.perf_counter()
         self._most_ids = max(self._most_ids, len(batch.ids))
         item = AheadItem(batch, self._horizons, training=self._training)
@@ -325,7 +327,6 @@ class LookAhead:
         releases, start = self._releases, time.perf_counter()
         horizons = list(item.horizons.values())
         before = [horizon.read_counts for horizon in horizons]
-        rows = sum(horizon.rows_loaded for horizon in horizons)
         try:
             position = sum(horizon.position for horizon in horizons)
             for horizon in horizons:
@@ -336,7 +337,8 @@ class LookAhead:
             return False
         finally:
             self.stats.load_seconds += time.perf_counter() - start
-        self.stats.rows_loaded += max(0, sum(horizon.rows_loaded for horizon in horizons) - rows)
+        rows, self._rows_before = self._rows_before, sum(horizon.rows_loaded for horizon in horizons)
+        self.stats.rows_loaded += max(0, self._rows_before - rows)
         self._count_reads(horizons, before)
         return sum(horizon.position for horizon in horizons) > position or item.to_visit == 0
 
