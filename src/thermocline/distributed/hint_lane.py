@@ -30,7 +30,7 @@ import torch
 
 from thermocline.arrays import Keys
 from thermocline.distributed.communicator import Communicator, GroupName
-from thermocline.errors import RankError
+from thermocline.errors import RankError, ThermoclineError
 
 _INTERVAL = 0.01
 """Seconds after which a rank without hints joins the next round."""
@@ -67,9 +67,10 @@ class Hint(NamedTuple):
 def decode(words: Keys) -> Iterator[Hint]:
     """Yield copies of the hints of one rank's message."""
     while len(words):
-        channel, training, pipeline, first, end, count = words[:_HEADER].tolist()
+        count = int(words[_HEADER - 1]) if len(words) >= _HEADER else 0
         if len(words) < _HEADER + count:
             raise RankError("a hint of another rank is longer than its message: ranks run different versions")
+        channel, training, pipeline, first, end = words[: _HEADER - 1].tolist()
         yield Hint(channel, bool(training), pipeline, first, end, words[_HEADER : _HEADER + count].copy())
         words = words[_HEADER + count :]
 
@@ -99,8 +100,9 @@ class HintLane:
         self._channels = 0
         self._pipelines = {True: 0, False: 0}  # opened so far, by training
         self._open: set[bool] = set()
-        self._outbox: collections.deque[tuple[int, Hint]] = collections.deque()
-        self._posted = self._sent = 0
+        self._outbox: collections.deque[tuple[int, Hint | int]] = collections.deque()
+        """(rank, hint), and (-1, number) after the hints of a post."""
+        self._posted = self._sent = 0  # numbers of posts
         self._paused = True
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="thermocline-hints", daemon=True)
@@ -130,7 +132,9 @@ class HintLane:
         """Drop all hints of the pipeline. Waits shortly for the lane to pause if no other pipeline is open."""
         with self._lock:
             self._open.discard(training)
-            self._outbox = collections.deque((rank, hint) for rank, hint in self._outbox if hint.training != training)
+            self._outbox = collections.deque(
+                item for item in self._outbox if isinstance(item[1], int) or item[1].training != training
+            )
             receivers = list(self._receivers.values())
         for receiver in receivers:
             receiver.end(training)
@@ -147,7 +151,7 @@ class HintLane:
             if not self._ended:
                 self._outbox.extend((rank, hint) for rank, hint in enumerate(hints) if len(hint.keys))
                 self._posted += 1
-                self._outbox.append((-1, hints[0]))  # marks the end of this post
+                self._outbox.append((-1, self._posted))
                 self._changed.notify_all()
             return self._posted
 
@@ -169,16 +173,18 @@ class HintLane:
     # ---- thread
 
     def _run(self) -> None:
-        # A communicator that was closed, or a rank that has exited: training reports it.
-        with contextlib.suppress(RankError):
-            while self._wait_for_round():
-                self._round()
-        if self._comm.shm is not None:
-            self._comm.shm.close()  # the other ranks' lanes end too
-        with self._lock:
-            self._ended = True
-            self._outbox.clear()
-            self._changed.notify_all()
+        try:
+            # A communicator that was closed, or a rank that has exited: training reports it.
+            with contextlib.suppress(RankError):
+                while self._wait_for_round():
+                    self._round()
+        finally:
+            if self._comm.shm is not None:
+                self._comm.shm.close()  # the other ranks' lanes end too
+            with self._lock:
+                self._ended = True
+                self._outbox.clear()
+                self._changed.notify_all()
 
     def _wait_for_round(self) -> bool:
         """Return whether another round follows."""
@@ -191,7 +197,7 @@ class HintLane:
             return not self._ended
 
     def _round(self) -> None:
-        hints, posts, is_open = self._take()
+        hints, sent, is_open = self._take()
         words: list[list[Keys]] = [[np.array([is_open], np.uint64)] for _ in range(self._comm.topology.world)]
         for rank, hint in hints:
             words[rank] += hint.encode()
@@ -206,28 +212,30 @@ class HintLane:
             for hint in decode(content[1:]):
                 self._deliver(hint)
         with self._lock:
-            self._sent += posts
+            self._sent = max(self._sent, sent)
             self._paused = not any_open
             self._changed.notify_all()
 
     def _take(self) -> tuple[list[tuple[int, Hint]], int, bool]:
-        """Remove the hints of the next round from the outbox. Return them, the posts completed, and the flag."""
-        hints, posts, left = [], 0, _ROUND_KEYS
+        """Remove the hints of the next round from the outbox. Return them, the last post completed, and the flag."""
+        hints: list[tuple[int, Hint]] = []
+        sent, left = 0, _ROUND_KEYS
         with self._lock:
             is_open = bool(self._open)
             while self._outbox and left > 0:
                 rank, hint = self._outbox.popleft()
-                if rank < 0:
-                    posts += 1
+                if isinstance(hint, int):
+                    sent = hint
                     continue
                 if len(hint.keys) > left:
                     hint, rest = hint.split(left)
                     self._outbox.appendleft((rank, rest))
                 hints.append((rank, hint))
                 left -= len(hint.keys)
-        return hints, posts, is_open
+        return hints, sent, is_open
 
     def _deliver(self, hint: Hint) -> None:
         receiver = self._receivers.get(hint.channel)
         if receiver is not None:
-            receiver.receive(hint)
+            with contextlib.suppress(ThermoclineError):  # the table is being closed or reopened
+                receiver.receive(hint)
