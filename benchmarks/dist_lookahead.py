@@ -108,14 +108,15 @@ def main() -> None:
     parser.add_argument("--json", help="write the results to this file")
     parser.add_argument("--quick", action="store_true", help="few steps and keys")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--keys", type=int, default=8_000_000)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--keys", type=int, default=24_000_000)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--threads", type=int, default=2, help="of each rank")
     parser.add_argument("--folder", help="where the stores are; default: a temporary folder")
     options = parser.parse_args()
-    keys, batch, warm, steps = (options.keys, 1024, options.steps // 2, options.steps)
+    keys, batch, warm, steps = (options.keys, options.batch, options.steps // 2, options.steps)
     if options.quick:
-        keys, batch, warm, steps = 200_000, 128, 20, 40
+        keys, batch, warm, steps = 200_000, 32, 20, 40
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         nodes = (tuple(range(options.ranks)),)
         results = run_ranks(nodes, measure, f"{folder}/rows", keys, batch, warm, steps, options.threads, seconds=500)
