@@ -99,10 +99,19 @@ Horizon::Horizon(DramTier& tier, bool training)
 
 // ---- add
 
-// Working memory of add(): arrays of n elements. A partition uses its own range of each.
+// Working memory of add(): arrays of n elements, kept between calls. A partition uses its own range of each.
 struct Horizon::Scratch {
   explicit Scratch(size_t n)
-      : keys(n), pos(n), local(n), unique(n), count(n), part(n), begin(kMaxPartitions + 1), uniques(kMaxPartitions) {}
+      : capacity(n),
+        keys(n),
+        pos(n),
+        local(n),
+        unique(n),
+        count(n),
+        part(n),
+        begin(kMaxPartitions + 1),
+        uniques(kMaxPartitions) {}
+  const size_t capacity;
   Recycled<uint64_t> keys;    // ids, grouped by partition
   Recycled<uint32_t> pos;     // their positions in the batch
   Recycled<uint32_t> local;   // their index in `unique`, from the begin of the partition
@@ -116,7 +125,11 @@ std::unique_ptr<HorizonBatch> Horizon::add(const uint64_t* ids, size_t n) {
   if (n >= kFirst) throw Error("look-ahead: a batch has " + std::to_string(n) + " ids; the maximum is 2^31 - 1");
   std::unique_ptr<HorizonBatch> batch(new HorizonBatch(*this, n));
   batch->released_ = true;  // until its keys are counted
-  Scratch s(n);
+  if (!scratch_ || scratch_->capacity < n) {
+    scratch_.reset();  // first, so that both never exist at once
+    scratch_ = std::make_unique<Scratch>(n + n / 8);
+  }
+  Scratch& s = *scratch_;
   scatter(ids, n, s);
   for (uint32_t p = 0; p < count_; ++p) {
     if (partitions_[p].live() + (s.begin[p + 1] - s.begin[p]) > HorizonPartition::kMaxKeys) {
@@ -185,6 +198,7 @@ void Horizon::number(uint32_t p, Scratch& s, HorizonBatch& batch) {
       const uint32_t m = std::min<uint32_t>(kHashBlock, n - b);
       kernels().hash_keys(keys + b, m, hashes);
       for (uint32_t i = 0; i < std::min<uint32_t>(m, kBucketAhead); ++i) partition.prefetch_bucket(hashes[i]);
+      for (uint32_t i = 0; i < std::min<uint32_t>(m, kEntryAhead); ++i) partition.prefetch_entry(hashes[i]);
       for (uint32_t i = 0; i < m; ++i) {
         if (i + kBucketAhead < m) partition.prefetch_bucket(hashes[i + kBucketAhead]);
         if (i + kEntryAhead < m) partition.prefetch_entry(hashes[i + kEntryAhead]);

@@ -84,7 +84,7 @@ class HorizonBatch {
 class Horizon {
  public:
   static constexpr uint32_t kMaxPartitions = 256;
-  static constexpr size_t kScratchBytes = 25;  // per id of a batch, while it is added
+  static constexpr size_t kScratchBytes = 29;  // per id of the largest batch: working memory of add()
 
   // `tier` must outlive the horizon. `training`: the batches will pull their rows; else they will read() them.
   explicit Horizon(DramTier& tier, bool training = true);
@@ -100,7 +100,7 @@ class Horizon {
   // the tier cannot hold them beside the rows pinned already: call next_part() again after rows were released. After
   // another error the rows of the part are left to the batches that need them.
   void load_part(const uint8_t* skip = nullptr);
-  // next_part() and load_part(). Returns whether keys are left.
+  // next_part() and load_part(). Returns whether the part had keys.
   bool load(size_t max);
   // Unpins all rows that no taken batch uses, and loads no more.
   void drop();
@@ -134,6 +134,7 @@ class Horizon {
   const uint32_t count_;  // of partitions: a power of two, and a multiple of HorizonBatch::kRanges
   const int shift_;       // of a hash: its partition
   std::unique_ptr<HorizonPartition[]> partitions_;
+  std::unique_ptr<Scratch> scratch_;  // of the adding thread
 
   // The sweep. Vectors: used by the loading thread only.
   std::atomic<uint64_t> position_{0};  // partitions loaded so far: number position_ % count_ is the next one

@@ -53,21 +53,28 @@ class HorizonPartition {
   }
   void prefetch_entry(uint64_t hash) const {
     if (table_.empty()) return;
-    const uint32_t value = table_[bucket(hash)];
-    if (value < kTomb) __builtin_prefetch(&entry(value & kIndex), 1);
+    const uint32_t tag = tag_of(hash);
+    size_t at = bucket(hash);
+    for (uint32_t value; (value = table_[at]) != kEmpty; at = after(at)) {
+      if (value >> 24 == tag && value != kTomb) return __builtin_prefetch(&entry(value & kIndex), 1);
+    }
   }
 
   // A new key is kPending, with uses == 0.
   uint32_t find_or_insert(uint64_t key, uint64_t hash) {
     if (4 * (filled_ + 1) > 3 * table_.size()) rehash();
     const uint32_t tag = tag_of(hash);
-    size_t at = bucket(hash);
+    size_t at = bucket(hash), tomb = table_.size();
     for (uint32_t value; (value = table_[at]) != kEmpty; at = after(at)) {
-      if (value >> 24 == tag && value != kTomb && entry(value & kIndex).key == key) return value & kIndex;
+      if (value == kTomb) {
+        if (tomb == table_.size()) tomb = at;
+      } else if (value >> 24 == tag && entry(value & kIndex).key == key) {
+        return value & kIndex;
+      }
     }
     const uint32_t index = new_index();
-    table_[at] = tag << 24 | index;
-    ++filled_;
+    filled_ += tomb == table_.size();
+    table_[tomb == table_.size() ? at : tomb] = tag << 24 | index;
     HorizonEntry& e = entry(index);
     e = {key, HorizonEntry::kPending, 0, ~uint32_t{0}, kNone};
     pending.push_back(index);

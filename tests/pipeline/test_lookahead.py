@@ -91,22 +91,32 @@ def test_rows_of_many_batches_take_fewer_reads(tmp_path: Path) -> None:
     assert reads[16] < 0.6 * reads[0]
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_rows_of_large_batches_are_not_late(depth: int, tmp_path: Path) -> None:
+    """A batch fills a fourth of DRAM: the sweep takes several parts for one of its partitions."""
+    table = make_table(tmp_path / "a", rows=3000, lookahead=64)
+    ahead = train(table, batches(40, keys=20_000, ids=table.dram.capacity // 4), depth=depth).lookahead
+    assert ahead is not None
+    assert (ahead.late_rows, ahead.loads_cut_short) == (0, 0)
+    assert table.dram.stats().loaded_ahead == table.dram.stats().misses
+
+
 def test_dropped_delayed_and_partial_hints_do_not_change_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, load, calls = batches(120), DramHorizon.load, itertools.count()
     expected = make_table(None, rows=0)
     train(expected, data)
 
-    def unreliable(self: DramHorizon, share: float) -> None:
+    def unreliable(self: DramHorizon, share: float) -> bool:
         number = next(calls)
         if number % 3 == 0:
-            return  # this hint is not used
+            return False  # this hint is not used
         if number % 5 == 0:
             time.sleep(0.005)
         if number % 7 == 0:
             self.drop()
         if number % 11 == 0:
             raise tc.BudgetError("no memory for this part")
-        load(self, share)
+        return load(self, share)
 
     monkeypatch.setattr(DramHorizon, "load", unreliable)
     for depth, rows in itertools.product((1, 3), (300, 1500)):
@@ -279,10 +289,10 @@ def test_reopening_the_table_while_groups_are_loaded(tmp_path: Path, monkeypatch
     """Groups collected before `reopen` belong to the closed store. Their batches are pulled from the new one."""
     load, reopened = DramHorizon.load, threading.Event()
 
-    def late(self: DramHorizon, share: float) -> None:
+    def late(self: DramHorizon, share: float) -> bool:
         if threading.current_thread().name == "thermocline-look-ahead" and table.step_count > 0:
             reopened.wait(20)
-        load(self, share)
+        return load(self, share)
 
     data = batches(60)
     table = make_table(tmp_path / "a", rows=1500)
@@ -321,10 +331,10 @@ def test_dropped_on_a_thread_of_the_look_ahead(thread: str, tmp_path: Path, monk
                 drop()
             yield batch
 
-    def dropping(self: DramHorizon, share: float) -> None:
+    def dropping(self: DramHorizon, share: float) -> bool:
         if thread == "look-ahead" and not dropped.is_set():
             drop()
-        load(self, share)
+        return load(self, share)
 
     monkeypatch.setattr(DramHorizon, "load", dropping)
     table = make_table(tmp_path / "a", rows=1500)

@@ -113,9 +113,10 @@ class RowHorizon(Protocol):
     def full(self) -> bool:
         """Whether no further batch should be added: the rows reach the share of memory that they may pin."""
 
-    def load(self, share: float = 1.0) -> None:
+    def load(self, share: float = 1.0) -> bool:
         """Visit up to this share of the sweep: load and pin the rows of new keys. Blocks on SSD reads.
 
+        Return False if nothing was visited.
         Raises `BudgetError`, and changes nothing, if the rows do not fit beside those pinned already.
         """
 

@@ -94,7 +94,7 @@ class DramHorizon:
         self._above_from_ssd = 0 if above is None else above.stats().from_ssd
         self._dedup = training and above is None
         self._loading = threading.Lock()  # held while a part is loaded
-        self._part = max(1, min(_PART_KEYS, dram.capacity // 32))
+        self._part = max(1, min(_PART_KEYS, dram.capacity // 16))
         self._most_ids = 0  # of a batch
         self._dropped = False
         hints, number = dram.hints, id(self)
@@ -118,17 +118,19 @@ class DramHorizon:
     def dropped(self) -> bool:
         return self._dropped or self._host.dram is not self._dram
 
-    def load(self, share: float = 1.0) -> None:
+    def load(self, share: float = 1.0) -> bool:
         with self._loading:
+            before = self._core.position
             keys = self._core.next_part(self._part, max(1, math.ceil(share * self._core.partitions)))
             if len(keys) == 0:
-                return
+                return self._core.position > before
             pinned, capacity = self._dram.stats().pinned, self._dram.capacity
             if pinned + len(keys) > capacity * _PINNED_SHARE:
                 raise BudgetError(
                     f"look-ahead: {pinned} rows of {capacity} are pinned: rows are loaded as others are released"
                 )
             self._core.load_part(len(keys), None if self._above is None else self._above.resident(keys))
+            return True
 
     def drop(self) -> bool:
         first, self._dropped = not self._dropped, True
