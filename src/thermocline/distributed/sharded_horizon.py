@@ -136,15 +136,14 @@ class ShardedHorizon:
         local = self._pipeline.local
         return local is not None and local.full
 
-    def load(self, share: float = 1.0) -> None:
+    def load(self, share: float = 1.0) -> bool:
         rows = self._rows
         if self._chunk:
             self._send()
         patience = self._deadline - time.monotonic() if rows.sends_in_time else 0.0
         rows.sends_in_time = rows.lane.wait_sent(self._post, max(0.0, patience))
         local = self._pipeline.local
-        if rows.sends_in_time and local is not None:
-            local.load(share)
+        return rows.sends_in_time and local is not None and local.load(share)
 
     def drop(self) -> bool:
         first, self._dropped = not self._dropped, True

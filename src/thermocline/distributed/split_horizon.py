@@ -74,9 +74,9 @@ class SplitHorizon:
     def full(self) -> bool:
         return any(part.full for part in self._parts)
 
-    def load(self, share: float = 1.0) -> None:
-        for part in self._parts:
-            part.load(share)
+    def load(self, share: float = 1.0) -> bool:
+        visited = [part.load(share) for part in self._parts]
+        return any(visited)
 
     def drop(self) -> bool:
         dropped = [part.drop() for part in self._parts]
