@@ -107,8 +107,8 @@ class RowHorizon(Protocol):
     One thread adds batches, and one loads. A batch keeps its horizon alive.
     """
 
-    def add(self, inputs: BagInputs) -> BatchAhead:
-        """Collect the keys of the next batch."""
+    def add(self, inputs: BagInputs, *, frozen: bool = False) -> BatchAhead:
+        """Collect the keys of the next batch; `frozen`: further keys of the last one."""
 
     @property
     def full(self) -> bool:
@@ -169,6 +169,13 @@ class RecordedRows(Protocol):
 
     def launched(self, plan: Any) -> None:
         """Note that a replay with this plan was launched on the current stream."""
+
+
+class KeyHorizon(RowHorizon, Protocol):
+    """A horizon whose batches may be lists of keys: see `distributed/sharded_horizon.py`."""
+
+    def add_keys(self, keys: Keys) -> BatchAhead:
+        """Collect the keys of the next batch."""
 
 
 class RowBackend(Protocol):
@@ -364,6 +371,9 @@ class Unrecorded:
 
 class ShardBackend(RowBackend, Protocol):
     """A backend that can serve as one rank's part of a sharded table: rows by key list instead of by batch."""
+
+    def horizon(self, *, training: bool) -> KeyHorizon:
+        """See `RowBackend.horizon`."""
 
     def pin_keys(self, key_lists: Sequence[Keys]) -> ShardPins:
         """Pin the rows of each list; keys may repeat between lists. As `pin` otherwise."""

@@ -97,7 +97,7 @@ class AheadItem:
             inputs, frozen = table.inputs_ahead(batch, training=training)
             self._ahead[table] = horizon.add(inputs)
             if frozen:
-                self._frozen.append(horizon.add(frozen))
+                self._frozen.append(horizon.add(frozen, frozen=True))
             single = single and len(inputs) == 1 and next(iter(inputs.values())).ids is batch.ids
         self.batch = copy.copy(batch)  # a loader may yield the same batch again while this one is in flight
         self.batch.prepared = {}
@@ -170,6 +170,7 @@ class LookAhead:
         self._offsets: Offsets | None = None
         self._loaded = 0  # batches that the look-ahead has passed on
         self._releases = 0
+        self._rows_before = 0  # that horizons of the tables had loaded when they were last counted
         self._sweep = 0  # number of the present sweep
         self._begun = 0  # batches collected when it began
         self._cost = 0.0  # of its reads, in microseconds
@@ -262,6 +263,7 @@ class LookAhead:
     def _add(self, batch: Batch) -> AheadItem:
         if any(horizon.dropped for horizon in self._horizons.values()) or not self._horizons:
             self._horizons = {table: table.backend.horizon(training=self._training) for table in self._tables}
+            self._rows_before = sum(horizon.rows_loaded for horizon in self._horizons.values())
         before, start = self._bytes(), time.perf_counter()
         self._most_ids = max(self._most_ids, len(batch.ids))
         item = AheadItem(batch, self._horizons, training=self._training)
@@ -326,15 +328,17 @@ class LookAhead:
         horizons = list(item.horizons.values())
         before = [horizon.read_counts for horizon in horizons]
         try:
-            visited = sum(horizon.load(share) for horizon in horizons) > 0
+            visited = [horizon.load(share) for horizon in horizons]
         except BudgetError:
             return self._wait_for_release(releases)
         except ThermoclineError:  # raised again by the pull of the batch, unless the table was reopened meanwhile
             return False
         finally:
             self.stats.load_seconds += time.perf_counter() - start
+        rows, self._rows_before = self._rows_before, sum(horizon.rows_loaded for horizon in horizons)
+        self.stats.rows_loaded += max(0, self._rows_before - rows)
         self._count_reads(horizons, before)
-        return visited
+        return any(visited)
 
     def _wait_for_release(self, releases: int) -> bool:
         """Wait until rows were unpinned. False: the consumer needs the next batch now."""
@@ -354,7 +358,6 @@ class LookAhead:
             stats.reads += reads
             stats.bytes_read += size
             self._cost += reads * now.read_cost + size / _PAGE * now.page_cost
-        stats.rows_loaded = sum(horizon.rows_loaded for horizon in horizons)
         sweep = int(min(horizon.position for horizon in horizons))
         if sweep != self._sweep and stats.collected > self._begun:
             batches, self._begun = stats.collected - self._begun, stats.collected

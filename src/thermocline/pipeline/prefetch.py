@@ -94,7 +94,7 @@ class Prefetch:
         came with the last agreement."""
         launching = all(table.backend.plans_on_device for table in tables)
         self._pipeline: Pipeline[_Window] = Pipeline(
-            _windows(loader, pull_window, sync) if ahead is None else _windows_ahead(ahead, pull_window),
+            _windows(loader, pull_window, sync) if ahead is None else _windows_ahead(ahead, pull_window, sync),
             stages.training if training else [("pull", stages.read)],
             depth=depth,
             finish=stages.finish,
@@ -308,10 +308,14 @@ def _windows(loader: Iterable[Batch], size: int, sync: WindowSync | None) -> Ite
         yield _Window([])
 
 
-def _windows_ahead(ahead: LookAhead, size: int) -> Iterator[_Window]:
+def _windows_ahead(ahead: LookAhead, size: int, sync: WindowSync | None) -> Iterator[_Window]:
     items = iter(ahead)
     while window := list(itertools.islice(items, size)):
+        if sync is not None:
+            sync.template = window[-1].batch
         yield _Window([item.batch for item in window], window)
+    while sync is not None:  # other ranks may have more
+        yield _Window([])
 
 
 def prefetch(

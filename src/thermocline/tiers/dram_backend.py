@@ -13,7 +13,7 @@ import torch
 from thermocline.arrays import Floats, Keys, Rows, Slots
 from thermocline.batch import WorkingSet
 from thermocline.core import core
-from thermocline.embedding.backend import ShardPins, TierSet, Unrecorded
+from thermocline.embedding.backend import KeyHorizon, ShardPins, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
@@ -121,7 +121,7 @@ class DramBackend(Unrecorded):
     def lookahead(self) -> LookAheadLimits | None:
         return self.spec.lookahead
 
-    def horizon(self, *, training: bool) -> DramHorizon:
+    def horizon(self, *, training: bool) -> KeyHorizon:
         return DramHorizon(self.host, training=training)
 
     def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[DramBatchAhead] = ()) -> DramWindow:

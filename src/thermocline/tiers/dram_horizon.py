@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from thermocline.embedding.backend import ReadCounts
 from thermocline.embedding.batch_plan import BagInputs, BagSpec
 from thermocline.errors import BudgetError, ThermoclineError
 from thermocline.tiers.dram import DramTier
-from thermocline.tiers.host_rows import HostRows
 
 if TYPE_CHECKING:
     from thermocline.tiers.hbm import HbmTier
@@ -33,6 +32,13 @@ _PINNED_SHARE = 7 / 8
 
 _READ_COST, _PAGE_COST = 10.0, 2.0
 """Microseconds of a request and of a page in it, until the store has measured its device."""
+
+
+class TierOwner(Protocol):
+    """Has a DRAM tier, which it may replace."""
+
+    @property
+    def dram(self) -> DramTier: ...
 
 
 class DramBatchAhead:
@@ -75,7 +81,7 @@ class DramBatchAhead:
 class DramHorizon:
     """See `RowHorizon`."""
 
-    def __init__(self, host: HostRows, *, training: bool, above: HbmTier | None = None) -> None:
+    def __init__(self, host: TierOwner, *, training: bool, above: HbmTier | None = None) -> None:
         """
         training   False: rows will only be read; keys that the store does not have are not inserted
         above      the tier where rows are trained: the rows that it has are not loaded
@@ -94,7 +100,11 @@ class DramHorizon:
         hints, number = dram.hints, id(self)
         hints[number] = weakref.ref(self, lambda _: hints.pop(number, None))
 
-    def add(self, inputs: BagInputs) -> DramBatchAhead:
+    def add_keys(self, keys: Keys) -> DramBatchAhead:
+        """See `KeyHorizon`."""
+        return DramBatchAhead(self._core.add(keys), self._dram, (), dedup=False)
+
+    def add(self, inputs: BagInputs, *, frozen: bool = False) -> DramBatchAhead:
         lists = [source.ids for source in inputs.values()]
         ids = lists[0] if len(lists) == 1 else np.concatenate([np.empty(0, np.uint64), *lists])
         self._most_ids = max(self._most_ids, len(ids))
