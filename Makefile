@@ -92,7 +92,7 @@ test-faults: build-inplace cpp-tests iproute2
 	$(CPP_TESTS) Faults
 	$(PYTEST) -m faults
 	$(PYTHON) tests/faults/mutants.py
-	$(PYTHON) tests/faults/python_mutants.py
+	$(PYTHON) tests/faults/mutants_python.py
 
 test-long: build-inplace cpp-tests
 	THERMOCLINE_LONG=1 $(CPP_TESTS)

@@ -2,9 +2,9 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -14,6 +14,7 @@
 #include "bind/dram_args.h"
 #include "bind/to_numpy.h"
 #include "dram/horizon.h"
+#include "dram/pins.h"
 #include "dram/tier.h"
 
 namespace nb = nanobind;
@@ -57,39 +58,6 @@ void unpin(DramTier& self, SlotsArg slots, bool dirty, std::optional<KeysArg> ke
   self.unpin(slots.data(), slots.size(), dirty, keys ? keys->data() : nullptr);
 }
 
-// The pinned rows of one pull, with a reference count. Unpins them when the count reaches zero or the object is
-// deleted. A Python signal handler may interrupt between any two bytecodes: therefore pull and ownership are one call,
-// and so is release. Thread safety: all calls may run concurrently.
-class Pins {
- public:
-  Pins(DramTier& tier, const uint64_t* keys, size_t n) : tier_(tier), slots_(n) { tier_.pull(keys, n, slots_.data()); }
-  Pins(const Pins&) = delete;
-  ~Pins() {
-    if (references_ > 0) tier_.unpin(slots_.data(), slots_.size(), false);
-  }
-
-  // Adds a reference. Returns false if the rows are already unpinned.
-  bool acquire() {
-    std::lock_guard lock(mutex_);
-    if (references_ > 0) ++references_;
-    return references_ > 0;
-  }
-
-  // Drops a reference; no effect if the rows are already unpinned.
-  void release() {
-    std::lock_guard lock(mutex_);
-    if (references_ > 0 && --references_ == 0) tier_.unpin(slots_.data(), slots_.size(), false);
-  }
-
-  const std::vector<uint32_t>& slots() const { return slots_; }
-
- private:
-  DramTier& tier_;
-  std::vector<uint32_t> slots_;  // constant after construction
-  std::mutex mutex_;             // protects references_
-  size_t references_ = 1;
-};
-
 void init_pins(Pins* self, DramTier& tier, KeysArg keys) {
   nb::gil_scoped_release release;
   new (self) Pins(tier, keys.data(), keys.size());
@@ -101,22 +69,60 @@ auto pinned_slots(const Pins& self) {
   return to_numpy(std::move(copy), self.slots().size());
 }
 
-auto horizon_add(Horizon& self, KeysArg ids) {
-  Recycled<uint32_t> numbers(ids.size());
-  {
-    nb::gil_scoped_release release;
-    self.add(ids.data(), ids.size(), numbers.get());
-  }
-  return to_numpy(std::move(numbers), ids.size());
+void init_pins_ahead(Pins* self, DramTier& tier, std::vector<HorizonBatch*> batches) {
+  nb::gil_scoped_release release;
+  new (self) Pins(tier, std::move(batches));
 }
 
-auto horizon_keys(const Horizon& self, SlotsArg numbers) {
-  Recycled<uint64_t> keys(numbers.size());
+HorizonBatch* horizon_add(Horizon& self, KeysArg ids) {
+  nb::gil_scoped_release release;
+  return self.add(ids.data(), ids.size()).release();
+}
+
+auto horizon_next_part(Horizon& self, size_t max, uint32_t partitions) {
+  const std::vector<uint64_t>* part;
   {
     nb::gil_scoped_release release;
-    self.keys_of(numbers.data(), numbers.size(), keys.get());
+    part = &self.next_part(max, partitions);
   }
-  return to_numpy(std::move(keys), numbers.size());
+  Recycled<uint64_t> keys(part->size());
+  std::copy(part->begin(), part->end(), keys.get());
+  return to_numpy(std::move(keys), part->size());
+}
+
+void horizon_load_part(Horizon& self, size_t keys, std::optional<BytesArg> skip) {
+  require(!skip || skip->size() == keys, "load_part: skip and keys differ in length");
+  nb::gil_scoped_release release;
+  self.load_part(skip ? skip->data() : nullptr);
+}
+
+// Returns (ids,), or (ids, keys, inverse, starts, order).
+nb::tuple horizon_expand(const HorizonBatch& self, bool working_set) {
+  const size_t n = self.ids(), unique = self.unique();
+  Recycled<uint64_t> ids(n), keys;
+  Recycled<uint32_t> inverse, starts, order;
+  {
+    nb::gil_scoped_release release;
+    if (working_set) {
+      keys = Recycled<uint64_t>(unique);
+      inverse = Recycled<uint32_t>(n);
+      starts = Recycled<uint32_t>(unique + 1);
+      order = Recycled<uint32_t>(n);
+    }
+    self.expand({keys.get(), inverse.get(), starts.get(), order.get(), ids.get()});
+  }
+  if (!working_set) return nb::make_tuple(to_numpy(std::move(ids), n));
+  return nb::make_tuple(to_numpy(std::move(ids), n), to_numpy(std::move(keys), unique), to_numpy(std::move(inverse), n),
+                        to_numpy(std::move(starts), unique + 1), to_numpy(std::move(order), n));
+}
+
+auto horizon_keys(const HorizonBatch& self) {
+  Recycled<uint64_t> keys(self.unique());
+  {
+    nb::gil_scoped_release release;
+    self.expand({.keys = keys.get()});
+  }
+  return to_numpy(std::move(keys), self.unique());
 }
 
 void mark_dirty(DramTier& self, SlotsArg slots) {
@@ -243,23 +249,31 @@ void bind_dram(nb::module_& m) {
       .def_prop_ro("row_bytes", [](const DramTier& self) { return self.layout().bytes(); });
   nb::class_<Pins>(m, "Pins")
       .def("__init__", &init_pins, "tier"_a, "keys"_a.noconvert(), nb::keep_alive<1, 2>())
+      .def("__init__", &init_pins_ahead, "tier"_a, "batches"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
       .def("slots", &pinned_slots)
       .def("acquire", &Pins::acquire)
       .def("release", &Pins::release, nb::call_guard<nb::gil_scoped_release>());
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Horizon>(m, "Horizon")
       .def(nb::init<DramTier&, bool>(), "tier"_a, "training"_a, nb::keep_alive<1, 2>())
-      .def("add", &horizon_add, "ids"_a.noconvert())
-      .def("end_batch", &Horizon::end_batch)
-      .def("seal", &Horizon::seal, unlocked)
-      .def("load", &Horizon::load, "max"_a, unlocked)
-      .def("release", &Horizon::release, "batch"_a, unlocked)
+      .def("add", &horizon_add, "ids"_a.noconvert(), nb::rv_policy::take_ownership, nb::keep_alive<0, 1>())
+      .def("next_part", &horizon_next_part, "max"_a, "partitions"_a)
+      .def("load_part", &horizon_load_part, "keys"_a, "skip"_a.noconvert().none() = nb::none())
       .def("drop", &Horizon::drop, unlocked)
-      .def("keys_of", &horizon_keys, "numbers"_a.noconvert())
       .def_prop_ro("unique", &Horizon::unique)
-      .def_prop_ro("batches", &Horizon::batches)
       .def_prop_ro("pinned", &Horizon::pinned)
-      .def_prop_ro("bytes", &Horizon::bytes);
+      .def_prop_ro("late", &Horizon::late)
+      .def_prop_ro("position", &Horizon::position)
+      .def_prop_ro("bytes", &Horizon::bytes)
+      .def_prop_ro("partitions", &Horizon::partitions)
+      .def_ro_static("SCRATCH_BYTES", &Horizon::kScratchBytes);
+  nb::class_<HorizonBatch>(m, "HorizonBatch")
+      .def("expand", &horizon_expand, "working_set"_a)
+      .def("keys", &horizon_keys)
+      .def("release", &HorizonBatch::release, unlocked)
+      .def_prop_ro("unique", &HorizonBatch::unique)
+      .def_prop_ro("to_visit", &HorizonBatch::to_visit)
+      .def_prop_ro("bytes", &HorizonBatch::bytes);
   bind_kernels(m, tier);
 }
 

@@ -1,205 +1,465 @@
 #include "dram/horizon.h"
 
 #include <algorithm>
+#include <bit>
+#include <string>
 #include <utility>
 
+#include "dram/kernels.h"
 #include "util/error.h"
-#include "util/hash.h"
-#include "util/recycled.h"
 
 namespace thermocline {
 namespace {
 
-constexpr size_t kPrefetchAhead = 8;
-constexpr size_t kRangeIds = 65536;      // ids that one task hashes
-constexpr size_t kReleaseBlock = 65536;  // rows unpinned by one call of the tier
+constexpr size_t kHashBlock = 256;
+constexpr size_t kRangeIds = 32768;  // ids that one task scatters
+constexpr size_t kBucketAhead = 24, kEntryAhead = 12;
+constexpr uint32_t kFirst = 1u << 31;  // in HorizonBatch::order_
+constexpr uint32_t kIndexMask = (1u << 24) - 1;
 
-uint32_t partition_of(uint64_t hash) { return static_cast<uint32_t>(hash >> 56); }
-// The partition uses the top byte; tables use the bits below it.
-size_t bucket_of(uint64_t hash, size_t table) { return (hash >> 16) & (table - 1); }
+constexpr size_t kFewRows = 1 << 20;  // capacity of a tier below which partitions are few, to save memory
 
 }  // namespace
 
+// ---- HorizonBatch
+
+double HorizonBatch::to_visit() const {
+  const uint64_t at = horizon_.position_;
+  return horizon_.dropped_ || at >= loaded_at_ ? 0 : static_cast<double>(loaded_at_ - at) / horizon_.count_;
+}
+
+bool HorizonBatch::loaded() const { return to_visit() == 0; }
+
+void HorizonBatch::expand(const Expanded& out) const {
+  horizon_.tier_.pool().parallel(kRanges, [&](size_t r) {
+    const Expanded o = out;
+    const uint32_t* const order = order_.get();
+    const uint32_t* const numbers = numbers_.get();
+    uint32_t u = first_key_[r] - 1;
+    uint64_t key = 0;
+    for (uint32_t j = first_id_[r]; j < first_id_[r + 1]; ++j) {
+      const uint32_t position = order[j] & ~kFirst;
+      if (order[j] & kFirst) {
+        ++u;
+        if (o.keys || o.ids) {
+          const uint32_t next = numbers[std::min<size_t>(u + kEntryAhead, unique_ - 1)];
+          __builtin_prefetch(&horizon_.partitions_[next >> 24].entry(next & kIndexMask));
+          key = this->key(u);
+        }
+        if (o.keys) o.keys[u] = key;
+        if (o.starts) o.starts[u] = j;
+      }
+      if (o.inverse) o.inverse[position] = u;
+      if (o.order) o.order[j] = position;
+      if (o.ids) o.ids[position] = key;
+    }
+  });
+  if (out.starts) out.starts[unique_] = static_cast<uint32_t>(ids_);
+}
+
+size_t HorizonBatch::take(uint32_t* slots) {
+  std::lock_guard lock(horizon_.taken_mutex_);
+  horizon_.taken_.insert(this);
+  std::atomic<size_t> late{0};
+  horizon_.tier_.pool().parallel(kRanges, [&](size_t r) {
+    size_t count = 0;
+    for (uint32_t u = first_key_[r]; u < first_key_[r + 1]; ++u) {
+      const uint32_t next = numbers_[std::min<size_t>(u + kEntryAhead, unique_ - 1)];
+      __builtin_prefetch(&horizon_.partitions_[next >> 24].entry(next & kIndexMask));
+      const HorizonEntry& e = horizon_.partitions_[numbers_[u] >> 24].entry(numbers_[u] & kIndexMask);
+      const uint32_t slot = e.load_slot();
+      slots[u] = HorizonEntry::pinned(slot) ? slot : kNoSlot;
+      count += slots[u] == kNoSlot;
+    }
+    late += count;
+  });
+  horizon_.late_ += late;
+  return late;
+}
+
+void HorizonBatch::untake() {
+  std::lock_guard lock(horizon_.taken_mutex_);
+  horizon_.taken_.erase(this);
+}
+
+uint64_t HorizonBatch::key(size_t u) const {
+  return horizon_.partitions_[numbers_[u] >> 24].entry(numbers_[u] & kIndexMask).key;
+}
+
+void HorizonBatch::release() {
+  if (!released_.exchange(true)) horizon_.release(*this);
+}
+
+Horizon::Horizon(DramTier& tier, bool training)
+    : tier_(tier),
+      purpose_(training ? DramTier::Purpose::kAheadOfPull : DramTier::Purpose::kAheadOfRead),
+      count_(tier.capacity() < kFewRows ? HorizonBatch::kRanges : kMaxPartitions),
+      shift_(64 - std::countr_zero(count_)),
+      partitions_(std::make_unique<HorizonPartition[]>(count_)) {}
+
 // ---- add
 
-void Horizon::Partition::grow() {
-  const size_t size = table.empty() ? 8 : 2 * table.size();
-  table.assign(size, 0);
-  for (uint32_t i = 0; i < keys.size(); ++i) {
-    size_t at = bucket_of(hash_key(keys[i]), size);
-    while (table[at] != 0) at = (at + 1) & (size - 1);
-    table[at] = i + 1;
-  }
-}
+// Working memory of add(): arrays of n elements, kept between calls. A partition uses its own range of each.
+struct Horizon::Scratch {
+  explicit Scratch(size_t n)
+      : capacity(n),
+        keys(n),
+        pos(n),
+        local(n),
+        unique(n),
+        count(n),
+        part(n),
+        begin(kMaxPartitions + 1),
+        uniques(kMaxPartitions) {}
+  const size_t capacity;
+  Recycled<uint64_t> keys;    // ids, grouped by partition
+  Recycled<uint32_t> pos;     // their positions in the batch
+  Recycled<uint32_t> local;   // their index in `unique`, from the begin of the partition
+  Recycled<uint32_t> unique;  // indices of the partition's unique keys
+  Recycled<uint32_t> count;   // occurrences of each; then the next index into order_
+  Recycled<uint8_t> part;     // [i] partition of the id at position i
+  std::vector<uint32_t> begin, uniques;
+};
 
-uint32_t Horizon::Partition::insert(uint64_t key, uint64_t hash, uint32_t batch) {
-  if (2 * (keys.size() + 1) > table.size()) grow();
-  size_t at = bucket_of(hash, table.size());
-  for (; table[at] != 0; at = (at + 1) & (table.size() - 1)) {
-    const uint32_t i = table[at] - 1;
-    if (keys[i] == key) {
-      last[i] = batch;
-      return i;
+std::unique_ptr<HorizonBatch> Horizon::add(const uint64_t* ids, size_t n) {
+  if (n >= kFirst) throw Error("look-ahead: a batch has " + std::to_string(n) + " ids; the maximum is 2^31 - 1");
+  std::unique_ptr<HorizonBatch> batch(new HorizonBatch(*this, n));
+  batch->released_ = true;  // until its keys are counted
+  if (!scratch_ || scratch_->capacity < n) {
+    scratch_.reset();  // first, so that both never exist at once
+    scratch_ = std::make_unique<Scratch>(n + n / 8);
+  }
+  Scratch& s = *scratch_;
+  scatter(ids, n, s);
+  for (uint32_t p = 0; p < count_; ++p) {
+    if (partitions_[p].live() + (s.begin[p + 1] - s.begin[p]) > HorizonPartition::kMaxKeys) {
+      throw Error("look-ahead: more than 2^24 keys in one partition of the horizon. Lower lookahead");
     }
   }
-  if (keys.size() == kMaxPartitionKeys) throw Error("look-ahead: more than 2^32 unique keys in one horizon");
-  keys.push_back(key);
-  last.push_back(batch);
-  table[at] = static_cast<uint32_t>(keys.size());
-  return static_cast<uint32_t>(keys.size() - 1);
+  tier_.pool().parallel(count_, [&](size_t p) { number(static_cast<uint32_t>(p), s, *batch); });
+  collect_numbers(s, *batch);
+  batch->loaded_at_ = gathered_ + count_;
+  batch_bytes_ += batch->bytes();
+  batch->released_ = false;
+  return batch;
 }
 
-void Horizon::add(const uint64_t* ids, size_t n, uint32_t* numbers) {
-  if (sealed_) throw Error("look-ahead: ids were added to a sealed horizon");
-  open_ = true;
-  const Recycled<Entry> grouped(n);
-  // Group the ids by partition, so that one partition's table is in cache while its ids are inserted.
+void Horizon::scatter(const uint64_t* ids, size_t n, Scratch& s) {
   const size_t ranges = n / kRangeIds + 1;
-  std::vector<std::array<uint32_t, kPartitions>> starts(ranges + 1);  // the last: end of each partition
+  std::vector<std::array<uint32_t, kMaxPartitions>> next(ranges);
+  const auto range = [&](size_t r) { return std::pair(n * r / ranges, n * (r + 1) / ranges); };
   tier_.pool().parallel(ranges, [&](size_t r) {
-    auto& count = starts[r];
-    count.fill(0);
-    for (size_t i = n * r / ranges; i < n * (r + 1) / ranges; ++i) ++count[partition_of(hash_key(ids[i]))];
-  });
-  std::array<uint32_t, kPartitions> begin;
-  uint32_t at = 0;
-  for (uint32_t p = 0; p < kPartitions; ++p) {
-    begin[p] = at;
-    for (size_t r = 0; r < ranges; ++r) at += std::exchange(starts[r][p], at);
-    starts[ranges][p] = at;
-  }
-  Entry* const entries = grouped.get();
-  tier_.pool().parallel(ranges, [&](size_t r) {
-    auto next = starts[r];
-    for (size_t i = n * r / ranges; i < n * (r + 1) / ranges; ++i) {
-      const uint64_t hash = hash_key(ids[i]);
-      entries[next[partition_of(hash)]++] = {hash, static_cast<uint32_t>(i)};
+    const auto [begin, end] = range(r);
+    auto& counts = next[r];
+    counts.fill(0);
+    uint8_t* const part = s.part.get();
+    uint64_t hashes[kHashBlock];
+    for (size_t b = begin; b < end; b += kHashBlock) {
+      const size_t m = std::min(kHashBlock, end - b);
+      kernels().hash_keys(ids + b, m, hashes);
+      for (size_t i = 0; i < m; ++i) ++counts[part[b + i] = static_cast<uint8_t>(hashes[i] >> shift_)];
     }
   });
-  const auto batch = static_cast<uint32_t>(batches_);
-  tier_.pool().parallel(kPartitions, [&](size_t p) {
-    Partition& partition = partitions_[p];
-    const uint32_t end = starts[ranges][p];
-    for (uint32_t j = begin[p]; j < end; ++j) {
-      if (!partition.table.empty()) {
-        const uint64_t ahead = entries[std::min<size_t>(j + kPrefetchAhead, end - 1)].hash;
-        __builtin_prefetch(&partition.table[bucket_of(ahead, partition.table.size())]);
+  uint32_t sum = 0;
+  for (uint32_t p = 0; p < count_; ++p) {
+    s.begin[p] = sum;
+    for (size_t r = 0; r < ranges; ++r) sum += std::exchange(next[r][p], sum);
+  }
+  s.begin[count_] = sum;
+  tier_.pool().parallel(ranges, [&](size_t r) {
+    const auto [begin, end] = range(r);
+    auto at = next[r];
+    const uint8_t* const part = s.part.get();
+    uint64_t* const keys = s.keys.get();
+    uint32_t* const pos = s.pos.get();
+    for (size_t i = begin; i < end; ++i) {
+      const uint32_t to = at[part[i]]++;
+      keys[to] = ids[i];
+      pos[to] = static_cast<uint32_t>(i);
+    }
+  });
+}
+
+// Finds or inserts the keys of a partition, and groups the positions of each. A key is in this batch already if its
+// mark is the index of the key itself among the partition's unique keys.
+void Horizon::number(uint32_t p, Scratch& s, HorizonBatch& batch) {
+  const uint32_t begin = s.begin[p], n = s.begin[p + 1] - begin;
+  const uint64_t* const keys = s.keys.get() + begin;
+  const uint32_t* const pos = s.pos.get() + begin;
+  uint32_t* const local = s.local.get() + begin;
+  uint32_t* const unique = s.unique.get() + begin;
+  uint32_t* const count = s.count.get() + begin;
+  uint32_t found = 0;
+  HorizonPartition& partition = partitions_[p];
+  {
+    std::lock_guard lock(partition.mutex);
+    uint64_t hashes[kHashBlock];
+    for (uint32_t b = 0; b < n; b += kHashBlock) {
+      const uint32_t m = std::min<uint32_t>(kHashBlock, n - b);
+      kernels().hash_keys(keys + b, m, hashes);
+      for (uint32_t i = 0; i < std::min<uint32_t>(m, kBucketAhead); ++i) partition.prefetch_bucket(hashes[i]);
+      for (uint32_t i = 0; i < std::min<uint32_t>(m, kEntryAhead); ++i) partition.prefetch_entry(hashes[i]);
+      for (uint32_t i = 0; i < m; ++i) {
+        if (i + kBucketAhead < m) partition.prefetch_bucket(hashes[i + kBucketAhead]);
+        if (i + kEntryAhead < m) partition.prefetch_entry(hashes[i + kEntryAhead]);
+        const uint32_t index = partition.find_or_insert(keys[b + i], hashes[i]);
+        HorizonEntry& e = partition.entry(index);
+        if (e.mark >= found || unique[e.mark] != index) {
+          e.mark = found;
+          count[found] = 0;
+          unique[found++] = index;
+          ++e.uses;
+        }
+        local[b + i] = e.mark;
+        ++count[e.mark];
       }
-      const uint32_t i = entries[j].position;
-      const uint32_t index = partition.insert(ids[i], entries[j].hash, batch);
-      numbers[i] = static_cast<uint32_t>(p) << 24 | index;
+    }
+  }
+  s.uniques[p] = found;
+  uint32_t* const order = batch.order_.get() + begin;
+  uint32_t at = 0;
+  for (uint32_t u = 0; u < found; ++u) at += std::exchange(count[u], at);
+  for (uint32_t j = 0; j < n; ++j) order[count[local[j]]++] = pos[j];
+  // count[u] is now the end of key u, and thus the begin of key u + 1.
+  if (found > 0) order[0] |= kFirst;
+  for (uint32_t u = 0; u + 1 < found; ++u) order[count[u]] |= kFirst;
+}
+
+void Horizon::collect_numbers(Scratch& s, HorizonBatch& batch) {
+  std::array<uint32_t, kMaxPartitions + 1> first{};
+  for (uint32_t p = 0; p < count_; ++p) first[p + 1] = first[p] + s.uniques[p];
+  batch.unique_ = first[count_];
+  batch.numbers_ = Recycled<uint32_t>(batch.unique_);
+  const uint32_t per_range = count_ / HorizonBatch::kRanges;
+  for (uint32_t r = 0; r <= HorizonBatch::kRanges; ++r) {
+    batch.first_id_[r] = s.begin[r * per_range];
+    batch.first_key_[r] = first[r * per_range];
+  }
+  tier_.pool().parallel(HorizonBatch::kRanges, [&](size_t r) {
+    for (auto p = static_cast<uint32_t>(r * per_range); p < (r + 1) * per_range; ++p) {
+      for (uint32_t u = 0; u < s.uniques[p]; ++u) batch.numbers_[first[p] + u] = p << 24 | s.unique[s.begin[p] + u];
     }
   });
 }
 
-void Horizon::end_batch() {
-  ++batches_;
-  open_ = false;
-}
+// ---- load
 
-void Horizon::seal() {
-  if (std::exchange(sealed_, true)) return;
-  if (open_) end_batch();  // add() has failed
+const std::vector<uint64_t>& Horizon::next_part(size_t max, uint32_t partitions) {
+  put_back();  // a part that was not loaded
+  // Choose the partitions, and how many keys of each. Keys added to a partition after its turn wait for the next cycle.
+  struct Visit {
+    uint32_t keys, first;
+  };
+  std::array<Visit, kMaxPartitions> visits;
+  const uint64_t begin = position_;
+  uint64_t end = begin;
   size_t total = 0;
-  for (uint32_t p = 0; p < kPartitions; ++p) {
-    first_[p] = static_cast<uint32_t>(total);
-    total += partitions_[p].keys.size();
+  for (; end < begin + std::min(count_, partitions) && total < max && !dropped_; ++end) {
+    HorizonPartition& partition = partitions_[end % count_];
+    std::lock_guard lock(partition.mutex);
+    const size_t keys = partition.pending.size();
+    if (total > 0 && total + keys > max) break;
+    visits[end - begin] = {static_cast<uint32_t>(std::min(keys, max)), static_cast<uint32_t>(total)};
+    total += visits[end - begin].keys;
+    gathered_ = end + 1;
   }
-  first_[kPartitions] = static_cast<uint32_t>(total);
-  keys_.resize(total);
-  slots_.resize(total);
-  by_last_use_.resize(total);
-  groups_.assign(batches_ + 1, 0);
-  for (const Partition& partition : partitions_)
-    for (uint32_t last : partition.last) ++groups_[last + 1];
-  for (size_t b = 0; b < batches_; ++b) groups_[b + 1] += groups_[b];
-  std::vector<uint32_t> next(groups_.begin(), groups_.end());
-  for (uint32_t p = 0; p < kPartitions; ++p) {
-    Partition& partition = partitions_[p];
-    std::copy(partition.keys.begin(), partition.keys.end(), keys_.begin() + first_[p]);
-    for (uint32_t i = 0; i < partition.last.size(); ++i) by_last_use_[next[partition.last[i]]++] = first_[p] + i;
-    partition = {};
+  part_.resize(total);
+  part_keys_.resize(total);
+  std::atomic<bool> partial{false};  // a partition has more than `max` keys: its visit is not over
+  tier_.pool().parallel(end - begin, [&](size_t i) {
+    const auto p = static_cast<uint32_t>((begin + i) % count_);
+    HorizonPartition& partition = partitions_[p];
+    std::lock_guard lock(partition.mutex);
+    std::vector<uint32_t>& pending = partition.pending;
+    uint32_t gathered = visits[i].first;
+    for (uint32_t k = 0; k < visits[i].keys; ++k) {
+      __builtin_prefetch(&partition.entry(pending[std::min<size_t>(k + kEntryAhead, pending.size() - 1)]), 1);
+      HorizonEntry& e = partition.entry(pending[k]);
+      if (e.uses == 0) {
+        partition.erase(pending[k]);
+        continue;
+      }
+      e.store_slot(HorizonEntry::kLoading);
+      part_[gathered] = p << 24 | pending[k];
+      part_keys_[gathered++] = e.key;
+    }
+    pending.erase(pending.begin(), pending.begin() + visits[i].keys);
+    if (visits[i].keys == max && !pending.empty()) partial = true;
+    visits[i].keys = gathered - visits[i].first;
+  });
+  size_t kept = 0;
+  for (size_t i = 0; i < end - begin; ++i) {  // without the keys that were erased
+    std::copy_n(part_.begin() + visits[i].first, visits[i].keys, part_.begin() + kept);
+    std::copy_n(part_keys_.begin() + visits[i].first, visits[i].keys, part_keys_.begin() + kept);
+    kept += visits[i].keys;
   }
+  part_.resize(kept);
+  part_keys_.resize(kept);
+  gathered_ = partial ? end - 1 : end;
+  if (part_.empty()) position_ = gathered_.load();
+  return part_keys_;
 }
 
-// ---- load and release
+void Horizon::load_part(const uint8_t* skip) {
+  if (part_.empty()) return;
+  std::vector<uint32_t> slots(part_.size(), HorizonEntry::kAbsent);
+  std::vector<uint64_t> keys;
+  for (size_t i = 0; i < part_.size(); ++i) {
+    if (!skip || !skip[i]) keys.push_back(part_keys_[i]);
+  }
+  try {
+    std::vector<uint32_t> pulled(keys.size());
+    tier_.pull(keys.data(), keys.size(), pulled.data(), purpose_);
+    for (size_t i = 0, j = 0; i < part_.size(); ++i) {
+      if (skip && skip[i]) continue;
+      slots[i] = pulled[j] == kNoSlot ? HorizonEntry::kAbsent : pulled[j];
+      ++j;
+    }
+  } catch (const BudgetError&) {
+    put_back();
+    throw;
+  } catch (...) {
+    publish(slots);
+    throw;
+  }
+  publish(slots);
+}
+
+void Horizon::publish(const std::vector<uint32_t>& slots) {
+  // Ranges of whole partitions.
+  std::vector<size_t> ranges;
+  for (size_t i = 0; i < part_.size(); ++i) {
+    if (i == 0 || part_[i] >> 24 != part_[i - 1] >> 24) ranges.push_back(i);
+  }
+  ranges.push_back(part_.size());
+  std::mutex mutex;
+  Unpins unpins;
+  tier_.pool().parallel(ranges.size() - 1, [&](size_t r) {
+    HorizonPartition& partition = partitions_[part_[ranges[r]] >> 24];
+    std::lock_guard lock(partition.mutex);
+    size_t kept = 0;
+    for (size_t i = ranges[r]; i < ranges[r + 1]; ++i) {
+      const uint32_t ahead = part_[std::min(i + kEntryAhead, ranges[r + 1] - 1)];
+      __builtin_prefetch(&partition.entry(ahead & kIndexMask), 1);
+      const uint32_t index = part_[i] & kIndexMask;
+      HorizonEntry& e = partition.entry(index);
+      const bool keep = e.uses > 0 && !dropped_;
+      if (HorizonEntry::pinned(slots[i])) {
+        kept += keep;
+        if (!keep) {
+          std::lock_guard unpins_lock(mutex);
+          unpins.slots.push_back(slots[i]);
+          unpins.keys.push_back(e.key);
+        }
+      }
+      e.store_slot(keep ? slots[i] : HorizonEntry::kAbsent);
+      if (e.uses == 0) partition.erase(index);
+    }
+    pinned_ += kept;
+  });
+  part_.clear();
+  position_ = gathered_.load();
+  tier_.unpin(unpins.slots.data(), unpins.slots.size(), false, unpins.keys.data());
+}
+
+void Horizon::put_back() {
+  for (uint32_t number : part_) {
+    HorizonPartition& partition = partitions_[number >> 24];
+    std::lock_guard lock(partition.mutex);
+    partition.entry(number & kIndexMask).store_slot(HorizonEntry::kPending);
+    partition.pending.push_back(number & kIndexMask);
+  }
+  part_.clear();
+}
 
 bool Horizon::load(size_t max) {
-  if (!sealed_) throw Error("look-ahead: a horizon must be sealed before it is loaded");
-  size_t begin;
+  if (next_part(max).empty()) return false;
+  load_part();
+  return true;
+}
+
+// ---- release and drop
+
+void Horizon::release(HorizonBatch& batch) {
+  std::array<Unpins, HorizonBatch::kRanges> unpins;
+  tier_.pool().parallel(HorizonBatch::kRanges, [&](size_t r) { release_range(batch, r, &unpins[r]); });
   {
-    std::lock_guard lock(mutex_);
-    if (!loading_ || loaded_ == keys_.size()) return false;
-    begin = loaded_;
+    std::lock_guard lock(taken_mutex_);
+    taken_.erase(&batch);
   }
-  const size_t n = std::min(max, keys_.size() - begin);
-  tier_.pull(keys_.data() + begin, n, slots_.data() + begin, purpose_);
-  std::unique_lock lock(mutex_);
-  if (!loading_) {
-    lock.unlock();
-    tier_.unpin(slots_.data() + begin, n, false, keys_.data() + begin);
-    return false;
+  batch_bytes_ -= batch.bytes();
+  for (size_t r = 1; r < unpins.size(); ++r) {
+    unpins[0].slots.insert(unpins[0].slots.end(), unpins[r].slots.begin(), unpins[r].slots.end());
+    unpins[0].keys.insert(unpins[0].keys.end(), unpins[r].keys.begin(), unpins[r].keys.end());
   }
-  loaded_ = begin + n;
-  pinned_ += n;
-  return loaded_ < keys_.size();
+  unpin(unpins[0]);
 }
 
-void Horizon::release(size_t batch) {
-  std::lock_guard lock(mutex_);
-  loading_ = false;
-  if (!sealed_) return;
-  for (; released_ <= batch && released_ < batches_; ++released_) release_group(released_);
+void Horizon::release_range(const HorizonBatch& batch, size_t range, Unpins* unpins) {
+  const uint32_t end = batch.first_key_[range + 1];
+  for (uint32_t u = batch.first_key_[range]; u < end;) {
+    const uint32_t p = batch.numbers_[u] >> 24;
+    HorizonPartition& partition = partitions_[p];
+    std::lock_guard lock(partition.mutex);
+    for (; u < end && batch.numbers_[u] >> 24 == p; ++u) {
+      const uint32_t index = batch.numbers_[u] & kIndexMask;
+      const uint32_t next = batch.numbers_[std::min<uint32_t>(u + kEntryAhead, end - 1)];
+      __builtin_prefetch(&partitions_[next >> 24].entry(next & kIndexMask), 1);
+      HorizonEntry& e = partition.entry(index);
+      if (--e.uses > 0) continue;
+      // The sweep erases a key that it has still to visit or that it is loading.
+      if (e.slot == HorizonEntry::kPending || e.slot == HorizonEntry::kLoading) continue;
+      if (HorizonEntry::pinned(e.slot)) {
+        unpins->slots.push_back(e.slot);
+        unpins->keys.push_back(e.key);
+      }
+      partition.erase(index);
+    }
+  }
 }
 
-void Horizon::release_group(size_t batch) {
-  const size_t block = std::min<size_t>(groups_[batch + 1] - groups_[batch], kReleaseBlock);
-  std::vector<uint32_t> slots(block);
-  std::vector<uint64_t> keys(block);
-  size_t n = 0;
-  const auto flush = [&] {
-    tier_.unpin(slots.data(), n, false, keys.data());
-    pinned_ -= std::exchange(n, 0);
-  };
-  for (uint32_t j = groups_[batch]; j < groups_[batch + 1]; ++j) {
-    const uint32_t i = by_last_use_[j];
-    if (i >= loaded_) continue;
-    slots[n] = slots_[i];
-    keys[n++] = keys_[i];
-    if (n == block) flush();
-  }
-  flush();
+void Horizon::unpin(const Unpins& unpins) {
+  pinned_ -= unpins.slots.size();
+  tier_.unpin(unpins.slots.data(), unpins.slots.size(), false, unpins.keys.data());
 }
 
 void Horizon::drop() {
-  std::lock_guard lock(mutex_);
-  loading_ = false;
-  if (!sealed_) return;
-  for (; released_ < batches_; ++released_) release_group(released_);
+  std::lock_guard lock(taken_mutex_);
+  dropped_ = true;
+  std::vector<uint32_t> kept;
+  for (const HorizonBatch* batch : taken_) {
+    kept.insert(kept.end(), batch->numbers_.get(), batch->numbers_.get() + batch->unique_);
+  }
+  std::sort(kept.begin(), kept.end());
+  Unpins unpins;
+  for (uint32_t p = 0; p < count_; ++p) {
+    std::lock_guard partition_lock(partitions_[p].mutex);
+    partitions_[p].for_each([&](uint32_t index, HorizonEntry& e) {
+      if (!HorizonEntry::pinned(e.slot) || std::binary_search(kept.begin(), kept.end(), p << 24 | index)) return;
+      unpins.slots.push_back(e.slot);
+      unpins.keys.push_back(e.key);
+      e.store_slot(HorizonEntry::kAbsent);
+    });
+  }
+  unpin(unpins);
 }
 
-void Horizon::keys_of(const uint32_t* numbers, size_t n, uint64_t* out) const {
-  if (!sealed_) throw Error("look-ahead: keys were requested of a horizon that is not sealed");
-  for (size_t i = 0; i < n; ++i) out[i] = keys_[first_[numbers[i] >> 24] + (numbers[i] & (kMaxPartitionKeys - 1))];
+Horizon::~Horizon() {
+  taken_.clear();
+  drop();
 }
 
 // ---- counters
 
 size_t Horizon::unique() const {
-  if (sealed_) return keys_.size();
   size_t sum = 0;
-  for (const Partition& p : partitions_) sum += p.keys.size();
+  for (uint32_t p = 0; p < count_; ++p) sum += partitions_[p].live();
   return sum;
 }
 
-size_t Horizon::pinned() const {
-  std::lock_guard lock(mutex_);
-  return pinned_;
-}
-
 size_t Horizon::bytes() const {
-  size_t sum = keys_.capacity() * 8 + (slots_.capacity() + by_last_use_.capacity() + groups_.capacity()) * 4;
-  for (const Partition& p : partitions_) sum += p.keys.capacity() * 8 + (p.last.capacity() + p.table.capacity()) * 4;
+  size_t sum = sizeof(*this) + count_ * sizeof(HorizonPartition) + batch_bytes_;
+  for (uint32_t p = 0; p < count_; ++p) sum += partitions_[p].bytes();
   return sum;
 }
 

@@ -1,95 +1,151 @@
-// The rows of the batches of a look-ahead: loaded together, in hash order, and pinned until their last use.
+// The look-ahead of a DRAM tier: a window of coming batches, whose rows are loaded in hash order and pinned until the
+// last batch that uses them has been released.
 //
-// A batch alone has few keys per page of the store. The unique keys of hundreds of batches, taken in hash order, make
-// dense reads. Three phases:
+// A batch alone has few keys per page of the store. The new keys of hundreds of batches, taken in hash order, make
+// dense reads. The horizon is a hash table of all keys of the window, divided by the top bits of the hash:
 //
-//   add      collects the unique keys of the batches, and the last batch that uses each key. Gives every id the number
-//            of its key, so that the caller can keep 4 bytes per id and get the ids back with keys_of()
-//   load     pulls the keys into the DRAM tier, part by part in hash order, and pins them
-//   release  unpins the rows whose last use was in a given batch
+//   add        numbers the keys of a batch, and deduplicates it: the ids are hashed once, for the look-ahead and for
+//              training. Keeps 4 bytes per id and per unique key
+//   load       the sweep: visits the partitions in a cycle. A visit loads and pins the keys added since the last one,
+//              so a batch is loaded one cycle after it was added
+//   take       the slots of a batch's rows, without a lookup
+//   release    ends a batch. Rows that no batch of the window uses are unpinned
 //
 // A horizon is a hint: a row that it has not loaded is read by the pull of the batch that needs it.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
+#include <set>
 #include <vector>
 
+#include "dram/horizon_partition.h"
 #include "dram/tier.h"
+#include "util/recycled.h"
 
 namespace thermocline {
 
-// Thread safety: one thread adds, then one thread loads. release(), drop() and the counters may run concurrently with
-// load(); keys_of() may run concurrently with everything after seal().
-// Invariants: 1. A key of the horizon holds at most one pin. 2. After drop() or destruction it holds none.
-class Horizon {
+class Horizon;
+
+// A batch of a horizon. Thread safety: as Horizon. The horizon must outlive it.
+class HorizonBatch {
  public:
-  static constexpr uint32_t kPartitions = 256;             // by the top bits of the hash: the order of the store
-  static constexpr uint32_t kMaxPartitionKeys = 1u << 24;  // a key's number: partition << 24 | index in the partition
+  ~HorizonBatch() { release(); }
+  HorizonBatch(const HorizonBatch&) = delete;
 
-  // `tier` must outlive the horizon. `training`: the batches will pull their rows; else they will read() them.
-  explicit Horizon(DramTier& tier, bool training = true)
-      : tier_(tier), purpose_(training ? DramTier::Purpose::kAheadOfPull : DramTier::Purpose::kAheadOfRead) {}
-  ~Horizon() { drop(); }
-  Horizon(const Horizon&) = delete;
+  size_t ids() const { return ids_; }
+  size_t unique() const { return unique_; }
+  size_t bytes() const { return (ids_ + unique_) * sizeof(uint32_t) + sizeof(*this); }
+  // Whether the sweep has visited all keys since the batch was added.
+  bool loaded() const;
+  // The part of a cycle that the sweep has to visit until loaded().
+  double to_visit() const;
 
-  // Adds ids of the current batch. numbers[i]: the number of ids[i]. Throws Error after seal().
-  void add(const uint64_t* ids, size_t n, uint32_t* numbers);
-  void end_batch();
-  // Ends the first phase: frees the hash tables and groups the keys by their last batch.
-  void seal();
-
-  // Pulls up to `max` further keys. Returns whether keys are left. Throws BudgetError, and pins none of the part, if
-  // the tier cannot hold it beside the rows pinned already: call again after rows were released.
-  bool load(size_t max);
-  // Unpins the rows whose last use is in batch `batch` or before. Ends the second phase: load() loads nothing more.
-  void release(size_t batch);
-  // Unpins all rows and ends the second phase.
-  void drop();
-  // out[i]: the key with number numbers[i].
-  void keys_of(const uint32_t* numbers, size_t n, uint64_t* out) const;
-
-  size_t unique() const;
-  size_t batches() const { return batches_; }
-  size_t pinned() const;  // rows
-  size_t bytes() const;   // of this object, without the rows in the tier
+  // The working set (dedup.h), and the ids. The order of the keys depends on the ids only. Each pointer may be null.
+  struct Expanded {
+    uint64_t* keys = nullptr;     // [unique()]
+    uint32_t* inverse = nullptr;  // [ids()]
+    uint32_t* starts = nullptr;   // [unique() + 1]
+    uint32_t* order = nullptr;    // [ids()]
+    uint64_t* ids = nullptr;      // [ids()]
+  };
+  // Not after release().
+  void expand(const Expanded& out) const;
+  // slots[u]: the slot of key u, or kNoSlot. Returns the number of rows that are not loaded. The horizon keeps the
+  // others pinned until release(), also if it is dropped. Not after release().
+  size_t take(uint32_t* slots);
+  // Undoes take(): drop() unpins the rows again.
+  void untake();
+  uint64_t key(size_t u) const;  // not after release()
+  void release();
 
  private:
-  // Unique keys of one range of hashes, in order of first occurrence.
-  struct Partition {
+  friend class Horizon;
+  static constexpr size_t kRanges = 16;  // of the partitions, for parallel loops
+  HorizonBatch(Horizon& horizon, size_t ids) : horizon_(horizon), ids_(ids), order_(ids) {}
+
+  Horizon& horizon_;
+  const size_t ids_;
+  size_t unique_ = 0;
+  Recycled<uint32_t> order_;    // [ids_] positions grouped by key; kFirst marks the first of each key
+  Recycled<uint32_t> numbers_;  // [unique_] partition << 24 | index of the key, in the order of partitions
+  std::array<uint32_t, kRanges + 1> first_id_{}, first_key_{};  // of each range, in order_ and numbers_
+  uint64_t loaded_at_ = 0;                                      // value of Horizon::position_
+  std::atomic<bool> released_{false};
+};
+
+// Thread safety: one thread adds, one thread loads; all other calls may run concurrently with these and each other.
+// Invariants: 1. A key of the window holds at most one pin. 2. After drop() only keys of batches that were taken and
+// not released hold pins; after destruction none.
+class Horizon {
+ public:
+  static constexpr uint32_t kMaxPartitions = 256;
+  static constexpr size_t kScratchBytes = 29;  // per id of the largest batch: working memory of add()
+
+  // `tier` must outlive the horizon. `training`: the batches will pull their rows; else they will read() them.
+  explicit Horizon(DramTier& tier, bool training = true);
+  ~Horizon();
+  Horizon(const Horizon&) = delete;
+
+  std::unique_ptr<HorizonBatch> add(const uint64_t* ids, size_t n);
+
+  // The next part of the sweep: up to `max` keys to load, of the next `partitions` partitions, in their order. Empty:
+  // there were none in these partitions. Valid until load_part().
+  const std::vector<uint64_t>& next_part(size_t max, uint32_t partitions = kMaxPartitions);
+  // Loads and pins the rows of the part, except those with skip[i] != 0. Throws BudgetError, and changes nothing, if
+  // the tier cannot hold them beside the rows pinned already: call next_part() again after rows were released. After
+  // another error the rows of the part are left to the batches that need them.
+  void load_part(const uint8_t* skip = nullptr);
+  // next_part() and load_part(). Returns whether the part had keys.
+  bool load(size_t max);
+  // Unpins all rows that no taken batch uses, and loads no more.
+  void drop();
+
+  uint32_t partitions() const { return count_; }
+  size_t unique() const;
+  size_t pinned() const { return pinned_; }        // rows
+  size_t late() const { return late_; }            // rows that were not loaded when their batch was taken
+  uint64_t position() const { return position_; }  // partitions visited by the sweep so far
+  size_t bytes() const;                            // of this object and its batches, without the rows in the tier
+
+ private:
+  friend class HorizonBatch;
+  struct Scratch;
+  struct Unpins {
+    std::vector<uint32_t> slots;
     std::vector<uint64_t> keys;
-    std::vector<uint32_t> last;   // per key: its last batch
-    std::vector<uint32_t> table;  // open addressing: index + 1 of a key; 0: empty. Size: a power of two
-    uint32_t insert(uint64_t key, uint64_t hash, uint32_t batch);
-    void grow();
   };
-  struct Entry {
-    uint64_t hash;
-    uint32_t position;
-  };
-  void release_group(size_t batch);
+
+  void scatter(const uint64_t* ids, size_t n, Scratch& s);
+  void number(uint32_t p, Scratch& s, HorizonBatch& batch);
+  void collect_numbers(Scratch& s, HorizonBatch& batch);
+  void publish(const std::vector<uint32_t>& slots);
+  void put_back();
+  void release(HorizonBatch& batch);
+  void release_range(const HorizonBatch& batch, size_t range, Unpins* unpins);
+  void unpin(const Unpins& unpins);
 
   DramTier& tier_;
   const DramTier::Purpose purpose_;
-  std::array<Partition, kPartitions> partitions_;
-  size_t batches_ = 0;
-  bool open_ = false;  // ids were added since end_batch()
-  bool sealed_ = false;
+  const uint32_t count_;  // of partitions: a power of two, and a multiple of HorizonBatch::kRanges
+  const int shift_;       // of a hash: its partition
+  std::unique_ptr<HorizonPartition[]> partitions_;
+  std::unique_ptr<Scratch> scratch_;  // of the adding thread
 
-  // Set by seal(), constant after it.
-  std::vector<uint64_t> keys_;                     // in order of partitions
-  std::array<uint32_t, kPartitions + 1> first_{};  // of the keys of a partition in keys_
-  std::vector<uint32_t> by_last_use_;              // indices of keys_, grouped by last batch
-  std::vector<uint32_t> groups_;                   // [batches + 1] start of each batch's group
-  std::vector<uint32_t> slots_;                    // [loaded_] slot of each key
+  // The sweep. Vectors: used by the loading thread only.
+  std::atomic<uint64_t> position_{0};  // partitions loaded so far: number position_ % count_ is the next one
+  std::atomic<uint64_t> gathered_{0};  // position_ after the part being loaded
+  std::vector<uint32_t> part_;         // numbers of the keys being loaded
+  std::vector<uint64_t> part_keys_;
 
-  mutable std::mutex mutex_;  // protects the members below
-  size_t loaded_ = 0;         // keys_[0 .. loaded_) have been pulled
-  size_t released_ = 0;       // batches whose group was released
-  size_t pinned_ = 0;
-  bool loading_ = true;
+  std::atomic<bool> dropped_{false};
+  std::atomic<size_t> pinned_{0}, late_{0}, batch_bytes_{0};
+  std::mutex taken_mutex_;  // held by take() and drop(); protects taken_
+  std::set<const HorizonBatch*> taken_;
 };
 
 }  // namespace thermocline

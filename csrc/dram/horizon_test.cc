@@ -1,9 +1,16 @@
 #include "dram/horizon.h"
 
+#include <algorithm>
+#include <atomic>
+#include <deque>
 #include <map>
 #include <random>
+#include <set>
+#include <thread>
 #include <vector>
 
+#include "dram/dedup.h"
+#include "dram/pins.h"
 #include "dram/tier_test_util.h"
 #include "testing/test.h"
 #include "util/hash.h"
@@ -11,69 +18,124 @@
 namespace thermocline {
 namespace {
 
-using Batches = std::vector<std::vector<uint64_t>>;
+using Ids = std::vector<uint64_t>;
+using BatchPtr = std::unique_ptr<HorizonBatch>;
 
-Batches random_batches(std::mt19937_64& random, size_t batches, size_t ids, uint64_t keys) {
-  Batches out(batches);
-  for (auto& batch : out) {
-    batch.resize(ids);
-    for (auto& id : batch) id = random() % (1 + random() % keys);
-  }
+Ids random_ids(std::mt19937_64& random, size_t ids, uint64_t keys) {
+  Ids out(ids);
+  for (auto& id : out) id = random() % (1 + random() % keys);
   return out;
 }
 
-std::vector<std::vector<uint32_t>> add(Horizon& horizon, const Batches& batches) {
-  std::vector<std::vector<uint32_t>> numbers;
-  for (const auto& ids : batches) {
-    numbers.emplace_back(ids.size());
-    horizon.add(ids.data(), ids.size(), numbers.back().data());
-    horizon.end_batch();
+BatchPtr add(Horizon& horizon, const Ids& ids) { return horizon.add(ids.data(), ids.size()); }
+
+void load_all(Horizon& horizon, size_t part) {
+  while (horizon.load(part)) {
   }
-  horizon.seal();
-  return numbers;
 }
 
-TEST(Horizon, NumbersGiveTheIdsBackAndKeysAreUnique) {
+struct Plain {
+  Ids keys, ids;
+  std::vector<uint32_t> inverse, starts, order;
+};
+
+Plain expand(const HorizonBatch& batch) {
+  Plain p{Ids(batch.unique()), Ids(batch.ids()), std::vector<uint32_t>(batch.ids()),
+          std::vector<uint32_t>(batch.unique() + 1), std::vector<uint32_t>(batch.ids())};
+  batch.expand({p.keys.data(), p.inverse.data(), p.starts.data(), p.order.data(), p.ids.data()});
+  return p;
+}
+
+TEST(Horizon, BatchesAreDeduplicatedWhateverElseTheWindowHas) {
   std::mt19937_64 random(1);
+  const Ids ids = random_ids(random, 100000, 50000);
+  Plain first;
   for (int threads : {1, 3}) {
-    DramTier tier(options(1 << 20, Policy::kLruLfu, threads), nullptr);
+    DramTier tier(options(threads == 1 ? 1 << 20 : 128 << 20, Policy::kLruLfu, threads), nullptr);
     Horizon horizon(tier);
-    const Batches batches = random_batches(random, 5, 100000, 50000);
-    const auto numbers = add(horizon, batches);
-    std::map<uint64_t, int> unique;
-    for (size_t b = 0; b < batches.size(); ++b) {
-      std::vector<uint64_t> ids(batches[b].size());
-      horizon.keys_of(numbers[b].data(), numbers[b].size(), ids.data());
-      CHECK(ids == batches[b]);
-      for (uint64_t id : ids) unique[id] = 1;
+    std::vector<BatchPtr> others;
+    for (int i = 0; i < threads; ++i) others.push_back(add(horizon, random_ids(random, 20000, 30000)));
+    const BatchPtr batch = add(horizon, ids);
+    others.push_back(add(horizon, random_ids(random, 20000, 90000)));
+    const Plain p = expand(*batch);
+    CHECK(p.ids == ids);
+    CHECK_EQ(std::set<uint64_t>(ids.begin(), ids.end()).size(), p.keys.size());
+    CHECK_EQ(std::set<uint64_t>(p.keys.begin(), p.keys.end()).size(), p.keys.size());
+    for (size_t u = 0; u < p.keys.size(); ++u) {
+      CHECK(p.starts[u] < p.starts[u + 1]);
+      for (uint32_t j = p.starts[u]; j < p.starts[u + 1]; ++j) {
+        CHECK_EQ(ids[p.order[j]], p.keys[u]);
+        CHECK_EQ(p.inverse[p.order[j]], u);
+        CHECK(j == p.starts[u] || p.order[j] > p.order[j - 1]);
+      }
     }
-    CHECK_EQ(horizon.unique(), unique.size());
-    CHECK_EQ(horizon.batches(), 5u);
+    CHECK_EQ(p.starts.back(), ids.size());
+    if (threads == 1) first = p;
+    else CHECK(horizon.partitions() > 16 && p.keys.size() == first.keys.size());
   }
 }
 
-TEST(Horizon, RowsArePinnedUntilTheirLastUse) {
+TEST(Horizon, RowsArePinnedUntilNoBatchOfTheWindowUsesThem) {
   MapStore store(kLayout.bytes());
   DramTier tier(options(1 << 20), &store);
   Horizon horizon(tier);
   std::mt19937_64 random(2);
-  const Batches batches = random_batches(random, 8, 300, 400);
-  add(horizon, batches);
-  std::map<uint64_t, size_t> last;
-  for (size_t b = 0; b < batches.size(); ++b)
-    for (uint64_t id : batches[b]) last[id] = b;
-  while (horizon.load(50)) {
+  std::vector<Ids> ids;
+  std::vector<BatchPtr> batches;
+  for (int b = 0; b < 8; ++b) {
+    ids.push_back(random_ids(random, 300, 400));
+    batches.push_back(add(horizon, ids.back()));
+    CHECK(!batches.back()->loaded());
+    if (b % 3 == 2) load_all(horizon, 50);
   }
-  CHECK_EQ(tier.stats().pinned, last.size());
-  CHECK_EQ(tier.stats().loaded_ahead, last.size());
+  load_all(horizon, 50);
+  std::vector<size_t> release = {0, 2, 1, 3, 7, 4, 5, 6};  // any order
+  std::set<size_t> left(release.begin(), release.end());
   CHECK_EQ(tier.stats().hits, 0u);
-  for (size_t b = 0; b < batches.size(); ++b) {
-    horizon.release(b);
-    size_t left = 0;
-    for (auto& [key, use] : last) left += use > b;
-    CHECK_EQ(tier.stats().pinned, left);
-    CHECK_EQ(horizon.pinned(), left);
+  for (size_t b : release) {
+    CHECK(batches[b]->loaded());
+    std::vector<uint32_t> slots(batches[b]->unique());
+    CHECK_EQ(batches[b]->take(slots.data()), 0u);
+    for (size_t u = 0; u < slots.size(); ++u) {
+      const Row row = initial_row(tier, batches[b]->key(u));
+      CHECK(std::equal(row.begin(), row.end(), row_at(tier, slots[u])));
+    }
+    batches[b]->release();
+    left.erase(b);
+    std::set<uint64_t> used;
+    for (size_t other : left) used.insert(ids[other].begin(), ids[other].end());
+    CHECK_EQ(tier.stats().pinned, used.size());
+    CHECK_EQ(horizon.pinned(), used.size());
+    CHECK_EQ(horizon.unique(), used.size());
   }
+  tier.check(true);
+}
+
+// A batch is loaded one cycle of the sweep after it was added, also while the window slides.
+TEST(Horizon, TheSweepLoadsEveryBatchInACycle) {
+  MapStore store(kLayout.bytes());
+  DramTier tier(options(4 << 20), &store);
+  Horizon horizon(tier);
+  std::mt19937_64 random(3);
+  std::deque<BatchPtr> window;
+  size_t complete = 0, late = 0;
+  for (int step = 0; step < 400; ++step) {
+    window.push_back(add(horizon, random_ids(random, 200, 20000)));
+    horizon.load(random() % 600 + 20);
+    if (window.size() < 12) continue;
+    const bool loaded = window.front()->loaded();
+    std::vector<uint32_t> slots(window.front()->unique());
+    const size_t missing = window.front()->take(slots.data());
+    CHECK(!loaded || missing == 0);
+    complete += loaded;
+    late += missing;
+    window.pop_front();
+  }
+  CHECK(complete > 50);
+  CHECK_EQ(horizon.late(), late);
+  window.clear();
+  for (int part = 0; part < 100; ++part) horizon.load(100);  // erases the keys that it does not find in use
+  CHECK_EQ(horizon.unique(), 0u);
   tier.check(true);
 }
 
@@ -81,19 +143,47 @@ TEST(Horizon, LoadsInHashOrder) {
   MapStore store(kLayout.bytes());
   DramTier tier(options(1 << 20), &store);
   Horizon horizon(tier);
-  add(horizon, {range(0, 3000)});
-  horizon.load(1000);
-  uint64_t largest_loaded = 0;  // top byte of the hash
-  size_t lower = 0;
-  for (uint64_t key = 0; key < 3000; ++key) {
-    // A resident key is found without the store.
-    const int gets = store.gets;
-    const auto slots = pull(tier, {key});
-    if (store.gets == gets) largest_loaded = std::max(largest_loaded, hash_key(key) >> 56);
-    tier.unpin(slots.data(), 1, false);
+  const BatchPtr batch = add(horizon, range(0, 3000));
+  const auto top = [](uint64_t key) { return hash_key(key) >> 60; };  // of 16 partitions
+  uint64_t last = 0;
+  size_t loaded = 0;
+  for (size_t size; (size = horizon.next_part(1000).size()) > 0; loaded += size) {
+    const Ids part = horizon.next_part(1000);  // the same again
+    CHECK_EQ(part.size(), size);
+    CHECK(size <= 1000);
+    for (uint64_t key : part) {
+      CHECK(top(key) >= last);
+      last = top(key);
+    }
+    horizon.load_part();
   }
-  for (uint64_t key = 0; key < 3000; ++key) lower += hash_key(key) >> 56 < largest_loaded;
-  CHECK(lower <= 1000);
+  CHECK_EQ(loaded, 3000u);
+  CHECK(batch->loaded());
+}
+
+TEST(Horizon, SkippedRowsAreLeftToTheirBatch) {
+  MapStore store(kLayout.bytes());
+  DramTier tier(options(1 << 20), &store);
+  {
+    Horizon horizon(tier);
+    const BatchPtr batch = add(horizon, range(0, 100));
+    const Ids part = horizon.next_part(100);
+    std::vector<uint8_t> skip(100, 0);
+    std::fill_n(skip.begin(), 40, 1);
+    horizon.load_part(skip.data());
+    CHECK(batch->loaded());
+    CHECK_EQ(horizon.pinned(), 60u);
+    CHECK_EQ(tier.stats().resident, 60u);
+    {
+      Pins pins(tier, {batch.get()});
+      CHECK_EQ(horizon.late(), 40u);
+      CHECK_EQ(tier.stats().pinned, 100u);
+      for (size_t u = 0; u < 100; ++u) CHECK_EQ(pull(tier, {batch->key(u)})[0], pins.slots()[u]);
+      tier.unpin(pins.slots().data(), 100, false);
+    }
+    CHECK_EQ(tier.stats().pinned, 0u);
+  }
+  tier.check(true);
 }
 
 TEST(Horizon, APartThatDoesNotFitChangesNothingAndCanBeRepeated) {
@@ -101,76 +191,123 @@ TEST(Horizon, APartThatDoesNotFitChangesNothingAndCanBeRepeated) {
   DramTier tier(options(64 << 10), &store);
   const size_t capacity = tier.capacity();
   Horizon first(tier), second(tier);
-  add(first, {range(0, capacity / 2)});
-  add(second, {range(capacity, capacity + capacity * 3 / 4)});
-  while (first.load(100)) {
-  }
-  size_t loaded = 0;
-  const auto load_all = [&] {
-    while (second.load(100)) loaded += 100;
-  };
-  CHECK_THROWS(BudgetError, load_all());
-  CHECK_EQ(second.pinned(), loaded);
-  first.release(0);
-  while (second.load(100)) {
-  }
+  const BatchPtr a = add(first, range(0, capacity / 2));
+  const BatchPtr b = add(second, range(capacity, capacity + capacity * 3 / 4));
+  load_all(first, 100);
+  CHECK_THROWS(BudgetError, load_all(second, 100));
+  CHECK(!b->loaded());
+  CHECK(second.pinned() <= capacity / 2);
+  a->release();
+  load_all(second, 100);
+  CHECK(b->loaded());
   CHECK_EQ(second.pinned(), capacity * 3 / 4);
   second.drop();
   second.drop();
   tier.check(true);
 }
 
-TEST(Horizon, ReleaseAndDropEndLoading) {
+TEST(Horizon, AfterAnErrorOfTheStoreRowsAreLeftToTheirBatch) {
   MapStore store(kLayout.bytes());
   DramTier tier(options(1 << 20), &store);
-  {
-    Horizon horizon(tier);
-    add(horizon, {range(0, 100), range(50, 150)});
-    CHECK(horizon.load(60));
-    horizon.release(0);
-    CHECK(!horizon.load(60));
-    CHECK(horizon.pinned() > 0);
-  }
-  tier.check(true);  // the destructor unpins
-  Horizon unused(tier);
-  add(unused, {range(0, 10)});
-  unused.drop();
-  CHECK(!unused.load(10));
-  tier.check(true);
-}
-
-// The caller's error between add() and end_batch(): the keys of the unfinished batch belong to a last batch.
-TEST(Horizon, SealEndsAnUnfinishedBatch) {
-  MapStore store(kLayout.bytes());
-  DramTier tier(options(1 << 20), &store);
-  {
-    Horizon horizon(tier);
-    const auto first = range(0, 10), second = range(5, 40);
-    std::vector<uint32_t> numbers(second.size());
-    horizon.add(first.data(), first.size(), numbers.data());
-    horizon.end_batch();
-    horizon.add(second.data(), second.size(), numbers.data());
-    horizon.seal();
-    CHECK_EQ(horizon.batches(), 2u);
-    CHECK(!horizon.load(100));
-    horizon.release(0);
-    CHECK_EQ(tier.stats().pinned, second.size());
-  }
-  tier.check(true);
-}
-
-TEST(Horizon, CallsInTheWrongPhaseAreRefused) {
-  DramTier tier(options(1 << 20), nullptr);
   Horizon horizon(tier);
-  const uint64_t id = 5;
-  uint32_t number = 0;
-  uint64_t key = 0;
-  horizon.add(&id, 1, &number);
-  CHECK_THROWS(Error, horizon.load(1));
-  CHECK_THROWS(Error, horizon.keys_of(&number, 1, &key));
-  horizon.end_batch();
-  horizon.seal();
-  CHECK_THROWS(Error, horizon.add(&id, 1, &number));
+  const BatchPtr batch = add(horizon, range(0, 200));
+  store.fail_gets = true;
+  CHECK_THROWS(IoError, horizon.load(100));
+  store.fail_gets = false;
+  load_all(horizon, 100);
+  CHECK(batch->loaded());
+  CHECK(horizon.pinned() > 50 && horizon.pinned() < 150);
+  batch->release();
+  tier.check(true);
+}
+
+TEST(Horizon, DropKeepsTheRowsOfTakenBatches) {
+  MapStore store(kLayout.bytes());
+  DramTier tier(options(1 << 20), &store);
+  {
+    Horizon horizon(tier);
+    const BatchPtr first = add(horizon, range(0, 100)), second = add(horizon, range(50, 150));
+    load_all(horizon, 60);
+    {
+      Pins pins(tier, {first.get()});
+      horizon.drop();
+      CHECK_EQ(tier.stats().pinned, 100u);
+      CHECK(second->loaded());  // nothing more will be
+      CHECK(!horizon.load(60));
+      Pins late(tier, {second.get()});
+      CHECK_EQ(horizon.late(), 50u);
+    }
+    CHECK_EQ(tier.stats().pinned, 0u);
+    const BatchPtr unused = add(horizon, range(0, 10));
+    CHECK(unused->loaded());
+  }
+  tier.check(true);
+  Horizon horizon(tier);
+  BatchPtr batch = add(horizon, range(0, 10));
+  batch.reset();  // released before it was loaded
+  load_all(horizon, 10);
+  CHECK_EQ(horizon.unique(), 0u);
+  tier.check(true);
+}
+
+TEST(Horizon, EvaluationInsertsNoRowThatTheStoreDoesNotHave) {
+  MapStore store(kLayout.bytes());
+  DramTier tier(options(1 << 20), &store);
+  const Row row{1, 2, 3, 4};
+  for (uint64_t key : {3, 5, 60}) store.put(&key, 1, RowsIn{reinterpret_cast<const uint8_t*>(row.data()), 16, nullptr});
+  Horizon horizon(tier, false);
+  const BatchPtr batch = add(horizon, range(0, 100));
+  load_all(horizon, 30);
+  CHECK_EQ(tier.stats().resident, 3u);
+  CHECK_EQ(tier.stats().pinned, 3u);
+  CHECK_EQ(tier.stats().read_ahead, 3u);
+  CHECK_EQ(tier.stats().misses, 0u);
+  batch->release();
+  tier.check(true);
+}
+
+TEST(Horizon, ThreadsAddLoadTakeAndDropAtOnce) {
+  MapStore store(kLayout.bytes());
+  DramTier tier(options(1 << 20), &store);
+  {
+    Horizon horizon(tier);
+    std::mutex mutex;
+    std::deque<BatchPtr> queue;
+    std::atomic<bool> done{false};
+    std::thread loader([&] {
+      while (!done) horizon.load(64);
+    });
+    std::thread consumer([&] {
+      for (int taken = 0; taken < 400;) {
+        BatchPtr batch;
+        {
+          std::lock_guard lock(mutex);
+          if (!queue.empty()) {
+            batch = std::move(queue.front());
+            queue.pop_front();
+          }
+        }
+        if (!batch) continue;
+        ++taken;
+        Pins pins(tier, {batch.get()});
+        for (size_t u = 0; u < batch->unique(); ++u) {
+          const Row row = initial_row(tier, batch->key(u));
+          CHECK(std::equal(row.begin(), row.end(), row_at(tier, pins.slots()[u])));
+        }
+        if (taken == 300) horizon.drop();
+      }
+    });
+    std::mt19937_64 random(5);
+    for (int i = 0; i < 400; ++i) {
+      BatchPtr batch = add(horizon, random_ids(random, 100, 2000));
+      std::lock_guard lock(mutex);
+      queue.push_back(std::move(batch));
+    }
+    consumer.join();
+    done = true;
+    loader.join();
+  }
+  tier.check(true);
 }
 
 }  // namespace

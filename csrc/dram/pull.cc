@@ -43,7 +43,7 @@ bool DramTier::try_acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t*
     for_parts(cached_keys(s), [&](size_t b, size_t m) { pin_resident(s, keys + b, m, slots + b, &progress); });
     if (progress.hits < n) {
       require_capacity(n, n - progress.hits);
-      for (size_t next = 0; next < n;) next = load_missing(s, keys, n, slots, given, next, &progress);
+      for (size_t next = 0; next < n;) next = load_missing(s, keys, n, slots, given, next, purpose, &progress);
     }
     if (progress.must_wait && !wait_ready(slots, n)) {
       for_parts(s.keys_max(), [&](size_t b, size_t m) { roll_back(s, slots + b, m); });
@@ -60,7 +60,7 @@ bool DramTier::try_acquire(Scratch& s, const uint64_t* keys, size_t n, uint32_t*
 void DramTier::count(const Progress& progress, size_t n, Purpose purpose) {
   const size_t misses = n - progress.hits;
   if (purpose == Purpose::kAheadOfRead) {
-    read_ahead_ += misses;
+    read_ahead_ += progress.from_store;
     return;
   }
   if (purpose == Purpose::kAheadOfPull) {
@@ -89,7 +89,7 @@ void DramTier::pin_resident(Scratch& s, const uint64_t* keys, size_t n, uint32_t
 // Loads missing rows from position `next` on, as many as the scratch holds, so that the store gets large requests.
 // Returns the position after the last one examined.
 size_t DramTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given,
-                              size_t next, Progress* progress) {
+                              size_t next, Purpose purpose, Progress* progress) {
   const Scratch::MissingRows missing_rows = s.missing_rows();
   size_t missing = 0;
   for (; next < n && missing < s.keys_max(); ++next) {
@@ -98,7 +98,7 @@ size_t DramTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32
   if (missing == 0) return next;
   reserve_slots(s, missing_rows.free_slots, missing, n);
   const Inserted inserted = insert_missing(s, keys, missing, slots, progress);
-  const size_t loading = select_own_loads(s, keys, missing, slots);
+  size_t loading = select_own_loads(s, keys, missing, slots);
   const Scratch::RowLoads loads = s.row_loads();
   try {
     if (inserted == Inserted::kNoMemory) throw std::bad_alloc();
@@ -112,6 +112,7 @@ size_t DramTier::load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32
     fail_loading(loads.slots, loading);
     throw;
   }
+  if (purpose == Purpose::kAheadOfRead) loading = drop_unknown(s, loading, slots);
   for (size_t j = 0; j < loading; ++j) meta()[loads.slots[j]].store_state(SlotState::kReady);
   notify_waiters();
   return next;
@@ -167,6 +168,24 @@ size_t DramTier::select_own_loads(Scratch& s, const uint64_t* keys, size_t missi
   return loading;
 }
 
+// Evaluation inserts no row: removes the keys that the store does not have. Returns the number of the others.
+size_t DramTier::drop_unknown(Scratch& s, size_t loading, uint32_t* slots) {
+  const Scratch::RowLoads loads = s.row_loads();
+  uint32_t* const unknown = s.missing_rows().free_slots;
+  size_t known = 0, dropped = 0;
+  for (size_t j = 0; j < loading; ++j) {
+    if (loads.in_store[j]) {
+      loads.slots[known++] = loads.slots[j];
+    } else {
+      unknown[dropped++] = loads.slots[j];
+      slots[loads.positions[j]] = kNoSlot;
+    }
+  }
+  fail_loading(unknown, dropped);
+  release(s, unknown, nullptr, dropped, false);
+  return known;
+}
+
 void DramTier::fill_rows(const Scratch::RowLoads& loads, size_t n, const uint8_t* given, Progress* progress) {
   if (given) {
     for_rows(n, [&](size_t begin, size_t end) {
@@ -208,6 +227,7 @@ void DramTier::fail_loading(const uint32_t* slots, size_t n) {
 bool DramTier::wait_ready(const uint32_t* slots, size_t n) {
   const auto state = [&](size_t i) { return meta()[slots[i]].load_state(); };
   for (size_t i = 0; i < n; ++i) {
+    if (slots[i] == kNoSlot) continue;  // dropped: the store does not have the row
     if (state(i) != SlotState::kReady) {
       std::unique_lock lock(wait_mutex_);
       ready_.wait(lock, [&] { return state(i) == SlotState::kReady || state(i) == SlotState::kFailed; });

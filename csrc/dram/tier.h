@@ -57,7 +57,7 @@ struct TierStats {
   uint64_t hits = 0, misses = 0;  // keys of pull(); misses == from_store + initialised + pushed
   uint64_t from_store = 0, initialised = 0, pushed = 0;
   uint64_t loaded_ahead = 0;                      // misses of a look-ahead of training; its hits are not counted
-  uint64_t read_ahead = 0;                        // misses of a look-ahead of read(): in no other counter
+  uint64_t read_ahead = 0;                        // rows that a look-ahead of read() loaded: in no other counter
   uint64_t reads = 0, read_hits = 0;              // keys of read()
   uint64_t evictions = 0, flushed = 0, puts = 0;  // flushed: rows written to the store by `puts` calls
   uint64_t bytes_rows = 0, bytes_metadata = 0, bytes_index = 0, bytes_buffers = 0, bytes_total = 0, budget = 0;
@@ -73,7 +73,8 @@ class DramTier {
 
   // Pins the rows of `keys` and writes their slots. All or nothing: an exception leaves no pin. Throws BudgetError if
   // the rows cannot all be resident at once. A repeated key is pinned once per occurrence. Blocks on the store, and on
-  // rows that another thread loads. `purpose`: how TierStats counts the rows.
+  // rows that another thread loads. `purpose`: how TierStats counts the rows; kAheadOfRead, for unique keys, inserts no
+  // row that the store does not have, and sets its slot to kNoSlot.
   enum class Purpose : uint8_t { kBatch, kAheadOfPull, kAheadOfRead };
   void pull(const uint64_t* keys, size_t n, uint32_t* slots, Purpose purpose = Purpose::kBatch);
   // Releases one pin per slot. `dirty`: the rows were changed. `keys` (the keys the slots were pulled for) may be null;
@@ -91,6 +92,8 @@ class DramTier {
   // Replaces whole rows without reading the store. The last row of a repeated key wins; `unique` states that no key
   // repeats, which is faster. Large batches are pushed in parts: after an exception some rows may be in the tier.
   void push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique = false);
+  // Counts `rows` rows that a batch uses without a pull, because a look-ahead holds their pins.
+  void count_hits(size_t rows) { hits_ += rows; }
   // Copy rows between pinned slots and a buffer.
   void copy_out(const uint32_t* slots, size_t n, uint8_t* rows);
   void write(const uint32_t* slots, size_t n, const uint8_t* rows);
@@ -181,10 +184,11 @@ class DramTier {
   };
   void pin_resident(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, Progress* progress);
   size_t load_missing(Scratch& s, const uint64_t* keys, size_t n, uint32_t* slots, const uint8_t* given, size_t next,
-                      Progress* progress);
+                      Purpose purpose, Progress* progress);
   enum class Inserted { kAll, kIndexFull, kNoMemory };  // kIndexFull: of a shard
   Inserted insert_missing(Scratch& s, const uint64_t* keys, size_t missing, uint32_t* slots, Progress* progress);
   size_t select_own_loads(Scratch& s, const uint64_t* keys, size_t missing, const uint32_t* slots);
+  size_t drop_unknown(Scratch& s, size_t loading, uint32_t* slots);
   void fill_rows(const Scratch::RowLoads& loads, size_t n, const uint8_t* given, Progress* progress);
   void count(const Progress& progress, size_t n, Purpose purpose);
   void fail_loading(const uint32_t* slots, size_t n);

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers.cli import SMALL, done, invoke, write_config
 from helpers.rank_training import PAIR
 from helpers.ranks import Nodes, run_ranks
@@ -78,6 +79,30 @@ def test_rows_of_an_earlier_attempt_to_restore_are_dropped(tmp_path: Path) -> No
     table.close()
 
 
+def test_stores_of_several_ranks_are_read_ahead(tmp_path: Path) -> None:
+    options: Any = {"mem": "8MB", "lookahead": 4, "initial": tc.Constant(value=-1.0)}
+    table = ShardReaderTable(1, tc.SGD(lr=0.1), ssd=tmp_path, **options)
+    keys = np.arange(1, 3000, dtype=np.uint64)
+    for rank in range(3):
+        with table.open_store(tmp_path / str(rank), create=True) as store:
+            own = keys[owner_of(keys, 3) == rank]
+            store.put(own, own.astype(np.float32)[:, None].view(np.uint8))
+            store.commit(table.commit_note(b""))
+    table.open_stores([(tmp_path / str(rank), 1) for rank in range(3)])
+    bag = tc.EmbeddingBag(table, 1).eval()
+    rng = np.random.default_rng(1)
+    data = [tc.Batch(rng.integers(1, 4000, 100, np.uint64), np.arange(101), 1) for _ in range(20)]
+    with torch.no_grad(), tc.prefetch(data, table, training=False) as prepared:
+        for batch, plain in zip(prepared, data, strict=True):
+            expected = np.where(plain.ids < 3000, plain.ids.astype(np.float32), -1)
+            assert bag(batch).numpy().ravel().tolist() == expected.tolist()
+    ahead = prepared.lookahead
+    assert ahead is not None
+    assert ahead.collected == ahead.consumed == 20
+    assert ahead.rows_loaded > 1000
+    table.close()
+
+
 @pytest.mark.parametrize("trained_by", ["one process", "two ranks"])
 def test_generated_data_gives_the_same_bits(trained_by: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Every rank has whole batches of the single process, so scores and AUC are equal; sums have another order."""
@@ -91,7 +116,10 @@ def test_generated_data_gives_the_same_bits(trained_by: str, tmp_path: Path, req
     expected = json.loads(done("eval", "run", "--json"))
     done("predict", "run", "--out", "one.npy")
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
-    report, text = over_ranks(nodes, ["eval", "run", "--json"], ["predict", "run", "--out", "out/many.csv"])
+    ahead = ["--set", "tiers.lookahead=2"]
+    report, text = over_ranks(
+        nodes, ["eval", "run", "--json", *ahead], ["predict", "run", "--out", "out/many.csv", *ahead]
+    )
     found = json.loads(report)
     assert found["auc"] == expected["auc"]
     assert [found[name] for name in FIGURES] == pytest.approx([expected[name] for name in FIGURES], rel=1e-12)

@@ -34,7 +34,7 @@ def assert_same_bits(job: Job, options: RunOptions, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "options"),
     [
-        (Job(TWO_NODES, "adagrad", (6, 5)), RunOptions("two", None, 2, 1, hbm=0.6)),
+        (Job(TWO_NODES, "adagrad", (6, 5)), RunOptions("two", 0.8, 2, 1, hbm=0.6, lookahead=2)),
         (Job(PAIR, "adam", (5, 6), accumulate=2), RunOptions("flat", None, 1, 2, hbm=2)),
     ],
     ids=str,
@@ -48,7 +48,7 @@ def test_same_bits(job: Job, options: RunOptions, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        ("adam", RunOptions("two", 0.2, 4, 4, 2, hbm=0.1)),
+        ("adam", RunOptions("two", 0.2, 4, 4, 2, hbm=0.1, lookahead=8)),
         ("sgd", RunOptions("flat", None, 1, 1, 1, hbm=0.05)),
         ("rowwise", RunOptions("two", 0.2, 4, 1, 2, hbm=1.0)),
     ],

@@ -1,4 +1,7 @@
-"""Restarts of a run over several ranks: after a killed rank, an interrupted save, with another number of ranks."""
+"""Restarts of a run over several ranks: after a killed rank, an interrupted save, with another number of ranks.
+
+Rows are loaded ahead of 8 batches: ranks are killed and saved inside a group of the look-ahead.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ import thermocline as tc
 
 JOB = Job(PAIR, "adam", (40, 33))
 SMALL_JOB = Job(PAIR, "sgd", (12, 12))
-OPTIONS = RunOptions("two", 0.25, 4, 2)
+OPTIONS = RunOptions("two", 0.25, 4, 2, lookahead=8)
 SERIAL = RunOptions("two", 0.25, 1, 1)
 
 

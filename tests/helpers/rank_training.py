@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -34,8 +35,10 @@ from thermocline.distributed.communicator import Groups
 from thermocline.distributed.dense_sync import DenseParameters
 from thermocline.distributed.sharded_table import ShardedTable
 from thermocline.embedding.reference import optimize, sum_in_blocks
+from thermocline.embedding.table_spec import LookAheadLimits
 
 BATCHES = 150
+AHEAD_BYTES = 64_000
 
 ONE_RANK: Nodes = ((0,),)
 PAIR: Nodes = ((0, 1),)
@@ -55,10 +58,13 @@ class RunOptions:
     threads: int = 1
     hbm: float | None = None
     """Share of each rank's rows that fits into HBM; None: no HBM tier."""
+    lookahead: int | str = 0
+    """Batches loaded ahead at most, or "auto", in AHEAD_BYTES beside the memory for rows; 0: none."""
 
     def __str__(self) -> str:
         tiers = "memory" if self.memory is None else f"{self.memory:.0%}"
         tiers = tiers if self.hbm is None else f"hbm{self.hbm:.0%}-{tiers}"
+        tiers = tiers if not self.lookahead else f"{tiers}-ahead{self.lookahead}"
         return f"{self.hops}-{tiers}-depth{self.depth}-window{self.pull_window}-threads{self.threads}"
 
 
@@ -205,7 +211,14 @@ def make_table(name: str, job: Job, options: RunOptions, groups: Groups | None, 
     if options.memory is not None:
         rows = int(options.memory * len(keys_of(job, name)) / job.world)
         budget = budget_for(rows, DIMS[name], optimizer, precision)
-        arguments = {"mem": budget, "ssd": Path(folder) / name, "ssd_options": SMALL}
+        arguments = {"mem": budget, "ssd": Path(folder) / name, "ssd_options": SMALL, "lookahead": 0}
+    if options.lookahead:  # beside the memory for rows, which would be too little to share
+        limits = LookAheadLimits(options.lookahead if isinstance(options.lookahead, int) else None, AHEAD_BYTES)
+        arguments["mem"] += AHEAD_BYTES
+        with mock.patch.object(LookAheadLimits, "of", return_value=limits):
+            return make_table(
+                name, job, dataclasses.replace(options, lookahead=0), groups, folder, mem=arguments["mem"], **more
+            )
     if options.hbm is not None:
         from thermocline.kernels import INTERPRETED
         from thermocline.tiers.hbm import bytes_for
@@ -263,9 +276,10 @@ def train_rank(groups: Groups, job: Job, options: RunOptions, folder: str) -> di
             table.hbm.check()
         table.close()
     traffic = {name: table.backend.traffic for name, table in tables.items()}
+    hints = {name: table.backend.hints.stats for name, table in tables.items() if table.backend.hints is not None}
     return {
         **rows, "dense": weights_of(model), "count": count, "empty": empty, "stats": stats, "traffic": traffic,
-        "hbm": hbm,
+        "hbm": hbm, "hints": hints,
     }  # fmt: skip
 
 

@@ -116,6 +116,7 @@ class FaultInjector:
             ("collect", tc.Table, "inputs"),
             ("ahead", DramHorizon, "load"),
             ("pull", DramTier, "pin"),
+            ("pull", DramTier, "pin_ahead"),
             ("load", DramBackend, "plan_batch"),
         ):
             monkeypatch.setattr(owner, method, self.wrapped(stage, getattr(owner, method)))

@@ -19,7 +19,7 @@ from helpers.train import budget_for
 
 import thermocline as tc
 from thermocline.embedding.table_spec import LookAheadLimits
-from thermocline.pipeline.lookahead import _GroupSize
+from thermocline.pipeline.horizon_length import HorizonLength
 from thermocline.tiers.dram import DramStats, DramTier
 from thermocline.tiers.dram_horizon import DramHorizon
 
@@ -66,7 +66,9 @@ def test_rows_are_loaded_before_their_batch_is_pulled(tmp_path: Path) -> None:
     stats = table.dram.stats()
     assert ahead is not None
     assert stats.loaded_ahead == stats.misses > 1000, "a row was read by the pull of its batch"
-    assert ahead.groups < 100
+    assert ahead.sweeps < 100
+    assert ahead.late_rows == 0
+    assert ahead.rows_loaded == stats.loaded_ahead
     assert ahead.collected == ahead.consumed == 200
     table.dram.check()
     assert rows_of(table, data) == rows_of(expected, data)
@@ -77,9 +79,9 @@ def test_rows_are_loaded_before_their_batch_is_pulled(tmp_path: Path) -> None:
 
 def test_rows_of_many_batches_take_fewer_reads(tmp_path: Path) -> None:
     """DRAM holds an eighth of the rows. Batches loaded together share pages."""
-    data, reads = batches(80, keys=4000), {}
+    data, reads = batches(80, keys=16000, ids=100), {}
     for lookahead in (0, 16):
-        table = make_table(tmp_path / str(lookahead), rows=500, lookahead=lookahead)  # of the same memory
+        table = make_table(tmp_path / str(lookahead), rows=2000, lookahead=lookahead)  # of the same memory
         train(table, data, depth=1)
         assert table.store is not None
         before = table.store.stats().reads
@@ -89,22 +91,32 @@ def test_rows_of_many_batches_take_fewer_reads(tmp_path: Path) -> None:
     assert reads[16] < 0.6 * reads[0]
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_rows_of_large_batches_are_not_late(depth: int, tmp_path: Path) -> None:
+    """A batch fills a fourth of DRAM: the sweep takes several parts for one of its partitions."""
+    table = make_table(tmp_path / "a", rows=3000, lookahead=64)
+    ahead = train(table, batches(40, keys=20_000, ids=table.dram.capacity // 4), depth=depth).lookahead
+    assert ahead is not None
+    assert (ahead.late_rows, ahead.loads_cut_short) == (0, 0)
+    assert table.dram.stats().loaded_ahead == table.dram.stats().misses
+
+
 def test_dropped_delayed_and_partial_hints_do_not_change_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, load, calls = batches(120), DramHorizon.load, itertools.count()
     expected = make_table(None, rows=0)
     train(expected, data)
 
-    def unreliable(self: DramHorizon) -> bool:
+    def unreliable(self: DramHorizon, share: float) -> bool:
         number = next(calls)
         if number % 3 == 0:
-            return False  # the rest of the group is not loaded
+            return False  # this hint is not used
         if number % 5 == 0:
             time.sleep(0.005)
         if number % 7 == 0:
             self.drop()
         if number % 11 == 0:
             raise tc.BudgetError("no memory for this part")
-        return load(self)
+        return load(self, share)
 
     monkeypatch.setattr(DramHorizon, "load", unreliable)
     for depth, rows in itertools.product((1, 3), (300, 1500)):
@@ -114,14 +126,15 @@ def test_dropped_delayed_and_partial_hints_do_not_change_bits(tmp_path: Path, mo
         assert rows_of(table, data) == rows_of(expected, data)
 
 
-def test_memory_of_groups_stays_in_its_budget(tmp_path: Path) -> None:
-    table = make_table(tmp_path / "a", rows=6000, lookahead="64KB")
-    ahead = train(table, batches(300), depth=1).lookahead
+@pytest.mark.parametrize("depth", [1, 3])
+def test_memory_of_the_horizon_stays_in_its_budget(depth: int, tmp_path: Path) -> None:
+    table = make_table(tmp_path / "a", rows=8000, lookahead="300KB")
+    ahead = train(table, batches(600, keys=1 << 40), depth=depth).lookahead
     assert ahead is not None
-    assert ahead.group_batches < 300
-    assert 20_000 < ahead.most_bytes <= 64_000
+    assert ahead.sweep_batches < 300
+    assert 200_000 < ahead.most_bytes <= ahead.budget == 300_000
     stats = table.dram.stats()
-    assert stats.bytes_buffers >= 64_000
+    assert stats.bytes_buffers >= 300_000
     assert stats.bytes_total <= stats.budget
 
 
@@ -189,7 +202,7 @@ def test_closing_ends_a_load_that_waits_for_memory(tmp_path: Path) -> None:
 
 def test_evaluation_loads_ahead_and_changes_no_row(tmp_path: Path) -> None:
     data = batches(60)
-    table = make_table(tmp_path / "a", rows=1500)
+    table = make_table(tmp_path / "a", rows=600)
     train(table, data[:30])
     table.commit(b"")
     before = rows_of(table, data)
@@ -226,7 +239,7 @@ def test_dropping_waits_for_the_part_that_is_being_loaded(tmp_path: Path, monkey
 
     monkeypatch.setattr(DramTier, "stats", slow)
     table = make_table(tmp_path / "a", rows=1500)
-    tc.EmbeddingBag(table, 1)
+    bag = tc.EmbeddingBag(table, 1)  # registered while it exists
     with tc.prefetch(batches(4), table, depth=2) as prepared:
         assert entered.wait(20)
         dropping = threading.Thread(target=table.drop_lookahead)
@@ -237,6 +250,7 @@ def test_dropping_waits_for_the_part_that_is_being_loaded(tmp_path: Path, monkey
         dropping.join(20)
         assert not dropping.is_alive()
         assert len(list(prepared)) == 4
+    del bag
     table.dram.check()
 
 
@@ -263,11 +277,11 @@ def test_an_error_of_a_load_is_raised_by_the_batch_that_needs_the_row(
     for depth in (1, 4):
         table = make_table(tmp_path / str(depth), rows=1500)
         with monkeypatch.context() as patch:
-            patch.setattr(DramHorizon, "load", lambda self: (_ for _ in ()).throw(tc.CorruptionError("page 7")))
+            patch.setattr(DramHorizon, "load", lambda self, share: (_ for _ in ()).throw(tc.CorruptionError("page 7")))
             ahead = train(table, data, depth=depth).lookahead
         assert ahead is not None
         assert table.step_count == 40
-        assert ahead.loads_cut_short == ahead.groups > 0
+        assert ahead.loads_cut_short == 40
         table.dram.check()
 
 
@@ -275,10 +289,10 @@ def test_reopening_the_table_while_groups_are_loaded(tmp_path: Path, monkeypatch
     """Groups collected before `reopen` belong to the closed store. Their batches are pulled from the new one."""
     load, reopened = DramHorizon.load, threading.Event()
 
-    def late(self: DramHorizon) -> bool:
+    def late(self: DramHorizon, share: float) -> bool:
         if threading.current_thread().name == "thermocline-look-ahead" and table.step_count > 0:
             reopened.wait(20)
-        return load(self)
+        return load(self, share)
 
     data = batches(60)
     table = make_table(tmp_path / "a", rows=1500)
@@ -317,15 +331,15 @@ def test_dropped_on_a_thread_of_the_look_ahead(thread: str, tmp_path: Path, monk
                 drop()
             yield batch
 
-    def dropping(self: DramHorizon) -> bool:
+    def dropping(self: DramHorizon, share: float) -> bool:
         if thread == "look-ahead" and not dropped.is_set():
             drop()
-        return load(self)
+        return load(self, share)
 
     monkeypatch.setattr(DramHorizon, "load", dropping)
     table = make_table(tmp_path / "a", rows=1500)
-    tc.EmbeddingBag(table, 1)
-    holder.append(tc.prefetch(loader(), table, depth=3))
+    bag = tc.EmbeddingBag(table, 1)  # registered while it exists
+    holder += [bag, tc.prefetch(loader(), table, depth=3)]
     held.set()
     assert dropped.wait(20)
     end = time.monotonic() + 20
@@ -337,18 +351,18 @@ def test_dropped_on_a_thread_of_the_look_ahead(thread: str, tmp_path: Path, monk
     table.dram.check()
 
 
-def test_groups_grow_until_reads_become_no_cheaper() -> None:
-    size = _GroupSize(None)
+def test_the_horizon_grows_until_reads_become_no_cheaper() -> None:
+    length = HorizonLength(None)
     sizes = []
     for _ in range(12):
-        sizes.append(size.next())
-        size.loaded(sizes[-1], sizes[-1] * max(1000 / sizes[-1], 125))  # cheaper per batch up to 8
+        sizes.append(length.batches)
+        length.swept(sizes[-1], sizes[-1] * max(1000 / sizes[-1], 125))  # cheaper per batch up to 8
     assert sizes[:5] == [1, 2, 4, 8, 16]
     assert set(sizes[5:]) == {16}
-    limited = _GroupSize(5)
+    limited = HorizonLength(5)
     for _ in range(6):
-        limited.loaded(limited.next(), 0)
-    assert limited.next() == 5
+        limited.swept(limited.batches, 0)
+    assert limited.batches == 5
 
 
 @pytest.mark.parametrize("lookahead", ["3GB", -1, "much", 1.5, True])

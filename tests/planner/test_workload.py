@@ -183,6 +183,15 @@ def test_plan_command(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report["slowest_resource"] == "cores"
     assert report["step_seconds"] == pytest.approx(report["stages"]["train"])
+    assert report["lookahead"] is None
+    ahead = [*base[:-1], "--set", "tiers.mem=1MB", "--set", "tiers.ssd=rows", "--set", "tiers.lookahead=4"]
+    report = json.loads(run(app, [*ahead, "--json"]).stdout)["lookahead"]
+    assert (report["batches"], report["bounded_by"]) == (4, "batches")
+    assert 0 < report["bytes"] <= report["limit_bytes"] < 1e6
+    assert min(report[name] for name in ("missing_rows", "reads", "read_bytes", "step_seconds_without")) > 0
+    text = " ".join(run(app, ahead, env={"COLUMNS": "160"}).stdout.split())
+    assert "look-ahead: 4 batches of a rank (limited by tiers.lookahead)" in text
+    assert "MB; a step without it:" in text
     config.write_text(config.read_text() + '[dist]\nhops = "flat"\nwire = "fp16"\ndense_sync = { every = 20 }\n')
     done = run(app, [*base, "--nodes", "2", "--ranks", "2", "--set", "train.dense_optimizer=adam"])
     assert done.exit_code == 0, done.output

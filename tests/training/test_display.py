@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,3 +135,31 @@ def test_progress_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     with progress("counting", 5000) as advance:
         advance(5000)
     assert "counting" in capsys.readouterr().err
+
+
+def test_figures_of_the_look_ahead(tmp_path: Path) -> None:
+    """On the terminal, in plain lines, in metrics.jsonl; of training and of validation."""
+    world, text, live = World(tmp_path / "rows", lookahead=4), io.StringIO(), io.StringIO()
+    display = Display(Console(file=live, force_terminal=True, width=160))
+    recorder = RecordTotals(display)
+    settings = TrainConfig(epochs=2, log_every=3, display=False, tensorboard=False)
+    callbacks = [Display(Console(file=text, width=160)), display, recorder]
+    trainer = Trainer(world.model, world.optimizer, run_dir=tmp_path / "run", config=settings, callbacks=callbacks)
+    result = trainer.fit(Ads(6), Ads(4))
+    words = r"\d+ batch(?:es)?, [\d,]+ rows loaded, [\d,]+ late, [\d,]+ MB/s"
+    assert re.search(rf"look-ahead  {words}", recorder.frame), recorder.frame
+    lines = text.getvalue().splitlines()
+    assert re.search(rf"queue \d\.\d/4  ahead: {words}", lines[0]), lines[0]
+    (valid, *_) = [line for line in lines if line.startswith("valid")]
+    assert re.search(r"examples\)  ahead: [\d,]+ rows loaded, [\d,]+ late, [\d,]+ MB/s$", valid)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    train, evaluated = ([row["lookahead"] for row in rows if row["event"] == event] for event in ("train", "valid"))
+    assert len(train) == 4
+    assert len(evaluated) == 2
+    for figures in (*train, *evaluated):
+        assert 0 <= figures["bytes"] <= figures["budget"]
+        assert min(figures.values()) >= 0
+    assert sum(figures["rows"] for figures in train) > 0
+    assert result.progress.valid is not None
+    assert "lookahead" not in result.progress.valid  # saved in checkpoints: it depends on time
+    world.close()

@@ -25,7 +25,7 @@ from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import is_rank0
 from thermocline.errors import ConfigError
 from thermocline.training.callbacks import Callback, Row
-from thermocline.utils.text_format import plural
+from thermocline.utils.text_format import format_size, plural
 
 _PART = re.compile(r"part-\d{5,}\.(parquet|libsvm|libffm)")
 """File names of `SyntheticAds.write`."""
@@ -255,12 +255,24 @@ def plan(config: Config, path: Path | None, into: Path | None, *, nodes: int, ra
     work = workload_of(config)
     node = hardware(path, into) if node is None else node
     cluster = cluster_of(config, work, node, nodes=nodes, ranks=ranks)
+    predicted = predict(work, cluster, node).to_json()
+    if predicted["lookahead"] is not None:
+        off = dataclasses.replace(config, tiers=dataclasses.replace(config.tiers, lookahead=0))
+        without = predict(work, cluster_of(off, work, node, nodes=nodes, ranks=ranks), node)
+        predicted["lookahead"]["step_seconds_without"] = without.seconds
     return {
         "hardware": {"name": node.name, "source": node.source},
         "cluster": dataclasses.asdict(cluster),
         "workload": work.figures(),
-        **predict(work, cluster, node).to_json(),
+        **predicted,
     }
+
+
+_BOUNDS = {
+    "bytes": "limited by its bytes",
+    "rows": "limited by the rows that DRAM can pin",
+    "batches": "limited by tiers.lookahead",
+}
 
 
 def print_plan(report: Row) -> None:
@@ -290,6 +302,14 @@ def print_plan(report: Row) -> None:
         f"unique keys: {figures['rank_unique']:,.0f} per rank, {figures['node_unique']:,.0f} per node, "
         f"{figures['world_unique']:,.0f} in total; {figures['hits']:.1%} of the pulled rows are in memory"
     )
+    if (ahead := report["lookahead"]) is not None:
+        console.print(
+            f"look-ahead: {plural(ahead['batches'], 'batch', 'batches')} of a rank "
+            f"({_BOUNDS[ahead['bounded_by']]}), {format_size(int(ahead['bytes']))} of "
+            f"{format_size(ahead['limit_bytes'])} of tiers.mem; per batch {ahead['missing_rows']:,.0f} rows from SSD "
+            f"in {ahead['reads']:,.0f} reads, {ahead['read_bytes'] / 1e6:,.3g} MB; a step without it: "
+            f"{ahead['step_seconds_without'] * 1e3:.3g} ms"
+        )
     console.print(f"slowest stage: {report['slowest_stage']}; slowest resource: {report['slowest_resource']}")
 
 

@@ -1,10 +1,11 @@
 """`Groups`: the process groups of a job. `Communicator`: the process groups of one thread, with error translation.
 
-Collectives of two threads must not interleave on one process group, so `Groups` has three communicators:
+Collectives of two threads must not interleave on one process group, so `Groups` has four communicators:
 
     train   training thread: rows, gradients, dense parameters, checkpoints, metrics
     ahead   exchange thread of a training pipeline: keys of later batches, number of remaining batches
     read    pull thread of an evaluation pipeline, or the caller of `ShardedTable.read` while none is open
+    hints   thread of the `HintLane`: keys of batches that are far ahead
 
 Each communicator spans three groups: "world" (all ranks), "node" (the ranks of one node) and "peers" (the ranks of
 equal local rank, one per node). Gloo carries CPU tensors between nodes, shared memory carries them within a node, and
@@ -25,7 +26,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -41,9 +42,12 @@ from thermocline.distributed.topology import Topology
 from thermocline.distributed.torch_group import TorchGroup
 from thermocline.errors import RankError
 
+if TYPE_CHECKING:
+    from thermocline.distributed.hint_lane import HintLane
+
 GroupName = Literal["world", "node", "peers"]
 
-_NAMES = ("train", "ahead", "read")
+_NAMES = ("train", "ahead", "read", "hints")
 
 
 @dataclasses.dataclass(slots=True)
@@ -272,7 +276,8 @@ class Groups:
         self.topology = topology
         self.heartbeat = heartbeat
         self._owns_torch = owns_torch
-        self.train, self.ahead, self.read = (
+        self._lane: HintLane | None = None
+        self.train, self.ahead, self.read, self._hints = (
             Communicator(
                 name,
                 topology,
@@ -338,6 +343,31 @@ class Groups:
         """Seconds of silence after which a collective fails."""
         return self.heartbeat.timeout
 
+    # ---- pipelines and their look-ahead
+
+    @property
+    def hint_lane(self) -> HintLane:
+        """The lane of look-ahead hints. Every rank requests it before it opens a pipeline, or none does."""
+        if self._lane is None:
+            from thermocline.distributed.hint_lane import HintLane
+
+            self._lane = HintLane(self._hints)
+        return self._lane
+
+    def open_pipeline(self, training: bool) -> Communicator:
+        """Reserve the communicator of a training or evaluation pipeline. All ranks open the same ones in order."""
+        comm = self.ahead if training else self.read
+        comm.claim()
+        if self._lane is not None:
+            self._lane.open_pipeline(training)
+        return comm
+
+    def close_pipeline(self, training: bool) -> None:
+        """Drop the hints of the pipeline and free its communicator."""
+        if self._lane is not None:
+            self._lane.close_pipeline(training)
+        (self.ahead if training else self.read).user = None
+
     def busy(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for local work of this rank that may take longer than the timeout.
 
@@ -354,7 +384,9 @@ class Groups:
         failed   aborts NCCL instead of waiting for collectives that other ranks may never join
         """
         self.heartbeat.close()
-        for comm in (self.train, self.ahead, self.read):
+        if self._lane is not None:
+            self._lane.close()
+        for comm in (self.train, self.ahead, self.read, self._hints):
             if comm.shm is not None:
                 comm.shm.close()  # it stays set: a pipeline that still has the communicator raises instead of waiting
         if self._owns_torch and dist.is_initialized():

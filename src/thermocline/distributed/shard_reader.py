@@ -6,6 +6,7 @@ owns, and sends rows to the others as in training (`ShardedBackend`).
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,15 +17,17 @@ import numpy as np
 from thermocline.arrays import Floats, Keys, Rows
 from thermocline.config.distributed import Hops
 from thermocline.distributed.key_sharding import overlapping_ranks, owner_of
-from thermocline.embedding.backend import RowBackend
+from thermocline.distributed.split_horizon import SplitHorizon
+from thermocline.embedding.backend import KeyHorizon, RowBackend
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import parse_precision
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table import Table
-from thermocline.embedding.table_spec import TableSpec
+from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
 from thermocline.serving.changes import merge_by_hash
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.dram_backend import DramBackend
+from thermocline.tiers.dram_horizon import DramHorizon
 from thermocline.tiers.host_rows import make_dram_tier, open_store
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.text_format import parse_size
@@ -41,6 +44,11 @@ class _Shard(NamedTuple):
     tier: DramTier | None
     """Reads the store; None: its rows were read into DRAM."""
 
+    @property
+    def dram(self) -> DramTier:
+        assert self.tier is not None
+        return self.tier
+
 
 class ShardReaderBackend(DramBackend):
     """Reads each key from the store of the rank that saved it. Budgets are divided among the open stores.
@@ -49,14 +57,25 @@ class ShardReaderBackend(DramBackend):
     """
 
     def __init__(self, spec: TableSpec, root: Path | None, rank: int = 0, world: int = 1) -> None:
-        super().__init__(spec)
+        super().__init__(dataclasses.replace(spec, lookahead=None))
+        self._lookahead = None if root is None else spec.lookahead
         self.root = root
         """Folder of all stores; None: the stores are read into DRAM."""
         self._rank, self._world = rank, world
         self._saved_world = 1
         self._shards: list[_Shard] = []
 
-    lookahead = None  # rows are read from several stores, batch by batch
+    @property
+    def lookahead(self) -> LookAheadLimits | None:
+        return self._lookahead
+
+    def horizon(self, *, training: bool) -> KeyHorizon:
+        parts = [DramHorizon(shard, training=training) for shard in self._shards]
+        return parts[0] if len(parts) == 1 else SplitHorizon(parts, self._by_shard)
+
+    def _by_shard(self, keys: Keys) -> list[Keys]:
+        owners = owner_of(keys, self._saved_world)
+        return [keys[owners == shard.rank] for shard in self._shards]
 
     def open_stores(self, sources: Sequence[tuple[Path, int]]) -> None:
         """Open (folder, epoch) of the ranks that saved a checkpoint, by rank. Without `root`, read rows into DRAM."""
@@ -71,7 +90,8 @@ class ShardReaderBackend(DramBackend):
             store = open_store(self.spec, path, epoch=epoch, read_only=True, mem_budget=share)
             tier = None
             if self.root is not None:
-                tier = make_dram_tier(self.spec, budget=self.spec.mem // len(ranks), store=store)
+                reserved = 0 if self._lookahead is None else self._lookahead.bytes // len(ranks)
+                tier = make_dram_tier(self.spec, budget=self.spec.mem // len(ranks), reserved=reserved, store=store)
             self._shards.append(_Shard(rank, store, tier))
             saved_scale = parse_precision(store.note)[1] if store.epoch else None
             if saved_scale is not None and tier is not None:
@@ -95,9 +115,8 @@ class ShardReaderBackend(DramBackend):
         owners = owner_of(keys, self._saved_world)
         rows = np.empty((len(keys), self.host.dram.floats), np.float32)
         for shard in self._shards:
-            assert shard.tier is not None
             owned = owners == shard.rank
-            rows[owned] = shard.tier.read(keys[owned])
+            rows[owned] = shard.dram.read(keys[owned])
         return rows
 
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
@@ -132,13 +151,18 @@ class ShardReaderTable(Table):
     ) -> None:
         root = None if ssd is None else Path(ssd)
 
+        lookahead = options.get("lookahead", "auto")
+
         def make_backend(spec: TableSpec, device: str, epoch: int | None) -> RowBackend:
+            if root is not None:
+                row_bytes = spec.precision.row_bytes(spec.dim, spec.optimizer)
+                spec = dataclasses.replace(spec, lookahead=LookAheadLimits.of(lookahead, spec.mem, row_bytes))
             if groups is None:
                 self._reader = ShardReaderBackend(spec, root)
                 return self._reader
-            from thermocline.distributed.sharded_table import make_sharded_backend
+            from thermocline.distributed.sharded_table import agree_on_lookahead, make_sharded_backend
 
-            topology = groups.topology
+            topology, spec = groups.topology, agree_on_lookahead(spec, groups)
             self._reader = ShardReaderBackend(spec, root, topology.rank, topology.world)
             return make_sharded_backend(spec, self._reader, groups, hops=hops, wire="fp32")
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,10 +32,11 @@ from thermocline.batch import WorkingSet
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.row_exchange import Route, RowExchange
 from thermocline.distributed.row_reduce import RowSum, take_rows
-from thermocline.embedding.backend import RowHorizon, ShardBackend, ShardPins, TierSet, Unrecorded
+from thermocline.distributed.sharded_horizon import HintedRows, ShardedHorizon
+from thermocline.embedding.backend import ShardBackend, ShardPins, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInputs, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
-from thermocline.embedding.table_spec import TableSpec
+from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
 from thermocline.tiers.ssd import SsdStore
 
 
@@ -68,6 +70,8 @@ class ShardedWindow:
     routes: list[Route] = dataclasses.field(default_factory=list)
     owned: ShardPins | None = None
     """Rows of this rank that any rank uses in the window; slots per batch."""
+    ahead: bool = False
+    """Whether a pipeline made it."""
 
     def release(self) -> None:
         owned, self.owned = self.owned, None
@@ -86,6 +90,10 @@ class ShardedBackend(Unrecorded):
         self.groups = groups
         self.traffic = exchange.traffic
         """Bytes sent, by purpose."""
+        self.hints: HintedRows | None = None
+        """Look-ahead over ranks; None: the table has none."""
+        if local.lookahead is not None:
+            self.hints = HintedRows(local, groups.hint_lane, groups.topology.world, local.lookahead.bytes)
         self._row_exchange = exchange
         self._open: list[OpenBatch] = []
         """Batches fetched since the last step: their rows stay pinned here for all ranks."""
@@ -108,12 +116,17 @@ class ShardedBackend(Unrecorded):
 
     # ---- ahead of training
 
-    lookahead = None
+    @property
+    def lookahead(self) -> LookAheadLimits | None:
+        return self.local.lookahead
 
-    def horizon(self, *, training: bool) -> RowHorizon:
-        raise RuntimeError("this backend loads no rows ahead")
+    def horizon(self, *, training: bool) -> ShardedHorizon:
+        assert self.hints is not None
+        return self.hints.horizon(training=training)
 
-    def stage(self, inputs: Sequence[BagInputs]) -> ShardedWindow:
+    def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[Any] = ()) -> ShardedWindow:
+        for batch in ahead:
+            batch.release()
         return ShardedWindow(list(inputs), [working_set_of(batch, self.spec.threads) for batch in inputs])
 
     def exchange(self, window: ShardedWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
@@ -121,6 +134,7 @@ class ShardedBackend(Unrecorded):
         window.working_sets += [working_set_of(batch, self.spec.threads) for batch in padding]
         keys = [working_set.keys for working_set in window.working_sets]
         comm = self.groups.ahead if ahead else self.groups.train
+        window.ahead = ahead
         if not ahead:
             self._close_unused()
         window.routes = self._row_exchange.plan(comm, keys, self.traffic.keys)
@@ -140,6 +154,8 @@ class ShardedBackend(Unrecorded):
         self.local.load_keys(window.owned)
         for route in window.routes:
             route.move(self.device)
+        if self.hints is not None and window.ahead:
+            self.hints.passed(len(window.routes), training=True)
 
     # ---- training
 
@@ -272,6 +288,8 @@ class ShardedBackend(Unrecorded):
         working_set = working_set_of(inputs, self.spec.threads)
         weights = torch.empty(len(working_set), self.spec.dim)
         self._read_from_owners(working_set.keys, weights)
+        if self.hints is not None and self.groups.read.user == threading.get_ident():  # a batch of a pipeline
+            self.hints.passed(1, training=False)
         rows, out = self.local.row_buffer(len(working_set))
         out.copy_(weights)
         return self.local.plan_rows(inputs, working_set, rows)

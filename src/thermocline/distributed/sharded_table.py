@@ -70,10 +70,10 @@ class ShardedTable(Table):
                     f"precision.scale_lr is {spec.precision.scale_lr}: it must be 0 for a table over ranks: each rank "
                     "would learn its own scale"
                 )
-            spec = dataclasses.replace(spec, lookahead=None)  # keys of coming batches belong to other ranks
             target = training_device(device, spec.hbm)
             more = {"hops": hops, "wire": wire, "device": "cpu" if target is None else target.type}
             require_equal(groups.train, _settings(spec, more), "a table over ranks must be equal on all ranks")
+            spec = agree_on_lookahead(spec, groups)
             with groups.busy():  # opening a large store takes minutes
                 local = make_local_backend(spec, device, epoch)
             return make_sharded_backend(spec, local, groups, hops=hops, wire=wire)
@@ -101,6 +101,12 @@ class ShardedTable(Table):
 
     def __repr__(self) -> str:
         return f"Sharded{super().__repr__()[:-1]}, rank {self.topology.rank} of {self.topology.world})"
+
+
+def agree_on_lookahead(spec: TableSpec, groups: Groups) -> TableSpec:
+    """Return the spec without look-ahead if any rank has none: every rank sends hints, or none does. Collective."""
+    wanted = groups.train.all_gather(np.array([spec.lookahead is not None]), "creating a table")
+    return spec if wanted.all() else dataclasses.replace(spec, lookahead=None)
 
 
 def make_sharded_backend(

@@ -118,8 +118,8 @@ def _header_bytes(ranks: int) -> int:
 
 
 def segment_bytes(ranks: int) -> int:
-    """Return the size of a segment: two for each of `ranks` and each of three communicators are mapped."""
-    return min(_MAX_SEGMENT, _MAX_MAPPED // (6 * ranks) // 4096 * 4096)
+    """Return the size of a segment: two for each of `ranks` and each of four communicators are mapped."""
+    return min(_MAX_SEGMENT, _MAX_MAPPED // (8 * ranks) // 4096 * 4096)
 
 
 def start_time(process: int) -> int | None:

@@ -72,40 +72,84 @@ class RowWindow(Protocol):
         """Give up the window's ownership of its pins. May be called at any stage, and twice."""
 
 
-class RowHorizon(Protocol):
-    """Rows of the coming batches, loaded together as a hint: no result depends on it. See `pipeline/lookahead.py`.
+class BatchAhead(Protocol):
+    """A batch of a `RowHorizon`. All methods may be called on any thread."""
 
-    One thread adds batches; then one thread loads. `release` and `drop` may be called on any thread, and end loading.
+    def restore(self) -> Keys:
+        """Return the ids of all inputs, in order. Not after `release`."""
+
+    @property
+    def to_visit(self) -> float:
+        """The part of a sweep, from 0 to 2, that is left until all rows of the batch were visited."""
+
+    def release(self) -> None:
+        """End the batch: rows that no other batch of the horizon uses are unpinned. May be called twice."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the batch, which is a part of the horizon's."""
+
+
+class ReadCounts(NamedTuple):
+    """Reads of a store so far, and what one costs on its device."""
+
+    reads: int
+    bytes: int
+    read_cost: float
+    """Microseconds of one more request."""
+    page_cost: float
+    """Microseconds of one more page of 4 KiB in a request."""
+
+
+class RowHorizon(Protocol):
+    """Rows of the coming batches, loaded as a hint: no result depends on it. See `pipeline/lookahead.py`.
+
+    One thread adds batches, and one loads. A batch keeps its horizon alive.
     """
 
-    def add(self, inputs: BagInputs) -> list[Slots]:
-        """Collect the keys of the next batch. Return, per input, the number of each id's key."""
+    def add(self, inputs: BagInputs, *, frozen: bool = False) -> BatchAhead:
+        """Collect the keys of the next batch; `frozen`: further keys of the last one."""
 
     @property
     def full(self) -> bool:
         """Whether no further batch should be added: the rows reach the share of memory that they may pin."""
 
-    def seal(self) -> None:
-        """End the collection of batches, before any of the methods below is called."""
+    def load(self, share: float = 1.0) -> bool:
+        """Visit up to this share of the sweep: load and pin the rows of new keys. Blocks on SSD reads.
 
-    def ids_of(self, numbers: Slots) -> Keys:
-        """Return the ids whose keys have these numbers."""
-
-    def load(self) -> bool:
-        """Load and pin a part of the rows. Return whether rows are left. Blocks on SSD reads.
-
-        Raises `BudgetError`, and changes nothing, if the part does not fit beside the rows pinned already.
+        Return False if nothing was visited.
+        Raises `BudgetError`, and changes nothing, if the rows do not fit beside those pinned already.
         """
 
-    def release(self, batch: int) -> None:
-        """Unpin the rows whose last use is in batch number `batch` or before."""
-
     def drop(self) -> bool:
-        """Unpin all rows, also those of a load in progress. Return False if they had been dropped before."""
+        """Unpin all rows that no pinned window uses, also those of a load in progress, and load no more.
+
+        Return False if they had been dropped before. Any thread.
+        """
+
+    @property
+    def dropped(self) -> bool:
+        """Whether nothing more will be loaded: `drop` was called, or the table was reopened."""
+
+    @property
+    def position(self) -> float:
+        """Sweeps since the horizon was begun; the present one counts by its part done."""
+
+    @property
+    def late_rows(self) -> int:
+        """Rows that were not loaded when a window pinned them."""
+
+    @property
+    def rows_loaded(self) -> int:
+        """Rows that horizons of this table have loaded."""
+
+    @property
+    def read_counts(self) -> ReadCounts:
+        """Reads of the store, also for other purposes."""
 
     @property
     def bytes(self) -> int:
-        """Memory of the horizon, without its rows."""
+        """Memory of the horizon and its batches, without the rows."""
 
 
 class RecordedRows(Protocol):
@@ -125,6 +169,13 @@ class RecordedRows(Protocol):
 
     def launched(self, plan: Any) -> None:
         """Note that a replay with this plan was launched on the current stream."""
+
+
+class KeyHorizon(RowHorizon, Protocol):
+    """A horizon whose batches may be lists of keys: see `distributed/sharded_horizon.py`."""
+
+    def add_keys(self, keys: Keys) -> BatchAhead:
+        """Collect the keys of the next batch."""
 
 
 class RowBackend(Protocol):
@@ -155,8 +206,12 @@ class RowBackend(Protocol):
     def horizon(self, *, training: bool) -> RowHorizon:
         """Begin to collect the rows of coming batches, to train or only to read them. Thread: the reader's."""
 
-    def stage(self, inputs: Sequence[BagInputs]) -> RowWindow:
-        """Begin a window with the inputs of its batches. Thread: collect. Blocks on nothing."""
+    def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[Any] = ()) -> RowWindow:
+        """Begin a window with the inputs of its batches. Thread: collect. Blocks on nothing.
+
+        ahead   the `BatchAhead` of each batch, or nothing. The window owns them from now on: it releases each as soon
+                as the rows are pinned or copied elsewhere, at the latest in its own `release`
+        """
 
     def exchange(self, window: Any, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
         """Send the window's keys to their owners. Thread: exchange, or the caller's with `ahead=False`. Collective.
@@ -316,6 +371,9 @@ class Unrecorded:
 
 class ShardBackend(RowBackend, Protocol):
     """A backend that can serve as one rank's part of a sharded table: rows by key list instead of by batch."""
+
+    def horizon(self, *, training: bool) -> KeyHorizon:
+        """See `RowBackend.horizon`."""
 
     def pin_keys(self, key_lists: Sequence[Keys]) -> ShardPins:
         """Pin the rows of each list; keys may repeat between lists. As `pin` otherwise."""

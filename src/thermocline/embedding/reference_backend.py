@@ -105,7 +105,7 @@ class ReferenceBackend(Unrecorded):
     def horizon(self, *, training: bool) -> RowHorizon:
         raise RuntimeError("this backend loads no rows ahead")
 
-    def stage(self, inputs: Sequence[BagInputs]) -> _Window:
+    def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[object] = ()) -> _Window:
         return _Window(list(inputs))
 
     def exchange(self, window: _Window, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex
 
 from thermocline.batch import Batch
-from thermocline.embedding.backend import RowBackend, RowWindow
+from thermocline.embedding.backend import BatchAhead, RowBackend, RowWindow
 from thermocline.embedding.bag_registry import BagRegistry
 from thermocline.embedding.batch_plan import (
     BagInputs,
@@ -235,9 +235,16 @@ class Table(OpenTable):
         """Select the inputs of the bags that are trained, or of `specs`. Touches no rows."""
         return select_inputs(batch, self._bags.specs(trained=True) if specs is None else specs)
 
-    def stage(self, batches: Sequence[Batch]) -> RowWindow:
-        """Begin a window of batches: the first stage of `tc.prefetch`."""
-        return self.backend.stage([self.inputs(batch) for batch in batches])
+    def stage(self, batches: Sequence[Batch], ahead: Sequence[BatchAhead] = ()) -> RowWindow:
+        """Begin a window of batches: the first stage of `tc.prefetch`. `ahead`: see `RowBackend.stage`."""
+        return self.backend.stage([self.inputs(batch) for batch in batches], ahead)
+
+    def inputs_ahead(self, batch: Batch, *, training: bool) -> tuple[BagInputs, BagInputs]:
+        """Select the inputs whose rows a look-ahead loads: those of the bags that are trained, or of all bags for
+        evaluation; and those of frozen bags."""
+        if training:
+            return self.inputs(batch), self.inputs(batch, self._bags.specs(trained=False))
+        return self.inputs(batch, self._bags.specs()), {}
 
     def prepare(self, batch: Batch) -> BatchPlan:
         """Pull and pin the rows of one batch now: all stages of `tc.prefetch` in order. Release its pins when done.

@@ -1,202 +1,187 @@
-"""Look-ahead: load the rows of many coming batches into DRAM together, before the stages of `prefetch` need them.
+"""Look-ahead: load the rows of many coming batches into DRAM, before the stages of `prefetch` need them.
 
-A batch alone needs a few rows from each of many pages of the store. The batches of a group, taken together in hash
-order, need many rows of each page: the store is read in large requests, and each row once. A group is
+A batch alone needs a few rows from each of many pages of the store. Hundreds of batches, taken together in hash order,
+need many rows of each page: the store is read in large requests, and each row once. The horizon is the window of the
+batches that are
 
-    collected   its batches are read, and their unique keys collected                  (thread "read")
-    loaded      rows that are not in DRAM are read from SSD, in hash order, and pinned (thread "look-ahead")
-    consumed    its batches pass the stages of `prefetch`; a row is unpinned after the last batch that uses it
+    collected   read, and their unique keys added to the horizon      (thread "read")
+    swept       the rows of new keys loaded and pinned, in hash order (thread "look-ahead")
+    consumed    passed to the stages of `prefetch`. A row is unpinned when no batch of the horizon uses it any more
 
-While one group is consumed the next one is collected and loaded, as memory is released. Groups grow from one batch, so
-that the first step is not delayed, until a limit (`LookAheadLimits`) is reached or larger groups save nothing.
+Sweeps follow each other. A batch is loaded when a whole sweep has passed since it was collected. Sweeps are as slow as
+the consumer allows, because a slow sweep meets more new keys: each reads the store once, for as many batches as were
+collected meanwhile. The horizon grows from one batch, so that the first step is not delayed, until a limit
+(`LookAheadLimits`) is reached or a longer one saves nothing.
 
-A group is a hint. Rows that it does not load are read by the pull of their batch, so results do not depend on it.
+A horizon is a hint. Rows that it does not load are read by the pull of their batch, so results do not depend on it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from thermocline.arrays import Keys, Offsets, Slots
+from thermocline.arrays import Keys, Offsets
 from thermocline.batch import Batch
-from thermocline.embedding.backend import RowHorizon
+from thermocline.embedding.backend import BatchAhead, ReadCounts, RowHorizon
 from thermocline.embedding.table import Table
 from thermocline.embedding.table_spec import LookAheadLimits
 from thermocline.errors import BudgetError, ThermoclineError
 from thermocline.pipeline.executor import Pipeline
+from thermocline.pipeline.horizon_length import HorizonLength
 
-_GROUPS = 2
-"""Groups in flight: one is consumed; the other is collected and loaded."""
-_LEAST_GAIN = 0.05
-"""A group is doubled only if the last doubling lowered the cost of reads per batch by this share."""
-_REQUEST_BYTES = 16384
-"""Cost of a read request without its bytes. An SSD reads about this much more in the time of one more request."""
-_TRY_AGAIN = 16
-"""Groups after which a larger group is tried again."""
+_MOST_BATCHES = 1 << 14
+_SWEEP_SHARE = 3 / 4
+"""Batches of one sweep, as a share of the horizon; the rest is the distance between the sweep and the consumer."""
+_LEAST_PART = 1 / 32
+"""Least share of a sweep that is visited at once."""
+_PAGE = 4096
+_NO_IDS: Keys = np.empty(0, np.uint64)
 
 
 @dataclasses.dataclass(slots=True)
 class LookAheadStats:
     """Counters of a look-ahead. Each field has one writer thread; other threads may read it at any time."""
 
-    groups: int = 0
-    """Groups loaded."""
-    group_batches: int = 0
-    """Batches of the last group."""
+    sweeps: int = 0
+    """Sweeps completed: each has visited all keys once."""
+    sweep_batches: int = 0
+    """Batches that the last sweep has loaded."""
+    length: int = 1
+    """Batches that the horizon may have now."""
     collected: int = 0
     """Batches collected."""
     consumed: int = 0
     """Batches that the stages of `prefetch` have received."""
+    rows_loaded: int = 0
+    """Rows loaded ahead from SSD, or initialised."""
+    late_rows: int = 0
+    """Rows that were not loaded when their batch needed them."""
+    reads: int = 0
+    """Read requests of the stores during loads."""
+    bytes_read: int = 0
+    """Bytes of these reads."""
+    collect_seconds: float = 0.0
+    """Time of adding keys to the horizon."""
+    load_seconds: float = 0.0
+    """Time of loads."""
     bytes: int = 0
-    """Bytes of the groups in flight."""
+    """Memory of the horizon and its batches."""
     most_bytes: int = 0
+    """The largest value of `bytes`."""
+    budget: int = 0
+    """The limit of `bytes`."""
     loads_cut_short: int = 0
-    """Groups that were not loaded completely, because their rows did not fit or the pipeline closed."""
+    """Batches that were consumed before all their rows were loaded: the rows did not fit, or a read failed."""
 
     @property
     def batches_ahead(self) -> int:
-        """Batches whose rows are loaded or being loaded, not yet consumed."""
+        """Batches collected and not yet consumed."""
         return self.collected - self.consumed
 
 
-class Group:
-    """Batches whose rows are loaded together. One thread at a time; `release` and `drop` on any thread."""
+class AheadItem:
+    """A batch of the horizon. `release` may be called on any thread."""
 
-    def __init__(self, horizons: dict[Table, RowHorizon]) -> None:
-        self._horizons = horizons
-        self._held: list[_Held] = []
-        self._offsets: Offsets | None = None
-        self._batch_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def add(self, batch: Batch) -> None:
-        """Collect the keys of a batch and keep it. Where one bag reads all ids, keeps 4 bytes per id."""
-        numbers: list[Slots] = []
-        single = len(self._horizons) == 1
-        for table, horizon in self._horizons.items():
-            inputs = table.inputs(batch)
-            numbers = horizon.add(inputs)
+    def __init__(self, batch: Batch, horizons: dict[Table, RowHorizon], *, training: bool) -> None:
+        self.horizons = horizons
+        self._ahead: dict[Table, BatchAhead] = {}
+        self._frozen: list[BatchAhead] = []
+        single = len(horizons) == 1
+        for table, horizon in horizons.items():
+            inputs, frozen = table.inputs_ahead(batch, training=training)
+            self._ahead[table] = horizon.add(inputs)
+            if frozen:
+                self._frozen.append(horizon.add(frozen, frozen=True))
             single = single and len(inputs) == 1 and next(iter(inputs.values())).ids is batch.ids
-        kept = copy.copy(batch)  # a loader may yield the same batch again while this one is in flight
-        kept.prepared = {}
-        if self._offsets is not None and np.array_equal(kept.offsets, self._offsets):
-            kept.offsets = self._offsets  # batches of one id per bag share their offsets
-        else:
-            self._offsets = kept.offsets
-            self._batch_bytes += kept.offsets.nbytes
+        self.batch = copy.copy(batch)  # a loader may yield the same batch again while this one is in flight
+        self.batch.prepared = {}
         if single:
-            kept.ids = _NO_IDS
-        own = numbers[0] if single else None
-        arrays = (kept.ids, own, kept.weights, kept.dense, kept.label)
-        held = _Held(kept, own, sum(int(getattr(array, "nbytes", 0)) for array in arrays))
-        self._held.append(held)
-        self._batch_bytes += held.bytes
+            self.batch.ids = _NO_IDS
+        self._single = single
+        arrays = (self.batch.ids, batch.weights, batch.dense, batch.label)
+        self.bytes = sum(int(getattr(array, "nbytes", 0)) for array in arrays)
 
-    def seal(self) -> None:
-        """End the collection of batches."""
-        for horizon in self.horizons:
-            horizon.seal()
+    def share_offsets(self, offsets: Offsets | None) -> Offsets:
+        """Replace offsets by equal ones; otherwise count them."""
+        if offsets is not None and np.array_equal(self.batch.offsets, offsets):
+            self.batch.offsets = offsets
+        else:
+            self.bytes += self.batch.offsets.nbytes
+        return self.batch.offsets
+
+    def restore(self) -> Batch:
+        """Return the batch, complete again."""
+        for ahead in self._ahead.values():
+            ids = ahead.restore()
+            if self._single:
+                self.batch.ids = ids
+        return self.batch
 
     @property
-    def full(self) -> bool:
-        """Whether the rows reach the share of a tier that a group may pin."""
-        return any(horizon.full for horizon in self._horizons.values())
+    def to_visit(self) -> float:
+        """The part of a sweep that is left until its rows are loaded."""
+        return max((ahead.to_visit for ahead in (*self._ahead.values(), *self._frozen)), default=0.0)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the batches and their keys, without the rows."""
-        return self._batch_bytes + sum(horizon.bytes for horizon in self._horizons.values())
+    def take(self, table: Table) -> BatchAhead:
+        """Return the keys of a table. The caller releases them."""
+        return self._ahead.pop(table)
 
-    @property
-    def horizons(self) -> list[RowHorizon]:
-        return list(self._horizons.values())
-
-    def take(self) -> Iterator[Batch]:
-        """Yield the batches, complete again."""
-        for i, held in enumerate(self._held):
-            batch = held.batch
-            if held.numbers is not None:
-                batch.ids = self.horizons[0].ids_of(held.numbers)
-            self._held[i] = _TAKEN
-            self._batch_bytes -= held.bytes
-            yield batch
-
-    def release(self, batch: int) -> bool:
-        """Unpin the rows whose last use was in this batch. Return whether it was the last batch."""
-        last = batch == len(self._held) - 1
-        for horizon in self.horizons:
-            horizon.release(batch)
-            if last:
-                horizon.drop()  # the rows of a batch that could not be added for all tables
-        return last
-
-    def drop(self) -> None:
-        """Unpin all rows; load no more."""
-        for horizon in self.horizons:
-            horizon.drop()
-
-
-class _Held(NamedTuple):
-    batch: Batch
-    numbers: Slots | None
-    """Per id: the number of its key in the horizon. None: the batch has its ids."""
-    bytes: int
-
-
-_NO_IDS: Keys = np.empty(0, np.uint64)
-_TAKEN = _Held(Batch(_NO_IDS, np.zeros(1, np.int64), 1), None, 0)
+    def release(self) -> None:
+        """Release all that was not taken."""
+        while self._ahead:
+            self._ahead.popitem()[1].release()
+        while self._frozen:
+            self._frozen.pop().release()
 
 
 class LookAhead:
     """An iterator over the batches of `loader`, whose rows are loaded ahead.
 
-    Yields (batch, group, number of the batch in the group). The consumer calls `release` when the rows of a batch are
-    pinned elsewhere or copied. Thread safety: one thread iterates; `release` and `stop` may be called from others.
+    The consumer calls `release` for every item when it has finished with it, or has taken its keys. Thread safety: one
+    thread iterates; `release`, `notify` and `stop` may be called from others.
     """
 
     def __init__(
-        self, loader: Iterable[Batch], tables: Sequence[Table], limits: LookAheadLimits, *, window: int,
-        overlap: bool, training: bool,
-    ) -> None:  # fmt: skip
+        self, loader: Iterable[Batch], tables: Sequence[Table], limits: LookAheadLimits, *, depth: int, training: bool
+    ) -> None:
         """
-        window    batches that the consumer collects before it releases any
-        overlap   False: groups are collected and loaded on the consumer's thread
+        depth     batches that the consumer has in flight; 1: batches are collected and loaded on its thread
         training  False: the consumer only reads rows
         """
         self._tables = tables
         self._limits = limits
-        self._window = window
-        self._overlap = overlap
+        self._depth = depth
         self._training = training
-        self.stats = LookAheadStats()
+        self._length = HorizonLength(limits.batches)
+        self.stats = LookAheadStats(budget=limits.bytes)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._stopping = False
-        self._waiting = False  # the consumer waits for a group
-        self._collected = 0  # groups
-        self._delivered = 0
-        self._released = 0  # batches
-        self._live: list[Group] = []  # groups with pinned rows, oldest first
-        self._in_flight: list[Group] = []
-        self._size = _GroupSize(limits.batches)
-        self._pipeline: Pipeline[Group] | None = Pipeline(
-            self._groups(iter(loader)), [("look-ahead", self._load)], depth=_GROUPS if overlap else 1
-        )
+        self._held_bytes = 0  # of batches that are not released, without their keys
+        self._most_ids = 0  # of a batch
+        self._growth = 0  # largest growth of memory by one batch
+        self._horizons: dict[Table, RowHorizon] = {}
+        self._offsets: Offsets | None = None
+        self._loaded = 0  # batches that the look-ahead has passed on
+        self._releases = 0
+        self._rows_before = 0  # that horizons of the tables had loaded when they were last counted
+        self._sweep = 0  # number of the present sweep
+        self._begun = 0  # batches collected when it began
+        self._cost = 0.0  # of its reads, in microseconds
+        self._source: Iterator[Batch] = iter(loader)
+        self._pipeline: Pipeline[AheadItem] | None = None
+        if depth > 1:
+            stages: list[tuple[str, Callable[[AheadItem], AheadItem]]] = [("look-ahead", self._load)]
+            self._pipeline = Pipeline(self._collect(), stages, depth=_MOST_BATCHES, on_stop=self.stop)
 
     @classmethod
-    def over(
-        cls, loader: Iterable[Batch], tables: Sequence[Table], *, window: int, overlap: bool, training: bool
-    ) -> LookAhead | None:
+    def over(cls, loader: Iterable[Batch], tables: Sequence[Table], *, depth: int, training: bool) -> LookAhead | None:
         """Make a look-ahead with the limits of the tables. None: no table has rows to load ahead, or it is disabled."""
         limits = [spec for table in tables if (spec := table.backend.lookahead) is not None]
         if not limits or len(limits) < len(tables):
@@ -204,31 +189,33 @@ class LookAhead:
         batches = [limit.batches for limit in limits if limit.batches is not None]
         total = sum(limit.bytes for limit in limits)
         total_limits = LookAheadLimits(min(batches, default=None), total)
-        return cls(loader, tables, total_limits, window=window, overlap=overlap, training=training)
+        return cls(loader, tables, total_limits, depth=depth, training=training)
 
     # ---- consumer
 
-    def __iter__(self) -> Iterator[tuple[Batch, Group, int]]:
-        while True:
+    def __iter__(self) -> Iterator[AheadItem]:
+        items = self._serial() if self._depth == 1 else self._pipeline
+        for item in items or ():
             with self._lock:
-                self._waiting = True
-                self._changed.notify_all()
-            group = None if self._pipeline is None else next(self._pipeline, None)
-            self._waiting = False
-            if group is None:
-                return
-            self._delivered += 1
-            for i, batch in enumerate(group.take()):
                 self.stats.consumed += 1
-                yield batch, group, i
+                self._changed.notify_all()
+            self.stats.late_rows = sum(horizon.late_rows for horizon in item.horizons.values())
+            item.restore()
+            yield item
 
-    def release(self, group: Group, batch: int) -> None:
-        """Unpin the rows of a group whose last use was in this batch."""
-        ended = group.release(batch)
+    def release(self, item: AheadItem) -> None:
+        """Release all of an item that was not taken, and stop counting its memory. May be called twice."""
+        item.release()
         with self._lock:
-            self._released += 1
-            if ended:
-                self._remove(group)
+            self._held_bytes -= item.bytes
+            item.bytes = 0
+            self._releases += 1
+            self._changed.notify_all()
+
+    def notify(self) -> None:
+        """Continue threads that wait: rows were unpinned."""
+        with self._lock:
+            self._releases += 1
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -244,132 +231,138 @@ class LookAhead:
             self._pipeline.close()
             # The pipeline refers to this object: without the cycle, tables and loader are freed at once.
             self._pipeline = None
-        with self._lock:
-            self._in_flight = []
-            groups, self._live = self._live, []
-        for group in groups:
-            group.drop()
+        self._source = iter(())
+        horizons, self._horizons = self._horizons, {}
+        for horizon in horizons.values():
+            horizon.drop()
 
-    # ---- stages
+    # ---- collect
 
-    def _groups(self, batches: Iterator[Batch]) -> Iterator[Group]:
+    def _collect(self) -> Iterator[AheadItem]:
+        while self._wait_for_room():
+            batch = next(self._source, None)
+            if batch is None:
+                return
+            yield self._add(batch)
+
+    def _serial(self) -> Iterator[AheadItem]:
+        """Collect and load as many batches as fit, then pass them on."""
         error: Exception | None = None
-        while not self._stopping and error is None:
-            group = Group({table: table.backend.horizon(training=self._training) for table in self._tables})
+        while error is None:
+            items: list[AheadItem] = []
             try:
-                for batch in itertools.islice(batches, self._size.next()):
-                    group.add(batch)
-                    self.stats.collected += 1
-                    if self._is_complete(group):
-                        break
+                while self._has_room() and (batch := next(self._source, None)) is not None:
+                    items.append(self._add(batch))
             except Exception as failure:  # raised after the batches before it
                 error = failure
-            if len(group) > 0:
-                group.seal()
-                self._collected += 1
-                self._count_bytes(group)
-                yield group
-            elif error is None:
+            yield from [self._load(item) for item in items]
+            if not items and error is None:
                 return
-        if error is not None:
-            raise error
+        raise error
 
-    def _is_complete(self, group: Group) -> bool:
-        """Whether a group of fewer batches than planned is collected: it is as large as allowed, or awaited."""
-        awaited = self._overlap and self._waiting and self._collected == self._delivered
+    def _add(self, batch: Batch) -> AheadItem:
+        if any(horizon.dropped for horizon in self._horizons.values()) or not self._horizons:
+            self._horizons = {table: table.backend.horizon(training=self._training) for table in self._tables}
+            self._rows_before = sum(horizon.rows_loaded for horizon in self._horizons.values())
+        before, start = self._bytes(), time.perf_counter()
+        self._most_ids = max(self._most_ids, len(batch.ids))
+        item = AheadItem(batch, self._horizons, training=self._training)
+        self._offsets = item.share_offsets(self._offsets)
         with self._lock:
-            others = sum(other.bytes for other in self._in_flight)
-        own = group.bytes
-        return (
-            awaited
-            or self._stopping
-            or group.full
-            or own * _GROUPS >= self._limits.bytes
-            or own + others >= self._limits.bytes
+            self._held_bytes += item.bytes
+            self.stats.collected += 1
+            self.stats.bytes = self._bytes()
+            self.stats.most_bytes = max(self.stats.most_bytes, self.stats.bytes)
+            self._changed.notify_all()
+        self._growth = max(self._growth, self.stats.bytes - before)
+        self.stats.collect_seconds += time.perf_counter() - start
+        return item
+
+    def _bytes(self) -> int:
+        """Return the memory of the horizon, with the ids of restored batches."""
+        keys = sum(horizon.bytes for horizon in self._horizons.values())
+        return keys + self._held_bytes + 8 * self._most_ids * self._depth
+
+    def _has_room(self) -> bool:
+        """Return whether another batch may be added. The consumer gets at least one."""
+        ahead = self.stats.batches_ahead
+        return ahead == 0 or (
+            ahead < min(self._length.batches, _MOST_BATCHES)
+            and self._bytes() + self._growth <= self._limits.bytes
+            and not any(horizon.full for horizon in self._horizons.values())
         )
 
-    def _count_bytes(self, group: Group) -> None:
+    def _wait_for_room(self) -> bool:
+        """Return False if the look-ahead stops."""
         with self._lock:
-            self._in_flight.append(group)
-            self.stats.bytes = sum(group.bytes for group in self._in_flight)
-            self.stats.most_bytes = max(self.stats.most_bytes, self.stats.bytes)
+            while not self._stopping and not self._has_room():
+                self._changed.wait()
+            return not self._stopping
 
-    def _load(self, group: Group) -> Group:
-        """Load the rows of a group, part by part as the group before it releases its own."""
+    # ---- load
+
+    def _load(self, item: AheadItem) -> AheadItem:
+        """Sweep until the rows of an item are loaded, or the consumer cannot wait for them."""
+        while not self._stopping and (left := item.to_visit) > 0:
+            if (share := self._due(left)) == 0:
+                with self._lock:
+                    if not self._stopping and self._due(left) == 0:
+                        self._changed.wait()
+            elif not self._load_part(item, share):
+                self.stats.loads_cut_short += 1
+                break
+        self._loaded += 1
+        return item
+
+    def _due(self, left: float) -> float:
+        """Return the share of the sweep to visit now, so that the next batch, which needs `left`, is loaded in time."""
+        if self._depth == 1:
+            return left
+        distance = (self._loaded - self.stats.consumed) / max(1, self.stats.batches_ahead)
+        later = max(0.0, distance - (1 - _SWEEP_SHARE)) / _SWEEP_SHARE
+        return max(left - later, _LEAST_PART) if left >= later else 0.0
+
+    def _load_part(self, item: AheadItem, share: float) -> bool:
+        """Load the next rows of the sweep. False: no further ones can be loaded for this item."""
+        releases, start = self._releases, time.perf_counter()
+        horizons = list(item.horizons.values())
+        before = [horizon.read_counts for horizon in horizons]
+        try:
+            visited = [horizon.load(share) for horizon in horizons]
+        except BudgetError:
+            return self._wait_for_release(releases)
+        except ThermoclineError:  # raised again by the pull of the batch, unless the table was reopened meanwhile
+            return False
+        finally:
+            self.stats.load_seconds += time.perf_counter() - start
+        rows, self._rows_before = self._rows_before, sum(horizon.rows_loaded for horizon in horizons)
+        self.stats.rows_loaded += max(0, self._rows_before - rows)
+        self._count_reads(horizons, before)
+        return any(visited)
+
+    def _wait_for_release(self, releases: int) -> bool:
+        """Wait until rows were unpinned. False: the consumer needs the next batch now."""
         with self._lock:
-            self._live.append(group)
-        cost = self._read_cost()
-        complete = self._load_rows(group)
-        self.stats.groups += 1
-        self.stats.group_batches = len(group)
-        self.stats.loads_cut_short += not complete
-        self._size.loaded(len(group), self._read_cost() - cost)
-        return group
-
-    def _load_rows(self, group: Group) -> bool:
-        """Return whether all rows were loaded."""
-        left = group.horizons
-        while left and not self._stopping:
-            before = self._released
-            try:
-                if not left[0].load():
-                    left.pop(0)
-            except BudgetError:
-                if not self._wait_for_release(before):
-                    return False
-            except ThermoclineError:  # raised again by the pull of the batch, unless the table was reopened meanwhile
-                return False
-        return not left
-
-    def _wait_for_release(self, before: int) -> bool:
-        """Wait until batches of the group before have released rows. False: none will, the rest is loaded late."""
-        with self._lock:
-            while self._overlap and self._released == before and len(self._live) > 1 and not self._stopping:
-                # A window may begin in the group before and end in this one: its batches are released only after both
-                # were delivered.
-                in_window = self.stats.consumed % self._window
-                if self._waiting and self.stats.consumed - self._released == in_window:
+            while self._releases == releases and not self._stopping:
+                if self._depth == 1 or self._loaded <= self.stats.consumed:
                     return False
                 self._changed.wait()
-            return self._released != before
+        return True
 
-    def _remove(self, group: Group) -> None:
-        if group in self._live:
-            self._live.remove(group)
-        if group in self._in_flight:
-            self._in_flight.remove(group)
-
-    def _read_cost(self) -> float:
-        """Cost of all reads of the stores so far, in bytes: a request costs as much as _REQUEST_BYTES more."""
-        cost = 0.0
-        for store in [table.store for table in self._tables]:
-            with contextlib.suppress(ThermoclineError):  # closed: the table is being reopened
-                if store is not None:
-                    stats = store.stats()
-                    cost += stats.bytes_read + _REQUEST_BYTES * stats.reads
-        return cost
-
-
-class _GroupSize:
-    """The number of batches of the next group: doubles while that makes reads cheaper."""
-
-    def __init__(self, most: int | None) -> None:
-        self._most = most
-        self._size = 1
-        self._costs: dict[int, float] = {}  # per batch, by number of batches
-        self._held = 0  # groups since the last attempt to grow
-
-    def next(self) -> int:
-        return self._size
-
-    def loaded(self, batches: int, cost: float) -> None:
-        """Record the cost of the reads of a group."""
-        self._costs[batches] = cost / batches
-        if batches < self._size:
-            return  # cut short: by a limit, or because the consumer waited
-        before = self._costs.get(batches // 2)
-        if before is not None and self._costs[batches] > (1 - _LEAST_GAIN) * before and self._held < _TRY_AGAIN:
-            self._held += 1
-            return
-        self._held = 0
-        self._size = 2 * self._size if self._most is None else min(2 * self._size, self._most)
+    def _count_reads(self, horizons: Sequence[RowHorizon], before: Sequence[ReadCounts]) -> None:
+        """Add the reads of a load; after a whole sweep, change the length of the horizon."""
+        stats = self.stats
+        for earlier, horizon in zip(before, horizons, strict=True):
+            now = horizon.read_counts
+            reads, size = max(0, now.reads - earlier.reads), max(0, now.bytes - earlier.bytes)
+            stats.reads += reads
+            stats.bytes_read += size
+            self._cost += reads * now.read_cost + size / _PAGE * now.page_cost
+        sweep = int(min(horizon.position for horizon in horizons))
+        if sweep != self._sweep and stats.collected > self._begun:
+            batches, self._begun = stats.collected - self._begun, stats.collected
+            self._length.swept(batches, self._cost)
+            self._sweep, self._cost = sweep, 0.0
+            stats.sweeps += 1
+            stats.sweep_batches, stats.length = batches, self._length.batches
+            self.notify()

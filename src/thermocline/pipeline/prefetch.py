@@ -33,7 +33,7 @@ from thermocline.embedding.backend import RowWindow
 from thermocline.embedding.table import Table
 from thermocline.errors import BudgetError
 from thermocline.pipeline.executor import Later, Pipeline, StageStats
-from thermocline.pipeline.lookahead import Group, LookAhead, LookAheadStats
+from thermocline.pipeline.lookahead import AheadItem, LookAhead, LookAheadStats
 from thermocline.pipeline.window_sync import WindowSync, window_sync_for
 from thermocline.utils.malloc import keep_freed_memory
 
@@ -46,8 +46,8 @@ class _Window:
     """Batches that share one pull."""
 
     batches: list[Batch]
-    ahead: list[tuple[Group, int]] = dataclasses.field(default_factory=list)
-    """Per batch: its group of the look-ahead and its number there, until its rows are pinned or copied."""
+    ahead: list[AheadItem] = dataclasses.field(default_factory=list)
+    """The batches in the look-ahead."""
     rows: dict[Table, RowWindow] = dataclasses.field(default_factory=dict)
     flags: int = 0
     """The flags of all ranks, combined by or: see `prefetch`."""
@@ -77,9 +77,8 @@ class Prefetch:
         if pull_window < 1:
             raise ValueError(f"pull_window is {pull_window}: it must be at least 1 batch")
         sync = window_sync_for(tables, training, flags_fn or (lambda: 0))
-        ahead = LookAhead.over(
-            loader, list(dict.fromkeys(tables)), window=pull_window, overlap=depth > 1, training=training
-        )
+        in_flight = 1 if depth == 1 else depth * pull_window
+        ahead = LookAhead.over(loader, list(dict.fromkeys(tables)), depth=in_flight, training=training)
         # The stages do not refer to this object, so that it can be dropped while they run.
         stages = _Stages(tables, sync, ahead)
         self.lookahead: LookAheadStats | None = None if ahead is None else ahead.stats
@@ -95,7 +94,7 @@ class Prefetch:
         came with the last agreement."""
         launching = all(table.backend.plans_on_device for table in tables)
         self._pipeline: Pipeline[_Window] = Pipeline(
-            _windows(loader, pull_window, sync) if ahead is None else _windows_ahead(ahead, pull_window),
+            _windows(loader, pull_window, sync) if ahead is None else _windows_ahead(ahead, pull_window, sync),
             stages.training if training else [("pull", stages.read)],
             depth=depth,
             finish=stages.finish,
@@ -179,7 +178,7 @@ class _Stages:
 
     def collect(self, window: _Window) -> _Window:
         for table in self._tables:
-            window.rows[table] = table.stage(window.batches)
+            window.rows[table] = table.stage(window.batches, [item.take(table) for item in window.ahead])
         return window
 
     def exchange(self, sync: WindowSync, window: _Window) -> _Window:
@@ -243,7 +242,8 @@ class _Stages:
             if table.frozen and table.groups is None:
                 for batch in window.batches:
                     table.read_frozen(batch)
-        self._release_ahead(window)
+        if self._ahead is not None:
+            self._ahead.notify()
         return window
 
     def read(self, window: _Window) -> _Window:
@@ -258,11 +258,10 @@ class _Stages:
         return window
 
     def _release_ahead(self, window: _Window) -> None:
-        """Unpin what the look-ahead holds for the window: its rows are pinned or copied now."""
-        for group, batch in window.ahead:
+        """Release what no stage has taken."""
+        for item in window.ahead:
             assert self._ahead is not None
-            self._ahead.release(group, batch)
-        window.ahead = []
+            self._ahead.release(item)
 
     def finish(self, window: _Window) -> None:
         """Release what the window holds, at whatever stage it is."""
@@ -270,6 +269,7 @@ class _Stages:
             batch.prepared = {}
         while window.rows:
             window.rows.popitem()[1].release()
+        self._release_ahead(window)
         with self._lock:
             if window.outstanding:
                 window.outstanding = False
@@ -308,10 +308,14 @@ def _windows(loader: Iterable[Batch], size: int, sync: WindowSync | None) -> Ite
         yield _Window([])
 
 
-def _windows_ahead(ahead: LookAhead, size: int) -> Iterator[_Window]:
+def _windows_ahead(ahead: LookAhead, size: int, sync: WindowSync | None) -> Iterator[_Window]:
     items = iter(ahead)
     while window := list(itertools.islice(items, size)):
-        yield _Window([batch for batch, _, _ in window], [(group, number) for _, group, number in window])
+        if sync is not None:
+            sync.template = window[-1].batch
+        yield _Window([item.batch for item in window], window)
+    while sync is not None:  # other ranks may have more
+        yield _Window([])
 
 
 def prefetch(

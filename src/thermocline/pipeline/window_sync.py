@@ -34,8 +34,8 @@ class WindowSync:
         self._tables = tables
         self._training = training
         self._flags_fn = flags_fn
-        self._comm: Communicator = groups.ahead if training else groups.read
-        self._comm.claim()
+        self._groups = groups
+        self._comm: Communicator = groups.open_pipeline(training)
         self._agreed = 0
         self._ended = self._drained = False
         self._in_step = True
@@ -69,7 +69,8 @@ class WindowSync:
                 with self.collective():
                     most, _ = self.agree(0)
                     self._join_empty(most)
-        self._drained, self._comm.user = True, None
+        self._groups.close_pipeline(self._training)
+        self._drained = True
 
     def _join_empty(self, batches: int) -> None:
         """Take part in one window's exchange without any key, in the order in which the stages call."""

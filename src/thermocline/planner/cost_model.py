@@ -7,7 +7,8 @@ seconds, rates (`Disk`, `LinkSpeeds`, `Gpu`) are bytes per second. Every term is
     read              bR examples * read cost / c; bR * bytes per example / data rate
     dedup, load       bRz ids * cost / c; with W > 1, R U(b) unique keys are deduplicated again over the window
     pull DRAM         U(bRNW) / (WN) rows * cost / c
-    pull SSD          rows that miss in DRAM: pages read, evicted bytes * write amplification / write rate
+    pull SSD          rows that miss in DRAM: pages read, evicted bytes * write amplification / write rate; with a
+                      look-ahead, stage "look-ahead": rows of several batches together (`ssd_model`)
     route keys        unique keys sent to their owners, 8 bytes each, ahead of training
     train, exchange   rows and gradients, per node between nodes: two hops U(bR) (N-1)/N, flat R U(b) (N-1)/N;
                       per rank within the node: two hops U(b) (R-1)/R, flat U(b) (R-1)/(RN)
@@ -31,17 +32,15 @@ from typing import Any, Literal
 from thermocline.config.dense_sync import Scope, SyncMode
 from thermocline.config.distributed import Hops, Wire
 from thermocline.distributed.wire_format import wire_bytes
-from thermocline.embedding.table_spec import Policy
+from thermocline.embedding.table_spec import LookAheadLimits, Policy
 from thermocline.errors import require
 from thermocline.planner.cache_model import KeyDistribution
 from thermocline.planner.hardware import Hardware, scalar_tail
+from thermocline.planner.ssd_model import KEY_BYTES, LookAheadPlan, missing_rows, page_reads, plan_lookahead
 
 DenseOptimizer = Literal["sgd", "adagrad", "adam"]
-KEY_BYTES = 8
 MAX_CORE_UTILIZATION = 0.87
 """Utilization of the cores when they bound the step: overlapping stages do not fill them. Fitted to trainings."""
-_MAX_BRIDGED_PAGES = 15
-"""Largest gap that the SSD store reads instead of issuing another request, in pages."""
 _GPU_FLOATS_MOVED = 2.5
 """GPU: floats read or written per float that an operation writes."""
 _GPU_SORT_PASSES = 16
@@ -100,6 +99,8 @@ class Workload:
     read_ns: float = 0.0
     """Processor time to read or generate one example."""
     policy: Policy = "lru_lfu"
+    dense_features: int = 0
+    """Dense features per example."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "window"):
@@ -124,6 +125,8 @@ class Cluster:
     """Rows that fit in the DRAM tiers of a node."""
     hbm_rows: float = 0.0
     """Rows that fit in the HBM tier of a GPU."""
+    lookahead: LookAheadLimits | None = None
+    """Limits of the look-ahead of a rank; None: rows are read window by window."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks"):
@@ -159,6 +162,8 @@ class StepCost:
     """Examples per step of all ranks."""
     figures: dict[str, float]
     """Counts per step behind the terms: unique keys, hit rates, rows."""
+    lookahead: LookAheadPlan | None = None
+    """The look-ahead; None: it is off, or all rows are in DRAM."""
 
     @property
     def stages(self) -> dict[str, float]:
@@ -207,6 +212,7 @@ class StepCost:
             "resources": self.resources,
             "terms": [dataclasses.asdict(term) for term in self.terms],
             "figures": self.figures,
+            "lookahead": None if self.lookahead is None else self.lookahead.to_json(),
         }
 
 
@@ -214,19 +220,19 @@ def predict(work: Workload, cluster: Cluster, hardware: Hardware) -> StepCost:
     """Predict one step of every rank in the steady state; ValueError if the cluster uses GPUs the hardware lacks."""
     if cluster.gpu and hardware.gpu is None:
         raise ValueError(f"cluster.gpu is True, but hardware {hardware.name!r} has no GPU: pass gpu=False")
-    counts = _RowCounts(work, cluster)
+    counts = _RowCounts(work, cluster, plan_lookahead(work, cluster, hardware.disk))
     terms = [*_read_terms(work, cluster.ranks, counts, hardware), *_pull_terms(work, cluster, counts, hardware)]
     terms += _exchange_terms(work, cluster, counts, hardware)
     terms += _gpu_terms(work, counts, hardware) if cluster.gpu else _cpu_terms(work, cluster, counts, hardware)
     terms += _dense_sync_terms(work, cluster, hardware)
     nonzero = tuple(term for term in terms if term.seconds > 0)
-    return StepCost(nonzero, work.batch * cluster.world, counts.figures())
+    return StepCost(nonzero, work.batch * cluster.world, counts.figures(), counts.lookahead)
 
 
 class _RowCounts:
     """Ids and rows per step, of a node unless stated otherwise."""
 
-    def __init__(self, work: Workload, cluster: Cluster) -> None:
+    def __init__(self, work: Workload, cluster: Cluster, lookahead: LookAheadPlan | None) -> None:
         keys = work.key_distribution
         self.examples = work.batch * cluster.ranks
         self.ids = self.examples * keys.ids_per_example
@@ -236,12 +242,14 @@ class _RowCounts:
         window_examples = work.batch * cluster.world * work.window
         self.pulled = keys.unique_keys(window_examples) / work.window / cluster.nodes  # rows that the node owns
         hbm = cluster.hbm_rows * cluster.world if cluster.gpu else 0.0
-        dram = cluster.mem_rows * cluster.nodes
         self.hbm_hits = keys.hit_rate(hbm, window_examples, "lru") if hbm else 0.0
-        # A row is either in HBM or in DRAM: together they are one larger cache.
-        self.hits = keys.hit_rate(dram + hbm, window_examples, work.policy)
         self.from_dram = self.pulled * (1 - self.hbm_hits)
-        self.from_disk = self.pulled * (1 - self.hits)
+        self.lookahead = lookahead
+        if lookahead is None:
+            self.from_disk = missing_rows(work, cluster, work.window) / work.window
+        else:
+            self.from_disk = lookahead.missing_rows
+        self.hits = 1 - self.from_disk / self.pulled  # of rows pulled; loaded ahead once, a row is a hit later
 
     def figures(self) -> dict[str, float]:
         names = ("ids", "rank_unique", "node_unique", "world_unique", "pulled", "hbm_hits", "hits", "from_disk")
@@ -294,37 +302,28 @@ def _pull_terms(work: Workload, cluster: Cluster, counts: _RowCounts, hardware: 
 
 
 def _ssd_terms(work: Workload, cluster: Cluster, counts: _RowCounts, hardware: Hardware) -> list[CostTerm]:
-    """Rows missing in DRAM are read; the pulling thread evicts as many rows, which the store appends and merges."""
-    disk = hardware.disk
-    pages, read_seconds = _page_reads(work, cluster, counts.from_disk * work.window, hardware)
+    """Rows missing in DRAM are read; the reading thread evicts as many rows, which the store appends and merges.
+
+    With a look-ahead, several batches are read together by a thread of its own; else a window by the pull.
+    """
+    disk, ahead = hardware.disk, counts.lookahead
+    batches, stage = (work.window, "pull SSD") if ahead is None else (ahead.batches_together, "look-ahead")
+    reads = page_reads(work, cluster.nodes, counts.from_disk * batches, disk)
     evicted_bytes = counts.from_disk * (work.row_bytes + KEY_BYTES) * disk.write_amplification
     cost = counts.from_disk * disk.miss_row_ns
-    cost += (pages / work.window + evicted_bytes / disk.page_bytes) * disk.miss_page_ns
-    lookup = _cpu_term("pull SSD", cost, hardware, "look up and verify rows; evict and merge rows", cluster.ranks, 0.0)
-    return [
-        _device_term("pull SSD", "disk", read_seconds / work.window, "read pages with missing rows"),
-        _device_term("pull SSD", "disk", evicted_bytes / disk.write_gbs * 1e-9, "write evicted rows, and merge"),
+    cost += (reads.pages / batches + evicted_bytes / disk.page_bytes) * disk.miss_page_ns
+    lookup = _cpu_term(stage, cost, hardware, "look up and verify rows; evict and merge rows", cluster.ranks, 0.0)
+    terms = [
+        _device_term(stage, "disk", reads.seconds / batches, "read pages with missing rows"),
+        _device_term(stage, "disk", evicted_bytes / disk.write_gbs * 1e-9, "write evicted rows, and merge"),
         dataclasses.replace(lookup, seconds=lookup.seconds * disk.miss_thread_share),
     ]
-
-
-def _page_reads(work: Workload, cluster: Cluster, rows: float, hardware: Hardware) -> tuple[float, float]:
-    """(pages that contain requested rows, seconds to read them) of one get of `rows` rows on a node.
-
-    Rows are spread over P pages in hash order, so a page is requested with probability q = 1 - exp(-rows / P), and the
-    gap before it is g pages with probability q (1-q)^g. The store reads a gap of at most G = read_us / page_us pages
-    along, at page_us per page; a larger gap costs another request:
-
-        seconds per page = (1-q)^(G+1) * read_us + sum over g <= G of q (1-q)^g (g+1) * page_us
-    """
-    disk = hardware.disk
-    pages = work.key_distribution.num_keys / cluster.nodes * (work.row_bytes + KEY_BYTES) / disk.page_bytes
-    requested = -pages * math.expm1(-rows / pages)
-    density = min(requested / pages, 1.0)
-    max_gap = int(min(disk.read_us / disk.page_us, _MAX_BRIDGED_PAGES))
-    new_request = (1 - density) ** (max_gap + 1)
-    bridged = sum(density * (1 - density) ** gap * (gap + 1) for gap in range(max_gap + 1))
-    return requested, requested * (new_request * disk.read_us + bridged * disk.page_us) * 1e-6
+    if ahead is not None:
+        collected = counts.ids * hardware.cpu.dedup_id_ns
+        pinned = ahead.rows_together / ahead.batches_together * hardware.cpu.pull_row_ns
+        terms.append(_cpu_term("read", collected, hardware, "collect keys of coming batches"))
+        terms.append(_cpu_term(stage, pinned, hardware, "look up and pin rows of coming batches"))
+    return terms
 
 
 def _exchange_terms(work: Workload, cluster: Cluster, counts: _RowCounts, hardware: Hardware) -> list[CostTerm]:

@@ -19,6 +19,7 @@ from thermocline.data.open_data import check_paths, open_data
 from thermocline.data.paper_models import PaperModel
 from thermocline.embedding.optimizers import SGD
 from thermocline.embedding.table import Table
+from thermocline.embedding.table_spec import LookAheadLimits
 from thermocline.errors import ConfigError
 from thermocline.models import ModelConfig, build, row_dim
 from thermocline.models.layers import Model
@@ -41,8 +42,8 @@ _PROBE_BUDGET = 16_000_000
 """Bytes of the DRAM tier that shows how many rows fit a budget."""
 _PRESET_MEMORY_SHARE = 0.8
 """Fraction of a node's DRAM and HBM that a preset uses."""
-_MAX_TIMED_MULTIPLY_ADDS = 2e10
-"""Size of the batch with which a network is timed: about one second of a core."""
+_MAX_TIMED_MULTIPLY_ADDS = 5e9
+"""Size of the batch with which a network is timed: about a quarter of a second of a core, for each of 20 steps."""
 
 
 def preset_config(name: str, sets: Sequence[str] = ()) -> Config:
@@ -79,6 +80,7 @@ def workload_of(config: Config, *, examples: int = SAMPLE_EXAMPLES) -> Workload:
     return Workload(
         name=config.data.synth.preset or config.model.name,
         fields=fields,
+        dense_features=dense,
         dim=dim,
         row_bytes=config.precision.row_bytes(dim, optimizer),
         row_floats=dim + optimizer.state_floats(dim),
@@ -136,6 +138,10 @@ def cluster_of(config: Config, work: Workload, node: Hardware, *, nodes: int, ra
         mem = ranks * parse_size(tiers.mem, "tiers.mem")
         if gpu is not None:
             hbm = gpu.memory / 2 if tiers.hbm is None else parse_size(tiers.hbm, "tiers.hbm")
+    ahead = None
+    if is_preset or tiers.ssd is not None:
+        ahead = LookAheadLimits.of(tiers.lookahead, int(mem / ranks), work.row_bytes)
+        mem -= 0 if ahead is None else ranks * ahead.bytes
     mem_rows, num_keys = _rows_in(config, work.dim, mem), work.key_distribution.num_keys
     if not is_preset and tiers.ssd is None and mem_rows * nodes < num_keys:
         raise ConfigError(
@@ -143,7 +149,7 @@ def cluster_of(config: Config, work: Workload, node: Hardware, *, nodes: int, ra
             "tiers.ssd is not set: raise tiers.mem or set tiers.ssd"
         )
     hbm_rows = hbm / (work.row_bytes + _HBM_OVERHEAD_BYTES)
-    return Cluster(nodes=nodes, ranks=ranks, gpu=gpu is not None, mem_rows=mem_rows, hbm_rows=hbm_rows)
+    return Cluster(nodes=nodes, ranks=ranks, gpu=gpu is not None, mem_rows=mem_rows, hbm_rows=hbm_rows, lookahead=ahead)
 
 
 def _rows_in(config: Config, dim: int, budget: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
@@ -226,6 +226,10 @@ class DramTier:
     def pin(self, keys: Any) -> Pins:
         """Pin as `pull` does; the result owns the pins until its last owner's `release` or its destruction."""
         return core.Pins(self._core, as_keys(keys))
+
+    def pin_ahead(self, batches: Sequence[core.HorizonBatch]) -> Pins:
+        """Pin the rows of batches of a look-ahead over this tier, batch by batch, and own their release: see `pin`."""
+        return core.Pins(self._core, tuple(batches))
 
     def unpin(self, slots: Slots, *, dirty: bool = False) -> None:
         """Remove one pin per slot; `dirty`: the rows were changed."""

@@ -13,12 +13,13 @@ import torch
 from thermocline.arrays import Floats, Keys, Rows, Slots
 from thermocline.batch import WorkingSet
 from thermocline.core import core
-from thermocline.embedding.backend import ShardPins, TierSet, Unrecorded
+from thermocline.embedding.backend import KeyHorizon, ShardPins, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
+from thermocline.errors import BudgetError, ThermoclineError
 from thermocline.tiers.dram import DramTier, Pins
-from thermocline.tiers.dram_horizon import DramHorizon
+from thermocline.tiers.dram_horizon import DramBatchAhead, DramHorizon
 from thermocline.tiers.host_rows import HostRows
 from thermocline.tiers.ssd import SsdStore
 
@@ -79,15 +80,24 @@ class DramWindow:
     working_sets: list[WorkingSet]
     dram: DramTier | None = None
     keys: Keys | None = None
-    """Unique keys of all batches."""
+    """Unique keys of all batches; None: not needed yet."""
     index: Slots | None = None
-    """Per key of each working set, in order: its index in `keys`. None: the window has one batch."""
+    """Per key of each working set, in order: its index in `keys`. None: keys of all working sets in order."""
+    ahead: Sequence[DramBatchAhead] = ()
+    """The batches of a look-ahead that gave the working sets, until `pins` owns them."""
     pins: Pins | None = None
 
     def release(self) -> None:
         pins, self.pins = self.pins, None
         if pins is not None:
             pins.release()
+        self.drop_ahead()
+
+    def drop_ahead(self) -> None:
+        """Release the batches of the look-ahead: their pins are not used."""
+        ahead, self.ahead = self.ahead, ()
+        for batch in ahead:
+            batch.release()
 
 
 class DramBackend(Unrecorded):
@@ -111,16 +121,43 @@ class DramBackend(Unrecorded):
     def lookahead(self) -> LookAheadLimits | None:
         return self.spec.lookahead
 
-    def horizon(self, *, training: bool) -> DramHorizon:
-        return self.host.horizon(training=training)
+    def horizon(self, *, training: bool) -> KeyHorizon:
+        return DramHorizon(self.host, training=training)
 
-    def stage(self, inputs: Sequence[BagInputs]) -> DramWindow:
+    def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[DramBatchAhead] = ()) -> DramWindow:
+        working_sets = [
+            batch.working_set
+            for batch, own in zip(ahead, inputs, strict=False)
+            if batch.working_set is not None and batch.belongs_to(own)
+        ]
+        if ahead and len(working_sets) == len(inputs):
+            return DramWindow(list(inputs), working_sets, ahead=ahead)
+        for batch in ahead:
+            batch.release()
         return DramWindow(list(inputs), [working_set_of(batch, self.spec.threads) for batch in inputs])
 
     def exchange(self, window: DramWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
         """Nothing: this process has all rows."""
 
     def pin(self, window: DramWindow) -> None:
+        while True:
+            dram = self.host.dram
+            try:
+                window.pins = self._pin(window, dram)
+            except BudgetError:
+                raise
+            except ThermoclineError:
+                if not self.host.replaced(dram):
+                    raise
+            else:
+                window.dram, window.ahead = dram, ()
+                return
+
+    @staticmethod
+    def _pin(window: DramWindow, dram: DramTier) -> Pins:
+        if window.ahead and all(batch.dram is dram for batch in window.ahead):
+            return dram.pin_ahead([batch.core for batch in window.ahead])
+        window.drop_ahead()  # of a tier that was replaced
         if window.keys is None:
             keys = [working_set.keys for working_set in window.working_sets]
             if len(keys) == 1:
@@ -128,9 +165,7 @@ class DramBackend(Unrecorded):
             else:
                 union = WorkingSet.of(np.concatenate(keys))
                 window.keys, window.index = union.keys, union.inverse
-        dram = self.host.dram
-        window.pins = dram.pin(window.keys)
-        window.dram = dram
+        return dram.pin(window.keys)
 
     def prepare(self, window: DramWindow) -> list[DramBatchPlan]:
         assert window.dram is not None
@@ -138,7 +173,7 @@ class DramBackend(Unrecorded):
         slots, plans, first = window.pins.slots(), [], 0
         for inputs, working_set in zip(window.inputs, window.working_sets, strict=True):
             end = first + len(working_set)
-            of_batch = slots if window.index is None else slots[window.index[first:end]]
+            of_batch = slots[first:end] if window.index is None else slots[window.index[first:end]]
             plans.append(self.plan_batch(inputs, working_set, of_batch, window.pins, window.dram))
             first = end
         return plans

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from thermocline.arrays import Floats, Keys, as_keys
@@ -302,6 +303,11 @@ class HbmTier:
             f"rows of {self.dram.row_bytes} bytes, and rows of this window and of {others} others in flight cannot be "
             "evicted. Raise hbm, or lower batch_size, pull_window or depth"
         )
+
+    def resident(self, keys: Keys) -> npt.NDArray[np.uint8]:
+        """Return, per key, 1 if its row is here or on its way. Any thread."""
+        with self._lock, self._on_stream():
+            return (find(self.index, self._upload(keys)) >= 0).to(torch.uint8).cpu().numpy()
 
     # ---- called by training, on its stream
 

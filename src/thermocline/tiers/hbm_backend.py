@@ -33,7 +33,7 @@ from thermocline.kernels.segments import Segments, find_segments
 from thermocline.kernels.update import apply_gradients, sum_gradients, update_rows
 from thermocline.kernels.weight_gradient import weight_gradient
 from thermocline.tiers.compile_ahead import compile_ahead
-from thermocline.tiers.dram_horizon import DramHorizon
+from thermocline.tiers.dram_horizon import DramBatchAhead, DramHorizon
 from thermocline.tiers.hbm import HbmPins, HbmTier
 from thermocline.tiers.hbm_plan import HbmBag, HbmBatchPlan, HbmWindow, PlanLists, write_plan
 from thermocline.tiers.hbm_recorded import HbmRecordedRows
@@ -82,15 +82,15 @@ class HbmBackend:
         return self.spec.lookahead
 
     def horizon(self, *, training: bool) -> DramHorizon:
-        return self.host.horizon(training=training)
+        return DramHorizon(self.host, training=training, above=self.hbm)
 
-    def stage(self, inputs: Sequence[BagInputs]) -> HbmWindow:
+    def stage(self, inputs: Sequence[BagInputs], ahead: Sequence[DramBatchAhead] = ()) -> HbmWindow:
         inputs = [_without_trivial_offsets(batch) for batch in inputs]
         graph = self.plan_graphs.get(shape_of(inputs, self._capacities))
         if graph is not None:
-            return HbmWindow(inputs, graph.stage(inputs), graph)
+            return HbmWindow(inputs, graph.stage(inputs), graph, ahead=ahead)
         ids = self.hbm.stage([source.ids for batch in inputs for source in batch.values()])
-        return HbmWindow(inputs, ids)
+        return HbmWindow(inputs, ids, ahead=ahead)
 
     def exchange(self, window: HbmWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
         """Nothing: this process has all rows."""
@@ -114,6 +114,7 @@ class HbmBackend:
     def load(self, window: HbmWindow) -> None:
         assert window.pins is not None
         self.hbm.load(window.pins)
+        window.release_ahead()
 
     def loads_nothing(self, window: HbmWindow) -> bool:
         assert window.pins is not None

@@ -12,6 +12,7 @@ from thermocline.embedding.batch_plan import BagInputs, BagSpec, Pins
 from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.segments import Segments, find_segments, segment_views
 from thermocline.tiers.dram import DramTier
+from thermocline.tiers.dram_horizon import DramBatchAhead
 from thermocline.tiers.hbm import HbmPins, StagedIds
 from thermocline.tiers.plan_layout import PlanLayout, PlanMemory
 from thermocline.utils.recording import current_stream
@@ -233,8 +234,16 @@ class HbmWindow:
     graph: PlanGraph | None = None
     """The recorded planning of windows of this shape, if there is one."""
     pins: HbmPins | None = None
+    ahead: Sequence[DramBatchAhead] = ()
+    """The batches of a look-ahead: their rows stay in DRAM until they were copied."""
 
     def release(self) -> None:
         pins, self.pins = self.pins, None
         if pins is not None:
             pins.release()
+        self.release_ahead()
+
+    def release_ahead(self) -> None:
+        ahead, self.ahead = self.ahead, ()
+        for batch in ahead:
+            batch.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import FormatError, ThermoclineError
 from thermocline.tiers.dram import DramTier
-from thermocline.tiers.dram_horizon import DramHorizon
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils import atomic_file
 
@@ -64,11 +64,21 @@ class HostRows:
         self._spec = spec
         self._threads = threads
         self._path = spec.ssd
+        self._opening = threading.Lock()  # held while the store is replaced
         self.store = None
         self.reopen(epoch)
 
+    def replaced(self, dram: DramTier) -> bool:
+        """Return whether a call of `dram` failed because the table was reopened. Blocks while it is being reopened."""
+        with self._opening:
+            return self.dram is not dram
+
     def reopen(self, epoch: int | None = None) -> None:
         """Open the store on a commit, the newest or `epoch`, below an empty DRAM tier."""
+        with self._opening:
+            self._open(epoch)
+
+    def _open(self, epoch: int | None) -> None:
         self.close()
         self.store = None
         if self._path is not None:
@@ -85,17 +95,14 @@ class HostRows:
         budget = self._spec.mem
         return make_dram_tier(self._spec, budget=budget, reserved=reserved, store=self.store, threads=self._threads)
 
-    def horizon(self, *, training: bool) -> DramHorizon:
-        """See `RowBackend.horizon`."""
-        return DramHorizon(self.dram, training=training)
-
     def move_store(self, path: Path, *, clear: bool) -> None:
         """See `RowBackend.move_store`."""
-        self.close()
-        if clear and path.exists():
-            atomic_file.remove_folder(path)
-        self._path = path
-        self.reopen()
+        with self._opening:
+            self.close()
+            if clear and path.exists():
+                atomic_file.remove_folder(path)
+            self._path = path
+            self._open(None)
 
     def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> None:
         """Fill a new DRAM tier with stored rows and use it."""

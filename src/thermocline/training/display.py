@@ -93,7 +93,10 @@ class Display(Callback):
         figures = "  ".join(
             f"{name} {row[name]:.4f}" for name in ("auc", "logloss", "ne", "calibration") if row.get(name) is not None
         )
-        self._print(f"{row['event']} at step {row['step']}: {figures}  ({row['examples']:,} examples)")
+        line = f"{row['event']} at step {row['step']}: {figures}  ({row['examples']:,} examples)"
+        if row.get("lookahead") is not None:
+            line += f"  ahead: {_ahead_text(row['lookahead'], ended=True)}"
+        self._print(line)
 
     def on_checkpoint(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
         if checkpoint.tag is None:
@@ -123,6 +126,8 @@ class Display(Callback):
             text = ", ".join(f"{_TIERS[tier]} {100 * share:.1f} %" for tier, share in shares.items())
             parts.append(f"{name if named else 'rows'}: {text}")
         parts.append(f"queue {_queue_length(row):.1f}/{trainer.config.depth}")
+        if row["lookahead"] is not None:
+            parts.append(f"ahead: {_ahead_text(row['lookahead'])}")
         if row["damaged_partitions"]:
             parts.append(_damage_text(row))
         if left := self._left(trainer):
@@ -137,6 +142,8 @@ class Display(Callback):
         if self._row is not None:
             parts += [Text("   ".join(_figures(self._row)), style="bold"), Text(), _tier_grid(self._tier_shares)]
             parts += [Text(), _stage_grid(self._row)]
+        if self._row is not None and self._row["lookahead"] is not None:
+            parts += [Text(), Text(f"look-ahead  {_ahead_text(self._row['lookahead'])}")]
         return Panel(Group(*parts), title="thermocline", title_align="left", border_style="dim")
 
 
@@ -147,6 +154,13 @@ def _damage_text(row: Row) -> str:
 def _figures(row: Row) -> list[str]:
     scores = (f"{name} {row[key]:.4f}" for name, key in (("AUC", "auc"), ("NE", "ne")) if row.get(key) is not None)
     return [f"loss {row['loss']:.4f}", *scores, f"{row['examples_per_s']:,.0f} examples/s"]
+
+
+def _ahead_text(ahead: Row, *, ended: bool = False) -> str:
+    """Figures of the look-ahead since the last log, or of one that has ended."""
+    batches = [] if ended else [plural(ahead["batches"], "batch", "batches")]
+    rows = [f"{ahead['rows']:,} rows loaded", f"{ahead['late_rows']:,} late", f"{ahead['mb_per_s']:,.0f} MB/s"]
+    return ", ".join([*batches, *rows])
 
 
 def _queue_length(row: Row) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,16 +16,18 @@ from thermocline.training.callbacks import Row
 from thermocline.training.metrics import ExactMetrics
 from thermocline.training.rank_coordinator import RankCoordinator
 from thermocline.training.state import Progress
+from thermocline.training.throughput import lookahead_figures
 
 
 def evaluate(
     model: torch.nn.Module, tables: Sequence[Table], data: Iterable[Batch], ranks: RankCoordinator, *, depth: int
-) -> Row:
+) -> tuple[Row, Row | None]:
     """Compute exact metrics over the data of all ranks. Rows, parameters, buffers and module modes are unchanged.
 
-    All ranks evaluate the mean of their dense models (`DenseParameters.merged`). `depth` is the pipeline depth.
+    All ranks evaluate the mean of their dense models (`DenseParameters.merged`). `depth` is the pipeline depth. Returns
+    the metrics, and the figures of this rank's look-ahead (`lookahead_figures`); None: it has none.
     """
-    metrics = ExactMetrics()
+    metrics, start = ExactMetrics(), time.perf_counter()
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -42,7 +45,8 @@ def evaluate(
             "the evaluation data has no batches: a generator can be iterated only once; "
             "pass a list or a loader that can be iterated again"
         )
-    return figures
+    ahead = batches.lookahead
+    return figures, None if ahead is None else lookahead_figures(ahead, None, time.perf_counter() - start)
 
 
 def record_validation(progress: Progress, config: TrainConfig, auc: float) -> bool:

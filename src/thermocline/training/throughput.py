@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,10 +13,29 @@ import torch
 
 from thermocline.embedding.table import Table
 from thermocline.pipeline.executor import StageStats
+from thermocline.pipeline.lookahead import LookAheadStats
 from thermocline.training.metrics import StreamingMetrics
 
 _THREAD_EXAMPLES = 8192
 """Examples of a batch from which its metrics are computed on another thread, beside the step on the GPU."""
+
+
+def lookahead_figures(stats: LookAheadStats, before: LookAheadStats | None, seconds: float) -> dict[str, Any]:
+    """Return the figures of a look-ahead since `before`, `seconds` ago, as JSON values.
+
+    before   None: since it began
+    """
+    before = before or LookAheadStats()
+    seconds = max(seconds, 1e-9)
+    return {
+        "batches": stats.batches_ahead,
+        "rows": max(0, stats.rows_loaded - before.rows_loaded),
+        "late_rows": max(0, stats.late_rows - before.late_rows),
+        "mb_per_s": (stats.bytes_read - before.bytes_read) / seconds / 1e6,
+        "loading": (stats.load_seconds - before.load_seconds) / seconds,
+        "bytes": stats.bytes,
+        "budget": stats.budget,
+    }
 
 
 class ThroughputMeter:
@@ -56,6 +76,8 @@ class ThroughputMeter:
         self._steps = 0
         self._rows = {table.name: table.tier_counts() for table in self._tables}
         self._stages: dict[str, StageStats] = {}
+        self._lookahead: tuple[LookAheadStats, LookAheadStats] | None = None
+        """The pipeline's figures at the last log: their object, and a copy."""
 
     @property
     def seconds(self) -> float:
@@ -90,7 +112,7 @@ class ThroughputMeter:
         finally:
             self._paused += time.perf_counter() - start
 
-    def row(self, stages: Sequence[StageStats]) -> dict[str, Any]:
+    def row(self, stages: Sequence[StageStats], lookahead: LookAheadStats | None = None) -> dict[str, Any]:
         """Return the figures since the last call and reset them; metrics cover the epoch so far."""
         self._settle()
         wall = time.perf_counter() - self._since
@@ -100,12 +122,21 @@ class ThroughputMeter:
             "examples_per_s": self._examples / max(wall - self._paused, 1e-9),
             "tables": {table.name: self._tier_shares(table) for table in self._tables},
             "stages": {stage.name: self._stage_shares(stage, wall) for stage in stages},
+            "lookahead": self._lookahead_figures(lookahead, wall),
         }
         self.restart()
+        self._lookahead = None if lookahead is None else (lookahead, dataclasses.replace(lookahead))
         self._stages = {
             stage.name: StageStats(**{n: getattr(stage, n) for n in StageStats.__slots__}) for stage in stages
         }
         return row
+
+    def _lookahead_figures(self, stats: LookAheadStats | None, wall: float) -> dict[str, Any] | None:
+        if stats is None:
+            return None
+        last = self._lookahead
+        # Another object: the pipeline of another epoch.
+        return lookahead_figures(stats, last[1] if last is not None and last[0] is stats else None, wall)
 
     def _tier_shares(self, table: Table) -> dict[str, float | None]:
         """Share of rows per tier (`Table.tier_counts`); None if no row was trained."""

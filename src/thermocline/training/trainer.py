@@ -30,6 +30,7 @@ from thermocline.config.train import TrainConfig as TrainConfig
 from thermocline.embedding.table import Table
 from thermocline.errors import CorruptionError, ThermoclineError
 from thermocline.pipeline.executor import StageStats
+from thermocline.pipeline.lookahead import LookAheadStats
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.training.callbacks import Callback, MetricsFile, Row, TensorBoard, finite
 from thermocline.training.dense_optimizers import use_fused
@@ -105,6 +106,9 @@ class Trainer:
         """Losses of the batches whose gradients are accumulated for the next step."""
         self._meter = ThroughputMeter(self.tables)
         self._stages: Sequence[StageStats] = ()
+        self._lookahead: LookAheadStats | None = None
+        self._evaluated_ahead: Row | None = None
+        """Figures of the look-ahead of the last evaluation."""
 
     # ---- the loop
 
@@ -164,7 +168,7 @@ class Trainer:
                 bool(caught), self._saves.interval_elapsed(), self._stop, bool(self._damage())
             ),
         ) as batches:
-            self._stages = batches.stats
+            self._stages, self._lookahead = batches.stats, batches.lookahead
             for batch in batches:
                 self._ranks.merge_flags(batches.flags)
                 loss = self.train_step(batch)
@@ -295,7 +299,8 @@ class Trainer:
 
     def evaluate(self, data: Iterable[Batch]) -> Row:
         """Return exact AUC, logloss, normalized entropy and calibration on `data`, over all ranks. Changes no state."""
-        return evaluate(self.model, self.tables, data, self._ranks, depth=self.config.depth)
+        figures, self._evaluated_ahead = evaluate(self.model, self.tables, data, self._ranks, depth=self.config.depth)
+        return figures
 
     def validate(self, valid: Iterable[Batch]) -> Row:
         """Evaluate on `valid` and update the best AUC; with patience, save the best state."""
@@ -325,13 +330,17 @@ class Trainer:
             self._call("on_checkpoint", checkpoint)
 
     def _report(self, event: str, figures: Row) -> Row:
+        """Call the callbacks; return the event without the look-ahead of an evaluation, which depends on time."""
         row: Row = finite({"event": event, "step": self.progress.step, "epoch": self.progress.epoch, **figures})
-        self._call("on_log" if event == "train" else "on_validation", row)
+        if event == "train":
+            self._call("on_log", row)
+        else:
+            self._call("on_validation", {**row, "lookahead": finite(self._evaluated_ahead)})
         return row
 
     def _log(self) -> None:
         rate = self._optimizer_step.rate_factor(self.progress, self.progress.step - 1)
-        row = {**self._meter.row(self._stages), "rate": rate}
+        row = {**self._meter.row(self._stages, self._lookahead), "rate": rate}
         damage = {table.name: table.damage for table in self.tables if table.damage}
         row["examples"], row["examples_per_s"], damaged = self._ranks.total(
             self.progress.examples, row["examples_per_s"], sum(map(_damaged_partitions, self.tables)) if damage else 0
