@@ -174,6 +174,38 @@ def test_a_slow_loader_delays_no_batch_until_a_group_is_full(tmp_path: Path) -> 
     assert max(distances) < 16
 
 
+def test_a_loader_that_blocks_holds_back_no_batch(tmp_path: Path) -> None:
+    blocked = threading.Event()
+
+    def loader() -> Iterator[tc.Batch]:
+        yield from batches(30)
+        blocked.wait(20)
+
+    table = make_table(tmp_path / "a", rows=3000, lookahead=64)
+    bag = tc.EmbeddingBag(table, 1)
+    with tc.prefetch(loader(), table, depth=2) as prepared:
+        for _ in range(30):
+            bag(next(prepared)).sum().backward()
+            table.step()
+        assert not blocked.is_set()
+        blocked.set()
+    table.dram.check()
+
+
+def test_rows_of_frozen_bags_are_loaded_ahead(tmp_path: Path) -> None:
+    data = batches(40)
+    table = make_table(tmp_path / "a", rows=800)
+    train(table, data)
+    table.commit(b"")
+    bag = tc.EmbeddingBag(table, 1).requires_grad_(False)
+    before = table.dram.stats()
+    for batch in tc.prefetch(data, table, depth=1):
+        bag(batch)
+    after = table.dram.stats()
+    assert after.loaded_ahead > before.loaded_ahead
+    assert after.reads - before.reads == after.read_hits - before.read_hits > 0, "a row was read late"
+
+
 def test_batches_before_an_error_of_the_loader_are_trained(tmp_path: Path) -> None:
     def loader() -> Iterator[tc.Batch]:
         yield from batches(21)
@@ -311,6 +343,32 @@ def test_reopening_the_table_while_groups_are_loaded(tmp_path: Path, monkeypatch
     expected = make_table(None, rows=0)
     train(expected, data[1:])
     assert rows_of(table, data) == rows_of(expected, data)
+
+
+def test_reopening_the_table_while_rows_are_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pull finds the store closed, and continues with the new one."""
+    pin, reopened, pulling = DramTier.pin, threading.Event(), threading.Event()
+
+    def late(self: DramTier, keys: Any) -> Any:
+        if threading.current_thread().name == "thermocline-pull" and table.step_count > 0:
+            pulling.set()
+            reopened.wait(20)
+        return pin(self, keys)
+
+    data = batches(20)
+    table = make_table(tmp_path / "a", rows=1500, lookahead=0)
+    table.commit(b"")
+    bag = tc.EmbeddingBag(table, 1)
+    monkeypatch.setattr(DramTier, "pin", late)
+    with tc.prefetch(data, table, depth=2) as prepared:
+        for i, batch in enumerate(prepared):
+            bag(batch).square().sum().backward()
+            table.step()
+            if i == 1:
+                assert pulling.wait(20)
+                table.reopen()
+                reopened.set()
+    table.dram.check()
 
 
 @pytest.mark.parametrize("thread", ["read", "look-ahead"])

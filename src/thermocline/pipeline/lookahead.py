@@ -328,7 +328,7 @@ class LookAhead:
         horizons = list(item.horizons.values())
         before = [horizon.read_counts for horizon in horizons]
         try:
-            visited = [horizon.load(share) for horizon in horizons]
+            visited = sum(horizon.load(share) for horizon in horizons) > 0
         except BudgetError:
             return self._wait_for_release(releases)
         except ThermoclineError:  # raised again by the pull of the batch, unless the table was reopened meanwhile
@@ -338,7 +338,7 @@ class LookAhead:
         rows, self._rows_before = self._rows_before, sum(horizon.rows_loaded for horizon in horizons)
         self.stats.rows_loaded += max(0, self._rows_before - rows)
         self._count_reads(horizons, before)
-        return any(visited)
+        return visited
 
     def _wait_for_release(self, releases: int) -> bool:
         """Wait until rows were unpinned. False: the consumer needs the next batch now."""
