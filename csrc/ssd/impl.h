@@ -68,6 +68,7 @@ class SsdStore::Impl {
 
  private:
   void load(const ssd::Manifest& manifest);
+  void load_extents(const std::vector<std::shared_ptr<ssd::Extent>>& extents, ThreadPool& threads);
   bool filters_fit(const ssd::Manifest& manifest);
   void require_writable() const;
   // The caller of the following holds write_mutex_.
