@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Fast groups first: they detect most bugs. A group that times out counts as a detection.
 GROUPS = [
+    ["Horizon."],
     ["PosixFs.", "PublishFile.", "StoreCrash.", "StoreFuzz."],
     ["StoreGet.", "StoreKeyPieces.", "StoreRead"],
     ["StoreIo.", "StoreEngine.", "StoreDamage.", "StoreCorrupt.", "StoreRepair.", "StoreManifest.", "StoreFilesFuzz."],
@@ -200,6 +201,36 @@ MUTANTS = [
         "ssd/repair.cc",
         "    for (const std::string& name : names) set_aside(name);\n",
         "",
+    ),
+    Mutant(
+        "the look-ahead unpins a row that another batch of the window uses",
+        "dram/horizon.cc",
+        "      if (--e.uses > 0) continue;\n",
+        "      --e.uses;\n",
+    ),
+    Mutant(
+        "a batch added during a visit counts as loaded by it",
+        "dram/horizon.cc",
+        "  batch->loaded_at_ = gathered_ + count_;\n",
+        "  batch->loaded_at_ = position_ + 1;\n",
+    ),
+    Mutant(
+        "dropping the look-ahead unpins the rows of a batch in training",
+        "dram/horizon.cc",
+        "    kept.insert(kept.end(), batch->numbers_.get(), batch->numbers_.get() + batch->unique_);\n",
+        "    (void)batch;\n",
+    ),
+    Mutant(
+        "the look-ahead of evaluation inserts initial rows",
+        "dram/pull.cc",
+        "  if (purpose == Purpose::kAheadOfRead) loading = drop_unknown(s, loading, slots);\n",
+        "",
+    ),
+    Mutant(
+        "a part that did not fit is not visited again",
+        "dram/horizon.cc",
+        "    put_back();\n    throw;\n",
+        "    part_.clear();\n    throw;\n",
     ),
     Mutant(
         "a repeated key is not found on its page again",

@@ -18,6 +18,7 @@ from helpers.ssd import SMALL
 from helpers.train import budget_for
 
 import thermocline as tc
+from thermocline.embedding import table_spec
 from thermocline.embedding.table_spec import LookAheadLimits
 from thermocline.pipeline.horizon_length import HorizonLength
 from thermocline.tiers.dram import DramStats, DramTier
@@ -91,6 +92,20 @@ def test_rows_of_many_batches_take_fewer_reads(tmp_path: Path) -> None:
     assert reads[16] < 0.6 * reads[0]
 
 
+@pytest.mark.parametrize("rows", [150, 1500])  # 150: batches wait for the rows of others
+@pytest.mark.parametrize("lookahead", [1, 8, 64, "auto"])
+def test_same_bits_for_any_length(lookahead: int | str, rows: int, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(table_spec, "_LEAST_MEM", 0)  # "auto" also in little memory
+    data = batches(100)
+    expected = make_table(None, rows=0)
+    train(expected, data)
+    table = make_table(tmp_path / "a", rows=rows, lookahead=lookahead)
+    ahead = train(table, data, depth=4, pull_window=2).lookahead
+    assert ahead is not None
+    table.dram.check()
+    assert rows_of(table, data) == rows_of(expected, data)
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_rows_of_large_batches_are_not_late(depth: int, tmp_path: Path) -> None:
     """A batch fills a fourth of DRAM: the sweep takes several parts for one of its partitions."""
@@ -101,7 +116,9 @@ def test_rows_of_large_batches_are_not_late(depth: int, tmp_path: Path) -> None:
     assert table.dram.stats().loaded_ahead == table.dram.stats().misses
 
 
-def test_dropped_delayed_and_partial_hints_do_not_change_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_delayed_reordered_and_partial_hints_do_not_change_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data, load, calls = batches(120), DramHorizon.load, itertools.count()
     expected = make_table(None, rows=0)
     train(expected, data)
@@ -116,6 +133,10 @@ def test_dropped_delayed_and_partial_hints_do_not_change_bits(tmp_path: Path, mo
             self.drop()
         if number % 11 == 0:
             raise tc.BudgetError("no memory for this part")
+        if number % 13 == 0:
+            self._core.next_part(7, 2)  # not loaded: these keys are visited again after others
+        if number % 2 == 0:
+            share = 1 / 16
         return load(self, share)
 
     monkeypatch.setattr(DramHorizon, "load", unreliable)
@@ -172,6 +193,38 @@ def test_a_slow_loader_delays_no_batch_until_a_group_is_full(tmp_path: Path) -> 
             bag(batch).sum().backward()
             table.step()
     assert max(distances) < 16
+
+
+def test_a_loader_that_blocks_holds_back_no_batch(tmp_path: Path) -> None:
+    blocked = threading.Event()
+
+    def loader() -> Iterator[tc.Batch]:
+        yield from batches(30)
+        blocked.wait(20)
+
+    table = make_table(tmp_path / "a", rows=3000, lookahead=64)
+    bag = tc.EmbeddingBag(table, 1)
+    with tc.prefetch(loader(), table, depth=2) as prepared:
+        for _ in range(30):
+            bag(next(prepared)).sum().backward()
+            table.step()
+        assert not blocked.is_set()
+        blocked.set()
+    table.dram.check()
+
+
+def test_rows_of_frozen_bags_are_loaded_ahead(tmp_path: Path) -> None:
+    data = batches(40)
+    table = make_table(tmp_path / "a", rows=800)
+    train(table, data)
+    table.commit(b"")
+    bag = tc.EmbeddingBag(table, 1).requires_grad_(False)
+    before = table.dram.stats()
+    for batch in tc.prefetch(data, table, depth=1):
+        bag(batch)
+    after = table.dram.stats()
+    assert after.loaded_ahead > before.loaded_ahead
+    assert after.reads - before.reads == after.read_hits - before.read_hits > 0, "a row was read late"
 
 
 def test_batches_before_an_error_of_the_loader_are_trained(tmp_path: Path) -> None:
@@ -311,6 +364,32 @@ def test_reopening_the_table_while_groups_are_loaded(tmp_path: Path, monkeypatch
     expected = make_table(None, rows=0)
     train(expected, data[1:])
     assert rows_of(table, data) == rows_of(expected, data)
+
+
+def test_reopening_the_table_while_rows_are_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pull finds the store closed, and continues with the new one."""
+    pin, reopened, pulling = DramTier.pin, threading.Event(), threading.Event()
+
+    def late(self: DramTier, keys: Any) -> Any:
+        if threading.current_thread().name == "thermocline-pull" and table.step_count > 0:
+            pulling.set()
+            reopened.wait(20)
+        return pin(self, keys)
+
+    data = batches(20)
+    table = make_table(tmp_path / "a", rows=1500, lookahead=0)
+    table.commit(b"")
+    bag = tc.EmbeddingBag(table, 1)
+    monkeypatch.setattr(DramTier, "pin", late)
+    with tc.prefetch(data, table, depth=2) as prepared:
+        for i, batch in enumerate(prepared):
+            bag(batch).square().sum().backward()
+            table.step()
+            if i == 1:
+                assert pulling.wait(20)
+                table.reopen()
+                reopened.set()
+    table.dram.check()
 
 
 @pytest.mark.parametrize("thread", ["read", "look-ahead"])

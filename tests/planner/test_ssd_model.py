@@ -127,7 +127,7 @@ def test_rows_and_bytes_of_a_training_are_within_25_percent(tmp_path: Path) -> N
     plan = plan_lookahead(work, Cluster(mem_rows=table.dram.capacity, lookahead=limits), DISK)
     assert plan is not None
     assert plan.bytes == pytest.approx(ahead.most_bytes, rel=0.35)  # serial: no restored batches
-    assert plan.batches_together == pytest.approx(ahead.sweep_batches, rel=0.25)
+    assert plan.batches_together == pytest.approx(600 / ahead.sweeps, rel=0.25)
     assert plan.missing_rows == pytest.approx((after.misses - before.misses) / 600, rel=0.25)
     table.close()
 

@@ -119,17 +119,21 @@ class DramHorizon:
         return self._dropped or self._host.dram is not self._dram
 
     def load(self, share: float = 1.0) -> bool:
+        before = self._core.position
+        keys = self._core.next_part(self._part, max(1, math.ceil(share * self._core.partitions)))
+        if len(keys) == 0:
+            return self._core.position > before
+        # Without the lock: the tier above may wait for a write-back, which may wait in `drop`.
+        skip = None if self._above is None else self._above.resident(keys)
         with self._loading:
-            before = self._core.position
-            keys = self._core.next_part(self._part, max(1, math.ceil(share * self._core.partitions)))
-            if len(keys) == 0:
-                return self._core.position > before
+            if self._dropped:
+                return False
             pinned, capacity = self._dram.stats().pinned, self._dram.capacity
             if pinned + len(keys) > capacity * _PINNED_SHARE:
                 raise BudgetError(
                     f"look-ahead: {pinned} rows of {capacity} are pinned: rows are loaded as others are released"
                 )
-            self._core.load_part(len(keys), None if self._above is None else self._above.resident(keys))
+            self._core.load_part(len(keys), skip)
             return True
 
     def drop(self) -> bool:
