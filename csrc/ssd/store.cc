@@ -129,7 +129,7 @@ SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, co
       log_(ctx, pool_, options.segment_bytes, [this](FileKind kind) { return catalog_.create(kind); }),
       index_(id.geometry, options.max_log_ratio),
       buffer_(id.geometry.row_bytes, ctx.sizes.write_buffer),
-      reader_(ctx, pool_) {
+      reader_(ctx) {
   for (int attempt = 0;; ++attempt) {
     catalog_.load();
     uint64_t epoch = options.epoch.value_or(catalog_.newest());
