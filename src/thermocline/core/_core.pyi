@@ -21,6 +21,7 @@ class StoreOptions:
     partition_bytes: int
     min_log_bytes: int
     background_merge: bool
+    merge_threads: int
 
     def __init__(self) -> None: ...
 
