@@ -3,7 +3,7 @@
 // The length of the log is bounded by a share of the base and by the memory budget (limit()). Background threads merge
 // at the pace of MergeScheduler, whose header states their states and transitions. Several partitions are merged at
 // once, as many as there are threads, as memory that the log does not want allows (Room), and as long as they rewrite
-// at most 1/16 of the base (or min_log_bytes), because old and new files exist together. Each merge reads ahead and
+// at most 1/32 of the base (or min_log_bytes), because old and new files exist together. Each merge reads ahead and
 // writes behind on the threads of io_. Without background threads, flushed() merges inline: `merge_threads` partitions
 // in turn on the caller's thread, step by step, which is deterministic. put() blocks only when the log is far above its
 // limit.
@@ -79,7 +79,7 @@ class Merger {
   static constexpr uint64_t kLogRowBytes = 9;  // DRAM per log row: slots of 6 bytes in tables at most 7/8 full
   static constexpr uint64_t kLeastLogRows = 1024;
   static constexpr uint64_t kShortOf = 8;  // memory is short if the log could have less than 1/8 of its wanted rows
-  static constexpr uint64_t kRewrittenShare = 16;  // merges that run at once rewrite at most 1/16 of the base
+  static constexpr uint64_t kRewrittenShare = 32;  // merges that run at once rewrite at most 1/32 of the base
   const MergeCounters& counters() const { return counters_; }
   int threads() const { return threads_; }
   uint64_t running() const { return running_; }
