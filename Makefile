@@ -21,7 +21,7 @@ FUZZ_STORE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/ssd/*.cc csrc/util/*
   csrc/ssd/files_fuzz_test.cc
 
 .PHONY: cpp-tests demo reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
-  fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 setup browser
+  fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser
 
 demo: build-inplace
 	$(PYTHON) examples/demo.py
@@ -72,14 +72,20 @@ cpp-tests:
 test-cpp: cpp-tests
 	$(CPP_TESTS) --skip Faults
 
+# $(call install_debian,COMMAND,PACKAGE,WHAT): installs a package of the system unless its command is there.
+install_debian = @command -v $(1) > /dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && \
+	  { timeout 120 apt-get install -qq -y $(2) || { timeout 120 apt-get update -qq && \
+	  timeout 120 apt-get install -qq -y $(2); }; } > /dev/null 2>&1; } || \
+	  echo "$(2) is not here and cannot be installed: $(3) will be skipped"
+
 # For tests of several machines, which are network namespaces. Without it they are skipped, and say so.
 iproute2:
-	@command -v tc > /dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && \
-	  { timeout 120 apt-get install -qq -y iproute2 || { timeout 120 apt-get update -qq && \
-	  timeout 120 apt-get install -qq -y iproute2; }; } > /dev/null 2>&1; } || \
-	  echo "iproute2 is not here and cannot be installed: tests of several machines will be skipped"
+	$(call install_debian,tc,iproute2,tests of several machines)
 
-test-py: build-inplace iproute2 browser
+redis-server:
+	$(call install_debian,redis-server,redis-server,tests of the Redis writer)
+
+test-py: build-inplace iproute2 redis-server browser
 	$(PYTEST) -m "not faults and not long"
 
 test-faults: build-inplace cpp-tests iproute2

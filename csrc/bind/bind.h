@@ -30,5 +30,6 @@ void bind_dist(nanobind::module_& m);
 void bind_data(nanobind::module_& m);
 void bind_read(nanobind::module_& m);
 void bind_hashing(nanobind::module_& m);
+void bind_serving(nanobind::module_& m);
 
 }  // namespace thermocline

@@ -81,4 +81,5 @@ NB_MODULE(_core, m) {
   bind_data(m);
   bind_read(m);
   bind_hashing(m);
+  bind_serving(m);
 }

@@ -19,6 +19,7 @@ from helpers.cli import SMALL, STEPS, done, invoke, lines_of, start, state_of, w
 import thermocline as tc
 from thermocline.cli import inspect
 from thermocline.config.schema import Config
+from thermocline.serving.snapshot import find, open_state
 from thermocline.utils import atomic_file
 
 pytestmark = pytest.mark.usefixtures("command_folder")
@@ -41,7 +42,17 @@ def test_help_and_config_errors_load_no_torch() -> None:
 
 
 def test_help_and_version() -> None:
-    for words in ([], ["data"], ["train"], ["eval"], ["predict"], ["inspect"], ["data", "synth"], ["data", "stats"]):
+    for words in (
+        [],
+        ["data"],
+        ["train"],
+        ["eval"],
+        ["predict"],
+        ["export"],
+        ["inspect"],
+        ["data", "synth"],
+        ["data", "stats"],
+    ):
         assert "Usage" in done(*words, "--help")
     assert done("--version") == f"thermocline {tc.__version__}\n"
 
@@ -275,6 +286,28 @@ def test_predict_writes_the_scores_in_order(trained: Path, tmp_path: Path) -> No
     result = invoke("predict", "run", "--out", "scores.txt")
     assert result.exit_code == 2
     assert "its suffix must be one of .csv, .parquet, .npy" in result.stderr
+    assert everything_in(trained) == before
+
+
+def test_export_publishes_the_rows_of_a_checkpoint(trained: Path, tmp_path: Path) -> None:
+    before = everything_in(trained)
+    assert re.search(
+        r"version 1 \(base\) of step \d+ in out: [\d,]+ rows, 0 deleted", done("export", "run", "--out", "out")
+    )
+    first, last = json.loads(done("eval", "run", "--json"))["step"], 4 * STEPS
+    report = json.loads(done("export", "run", "--out", "out", "--delta", "--checkpoint", "last", "--json"))
+    assert (report["version"], report["kind"], report["step"]) == (2, "delta", last)
+    for number, checkpoint in ((1, first), (2, last)):
+        with tc.Run.load("run", checkpoint=checkpoint) as run:
+            keys, rows = (np.concatenate(parts) for parts in zip(*run.table.rows(), strict=True))
+            dim = run.table.dim
+        state = open_state(tmp_path / "out", number)
+        served, found = find(state, keys, None, "error")
+        assert found.all()
+        assert served.tobytes() == np.ascontiguousarray(rows[:, :dim]).tobytes()
+    result = invoke("export", "run", "--out", "new", "--delta")
+    assert result.exit_code != 0
+    assert "publish a base first" in result.stderr
     assert everything_in(trained) == before
 
 

@@ -57,6 +57,12 @@ class Split(StrEnum):
     test = "test"
 
 
+class ServedPrecision(StrEnum):
+    fp32 = "fp32"
+    fp16 = "fp16"
+    int8 = "int8"
+
+
 class Format(StrEnum):
     parquet = "parquet"
     libsvm = "libsvm"
@@ -218,6 +224,61 @@ def predict(
             return
         typer.echo(f"{plural(report['scores'], 'score')} of step {report['step']} in {out}")
         _print_skipped(report)
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    out: Annotated[str, typer.Option(help="Folder of the publication: a new one, or one that has versions already.")],
+    delta: Annotated[
+        bool, typer.Option("--delta", help="Publish only rows that changed since the version before, and deleted keys.")
+    ] = False,
+    precision: Annotated[ServedPrecision, typer.Option(help="Stored form of a weight.")] = ServedPrecision.fp32,
+    checkpoint: Checkpoint = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Publish the rows of a run for serving (`thermocline.serving.open`). Read-only; works while the run trains."""
+    with _one_line(debug):
+        from thermocline.cli import commands
+        from thermocline.utils.text_format import format_size, plural
+
+        report = commands.export(run_dir, out, delta=delta, precision=precision.value, checkpoint=checkpoint)
+        if as_json:
+            _print_json(report)
+        else:
+            typer.echo(
+                f"version {report['version']} ({report['kind']}) of step {report['step']} in {out}: "
+                f"{plural(report['rows'], 'row')}, {report['deleted']} deleted, {format_size(report['bytes'])}"
+            )
+
+
+@app.command()
+def serve(
+    folder: Annotated[str, typer.Argument(help="Folder that `thermocline export` publishes to.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the Flight (gRPC) service; 0: a free one.")] = 8815,
+    metrics_port: Annotated[int | None, typer.Option(help="Port of Prometheus metrics over HTTP, without TLS.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with a token that clients must send: authorization: Bearer TOKEN.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM; with --tls-key.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None,
+    poll: Annotated[float, typer.Option(help="Seconds between looks for a new version.")] = 1.0,
+    consumer: Annotated[str | None, typer.Option(help="Name under which the version in use is recorded.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow other machines to connect without token or TLS.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Serve published rows over Arrow Flight until Ctrl-C or SIGTERM; new versions are read as they appear."""
+    with _one_line(debug):
+        from thermocline.cli import commands
+
+        commands.serve(
+            folder, host=host, port=port, metrics_port=metrics_port, token_file=token_file, tls_cert=tls_cert,
+            tls_key=tls_key, poll=poll, consumer=consumer, insecure=insecure,
+        )  # fmt: skip
 
 
 @app.command()

@@ -22,6 +22,7 @@ from thermocline.embedding.precision import parse_precision
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table import Table
 from thermocline.embedding.table_spec import TableSpec
+from thermocline.serving.changes import merge_by_hash
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.dram_backend import DramBackend
 from thermocline.tiers.host_rows import make_dram_tier, open_store
@@ -81,9 +82,12 @@ class ShardReaderBackend(DramBackend):
 
     def _owned_rows(self, **options: int) -> Iterator[tuple[Keys, Rows]]:
         for shard in self._shards:
-            for keys, rows in shard.store.scan(**options):
-                owned = owner_of(keys, self._world) == self._rank
-                yield keys[owned], rows[owned]
+            yield from self._owned_rows_of(shard, **options)
+
+    def _owned_rows_of(self, shard: _Shard, **options: int) -> Iterator[tuple[Keys, Rows]]:
+        for keys, rows in shard.store.scan(**options):
+            owned = owner_of(keys, self._world) == self._rank
+            yield keys[owned], rows[owned]
 
     def read(self, keys: Keys) -> Floats:
         if self.root is None:
@@ -97,7 +101,8 @@ class ShardReaderBackend(DramBackend):
         return rows
 
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
-        for keys, rows in self._owned_rows(batch_rows=batch_rows):
+        streams = [self._owned_rows_of(shard, batch_rows=batch_rows) for shard in self._shards]
+        for keys, rows in merge_by_hash(streams):
             yield keys, self.host.dram.decode(rows.view(np.float32))
 
     def close(self) -> None:

@@ -1,0 +1,181 @@
+"""Benchmark of published rows: lookups in one process, lookups after many deltas, cost of a delta.
+
+    python benchmarks/serving.py --rows 2e6                 seconds
+    python benchmarks/serving.py --rows 1e8 --json FILE     minutes; 9 GB of disk, and as much memory for the page cache
+
+Lookups are of 1,000 random keys of rows of 64 bytes (dim 16, fp32), by one thread on one core, all pages in the page
+cache and verified before. The time of a lookup includes the call from Python. RocksDB and LMDB are measured in the same
+run where they can be installed, with the keys converted beforehand and sorted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import Claim, console, environment, noise, print_claims, progress_bar, spread, write_json
+from engines import Data, installed
+
+from thermocline import serving
+from thermocline.embedding.key_hash import hash_keys
+
+DIM = 16
+BATCH = 1000
+PIECE = 1 << 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=float, default=2e6)
+    parser.add_argument("--deltas", type=int, default=1000, help="deltas applied before lookups are timed again")
+    parser.add_argument("--delta-rows", type=int, default=1000, help="changed rows of each of these deltas")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--folder", type=Path, help="where the files are made; default: a temporary folder")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        record, claims = measure(folder, int(options.rows), options.deltas, options.delta_rows, options.rounds)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print_claims("Published rows", claims)
+    if options.json:
+        write_json(options.json, {**environment(["numpy", "rocksdict", "lmdb"]), **record}, claims)
+
+
+def measure(folder: Path, rows: int, deltas: int, delta_rows: int, rounds: int) -> tuple[dict[str, Any], list[Claim]]:
+    data = Data(rows, 4 * DIM)
+    record: dict[str, Any] = {"rows": rows, "deltas": deltas, "delta_rows": delta_rows}
+    with noise() as load, serving.Publication(folder / "served") as publication:
+        keys = data.keys(np.arange(rows))
+        keys = keys[np.argsort(hash_keys(keys))]
+        start = time.perf_counter()
+        with progress_bar("publishing the base", rows) as advance:
+            base = publication.publish_base([table(keys, 0, advance)], step=0)
+        record["base_seconds"], record["base_bytes"] = time.perf_counter() - start, base.tables[0].bytes
+        changed = keys[np.sort(np.random.default_rng(3).choice(rows, rows // 100, replace=False))]
+        start = time.perf_counter()
+        delta = publication.publish_delta([table(changed, 1)], step=1)
+        record["delta_seconds"], record["delta_bytes"] = time.perf_counter() - start, delta.tables[0].bytes
+        publication.compact()
+        record |= lookups(folder, publication, keys, deltas, delta_rows, rounds)
+    return {**record, **load}, claims_of(record)
+
+
+def table(keys: Any, version: int, advance: Callable[[int], None] = lambda done: None) -> serving.TableRows:
+    def pieces() -> Iterator[tuple[Any, Any]]:
+        for first in range(0, len(keys), PIECE):
+            part = keys[first : first + PIECE]
+            yield part, weights(part, version)
+            advance(first + len(part))
+
+    return serving.TableRows(name="t", dim=DIM, rows=pieces())
+
+
+def weights(keys: Any, version: int) -> Any:
+    low = (keys & np.uint64(0xFFFF)).astype(np.float32)[:, None]
+    return low + np.arange(DIM, dtype=np.float32) + np.float32(version)
+
+
+def lookups(
+    folder: Path, publication: serving.Publication, keys: Any, deltas: int, delta_rows: int, rounds: int
+) -> dict[str, Any]:
+    """Time lookups in the base, and in a second snapshot with deltas, in alternation."""
+    rng = np.random.default_rng(1)
+    cores = os.sched_getaffinity(0)
+    snapshots = {"base": serving.open(folder / "served")}
+    start = time.perf_counter()
+    snapshots["base"].verify()
+    figures: dict[str, Any] = {"verify_seconds": time.perf_counter() - start}
+    applied = serving.open(folder / "served")
+    applied.verify()
+    start = time.perf_counter()
+    with progress_bar(f"applying {deltas:,} deltas", deltas) as advance:
+        for number in range(deltas):
+            chosen = keys[np.unique(rng.integers(0, len(keys), delta_rows))]
+            publication.publish_delta([table(chosen, number)], step=number + 2)
+            applied.refresh()
+            advance(number + 1)
+    figures["apply_seconds"] = time.perf_counter() - start
+    figures["mem_bytes"] = {"base": snapshots["base"].mem_bytes, "deltas": applied.mem_bytes}
+    snapshots["deltas"] = applied
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        sides: dict[str, Callable[[Any], Any]] = {n: s.lookup for n, s in snapshots.items()}
+        rates = rates_of(sides, keys, rng, rounds)
+    finally:
+        os.sched_setaffinity(0, cores)
+    figures["keys_per_second"] = {name: spread(values) for name, values in rates.items()}
+    figures["peers"] = peers(folder, keys, rng, rounds)
+    return figures
+
+
+def rates_of(sides: dict[str, Any], keys: Any, rng: np.random.Generator, rounds: int) -> dict[str, list[float]]:
+    """Keys per second of each side, in alternation."""
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        batches = [keys[rng.integers(0, len(keys), BATCH)] for _ in range(300)]
+        for name, lookup in sides.items():
+            start = time.perf_counter()
+            for batch in batches:
+                lookup(batch)
+            if turn:  # the first round warms caches
+                rates[name].append(len(batches) * BATCH / (time.perf_counter() - start))
+    return rates
+
+
+def peers(folder: Path, keys: Any, rng: np.random.Generator, rounds: int) -> dict[str, Any]:
+    """Keys per second of RocksDB and LMDB with the same keys and rows of the same size, by one thread on one core."""
+    from engines import ENGINES
+
+    figures = {}
+    data = Data(len(keys), 4 * DIM)
+    cores = os.sched_getaffinity(0)
+    for name in ("rocksdb", "lmdb"):
+        if not installed(name):
+            console.print(f"{name} cannot be installed here: not measured")
+            continue
+        engine = ENGINES[name](folder / name, data, 1 << 33, writes=False)
+        with progress_bar(f"loading {name}", data.rows) as advance:
+            engine.load(advance)
+        engine.open()
+        engine.threads = 1
+        os.sched_setaffinity(0, {min(cores)})
+        rates = []
+        for turn in range(rounds + 1):
+            batches = [engine.as_keys(keys[rng.integers(0, len(keys), BATCH)]) for _ in range(30)]
+            start = time.perf_counter()
+            for batch in batches:
+                engine.get(batch)
+            if turn:
+                rates.append(len(batches) * BATCH / (time.perf_counter() - start))
+        os.sched_setaffinity(0, cores)
+        engine.close()
+        figures[name] = spread(rates)
+    return figures
+
+
+def claims_of(record: dict[str, Any]) -> list[Claim]:
+    rate = {name: values["median"] for name, values in record["keys_per_second"].items()}
+    claims = [
+        Claim("lookups by one core, page cache", rate["base"] / 1e6, 4.0, "M keys/s"),
+        Claim(f"after {record['deltas']:,} deltas, of the base's speed", rate["deltas"] / rate["base"], 0.8),
+        Claim(
+            "time of a delta of 1 %, of a base", record["delta_seconds"] / record["base_seconds"], 0.02, at_most=True
+        ),
+        Claim("bytes of a delta of 1 %, of a base", record["delta_bytes"] / record["base_bytes"], 0.012, at_most=True),
+    ]
+    for name, values in record["peers"].items():
+        claims.append(Claim(f"lookups, against {name}", rate["base"] / values["median"], 5.0))
+    return claims
+
+
+if __name__ == "__main__":
+    main()

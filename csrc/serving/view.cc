@@ -1,0 +1,224 @@
+#include "serving/view.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <utility>
+
+#include "util/error.h"
+#include "util/hash.h"
+
+namespace thermocline::serving {
+namespace {
+
+constexpr size_t kBlock = 64;              // keys whose memory accesses overlap
+constexpr size_t kScanRows = 4096;         // read ahead from the base
+constexpr size_t kLeastRecent = 1u << 14;  // changes below which a delta does not rebuild the main overlay
+constexpr uint8_t kEmptyMark = 0;
+
+float half_to_float(uint16_t half) {
+  _Float16 value;
+  std::memcpy(&value, &half, 2);
+  return static_cast<float>(value);
+}
+
+}  // namespace
+
+uint32_t row_bytes_of(RowFormat format, uint32_t dim) {
+  switch (format) {
+    case RowFormat::kFp32:
+      return 4 * dim;
+    case RowFormat::kFp16:
+      return 2 * dim;
+    case RowFormat::kInt8:
+      return 8 + dim;
+  }
+  throw Error("unknown row format");
+}
+
+// ---- Overlay
+
+const uint8_t* const Overlay::kEmpty = &kEmptyMark;
+
+Overlay::Overlay(size_t expected)
+    : entries_(std::bit_ceil(std::max<size_t>(2 * expected, 16)), Entry{0, kEmpty}), mask_(entries_.size() - 1) {}
+
+std::shared_ptr<const Overlay> Overlay::merge(const std::vector<std::shared_ptr<const Overlay>>& older,
+                                              const std::shared_ptr<const SnapshotFile>& newer) {
+  size_t expected = newer->rows() + newer->deleted().size();
+  for (const auto& overlay : older) expected += overlay ? overlay->size() : 0;
+  std::shared_ptr<Overlay> merged(new Overlay(expected));
+  for (const auto& overlay : older) {
+    if (!overlay) continue;
+    for (const Entry& entry : overlay->entries_)
+      if (entry.row != kEmpty) merged->insert(entry.key, entry.row);
+    merged->files_.insert(merged->files_.end(), overlay->files_.begin(), overlay->files_.end());
+  }
+  newer->for_each([&](uint64_t key, const uint8_t* row) { merged->insert(key, row); });
+  merged->files_.push_back(newer);
+  return merged;
+}
+
+void Overlay::insert(uint64_t key, const uint8_t* row) {
+  for (uint64_t i = hash_key(key) & mask_;; i = (i + 1) & mask_) {
+    Entry& entry = entries_[i];
+    if (entry.row == kEmpty) {
+      entry = {key, row};
+      ++size_;
+      return;
+    }
+    if (entry.key == key) {
+      entry.row = row;
+      return;
+    }
+  }
+}
+
+const Overlay::Entry* Overlay::find(uint64_t key, uint64_t h) const {
+  for (uint64_t i = h & mask_; entries_[i].row != kEmpty; i = (i + 1) & mask_)
+    if (entries_[i].key == key) return &entries_[i];
+  return nullptr;
+}
+
+// ---- View
+
+std::shared_ptr<const View> View::open(const std::string& base, RowFormat format, uint32_t dim) {
+  auto view = std::shared_ptr<View>(new View);
+  view->base_ = std::make_shared<const SnapshotFile>(base);
+  view->format_ = format;
+  view->dim_ = dim;
+  if (view->base_->row_bytes() != row_bytes_of(format, dim))
+    throw FormatError(base + ": rows of " + std::to_string(view->base_->row_bytes()) + " bytes, expected " +
+                      std::to_string(row_bytes_of(format, dim)));
+  if (!view->base_->deleted().empty()) throw FormatError(base + ": a base has no deleted keys");
+  return view;
+}
+
+std::shared_ptr<const View> View::with_delta(const std::string& delta) const {
+  auto file = std::make_shared<const SnapshotFile>(delta);
+  if (file->row_bytes() != row_bytes())
+    throw FormatError(delta + ": rows of " + std::to_string(file->row_bytes()) + " bytes, expected " +
+                      std::to_string(row_bytes()));
+  file->verify();
+  auto view = std::shared_ptr<View>(new View(*this));
+  size_t recent = (recent_ ? recent_->size() : 0) + file->rows() + file->deleted().size();
+  size_t main = main_ ? main_->size() : 0;
+  if (recent <= std::max(kLeastRecent, main / 4)) {
+    view->recent_ = Overlay::merge({recent_}, file);
+  } else {
+    view->main_ = Overlay::merge({main_, recent_}, file);
+    view->recent_ = nullptr;
+  }
+  return view;
+}
+
+void View::lookup(const uint64_t* keys, size_t n, uint8_t* found, float* out) const {
+  uint64_t hashes[kBlock];
+  SnapshotFile::Place places[kBlock];
+  const uint8_t* rows[kBlock];
+  const bool has_base = base_->rows() > 0;
+  for (size_t first = 0; first < n; first += kBlock) {
+    const size_t count = std::min(kBlock, n - first);
+    const uint64_t* block = keys + first;
+    for (size_t i = 0; i < count; ++i) {
+      hashes[i] = hash_key(block[i]);
+      base_->prefetch_directory(hashes[i]);
+      if (recent_) recent_->prefetch(hashes[i]);
+      if (main_) main_->prefetch(hashes[i]);
+    }
+    for (size_t i = 0; i < count && has_base; ++i) base_->prefetch_fence(hashes[i]);
+    for (size_t i = 0; i < count; ++i) {
+      const Overlay::Entry* entry = recent_ ? recent_->find(block[i], hashes[i]) : nullptr;
+      if (entry == nullptr && main_) entry = main_->find(block[i], hashes[i]);
+      rows[i] = entry != nullptr ? entry->row : Overlay::kEmpty;
+      if (entry == nullptr && has_base) places[i] = base_->locate(hashes[i]);
+    }
+    for (size_t i = 0; i < count; ++i) {
+      if (rows[i] == Overlay::kEmpty) rows[i] = has_base ? base_->find(block[i], hashes[i], places[i]) : nullptr;
+      if (rows[i] != nullptr) {
+        __builtin_prefetch(rows[i]);
+        __builtin_prefetch(rows[i] + 64);
+      }
+    }
+    for (size_t i = 0; i < count; ++i) {
+      found[first + i] = rows[i] != nullptr;
+      if (rows[i] != nullptr) decode(rows[i], out + (first + i) * dim_);
+    }
+  }
+}
+
+void View::decode(const uint8_t* row, float* out) const {
+  if (format_ == RowFormat::kFp32) {
+    std::memcpy(out, row, size_t{4} * dim_);
+  } else if (format_ == RowFormat::kFp16) {
+    for (uint32_t i = 0; i < dim_; ++i) {
+      uint16_t half;
+      std::memcpy(&half, row + 2ull * i, 2);
+      out[i] = half_to_float(half);
+    }
+  } else {
+    float scale, offset;
+    std::memcpy(&scale, row, 4);
+    std::memcpy(&offset, row + 4, 4);
+    for (uint32_t i = 0; i < dim_; ++i) out[i] = offset + scale * static_cast<float>(row[8 + i]);
+  }
+}
+
+uint64_t View::changed_rows() const {
+  uint64_t count = main_ ? main_->size() : 0;
+  if (!recent_) return count;
+  for (const Overlay::Entry& entry : recent_->entries())
+    if (entry.row != Overlay::kEmpty && !(main_ && main_->find(entry.key, hash_key(entry.key)))) ++count;
+  return count;
+}
+
+uint64_t View::mem_bytes() const {
+  return base_->mem_bytes() + (main_ ? main_->mem_bytes() : 0) + (recent_ ? recent_->mem_bytes() : 0);
+}
+
+// ---- Scan
+
+View::Scan::Scan(std::shared_ptr<const View> view) : view_(std::move(view)) {
+  for (const auto& overlay : {view_->recent_, view_->main_}) {
+    if (!overlay) continue;
+    for (const Overlay::Entry& entry : overlay->entries()) {
+      if (entry.row == Overlay::kEmpty) continue;
+      bool newer = overlay == view_->main_ && view_->recent_ && view_->recent_->find(entry.key, hash_key(entry.key));
+      if (!newer) changed_.push_back(entry);
+    }
+  }
+  std::sort(changed_.begin(), changed_.end(),
+            [](const auto& a, const auto& b) { return hash_key(a.key) < hash_key(b.key); });
+  keys_.resize(kScanRows);
+  rows_.resize(kScanRows * view_->row_bytes());
+}
+
+size_t View::Scan::next(size_t max_rows, uint64_t* keys, uint8_t* rows) {
+  const size_t row_bytes = view_->row_bytes();
+  size_t n = 0;
+  while (n < max_rows) {
+    if (ahead_at_ == ahead_ && base_at_ < view_->base_->rows()) {
+      ahead_ = std::min<uint64_t>(kScanRows, view_->base_->rows() - base_at_);
+      ahead_at_ = 0;
+      view_->base_->copy_rows(base_at_, ahead_, keys_.data(), rows_.data());
+      base_at_ += ahead_;
+    }
+    const bool in_base = ahead_at_ < ahead_, in_delta = changed_at_ < changed_.size();
+    if (!in_base && !in_delta) break;
+    const uint64_t base_hash = in_base ? hash_key(keys_[ahead_at_]) : 0;
+    const uint64_t delta_hash = in_delta ? hash_key(changed_[changed_at_].key) : 0;
+    if (in_delta && (!in_base || delta_hash <= base_hash)) {
+      if (in_base && delta_hash == base_hash) ++ahead_at_;  // replaced or deleted
+      const Overlay::Entry& entry = changed_[changed_at_++];
+      if (entry.row == nullptr) continue;
+      keys[n] = entry.key;
+      std::memcpy(rows + n++ * row_bytes, entry.row, row_bytes);
+    } else {
+      keys[n] = keys_[ahead_at_];
+      std::memcpy(rows + n++ * row_bytes, &rows_[ahead_at_++ * row_bytes], row_bytes);
+    }
+  }
+  return n;
+}
+
+}  // namespace thermocline::serving

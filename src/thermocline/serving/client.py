@@ -1,0 +1,80 @@
+"""`connect`: lookups in a `LookupServer` over the network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from thermocline.arrays import Floats, as_keys
+from thermocline.errors import ThermoclineError
+from thermocline.serving.snapshot import Missing
+
+
+def connect(
+    location: str, *, token: str | None = None, root_certificates: bytes | None = None, timeout: float | None = 10.0
+) -> Client:
+    """Connect to a server. `location`: grpc://HOST:PORT, or grpc+tls://HOST:PORT with `root_certificates` (PEM)."""
+    return Client(location, token=token, root_certificates=root_certificates, timeout=timeout)
+
+
+class Client:
+    """Thread safety: all methods may run concurrently. A call that takes longer than `timeout` seconds raises."""
+
+    def __init__(
+        self, location: str, *, token: str | None, root_certificates: bytes | None, timeout: float | None
+    ) -> None:
+        self._client = flight.FlightClient(location, tls_root_certs=root_certificates)
+        headers = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
+        self._options = flight.FlightCallOptions(timeout=timeout, headers=headers)
+
+    def lookup(self, keys: Any, *, table: str | None = None, missing: Missing = "initial") -> Floats:
+        """See `Snapshot.lookup`. Raises `ThermoclineError` with the server's message."""
+        return self.find(keys, table=table, missing=missing)[0]
+
+    def find(
+        self, keys: Any, *, table: str | None = None, missing: Missing = "initial"
+    ) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """See `Snapshot.find`."""
+        batch = pa.record_batch([pa.array(as_keys(keys))], names=["key"])
+        command = json.dumps({"table": table, "missing": missing}).encode()
+        with _server_errors():
+            writer, reader = self._client.do_exchange(flight.FlightDescriptor.for_command(command), self._options)
+            with writer:
+                writer.begin(batch.schema)
+                writer.write_batch(batch)
+                writer.done_writing()
+                answer = reader.read_chunk().data
+            rows = answer.column("row")
+            values = rows.values.to_numpy(zero_copy_only=True).reshape(len(rows), rows.type.list_size)
+            return values, answer.column("found").to_numpy(zero_copy_only=False)
+
+    def action(self, name: str) -> bytes:
+        """Return the answer of an action: health, version or metrics."""
+        with _server_errors():
+            return b"".join(result.body.to_pybytes() for result in self._client.do_action(name, self._options))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def _server_errors() -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, StopIteration) as error:
+        first = str(error).splitlines()[0] if str(error) else "the server closed the connection"
+        raise ThermoclineError(first.split(". gRPC client debug context")[0]) from None

@@ -1,0 +1,279 @@
+"""`Publication`: writes versions of rows for serving. A version becomes visible by one atomic rename."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from thermocline.arrays import Floats, Keys, as_keys
+from thermocline.core import _core
+from thermocline.embedding.key_hash import hash_keys
+from thermocline.errors import LockError, NotFoundError, ThermoclineError
+from thermocline.serving.row_format import Precision, encode, row_bytes
+from thermocline.serving.snapshot import StoredRows, open_state
+from thermocline.serving.version import (
+    CURRENT,
+    MANIFEST,
+    Current,
+    Kind,
+    TableFile,
+    Version,
+    file_header,
+    read_current,
+    read_version,
+    versions,
+)
+from thermocline.utils import atomic_file
+
+_TEMPORARY = ".tmp-"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableRows:
+    """The rows of one table for a version."""
+
+    name: str
+    dim: int
+    rows: Iterable[tuple[Keys, Floats]]
+    """Keys and weights, float32[n, dim]; in ascending order of `hash_keys` over all pieces (`sort_by_hash`)."""
+    deleted: Callable[[], Keys] | None = None
+    """Returns the keys that the version before has and this one does not, in any order; called after `rows` ended. Only
+    in a delta."""
+    seed: int = 0
+    table_id: int = 0
+    initial: tuple[int, float] | None = None
+    """Code and scale of the initializer (`embedding/initializers.py`): what `lookup` returns for an unseen key."""
+
+
+class Publication:
+    """A folder of versions with one writer. Consumers read it meanwhile (`thermocline.serving.open`).
+
+    Thread safety: one thread.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, precision: Precision = "fp32") -> None:
+        """Open the folder to write, or create it. Raises `LockError` if another process writes to it."""
+        row_bytes(precision, 1)
+        self.path = Path(path)
+        self.precision = precision
+        atomic_file.make_folder(self.path)
+        foreign = {entry.name for entry in self.path.iterdir()} - {CURRENT, "consumers"}
+        if not (self.path / CURRENT).exists() and any(not _is_ours(name) for name in foreign):
+            raise FileExistsError(f"{self.path} is not empty and no publication: choose a new folder")
+        self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._folder)
+            raise LockError(f"another process publishes to {self.path}: wait until it ends") from None
+        self._remove_leftovers()
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
+
+    def __enter__(self) -> Publication:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def current(self) -> Version | None:
+        """The version that consumers read; None before the first."""
+        try:
+            return self._read(read_current(self.path).number)
+        except NotFoundError:
+            return None
+
+    def publish_base(self, tables: Sequence[TableRows], *, step: int, event_time: float | None = None) -> Version:
+        """Publish a version with all rows, and return it."""
+        if any(table.deleted is not None for table in tables):
+            raise ValueError("a base has no deleted keys: leave them out of its rows")
+        return self._publish("base", None, tables, step, event_time)
+
+    def publish_delta(self, tables: Sequence[TableRows], *, step: int, event_time: float | None = None) -> Version:
+        """Publish the rows that were changed or inserted, and the keys deleted, since the current version."""
+        current = self.current
+        if current is None:
+            raise NotFoundError(f"{self.path} has no base: publish a base before a delta")
+        if read_current(self.path).rolled_back:
+            raise ThermoclineError(
+                f"{self.path} was rolled back to version {current.number}: publish a base, because a delta contains "
+                "only changes since the version before it"
+            )
+        before = {table.name: table for table in current.tables}
+        if {table.name for table in tables} != set(before):
+            raise ValueError(f"the delta has tables {sorted(t.name for t in tables)}, the base {sorted(before)}")
+        for table in tables:
+            if (table.dim, self.precision) != (before[table.name].dim, before[table.name].precision):
+                raise ValueError(f"table {table.name!r}: dim or precision differ from the base: publish a base")
+        if step < current.step:
+            raise ValueError(f"step is {step}: it must be at least {current.step}, that of the current version")
+        return self._publish("delta", current.number, tables, step, event_time)
+
+    def compact(self) -> Version:
+        """Publish the current version again, as a base: consumers then need no deltas. Reads and writes all rows."""
+        state = open_state(self.path, read_current(self.path).number)
+        tables = [
+            TableRows(name=t.name, dim=t.dim, rows=(), seed=t.seed, table_id=t.table_id, initial=t.initial)
+            for t in state.version.tables
+        ]
+
+        def write(index: int, writer: _core.SnapshotWriter) -> None:
+            for stored in StoredRows(state.views[tables[index].name]):
+                writer.append(stored.keys, stored.rows)
+
+        version = state.version
+        precisions = {table.precision for table in version.tables}
+        assert len(precisions) == 1
+        return self._publish("base", None, tables, version.step, version.event_time, write, precisions.pop())
+
+    def roll_back(self, number: int) -> Version:
+        """Make an earlier version the current one. The next version published must be a base."""
+        version = self._read(number)
+        open_state(self.path, number)  # every file that it needs exists and is sound
+        newest = max(versions(self.path))
+        self._set_current(Current(version.publication, number, rolled_back=number != newest))
+        return version
+
+    def retire(self, keep_bases: int = 2) -> list[int]:
+        """Delete versions older than the last `keep_bases` bases, and return their numbers.
+
+        The current version and all that it needs are kept. A consumer with a deleted version reads a base.
+        """
+        if keep_bases < 1:
+            raise ValueError(f"keep_bases is {keep_bases}: it must be at least 1")
+        folders = versions(self.path)
+        bases = sorted(number for number, folder in folders.items() if folder.name.endswith("base"))
+        oldest = min(bases[-keep_bases:], default=0)
+        current = self.current
+        while current is not None:
+            oldest = min(oldest, current.number)
+            current = None if current.previous is None else self._read(current.previous)
+        gone = sorted(number for number in folders if number < oldest)
+        for number in gone:
+            atomic_file.remove_folder(folders[number])
+        return gone
+
+    def consumers(self) -> dict[str, int]:
+        """Return the version of each named consumer."""
+        folder = self.path / "consumers"
+        if not folder.is_dir():
+            return {}
+        return {file.stem: int(json.loads(file.read_text())["version"]) for file in sorted(folder.glob("*.json"))}
+
+    # ---- writing
+
+    def _publish(
+        self, kind: Kind, previous: int | None, tables: Sequence[TableRows], step: int, event_time: float | None,
+        write: Callable[[int, _core.SnapshotWriter], None] | None = None, precision: Precision | None = None,
+    ) -> Version:  # fmt: skip
+        names = [table.name for table in tables]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"tables are {names}: a version has at least one, each with its own name")
+        precision = self.precision if precision is None else precision
+        temporary = self.path / f"{_TEMPORARY}{secrets.token_hex(8)}"
+        temporary.mkdir()
+        try:
+            files = []
+            for index, table in enumerate(tables):
+                file = temporary / f"table-{index}.rows"
+                writer = _core.SnapshotWriter(os.fsencode(file), row_bytes(precision, table.dim))
+                if write is None:
+                    _append(writer, table, precision)
+                else:
+                    write(index, writer)
+                if table.deleted is not None:
+                    deleted = np.unique(as_keys(table.deleted()))
+                    writer.erase(deleted[np.argsort(hash_keys(deleted))])
+                writer.finish()
+                files.append(_table_file(table, file, writer, precision))
+            try:
+                publication = read_current(self.path).publication
+            except NotFoundError:
+                publication = secrets.token_hex(16)
+            version = Version(
+                publication=publication,
+                number=max(versions(self.path), default=0) + 1,
+                kind=kind,
+                previous=previous,
+                step=step,
+                event_time=event_time,
+                created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+                tables=tuple(files),
+            )
+            atomic_file.atomic_write(temporary / MANIFEST, version.to_json())
+            atomic_file.failpoint("publish.files_written")
+            temporary.rename(self.path / version.folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        atomic_file.sync_folder(self.path)
+        atomic_file.failpoint("publish.folder_renamed")
+        self._set_current(Current(publication, version.number, rolled_back=False))
+        return version
+
+    def _set_current(self, current: Current) -> None:
+        atomic_file.atomic_write(self.path / CURRENT, current.to_json())
+
+    def _read(self, number: int) -> Version:
+        folders = versions(self.path)
+        if number not in folders:
+            raise NotFoundError(f"{self.path} has no version {number}: it has {_ranges(sorted(folders))}")
+        return read_version(folders[number])
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a killed writer left: incomplete folders, and versions that never became current."""
+        for entry in self.path.iterdir():
+            if entry.name.startswith(_TEMPORARY) or entry.name.endswith(".gone"):
+                shutil.rmtree(entry, ignore_errors=True)
+        with contextlib.suppress(NotFoundError):
+            current = read_current(self.path)
+            if not current.rolled_back:
+                for number, folder in versions(self.path).items():
+                    if number > current.number:
+                        atomic_file.remove_folder(folder)
+
+
+def _append(writer: _core.SnapshotWriter, table: TableRows, precision: Precision) -> None:
+    for keys, rows in table.rows:
+        if rows.shape != (len(keys), table.dim):
+            raise ValueError(f"table {table.name!r}: rows have shape {rows.shape}, expected {(len(keys), table.dim)}")
+        writer.append(as_keys(keys), encode(rows, precision))
+
+
+def _table_file(table: TableRows, file: Path, writer: _core.SnapshotWriter, precision: Precision) -> TableFile:
+    return TableFile(
+        name=table.name,
+        file=file.name,
+        dim=table.dim,
+        precision=precision,
+        rows=writer.rows,
+        deleted=writer.deleted,
+        bytes=writer.bytes,
+        header=file_header(file),
+        seed=table.seed,
+        table_id=table.table_id,
+        initial=table.initial,
+    )
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith((_TEMPORARY, ".CURRENT", "v0")) or name in (CURRENT, "consumers")
+
+
+def _ranges(numbers: list[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"

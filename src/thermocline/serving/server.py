@@ -1,0 +1,229 @@
+"""`LookupServer`: lookups in a publication over Arrow Flight (gRPC). `client.py` is the Python client.
+
+One request is one `do_exchange` stream with the command `{"table": ..., "missing": ...}`: the client writes record
+batches with a column `key` (uint64), and receives for each one a batch with `row` (fixed-size list of float32) and
+`found` (bool), in order. Actions: `health`, `version` (JSON) and `metrics` (Prometheus text).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import prometheus_client
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from thermocline.errors import ThermoclineError
+from thermocline.serving.snapshot import Snapshot, find
+
+MAX_KEYS = 1 << 20
+"""Keys of one record batch: bounds the memory of a request."""
+
+
+class LookupServer:
+    """Serves a publication until `close`. Thread safety: all methods may run on any thread."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        tls: tuple[bytes, bytes] | None = None,
+        poll_seconds: float = 1.0,
+        metrics_port: int | None = None,
+        consumer: str | None = None,
+    ) -> None:
+        """
+        port          0: a free port, see `port`
+        token         clients must send the header `authorization: Bearer TOKEN`
+        tls           certificate chain and private key, PEM
+        poll_seconds  time between looks for a new version
+        metrics_port  also serve the metrics over HTTP at /metrics; 0: a free port
+        """
+        self.snapshot = Snapshot(path, consumer=consumer)
+        self._metrics = _Metrics(self.snapshot)
+        scheme = "grpc+tcp" if tls is None else "grpc+tls"
+        try:
+            self._flight = _Flight(
+                self.snapshot,
+                self._metrics,
+                location=f"{scheme}://{host}:{port}",
+                middleware={} if token is None else {"token": _RequireToken(token)},
+                auth_handler=None if token is None else _NoHandshake(),
+                tls_certificates=None if tls is None else [tls],
+            )
+        except pa.ArrowException as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error}") from None
+        self._http: tuple[Any, threading.Thread] | None = None
+        try:
+            if metrics_port is not None:
+                self._http = prometheus_client.start_http_server(metrics_port, host, self._metrics.registry)
+        except BaseException:
+            self._flight.shutdown()
+            raise
+        self.snapshot.follow(poll_seconds)
+
+    @property
+    def port(self) -> int:
+        """Port of the Flight service."""
+        return int(self._flight.port)
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Port of the metrics over HTTP."""
+        return None if self._http is None else int(self._http[0].server_port)
+
+    def wait(self) -> None:
+        """Block until `close`."""
+        self._flight.wait()
+
+    def close(self) -> None:
+        """End all requests and the threads."""
+        self._flight.shutdown()
+        if self._http is not None:
+            server, thread = self._http
+            server.shutdown()
+            server.server_close()
+            thread.join()
+            self._http = None
+        self.snapshot.close()
+
+    def __enter__(self) -> LookupServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Flight(flight.FlightServerBase):  # type: ignore[misc]
+    def __init__(self, snapshot: Snapshot, metrics: _Metrics, **options: Any) -> None:
+        super().__init__(**options)
+        self._snapshot = snapshot
+        self._metrics = metrics
+
+    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        with self._metrics.errors_counted():
+            table, missing = _command(descriptor.command)
+            begun = False
+            for chunk in reader:
+                start = time.perf_counter()
+                keys = _keys(chunk.data)
+                state = self._snapshot.state
+                try:
+                    rows, found = find(state, keys, table, missing)
+                except (KeyError, ValueError, ThermoclineError) as error:
+                    raise pa.ArrowInvalid(str(error.args[0])) from None
+                batch = _answer(rows, found, state.version.number)
+                if not begun:
+                    writer.begin(batch.schema)
+                    begun = True
+                writer.write_batch(batch)
+                self._metrics.count(len(keys), int(found.sum()), time.perf_counter() - start)
+
+    def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
+        version = self._snapshot.version
+        if action.type == "health":
+            error = self._snapshot.error
+            status = {"status": "ok" if error is None else "stale", "version": version.number}
+            yield json.dumps(status if error is None else {**status, "error": str(error)}).encode()
+        elif action.type == "version":
+            yield version.to_json()
+        elif action.type == "metrics":
+            yield prometheus_client.generate_latest(self._metrics.registry)
+        else:
+            raise pa.ArrowKeyError(f"no action {action.type!r}: it must be health, version or metrics")
+
+    def list_actions(self, context: Any) -> list[tuple[str, str]]:
+        return [("health", "status and version"), ("version", "manifest"), ("metrics", "Prometheus text")]
+
+
+def _command(command: bytes | None) -> tuple[str | None, Any]:
+    try:
+        options = json.loads(command or b"{}")
+        table, missing = options.pop("table", None), options.pop("missing", "initial")
+        if options or not (table is None or isinstance(table, str)) or missing not in ("initial", "zero", "error"):
+            raise ValueError("it must have table (text) and missing (initial, zero or error) only")
+    except (ValueError, AttributeError, TypeError) as error:
+        raise pa.ArrowInvalid(f"command {command!r}: {error}") from None
+    return table, missing
+
+
+def _keys(batch: Any) -> Any:
+    if batch is None or batch.schema.names != ["key"] or batch.schema.field("key").type != pa.uint64():
+        raise pa.ArrowInvalid("a request must have one column, key, of uint64")
+    if batch.num_rows > MAX_KEYS:
+        raise pa.ArrowInvalid(f"{batch.num_rows} keys in one batch: at most {MAX_KEYS}; send several batches")
+    column = batch.column("key")
+    if column.null_count:
+        raise pa.ArrowInvalid("the column key has nulls")
+    return column.to_numpy(zero_copy_only=True)
+
+
+def _answer(rows: Any, found: Any, version: int) -> Any:
+    values = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
+    schema = pa.schema([("row", values.type), ("found", pa.bool_())], metadata={"version": str(version)})
+    return pa.record_batch([values, pa.array(np.asarray(found))], schema=schema)
+
+
+class _RequireToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    def __init__(self, token: str) -> None:
+        super().__init__()
+        self._expected = f"Bearer {token}".encode()
+
+    def start_call(self, info: Any, headers: Any) -> None:
+        given = (headers.get("authorization") or [""])[0]
+        given = given.encode() if isinstance(given, str) else given
+        if not hmac.compare_digest(given, self._expected):
+            raise flight.FlightUnauthenticatedError("wrong or missing token")
+
+
+class _NoHandshake(flight.ServerAuthHandler):  # type: ignore[misc]
+    """The header is checked by `_RequireToken`; Flight's own handshake is not used."""
+
+    def authenticate(self, outgoing: Any, incoming: Any) -> None:
+        raise flight.FlightUnauthenticatedError("send the header authorization: Bearer TOKEN")
+
+    def is_valid(self, token: bytes) -> bytes:
+        return b""
+
+
+class _Metrics:
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.registry = prometheus_client.CollectorRegistry()
+        options: dict[str, Any] = {"namespace": "thermocline", "registry": self.registry}
+        self._keys = prometheus_client.Counter("lookup_keys", "Keys looked up", **options)
+        self._found = prometheus_client.Counter("lookup_found", "Keys with a row", **options)
+        self._errors = prometheus_client.Counter("lookup_errors", "Requests that failed", **options)
+        buckets = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 0.1, 1.0)
+        self._seconds = prometheus_client.Histogram("lookup_seconds", "Time of a batch", buckets=buckets, **options)
+        version = prometheus_client.Gauge("version", "Version in use", **options)
+        version.set_function(lambda: snapshot.version.number)
+        step = prometheus_client.Gauge("step", "Training steps of the version in use", **options)
+        step.set_function(lambda: snapshot.version.step)
+        stale = prometheus_client.Gauge("stale", "1: a newer version could not be read", **options)
+        stale.set_function(lambda: snapshot.error is not None)
+        age = prometheus_client.Gauge("version_age_seconds", "Time since the version was made", **options)
+        age.set_function(lambda: time.time() - snapshot.version.created_time)
+
+    def count(self, keys: int, found: int, seconds: float) -> None:
+        self._keys.inc(keys)
+        self._found.inc(found)
+        self._seconds.observe(seconds)
+
+    @contextlib.contextmanager
+    def errors_counted(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._errors.inc()
+            raise

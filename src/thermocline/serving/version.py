@@ -1,0 +1,177 @@
+"""One published version: a folder with `manifest.json` and a snapshot file per table. docs/formats.md has the format.
+
+PUBLICATION/
+  CURRENT                  the version that consumers read
+  v0000000001-base/        all rows
+  v0000000002-delta/       rows changed and keys deleted since the version before it
+  consumers/NAME.json      the version that a named consumer has
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from thermocline.errors import CorruptionError, FormatError, NotFoundError
+from thermocline.serving.row_format import Precision, row_bytes
+from thermocline.utils.untrusted_files import confined_path, read_limited
+
+FORMAT = 1
+CURRENT = "CURRENT"
+MANIFEST = "manifest.json"
+_MAX_MANIFEST = 1 << 24
+_FOLDER = re.compile(r"v(\d{10,19})-(base|delta)")
+
+Kind = Literal["base", "delta"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableFile:
+    """The rows of one table in one version."""
+
+    name: str
+    file: str
+    dim: int
+    precision: Precision
+    rows: int
+    deleted: int
+    """Keys deleted since the version before; 0 in a base."""
+    bytes: int
+    header: str
+    """Checksum of the file's header, which has a random number of the file: files cannot be exchanged unnoticed."""
+    seed: int
+    table_id: int
+    initial: tuple[int, float] | None
+    """Code and scale of the initializer: the value of a key that was never trained. None: it cannot be computed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """The content of a manifest."""
+
+    publication: str
+    """Random identity of the publication."""
+    number: int
+    kind: Kind
+    previous: int | None
+    """The version that a delta changes; None for a base."""
+    step: int
+    """Training steps that the rows contain."""
+    event_time: float | None
+    """Newest event time, in seconds since 1970, that the rows contain."""
+    created: str
+    tables: tuple[TableFile, ...]
+
+    @property
+    def created_time(self) -> float:
+        """Seconds since 1970."""
+        return datetime.datetime.fromisoformat(self.created).timestamp()
+
+    @property
+    def folder(self) -> str:
+        return f"v{self.number:010}-{self.kind}"
+
+    def to_json(self) -> bytes:
+        """Return the manifest with its own digest."""
+        content = {"format": FORMAT, **dataclasses.asdict(self)}
+        return json.dumps({**content, "digest": _digest(content)}, indent=1).encode() + b"\n"
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def versions(publication: Path) -> dict[int, Path]:
+    """Return the folders of all complete versions by number."""
+    found = {}
+    for entry in publication.iterdir():
+        if match := _FOLDER.fullmatch(entry.name):
+            found[int(match[1])] = entry
+    return found
+
+
+def read_version(folder: Path) -> Version:
+    """Read and check a manifest and the sizes of its files. Raises `CorruptionError` or `FormatError`."""
+    match = _FOLDER.fullmatch(folder.name)
+    path = folder / MANIFEST
+    content = _read_json(path)
+    digest = content.pop("digest", None)
+    if content.get("format") != FORMAT:
+        raise FormatError(f"{path}: format {content.get('format')!r}; this version reads format {FORMAT}")
+    if digest != _digest(content):
+        raise CorruptionError(f"{path}: the digest differs from the content: publish or copy this version again")
+    del content["format"]
+    try:
+        tables = tuple(
+            TableFile(**{**table, "initial": None if table["initial"] is None else tuple(table["initial"])})
+            for table in content.pop("tables")
+        )
+        version = Version(tables=tables, **content)
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"{path}: {error}") from None
+    if match is None or int(match[1]) != version.number or match[2] != version.kind:
+        raise CorruptionError(f"{path}: it is the manifest of {version.folder}: publish or copy this version again")
+    for table in version.tables:
+        _check_file(confined_path(folder, table.file, str(path)), table)
+    return version
+
+
+def _check_file(path: Path, table: TableFile) -> None:
+    row_bytes(table.precision, table.dim)  # raises if unknown
+    try:
+        size, header = path.stat().st_size, file_header(path)
+    except FileNotFoundError:
+        raise CorruptionError(f"{path} is missing: publish or copy this version again") from None
+    if size != table.bytes or header != table.header:
+        raise CorruptionError(f"{path} is not the file that its manifest names: publish or copy this version again")
+
+
+def file_header(path: Path) -> str:
+    """Return the checksum of the header of a snapshot file."""
+    with path.open("rb") as file:
+        return file.read(8).hex()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Current:
+    """The content of CURRENT."""
+
+    publication: str
+    number: int
+    rolled_back: bool
+    """Whether it is older than the last published version: the next version must be a base."""
+
+    def to_json(self) -> bytes:
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}).encode() + b"\n"
+
+
+def read_current(publication: Path) -> Current:
+    """Read CURRENT. Raises `NotFoundError` if there is no publication or no version yet."""
+    path = publication / CURRENT
+    try:
+        content = _read_json(path)
+    except FileNotFoundError:
+        raise NotFoundError(
+            f"{publication} has no published version: `thermocline export RUN --out {publication}` makes one"
+        ) from None
+    if content.pop("format", None) != FORMAT:
+        raise FormatError(f"{path}: this version reads format {FORMAT}")
+    try:
+        return Current(**content)
+    except TypeError as error:
+        raise FormatError(f"{path}: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(read_limited(path, _MAX_MANIFEST))
+    except (UnicodeDecodeError, ValueError) as error:
+        raise CorruptionError(f"{path}: no JSON ({error}): publish or copy this version again") from None
+    if not isinstance(content, dict):
+        raise CorruptionError(f"{path}: no JSON object: publish or copy this version again")
+    return content

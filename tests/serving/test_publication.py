@@ -1,0 +1,313 @@
+"""Published versions against a dict of rows: random bases and deltas, deletes, consumers that skip versions, damage."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from thermocline import serving
+from thermocline.embedding.key_hash import hash_keys
+from thermocline.errors import CorruptionError, LockError, NotFoundError, ThermoclineError
+from thermocline.serving import Publication, TableRows, sort_by_hash
+from thermocline.serving.row_format import encode
+
+DIM = 3
+RANGE = 2000
+Oracle = dict[int, np.ndarray]
+
+
+def table_rows(rows: Oracle, deleted: Sequence[int] | None = None, *, dim: int = DIM, name: str = "t") -> TableRows:
+    keys = np.array(list(rows), np.uint64)
+    order = np.argsort(hash_keys(keys))
+    values = np.array([rows[int(key)] for key in keys[order]], np.float32).reshape(-1, dim)
+    cut = len(keys) // 2
+    pieces = [(keys[order][:cut], values[:cut]), (keys[order][cut:], values[cut:])]
+    gone = None if deleted is None else lambda: np.array(deleted, np.uint64)
+    return TableRows(name=name, dim=dim, rows=pieces, deleted=gone, seed=5, initial=(1, 0.5))
+
+
+def change(oracle: Oracle, rng: random.Random, count: int) -> tuple[Oracle, list[int]]:
+    """Change, insert and delete random rows; return the changed rows and the deleted keys."""
+    changed = {rng.randrange(RANGE): np.float32([rng.random() for _ in range(DIM)]) for _ in range(count)}
+    deleted = [key for key in {rng.randrange(RANGE) for _ in range(count // 2)} if key not in changed]
+    oracle.update(changed)
+    for key in deleted:
+        oracle.pop(key, None)
+    return changed, deleted
+
+
+def expect_equal(snapshot: serving.Snapshot, oracle: Oracle) -> None:
+    keys = np.arange(RANGE, dtype=np.uint64)
+    rows, found = snapshot.find(keys, missing="zero")
+    assert found.tolist() == [key in oracle for key in range(RANGE)]
+    assert all(rows[key].tobytes() == oracle[key].tobytes() for key in oracle)
+    assert not rows[~found].any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_consumers_at_any_version_read_the_rows_of_the_current_one(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    oracle: Oracle = {}
+    changed, _ = change(oracle, rng, 500)
+    consumers = []
+    with Publication(tmp_path) as publication:
+        publication.publish_base([table_rows(oracle)], step=0)
+        for step in range(1, 15):
+            if rng.random() < 0.4:
+                consumers.append(serving.open(tmp_path, consumer=f"c{step}"))
+            changed, deleted = change(oracle, rng, rng.choice([0, 5, 300]))
+            publication.publish_delta([table_rows(changed, deleted)], step=step, event_time=100.0 + step)
+            if rng.random() < 0.2:
+                publication.compact()
+            if rng.random() < 0.2:
+                publication.publish_base([table_rows(oracle)], step=step)
+            if rng.random() < 0.2:
+                publication.retire(keep_bases=1)
+            for consumer in consumers:
+                if rng.random() < 0.5:
+                    consumer.refresh()
+                    expect_equal(consumer, oracle)
+                    assert consumer.version.step == step
+        for consumer in [*consumers, serving.open(tmp_path)]:
+            consumer.refresh()
+            expect_equal(consumer, oracle)
+            assert not consumer.refresh()
+        number = publication.current.number
+        assert publication.consumers() == {f"c{c._consumer[1:]}": number for c in consumers}
+
+
+def test_a_lookup_during_refresh_sees_one_version(tmp_path: Path) -> None:
+    keys = np.arange(300, dtype=np.uint64)
+    wrong = []
+    stop = threading.Event()
+
+    def rows_of(version: int) -> Oracle:
+        return {key: np.full(DIM, version, np.float32) for key in range(300) if key != version % 300}
+
+    with Publication(tmp_path) as publication:
+        publication.publish_base([table_rows(rows_of(0))], step=0)
+        snapshot = serving.open(tmp_path)
+
+        def read() -> None:
+            while not stop.is_set():
+                rows, found = snapshot.find(keys, missing="zero")
+                version = int(rows.max())
+                expected = np.repeat(np.float32([[version]]), 300, axis=0) * (keys[:, None] != version % 300)
+                if not (rows == expected).all() or found.sum() != 299:
+                    wrong.append(version)
+
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for version in range(1, 40):
+            rows = rows_of(version)
+            publication.publish_delta([table_rows(rows, [version % 300])], step=version)
+            assert snapshot.refresh()
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert snapshot.version.step == 39
+
+
+def test_follow_serves_new_versions_and_reports_damage(tmp_path: Path) -> None:
+    with Publication(tmp_path) as publication, published(publication, {1: np.float32([1, 2, 3])}) as snapshot:
+        snapshot.follow(0.02)
+        publication.publish_delta([table_rows({1: np.float32([4, 5, 6])})], step=1)
+        wait_until(lambda: snapshot.version.step == 1)
+        assert snapshot.lookup([1]).tolist() == [[4, 5, 6]]
+        (tmp_path / "CURRENT").write_bytes(b"{")
+        wait_until(lambda: isinstance(snapshot.error, CorruptionError))
+        assert snapshot.lookup([1]).tolist() == [[4, 5, 6]]
+        (tmp_path / "CURRENT").unlink()
+        wait_until(lambda: isinstance(snapshot.error, NotFoundError))
+
+
+@pytest.mark.parametrize(
+    "damage", ["flip", "truncate", "no file", "no delta", "other delta", "manifest", "other manifest"]
+)
+def test_a_damaged_version_is_refused_and_the_version_before_is_served(tmp_path: Path, damage: str) -> None:
+    oracle: Oracle = {key: np.float32([key, 1, 2]) for key in range(500)}
+    with Publication(tmp_path) as publication, published(publication, oracle) as snapshot:
+        for step in (1, 2, 3):
+            rows = {key: np.float32([key, step, 0]) for key in range(400)}
+            publication.publish_delta([table_rows(rows, [450 + step])], step=step)
+        second, third = tmp_path / "v0000000003-delta", tmp_path / "v0000000004-delta"
+        file, manifest = third / "table-0.rows", third / "manifest.json"
+        if damage == "flip":
+            data = bytearray(file.read_bytes())
+            data[9000] ^= 1
+            file.write_bytes(data)
+        elif damage == "truncate":
+            file.write_bytes(file.read_bytes()[:-4096])
+        elif damage == "no file":
+            file.unlink()
+        elif damage == "no delta":
+            shutil.rmtree(second)
+        elif damage == "other delta":
+            shutil.copy(second / "table-0.rows", file)
+        elif damage == "manifest":
+            manifest.write_text(manifest.read_text().replace('"step": 3', '"step": 4'))
+        else:
+            shutil.copy(second / "manifest.json", manifest)
+        with pytest.raises((CorruptionError, NotFoundError)):
+            snapshot.refresh()
+        assert snapshot.version.step == 0
+        expect_equal(snapshot, oracle)
+        with pytest.raises((CorruptionError, NotFoundError)):
+            serving.open(tmp_path)
+
+
+def test_roll_back_serves_the_earlier_rows_and_needs_a_base_next(tmp_path: Path) -> None:
+    oracle: Oracle = {1: np.float32([1, 1, 1]), 2: np.float32([2, 2, 2])}
+    with Publication(tmp_path) as publication, published(publication, oracle) as snapshot:
+        publication.publish_delta([table_rows({1: np.float32([9, 9, 9])}, [2])], step=1)
+        snapshot.refresh()
+        assert publication.roll_back(1).number == 1
+        assert snapshot.refresh()
+        expect_equal(snapshot, oracle)
+        with pytest.raises(ThermoclineError, match="publish a base"):
+            publication.publish_delta([table_rows({})], step=2)
+        assert publication.publish_base([table_rows({3: np.float32([3, 3, 3])})], step=2).number == 3
+        snapshot.refresh()
+        expect_equal(snapshot, {3: np.float32([3, 3, 3])})
+        publication.publish_delta([table_rows({})], step=3)
+        with pytest.raises(NotFoundError, match="no version 77: it has 1 to 4"):
+            publication.roll_back(77)
+
+
+def test_missing_keys(tmp_path: Path) -> None:
+    from thermocline.embedding.initializers import Uniform
+    from thermocline.embedding.reference import initial_weights
+
+    with Publication(tmp_path) as publication, published(publication, {7: np.float32([1, 2, 3])}) as snapshot:
+        rows = snapshot.lookup([7, 8])
+        expected = initial_weights(Uniform(scale=0.5), 5, 0, 8, DIM)
+        assert rows[0].tolist() == [1, 2, 3]
+        assert rows[1].tobytes() == np.float32(expected).tobytes()
+        assert snapshot.lookup([8], missing="zero").tolist() == [[0, 0, 0]]
+        with pytest.raises(KeyError, match="1 of 2 keys have no row, first 8"):
+            snapshot.lookup([7, 8], missing="error")
+        assert snapshot.lookup([]).shape == (0, DIM)
+        with pytest.raises(KeyError, match="no table 'x'"):
+            snapshot.lookup([7], table="x")
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_lower_precision(tmp_path: Path, precision: str) -> None:
+    rng = np.random.default_rng(0)
+    rows = {key: rng.normal(size=DIM).astype(np.float32) for key in range(300)}
+    rows[5] = np.float32([2, 2, 2])
+    with Publication(tmp_path, precision=precision) as publication, published(publication, rows) as snapshot:
+        read = snapshot.lookup(np.arange(300))
+        for key, row in rows.items():
+            bound = 2**-11 * np.abs(row).max() if precision == "fp16" else (row.max() - row.min()) / 255 * 0.501
+            assert np.abs(read[key] - row).max() <= bound + 1e-7
+        publication.publish_delta([table_rows({5: np.float32([1, 1, 1])})], step=1)
+        compacted = publication.compact()
+        assert compacted.tables[0].precision == precision
+        snapshot.refresh()
+        assert snapshot.lookup([5]).tolist() == [[1, 1, 1]]
+    with pytest.raises(OverflowError):
+        encode(np.float32([[1e6, 0]]), "fp16")
+    with pytest.raises(OverflowError):
+        encode(np.float32([[np.inf, 0]]), "int8")
+
+
+@pytest.mark.parametrize("point", ["publish.files_written", "publish.folder_renamed", "run.file_written"])
+def test_a_writer_killed_at_any_point_leaves_the_version_before(tmp_path: Path, point: str) -> None:
+    program = """
+import sys, numpy as np
+from thermocline.serving import Publication, TableRows
+with Publication(sys.argv[1]) as publication:
+    one = (np.uint64([1]), np.float32([[float(sys.argv[2])]]))
+    rows = [TableRows(name="t", dim=1, rows=[one])]
+    if publication.current is None:
+        publication.publish_base(rows, step=0)
+    else:
+        publication.publish_delta(rows, step=1)
+"""
+
+    def run(value: int, **env: str) -> int:
+        command = [sys.executable, "-c", program, str(tmp_path), str(value)]
+        return subprocess.run(command, env={**subprocess.os.environ, **env}, check=False).returncode
+
+    assert run(1) == 0
+    assert run(2, THERMOCLINE_KILL_AT=point) == -9
+    assert serving.open(tmp_path).lookup([1]).tolist() == [[1]]
+    assert run(3) == 0
+    assert serving.open(tmp_path).lookup([1]).tolist() == [[3]]
+    assert sorted(entry.name for entry in tmp_path.iterdir() if entry.name[0] == "v") == [
+        "v0000000001-base", "v0000000002-delta",
+    ]  # fmt: skip
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="has no published version"):
+        serving.open(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(FileExistsError, match="no publication"):
+        Publication(tmp_path)
+    (tmp_path / "notes.txt").unlink()
+    with Publication(tmp_path) as publication:
+        with pytest.raises(LockError, match="another process publishes"):
+            Publication(tmp_path)
+        with pytest.raises(NotFoundError, match="publish a base"):
+            publication.publish_delta([table_rows({})], step=0)
+        publication.publish_base([table_rows({1: np.float32([1, 2, 3])})], step=5)
+        with pytest.raises(ValueError, match="publish a base"):
+            publication.publish_delta([table_rows({1: np.float32([1, 2])}, dim=2)], step=6)
+        with pytest.raises(ValueError, match="step is 4"):
+            publication.publish_delta([table_rows({})], step=4)
+        with pytest.raises(ValueError, match="the delta has tables"):
+            publication.publish_delta([table_rows({}, name="u")], step=6)
+        unsorted = [(np.uint64([1, 2, 3, 4]), np.zeros((4, DIM), np.float32))]
+        with pytest.raises(ThermoclineError, match="ascend"):
+            publication.publish_base([TableRows(name="t", dim=DIM, rows=unsorted)], step=6)
+        publication.publish_base([TableRows(name="t", dim=DIM, rows=sort_by_hash(unsorted))], step=6)
+        assert len(list(tmp_path.glob("v*"))) == 2
+        assert not list(tmp_path.glob(".tmp-*"))
+    with pytest.raises(ValueError, match="consumer is"):
+        serving.open(tmp_path, consumer="../x")
+
+
+def test_serving_loads_no_torch(tmp_path: Path) -> None:
+    with Publication(tmp_path) as publication:
+        publication.publish_base([table_rows({1: np.float32([1, 2, 3])})], step=0)
+    program = (
+        "import sys; from thermocline import serving; print(serving.open(sys.argv[1]).lookup([1]).tolist());"
+        "assert not {'torch', 'pyarrow', 'pydantic'} & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert result.stdout == "[[1.0, 2.0, 3.0]]\n"
+
+
+def test_the_manifest_is_json_with_step_event_time_and_files(tmp_path: Path) -> None:
+    with Publication(tmp_path) as publication:
+        publication.publish_base([table_rows({1: np.float32([1, 2, 3])})], step=3, event_time=1.5)
+    manifest = json.loads((tmp_path / "v0000000001-base" / "manifest.json").read_text())
+    assert (manifest["step"], manifest["event_time"], manifest["kind"]) == (3, 1.5, "base")
+    assert manifest["tables"][0]["rows"] == 1
+
+
+def published(publication: Publication, oracle: Oracle) -> serving.Snapshot:
+    publication.publish_base([table_rows(oracle)], step=0)
+    return serving.open(publication.path)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

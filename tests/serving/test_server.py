@@ -1,0 +1,173 @@
+"""The Flight server: results, versions, bad requests, tokens, TLS, vanishing clients, metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+
+from thermocline import serving
+from thermocline.errors import ThermoclineError
+from thermocline.serving import Publication, TableRows, sort_by_hash
+from thermocline.serving.server import MAX_KEYS, LookupServer
+
+DIM = 3
+
+
+def rows_of(version: int) -> TableRows:
+    keys = np.arange(1000, dtype=np.uint64)
+    rows = np.full((1000, DIM), version, np.float32) + keys[:, None].astype(np.float32)
+    return TableRows(name="t", dim=DIM, rows=sort_by_hash([(keys, rows)]), initial=(1, 0.5))
+
+
+@pytest.fixture
+def publication(tmp_path: Path) -> Iterator[Publication]:
+    with Publication(tmp_path / "served") as publication:
+        publication.publish_base([rows_of(0)], step=0)
+        yield publication
+
+
+@pytest.fixture
+def server(publication: Publication) -> Iterator[LookupServer]:
+    with LookupServer(publication.path, poll_seconds=0.02, metrics_port=0) as server:
+        yield server
+
+
+def test_lookups_equal_those_of_the_snapshot_and_follow_versions(
+    publication: Publication, server: LookupServer
+) -> None:
+    keys = np.random.default_rng(0).integers(0, 1500, 2000).astype(np.uint64)
+    with serving.connect(f"grpc://127.0.0.1:{server.port}") as client:
+        rows, found = client.find(keys)
+        expected, known = serving.open(publication.path).find(keys)
+        assert rows.tobytes() == expected.tobytes()
+        assert found.tolist() == known.tolist() == (keys < 1000).tolist()
+        assert client.lookup([], table="t").shape == (0, DIM)
+        publication.publish_delta([rows_of(7)], step=1)
+        for _ in range(1000):
+            if client.lookup([5])[0, 0] == 12:
+                break
+            threading.Event().wait(0.01)
+        assert client.lookup([5]).tolist() == [[12, 12, 12]]
+        assert json.loads(client.action("health")) == {"status": "ok", "version": 2}
+        assert json.loads(client.action("version"))["step"] == 1
+
+
+def test_bad_requests_are_errors_and_the_server_goes_on(server: LookupServer) -> None:
+    location = f"grpc://127.0.0.1:{server.port}"
+    with serving.connect(location) as client:
+        with pytest.raises(ThermoclineError, match="no table 'x'"):
+            client.lookup([1], table="x")
+        with pytest.raises(ThermoclineError, match="1 of 1 keys have no row"):
+            client.lookup([5000], missing="error")
+        with pytest.raises(ThermoclineError, match="at most"):
+            client.lookup(np.zeros(MAX_KEYS + 1, np.uint64))
+        with pytest.raises(ThermoclineError, match="no action 'x'"):
+            client.action("x")
+        raw = flight.FlightClient(location)
+        requests = [
+            (b"{", pa.record_batch([pa.array([1], pa.uint64())], names=["key"])),
+            (b'{"tables": 1}', pa.record_batch([pa.array([1], pa.uint64())], names=["key"])),
+            (b"[]", pa.record_batch([pa.array([1], pa.uint64())], names=["key"])),
+            (b"{}", pa.record_batch([pa.array(["a"])], names=["key"])),
+            (b"{}", pa.record_batch([pa.array([1, None], pa.uint64())], names=["key"])),
+            (b"{}", pa.record_batch([pa.array([1], pa.uint64())], names=["id"])),
+        ]
+        for command, batch in requests:
+            writer, reader = raw.do_exchange(flight.FlightDescriptor.for_command(command))
+            with pytest.raises(pa.ArrowInvalid):  # noqa: PT012
+                writer.begin(batch.schema)
+                writer.write_batch(batch)
+                writer.done_writing()
+                reader.read_chunk()
+        assert client.lookup([3]).tolist() == [[3, 3, 3]]
+        text = client.action("metrics").decode()
+    assert "thermocline_lookup_errors_total 9.0" in text
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics") as page:
+        assert "thermocline_version 1.0" in page.read().decode()
+
+
+def test_clients_that_vanish_or_are_slow_do_not_stop_others(server: LookupServer) -> None:
+    location = f"grpc://127.0.0.1:{server.port}"
+    batch = pa.record_batch([pa.array(np.arange(1000, dtype=np.uint64))], names=["key"])
+    idle = []
+    for i in range(8):
+        raw = flight.FlightClient(location)
+        writer, reader = raw.do_exchange(flight.FlightDescriptor.for_command(b"{}"))
+        writer.begin(batch.schema)
+        writer.write_batch(batch)
+        if i % 2:
+            raw.close()
+            del writer, reader
+        else:
+            idle.append((raw, writer, reader))
+    with serving.connect(location) as client:
+        for _ in range(20):
+            assert client.lookup([3]).tolist() == [[3, 3, 3]]
+    for _, _, reader in idle:
+        assert reader.read_chunk().data.num_rows == 1000
+
+
+def test_wrong_tokens_are_refused(publication: Publication) -> None:
+    with LookupServer(publication.path, token="secret") as server:
+        location = f"grpc://127.0.0.1:{server.port}"
+        for token in (None, "", "Secret", "secret2"):
+            with serving.connect(location, token=token) as client:
+                with pytest.raises(ThermoclineError, match="token"):
+                    client.lookup([1])
+                with pytest.raises(ThermoclineError, match="token"):
+                    client.action("health")
+        with serving.connect(location, token="secret") as client:
+            assert client.lookup([1]).tolist() == [[1, 1, 1]]
+
+
+def test_tls(publication: Publication, tmp_path: Path) -> None:
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+    name = ["-addext", "subjectAltName=DNS:localhost"]
+    try:
+        subprocess.run([*command, *files, *name], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no openssl on this machine: a certificate cannot be made")
+    cert, key = (tmp_path / "cert.pem").read_bytes(), (tmp_path / "key.pem").read_bytes()
+    with LookupServer(publication.path, host="localhost", token="secret", tls=(cert, key)) as server:
+        location = f"grpc+tls://localhost:{server.port}"
+        with serving.connect(location, token="secret", root_certificates=cert) as client:
+            assert client.lookup([1]).tolist() == [[1, 1, 1]]
+        with (
+            serving.connect(f"grpc://localhost:{server.port}", token="secret", timeout=5) as client,
+            pytest.raises(ThermoclineError),
+        ):
+            client.lookup([1])
+
+
+def test_command_serves_until_a_signal_and_refuses_an_open_port_without_a_token(
+    publication: Publication, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "thermocline", "serve", str(publication.path)]
+    refused = subprocess.run([*command, "--host", "0.0.0.0"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "--token-file" in refused.stderr
+    (tmp_path / "token").write_text("secret\n")
+    with subprocess.Popen(
+        [*command, "--port", "0", "--token-file", str(tmp_path / "token")], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = re.search(r"version 1 \(step 0\) at (grpc://127.0.0.1:\d+)", line)
+        assert match is not None, line
+        with serving.connect(match[1], token="secret") as client:
+            assert client.lookup([2]).tolist() == [[2, 2, 2]]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
