@@ -193,6 +193,23 @@ TEST(DramWriteAhead, EvictionAndFlushWaitForRowsBeingWritten) {
   }
 }
 
+// A commit follows a flush: the store must have rows that are clean already because they are being written.
+TEST(DramWriteAhead, FlushWaitsForRowsBeingWritten) {
+  GatedStore store(kLayout.bytes());
+  DramTier tier(options_with(kNoThread), &store);
+  const auto keys = range(0, 100);
+  add(tier, keys, 1);
+  store.set_open(false);
+  auto pass = std::async(std::launch::async, [&] { tier.write_ahead(kAll); });
+  store.wait_for_put();
+  auto flush = std::async(std::launch::async, [&] { tier.flush(); });
+  const OpenAtEnd gate{store};
+  CHECK(flush.wait_for(50ms) == std::future_status::timeout);
+  store.set_open(true);
+  flush.get();
+  for (uint64_t k : keys) CHECK_EQ(stored(store, k), initial_row(tier, k)[0] + 1);
+}
+
 TEST(DramWriteAhead, BackgroundThreadKeepsTheReserve) {
   MapStore store(kLayout.bytes());
   DramTier tier(options_with(400), &store);
