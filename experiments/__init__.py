@@ -8,6 +8,7 @@ results.py      one JSON file per finished experiment            report.py      
 figures.py      plots, drawn with matplotlib                     machine.py      processor, memory, GPU, versions
 training.py     training loops that the experiments share        launch.py       torchrun and mpirun jobs
 disk_probe.py   read rate of the disk                            paper.json      the numbers printed in the paper
+popularity.py   rows placed in the tiers by their frequency      steady_meter.py ramp-up and steady state of a training
 
 Every other module is one experiment.
 """

@@ -59,7 +59,8 @@ def run(
     ] = None,
     effort: Annotated[float | None, typer.Option(help="Share of the training, up to 1; quick 0.1.")] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME,...", help="Run only these experiments; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="NAME[:STEP],...", help="Run only these experiments, or these steps of them; repeatable."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of data and training.")] = 0,
     device: Annotated[
@@ -73,6 +74,9 @@ def run(
     source: Annotated[
         Path | None, typer.Option("--from", metavar="FOLDER", help="Rebuild the report in FOLDER from its results.")
     ] = None,
+    page: Annotated[
+        bool, typer.Option("--page/--no-page", help="Without a page, only files of results are written.")
+    ] = True,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Run the paper's experiments on this machine and write one page with their tables and figures.
@@ -97,7 +101,9 @@ def run(
             names = [name for words in only or () for name in words.split(",")]
             command = command_line(quick=quick, scale=scale, effort=effort, seed=seed, names=names)
             experiments, this_machine = registry.choose(names), device != "auto"
-            outcome = runner.run(out or OUT, experiments, setup, command, cache=cache, this_machine=this_machine)
+            outcome = runner.run(
+                out or OUT, experiments, setup, command, cache=cache, this_machine=this_machine, page=page
+            )
             failed = report_outcome(outcome)
     if failed:
         raise typer.Exit(1)

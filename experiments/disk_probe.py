@@ -16,13 +16,13 @@ PAGE, LARGE = 4096, 1 << 18
 """Bytes of a read, for the rate in reads and for the rate in bytes."""
 
 
-def reads_per_second(folder: Path, size: int = PAGE) -> float:
+def reads_per_second(folder: Path, size: int = PAGE, *, seconds: float = SECONDS) -> float:
     """Read at random positions of the files above 1 MB in a folder, by several processes; return reads/s.
 
-    size   bytes of a read
+    size   bytes of a read, at most 1 MiB
     """
     workers = min(12, cores())
-    probe = [sys.executable, "-c", _PROBE, str(folder), str(SECONDS), str(THREADS), str(size)]
+    probe = [sys.executable, "-c", _PROBE, str(folder), str(seconds), str(THREADS), str(size)]
     pipe = subprocess.PIPE
     running = [subprocess.Popen([*probe, str(n)], stdin=pipe, stdout=pipe, text=True) for n in range(workers)]
     try:
@@ -39,7 +39,7 @@ def reads_per_second(folder: Path, size: int = PAGE) -> float:
         for process in running:
             process.kill()
             process.wait()
-    return sum(float(count) for count in counts) / SECONDS
+    return sum(float(count) for count in counts) / seconds
 
 
 def write_file(path: Path, size: int) -> None:

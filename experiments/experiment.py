@@ -257,3 +257,11 @@ class Experiment:
     """Called with the results of all steps by name."""
     missing: Callable[[], str | None] = lambda: None
     """Returns the reason why the experiment cannot run on this machine, or None."""
+    independent: bool = False
+    """Each step is a measurement of its own: the section shows the finished ones, whatever run they come from."""
+    only: Sequence[str] = ()
+    """Run only the steps whose name is one of these or begins with one and a comma; empty: all."""
+
+    def selects(self, step: str) -> bool:
+        """Whether a step is to be run."""
+        return not self.only or any(step == name or step.startswith(f"{name},") for name in self.only)

@@ -64,15 +64,19 @@ def mpi_missing() -> str | None:
     return mpi_launch.missing()
 
 
-def train_mpi(config: Config, ranks: int, folder: Path, limit: float, *, seconds: float | None = None) -> list[Event]:
+def train_mpi(
+    config: Config, ranks: int, folder: Path, limit: float, *, seconds: float | None = None, prepared: int = 0
+) -> list[Event]:
     """Train a config from the start with `baselines/mpi_ps`; return the events of metrics.jsonl.
 
     limit     seconds after which the job is ended with an error
     seconds   length of the training; None trains to the end of the config
+    prepared  batches generated before the training and repeated, with a row for every key; 0: generated as needed
     """
     path, run_dir = _prepare(config, folder, "mpi")
     arguments = ["-m", "baselines.mpi_ps", str(path), "--set", f"train.run_dir={run_dir}"]
     arguments += ["--seconds", str(seconds)] if seconds is not None else []
+    arguments += ["--prepared", str(prepared)] if prepared else []
     command = mpi_launch.command(ranks, arguments)
     return run_job(f"the MPI baseline with {ranks} ranks", command, mpi_launch.environment(), run_dir, limit)
 

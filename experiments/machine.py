@@ -6,8 +6,10 @@ import datetime
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,12 @@ def build() -> str:
 
 @functools.cache
 def commit() -> str | None:
-    """Return the git commit of the source tree, with "+" after it if files were changed; None without git."""
+    """Return the git commit of the source tree, with "+" after it if files were changed; None without git.
+
+    A copy of the tree on another machine has the commit in benchmarks/COMMIT, which counts where it fits the sources.
+    """
+    if (recorded := _recorded_commit()) is not None:
+        return recorded
 
     def git(*words: str) -> str:
         run = subprocess.run(["git", "-C", str(_HERE), *words], capture_output=True, text=True, check=True)
@@ -71,6 +78,21 @@ def commit() -> str | None:
         return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _recorded_commit() -> str | None:
+    """Return the commit in benchmarks/COMMIT if its digest fits the sources: see benchmarks/common.py."""
+    folder = _HERE.parent / "benchmarks"
+    if not (folder / "COMMIT").exists():
+        return None
+    spec = importlib.util.spec_from_file_location("benchmarks_common", folder / "common.py")
+    assert spec is not None
+    assert spec.loader is not None
+    common = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = common  # its dataclasses look their module up
+    spec.loader.exec_module(common)
+    recorded, _, digest = (folder / "COMMIT").read_text().strip().partition(" ")
+    return recorded if digest == common.source_digest() else None
 
 
 def summary(environment: Mapping[str, Any]) -> str:

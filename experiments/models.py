@@ -117,9 +117,9 @@ def _run(setup: Setup, plan: PaperModel, side: str, context: StepContext) -> Jso
     ads = SyntheticAds.preset(name, batch_size=size, seed=setup.seed, threads=threads)
     folder, tiers = context.folder / "rows", side == "tiers"
     with contextlib.closing(training.make_table(plan.dim, OPTIMIZER, setup, hbm=1 << 20, mem=8 << 20)) as small:
-        if tiers and not _fill_store(folder, small.dram, ads, store_memory(plan), context):
+        if tiers and not fill_store(folder, small.dram, ads, store_memory(plan), context):
             return None
-    budgets = _whole_budgets(setup, plan)
+    budgets = whole_budgets(setup, plan)
     if tiers:
         budgets = {"hbm": plan.hbm, "mem": plan.mem, "ssd": folder, "ssd_mem": store_memory(plan)}
     with contextlib.closing(training.make_table(plan.dim, OPTIMIZER, setup, **budgets)) as table:
@@ -138,7 +138,7 @@ def _run(setup: Setup, plan: PaperModel, side: str, context: StepContext) -> Jso
     return {**record, "plan": json.loads(json.dumps(dataclasses.asdict(plan))), "batch_examples": ads.batch_size}
 
 
-def _whole_budgets(setup: Setup, plan: PaperModel) -> dict[str, Any]:
+def whole_budgets(setup: Setup, plan: PaperModel) -> dict[str, Any]:
     """Return budgets that hold all rows in the top tier."""
     dram = round(plan.keys * (plan.row_bytes + _OVERHEAD) * 1.1) + (64 << 20)
     if setup.device != "cuda":
@@ -148,7 +148,7 @@ def _whole_budgets(setup: Setup, plan: PaperModel) -> dict[str, Any]:
     return {"hbm": bytes_for(round(1.02 * plan.keys), plan.dim + 1) + (64 << 20), "mem": 4 << 30}
 
 
-def _fill_store(folder: Path, tier: DramTier, ads: SyntheticAds, memory: int, context: StepContext) -> bool:
+def fill_store(folder: Path, tier: DramTier, ads: SyntheticAds, memory: int, context: StepContext) -> bool:
     """Write a row for every key to SSD, continuing after an interruption; return False when time is over."""
     total = sum(ads.keys)
     with SsdStore.open(folder, row_bytes=tier.row_bytes, mem_budget=memory) as store:
@@ -161,11 +161,11 @@ def _fill_store(folder: Path, tier: DramTier, ads: SyntheticAds, memory: int, co
             return context.seconds_left > _COMMIT_RESERVE
 
         done = bulk_load.fill_store(store, ads, tier.initial_rows, done=done, after=after)
-        _commit(store, str(done).encode())
+        commit(store, str(done).encode())
         return done == total
 
 
-def _commit(store: SsdStore, note: bytes) -> None:
+def commit(store: SsdStore, note: bytes) -> None:
     """Commit, and release all older epochs."""
     store.commit(note)
     for epoch in store.epochs[:-1]:
@@ -186,17 +186,17 @@ class _Counters:
         self._begin = time.perf_counter()
         self._start = self._read(())
 
-    def after_batch(self, batch: Any, logits: Any, stages: Sequence[Any]) -> bool:
+    def after_batch(self, batch: Any, logits: Any, ready: Any) -> bool:
         """Read the counters and commit when it is time; return whether the training continues."""
         self._examples.append(batch.examples)
-        self._rows.append(self._read(stages))
+        self._rows.append(self._read(ready.stats))
         if len(self._rows) <= self._warm_up:
             self._warm_up_seconds = time.perf_counter() - self._begin
             return True
         elapsed = time.perf_counter() - self._begin - self._warm_up_seconds
         self._context.report_progress(0.5 + 0.5 * elapsed / self._seconds)
         if self._table.store is not None and elapsed > (self._commits + 1) * min(COMMIT_SECONDS, self._seconds / 2):
-            _commit(self._table.store, self._table.store.note)
+            commit(self._table.store, self._table.store.note)
             self._commits += 1
         return elapsed < self._seconds or len(self._rows) < 4
 

@@ -45,9 +45,14 @@ def names(setup: Setup) -> tuple[str, ...]:
     return models.NAMES if setup.effort >= 0.5 else models.NAMES[:1]
 
 
+def row_bytes(plan: PaperModel) -> float:
+    """Return the memory of all rows with their index and metadata."""
+    return plan.keys * (plan.row_bytes + 80) * 1.1
+
+
 def config(setup: Setup, plan: PaperModel, count: int) -> Config:
     """Configure the training of models.py for `count` ranks that hold equal shares of all rows in memory."""
-    whole = plan.keys * (plan.row_bytes + 80) * 1.1
+    whole = row_bytes(plan)
     return Config(
         data=Data(
             format="synth",
@@ -75,7 +80,7 @@ def steps(setup: Setup) -> list[Step]:
     made = [dataclasses.replace(shared[name], owner="models") for name in shared_names if name in shared]
     for name in names(setup):
         plan = PaperModel.parse(models.preset(setup, name))
-        if plan.keys * (plan.row_bytes + 80) * 1.1 > setup.dram // 2:
+        if row_bytes(plan) > setup.dram // 2:
             continue
         for count in ranks(setup) if setup.effort >= 0.5 else ranks(setup)[-1:]:
             rank_config = config(setup, plan, count)
@@ -84,24 +89,39 @@ def steps(setup: Setup) -> list[Step]:
             def run(
                 context: StepContext, count: int = count, rank_config: Config = rank_config, seconds: float = seconds
             ) -> Json:
-                return _run(rank_config, count, seconds, context)
+                return measure(rank_config, count, seconds, context)
 
             settings = {**config_settings(rank_config), "ranks": count, "seconds": seconds}
             made.append(Step(name=f"{name}, {count} ranks", settings=settings, expected_seconds=seconds + 8, run=run))
     return made
 
 
-def _run(rank_config: Config, count: int, seconds: float, context: StepContext) -> Json:
-    """Measure the speed from the first log after a third of the time to the last log in time.
+def measure(
+    rank_config: Config,
+    count: int,
+    seconds: float,
+    context: StepContext,
+    *,
+    skip: float | None = None,
+    prepared: int = 0,
+) -> Json:
+    """Measure the speed from the first log after `skip` seconds to the last log in time.
 
     Later logs lack the examples of ranks that have already stopped.
+
+    skip       seconds that are not measured; None: a third of the time
+    prepared   batches that are generated before the training and repeated; every key then has a row before it
     """
-    events = launch.train_mpi(rank_config, count, context.folder, context.seconds_left, seconds=seconds)
+    begin = seconds / 3 if skip is None else skip
+    events = launch.train_mpi(
+        rank_config, count, context.folder, context.seconds_left, seconds=seconds, prepared=prepared
+    )
     logs = [event for event in events if event["event"] == "train"]
-    in_time = [log for log in logs if seconds / 3 <= log["seconds"] <= seconds]
+    in_time = [log for log in logs if begin <= log["seconds"] <= seconds]
     first, last = (in_time[0], in_time[-1]) if len(in_time) > 1 else (logs[0], logs[1])
-    speed = (last["examples"] - first["examples"]) / (last["seconds"] - first["seconds"])
-    return {"examples_per_s": speed, "steps": last["step"], "cores": cores()}
+    measured = last["seconds"] - first["seconds"]
+    speed = (last["examples"] - first["examples"]) / measured
+    return {"examples_per_s": speed, "steps": last["step"], "cores": cores(), "seconds": measured}
 
 
 # ---- section of the report

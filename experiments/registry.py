@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ NAMES = (
     "hashing",
     "quantization",
     "models",
+    "steady",
     "auc_time",
     "nonzeros",
     "mpi_baseline",
@@ -29,10 +31,20 @@ def load(name: str) -> Experiment:
 
 
 def choose(only: Sequence[str]) -> dict[str, Experiment]:
-    """Return the named experiments, or all of them if no name is given, in the order of the page."""
-    for name in only:
+    """Return the named experiments, or all of them if no name is given, in the order of the page.
+
+    "NAME:STEP" selects one step of an experiment, or all steps whose names begin with STEP and a comma.
+    """
+    steps: dict[str, list[str]] = {}
+    for words in only:
+        name, _, step = words.partition(":")
         if name not in NAMES:
             raise ConfigError(
                 f'--only: there is no experiment "{name}"{nearest(name, NAMES)}: choose from {", ".join(NAMES)}'
             )
-    return {name: load(name) for name in NAMES if not only or name in only}
+        steps.setdefault(name, []).append(step)
+    chosen = {name: load(name) for name in NAMES if not only or name in steps}
+    return {
+        name: dataclasses.replace(experiment, only=tuple(steps[name])) if all(steps.get(name, [""])) else experiment
+        for name, experiment in chosen.items()
+    }

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from experiments import figures, machine, paper
+from experiments import machine, paper
 from experiments.experiment import TOO_SMALL, Cell, Claim, Figure, Kind, Section, Setup, Table
 from thermocline.utils import atomic_file
 
@@ -51,6 +51,8 @@ class Chapter:
 
 def write(folder: Path, chapters: Sequence[Chapter]) -> Path:
     """Write index.html, tables/ and figures/ below a folder; return the path of the page."""
+    from experiments import figures  # needs matplotlib, which a machine that only measures may lack
+
     for name in ("tables", "figures"):
         atomic_file.make_folder(folder / name)
     drawings: dict[str, str] = {}
@@ -100,6 +102,8 @@ def _csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> bytes:
 
 def render(chapters: Sequence[Chapter], drawings: Mapping[str, str]) -> str:
     """Return the page's HTML. `drawings` are the SVG documents of all figures by file stem."""
+    from experiments import figures
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,

@@ -25,6 +25,7 @@ class Outcome:
     """Result of a run."""
 
     page: Path
+    """The report, or the folder of results where no page was written."""
     steps: int
     """Number of steps that this process ran."""
     claims: list[tuple[Claim, Setup]]
@@ -40,6 +41,7 @@ def run(
     cache: str | Path,
     limit: float = STEP_SECONDS,
     this_machine: bool = False,
+    page: bool = True,
 ) -> Outcome:
     """Run the missing steps of the experiments and write the report to `out`.
 
@@ -47,6 +49,7 @@ def run(
     cache          folder of step results
     limit          seconds of one call of a step
     this_machine   do not use results in `out` that another machine (with a GPU, with more cores) has completed
+    page           False: write only the files of results, which needs no matplotlib
     """
     out, steps = Path(out), StepCache(Path(cache), command)
     plans = [_plan(name, experiment, setup, steps, out, this_machine) for name, experiment in experiments.items()]
@@ -54,13 +57,14 @@ def run(
         (plan.owner(step), step.name): step
         for plan in plans
         for step in plan.steps
-        if steps.get(plan.owner(step), step) is None
+        if plan.experiment.selects(step.name) and step.name not in plan.cached(steps)
     }
     try:
         _run_steps(missing, steps, limit)
     finally:
-        page, claims = _write_report(out, [_chapter(plan, steps, out) for plan in plans])
-    return Outcome(page, len(missing), claims)
+        chapters = [_chapter(plan, steps, out) for plan in plans]
+        path = report.write(out, chapters) if page else out / "results"
+    return Outcome(path, len(missing), _claims(chapters))
 
 
 def rebuild(source: str | Path, out: str | Path | None = None) -> Outcome:
@@ -78,14 +82,12 @@ def rebuild(source: str | Path, out: str | Path | None = None) -> Outcome:
         for results in earlier:
             results.write(target / "results")
     chapters = [_finished_chapter(registry.load(results.experiment), results) for results in earlier]
-    page, claims = _write_report(target, chapters)
-    return Outcome(page, 0, claims)
+    return Outcome(report.write(target, chapters), 0, _claims(chapters))
 
 
-def _write_report(out: Path, chapters: Sequence[report.Chapter]) -> tuple[Path, list[tuple[Claim, Setup]]]:
-    page = report.write(out, chapters)
+def _claims(chapters: Sequence[report.Chapter]) -> list[tuple[Claim, Setup]]:
     sections = [(chapter.section, chapter.setup) for chapter in chapters if chapter.section is not None]
-    return page, [(claim, setup) for section, setup in sections for claim in section.claims]
+    return [(claim, setup) for section, setup in sections for claim in section.claims]
 
 
 # ---- plans
@@ -102,13 +104,15 @@ class _Plan:
     unavailable: str | None = None
     """Reason why the experiment cannot run on this machine."""
     completed: ExperimentResults | None = None
+    earlier: Mapping[str, StepResult] = dataclasses.field(default_factory=dict)
+    """Results in the folder of the report, of steps that are not run again."""
 
     def owner(self, step: Step) -> str:
         return step.owner or self.name
 
     def cached(self, cache: StepCache) -> dict[str, StepResult]:
         """Return the results of the finished steps by name."""
-        results = {step.name: cache.get(self.owner(step), step) for step in self.steps}
+        results = {step.name: cache.get(self.owner(step), step) or self.earlier.get(step.name) for step in self.steps}
         return {name: result for name, result in results.items() if result is not None}
 
 
@@ -122,19 +126,23 @@ def _plan(name: str, experiment: Experiment, setup: Setup, cache: StepCache, out
         assert len(set(names)) == len(names), f"{name}: two steps have the same name"
         if len(plan.cached(cache)) == len(plan.steps):
             return plan
-    earlier = None if this_machine else ExperimentResults.read(out / "results", name)
+    earlier = ExperimentResults.read(out / "results", name)
     if earlier is None or not _usable(earlier, experiment, setup):
         return plan
-    return _Plan(name, experiment, earlier.setup, completed=earlier)
+    if experiment.independent and earlier.setup.device == setup.device:
+        kept = {n: step for n, step in earlier.steps.items() if not this_machine or not experiment.selects(n)}
+        return dataclasses.replace(plan, earlier=kept)
+    return plan if this_machine else _Plan(name, experiment, earlier.setup, completed=earlier)
 
 
 def _usable(earlier: ExperimentResults, experiment: Experiment, setup: Setup) -> bool:
     """Whether earlier results answer the request: same sizes, version and steps, and no GPU is added."""
+    found, steps = set(earlier.steps), {step.name for step in experiment.steps(earlier.setup)}
     return (
         earlier.setup.same_request(setup)
         and (earlier.setup.device, setup.device) != ("cpu", "cuda")
         and {step.environment["thermocline"] for step in earlier.steps.values()} == {thermocline.__version__}
-        and set(earlier.steps) == {step.name for step in experiment.steps(earlier.setup)}
+        and (found <= steps if experiment.independent else found == steps)
     )
 
 
@@ -185,7 +193,7 @@ def _chapter(plan: _Plan, cache: StepCache, out: Path) -> report.Chapter:
     reason = ""
     if plan.unavailable is not None:
         reason = f"Not run on this machine: {plan.unavailable}."
-    elif len(cached) < len(plan.steps):
+    elif len(cached) < len(plan.steps) and not (plan.experiment.independent and cached):
         reason = f"{len(cached)} of {len(plan.steps)} steps are done: run the same command to continue."
     if reason:
         return report.Chapter(

@@ -16,7 +16,7 @@ from thermocline.config.schema import Config
 from thermocline.embedding.table import Table
 from thermocline.errors import ThermoclineError
 from thermocline.pipeline.executor import StageStats
-from thermocline.pipeline.prefetch import prefetch
+from thermocline.pipeline.prefetch import Prefetch, prefetch
 from thermocline.training.callbacks import Callback, Row
 from thermocline.training.run import Run
 from thermocline.training.run_dir import config_of, has_run
@@ -131,12 +131,13 @@ def train_stream(
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     depth: int = 4,
-    after: Callable[[Batch, torch.Tensor, Sequence[StageStats]], bool],
+    pull_window: int = 1,
+    after: Callable[[Batch, torch.Tensor, Prefetch], bool],
 ) -> list[StageStats]:
-    """Train on batches until the source ends or `after(batch, logits, stages)` returns False."""
+    """Train on batches until the source ends or `after(batch, logits, prefetch)` returns False."""
     torch.set_num_threads(torch_threads())
     model.train()
-    with prefetch(source, table, depth=depth) as ready:
+    with prefetch(source, table, depth=depth, pull_window=pull_window) as ready:
         for batch in ready:
             logits = model(batch)
             label = torch.as_tensor(batch.label, dtype=torch.float32, device=logits.device)
@@ -145,7 +146,7 @@ def train_stream(
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            if not after(batch, logits.detach(), ready.stats):
+            if not after(batch, logits.detach(), ready):
                 break
         return [dataclasses.replace(stage) for stage in ready.stats]
 

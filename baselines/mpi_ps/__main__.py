@@ -19,10 +19,17 @@ def main() -> None:
     parser.add_argument("config", help="config of `thermocline train`; tiers.mem is per rank, tiers.ssd is ignored")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="such as train.lr=0.01")
     parser.add_argument("--seconds", type=float, help="stop training after about this many seconds")
+    parser.add_argument(
+        "--prepared",
+        type=int,
+        default=0,
+        metavar="N",
+        help="for generated data: create the rows of all keys and N mini-batches before training, then repeat these",
+    )
     args = parser.parse_args()
     comm = MPI.COMM_WORLD
     config = Config.load(args.config, args.set)
-    job = Job(config, seconds=args.seconds)
+    job = Job(config, seconds=args.seconds, prepared=args.prepared)
     if comm.rank == 0:
         note = "; tiers.ssd is ignored: all rows must fit tiers.mem" if config.tiers.ssd is not None else ""
         print(f"{comm.size} ranks with {job.threads} threads each, {config.tiers.mem} for rows{note}", flush=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from thermocline.arrays import Keys
 from thermocline.batch import Batch
 from thermocline.config.data import Split
 from thermocline.config.schema import Config
@@ -48,6 +51,26 @@ class SyntheticShard:
             if begin < end:
                 self._ads.batch_size = end - begin
                 yield next(iter(self._ads.seek(begin)))
+
+    def key_pieces(self, piece: int = 1 << 19) -> Iterator[Keys]:
+        """Yield this rank's part of all keys, equally many pieces on every rank; the last ones may be empty."""
+        total = sum(self._ads.keys)
+        for first in range(0, total, piece * self._ranks):
+            begin = min(first + piece * self._rank, total)
+            yield self._ads.some_keys(begin, min(begin + piece, total))
+
+
+class RepeatedBatches:
+    """Batches in memory, repeated without end."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches = list(batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in itertools.cycle(self._batches):
+            fresh = copy.copy(batch)
+            fresh.prepared = {}
+            yield fresh
 
 
 def open_shard(

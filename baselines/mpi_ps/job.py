@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 
 from baselines.mpi_ps.dense import DenseSum
-from baselines.mpi_ps.input_shard import check_config, open_shard
+from baselines.mpi_ps.input_shard import RepeatedBatches, SyntheticShard, check_config, open_shard
 from baselines.mpi_ps.route import Router
 from baselines.mpi_ps.table import PsTable, StepPlan
 from thermocline.batch import Batch
@@ -39,10 +39,19 @@ PHASES = ("wait", "pull", "compute", "push", "dense")
 class Job:
     """Trains the model of a config. The row budget is per rank; threads default to cores / ranks of the machine.
 
-    seconds   training time after which no rank starts another mini-batch; default: the end of the config
+    seconds    training time after which no rank starts another mini-batch; default: the end of the config
+    prepared   mini-batches of generated data made before training and repeated, after a row for every key was created;
+               0: neither
     """
 
-    def __init__(self, config: Config, comm: MPI.Intracomm = MPI.COMM_WORLD, *, seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        comm: MPI.Intracomm = MPI.COMM_WORLD,
+        *,
+        seconds: float | None = None,
+        prepared: int = 0,
+    ) -> None:
         self.config = config = config.resolve()
         check_config(config, comm.size)
         self.comm, self.rank, self.ranks = comm.Dup(), comm.rank, comm.size
@@ -72,6 +81,8 @@ class Job:
             threads=self.threads,
         )
         self.model = build(config.model, self.table, train.fields, train.dense)
+        if prepared:
+            self.train_data = self._prepare(prepared)
         self.optimizers = dense_optimizers(config, self.model)
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         self._dense = DenseSum(self.comm, [p for group in groups for p in group["params"]])
@@ -88,6 +99,16 @@ class Job:
         self._loss = 0.0
         self._metrics = StreamingMetrics()
         self._lines = Path(config.train.run_dir) / "metrics.jsonl"
+
+    def _prepare(self, batches: int) -> RepeatedBatches:
+        """Create the rows of all keys, and this rank's part of the first mini-batches."""
+        data = self.train_data
+        if not isinstance(data, SyntheticShard):
+            raise ConfigError("--prepared: data.format must be synth, whose keys are known before training")
+        router = Router(self._plan_comm, self.threads)
+        for keys in data.key_pieces():
+            self.table.create(keys, router)
+        return RepeatedBatches(itertools.islice(data, batches))
 
     # ---- training
 

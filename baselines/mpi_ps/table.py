@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 
 from baselines.mpi_ps.route import Buffer, Route, Router, exchange
-from thermocline.arrays import Slots
+from thermocline.arrays import Keys, Slots
 from thermocline.batch import Batch, WorkingSet
 from thermocline.embedding.batch_plan import BagInputs
 from thermocline.embedding.optimizers import SGD, Optimizer
@@ -90,6 +90,11 @@ class PsTable(Table):
         )
         self._comm = comm
         self._rows_in, self._rows_out, self._sums = Buffer(np.float32), Buffer(np.float32), Buffer(np.float32)
+
+    def create(self, keys: Keys, router: Router) -> None:
+        """Create the initial rows of the keys of all ranks, each at its owner. Collective."""
+        own = router.route(keys, 0).requested.keys
+        self.dram.push(own, self.dram.initial_rows(own), unique=True)
 
     # ---- ahead of the step
 

@@ -99,6 +99,7 @@ nb::dict stats(const SsdStore& self) {
   d["reads"] = s.reads;
   d["bytes_read"] = s.bytes_read;
   d["false_pages"] = s.false_pages;
+  d["get_scratch_peak"] = s.get_scratch_peak;
   d["bytes_put"] = s.bytes_put;
   d["bytes_written"] = s.bytes_written;
   d["merges"] = s.merges;

@@ -31,15 +31,25 @@ void for_each_page(const Context& ctx, DataFile& file, uint64_t first, uint64_t 
 
 BufferSizes BufferSizes::of(size_t mem_budget, size_t write_buffer, const Geometry& g, FileSystem::Concurrency reads,
                             int merge_threads) {
-  constexpr size_t kReadBytes = 64u << 10;  // longer reads are not faster on the measured devices
+  constexpr size_t kReadBytes = 1u << 20, kMemory = 16u << 20;  // of the longest read; of the buffers of one lookup
   auto pages = [&](size_t bytes, size_t most) {
     return static_cast<uint32_t>(std::max<size_t>(1, std::min(bytes, most) / g.page_bytes));
   };
   BufferSizes s;
-  s.read_workers = reads.workers;
-  size_t depth = mem_budget / 16 / g.page_bytes / static_cast<size_t>(reads.workers);
-  s.read_depth = static_cast<int>(std::clamp<size_t>(depth, 1, static_cast<size_t>(reads.depth)));
-  s.read_pages = pages(mem_budget / 16 / static_cast<size_t>(s.read_workers * s.read_depth), kReadBytes);
+  const size_t read_memory = mem_budget / 16;
+  s.read_workers = std::clamp(static_cast<int>(std::min<size_t>(read_memory / g.page_bytes, 64)), 1, reads.workers);
+  const auto workers = static_cast<uint32_t>(s.read_workers);
+  s.read_channels = s.read_workers > 1 ? s.read_workers + 2 : 1;
+  const size_t channel = read_memory / static_cast<size_t>(s.read_channels);
+  s.read_slots = static_cast<int>(
+      std::clamp<size_t>(channel / g.page_bytes, 1, static_cast<size_t>(std::min(reads.depth, kMaxReadSlots))));
+  const size_t slots = static_cast<size_t>(s.read_slots);
+  const size_t most = std::clamp(kMemory / workers, kReadBytes, 4 * kReadBytes);
+  s.slot_pages = pages(std::min(channel, most) / slots, kReadBytes);
+  // Few workers: part of a channel, so that eight reads of this length are in flight.
+  const uint32_t parts = std::clamp<uint32_t>(8 / workers, 1, static_cast<uint32_t>(std::min<size_t>(slots, 4)));
+  s.read_pages = std::max(s.slot_pages,
+                          std::min(s.slot_pages * static_cast<uint32_t>(slots) / parts, pages(kReadBytes, kReadBytes)));
   s.append_pages = pages(mem_budget / 64, 1u << 20);
   s.merge_bytes = std::min<size_t>(mem_budget / 16, 3u << 20);
   s.max_extents = std::clamp<size_t>(mem_budget / 16 / g.page_bytes, 16, 4096);
@@ -51,7 +61,7 @@ BufferSizes BufferSizes::of(size_t mem_budget, size_t write_buffer, const Geomet
 }
 
 uint64_t BufferSizes::total(const Geometry& g) const {
-  uint64_t reads = static_cast<uint64_t>(read_workers) * static_cast<uint64_t>(read_depth) * read_pages;
+  uint64_t reads = static_cast<uint64_t>(read_channels) * static_cast<uint64_t>(read_slots) * slot_pages;
   return (reads + 2ull * append_pages) * g.page_bytes + merge_memory + write_buffer;  // 2 chunks for the log
 }
 

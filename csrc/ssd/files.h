@@ -22,13 +22,17 @@ namespace thermocline::ssd {
 
 // Buffer sizes of one open store: full size with a budget of 64 MB or more, else smaller; at least one page each.
 struct BufferSizes {
-  int read_workers, read_depth;
-  uint32_t read_pages;    // of one read; there are workers x depth buffers
-  uint32_t append_pages;  // of one sequential write or read
-  size_t merge_bytes;     // input buffers of a merge; more if there are many extents
-  size_t merge_memory;    // all buffers of a merge of max_extents extents
-  size_t more_merges;     // buffers of the merges beside it; used only if memory is left (Merger)
-  size_t max_extents;     // live extents: each needs a page of a merge's memory, and an entry in every manifest
+  static constexpr int kMaxReadSlots = 64;  // bits of the mask of free slots
+  int read_workers;                         // threads of one large lookup
+  int read_channels;                        // one per worker, and two that lookups beside a large one find free
+  int read_slots;                           // of each channel: the most reads in flight
+  uint32_t slot_pages;                      // a longer read takes several slots
+  uint32_t read_pages;                      // of the longest read
+  uint32_t append_pages;                    // of one sequential write or read
+  size_t merge_bytes;                       // input buffers of a merge; more if there are many extents
+  size_t merge_memory;                      // all buffers of a merge of max_extents extents
+  size_t more_merges;                       // buffers of the merges beside it; used only if memory is left (Merger)
+  size_t max_extents;  // live extents: each needs a page of a merge's memory, and an entry in every manifest
   size_t write_buffer;
 
   static BufferSizes of(size_t mem_budget, size_t write_buffer, const Geometry& g, FileSystem::Concurrency reads,

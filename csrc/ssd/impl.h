@@ -68,6 +68,7 @@ class SsdStore::Impl {
 
  private:
   void load(const ssd::Manifest& manifest);
+  void load_extents(const std::vector<std::shared_ptr<ssd::Extent>>& extents, ThreadPool& threads);
   bool filters_fit(const ssd::Manifest& manifest);
   void require_writable() const;
   // The caller of the following holds write_mutex_.
@@ -85,10 +86,10 @@ class SsdStore::Impl {
   [[noreturn]] void fail(const std::string& cause);  // makes the store read-only
   uint64_t buffer_memory() const;
   uint64_t base_bytes() const;
-  // Calls fn(plan) with plans of bounded size that together cover the keys, in hash order.
-  template <class Fn>
-  void for_each_plan(const uint64_t* keys, size_t n, Fn&& fn);
-  void take_from_buffer(ssd::ReadPlan& plan, const uint64_t* keys, uint8_t* found, RowsOut rows) const;
+  class GetPlans;
+  size_t prepare_lookup(size_t n);  // returns the number of threads of a lookup of n keys
+  // Copies the rows that are in the buffer and removes their items. The caller holds the index lock.
+  void take_from_buffer(ssd::ReadPlan& plan, const ssd::RowsWanted& wanted) const;
   void check_invariants();
   void check_base(const ssd::PartitionRecord& record, uint64_t lo, uint64_t hi);
   void check_extent(const ssd::Extent& extent);

@@ -10,12 +10,26 @@ uint32_t ReadPlan::add_file(const std::shared_ptr<DataFile>& file) {
   return static_cast<uint32_t>(files.size() - 1);
 }
 
-void plan_reads(const Index& index, ReadPlan& plan) {
+void ReadPlan::clear() {
+  items.clear();
+  before_page.clear();
+  files.clear();
+  lookups.clear();
+  copies = 0;
+}
+
+uint64_t ReadPlan::memory() const {
+  return items.capacity() * sizeof(Item) + before_page.capacity() * sizeof(uint32_t) +
+         files.capacity() * sizeof(files[0]) + lookups.capacity() * sizeof(PageLookup);
+}
+
+void plan_reads(const Index& index, ReadPlan& plan, PlanScratch& scratch) {
   constexpr uint32_t kNoFile = ~uint32_t{0};
   if (plan.copies != index.copies()) plan.before_page.clear();
   plan.copies = index.copies();
   plan.lookups.reserve(plan.items.size());
-  std::vector<PageLookup> log_lookups;
+  std::vector<PageLookup>& log_lookups = scratch.log_lookups;
+  log_lookups.clear();
   std::unordered_map<const DataFile*, uint32_t> segments;  // index into plan.files
   auto log_address = [&](uint32_t vpage) {
     LogPage at = index.log_page(vpage);
@@ -43,27 +57,21 @@ void plan_reads(const Index& index, ReadPlan& plan) {
     }
   }
   // Base lookups are already in order of address: items are in hash order.
-  std::sort(log_lookups.begin(), log_lookups.end(),
-            [](const PageLookup& a, const PageLookup& b) { return a.address < b.address; });
+  std::sort(log_lookups.begin(), log_lookups.end(), [](const PageLookup& a, const PageLookup& b) {
+    return a.address != b.address ? a.address < b.address : a.item < b.item;
+  });
   plan.lookups.insert(plan.lookups.end(), log_lookups.begin(), log_lookups.end());
 }
 
-std::vector<ReadRequest> make_requests(const std::vector<PageLookup>& lookups, uint64_t gap, uint32_t max_pages) {
-  std::vector<ReadRequest> requests;
-  for (uint32_t i = 0; i < lookups.size(); ++i) {
-    const PageAddress address = lookups[i].address;
-    if (!requests.empty()) {
-      ReadRequest& last = requests.back();
-      const PageAddress end = last.address + last.pages;
-      if (address < end + gap + 1 && address - last.address < max_pages) {
-        last.pages = static_cast<uint32_t>(std::max<uint64_t>(last.pages, address - last.address + 1));
-        last.end_lookup = i + 1;
-        continue;
-      }
-    }
-    requests.push_back({address, 1, i, i + 1});
+ReadRequest next_request(const ReadPlan& plan, uint32_t first) {
+  const PageAddress address = plan.lookups[first].address;
+  ReadRequest request{address, 1, first, first + 1};
+  for (; request.end_lookup < plan.lookups.size(); ++request.end_lookup) {
+    const uint64_t next = plan.lookups[request.end_lookup].address - address;  // pages after the first one
+    if (next > uint64_t{request.pages} + plan.gap || next >= plan.max_pages) break;
+    request.pages = std::max(request.pages, static_cast<uint32_t>(next) + 1);
   }
-  return requests;
+  return request;
 }
 
 }  // namespace thermocline::ssd

@@ -1,8 +1,8 @@
 // Plan of a batched lookup: which page of which file each key is read from.
 //
-// Thread safety: a plan belongs to one call. plan_reads() runs under the shared index lock.
-// Invariants: 1. `items` are in hash order. 2. `lookups` are sorted by address, base files first, so that each page is
-// read once however many keys are on it. 3. `files` keeps every file open until the plan is destroyed.
+// Thread safety: a plan belongs to one thread. plan_reads() runs under the shared index lock.
+// Invariants: 1. `items` are in hash order. 2. `lookups` are sorted by address, then by hash, base files first, so that
+// each page is read once however many keys are on it. 3. `files` keeps every file open until the plan is destroyed.
 #pragma once
 
 #include <cstdint>
@@ -35,13 +35,24 @@ struct ReadPlan {
   uint64_t copies = 0;                // Index::copies() when `before_page` was found
   std::vector<std::shared_ptr<DataFile>> files;
   std::vector<PageLookup> lookups;
+  // Requests have at most `max_pages`. Up to `gap` unused pages between two lookups are read too.
+  uint32_t gap = 0, max_pages = 1;
 
+  void clear();  // keeps the memory
   uint32_t add_file(const std::shared_ptr<DataFile>& file);
+  uint64_t memory() const;
+};
+
+// Working memory of planning, reused by one thread.
+struct PlanScratch {
+  std::vector<Item> items;
+  std::vector<PageLookup> log_lookups;
+  uint64_t memory() const { return items.capacity() * sizeof(Item) + log_lookups.capacity() * sizeof(PageLookup); }
 };
 
 // Fills `files` and `lookups` for all items. The caller holds the index lock, shared. If rows of the log were copied to
 // newer pages since `before_page` was found, the search starts at the newest page again.
-void plan_reads(const Index& index, ReadPlan& plan);
+void plan_reads(const Index& index, ReadPlan& plan, PlanScratch& scratch);
 
 // One read of consecutive pages, with the lookups that it serves.
 struct ReadRequest {
@@ -50,7 +61,7 @@ struct ReadRequest {
   uint32_t first_lookup, end_lookup;
 };
 
-// Combines lookups into requests of at most `max_pages`. Up to `gap` unused pages between two lookups are read too.
-std::vector<ReadRequest> make_requests(const std::vector<PageLookup>& lookups, uint64_t gap, uint32_t max_pages);
+// The request that serves the lookup `first` and those after it that can share it.
+ReadRequest next_request(const ReadPlan& plan, uint32_t first);
 
 }  // namespace thermocline::ssd

@@ -1,337 +1,395 @@
 #include "ssd/reader.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <optional>
-#include <string>
+#include <utility>
+
+#include "ssd/key_pieces.h"
 
 namespace thermocline::ssd {
 namespace {
+
+constexpr size_t kPrefetchAhead = 8;     // rows
+constexpr uint64_t kEnoughPages = 4096;  // of a file that is probed
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-}  // namespace
-
-uint32_t ReadCost::gap() const {
-  if (page_us <= 0) return 3;
-  return static_cast<uint32_t>(std::clamp(read_us / page_us, 0.0, 15.0));
-}
-
-// ---- channels
-
-// A read queue and its buffers: one buffer per read in flight. Not thread-safe: leased to one worker at a time.
-class Reader::Channel {
+// Plans made before: for reads without lookups.
+class MadePlans : public PlanSource {
  public:
-  Channel(FileSystem& fs, size_t depth, size_t buffer_bytes)
-      : queue(fs.read_queue(depth)), engine(fs.name()), memory(depth * buffer_bytes), in_flight(depth, nullptr) {
-    queue->use_buffer(memory.data(), memory.size());
+  explicit MadePlans(std::vector<ReadPlan> plans) : plans_(std::move(plans)) {}
+  bool next(ReadPlan& plan, PlanScratch&) override {
+    const size_t i = next_.fetch_add(1);
+    if (i >= plans_.size()) return false;
+    plan = std::move(plans_[i]);
+    return true;
   }
-  // Destroys the queue first: that waits for the reads in flight into `memory`.
-  ~Channel() { queue.reset(); }
-  std::unique_ptr<ReadQueue> queue;
-  const std::string engine;  // of the queue
-  AlignedBuffer memory;
-  std::vector<const ReadRequest*> in_flight;  // per buffer; null: the buffer is free
-};
-
-// Blocks until a channel may be used. The channel is destroyed with the lease unless keep() was called.
-class Reader::Lease {
- public:
-  explicit Lease(Reader& reader) : reader_(reader) {
-    std::unique_ptr<Channel> outdated;  // destroyed after the lock is released
-    std::unique_lock lock(reader.mutex_);
-    reader.returned_.wait(lock,
-                          [&] { return !reader.idle_.empty() || reader.leased_ < reader.ctx_.sizes.read_workers; });
-    ++reader.leased_;
-    if (reader.idle_.empty()) return;
-    channel_ = std::move(reader.idle_.back());
-    reader.idle_.pop_back();
-    if (channel_->engine == reader.ctx_.fs->name()) return;
-    reader.channel_bytes_ -= channel_->memory.size();  // the file system changed its engine
-    outdated = std::move(channel_);
-  }
-  Channel& channel() {
-    if (!channel_) {
-      const Context& ctx = reader_.ctx_;
-      size_t depth = static_cast<size_t>(ctx.sizes.read_depth), bytes = size_t{ctx.sizes.read_pages} * ctx.g.page_bytes;
-      channel_ = std::make_unique<Channel>(*ctx.fs, depth, bytes);
-      std::lock_guard lock(reader_.mutex_);
-      reader_.channel_bytes_ += channel_->memory.size();
-    }
-    return *channel_;
-  }
-  // No read is in flight: the channel can be used again.
-  void keep() { keep_ = true; }
-  ~Lease() {
-    std::unique_ptr<Channel> discarded;  // destroyed after the lock is released
-    std::lock_guard lock(reader_.mutex_);
-    --reader_.leased_;
-    if (keep_ && channel_) {
-      reader_.idle_.push_back(std::move(channel_));
-    } else if (channel_) {
-      reader_.channel_bytes_ -= channel_->memory.size();
-      discarded = std::move(channel_);
-    }
-    reader_.returned_.notify_one();
-  }
+  bool left() const override { return next_ < plans_.size(); }
+  void plan_again(ReadPlan&, PlanScratch&) override {}
 
  private:
-  Reader& reader_;
-  std::unique_ptr<Channel> channel_;
-  bool keep_ = false;
+  std::vector<ReadPlan> plans_;
+  std::atomic<size_t> next_{0};
 };
+
+}  // namespace
 
 // ---- workers
 
-// One thread's part of execute(): claims requests, keeps its queue full and passes on the pages that arrive.
+// One thread's part of read().
 class Reader::Worker {
  public:
-  // `next_block`: index of the next unclaimed request, shared by all workers.
-  Worker(Reader& reader, const ReadPlan& plan, const std::vector<ReadRequest>& requests,
-         std::atomic<size_t>& next_block, size_t number, const Arrived& arrived)
+  // `stop` is set when a worker fails.
+  Worker(Reader& reader, PlanSource& source, const RowsWanted* wanted, size_t max_in_flight,
+         const std::atomic<bool>& stop)
       : reader_(reader),
         ctx_(reader.ctx_),
-        plan_(plan),
-        requests_(requests),
-        next_block_(next_block),
-        number_(number),
-        arrived_(arrived),
-        block_(std::clamp<size_t>(requests.size() / (4 * static_cast<size_t>(ctx_.sizes.read_workers)), 1, 64)),
-        buffer_bytes_(size_t{ctx_.sizes.read_pages} * ctx_.g.page_bytes) {}
+        source_(source),
+        wanted_(wanted),
+        max_in_flight_(max_in_flight),
+        stop_(stop) {}
 
   void run() {
-    if (!claim()) return;
-    lease_channel();
-    for (;;) {
+    if (!plan_part()) return;
+    lease_.emplace(reader_.channels_);
+    while (!stop_) {
       bool ok = fill_queue();
-      if (ok && idle()) break;
+      if (ok && must_plan()) {
+        lease_->channel().queue().flush();  // the device works meanwhile
+        plan_part();
+        continue;
+      }
+      if (ok && in_flight_ == 0) break;
       if (ok) ok = complete_one();
       if (!ok) recover();
     }
-    reader_.counters_.reads += reads_;
-    reader_.counters_.bytes += pages_ * ctx_.g.page_bytes;
-    lease_->keep();
+    if (in_flight_ == 0) lease_->keep();
+  }
+
+  uint64_t memory() const {
+    uint64_t sum = scratch_.memory();
+    for (const auto& parts : {&active_, &idle_})
+      for (const auto& part : *parts) sum += part->plan.memory() + part->missed.capacity() * sizeof(uint32_t);
+    return sum;
   }
 
  private:
-  // Claims a block of requests if the last one is used up: a block keeps the worker in one region of the file. Returns
-  // false if no request is left.
-  bool claim() {
-    if (at_ < end_) return true;
-    at_ = next_block_.fetch_add(block_);
-    end_ = std::min(at_ + block_, requests_.size());
-    if (at_ < requests_.size()) return true;
-    at_ = end_ = requests_.size();
-    return false;
+  // A plan in progress.
+  struct Part {
+    ReadPlan plan;
+    uint32_t submitted = 0;        // lookups
+    uint32_t in_flight = 0;        // requests
+    std::vector<uint32_t> missed;  // lookups that did not find their key on the page
+
+    bool all_submitted() const { return submitted == plan.lookups.size(); }
+  };
+  struct Flight {
+    Part* part = nullptr;  // null: the slot does not start a read
+    ReadRequest request;
+  };
+  // No part is planned while the active ones have more items: this bounds the memory of a worker. Usually one part is
+  // being read to its end, one is being submitted and one is planned ahead; small parts are more.
+  static constexpr size_t kMostItems = 2 * KeyPieces::kMostKeys;
+
+  // ---- planning
+
+  // The part after the one that is being submitted is planned ahead.
+  bool must_plan() {
+    if (exhausted_) return false;
+    size_t items = 0, waiting = 0;
+    for (auto& part : active_) {
+      items += part->plan.items.size();
+      waiting += !part->all_submitted();
+    }
+    if (waiting > 1 || items > kMostItems) return false;
+    exhausted_ = !source_.left();
+    return !exhausted_;
   }
 
-  void lease_channel() {
-    lease_.emplace(reader_);
-    channel_ = &lease_->channel();
-    free_buffers_.resize(channel_->in_flight.size());
-    for (size_t i = 0; i < free_buffers_.size(); ++i) free_buffers_[i] = static_cast<uint32_t>(i);
+  // Plans the next part. False: none is left.
+  bool plan_part() {
+    std::unique_ptr<Part> part = new_part();
+    if (!source_.next(part->plan, scratch_)) {
+      exhausted_ = true;
+      idle_.push_back(std::move(part));
+      return false;
+    }
+    start(std::move(part));
+    return true;
   }
 
-  bool idle() const { return free_buffers_.size() == channel_->in_flight.size(); }
-  uint8_t* buffer(size_t i) const { return channel_->memory.data() + i * buffer_bytes_; }
+  std::unique_ptr<Part> new_part() {
+    if (idle_.empty()) return std::make_unique<Part>();
+    std::unique_ptr<Part> part = std::move(idle_.back());
+    idle_.pop_back();
+    part->plan.clear();
+    part->missed.clear();
+    part->submitted = 0;
+    return part;
+  }
 
-  // Submits requests until all buffers are in use or no request is left. Returns false if a submission failed.
+  void start(std::unique_ptr<Part> part) { (part->plan.lookups.empty() ? idle_ : active_).push_back(std::move(part)); }
+
+  // All pages of the part have been read. Items that were not on their page are looked up on older pages, rarely any.
+  void finish(Part* part) {
+    auto at = std::find_if(active_.begin(), active_.end(), [&](auto& p) { return p.get() == part; });
+    std::unique_ptr<Part> done = std::move(*at);
+    active_.erase(at);
+    if (!done->missed.empty()) {
+      std::sort(done->missed.begin(), done->missed.end(),
+                [&](uint32_t a, uint32_t b) { return done->plan.lookups[a].item < done->plan.lookups[b].item; });
+      std::unique_ptr<Part> again = new_part();
+      again->plan.copies = done->plan.copies;
+      for (uint32_t i : done->missed) {
+        const PageLookup& lookup = done->plan.lookups[i];
+        again->plan.items.push_back(done->plan.items[lookup.item]);
+        again->plan.before_page.push_back(lookup.vpage);
+      }
+      source_.plan_again(again->plan, scratch_);
+      start(std::move(again));
+    }
+    reader_.counters_.false_pages += done->missed.size();
+    reader_.counters_.pages += std::exchange(pages_, 0);
+    reader_.counters_.reads += std::exchange(reads_, 0);
+    reader_.counters_.bytes += std::exchange(bytes_, 0);
+    done->plan.files.clear();
+    idle_.push_back(std::move(done));
+  }
+
+  // ---- reading
+
+  // Submits requests until no slot is free or no request is left. Returns false if a submission failed.
   bool fill_queue() {
-    while (!free_buffers_.empty() && claim()) {
-      const ReadRequest& request = requests_[at_++];
-      const uint32_t b = free_buffers_.back();
-      free_buffers_.pop_back();
-      channel_->in_flight[b] = &request;
-      pages_ += request.pages;
-      ++reads_;
-      File* file = plan_.files[file_of(request.address)]->file.get();
-      try {
-        channel_->queue->submit(
-            {file, page_of(request.address) * ctx_.g.page_bytes, request.pages * ctx_.g.page_bytes, buffer(b)}, b);
-      } catch (const IoError&) {
-        return false;
+    ReadChannel& channel = lease_->channel();
+    for (size_t p = 0; p < active_.size(); ++p) {
+      Part& part = *active_[p];
+      while (!part.all_submitted()) {
+        if (in_flight_ == max_in_flight_) return true;
+        const ReadRequest request = next_request(part.plan, part.submitted);
+        const uint32_t bytes = request.pages * ctx_.g.page_bytes;
+        const int slot = channel.take(bytes);
+        if (slot < 0) return true;
+        part.submitted = request.end_lookup;
+        ++part.in_flight;
+        ++in_flight_;
+        ++reads_;
+        bytes_ += bytes;
+        flights_[static_cast<size_t>(slot)] = {&part, request};
+        File* file = part.plan.files[file_of(request.address)]->file.get();
+        const uint64_t offset = page_of(request.address) * ctx_.g.page_bytes;
+        try {
+          channel.queue().submit({file, offset, bytes, channel.at(slot)}, static_cast<uint64_t>(slot));
+        } catch (const IoError&) {
+          return false;
+        }
       }
     }
     return true;
   }
 
-  // Waits for one read and passes on its pages. Returns false if the read failed.
+  // Waits for one read and uses its pages. Returns false if the read failed.
   bool complete_one() {
-    uint64_t b;
+    ReadChannel& channel = lease_->channel();
+    uint64_t slot;
     try {
-      b = channel_->queue->wait();
+      slot = channel.queue().wait();
     } catch (const IoError&) {
       return false;
     }
-    const ReadRequest& request = *std::exchange(channel_->in_flight[b], nullptr);
-    arrived_(request, buffer(b), number_);
-    free_buffers_.push_back(static_cast<uint32_t>(b));
+    const Flight flight = std::exchange(flights_[slot], {});
+    arrived(flight, channel.at(static_cast<int>(slot)));
+    channel.give(static_cast<int>(slot), flight.request.pages * ctx_.g.page_bytes);
     return true;
+  }
+
+  void arrived(const Flight& flight, const uint8_t* bytes) {
+    --in_flight_;
+    if (wanted_) copy_rows(*flight.part, flight.request, bytes);
+    if (--flight.part->in_flight == 0 && flight.part->all_submitted()) finish(flight.part);
   }
 
   // A read failed, perhaps at a bad sector that no lookup needs, and the queue does not report which one. Reads all
   // requests in flight again, only the pages that lookups need; throws IoError if such a page cannot be read. Then
   // continues with another channel.
   void recover() {
-    std::vector<const ReadRequest*> again;
-    for (const ReadRequest* request : channel_->in_flight)
-      if (request) again.push_back(request);
+    std::vector<Flight> again;
+    for (Flight& flight : flights_)
+      if (flight.part) again.push_back(std::exchange(flight, {}));
     lease_.reset();  // destroys the channel, which waits for its reads
-    AlignedBuffer single(buffer_bytes_);
-    for (const ReadRequest* request : again) {
-      read_page_by_page(*request, single.data());
-      arrived_(*request, single.data(), number_);
+    AlignedBuffer buffer(size_t{ctx_.sizes.read_pages} * ctx_.g.page_bytes);
+    for (const Flight& flight : again) {
+      read_page_by_page(flight, buffer.data());
+      arrived(flight, buffer.data());
     }
-    lease_channel();
+    lease_.emplace(reader_.channels_);
   }
 
-  void read_page_by_page(const ReadRequest& request, uint8_t* bytes) {
+  void read_page_by_page(const Flight& flight, uint8_t* bytes) {
     const size_t page_bytes = ctx_.g.page_bytes;
-    File& file = *plan_.files[file_of(request.address)]->file;
+    const ReadPlan& plan = flight.part->plan;
+    File& file = *plan.files[file_of(flight.request.address)]->file;
     PageAddress last = ~PageAddress{0};
-    for (uint32_t i = request.first_lookup; i < request.end_lookup; ++i) {
-      const PageAddress address = plan_.lookups[i].address;
+    for (uint32_t i = flight.request.first_lookup; i < flight.request.end_lookup; ++i) {
+      const PageAddress address = plan.lookups[i].address;
       if (address == last) continue;
-      file.pread(bytes + (address - request.address) * page_bytes, page_bytes, page_of(address) * page_bytes);
+      file.pread(bytes + (address - flight.request.address) * page_bytes, page_bytes, page_of(address) * page_bytes);
       last = address;
+    }
+  }
+
+  // Verifies the pages of a request that lookups need, and copies the rows found.
+  void copy_rows(Part& part, const ReadRequest& request, const uint8_t* bytes) {
+    const Geometry& g = ctx_.g;
+    const ReadPlan& plan = part.plan;
+    DataFile& file = *plan.files[file_of(request.address)];
+    const uint8_t* page = nullptr;
+    PageAddress verified = ~PageAddress{0};
+    PageKind kind{};
+    uint32_t count = 0, from = 0;  // entries of the page; those before `from` have smaller hashes than the next lookup
+    for (uint32_t l = request.first_lookup; l < request.end_lookup; ++l) {
+      const uint32_t ahead = plan.lookups[std::min<size_t>(l + kPrefetchAhead, request.end_lookup - 1)].item;
+      __builtin_prefetch(wanted_->rows.at(plan.items[ahead].index), 1);
+      const PageLookup& lookup = plan.lookups[l];
+      if (lookup.address != verified) {
+        page = bytes + (lookup.address - request.address) * g.page_bytes;
+        kind = verify_data_page(page, g, file.nonce, page_of(lookup.address), file.file->path());
+        count = page_header(page).count;
+        from = 0;
+        verified = lookup.address;
+        ++pages_;
+      }
+      const uint32_t index = plan.items[lookup.item].index;
+      const uint64_t key = wanted_->keys[index];
+      uint32_t i = from;
+      while (i < count && page_key(page, kind, i) != key) ++i;
+      if (i == count) {
+        if (lookup.in_log) part.missed.push_back(l);
+        continue;
+      }
+      from = i;  // lookups of a page are in hash order, as its entries
+      if (kind == PageKind::kRows) {
+        std::memcpy(wanted_->rows.at(index), page_row(page, g, i), g.row_bytes);
+        wanted_->found[index] = 1;
+      }
     }
   }
 
   // Constant after construction.
   Reader& reader_;
   const Context& ctx_;
-  const ReadPlan& plan_;
-  const std::vector<ReadRequest>& requests_;
-  std::atomic<size_t>& next_block_;
-  const size_t number_;
-  const Arrived& arrived_;
-  const size_t block_;  // requests claimed at once
-  const size_t buffer_bytes_;
+  PlanSource& source_;
+  const RowsWanted* const wanted_;
+  const size_t max_in_flight_;
+  const std::atomic<bool>& stop_;
 
-  size_t at_ = 0, end_ = 0;  // claimed requests not yet submitted
-  std::optional<Lease> lease_;
-  Channel* channel_ = nullptr;  // of lease_
-  std::vector<uint32_t> free_buffers_;
-  uint64_t reads_ = 0, pages_ = 0;
+  bool exhausted_ = false;
+  PlanScratch scratch_;
+  std::vector<std::unique_ptr<Part>> active_, idle_;          // active: in the order of submission
+  size_t in_flight_ = 0;                                      // requests
+  uint64_t reads_ = 0, bytes_ = 0, pages_ = 0;                // not yet counted
+  std::array<Flight, BufferSizes::kMaxReadSlots> flights_{};  // by first slot
+  std::optional<ReadChannels::Lease> lease_;                  // destroyed first: it waits for the reads in flight
 };
 
 // ---- reader
 
-Reader::Reader(Context& ctx, ThreadPool& pool) : ctx_(ctx), pool_(pool) {}
-
-Reader::~Reader() = default;
-
-uint64_t Reader::memory() const {
-  std::lock_guard lock(mutex_);
-  return channel_bytes_;
+// Two threads with deep queues keep the device busy; more share the work of the processor. With shallow queues every
+// thread adds a read in flight.
+size_t Reader::workers_for(size_t keys) const {
+  const bool deep = ctx_.sizes.read_slots >= 16;
+  if (keys < (deep ? 256 : 16)) return 1;
+  const size_t useful = std::max<size_t>(2, keys / (deep ? 2048 : 8));
+  return std::min(useful, static_cast<size_t>(ctx_.sizes.read_workers));
 }
 
-ReadCost Reader::cost() const {
-  std::lock_guard lock(mutex_);
-  return cost_;
+size_t Reader::least_piece() const { return ctx_.sizes.read_slots >= 16 ? 128 : 8; }
+
+// A device takes a limited number of reads at once; threads that submit more wait for each other in the kernel.
+size_t Reader::max_in_flight(size_t workers) const {
+  constexpr size_t kAllWorkers = 128, kEach = 8;
+  return std::clamp(kAllWorkers / workers, kEach, size_t{BufferSizes::kMaxReadSlots});
 }
 
-std::vector<ReadRequest> Reader::requests_for(const ReadPlan& plan) const {
-  return make_requests(plan.lookups, cost().gap(), ctx_.sizes.read_pages);
+void Reader::combine(ReadPlan& plan) const {
+  plan.max_pages = ctx_.sizes.read_pages;
+  plan.gap = cost().gap();
 }
 
-void Reader::execute(const ReadPlan& plan, const std::vector<ReadRequest>& requests, const Arrived& arrived) {
-  std::atomic<size_t> next_block{0};
-  // At least eight requests per worker: fewer do not repay waking a thread.
-  size_t workers = std::min<size_t>(static_cast<size_t>(ctx_.sizes.read_workers), (requests.size() + 7) / 8);
-  pool_.parallel(workers, [&](size_t number) { Worker(*this, plan, requests, next_block, number, arrived).run(); });
-}
-
-ReadPlan Reader::run(const ReadPlan& plan, const uint64_t* keys, uint8_t* found, RowsOut rows) {
-  counters_.keys += plan.before_page.empty() ? plan.items.size() : 0;
-  const Geometry& g = ctx_.g;
-  std::vector<std::vector<const PageLookup*>> missed(static_cast<size_t>(ctx_.sizes.read_workers));  // per worker
-  execute(plan, requests_for(plan), [&](const ReadRequest& request, const uint8_t* bytes, size_t worker) {
-    DataFile& file = *plan.files[file_of(request.address)];
-    const uint8_t* page = nullptr;
-    PageAddress verified = ~PageAddress{0};
-    uint64_t pages = 0;
-    PageKind kind{};
-    for (uint32_t l = request.first_lookup; l < request.end_lookup; ++l) {
-      const PageLookup& lookup = plan.lookups[l];
-      if (lookup.address != verified) {
-        page = bytes + (lookup.address - request.address) * g.page_bytes;
-        kind = verify_data_page(page, g, file.nonce, page_of(lookup.address), file.file->path());
-        verified = lookup.address;
-        ++pages;
-      }
-      uint32_t index = plan.items[lookup.item].index, count = page_header(page).count, i = 0;
-      uint64_t key = keys[index];
-      while (i < count && page_key(page, kind, i) != key) ++i;
-      if (i == count) {
-        if (lookup.in_log) missed[worker].push_back(&lookup);
-      } else if (kind == PageKind::kRows) {
-        std::memcpy(rows.at(index), page_row(page, g, i), g.row_bytes);
-        found[index] = 1;
-      }
+void Reader::read(PlanSource& source, size_t workers, const RowsWanted* wanted) {
+  std::atomic<bool> stop{false};
+  std::atomic<uint64_t> scratch{source.memory()};
+  pool_.parallel(workers, [&](size_t) {
+    Worker worker(*this, source, wanted, max_in_flight(workers), stop);
+    try {
+      worker.run();
+    } catch (...) {
+      stop = true;
+      throw;
     }
-    counters_.pages += pages;
+    scratch += worker.memory();
   });
-  std::vector<const PageLookup*> all;
-  for (auto& part : missed) all.insert(all.end(), part.begin(), part.end());
-  counters_.false_pages += all.size();
-  std::sort(all.begin(), all.end(), [](const PageLookup* a, const PageLookup* b) { return a->item < b->item; });
-  ReadPlan rest;
-  rest.copies = plan.copies;
-  for (const PageLookup* lookup : all) {
-    rest.items.push_back(plan.items[lookup->item]);
-    rest.before_page.push_back(lookup->vpage);
+  for (uint64_t peak = counters_.scratch_peak;
+       peak < scratch && !counters_.scratch_peak.compare_exchange_weak(peak, scratch);) {
   }
-  return rest;
 }
 
-double Reader::time_reads(const ReadPlan& plan) {
-  const std::vector<ReadRequest> requests = requests_for(plan);
+double Reader::time_reads(std::vector<ReadPlan> plans, size_t workers) {
+  MadePlans source(std::move(plans));
   const auto start = std::chrono::steady_clock::now();
-  execute(plan, requests, [](const ReadRequest&, const uint8_t*, size_t) {});
+  read(source, workers, nullptr);
   return seconds_since(start);
 }
 
 // ---- cost of the device
 
-// Returns microseconds per read of random reads, with the concurrency of lookups.
-double Reader::measure_requests(const ReadPlan& plan, uint32_t file, uint32_t pages_per_read, uint64_t salt) {
-  constexpr size_t kReads = 512;
-  const uint64_t pages = plan.files[file]->pages;
-  std::vector<ReadRequest> requests;
-  for (size_t i = 0; i < kReads; ++i)
-    requests.push_back({make_address(file, mix64(i + salt) % (pages - pages_per_read)), pages_per_read, 0, 0});
-  const auto start = std::chrono::steady_clock::now();
-  execute(plan, requests, [](const ReadRequest&, const uint8_t*, size_t) {});
-  return seconds_since(start) / kReads * 1e6;
+// Microseconds per read and per page of random reads, with the concurrency of a large lookup; the better of two
+// measurements each.
+ReadCost Reader::probe(const std::shared_ptr<DataFile>& file) {
+  constexpr size_t kReads = 256;
+  const auto workers = static_cast<size_t>(ctx_.sizes.read_workers);
+  const uint32_t pages = std::clamp<uint32_t>((64u << 10) / ctx_.g.page_bytes, 1, ctx_.sizes.read_pages);
+  uint64_t salt = probes() << 32;
+  auto microseconds = [&](uint32_t pages_per_read) {
+    double best = 0;
+    for (int i = 0; i < 2; ++i) {
+      std::vector<ReadPlan> plans;
+      for (size_t w = 0; w < workers; ++w)
+        plans.push_back(probe_plan(file, pages_per_read, kReads / workers + 1, salt += kReads));
+      const size_t reads = workers * (kReads / workers + 1);
+      const double us = time_reads(std::move(plans), workers) / static_cast<double>(reads) * 1e6;
+      best = i == 0 ? us : std::min(best, us);
+    }
+    return best;
+  };
+  const double single = microseconds(1);
+  const double full = pages > 1 ? microseconds(pages) : single;
+  return {single, std::max(full / pages, 1e-3)};
 }
 
-void Reader::measure(const ReadPlan& plan) {
-  constexpr uint64_t kEnoughPages = 4096;
-  constexpr uint64_t kMeasureEvery = 64;  // large batches
-  {
-    std::lock_guard lock(mutex_);
-    if (large_batches_++ % kMeasureEvery != 0) return;
-  }
-  const uint32_t most = ctx_.sizes.read_pages;
-  for (uint32_t f = 0; f < plan.files.size(); ++f) {
-    if (plan.files[f]->pages < kEnoughPages) continue;
-    double single, full;  // the better of two measurements each
-    try {
-      single = std::min(measure_requests(plan, f, 1, 1), measure_requests(plan, f, 1, 1 << 20));
-      full = most > 1 ? std::min(measure_requests(plan, f, most, 2 << 20), measure_requests(plan, f, most, 3 << 20))
-                      : single;
-    } catch (const IoError&) {
-      continue;  // a bad sector outside of the lookups: try another file
+void Reader::measure(const std::function<std::vector<std::shared_ptr<DataFile>>()>& files) {
+  constexpr size_t kAttempts = 4;
+  if (!costs_.begin_probe()) return;
+  std::optional<ReadCost> measured;
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    std::vector<std::shared_ptr<DataFile>> large = files();
+    std::erase_if(large, [](auto& file) { return file->pages < kEnoughPages; });
+    for (size_t i = 0; i < std::min(large.size(), kAttempts) && !measured; ++i) {
+      try {
+        measured = probe(large[mix64(probes() + i) % large.size()]);
+      } catch (const IoError&) {
+        // A bad sector outside of the lookups: try another file.
+      }
     }
-    std::lock_guard lock(mutex_);
-    auto keep_best = [](double& best, double now) { best = best > 0 ? std::min(best, now) : now; };
-    keep_best(cost_.page_us, std::max(full / most, 1e-3));
-    if (most > 1) keep_best(cost_.read_us, single);
-    return;
+  } catch (...) {
+    costs_.end_probe(std::nullopt, 0);
+    throw;
   }
+  costs_.end_probe(measured, seconds_since(start));
 }
 
 }  // namespace thermocline::ssd

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <limits>
 #include <random>
+#include <thread>
 
 #include "ssd/impl.h"
 
@@ -18,6 +19,7 @@ namespace {
 
 constexpr char kIdentityFile[] = "STORE";
 constexpr char kLockFile[] = "LOCK";
+constexpr size_t kOpeningThreads = 16;
 
 // Temporary file of a publish_file() or a repair that did not finish.
 bool is_temporary(const std::string& name) {
@@ -128,7 +130,7 @@ SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, co
       log_(ctx, pool_, options.segment_bytes, [this](FileKind kind) { return catalog_.create(kind); }),
       index_(id.geometry, options.max_log_ratio),
       buffer_(id.geometry.row_bytes, ctx.sizes.write_buffer),
-      reader_(ctx, pool_) {
+      reader_(ctx) {
   for (int attempt = 0;; ++attempt) {
     catalog_.load();
     uint64_t epoch = options.epoch.value_or(catalog_.newest());
@@ -190,7 +192,9 @@ bool SsdStore::Impl::filters_fit(const Manifest& m) {
 void SsdStore::Impl::load(const Manifest& m) {
   const bool load_filters = options_.filter_bits > 0 && filters_fit(m);
   std::vector<Partition> partitions(m.partitions.size());
-  pool_.parallel(partitions.size(), [&](size_t i) {
+  const size_t most = std::min<size_t>(kOpeningThreads, std::max<size_t>(1, m.partitions.size() + m.extents.size()));
+  ThreadPool threads(static_cast<int>(std::clamp<size_t>(std::thread::hardware_concurrency(), 1, most)));
+  threads.parallel(partitions.size(), [&](size_t i) {
     const PartitionRecord& r = m.partitions[i];
     Partition& p = partitions[i];
     p.lo = r.lo;
@@ -222,17 +226,30 @@ void SsdStore::Impl::load(const Manifest& m) {
   for (auto& p : partitions)
     if (p.base) catalog_.opened(p.base->data);
   index_.load_partitions(std::move(partitions));
-  std::vector<HashAndPage> rows;
-  for (auto& e : extents) {
-    rows.clear();
-    rows.reserve(e->rows);
-    read_extent_keys(ctx, *e, [&](uint64_t hash, uint32_t page) { rows.push_back({hash, page}); });
-    index_.add_extent(e, rows);
-  }
+  load_extents(extents, threads);
   log_.start_at(vbase, m.next_seq);
   index_.start_at(m.next_seq);
   epoch_ = m.epoch;
   note_ = m.note;
+}
+
+// Adds the extents in order. Their keys are read and verified by several threads, as many extents at a time as an
+// eighth of the budget holds.
+void SsdStore::Impl::load_extents(const std::vector<std::shared_ptr<Extent>>& extents, ThreadPool& threads) {
+  uint64_t largest = 1;
+  for (auto& e : extents) largest = std::max<uint64_t>(largest, e->rows);
+  const size_t fit = options_.mem_budget / 8 / (largest * sizeof(HashAndPage));
+  std::vector<std::vector<HashAndPage>> rows(std::clamp<size_t>(fit, 1, static_cast<size_t>(threads.size())));
+  for (size_t first = 0; first < extents.size(); first += rows.size()) {
+    const size_t count = std::min(rows.size(), extents.size() - first);
+    threads.parallel(count, [&](size_t i) {
+      Extent& e = *extents[first + i];
+      rows[i].clear();
+      rows[i].reserve(e.rows);
+      read_extent_keys(ctx, e, [&](uint64_t hash, uint32_t page) { rows[i].push_back({hash, page}); });
+    });
+    for (size_t i = 0; i < count; ++i) index_.add_extent(extents[first + i], rows[i]);
+  }
 }
 
 bool SsdStore::Impl::foreign() const { return getpid() != owner_; }

@@ -46,6 +46,7 @@ struct StoreStats {
   uint64_t disk_bytes = 0, live_files = 0, partitions = 0, log_bytes = 0, base_bytes = 0;
   uint64_t mem_index = 0, mem_buffers = 0, mem_total = 0, mem_budget = 0;
   uint64_t keys_read = 0, pages_read = 0, reads = 0, bytes_read = 0, false_pages = 0;
+  uint64_t get_scratch_peak = 0;              // working memory of one get(), the largest so far; not part of mem_total
   uint64_t bytes_put = 0, bytes_written = 0;  // bytes_put: keys and rows of put(); bytes_written: all writes to disk
   uint64_t merges = 0, merge_bytes_read = 0, merge_bytes_written = 0;
   uint64_t merge_threads = 0, merges_running = 0;
@@ -75,6 +76,8 @@ class SsdStore : public RowStore {
   ~SsdStore() override;  // closes; rows that are not committed are lost
 
   size_t row_bytes() const override;
+  // Of up to 2^32 keys, streamed in hash order. Working memory: 4 bytes per key, and a fixed amount per thread
+  // (StoreStats::get_scratch_peak). A damaged page throws if it may have one of the keys.
   void get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows) override;
   void put(const uint64_t* keys, size_t n, RowsIn rows) override;
   void erase(const uint64_t* keys, size_t n);

@@ -132,6 +132,38 @@ TEST(Store, CommitsIfTheSystemRefusesThreads) {
   CHECK_EQ(SsdStore::open(fs, "/s/a", small_options())->count(), 20000u);
 }
 
+// Extents of the log are read by several threads and added in order: of a row in many extents, the newest counts.
+TEST(Store, OpeningAddsTheExtentsOfTheLogInOrder) {
+  for (size_t budget : {size_t{1} << 20, size_t{16} << 20}) {
+    auto fs = std::make_shared<MemFs>();
+    fs->make_dir("/s");
+    StoreOptions o = small_options();
+    o.mem_budget = budget;
+    o.min_log_bytes = 1u << 30;
+    Oracle oracle;
+    auto store = SsdStore::open(fs, "/s/a", o);
+    for (uint64_t round = 0; round < 60; ++round) {
+      std::vector<uint64_t> keys;
+      std::vector<uint8_t> rows;
+      for (uint64_t k = round % 7; k < 900; k += 1 + round % 3) {
+        Row row{};
+        std::memcpy(row.data(), &k, 8);
+        row[8] = static_cast<uint8_t>(round);
+        oracle[k] = row;
+        keys.push_back(k);
+        rows.insert(rows.end(), row.begin(), row.end());
+      }
+      store->put(keys.data(), keys.size(), {rows.data(), kRow});
+    }
+    store->commit("a");
+    CHECK(store->stats().rows_in_log > (budget > 1u << 20 ? 10000u : 1000u));  // a small budget merges earlier
+    store.reset();
+    store = SsdStore::open(fs, "/s/a", o);
+    expect_equal(*store, oracle, 1000);
+    store->check();
+  }
+}
+
 TEST(Store, FailedSyncOfOneOfSeveralFilesMakesTheStoreReadOnly) {
   auto [fs, store] = store_of_several_files();
   fs->arm({.fault = testing::Fault::kIoError, .ops = testing::kSyncs, .at = 2});

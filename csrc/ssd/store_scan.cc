@@ -67,6 +67,7 @@ StoreStats SsdStore::Impl::stats() const {
   s.reads = r.reads;
   s.bytes_read = r.bytes;
   s.false_pages = r.false_pages;
+  s.get_scratch_peak = r.scratch_peak;
   s.bytes_put = bytes_put_;
   s.bytes_written = ctx.bytes_written;
   const MergeCounters& m = merger_->counters();

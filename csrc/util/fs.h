@@ -47,6 +47,8 @@ class ReadQueue {
   // Blocks until a read finishes and returns its tag. Throws IoError if that read failed; the others stay in the queue.
   virtual uint64_t wait() = 0;
   virtual size_t depth() const = 0;
+  // Starts all submitted reads. Without it a read may start as late as the next wait().
+  virtual void flush() {}
   // Registers the memory that most reads use, so that the kernel pins it once. It must outlive the queue.
   virtual void use_buffer(uint8_t* /*memory*/, size_t /*bytes*/) {}
 };
@@ -78,7 +80,7 @@ class FileSystem {
   virtual std::vector<std::string> list(const std::string& dir) = 0;    // names, sorted; throws NotFoundError
   virtual std::unique_ptr<FileLock> lock(const std::string& path) = 0;  // creates the file; throws LockError
 
-  // The fastest concurrency of reads: `workers` threads with `depth` reads in flight each.
+  // The fastest concurrency of large batches: `workers` threads with up to `depth` reads in flight each.
   struct Concurrency {
     int workers;
     int depth;

@@ -23,6 +23,9 @@ class UringQueue : public ReadQueue {
   void submit(const ReadOp& op, uint64_t tag) override;
   uint64_t wait() override;
   size_t depth() const override { return reads_.size(); }
+  void flush() override {
+    if (ring_->prepared() > 0) ring_->enter(false);
+  }
   void use_buffer(uint8_t* memory, size_t bytes) override { ring_->register_buffer(memory, bytes); }
 
  private:

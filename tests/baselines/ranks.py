@@ -1,4 +1,7 @@
-"""One rank of the tests: `mpirun -n N python ranks.py CONFIG...` trains each config and saves rows and weights."""
+"""One rank of the tests: `mpirun -n N python ranks.py CONFIG...` trains each config and saves rows and weights.
+
+A config whose name begins with "prepared" is trained on PREPARED batches that exist before the training.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ from mpi4py import MPI
 from baselines.mpi_ps.job import Job
 from thermocline.config.schema import Config
 
+PREPARED = 3
+
 
 def main() -> None:
     for name in sys.argv[1:]:
-        job = Job(Config.load(name))
+        job = Job(Config.load(name), prepared=PREPARED if Path(name).name.startswith("prepared") else 0)
         row = job.fit()
         pieces = list(job.table.rows())
         keys = np.concatenate([piece[0].copy() for piece in pieces])

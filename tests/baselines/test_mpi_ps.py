@@ -6,6 +6,7 @@ MPI chooses the order in which dense gradients of more than two ranks are added:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import torch
 
 import thermocline as tc
 from baselines.mpi_ps import launch
-from baselines.mpi_ps.input_shard import check_config, open_shard
+from baselines.mpi_ps.input_shard import RepeatedBatches, check_config, open_shard
 from thermocline.batch import Batch
 from thermocline.embedding.initializers import Normal
 from thermocline.models import build, row_dim
@@ -193,6 +194,29 @@ def write_parquet(folder: Path) -> None:
         click = (user < 5 * ad).astype(np.float32)
         columns = {"click": click, "user": user, "ad": ad, "price": price / 7}
         pq.write_table(pa.table(columns), folder / f"{name}.parquet", row_group_size=500)
+
+
+@pytest.mark.timeout(900)
+def test_prepared_batches_train_the_same_bits_with_a_row_for_every_key(tmp_path: Path) -> None:
+    names = ("plain", "prepared")
+    for name in names:
+        config = config_of(tmp_path, name, SYNTH, train__steps=3, train__epochs=1)
+    result = run_ranks(2, *(tmp_path / f"{name}.toml" for name in names))
+    assert result.returncode == 0, result.stderr
+    (plain, dense, _), (rows, same_dense, _) = (trained(tmp_path / f"{name}.toml", 2) for name in names)
+    ads = tc.SyntheticAds(keys=config.data.synth.keys, fields=config.data.synth.fields)
+    assert set(rows) == set(ads.some_keys(0, sum(ads.keys)).tolist()) > set(plain)
+    assert {key: rows[key] for key in plain} == plain
+    assert (dense == same_dense).all()
+
+
+def test_batches_in_memory_are_repeated_as_copies() -> None:
+    ads = tc.SyntheticAds(keys=1000, fields=2, batch_size=4)
+    first, second = ads.batch(0), ads.batch(1)
+    repeated = list(itertools.islice(RepeatedBatches([first, second]), 5))
+    assert [batch.ids is first.ids for batch in repeated] == [True, False, True, False, True]
+    repeated[0].prepared["plan"] = 1
+    assert repeated[2].prepared == first.prepared == {}
 
 
 @pytest.mark.timeout(900)

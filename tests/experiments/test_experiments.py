@@ -21,13 +21,13 @@ import thermocline as tc
 from experiments import (
     __main__ as cli,
     auc_time,
+    figures,
     hashing,
     launch,
     models,
     paper,
     quantization,
     registry,
-    report as page,
     runner,
 )
 from experiments.experiment import Setup, StepContext
@@ -35,7 +35,7 @@ from experiments.results import ExperimentResults
 from thermocline.kernels import INTERPRETED
 
 TINY = ("--quick", "--effort", "0.001", "--scale", "1/1000000", "--device", "cpu")
-ONE_PROCESS = ("hashing", "quantization", "models", "auc_time", "nonzeros")
+ONE_PROCESS = ("hashing", "quantization", "models", "steady", "auc_time", "nonzeros")
 """Experiments of one process; test_ranks.py runs those of several processes, which take seconds to start."""
 ONLY = ("--only", ",".join(ONE_PROCESS))
 
@@ -112,9 +112,9 @@ def test_the_page_needs_no_other_file(report: Path) -> None:
 def test_the_published_report_is_rebuilt_with_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rebuild docs/reproduction without drawing: tables, claims and text are those in the repository."""
     published = Path(__file__).parents[2] / "docs/reproduction"
-    monkeypatch.setattr(page.figures, "draw", lambda figure, stem: "<svg></svg>")
+    monkeypatch.setattr(figures, "draw", lambda figure, stem: "<svg></svg>")
     outcome = runner.rebuild(published, tmp_path)
-    for folder, count in (("tables", 2 * 38), ("results", len(registry.NAMES))):
+    for folder, count in (("tables", 2 * 38), ("results", len(registry.NAMES) - 1)):  # "steady" has no results yet
         files = sorted((published / folder).iterdir())
         assert len(files) == count
         assert [file.name for file in files] == sorted(file.name for file in (tmp_path / folder).iterdir())
@@ -256,6 +256,31 @@ def test_the_claims_about_hashing_can_fail(lr: float, dnn: float, lost: list[str
     assert not next(claim.holds for claim in hashing._claims(setup, "web", auc) if "falls" in claim.text)
 
 
+def test_a_gpu_hashes_at_a_scale_that_leaves_bins_for_every_nonzero() -> None:
+    """There, and only there, every row of hash+DNN is claimed to lie between LR and DNN."""
+    cpu, gpu = Setup(effort=1.0), Setup(effort=1.0, device="cuda")
+    assert hashing.bins_per_nonzero(cpu, "image") == pytest.approx(3.5, abs=0.1)
+    assert hashing.bins_per_nonzero(gpu, "image") == pytest.approx(350, abs=10)
+    assert hashing.bins_per_nonzero(gpu, "web") > hashing.LEAST_BINS
+    auc: dict[str, Any] = {"image, LR": {"auc": 0.70}, "image, DNN": {"auc": 0.80}}
+    for index, (_, name, _) in enumerate(row for row in hashing._rows(gpu, "image") if row[0] == "op_osrp"):
+        auc[f"image, {name}"] = {"auc": 0.77 - 0.0065 * index}
+
+    def held(setup: Setup) -> dict[str, bool]:
+        return {claim.text: claim.holds for claim in hashing._claims(setup, "image", auc)}
+
+    every = "image: every row of hash+DNN lies between LR and DNN"
+    assert held(gpu)[every]
+    assert every not in held(cpu)
+    auc["image, LR"]["auc"] = 0.71
+    assert not held(gpu)[every]
+    (claim,) = [claim for claim in hashing._claims(gpu, "image", auc) if claim.text == every]
+    assert claim.detail == "LR 0.7100, DNN 0.8000; 1 of 11 rows outside, 0.7050"
+    assert claim.asserted
+    configs = [hashing.config(gpu, "web", method, 1000) for method in ("op_osrp", "modulo")]
+    assert {(c.data.synth.keys, c.train.batch_size) for c in configs} == {(199_359_035, 8192)}
+
+
 def test_the_papers_numbers_are_in_separate_columns(report: Path) -> None:
     published = paper.load()["hashing"]
     for dataset in ("image", "web"):
@@ -288,6 +313,20 @@ def test_the_models_table_and_curves_have_the_results_of_their_steps(report: Pat
     }
     point = measured["E, tiers"]["points"][0]
     assert read["read for batches"]["y"][0] == pytest.approx(point["bytes_read"] / point["batches"] / 1e6)
+
+
+def test_the_steady_tables_have_the_results_of_their_steps(report: Path) -> None:
+    measured = results(report, "steady")
+    table = {row["model"]: row for row in rows(report, "steady-table")}
+    placed = {row["model"]: row for row in rows(report, "steady-rows")}
+    assert list(table) == list(placed) == list(models.NAMES)
+    for name, row in table.items():
+        result = measured[name]
+        assert float(row["examples/s"]) == result["tiers"]["examples_per_s"]
+        assert float(row["examples/s, all in DRAM"]) == result["memory"]["examples_per_s"]
+        assert int(placed[name]["rows placed in DRAM"]) == result["tiers"]["dram_placed"] > 0
+        assert all(point["bytes_read"] >= 0 for point in result["cold"]["curve"])
+        assert sum(point["bytes_read"] for point in result["cold"]["curve"]) > 0  # the tiers above were empty
 
 
 def test_the_tiers_change_no_bit_of_auc(report: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import thermocline as tc
-from experiments import __main__ as cli, machine, registry, report, runner
+from experiments import __main__ as cli, figures, machine, registry, report, runner
 from experiments.experiment import (
     TOO_SMALL,
     Claim,
@@ -91,7 +91,7 @@ class Squares:
 @pytest.fixture(autouse=True)
 def _draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the time of matplotlib; test_figures.py tests the drawings."""
-    monkeypatch.setattr(report.figures, "draw", lambda figure, stem: f'<svg class="plot" id="{stem}"></svg>')
+    monkeypatch.setattr(figures, "draw", lambda figure, stem: f'<svg class="plot" id="{stem}"></svg>')
 
 
 def run(folder: Path, squares: Squares, setup: Setup = SETUP, **more: Experiment) -> runner.Outcome:
@@ -375,6 +375,65 @@ def test_the_command_prints_claims_and_fails_only_in_the_full_run(
     assert TOO_SMALL not in out
 
 
+def test_a_copied_tree_names_the_commit_it_was_copied_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(Path(machine.__file__).parents[1] / "benchmarks", folder := tmp_path / "benchmarks",
+                    ignore=shutil.ignore_patterns("results", "COMMIT", "__pycache__"))  # fmt: skip
+    monkeypatch.setattr(machine, "_HERE", tmp_path / "experiments")
+    assert machine._recorded_commit() is None
+    (folder / "COMMIT").write_text("abc1234 another-digest\n")
+    assert machine._recorded_commit() is None
+    digest = machine.sys.modules["benchmarks_common"].source_digest()
+    (folder / "COMMIT").write_text(f"abc1234 {digest}\n")
+    assert machine._recorded_commit() == "abc1234"
+
+
+# ---- independent steps
+
+
+class Measurements(Squares):
+    """Squares whose section shows the finished steps."""
+
+    def __init__(self, only: tuple[str, ...] = (), factor: int = 1) -> None:
+        super().__init__(count=3, factor=factor)
+        self.experiment = dataclasses.replace(self.experiment, independent=True, only=only)
+
+    def section(self, setup: Setup, results: Mapping[str, Json]) -> Section:
+        rows = [(name, result["square"]) for name, result in results.items()]
+        return Section(text=[], parts=[Table(name="table", title="Squares", columns=("n", "square"), rows=rows)])
+
+
+def test_selected_steps_run_alone_and_join_earlier_results(tmp_path: Path) -> None:
+    """Every run has a cache of its own, as on a machine that starts bare; only the results are copied."""
+
+    def measure(number: int, *, this_machine: bool = False) -> list[int]:
+        squares = Measurements((f"Square of {number}!",), factor=1 + this_machine)
+        chosen = {"squares": squares.experiment}
+        cache = tmp_path / f"cache-{number}-{this_machine}"
+        runner.run(tmp_path / "out", chosen, SETUP, COMMAND, cache=cache, this_machine=this_machine, page=False)
+        return squares.calls
+
+    def results() -> dict[str, Json]:
+        found = ExperimentResults.read(tmp_path / "out/results", "squares")
+        assert found is not None
+        return found.values
+
+    assert measure(2) == [2]
+    assert measure(1) == [1]
+    assert results() == {"Square of 1!": {"square": 1}, "Square of 2!": {"square": 4}}
+    assert measure(2) == []  # in the results, though not in this cache
+    assert measure(2, this_machine=True) == [2]
+    assert results() == {"Square of 1!": {"square": 1}, "Square of 2!": {"square": 8}}
+    assert not (tmp_path / "out/index.html").exists()
+
+
+def test_a_part_of_a_name_selects_no_step() -> None:
+    experiment = dataclasses.replace(Squares().experiment, only=("image", "A"))
+    assert experiment.selects("image, LR")
+    assert experiment.selects("A")
+    assert not experiment.selects("images")
+    assert not experiment.selects("AB")
+
+
 # ---- names and sizes
 
 
@@ -385,6 +444,12 @@ def test_names_of_experiments() -> None:
     assert list(registry.choose(["models", "hashing"])) == ["hashing", "models"]  # in the order of the page
     with pytest.raises(tc.ConfigError, match=r'there is no experiment "hasing".*did you mean "hashing"'):
         registry.choose(["hasing"])
+    selected = registry.choose(["steady:E", "steady:D", "hashing", "models:A", "models"])
+    assert {name: experiment.only for name, experiment in selected.items()} == {
+        "hashing": (),
+        "models": (),
+        "steady": ("E", "D"),
+    }
 
 
 def test_the_recorded_command_repeats_the_run() -> None:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 # Fast groups first: they detect most bugs. A group that times out counts as a detection.
 GROUPS = [
     ["PosixFs.", "PublishFile.", "StoreMerges.", "DramWriteAhead.", "StoreCrash.", "StoreFuzz."],
+    ["StoreGet.", "StoreKeyPieces.", "StoreRead"],
     ["StoreIo.", "StoreCorrupt.", "StoreRepair.", "StoreManifest.", "StoreFilesFuzz."],
     ["FaultsCorrupt.Misdirected", "FaultsCorrupt.EveryBit", "FaultsCorrupt.TornPages"],
     ["FaultsCrash."],
@@ -206,6 +207,42 @@ MUTANTS = [
         "dram/write_ahead.cc",
         "    if (!written) set_dirty(rows.slots[j]);\n",
         "",
+    ),
+    Mutant(
+        "a repeated key is not found on its page again",
+        "ssd/reader.cc",
+        "      from = i;  // lookups",
+        "      from = i + 1;  // lookups",
+    ),
+    Mutant(
+        "keys that are not on their log page are not looked up on older pages",
+        "ssd/reader.cc",
+        "    if (!done->missed.empty()) {",
+        "    if (false) {",
+    ),
+    Mutant(
+        "a long read shares memory with a read in flight",
+        "ssd/read_channel.h",
+        "first &= free_ >> i;",
+        "first &= free_ >> 0;",
+    ),
+    Mutant(
+        "only the failed read is repeated, not the others in flight",
+        "ssd/reader.cc",
+        "      if (flight.part) again.push_back(std::exchange(flight, {}));",
+        "      if (flight.part && again.empty()) again.push_back(std::exchange(flight, {}));",
+    ),
+    Mutant(
+        "a piece of repeated keys has no bound",
+        "ssd/key_pieces.cc",
+        "std::min<size_t>(*begin + kMostKeys, ends_[group_])",
+        "std::max<size_t>(*begin, ends_[group_])",
+    ),
+    Mutant(
+        "the lowest cost of the device is kept for good",
+        "ssd/read_cost.cc",
+        "  const double weight = probes_++ == 0 ? 1.0 : kWeight;",
+        "  const double weight = probes_++ == 0 ? 1.0 : measured->read_us < cost_.read_us ? kWeight : 0.0;",
     ),
 ]
 

@@ -49,6 +49,8 @@ class SsdStats:
     bytes_read: int
     false_pages: int
     """Pages read that did not contain the key."""
+    get_scratch_peak: int
+    """Working memory of the largest get so far: 4 bytes per key and a fixed amount per thread; not in mem_total."""
     bytes_put: int
     """Bytes of rows and keys passed to put and delete."""
     bytes_written: int
@@ -150,8 +152,8 @@ class SsdStore:
           background_merge  False merges inside put and commit, which is deterministic
           merge_threads     partitions merged at once, 1 to 64; default: the number of cores, 2 to 8
           io_engine         "io_uring" or "pread" threads; "auto" selects io_uring if the kernel supports it
-          io_workers        reading threads
-          io_depth          reads in flight per thread
+          io_workers        threads of a large get; default: one per core that the process may use, 2 to 8
+          io_depth          reads in flight per thread, at most 64
 
         Raises `NotFoundError` (no store, no such epoch), `LockError` (open in another process or object), `FormatError`
         (not a store, a newer format, a different row size), `CorruptionError`, `BudgetError`, `IoError`.

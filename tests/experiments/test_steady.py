@@ -1,0 +1,237 @@
+"""Models A to E in the steady state: placing rows by popularity, the meter, one stretch, and the claims."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import thermocline as tc
+from experiments import popularity, steady, steady_meter, steady_report
+from experiments.experiment import Setup, StepContext, Table
+from thermocline.data.paper_models import PaperModel
+from thermocline.kernels import INTERPRETED
+
+TINY = Setup(effort=0.001, scale=1e6, mpi=False)
+
+
+# ---- rows by popularity
+
+
+def test_the_most_popular_keys_are_those_with_the_highest_frequencies() -> None:
+    ads = tc.SyntheticAds(keys=[400, 3000, 20_000], nonzeros=3, zipf=[0.0, 1.05, 1.3])
+    frequencies = []
+    for field, (count, zipf) in enumerate(zip(ads.keys, ads.zipf, strict=True)):
+        weights = np.arange(1, count + 1) ** -zipf
+        frequencies += [(share, -field, -rank) for rank, share in enumerate(weights / weights.sum())]
+    order = sorted(frequencies, reverse=True)
+    found = popularity.Popularity(ads)
+    for rows in (1, 10, 777, 5000, sum(ads.keys)):
+        counts = found.counts(rows)
+        expected = np.bincount([-field for _, field, _ in order[:rows]], minlength=3)
+        if rows == 777:  # 400 keys of equal frequency are taken together or not at all
+            assert counts[0] in (0, 400)
+        else:
+            assert np.abs(counts - expected).max() <= 1
+        assert counts.sum() <= rows
+
+
+def test_pieces_have_every_key_once_and_the_rarest_first() -> None:
+    ads = tc.SyntheticAds(keys=9000, fields=4)
+    order = popularity.Popularity(ads)
+    pieces = list(order.pieces(1000, 5000, piece=300))
+    keys = np.concatenate(pieces)
+    assert len(np.unique(keys)) == len(keys) == order.counts(5000).sum() - order.counts(1000).sum()
+    first = np.concatenate([[0], np.cumsum(ads.keys)[:-1]])
+    top, bound = order.counts(1300), order.counts(1000)
+    expected = [ads.some_keys(int(f + a), int(f + b)) for f, a, b in zip(first, bound, top, strict=True)]
+    assert sorted(pieces[-1]) == sorted(np.concatenate(expected))
+
+
+def test_placed_rows_are_found_without_a_read_of_the_store(tmp_path: Path) -> None:
+    ads = tc.SyntheticAds(keys=30_000, fields=3)
+    with tc.SsdStore.open(tmp_path, row_bytes=20) as store:
+        tier = tc.Table(4, tc.RowWiseAdagrad(lr=0.1), mem="1MB").dram
+        store.put(keys := ads.some_keys(0, 30_000), tier.initial_rows(keys))
+        store.commit()
+    table = tc.Table(4, tc.RowWiseAdagrad(lr=0.1), mem="1MB", ssd=tmp_path)
+    placed = popularity.place(table, ads)
+    assert placed["hbm_placed"] == 0
+    assert 5_000 < placed["dram_placed"] == table.dram.capacity < 30_000
+    popular = [ads.key_of(field, rank) for field in range(3) for rank in range(min(ads.keys))]
+    table.dram.read(np.array(popular, np.uint64))
+    assert table.dram.stats().read_hits == len(popular)
+    table.close()
+
+
+# ---- the meter
+
+
+class FakeTable:
+    """Counters of a table without tiers below DRAM."""
+
+    hbm = store = None
+
+    def __init__(self) -> None:
+        self.dram = types.SimpleNamespace(stats=lambda: types.SimpleNamespace(hits=0, misses=0))
+
+
+def run_meter(monkeypatch: pytest.MonkeyPatch, ahead: list[int], **limits: Any) -> tuple[Any, int]:
+    """Train batches of one example and 0.1 s until the meter stops; `ahead` are the batches ahead per batch."""
+    clock = types.SimpleNamespace(now=0.0)
+    monkeypatch.setattr(steady_meter.time, "perf_counter", lambda: clock.now)
+    options = {"ramp": 100.0, "seconds": 10.0, "horizons": 5, "commit": 1e9, "resident_before": 0, **limits}
+    meter = steady_meter.SteadyMeter(FakeTable(), **options)
+    for number in range(10_000):
+        clock.now += 0.1
+        batches = ahead[min(number, len(ahead) - 1)]
+        stats = types.SimpleNamespace(batches_ahead=batches, most_bytes=batches)
+        ready = types.SimpleNamespace(lookahead=stats if ahead else None, stats=[])
+        if not meter.after_batch(types.SimpleNamespace(examples=1), None, ready):
+            return meter, number + 1
+    raise AssertionError("the meter did not stop")
+
+
+def test_the_measurement_begins_when_the_look_ahead_has_stopped_growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    growing = [batch // 10 for batch in range(401)]  # 1 more batch per second up to 40
+    meter, batches = run_meter(monkeypatch, growing)
+    begin = meter._samples[meter._steady]["batches"]
+    assert 380 + 2 * 40 <= begin < 400 + 2 * 40 + 20  # twice the horizon later
+    assert batches - begin == 5 * 40  # five horizons are longer than 10 s
+
+
+def test_the_measurement_lasts_the_longer_of_time_and_horizons(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, batches = run_meter(monkeypatch, [3])
+    begin = meter._samples[meter._steady]["batches"]
+    assert begin >= 80  # no growth for 8 % of the longest ramp-up
+    assert batches - begin == pytest.approx(100, abs=1)
+
+
+def test_the_ramp_up_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, _ = run_meter(monkeypatch, list(range(2000)), ramp=30.0, horizons=0)
+    assert meter._samples[meter._steady]["seconds"] == pytest.approx(30.0, abs=0.2)
+    cold, batches = run_meter(monkeypatch, [3], ramp=0.0, horizons=0)
+    assert cold._steady == 0
+    assert batches == pytest.approx(100, abs=1)
+
+
+# ---- a stretch
+
+
+@pytest.mark.long
+def test_a_stretch_on_the_interpreted_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Place rows in HBM and DRAM, train, probe, train from a cold start and with all rows in HBM."""
+    from experiments import training
+
+    if not INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1")
+
+    def table(dim: int, optimizer: Any, setup: Setup, **budgets: Any) -> tc.Table:
+        if "ssd" in budgets:
+            budgets["hbm"] = 24_000  # for fewer rows than the model has
+        return tc.Table(dim, optimizer, seed=setup.seed, device="interpreter", **budgets)
+
+    monkeypatch.setattr(training, "make_table", table)
+    monkeypatch.setattr(steady_meter, "WARM_UP", 1)
+    setup = Setup(device="cuda", effort=0.001, scale=2e7, mpi=False)
+    step = next(step for step in steady.steps(setup) if step.name == "B")
+    result = step.run(StepContext(tmp_path))
+    tiers = result["tiers"]
+    assert 0 < tiers["hbm_placed"] < result["plan"]["keys"]
+    warm, cold = (
+        {name: sum(point[name] for point in result[part]["curve"]) for name in ("mem_all", "hbm_hits", "hbm_all")}
+        for part in ("tiers", "cold")
+    )
+    assert 0 < warm["mem_all"] < warm["hbm_all"] - warm["hbm_hits"] + 1  # HBM asks DRAM for what it lacks
+    assert cold["hbm_hits"] / cold["hbm_all"] < warm["hbm_hits"] / warm["hbm_all"] < 1
+    assert result["memory"]["steady"]["hbm_hits"] == result["memory"]["steady"]["hbm_all"]
+    assert result["rival"] == {}
+    assert {"fill", "place", "tiers", "disk", "cold", "memory"} <= set(result["seconds"])
+    assert not (tmp_path / "rows").exists()
+    section = steady.section(setup, {"B": result})
+    assert "Not measured yet: A, C, D, E." in section.text[-1]
+
+
+# ---- claims
+
+
+def made_up(name: str, rate: float, **changes: Any) -> dict[str, Any]:
+    """Return a result in which every claim holds at 60,000 examples/s."""
+    plan = PaperModel.parse(f"{name}/1000")
+    steady_part = {"examples": 3.6e6, "seconds": 60.0, "batches": 3600, "reads": 1e6, "bytes_read": 7.2e10,
+                   "mem_hits": 6, "mem_all": 10, "hbm_hits": 9, "hbm_all": 10}  # fmt: skip
+    memory = {"budget": 100, "counted": 90, "ahead": 10, "ahead_limit": 20, "store_budget": 100, "store": 10,
+              "process_grew": 150, "hbm_budget": 10, "row_bytes": plan.row_bytes}  # fmt: skip
+    result: dict[str, Any] = {
+        "plan": dataclasses.asdict(plan), "batch_examples": 1000, "cycle": 1280, "seconds": {"tiers": 100.0},
+        "tiers": {"examples_per_s": rate, "steady": steady_part, "horizon": 100, "ramp_seconds": 20.0, "curve": [],
+                  "stage_ms": {"train": 5.0}, "memory": memory, "hbm_placed": 1, "dram_placed": 2},
+        "cold": {"examples_per_s": 1.0, "curve": []},
+        "memory": {"examples_per_s": 200_000.0},
+        "disk": {"replay": {"size": 73728, "reads_per_s": 20_000.0}},
+        "rival": {"8": {"examples_per_s": 2_900.0}, "16": {"examples_per_s": 2_000.0}},
+    }  # fmt: skip
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        part = result
+        for parent in parents:
+            part = part[parent]
+        part[last] = value
+    return result
+
+
+def lost(setup: Setup, *runs: dict[str, Any]) -> list[str]:
+    section = steady.section(setup, {run["plan"]["name"]: run for run in runs})
+    return [claim.text for claim in section.claims if not claim.holds]
+
+
+def test_the_claims_about_the_steady_state_can_fail() -> None:
+    setup = Setup(device="cuda", cores=16)
+    good = [made_up(name, 60_000.0) for name in "ABCDE"]
+    assert lost(setup, *good) == []
+    changes: dict[str, dict[str, Any]] = {
+        "trains at 3 or more times": {"rival__8": {"examples_per_s": 21_000.0}},
+        "the slower of HBM and the replayed reads": {"disk__replay": {"size": 1, "reads_per_s": 21_000.0}},
+        "reads 40 KB or less": {"tiers__steady__bytes_read": 3.6e6 * 41e3},
+        "stay inside the budget": {"tiers__memory__counted": 101},
+        "60 s and 5 horizons": {"cycle": 999},
+    }
+    for text, change in changes.items():
+        assert [text in claim for claim in lost(setup, made_up("E", 60_000.0, **change))] == [True], text
+    slow = lost(setup, made_up("E", 39_000.0))
+    assert any("40,000 or more" in claim for claim in slow)
+    assert not [claim for claim in lost(Setup(device="cpu"), made_up("E", 1.0)) if "trains" in claim]
+
+
+def test_short_measurements_are_named() -> None:
+    setup = Setup(device="cuda")
+    for change in ({"tiers__steady__seconds": 59.0}, {"tiers__steady__batches": 499}):
+        assert any("5 horizons are measured" in claim for claim in lost(setup, made_up("D", 60_000.0, **change)))
+    without = made_up("D", 60_000.0, tiers__horizon=0)
+    assert not lost(setup, without)  # 1,280 batches suffice where there is no look-ahead
+
+
+def test_speed_ups_of_a_and_b_are_reported_but_not_asserted() -> None:
+    section = steady.section(Setup(device="cuda"), {name: made_up(name, 3_000.0) for name in "ABC"})
+    times = {claim.text.split()[1]: claim for claim in section.claims if "MPI" in claim.text}
+    assert {name: claim.asserted for name, claim in times.items()} == {"A": False, "B": False, "C": True}
+    assert "3,000 and 2,900 examples/s (8 ranks): 1.0 times" in times["C"].detail
+
+
+def test_the_tables_show_claims_hit_rates_and_bytes() -> None:
+    section = steady.section(Setup(device="cuda"), {"E": made_up("E", 60_000.0)})
+    tables = {part.name: part for part in section.parts if isinstance(part, Table)}
+    speeds = dict(zip(tables["table"].columns, tables["table"].rows[0], strict=True))
+    assert speeds["examples/s, replay"] == pytest.approx(3.6 * 20_000)
+    assert speeds["share of the lower bound"] == pytest.approx(60 / 72)
+    rows = dict(zip(tables["rows"].columns, tables["rows"].rows[0], strict=True))
+    assert (rows["HBM hit rate"], rows["DRAM hit rate"], rows["SSD KB read per example"]) == (0.9, 0.6, 20.0)
+    assert (rows["DRAM in use / budget"], rows["process / budgets"]) == (0.9, 0.75)
+    nothing_read = copy.deepcopy(made_up("A", 60_000.0))
+    del nothing_read["disk"]["replay"]
+    assert steady_report.share_of_bound(nothing_read) == pytest.approx(0.3)
