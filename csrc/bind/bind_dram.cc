@@ -25,7 +25,7 @@ namespace {
 
 void init_tier(DramTier* self, uint32_t dim, int optimizer, size_t budget, size_t reserved, int policy, int threads,
                int shards, uint64_t seed, uint64_t table, int initial_kind, float initial_scale, float initial_state,
-               const Precision& precision, RowStore* store) {
+               const Precision& precision, RowStore* store, std::optional<size_t> write_ahead) {
   TierOptions o;
   o.layout = {dim, static_cast<Optimizer>(optimizer), precision};
   o.initial = {static_cast<InitialKind>(initial_kind), initial_scale, initial_state, seed, table};
@@ -34,6 +34,7 @@ void init_tier(DramTier* self, uint32_t dim, int optimizer, size_t budget, size_
   o.policy = static_cast<Policy>(policy);
   o.threads = threads;
   o.shards = shards;
+  o.write_ahead = write_ahead;
   nb::gil_scoped_release release;
   new (self) DramTier(o, store);
 }
@@ -176,9 +177,9 @@ void check(DramTier& self, bool idle) {
   self.check(idle);
 }
 
-void make_room(DramTier& self, size_t rows) {
+size_t write_ahead(DramTier& self, size_t rows) {
   nb::gil_scoped_release release;
-  self.make_room(rows);
+  return self.write_ahead(rows);
 }
 
 void initial_rows(const DramTier& self, KeysArg keys, FloatsOutArg rows) {
@@ -213,6 +214,8 @@ nb::dict stats(const DramTier& self) {
   d["evictions"] = s.evictions;
   d["flushed"] = s.flushed;
   d["puts"] = s.puts;
+  d["written_ahead"] = s.written_ahead;
+  d["puts_in_pulls"] = s.puts_in_pulls;
   d["bytes_rows"] = s.bytes_rows;
   d["bytes_metadata"] = s.bytes_metadata;
   d["bytes_index"] = s.bytes_index;
@@ -231,7 +234,7 @@ void bind_dram(nb::module_& m) {
   nb::class_<DramTier> tier(m, "DramTier");
   tier.def("__init__", &init_tier, "dim"_a, "optimizer"_a, "budget"_a, "reserved"_a, "policy"_a, "threads"_a,
            "shards"_a, "seed"_a, "table"_a, "initial_kind"_a, "initial_scale"_a, "initial_state"_a, "precision"_a,
-           "store"_a.none(), nb::keep_alive<1, 15>())
+           "store"_a.none(), "write_ahead"_a.none(), nb::keep_alive<1, 15>())
       .def("pull", &pull, "keys"_a.noconvert(), "slots"_a.noconvert())
       .def("unpin", &unpin, "slots"_a.noconvert(), "dirty"_a, "keys"_a.noconvert().none())
       .def("mark_dirty", &mark_dirty, "slots"_a.noconvert())
@@ -241,7 +244,7 @@ void bind_dram(nb::module_& m) {
       .def("copy_out", &copy_out, "slots"_a.noconvert(), "rows"_a.noconvert())
       .def("write", &write, "slots"_a.noconvert(), "rows"_a.noconvert())
       .def("flush", &flush, "to"_a.none())
-      .def("make_room", &make_room, "rows"_a)
+      .def("write_ahead", &write_ahead, "rows"_a)
       .def("check", &check, "idle"_a)
       .def("stats", &stats)
       .def("initial_rows", &initial_rows, "keys"_a.noconvert(), "rows"_a.noconvert())

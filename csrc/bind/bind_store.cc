@@ -105,6 +105,9 @@ nb::dict stats(const SsdStore& self) {
   d["merges"] = s.merges;
   d["merge_bytes_read"] = s.merge_bytes_read;
   d["merge_bytes_written"] = s.merge_bytes_written;
+  d["merge_threads"] = s.merge_threads;
+  d["merges_running"] = s.merges_running;
+  d["merge_seconds"] = s.merge_seconds;
   d["stall_seconds"] = s.stall_seconds;
   d["read_cost_us"] = s.read_cost_us;
   d["page_cost_us"] = s.page_cost_us;
@@ -188,7 +191,8 @@ void bind_options(nb::module_& m) {
       .def_rw("segment_bytes", &StoreOptions::segment_bytes)
       .def_rw("partition_bytes", &StoreOptions::partition_bytes)
       .def_rw("min_log_bytes", &StoreOptions::min_log_bytes)
-      .def_rw("background_merge", &StoreOptions::background_merge);
+      .def_rw("background_merge", &StoreOptions::background_merge)
+      .def_rw("merge_threads", &StoreOptions::merge_threads);
 }
 
 }  // namespace

@@ -134,7 +134,7 @@ DramTier::Inserted DramTier::insert_missing(Scratch& s, const uint64_t* keys, si
       const uint32_t slot = shard.find(probes[j].tag, keys[i]);
       if (slot != kNoSlot) {
         shard.pin(slot);
-        if (meta()[slot].load_state() != SlotState::kReady) must_wait = true;
+        if (!is_loaded(meta()[slot].load_state())) must_wait = true;
         slots[i] = slot;
       } else if (shard.full()) {
         full = true;
@@ -228,9 +228,9 @@ bool DramTier::wait_ready(const uint32_t* slots, size_t n) {
   const auto state = [&](size_t i) { return meta()[slots[i]].load_state(); };
   for (size_t i = 0; i < n; ++i) {
     if (slots[i] == kNoSlot) continue;  // dropped: the store does not have the row
-    if (state(i) != SlotState::kReady) {
+    if (!is_loaded(state(i))) {
       std::unique_lock lock(wait_mutex_);
-      ready_.wait(lock, [&] { return state(i) == SlotState::kReady || state(i) == SlotState::kFailed; });
+      ready_.wait(lock, [&] { return is_loaded(state(i)) || state(i) == SlotState::kFailed; });
     }
     if (state(i) == SlotState::kFailed) return false;
   }
@@ -261,6 +261,7 @@ void DramTier::unpin(const uint32_t* slots, size_t n, bool dirty, const uint64_t
   for (size_t b = 0; b < n; b += part) {
     release(*s, slots + b, keys ? keys + b : nullptr, std::min(part, n - b), dirty);
   }
+  continue_reserve();
 }
 
 void DramTier::release(Scratch& s, const uint32_t* slots, const uint64_t* keys, size_t n, bool dirty) {

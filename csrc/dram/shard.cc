@@ -64,7 +64,7 @@ size_t Shard::find_and_pin(const Probe* probes, size_t n, const uint64_t* keys, 
       if (slot == kNoSlot) continue;
       ++hits;
       pin(slot);
-      if (meta_[slot].load_state() != SlotState::kReady) *must_wait = true;
+      if (!is_loaded(meta_[slot].load_state())) *must_wait = true;
     }
   }
   return hits;
@@ -139,7 +139,7 @@ bool Shard::unpin(uint32_t slot) {
   if (--m.pins != 0) return false;
   --pinned_;
   const SlotState state = m.load_state();
-  if (state == SlotState::kReady) link(slot);
+  if (is_loaded(state)) link(slot);
   return state == SlotState::kFailed;  // the evicting thread frees a kEvicting slot
 }
 
@@ -177,7 +177,7 @@ void Shard::link_by_visits(uint32_t slot) {
   ++linked_;
 }
 
-uint32_t Shard::victim() {
+uint32_t Shard::next_victim() {
   if (linked_ == 0) return kNoSlot;
   if (policy_ == Policy::kLruLfu) {
     // Rows move from the LRU to the LFU lists lazily: the order is only observable at an eviction.
@@ -187,9 +187,7 @@ uint32_t Shard::victim() {
       link_by_visits(slot);
     }
   }
-  const uint32_t slot = lru_size_ == linked_ ? meta_[sentinel(0)].prev : least_visited();
-  unlink(slot);
-  return slot;
+  return lru_size_ == linked_ ? meta_[sentinel(0)].prev : least_visited();
 }
 
 // Returns the oldest of the rows with the fewest visits. At least one LFU list must be non-empty.
@@ -252,7 +250,7 @@ void Shard::check(const std::string& name, uint32_t capacity) const {
       fail("key " + std::to_string(m.key) + " is in the index but its slot is not in use");
     }
     pinned += m.pins != 0;
-    const bool evictable = m.pins == 0 && state == SlotState::kReady && policy_ != Policy::kNever;
+    const bool evictable = m.pins == 0 && is_loaded(state) && policy_ != Policy::kNever;
     if (evictable != (m.list != kNone)) fail("slot " + std::to_string(slot) + " is in the wrong list");
     unpinned += evictable;
   }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -23,14 +24,17 @@ inline constexpr uint32_t kNoSlot = ~uint32_t{0};
 
 // Transitions: kFree -> kLoading (insert) -> kReady (loaded) -> kEvicting (chosen, dirty) -> kFree (written, unpinned);
 // kLoading -> kFailed (load error) -> kFree (last pin released); kReady -> kFree (chosen, clean);
-// kEvicting -> kReady (pinned meanwhile, or the write failed).
+// kEvicting -> kReady (pinned meanwhile, or the write failed); kReady -> kWriting (a copy is written ahead) -> kReady.
 enum class SlotState : uint8_t {
   kFree = 0,
   kLoading = 1,   // in the index, row not loaded yet; pinned by the loading call
   kReady = 2,     // in the index, row valid
   kEvicting = 3,  // in the index, row valid and being written to the store; a pull may pin it, which keeps it resident
   kFailed = 4,    // loading failed: removed from the index, still pinned
+  kWriting = 5,   // as kReady, and a copy is being written to the store: not evicted until that has ended
 };
+
+inline bool is_loaded(SlotState s) { return s == SlotState::kReady || s == SlotState::kWriting; }
 
 // All-zero memory is a free slot.
 struct SlotMeta {
@@ -57,8 +61,9 @@ struct Probe {
 
 // Invariants, while `mutex` is held:
 //  1. Every key of the index has exactly one slot, and the slot's metadata has that key.
-//  2. A resident slot is in exactly one list if it is ready and unpinned, else in none (policy kNever: always in none).
-//     Therefore every listed slot can be evicted.
+//  2. A resident slot is in exactly one list if it is loaded and unpinned, else in none (policy kNever: always in
+//  none).
+//     Therefore every listed slot can be evicted, after the end of its write if it is kWriting.
 //  3. resident_ is the number of index entries, linked_ the number of listed slots.
 // Thread safety: the caller holds `mutex` for every call except prefetch().
 class alignas(64) Shard {
@@ -99,9 +104,27 @@ class alignas(64) Shard {
   void pin(uint32_t slot);
   // Returns true if the caller must free the slot: its load failed and this was the last pin.
   bool unpin(uint32_t slot);
-  // Unlinks and returns the next slot to evict, or kNoSlot.
-  uint32_t victim();
-  // Links an unpinned ready slot into the list of the policy.
+  // Returns the next slot to evict, or kNoSlot; unlink() must follow, or no other call in between.
+  uint32_t next_victim();
+  void unlink(uint32_t slot);
+  // Calls f(slot) for at most n slots, in about the order in which they will be evicted, until f returns false. Changes
+  // no list.
+  template <typename F>
+  void for_next_victims(size_t n, const F& f) const {
+    const auto visit_list = [&](uint32_t list) {
+      for (uint32_t slot = meta_[sentinel(list)].prev; slot != sentinel(list); slot = meta_[slot].prev) {
+        __builtin_prefetch(&meta_[meta_[slot].prev]);
+        if (n == 0 || !f(slot)) return false;
+        --n;
+      }
+      return true;
+    };
+    for (uint64_t lists = nonempty_; lists != 0; lists &= lists - 1) {
+      if (!visit_list(1 + static_cast<uint32_t>(std::countr_zero(lists)))) return;
+    }
+    visit_list(0);
+  }
+  // Links an unpinned loaded slot into the list of the policy.
   void link(uint32_t slot);
 
   uint32_t evictable() const { return linked_; }
@@ -123,7 +146,6 @@ class alignas(64) Shard {
   uint32_t sentinel(uint32_t list) const { return sentinels_ + list; }
   bool empty(uint32_t list) const { return meta_[sentinel(list)].next == sentinel(list); }
   void push_newest(uint32_t list, uint32_t slot);
-  void unlink(uint32_t slot);
   void visit(uint32_t slot);
   void start_age();
   uint8_t visits(const SlotMeta& m) const;

@@ -16,6 +16,13 @@ constexpr size_t kSmallKeys = 65536;
 constexpr size_t kScratches = 2;
 constexpr size_t kHashBlock = 256;
 constexpr size_t kInlineKeys = 2048;  // smaller groups are processed without waking threads
+constexpr size_t kStagedBytes = 8u << 20;
+constexpr size_t kStagedRowBytes = sizeof(uint64_t) + sizeof(uint32_t);  // key and slot, beside the row
+
+TierOptions options_with(TierOptions options, const RowStore* store) {
+  if (!store) options.write_ahead = 0;
+  return options;
+}
 
 static_assert(offsetof(SlotMeta, key) == 0);  // Rows::keys of rows() relies on it
 
@@ -43,11 +50,14 @@ DramTier::Plan DramTier::plan_for(uint32_t capacity, size_t row_bytes, const Tie
   p.buckets = static_cast<uint32_t>(most * 1.25) + 2;
   p.scratch_keys = std::clamp<size_t>(options.budget / 16 / (kScratches * Scratch::kBytes), 64, 1 << 22) / 64 * 64;
   const size_t small_keys = std::min(p.scratch_keys, kSmallKeys);
+  const bool ahead = options.write_ahead.value_or(1) > 0;
+  p.staged_rows = ahead ? std::min(kStagedBytes, options.budget / 32) / (row_bytes + kStagedRowBytes) : 0;
   p.rows = capacity * row_bytes;
   p.metadata = (size_t{capacity} + size_t{p.shards} * Shard::kLists) * sizeof(SlotMeta) +
                (size_t{capacity} + 63) / 64 * sizeof(uint64_t) + p.shards * sizeof(Shard);
   p.index = size_t{p.shards} * p.buckets * sizeof(uint64_t);
-  p.buffers = options.reserved + kScratches * (p.scratch_keys * Scratch::kBytes + small_keys * Scratch::kSmallBytes);
+  p.buffers = options.reserved + p.staged_rows * (row_bytes + kStagedRowBytes) +
+              kScratches * (p.scratch_keys * Scratch::kBytes + small_keys * Scratch::kSmallBytes);
   return p;
 }
 
@@ -67,20 +77,23 @@ DramTier::Plan DramTier::make_plan(size_t row_bytes, const TierOptions& options)
 }
 
 DramTier::DramTier(const TierOptions& options, RowStore* store)
-    : options_(options),
+    : options_(options_with(options, store)),
       row_bytes_(options.layout.bytes()),
       store_(check_row_bytes(store)),
       initial_(options.initial, options.layout),
       codec_{options.layout, table_mix(options.initial.seed, options.initial.table)},
-      plan_(make_plan(row_bytes_, options)),
+      plan_(make_plan(row_bytes_, options_)),
       slab_(plan_.rows),
       meta_((size_t{plan_.capacity} + size_t{plan_.shards} * Shard::kLists) * sizeof(SlotMeta)),
       index_(plan_.index),
       dirty_((size_t{plan_.capacity} + 63) / 64 * sizeof(uint64_t)),
+      staging_(plan_.staged_rows * (row_bytes_ + kStagedRowBytes)),
       shards_(std::make_unique<Shard[]>(plan_.shards)),
       pool_(options.threads),
       scratch_(kScratches, plan_.scratch_keys, false),
-      small_scratch_(kScratches, std::min(plan_.scratch_keys, kSmallKeys), true) {
+      small_scratch_(kScratches, std::min(plan_.scratch_keys, kSmallKeys), true),
+      reserve_(options_.write_ahead.value_or(plan_.capacity / 16)),
+      background_([this] { write_ahead(reserve_); }) {
   for (uint32_t s = 0; s < plan_.shards; ++s) {
     shards_[s].init(meta(), plan_.capacity + s * Shard::kLists, index_.as<uint64_t>() + size_t{s} * plan_.buckets,
                     plan_.buckets, store ? options.policy : Policy::kNever, plan_.capacity / plan_.shards);

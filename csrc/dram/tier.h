@@ -3,10 +3,11 @@
 // pull() pins the rows of a batch. Resident rows are pinned in place. Missing rows are read from the store in one
 // request; rows that the store does not have get their initial values. A pinned row stays in its slot until it is
 // unpinned; kernels (kernels.h) read and write it there. Unpinned rows are evicted in the order of the policy
-// (shard.h). Dirty rows are written to the store directly from their slots, in large batches.
+// (shard.h). Dirty rows are written to the store in large batches: those that are evicted next ahead of need, by a
+// background thread.
 //
 // Implementation: tier.cc (budget, grouping by shard), pull.cc (pin, load, unpin), row_access.cc (read, push, copies),
-// writeback.cc (free slots, eviction, flush, invariants).
+// writeback.cc (free slots, eviction, flush, invariants), write_ahead.cc (writes ahead of evictions).
 //
 // Invariants:
 //  1. A row has one current copy. While an evicted dirty row is written to the store it stays in the index; a pull
@@ -26,9 +27,11 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "dram/background_task.h"
 #include "dram/initial.h"
 #include "dram/kernels.h"
 #include "dram/row_layout.h"
@@ -50,6 +53,9 @@ struct TierOptions {
   // Performance.
   int threads = 1;
   int shards = 0;  // a power of two up to 256; 0: derived from the capacity, never from the number of threads
+  // Rows to be evicted next that are kept clean by a background thread; default: the slots that two recent pulls took,
+  // 1/16 to 1/4 of the capacity. 0: pulls write the rows that they evict.
+  std::optional<size_t> write_ahead;
 };
 
 struct TierStats {
@@ -60,6 +66,8 @@ struct TierStats {
   uint64_t read_ahead = 0;                        // rows that a look-ahead of read() loaded: in no other counter
   uint64_t reads = 0, read_hits = 0;              // keys of read()
   uint64_t evictions = 0, flushed = 0, puts = 0;  // flushed: rows written to the store by `puts` calls
+  uint64_t written_ahead = 0;                     // of flushed: by the background thread
+  uint64_t puts_in_pulls = 0;                     // of puts: a pull waited for them
   uint64_t bytes_rows = 0, bytes_metadata = 0, bytes_index = 0, bytes_buffers = 0, bytes_total = 0, budget = 0;
   std::string kernels;
 };
@@ -71,6 +79,8 @@ class DramTier {
   // `store` may be null: then nothing is evicted, and a full tier is an error. It must outlive the tier.
   DramTier(const TierOptions& options, RowStore* store);
 
+  // An error of a write ahead is thrown by the next pull() that needs slots; flush() writes its rows again.
+  //
   // Pins the rows of `keys` and writes their slots. All or nothing: an exception leaves no pin. Throws BudgetError if
   // the rows cannot all be resident at once. A repeated key is pinned once per occurrence. Blocks on the store, and on
   // rows that another thread loads. `purpose`: how TierStats counts the rows; kAheadOfRead, for unique keys, inserts no
@@ -103,9 +113,9 @@ class DramTier {
   // Copies the next dirty rows, at most `max`, starting at slot *next, and advances *next. 0: no more rows. Changes
   // nothing. No other call may be in progress.
   size_t dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t* rows) const;
-  // Evicts until `rows` slots are free or nothing more can be evicted. pull() evicts by itself; calling make_room()
-  // before it, from another thread, moves the writes out of pull().
-  void make_room(size_t rows);
+  // Writes the dirty rows among about `rows` rows to be evicted next; they stay resident and become clean. Returns the
+  // number written. A background thread calls it (TierOptions::write_ahead).
+  size_t write_ahead(size_t rows);
 
   // Throws Error if an invariant is violated: no key twice, every row in its list and, if `idle` (no call in progress,
   // nothing pinned), free + resident == capacity and no pins.
@@ -133,6 +143,7 @@ class DramTier {
   struct Plan {
     uint32_t capacity, shards, buckets;  // buckets: of the index, per shard
     size_t scratch_keys;
+    size_t staged_rows;                     // copies of rows that are being written ahead
     size_t rows, metadata, index, buffers;  // bytes
     size_t total() const { return rows + metadata + index + buffers; }
   };
@@ -213,9 +224,28 @@ class DramTier {
   // Returns the number of rows chosen, including rows that a concurrent pull keeps.
   size_t evict(Scratch& s, size_t n);
   size_t choose_victims(const Scratch::Writeback& w, size_t n, size_t* dirty);
-  size_t choose_victims_of(Shard& shard, size_t n, const Scratch::Writeback& w, size_t* dirty);
+  size_t choose_victims_of(Shard& shard, size_t n, const Scratch::Writeback& w, size_t* dirty, uint32_t* wait_for);
   void finish_eviction(const Scratch::Writeback& w, size_t dirty, bool written);
 
+  // Writes ahead of evictions (write_ahead.cc).
+  struct Staging {
+    uint64_t* keys;
+    uint32_t* slots;
+    uint8_t* rows;
+  };
+  Staging staging() const {
+    auto* keys = staging_.as<uint64_t>();
+    auto* slots = reinterpret_cast<uint32_t*>(keys + plan_.staged_rows);
+    return {keys, slots, reinterpret_cast<uint8_t*>(slots + plan_.staged_rows)};
+  }
+  bool stage_dirty(Shard& shard, size_t share, size_t* staged, bool* enough);
+  void put_staged(size_t n);
+  void end_writing(size_t n, bool written);
+  void wait_until_written(uint32_t slot);
+  void keep_reserve(size_t taken);
+  void continue_reserve();
+
+  bool is_dirty(uint32_t slot) const;
   bool clear_dirty(uint32_t slot);
   void set_dirty(uint32_t slot);
   std::atomic<uint64_t>* dirty_words() const { return dirty_.as<std::atomic<uint64_t>>(); }
@@ -228,13 +258,16 @@ class DramTier {
   Codec codec_;  // except its scale: see set_scale()
   const Plan plan_;
   HugeBuffer slab_, meta_, index_;
-  HugeBuffer dirty_;  // one bit per slot in atomic words: any thread may set a bit
+  HugeBuffer dirty_;    // one bit per slot in atomic words: any thread may set a bit
+  HugeBuffer staging_;  // protected by write_ahead_mutex_
   std::unique_ptr<Shard[]> shards_;
   ThreadPool pool_;
   ScratchPool scratch_;        // for calls that may block on the store
   ScratchPool small_scratch_;  // for unpin(), which must not wait for those calls
 
-  // Lock order: writeback_mutex_, then one shard's mutex, then free_mutex_. Two shard mutexes are never held at once.
+  // Lock order: write_ahead_mutex_, writeback_mutex_, then one shard's mutex, then free_mutex_. Two shard mutexes are
+  // never held at once. The holder of writeback_mutex_ may wait for the end of a write ahead, which does not take it.
+  std::mutex write_ahead_mutex_;   // held during a pass of write_ahead() and by flush()
   std::mutex writeback_mutex_;     // held while rows are written to the store: evict(), flush()
   uint32_t next_shard_ = 0;        // protected by writeback_mutex_: first shard to give one victim more than the others
   mutable std::mutex free_mutex_;  // protects the next three members
@@ -245,7 +278,12 @@ class DramTier {
   std::condition_variable ready_;
 
   std::atomic<uint64_t> hits_{0}, misses_{0}, loaded_ahead_{0}, read_ahead_{0}, from_store_{0}, initialised_{0},
-      pushed_{0}, reads_{0}, read_hits_{0}, evictions_{0}, flushed_{0}, puts_{0};
+      pushed_{0}, reads_{0}, read_hits_{0}, evictions_{0}, flushed_{0}, puts_{0}, written_ahead_{0}, puts_in_pulls_{0};
+  std::atomic<size_t> reserve_;                 // rows to be evicted next that are kept clean
+  std::atomic<size_t> recent_taken_{0};         // slots of the largest recent pull
+  std::atomic<size_t> taken_since_pass_{0};     // slots
+  std::atomic<bool> continue_at_unpin_{false};  // the last pass found too few unpinned rows
+  BackgroundTask background_;                   // last: its thread uses all members above
 };
 
 }  // namespace thermocline

@@ -20,7 +20,9 @@ void stress(Policy policy, int workers, int rounds, double budget_share) {
   constexpr uint64_t kKeys = 3000;
   MapStore store(kLayout.bytes());
   // A row of 16 bytes needs about 90 bytes: row, metadata, index, buffers.
-  DramTier tier(options(static_cast<size_t>(kKeys * 90 * budget_share), policy, 2, 4), &store);
+  TierOptions o = options(static_cast<size_t>(kKeys * 90 * budget_share), policy, 2, 4);
+  o.write_ahead = 60;
+  DramTier tier(o, &store);
   std::vector<std::atomic<uint32_t>> expected(kKeys);
   std::vector<std::mutex> row_locks(kKeys);
   std::mutex error_mutex;
@@ -57,7 +59,7 @@ void stress(Policy policy, int workers, int rounds, double budget_share) {
   std::vector<std::thread> threads;
   for (int id = 0; id < workers; ++id) threads.emplace_back(work, id);
   while (running > 0) {
-    tier.make_room(10);
+    tier.write_ahead(50);
     tier.check(false);
     std::this_thread::yield();
   }
@@ -84,7 +86,9 @@ TEST(DramTierStress, SmallBudgetLosesNoUpdate) { stress(Policy::kLruLfu, 4, 200,
 
 TEST(DramTierStress, FailingStoreLosesNoUpdate) {
   MapStore store(kLayout.bytes());
-  DramTier tier(options(1 << 16, Policy::kLruLfu, 2, 4), &store);
+  TierOptions o = options(1 << 16, Policy::kLruLfu, 2, 4);
+  o.write_ahead = 100;
+  DramTier tier(o, &store);
   std::atomic<bool> stop{false};
   std::thread injector([&] {
     for (int i = 0; !stop; ++i) {

@@ -56,6 +56,7 @@ inline TierOptions options(size_t budget, Policy policy = Policy::kLruLfu, int t
   o.policy = policy;
   o.threads = threads;
   o.shards = shards;
+  o.write_ahead = 0;  // puts depend on the calls only
   return o;
 }
 

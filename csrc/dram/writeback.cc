@@ -35,6 +35,7 @@ void DramTier::push_free(const uint32_t* slots, size_t n) {
 }
 
 void DramTier::reserve_slots(Scratch& s, uint32_t* slots, size_t n, size_t needed) {
+  if (std::exception_ptr error = background_.take_error()) std::rethrow_exception(error);
   const size_t batch = std::min(kEvictBytes / row_bytes_ + 1, size_t{plan_.capacity} / 32);
   size_t have = pop_free(slots, n);
   try {
@@ -48,18 +49,7 @@ void DramTier::reserve_slots(Scratch& s, uint32_t* slots, size_t n, size_t neede
     push_free(slots, have);
     throw;
   }
-}
-
-void DramTier::make_room(size_t rows) {
-  ScratchPool::Lease s(scratch_);
-  const auto free_now = [&] {
-    std::lock_guard lock(free_mutex_);
-    return size_t{free_listed_} + plan_.capacity - never_used_;
-  };
-  rows = std::min<size_t>(rows, plan_.capacity);
-  for (size_t free = free_now(); free < rows; free = free_now()) {
-    if (evict(*s, rows - free) == 0) return;
-  }
+  keep_reserve(n);
 }
 
 // ---- eviction
@@ -79,6 +69,7 @@ size_t DramTier::evict(Scratch& s, size_t n) {
     }
     flushed_ += dirty;
     ++puts_;
+    ++puts_in_pulls_;
     finish_eviction(w, dirty, true);
   }
   return chosen;
@@ -94,34 +85,56 @@ size_t DramTier::choose_victims(const Scratch::Writeback& w, size_t n, size_t* d
     begin[h + 1] = begin[h] + n / shards + extra;
   }
   next_shard_ = static_cast<uint32_t>((next_shard_ + n) % shards);
+  std::vector<uint32_t> written(shards, kNoSlot);
   pool_.parallel(shards, [&](size_t h) {
     chosen[h] = choose_victims_of(shards_[h], begin[h + 1] - begin[h], {w.keys + begin[h], w.slots + begin[h]},
-                                  &chosen_dirty[h]);
+                                  &chosen_dirty[h], &written[h]);
   });
+  // Waits outside of the pool, whose threads have other work.
+  const auto choose_rest = [&](size_t h, size_t share, const Scratch::Writeback& to, size_t* dirty, uint32_t wait_for) {
+    size_t more = 0;
+    while (wait_for != kNoSlot) {
+      wait_until_written(std::exchange(wait_for, kNoSlot));
+      more += choose_victims_of(shards_[h], share - more, to, dirty, &wait_for);
+    }
+    return more;
+  };
   size_t total = 0;
   for (size_t h = 0; h < shards; ++h) {
+    chosen[h] += choose_rest(h, begin[h + 1] - begin[h] - chosen[h], {w.keys + begin[h], w.slots + begin[h]},
+                             &chosen_dirty[h], written[h]);
     std::copy_n(w.keys + begin[h], chosen_dirty[h], w.keys + *dirty);
     std::copy_n(w.slots + begin[h], chosen_dirty[h], w.slots + *dirty);
     *dirty += chosen_dirty[h];
     total += chosen[h];
   }
   for (size_t h = 0; h < shards && total < n; ++h) {
-    size_t more = 0;
-    total += choose_victims_of(shards_[h], n - total, {w.keys + *dirty, w.slots + *dirty}, &more);
-    *dirty += more;
+    const Scratch::Writeback to{w.keys + *dirty, w.slots + *dirty};
+    size_t more_dirty = 0;
+    uint32_t wait_for = kNoSlot;
+    total += choose_victims_of(shards_[h], n - total, to, &more_dirty, &wait_for);
+    total += choose_rest(h, n - total, to, &more_dirty, wait_for);
+    *dirty += more_dirty;
   }
   return total;
 }
 
-// Frees clean rows at once. Appends dirty rows to `w` and marks them kEvicting. Returns the number of both.
-size_t DramTier::choose_victims_of(Shard& shard, size_t n, const Scratch::Writeback& w, size_t* dirty) {
+// Frees clean rows at once. Appends dirty rows to `w` and marks them kEvicting. Returns the number of both. Stops at a
+// row that is being written ahead, and returns its slot in *wait_for.
+size_t DramTier::choose_victims_of(Shard& shard, size_t n, const Scratch::Writeback& w, size_t* dirty,
+                                   uint32_t* wait_for) {
   uint32_t freed[kFreeBlock];
   size_t freed_count = 0, chosen = 0, evicted = 0;
   std::lock_guard lock(shard.mutex);
   for (; chosen < n; ++chosen) {
-    const uint32_t slot = shard.victim();
+    const uint32_t slot = shard.next_victim();
     if (slot == kNoSlot) break;
     SlotMeta& m = meta()[slot];
+    if (m.load_state() == SlotState::kWriting) {
+      *wait_for = slot;
+      break;
+    }
+    shard.unlink(slot);
     if (clear_dirty(slot)) {
       m.store_state(SlotState::kEvicting);
       w.keys[*dirty] = m.key;
@@ -181,6 +194,10 @@ void DramTier::mark_dirty(const uint32_t* slots, size_t n) {
   for (size_t i = 0; i < n; ++i) set_dirty(slots[i]);
 }
 
+bool DramTier::is_dirty(uint32_t slot) const {
+  return dirty_words()[slot / 64].load(std::memory_order_relaxed) >> (slot % 64) & 1;
+}
+
 bool DramTier::clear_dirty(uint32_t slot) {
   std::atomic<uint64_t>& word = dirty_words()[slot / 64];
   const uint64_t bit = uint64_t{1} << (slot % 64);
@@ -193,6 +210,8 @@ void DramTier::flush(RowStore* to) {
   RowStore* const store = to ? check_row_bytes(to) : store_;
   if (!store) throw Error("DRAM tier: flush needs a store: create the tier with a store, or pass one to flush()");
   ScratchPool::Lease s(scratch_);
+  // Rows that are being written ahead are clean already: waits until the store has them, or they are dirty again.
+  std::lock_guard ahead(write_ahead_mutex_);
   const Scratch::Writeback w = s->writeback();
   const size_t words = (size_t{plan_.capacity} + 63) / 64;
   for (size_t word = 0; word < words;) {
@@ -218,6 +237,7 @@ void DramTier::flush(RowStore* to) {
     flushed_ += n;
     ++puts_;
   }
+  if (store == store_) background_.take_error();  // the rows of a failed pass were dirty, and are written now
 }
 
 size_t DramTier::dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t* rows) const {
@@ -239,6 +259,7 @@ size_t DramTier::dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t*
 
 void DramTier::check(bool idle) {
   const auto fail = [](const std::string& violation) { throw Error("DRAM tier: " + violation); };
+  std::lock_guard ahead(write_ahead_mutex_);
   std::lock_guard writeback(writeback_mutex_);
   uint32_t resident = 0, pinned = 0;
   for (uint32_t h = 0; h < plan_.shards; ++h) {
@@ -298,6 +319,8 @@ TierStats DramTier::stats() const {
   t.evictions = evictions_;
   t.flushed = flushed_;
   t.puts = puts_;
+  t.written_ahead = written_ahead_;
+  t.puts_in_pulls = puts_in_pulls_;
   t.bytes_rows = plan_.rows;
   t.bytes_metadata = plan_.metadata;
   t.bytes_index = plan_.index;

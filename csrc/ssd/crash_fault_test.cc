@@ -1,6 +1,11 @@
 // Power loss: every state that crash.h builds from a recorded run must open at the last commit that returned, or at the
 // one in progress, with its note. Every retained epoch must open too, and the store must be usable afterwards.
+#include <chrono>
+#include <condition_variable>
 #include <cstdio>
+#include <map>
+#include <mutex>
+#include <set>
 #include <sstream>
 
 #include "ssd/store.h"
@@ -22,23 +27,74 @@ struct Run {
   std::vector<StoreDriver::Attempt> attempts;
   std::vector<StoreDriver::Checkpoint> checkpoints;
   DriverOptions options;
+  uint64_t commits_beside_merges = 0;  // commits while several merges were between writing and installing their files
 };
 
-// `put_in_commits`: rows are put and deleted between the syncs of every commit, and must not be part of it.
-Run record_run(uint64_t seed, int steps, bool put_in_commits = false) {
+enum class Merging {
+  kOne,      // inline, one partition at a time
+  kInTurn,   // inline, the files of three partitions are written alternately: depends on the seed only
+  kThreads,  // by four background threads
+};
+
+struct RunOptions {
+  bool put_in_commits =
+      false;  // rows are put and deleted between the syncs of every commit, and must not be part of it
+  Merging merging = Merging::kOne;
+};
+
+// Delays every merge that has written its files and not installed them, until a commit has begun, so that commits find
+// several merges in this state.
+class MergeDelay {
+ public:
+  void written() {
+    std::unique_lock lock(mutex_);
+    most_ = std::max(most_, ++waiting_);
+    const uint64_t seen = commits_;
+    changed_.wait_for(lock, std::chrono::milliseconds(20), [&] { return commits_ != seen; });
+    --waiting_;
+  }
+  void commit() {
+    std::lock_guard lock(mutex_);
+    ++commits_;
+    if (waiting_ > 1) ++commits_beside_several_;
+    changed_.notify_all();
+  }
+  uint64_t commits_beside_several() const { return commits_beside_several_; }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int waiting_ = 0, most_ = 0;
+  uint64_t commits_ = 0, commits_beside_several_ = 0;
+};
+
+Run record_run(uint64_t seed, int steps, const RunOptions& how = {}) {
   auto mem = std::make_shared<MemFs>();
   mem->make_dir("/d");
   auto fs = std::make_shared<RecordFs>(mem);
   auto hooked = std::make_shared<FaultFs>(fs);
   Run run;
   run.options = DriverOptions(seed);
-  StoreDriver driver(hooked, kPath, run.options);
+  DriverOptions recorded = run.options;
+  if (how.merging != Merging::kOne) {
+    recorded.store.merge_threads = how.merging == Merging::kInTurn ? 3 : 4;
+    recorded.store.partition_bytes = 16u << 10;
+    recorded.store.background_merge = how.merging == Merging::kThreads;
+  }
+  StoreDriver driver(hooked, kPath, recorded);
   bool committing = false, first_of_two = false;
+  MergeDelay delay;
   driver.on_event = [&](const std::string& text) {
     fs->marker(text);
     committing = text.starts_with("begin");
   };
-  if (put_in_commits) {
+  if (how.merging == Merging::kThreads) {
+    hooked->on_point([&](std::string_view point) {
+      if (point == "merge.written") delay.written();
+      if (point == "commit.flushed") delay.commit();
+    });
+  }
+  if (how.put_in_commits) {
     hooked->on_point([&](std::string_view point) {
       const bool after_snapshot = point == "commit.file_synced" || point == "commit.synced" ||
                                   point == "publish.written" || point == "commit.published";
@@ -52,13 +108,14 @@ Run record_run(uint64_t seed, int steps, bool put_in_commits = false) {
   driver.open();
   for (int i = 0; i < steps; ++i) {
     driver.step();
-    if (!put_in_commits || i % 10 != 0) continue;
+    if (!how.put_in_commits || i % 10 != 0) continue;
     first_of_two = true;  // the second commit has only the rows put during the first one's syncs
     driver.commit();
     first_of_two = false;
     driver.commit();
   }
   driver.close();
+  run.commits_beside_merges = delay.commits_beside_several();
   run.recording = fs->recording();
   run.attempts = driver.attempts();
   run.checkpoints = driver.checkpoints();
@@ -96,6 +153,25 @@ int verify_all(std::shared_ptr<FileSystem> fs, const Run& run, const Known& know
   return verify_recovered(fs, kPath, run.options, known.attempts, context);
 }
 
+// The number of base files that were begun while another one was being written.
+uint64_t interleaved_bases(const Recording& recording) {
+  std::map<uint32_t, size_t> last_write;  // by file
+  for (size_t i = 0; i < recording.ops.size(); ++i) {
+    const RecordedOp& op = recording.ops[i];
+    if (op.kind == OpKind::kWrite && op.path.find("/base-") != std::string::npos) last_write[op.file] = i;
+  }
+  uint64_t count = 0;
+  std::set<size_t> open;  // last writes of the files begun so far
+  for (size_t i = 0; i < recording.ops.size(); ++i) {
+    const RecordedOp& op = recording.ops[i];
+    if (op.kind != OpKind::kCreate || !last_write.contains(op.file)) continue;
+    open.erase(open.begin(), open.lower_bound(i));
+    count += !open.empty();
+    open.insert(last_write[op.file]);
+  }
+  return count;
+}
+
 // Continues after recovery, with a second crash if `again`.
 void use_recovered(std::shared_ptr<MemFs> mem, const Run& run, std::vector<StoreDriver::Attempt> known, bool again,
                    const std::string& context) {
@@ -124,10 +200,12 @@ void use_recovered(std::shared_ptr<MemFs> mem, const Run& run, std::vector<Store
   });
 }
 
-void replay(uint64_t runs, uint64_t states_per_run, int steps, bool put_in_commits = false) {
-  uint64_t states = 0, in_flight = 0, commits = 0, operations = 0;
+void replay(uint64_t runs, uint64_t states_per_run, int steps, const RunOptions& how = {}) {
+  uint64_t states = 0, in_flight = 0, commits = 0, operations = 0, interleaved = 0, beside_merges = 0;
   for (uint64_t seed = 1; seed <= runs; ++seed) {
-    const Run run = record_run(seed, steps, put_in_commits);
+    const Run run = record_run(seed, steps, how);
+    interleaved += interleaved_bases(run.recording);
+    beside_merges += run.commits_beside_merges;
     operations += run.recording.ops.size();
     commits += run.attempts.size();
     for_each_crash(run.recording, seed, states_per_run, [&](CrashState& state) {
@@ -145,12 +223,27 @@ void replay(uint64_t runs, uint64_t states_per_run, int steps, bool put_in_commi
   std::printf("[%llu crash states of %llu operations, %llu commits; %llu found a commit in progress] ",
               (unsigned long long)states, (unsigned long long)operations, (unsigned long long)commits,
               (unsigned long long)in_flight);
+  if (how.merging == Merging::kOne) return;
+  std::printf("[%llu base files were written while another was open, %llu commits beside several merges] ",
+              (unsigned long long)interleaved, (unsigned long long)beside_merges);
+  if (how.merging == Merging::kInTurn) CHECK(interleaved > 4 * runs);
+  if (how.merging == Merging::kThreads) CHECK(beside_merges > 0);
 }
 
 TEST(StoreCrash, SomeStatesOfAPowerLoss) { replay(2, 100, 120); }
-TEST(StoreCrash, SomeStatesWithPutsBetweenTheSyncsOfACommit) { replay(2, 100, 100, true); }
+TEST(StoreCrash, SomeStatesWithPutsBetweenTheSyncsOfACommit) { replay(2, 100, 100, {.put_in_commits = true}); }
+TEST(StoreCrash, SomeStatesWithMergesInTurn) { replay(2, 100, 80, {.merging = Merging::kInTurn}); }
+TEST(StoreCrash, SomeStatesWithMergeThreads) { replay(2, 100, 80, {.merging = Merging::kThreads}); }
 TEST(FaultsCrash, ReplayOfRecordedOperations) { replay(scaled(10, 50), scaled(200, 400), 150); }
-TEST(FaultsCrash, ReplayWithPutsBetweenTheSyncsOfACommit) { replay(scaled(10, 50), scaled(100, 400), 120, true); }
+TEST(FaultsCrash, ReplayWithPutsBetweenTheSyncsOfACommit) {
+  replay(scaled(10, 50), scaled(100, 400), 120, {.put_in_commits = true});
+}
+TEST(FaultsCrash, ReplayWithMergesInTurn) {
+  replay(scaled(10, 50), scaled(200, 400), 120, {.merging = Merging::kInTurn});
+}
+TEST(FaultsCrash, ReplayWithMergeThreads) {
+  replay(scaled(10, 50), scaled(200, 400), 120, {.merging = Merging::kThreads});
+}
 
 // After a process is killed, its operations are in the page cache: open may find the commit in progress. A later power
 // loss must not lose a commit that open returned.

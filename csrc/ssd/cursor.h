@@ -1,6 +1,7 @@
 // Iterates over the live rows of one partition in hash order: merges base and newer extents; the newest version wins.
 // Used by merges, scans, counts and checks. Memory: the given buffer size, but at least one page per extent; the merger
-// bounds the number of extents (BufferSizes::max_extents).
+// bounds the number of extents (BufferSizes::max_extents). With a pool, the next part of every source is read while the
+// rows of the current one are consumed.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "ssd/files.h"
+#include "util/pread_queue.h"
 
 namespace thermocline::ssd {
 
@@ -27,8 +29,11 @@ struct PartitionView {
 class PartitionCursor {
  public:
   // `with_deleted`: also stops at keys whose newest version is a deletion.
-  PartitionCursor(Context& ctx, PartitionView view, size_t buffer_bytes, bool with_deleted = false);
+  PartitionCursor(Context& ctx, PartitionView view, size_t buffer_bytes, bool with_deleted = false,
+                  PreadPool* read_ahead = nullptr);
   ~PartitionCursor();
+  // Upper bound of the buffers of a cursor over the view.
+  static uint64_t memory(const Geometry& g, const PartitionView& view, size_t buffer_bytes);
 
   // Moves to the next live row; false: no more rows. key() and row() are valid until the next call.
   bool next();

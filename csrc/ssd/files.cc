@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <random>
+#include <utility>
+
+#include "ssd/async_io.h"
 
 namespace thermocline::ssd {
 namespace {
@@ -26,7 +29,8 @@ void for_each_page(const Context& ctx, DataFile& file, uint64_t first, uint64_t 
 
 }  // namespace
 
-BufferSizes BufferSizes::of(size_t mem_budget, size_t write_buffer, const Geometry& g, FileSystem::Concurrency reads) {
+BufferSizes BufferSizes::of(size_t mem_budget, size_t write_buffer, const Geometry& g, FileSystem::Concurrency reads,
+                            int merge_threads) {
   constexpr size_t kReadBytes = 1u << 20, kMemory = 16u << 20;  // of the longest read; of the buffers of one lookup
   auto pages = [&](size_t bytes, size_t most) {
     return static_cast<uint32_t>(std::max<size_t>(1, std::min(bytes, most) / g.page_bytes));
@@ -49,14 +53,16 @@ BufferSizes BufferSizes::of(size_t mem_budget, size_t write_buffer, const Geomet
   s.append_pages = pages(mem_budget / 64, 1u << 20);
   s.merge_bytes = std::min<size_t>(mem_budget / 16, 3u << 20);
   s.max_extents = std::clamp<size_t>(mem_budget / 16 / g.page_bytes, 16, 4096);
+  const size_t chunk = size_t{s.append_pages} * g.page_bytes;
+  s.merge_memory = std::max<size_t>(s.merge_bytes, s.max_extents * g.page_bytes) + chunk;
+  s.more_merges = std::min(static_cast<size_t>(merge_threads - 1) * (s.merge_bytes + chunk), mem_budget / 8);
   s.write_buffer = write_buffer ? write_buffer : std::min<size_t>(mem_budget / 16, 16u << 20);
   return s;
 }
 
 uint64_t BufferSizes::total(const Geometry& g) const {
   uint64_t reads = static_cast<uint64_t>(read_channels) * static_cast<uint64_t>(read_slots) * slot_pages;
-  uint64_t merge = std::max<uint64_t>(merge_bytes, max_extents * g.page_bytes);
-  return (reads + 3ull * append_pages) * g.page_bytes + merge + write_buffer;  // 2 chunks for the log, 1 for a base
+  return (reads + 2ull * append_pages) * g.page_bytes + merge_memory + write_buffer;  // 2 chunks for the log
 }
 
 std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t number) {
@@ -102,24 +108,51 @@ std::shared_ptr<DataFile> open_data_file(Context& ctx, FileKind kind, uint64_t n
   return data;
 }
 
-PageAppender::PageAppender(Context& ctx, DataFile& file)
-    : ctx_(ctx), file_(file), buffer_(size_t{ctx.sizes.append_pages} * ctx.g.page_bytes), first_(file.pages) {}
+PageAppender::PageAppender(Context& ctx, DataFile& file, PreadPool* write_behind)
+    : ctx_(ctx),
+      file_(file),
+      write_behind_(ctx.sizes.append_pages > 1 ? write_behind : nullptr),
+      part_pages_(write_behind_ ? ctx.sizes.append_pages / 2 : ctx.sizes.append_pages),
+      buffer_(size_t{ctx.sizes.append_pages} * ctx.g.page_bytes),
+      part_(buffer_.data()),
+      first_(file.pages) {}
+
+PageAppender::~PageAppender() {
+  if (write_.valid()) write_.wait();
+}
 
 uint8_t* PageAppender::next() {
-  if (used_ == ctx_.sizes.append_pages) flush();
-  uint8_t* page = buffer_.data() + used_++ * ctx_.g.page_bytes;
+  if (used_ == part_pages_) start_write();
+  uint8_t* page = part_ + used_++ * ctx_.g.page_bytes;
   std::memset(page, 0, ctx_.g.page_bytes);
   return page;
 }
 
 void PageAppender::flush() {
-  if (used_ == 0) return;
+  if (used_ > 0) start_write();
+  finish_write();
+}
+
+// Writes the current part and continues with the other one.
+void PageAppender::start_write() {
+  finish_write();
   file_.synced = false;
-  file_.file->pwrite(buffer_.data(), used_ * ctx_.g.page_bytes, first_ * ctx_.g.page_bytes);
-  ctx_.bytes_written += used_ * ctx_.g.page_bytes;
-  first_ += used_;
-  used_ = 0;
-  file_.pages = first_;
+  writing_ = std::exchange(used_, 0);
+  const uint32_t bytes = ctx_.g.page_bytes;
+  const auto write = [file = file_.file.get(), from = part_, n = writing_ * bytes, offset = first_ * bytes] {
+    file->pwrite(from, n, offset);
+  };
+  first_ += writing_;
+  if (write_behind_) part_ = part_ == buffer_.data() ? part_ + part_pages_ * bytes : buffer_.data();
+  write_ = start_io(write_behind_, write);
+  if (!write_behind_) finish_write();
+}
+
+void PageAppender::finish_write() {
+  if (!write_.valid()) return;
+  write_.get();
+  ctx_.bytes_written += writing_ * ctx_.g.page_bytes;
+  file_.pages += writing_;
 }
 
 std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& record, bool with_filter) {
@@ -156,11 +189,12 @@ std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& r
   return base;
 }
 
-BaseWriter::BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, uint64_t rows, uint32_t filter_bits)
-    : BaseWriter(ctx, std::move(file), filter_bits ? Filter(rows, filter_bits) : Filter()) {}
+BaseWriter::BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, uint64_t rows, uint32_t filter_bits,
+                       PreadPool* write_behind)
+    : BaseWriter(ctx, std::move(file), filter_bits ? Filter(rows, filter_bits) : Filter(), write_behind) {}
 
-BaseWriter::BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, Filter filter)
-    : ctx_(ctx), file_(std::move(file)), out_(ctx, *file_), filter_(std::move(filter)) {}
+BaseWriter::BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, Filter filter, PreadPool* write_behind)
+    : ctx_(ctx), file_(std::move(file)), out_(ctx, *file_, write_behind), filter_(std::move(filter)) {}
 
 void BaseWriter::add(uint64_t key, const uint8_t* row) {
   const Geometry& g = ctx_.g;

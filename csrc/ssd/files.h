@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "ssd/manifest.h"
 #include "util/aligned.h"
 #include "util/fs.h"
+#include "util/pread_queue.h"
 #include "util/warnings.h"
 
 namespace thermocline::ssd {
@@ -28,21 +30,25 @@ struct BufferSizes {
   uint32_t read_pages;                      // of the longest read
   uint32_t append_pages;                    // of one sequential write or read
   size_t merge_bytes;                       // input buffers of a merge; more if there are many extents
+  size_t merge_memory;                      // all buffers of a merge of max_extents extents
+  size_t more_merges;                       // buffers of the merges beside it; used only if memory is left (Merger)
   size_t max_extents;  // live extents: each needs a page of a merge's memory, and an entry in every manifest
   size_t write_buffer;
 
-  static BufferSizes of(size_t mem_budget, size_t write_buffer, const Geometry& g, FileSystem::Concurrency reads);
-  uint64_t total(const Geometry& g) const;  // if all buffers are allocated
+  static BufferSizes of(size_t mem_budget, size_t write_buffer, const Geometry& g, FileSystem::Concurrency reads,
+                        int merge_threads);
+  uint64_t total(const Geometry& g) const;  // if all buffers but more_merges are allocated
 };
 
 // Shared by all parts of one open store. Constant after construction, except the counter and the warnings.
 struct Context {
-  Context(std::shared_ptr<FileSystem> fs, std::string path, const Identity& id, size_t mem_budget, size_t write_buffer)
+  Context(std::shared_ptr<FileSystem> fs, std::string path, const Identity& id, size_t mem_budget, size_t write_buffer,
+          int merge_threads = 1)
       : fs(std::move(fs)),
         path(std::move(path)),
         id(id),
         g(id.geometry),
-        sizes(BufferSizes::of(mem_budget, write_buffer, g, this->fs->read_concurrency())) {}
+        sizes(BufferSizes::of(mem_budget, write_buffer, g, this->fs->read_concurrency(), merge_threads)) {}
 
   std::shared_ptr<FileSystem> fs;
   std::string path;
@@ -72,20 +78,30 @@ std::shared_ptr<DataFile> create_data_file(Context& ctx, FileKind kind, uint64_t
 // Verifies the header and that the file has at least `pages` pages.
 std::shared_ptr<DataFile> open_data_file(Context& ctx, FileKind kind, uint64_t number, uint64_t nonce, uint64_t pages);
 
-// Appends pages to a new file through one buffer. Not thread-safe.
+// Appends pages to a new file through one buffer. With a pool, the buffer has two halves, and one is written while the
+// other is filled. Not thread-safe.
 class PageAppender {
  public:
-  PageAppender(Context& ctx, DataFile& file);
+  PageAppender(Context& ctx, DataFile& file, PreadPool* write_behind = nullptr);
+  ~PageAppender();
   uint8_t* next();                                      // zeroed memory of the next page; valid until the next call
   uint64_t page() const { return first_ + used_ - 1; }  // number of the page that next() returned last
-  void flush();
+  void flush();                                         // returns when all pages are written
 
  private:
+  void start_write();
+  void finish_write();
+
   Context& ctx_;
   DataFile& file_;
+  PreadPool* const write_behind_;
+  const size_t part_pages_;
   AlignedBuffer buffer_;
-  uint64_t first_;  // page number of the buffer's first page
+  uint8_t* part_;   // being filled
+  uint64_t first_;  // page number of its first page
   size_t used_ = 0;
+  std::future<void> write_;  // of the other part
+  size_t writing_ = 0;       // its pages
 };
 
 // Immutable rows of one partition, in hash order. Row page i is page 1 + i of the file; fence pages follow, then filter
@@ -110,8 +126,10 @@ std::shared_ptr<const BaseFile> open_base(Context& ctx, const PartitionRecord& r
 class BaseWriter {
  public:
   // `filter_bits`: bits per row of a filter for at most `rows` rows; 0: no filter.
-  BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, uint64_t rows, uint32_t filter_bits);
-  BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, Filter filter);  // `filter` is empty; the size is its own
+  BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, uint64_t rows, uint32_t filter_bits,
+             PreadPool* write_behind = nullptr);
+  // `filter` is empty; the size is its own.
+  BaseWriter(Context& ctx, std::shared_ptr<DataFile> file, Filter filter, PreadPool* write_behind = nullptr);
   void add(uint64_t key, const uint8_t* row);
   uint64_t rows() const { return rows_; }
   uint64_t bytes() const { return fences_.size() * uint64_t{ctx_.g.page_bytes}; }

@@ -4,7 +4,7 @@
 //   life_         shared by every call, exclusive by close()
 //   commit_mutex_ serialises commits, releases, links and checks; held during their I/O
 //   write_mutex_  serialises puts, deletes, loads, checks and the flush at the start of a commit; not held during syncs
-//   merge mutex   of Merger: held for one merge
+//   merge lock    of Merger: shared by every running merge, exclusive by those that need partitions to stay
 //   index_mutex_  the index and the write buffer: shared to plan reads, exclusive to change them; never held during I/O
 // The mutexes of Catalog, Reader and MergeScheduler are innermost: no other lock is taken while one is held.
 //
@@ -117,7 +117,7 @@ class SsdStore::Impl {
 
   ssd::Reader reader_;
   std::atomic<uint64_t> bytes_put_{0};
-  std::unique_ptr<ssd::Merger> merger_;  // last: its thread uses all members above
+  std::unique_ptr<ssd::Merger> merger_;  // last: its threads use all members above
 };
 
 }  // namespace thermocline

@@ -147,22 +147,25 @@ std::vector<std::shared_ptr<DataFile>> Index::files() const {
   return out;
 }
 
-bool Index::begin_merge(Merge* merge) {
+bool Index::begin_merge(Merge* merge, const std::function<bool(const Merge&)>& may_begin) {
   size_t best = partitions_.size();
   for (size_t i = 0; i < partitions_.size(); ++i) {
     Partition& p = *partitions_[i];
     if (p.pending == 0) p.merged_seq = last_seq_;  // the log has no rows of this partition
-    if (p.pending == 0 || !p.damage.empty()) continue;
+    if (p.pending == 0 || !p.damage.empty() || p.merging) continue;
     if (best == partitions_.size()) best = i;
     const Partition& b = *partitions_[best];
     if (p.merged_seq < b.merged_seq || (p.merged_seq == b.merged_seq && p.pending > b.pending)) best = i;
   }
   if (best == partitions_.size()) return false;
-  freeze(best, merge);
+  describe(best, merge);
+  if (!may_begin(*merge)) return false;
+  freeze(merge);
+  merge->partition->merging = true;
   return true;
 }
 
-void Index::freeze(size_t i, Merge* merge) {
+void Index::describe(size_t i, Merge* merge) const {
   Partition& p = *partitions_[i];
   merge->partition = &p;
   merge->view = view(i);
@@ -170,6 +173,10 @@ void Index::freeze(size_t i, Merge* merge) {
   merge->frozen_tables = p.tables.size();
   merge->frozen_pending = p.pending;
   merge->rows = p.pending + (p.base ? p.base->rows : 0);
+}
+
+void Index::freeze(Merge* merge) {
+  Partition& p = *merge->partition;
   // Entries that arrive during the merge go to a new table, which is kept after it.
   if (p.tables.back()->count() == 0) --merge->frozen_tables;  // left by a failed merge
   else p.tables.push_back(std::make_shared<DeltaTable>(p.lo, p.hi, static_cast<uint32_t>(p.pending / 8 + 64)));
@@ -179,7 +186,8 @@ bool Index::begin_copy(Merge* copy, uint64_t before_seq) {
   for (size_t i = 0; i < partitions_.size(); ++i) {
     const Partition& p = *partitions_[i];
     if (p.damage.empty() || p.log_damaged || p.pending == 0 || p.merged_seq >= before_seq) continue;
-    freeze(i, copy);
+    describe(i, copy);
+    freeze(copy);
     copy->view.base = nullptr;
     return true;
   }

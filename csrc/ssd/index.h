@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -28,6 +29,7 @@ struct Partition {
   uint64_t merged_seq = 0;                          // extents up to this number are merged into the base
   std::vector<std::shared_ptr<DeltaTable>> tables;  // entries of newer extents
   uint64_t pending = 0;                             // estimate of unmerged rows; 0 only if there are none
+  bool merging = false;                             // between begin_merge() and finish_merge() or cancel_merge()
   std::string damage;               // error that prevents merging, with the repair command: the partition is set aside
   bool log_damaged = false;         // set aside, and its rows in the log cannot be copied
   std::exception_ptr damage_error;  // the exception with this message
@@ -80,8 +82,11 @@ class Index {
     uint64_t frozen_pending = 0;
     uint64_t rows = 0;  // upper bound of the rows of the result
   };
-  // Picks the partition whose merged extents are oldest and freezes its tables. False: nothing to merge.
-  bool begin_merge(Merge* merge);
+  // Picks the partition whose merged extents are oldest, among those that no other merge has, and freezes its tables.
+  // False, without changes: nothing more to merge, or may_begin(merge) is false; then merge->partition is set.
+  // Several merges may run at once, each on its own partition.
+  bool begin_merge(Merge* merge, const std::function<bool(const Merge&)>& may_begin);
+  void cancel_merge(const Merge& merge) { merge.partition->merging = false; }
   // Picks the partition of the hashes [first, last] for a bulk load. False: it has rows, or does not cover all hashes.
   bool begin_load(uint64_t first, uint64_t last, Merge* merge);
   // Replaces the partition by pieces that cover it in order.
@@ -119,7 +124,8 @@ class Index {
 
  private:
   void insert(Partition& p, uint64_t hash, uint32_t vpage, size_t expected);
-  void freeze(size_t i, Merge* merge);
+  void describe(size_t i, Merge* merge) const;
+  void freeze(Merge* merge);
   void drop_merged_extents();
 
   const Geometry g_;

@@ -7,19 +7,34 @@ namespace thermocline::ssd {
 std::optional<uint64_t> MergeScheduler::wait_for_work() {
   std::unique_lock lock(mutex_);
   wake_.wait(lock, [&] {
-    const bool wanted = demand_ == Demand::kUrgent || (demand_ == Demand::kPaced && credit_ > 0);
-    return stopped_ || (wanted && !error_ && foreground_ == 0);
+    const bool paced = demand_ == Demand::kPaced && credit_ > 0 && running_ < (threads_ + 1) / 2;
+    return stopped_ || ((demand_ == Demand::kUrgent || paced) && !error_ && !saturated_ && foreground_ == 0);
   });
   if (stopped_) return std::nullopt;
+  ++running_;
   return demand_updates_;
 }
 
 void MergeScheduler::finish_round(uint64_t ticket, std::optional<Demand> next, std::exception_ptr error) {
-  std::lock_guard lock(mutex_);
-  error_ = std::move(error);
-  if (!next || demand_updates_ == ticket) demand_ = next.value_or(Demand::kNone);
-  ++rounds_;
+  {
+    std::lock_guard lock(mutex_);
+    if (error) error_ = std::move(error);
+    if (!next || demand_updates_ == ticket) demand_ = next.value_or(Demand::kNone);
+    ++rounds_;
+    --running_;
+    saturated_ = false;
+  }
   progress_.notify_all();
+  wake_.notify_all();
+}
+
+void MergeScheduler::stand_by() {
+  {
+    std::lock_guard lock(mutex_);
+    // The running merges may all have ended since this thread found that it has to wait for them.
+    saturated_ = --running_ > 0;
+  }
+  wake_.notify_all();
 }
 
 bool MergeScheduler::spend(uint64_t bytes, bool may_pause) {
@@ -38,6 +53,7 @@ void MergeScheduler::on_flush(int64_t credit, Demand demand) {
   credit_ = std::min(credit_ + credit, std::max(credit_, 2 * credit));
   demand_ = demand;
   error_ = nullptr;
+  saturated_ = false;
   ++demand_updates_;
   wake_.notify_all();
 }
@@ -50,11 +66,12 @@ uint64_t MergeScheduler::rounds() const {
 bool MergeScheduler::request_round(uint64_t seen) {
   std::unique_lock lock(mutex_);
   if (stopped_) return false;
-  if (error_) std::rethrow_exception(error_);
+  error_ = nullptr;  // space may have been freed since
   demand_ = Demand::kUrgent;
   ++demand_updates_;
   wake_.notify_all();
   progress_.wait(lock, [&] { return rounds_ != seen || stopped_; });
+  if (error_) std::rethrow_exception(error_);
   return true;
 }
 

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
+
+#include "util/thread_pool.h"
 
 namespace thermocline::ssd {
 namespace {
@@ -12,60 +15,40 @@ constexpr uint64_t kPartitionBytes = sizeof(Partition) + sizeof(BaseFile) + size
 
 uint64_t ceil_div(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
 
-// Writes rows in hash order to base files of at most `rows_per_piece` rows: the pieces that replace a partition.
-class PieceWriter {
- public:
-  PieceWriter(Context& ctx, Catalog& catalog, MergeCounters& counters, uint32_t filter_bits, uint64_t rows_per_piece)
-      : ctx_(ctx), catalog_(catalog), counters_(counters), filter_bits_(filter_bits), rows_per_piece_(rows_per_piece) {}
-
-  void add(uint64_t key, const uint8_t* row) {
-    if (file_ && file_->rows() == rows_per_piece_) close();
-    if (!file_) {
-      pieces_.emplace_back();
-      pieces_.back().lo = hash_key(key);
-      file_ = std::make_unique<BaseWriter>(ctx_, catalog_.create(FileKind::kBase), rows_per_piece_, filter_bits_);
-    }
-    file_->add(key, row);
-  }
-
-  // Returns the pieces; together they cover [lo, hi]. There is one piece without a base if no row was added.
-  std::vector<Partition> finish(uint64_t lo, uint64_t hi) {
-    if (file_) close();
-    if (pieces_.empty()) pieces_.emplace_back();
-    pieces_.front().lo = lo;
-    for (size_t i = 0; i < pieces_.size(); ++i) pieces_[i].hi = i + 1 < pieces_.size() ? pieces_[i + 1].lo - 1 : hi;
-    return std::move(pieces_);
-  }
-
- private:
-  void close() {
-    pieces_.back().base = file_->finish();
-    counters_.bytes_written += pieces_.back().base->bytes(ctx_.g);
-    file_.reset();
-    ctx_.fs->failpoint("merge.piece");
-  }
-
-  Context& ctx_;
-  Catalog& catalog_;
-  MergeCounters& counters_;
-  const uint32_t filter_bits_;
-  const uint64_t rows_per_piece_;
-  std::vector<Partition> pieces_;
-  std::unique_ptr<BaseWriter> file_;  // of pieces_.back(); null: closed
-};
+constexpr uint64_t kStepBytes = 1u << 20;  // charged to the scheduler at once
 
 }  // namespace
 
 Merger::Merger(Context& ctx, const StoreOptions& options, Index& index, FairMutex& index_mutex, Catalog& catalog)
-    : ctx_(ctx), options_(options), index_(index), index_mutex_(index_mutex), catalog_(catalog) {
-  if (options_.background_merge && !options_.read_only) thread_ = std::thread([this] { run_background(); });
+    : ctx_(ctx),
+      options_(options),
+      threads_(threads_of(options)),
+      index_(index),
+      index_mutex_(index_mutex),
+      catalog_(catalog),
+      scheduler_(threads_) {
+  if (!options_.background_merge || options_.read_only) return;
+  io_ = std::make_unique<PreadPool>(2 * threads_);  // each merge reads and writes at the same time
+  try {
+    for (int i = 0; i < threads_; ++i) background_.emplace_back([this] { run_background(); });
+  } catch (const std::system_error&) {
+    if (background_.empty()) throw;  // puts would wait for merges forever
+  }
+}
+
+int Merger::threads_of(const StoreOptions& options) {
+  if (options.read_only) return 1;
+  if (options.merge_threads > 0) return options.merge_threads;
+  if (!options.background_merge) return 1;
+  return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 2u, 8u));
 }
 
 Merger::~Merger() { stop(); }
 
 void Merger::stop() {
   scheduler_.stop();
-  if (thread_.joinable()) thread_.join();
+  for (auto& thread : background_)
+    if (thread.joinable()) thread.join();
 }
 
 // ---- limits
@@ -77,24 +60,34 @@ uint64_t Merger::wanted_log_rows(uint64_t base_rows) const {
                             options_.min_log_bytes / ctx_.g.entry_bytes());
 }
 
+// The caller holds the index lock.
 Merger::Room Merger::room(uint64_t more_bytes) const {
-  std::shared_lock lock(index_mutex_);
   Room room;
   room.rows = index_.base_rows();
   room.filter_bytes = index_.filter_bytes();
   room.wanted = wanted_log_rows(room.rows);
+  // A single merge may take more than planned: the filter of a large partition.
+  const uint64_t merges = std::max<uint64_t>(running_memory_, ctx_.sizes.merge_memory) - ctx_.sizes.merge_memory;
   const uint64_t used = ctx_.sizes.total(ctx_.g) + index_.memory();
   const uint64_t log_entries = std::min(used, index_.mergeable() * kLogRowBytes);
-  room.need = used - log_entries + more_bytes;
+  // Memory that the log does not want is for merges beside the first one.
+  const uint64_t without = used - log_entries + more_bytes + room.wanted * 3 / 2 * kLogRowBytes;
+  room.more_merges =
+      std::min<uint64_t>(options_.mem_budget > without ? options_.mem_budget - without : 0, ctx_.sizes.more_merges);
+  room.need = used - log_entries + more_bytes + std::max(merges, room.more_merges);
   room.affordable = (options_.mem_budget > room.need ? options_.mem_budget - room.need : 0) / kLogRowBytes;
   return room;
 }
 
 uint64_t Merger::limit(uint64_t more_rows, uint64_t more_bytes) {
-  Room room = this->room(more_bytes);
+  const auto room_now = [&] {
+    std::shared_lock lock(index_mutex_);
+    return this->room(more_bytes);
+  };
+  Room room = room_now();
   if (room.is_short() && room.filter_bytes > 0) {
     give_up_filter(room);
-    room = this->room(more_bytes);
+    room = room_now();
   }
   if (room.affordable < kLeastLogRows)
     throw BudgetError(ctx_.path + ": mem_budget is " + std::to_string(options_.mem_budget) + " bytes, but " +
@@ -177,7 +170,7 @@ void Merger::require_bounded_set_aside_log() const {
 
 uint64_t Merger::memory() const {
   const uint64_t pages = ctx_.sizes.append_pages + index_.extents() - (has_damage_ ? index_.set_aside().extents : 0);
-  return std::max<uint64_t>(ctx_.sizes.merge_bytes, pages * ctx_.g.page_bytes);
+  return std::max({running_memory_, uint64_t{ctx_.sizes.merge_bytes}, pages * ctx_.g.page_bytes});
 }
 
 Merger::Debt Merger::debt() {
@@ -221,7 +214,7 @@ void Merger::admit() {
 
 void Merger::flushed(uint64_t bytes) {
   if (!options_.background_merge) {
-    while (debt().over_limit() && merge_one(Caller::kForeground)) {
+    while (debt().over_limit() && merge_in_turn()) {
     }
     return;
   }
@@ -235,31 +228,50 @@ void Merger::flushed(uint64_t bytes) {
 // ---- other callers
 
 void Merger::settle() {
-  while (debt().urgent() && merge_one(Caller::kForeground)) {
+  while (debt().urgent() &&
+         (options_.background_merge ? merge_one(Caller::kForeground) == Outcome::kMerged : merge_in_turn())) {
   }
 }
 
 void Merger::merge_all() {
   MergeScheduler::Foreground foreground(scheduler_);
-  while (merge_one(Caller::kForeground)) {
-  }
+  merge_until_done();
   std::shared_lock lock(index_mutex_);
   index_.throw_damage();
 }
 
-std::unique_lock<std::mutex> Merger::pause() {
-  MergeScheduler::Foreground foreground(scheduler_);
-  return std::unique_lock(merge_mutex_);
+void Merger::merge_until_done() {
+  if (!options_.background_merge) {
+    while (merge_in_turn()) {
+    }
+    return;
+  }
+  for (bool more = true; more;) {
+    in_parallel([] { return true; });
+    std::unique_lock idle(merge_lock_);  // waits for merges of background threads
+    std::shared_lock lock(index_mutex_);
+    more = index_.mergeable() > 0;
+  }
 }
 
-// ---- the background thread
+std::unique_lock<FairMutex> Merger::pause() {
+  MergeScheduler::Foreground foreground(scheduler_);
+  return std::unique_lock(merge_lock_);
+}
+
+// ---- the background threads
 
 void Merger::run_background() {
   while (const std::optional<uint64_t> ticket = scheduler_.wait_for_work()) {
     std::optional<MergeScheduler::Demand> next;
     std::exception_ptr error;
     try {
-      if (merge_one(Caller::kBackground)) {
+      const Outcome outcome = merge_one(Caller::kBackground);
+      if (outcome == Outcome::kOthersFirst) {
+        scheduler_.stand_by();
+        continue;
+      }
+      if (outcome == Outcome::kMerged) {
         next = MergeScheduler::Demand::kNone;
         next = debt().demand();
       }
@@ -271,80 +283,158 @@ void Merger::run_background() {
   }
 }
 
-// ---- one merge
+// ---- merges
 
-bool Merger::merge_one(Caller caller) {
-  std::lock_guard merging(merge_mutex_);
+// Merges one partition on this thread.
+Merger::Outcome Merger::merge_one(Caller caller) {
+  std::shared_lock merging(merge_lock_);
+  Running running;
+  if (const Outcome outcome = begin(&running); outcome != Outcome::kMerged) return outcome;
+  const auto now = [] { return std::chrono::steady_clock::now(); };
+  const auto count_since = [&](auto start) {
+    counters_.seconds += std::chrono::duration<double>(now() - start).count();
+  };
+  auto start = now();
   try {
-    const bool merged = merge_next(caller);
-    catalog_.collect();
-    return merged;
+    while (step(running, kStepBytes, io_.get())) {
+      ctx_.fs->failpoint("merge.chunk");
+      count_since(start);
+      if (!scheduler_.spend(kStepBytes, caller == Caller::kBackground)) throw Stopped{};
+      start = now();
+    }
   } catch (...) {
-    catalog_.collect();  // deletes the files of the failed merge
+    cancel(running);
     throw;
   }
+  count_since(start);
+  catalog_.collect();
+  return Outcome::kMerged;
 }
 
-bool Merger::merge_next(Caller caller) {
-  Index::Merge job;
-  uint64_t target;
-  {
-    std::unique_lock lock(index_mutex_);
-    if (!index_.begin_merge(&job)) return false;
-    target = std::max<uint64_t>(options_.partition_bytes, index_.base_bytes() / 512);
-  }
-  ctx_.fs->failpoint("merge.begin");
-  const uint64_t bytes = job.rows * ctx_.g.entry_bytes();
-  const uint64_t piece_count = bytes > target ? ceil_div(bytes, target * 3 / 4 + 1) : 1;
-  std::vector<Partition> pieces;
+// Merges on several threads until `more` is false or nothing can start.
+void Merger::in_parallel(const std::function<bool()>& more) {
+  ThreadPool pool(threads_);
+  pool.parallel(static_cast<size_t>(threads_), [&](size_t) {
+    while (more() && merge_one(Caller::kForeground) == Outcome::kMerged) {
+    }
+  });
+}
+
+// Merges several partitions on this thread, a small step of each in turn: their files are written alternately, as by
+// several threads, in an order that depends on nothing else.
+bool Merger::merge_in_turn() {
+  constexpr uint64_t kTurnBytes = 16u << 10;
+  std::shared_lock merging(merge_lock_);
+  std::vector<Running> running;
+  for (Running next; running.size() < static_cast<size_t>(threads_) && begin(&next) == Outcome::kMerged;)
+    running.push_back(std::move(next));
+  if (running.empty()) return false;
   try {
-    pieces = write_pieces(job, std::max<uint64_t>(1, ceil_div(job.rows, piece_count)), caller);
-  } catch (const CorruptionError& e) {
-    set_aside(job, e.what());
-    return true;
-  } catch (const UnreadableError& e) {
-    set_aside(job, e.what());
-    return true;
+    while (!running.empty()) {
+      for (size_t i = 0; i < running.size();) {
+        if (step(running[i], kTurnBytes, nullptr)) {
+          ctx_.fs->failpoint("merge.chunk");
+          ++i;
+        } else {
+          running.erase(running.begin() + static_cast<ptrdiff_t>(i));
+          catalog_.collect();
+        }
+      }
+    }
+  } catch (...) {
+    for (Running& r : running) cancel(r);
+    throw;
   }
-  ctx_.fs->failpoint("merge.written");
-  {
-    std::unique_lock lock(index_mutex_);
-    index_.finish_merge(job, std::move(pieces));
-  }
-  ++counters_.merges;
-  ctx_.fs->failpoint("merge.installed");
   return true;
 }
 
-std::vector<Partition> Merger::write_pieces(const Index::Merge& job, uint64_t rows_per_piece, Caller caller) {
-  constexpr uint64_t kSpendBytes = 1u << 20;  // charged to the scheduler at once
-  PartitionCursor rows(ctx_, job.view, ctx_.sizes.merge_bytes);
-  PieceWriter writer(ctx_, catalog_, counters_, options_.filter_bits, rows_per_piece);
-  uint64_t uncharged = 0;
-  while (rows.next()) {
-    writer.add(rows.key(), rows.row());
-    uncharged += ctx_.g.entry_bytes();
-    if (uncharged >= kSpendBytes) {
-      ctx_.fs->failpoint("merge.chunk");
-      if (!scheduler_.spend(uncharged, caller == Caller::kBackground)) throw Stopped{};
-      uncharged = 0;
-    }
+Merger::Outcome Merger::begin(Running* running) {
+  {
+    std::unique_lock lock(index_mutex_);
+    const uint64_t base_bytes = index_.base_bytes();
+    running->target = std::max<uint64_t>(options_.partition_bytes, base_bytes / 512);
+    const uint64_t most_bytes = std::max<uint64_t>(base_bytes / kRewrittenShare, options_.min_log_bytes);
+    const uint64_t most_memory = ctx_.sizes.merge_memory + room(0).more_merges;
+    const auto fits = [&](const Index::Merge& merge) {
+      running->memory = MergeJob::memory(ctx_, merge, running->target, options_.filter_bits);
+      running->bytes = merge.rows * ctx_.g.entry_bytes();
+      return running_ == 0 ||
+             (running_memory_ + running->memory <= most_memory && running_bytes_ + running->bytes <= most_bytes);
+    };
+    if (!index_.begin_merge(&running->merge, fits)) return running_ > 0 ? Outcome::kOthersFirst : Outcome::kNothingLeft;
+    ++running_;
+    running_memory_ += running->memory;
+    running_bytes_ += running->bytes;
   }
-  std::vector<Partition> pieces = writer.finish(job.view.lo, job.view.hi);
-  counters_.bytes_read += rows.bytes_read();
-  return pieces;
+  return Outcome::kMerged;
+}
+
+bool Merger::step(Running& running, uint64_t bytes, PreadPool* io) {
+  std::vector<Partition> pieces;
+  try {
+    if (!running.job) {
+      ctx_.fs->failpoint("merge.begin");
+      running.job = std::make_unique<MergeJob>(ctx_, catalog_, counters_, options_.filter_bits, running.merge,
+                                               running.target, io);
+    }
+    if (running.job->step(bytes)) return true;
+    pieces = running.job->finish();
+  } catch (const CorruptionError& e) {
+    set_aside(running, e.what());
+    return false;
+  } catch (const UnreadableError& e) {
+    set_aside(running, e.what());
+    return false;
+  }
+  running.job.reset();
+  ctx_.fs->failpoint("merge.written");
+  install(running, std::move(pieces));
+  return false;
+}
+
+void Merger::install(Running& running, std::vector<Partition> pieces) {
+  {
+    std::unique_lock lock(index_mutex_);
+    index_.finish_merge(running.merge, std::move(pieces));
+    end(running);
+  }
+  running.merge.view = {};  // the old files are not needed any more: collect() deletes them
+  ++counters_.merges;
+  ctx_.fs->failpoint("merge.installed");
+}
+
+void Merger::end(Running& running) {
+  --running_;
+  running_memory_ -= running.memory;
+  running_bytes_ -= running.bytes;
+  running.merge.partition = nullptr;
+}
+
+// Ends a merge that did not reach install(), and deletes its files. No effect after install().
+void Merger::cancel(Running& running) {
+  running.job.reset();
+  if (running.merge.partition) {
+    std::unique_lock lock(index_mutex_);
+    index_.cancel_merge(running.merge);
+    end(running);
+  }
+  running.merge.view = {};
+  catalog_.collect();
 }
 
 // Sets a partition aside: it is not merged any more; its undamaged pages stay readable. stats(), damage(), a warning
 // and merge_all() report the cause. Called from the handler of the exception that stopped the merge.
-void Merger::set_aside(const Index::Merge& job, const char* cause) {
+void Merger::set_aside(Running& running, const char* cause) {
   std::string damage = cause;
   if (damage.find("thermocline repair") == std::string::npos) damage += kRepairHint + repair_command(ctx_.path);
   {
     std::unique_lock lock(index_mutex_);
-    job.partition->damage = damage;
-    job.partition->damage_error = std::current_exception();
+    running.merge.partition->damage = damage;
+    running.merge.partition->damage_error = std::current_exception();
+    index_.cancel_merge(running.merge);
+    end(running);
   }
+  running.job.reset();
   has_damage_ = true;
   ctx_.warnings.add_one_of_many(ctx_.path + ": a partition is not merged any more, because it is damaged: " + damage,
                                 ctx_.path + ": more partitions are damaged and not merged any more");

@@ -45,6 +45,7 @@ void validate(const StoreOptions& o) {
   require(o.segment_bytes >= kSector, "segment_bytes must be at least 4096");
   require(o.partition_bytes >= kSector, "partition_bytes must be at least 4096");
   require(o.filter_bits <= 64, "filter_bits must be at most 64");
+  require(o.merge_threads >= 0 && o.merge_threads <= 64, "merge_threads must be 0 (default) to 64");
 }
 
 // A new folder is durable once its parent folder is synced.
@@ -120,7 +121,7 @@ SsdStore::~SsdStore() {
 
 SsdStore::Impl::Impl(std::shared_ptr<FileSystem> fs, const std::string& path, const Identity& id,
                      const StoreOptions& options, std::unique_ptr<FileLock> lock)
-    : ctx(fs, path, id, options.mem_budget, options.write_buffer),
+    : ctx(fs, path, id, options.mem_budget, options.write_buffer, Merger::threads_of(options)),
       options_(options),
       lock_(std::move(lock)),
       pool_(std::max(2, fs->read_concurrency().workers)),

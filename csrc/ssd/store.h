@@ -2,8 +2,8 @@
 // files.
 //
 // A store is a set of hash-ordered immutable base files and a log of newer rows (the delta). put() appends to the log
-// and keeps the page of each row in DRAM. get() reads one page per key, from the log or from a base file. A background
-// thread merges the log into the base files. commit() syncs the files and publishes one manifest: this makes rows
+// and keeps the page of each row in DRAM. get() reads one page per key, from the log or from a base file. Background
+// threads merge the log into the base files. commit() syncs the files and publishes one manifest: this makes rows
 // durable.
 #pragma once
 
@@ -38,6 +38,7 @@ struct StoreOptions {
   size_t partition_bytes = 32u << 20;  // a base file splits above this
   size_t min_log_bytes = 64u << 20;    // no merging while the log is shorter
   bool background_merge = true;        // false: put() and commit() merge inline, which is deterministic (tests)
+  int merge_threads = 0;               // partitions merged at once; 0: the number of cores, 2 to 8; 1 if inline
 };
 
 struct StoreStats {
@@ -48,6 +49,8 @@ struct StoreStats {
   uint64_t get_scratch_peak = 0;              // working memory of one get(), the largest so far; not part of mem_total
   uint64_t bytes_put = 0, bytes_written = 0;  // bytes_put: keys and rows of put(); bytes_written: all writes to disk
   uint64_t merges = 0, merge_bytes_read = 0, merge_bytes_written = 0;
+  uint64_t merge_threads = 0, merges_running = 0;
+  double merge_seconds = 0;                   // of all merging threads together, without pauses
   double stall_seconds = 0;                   // time that put() was blocked by the merger
   double read_cost_us = 0, page_cost_us = 0;  // measured on the device
   std::string engine;

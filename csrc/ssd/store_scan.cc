@@ -74,6 +74,9 @@ StoreStats SsdStore::Impl::stats() const {
   s.merges = m.merges;
   s.merge_bytes_read = m.bytes_read;
   s.merge_bytes_written = m.bytes_written;
+  s.merge_threads = static_cast<uint64_t>(merger_->threads());
+  s.merges_running = merger_->running();
+  s.merge_seconds = m.seconds;
   s.stall_seconds = merger_->stall_seconds();
   ReadCost cost = reader_.cost();
   s.read_cost_us = cost.read_us;

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # Fast groups first: they detect most bugs. A group that times out counts as a detection.
 GROUPS = [
     ["Horizon."],
-    ["PosixFs.", "PublishFile.", "StoreCrash.", "StoreFuzz."],
+    ["PosixFs.", "PublishFile.", "StoreMerges.", "DramWriteAhead.", "StoreCrash.", "StoreFuzz."],
     ["StoreGet.", "StoreKeyPieces.", "StoreRead"],
     ["StoreIo.", "StoreEngine.", "StoreDamage.", "StoreCorrupt.", "StoreRepair.", "StoreManifest.", "StoreFilesFuzz."],
     ["FaultsCorrupt.Misdirected", "FaultsCorrupt.EveryBit", "FaultsCorrupt.TornPages"],
@@ -200,6 +200,43 @@ MUTANTS = [
         "a repair does not keep the damaged files",
         "ssd/repair.cc",
         "    for (const std::string& name : names) set_aside(name);\n",
+        "",
+    ),
+    Mutant("two merges take one partition", "ssd/index.cc", " || p.merging) continue;", ") continue;"),
+    Mutant(
+        "extents are dropped while a merge reads them",
+        "ssd/index.cc",
+        "    if (p->pending > 0) merged = std::min(merged, p->merged_seq);\n  while",
+        "    if (p->pending > 0 && !p->merging) merged = std::min(merged, p->merged_seq);\n  while",
+    ),
+    Mutant(
+        "an error of a write behind is ignored",
+        "ssd/files.cc",
+        "  write_.get();\n",
+        "  write_.wait();\n  write_ = {};\n",
+    ),
+    Mutant(
+        "a failed merge does not count as ended",
+        "ssd/merger.cc",
+        "    index_.cancel_merge(running.merge);\n    end(running);\n  }\n  running.merge.view",
+        "    index_.cancel_merge(running.merge);\n  }\n  running.merge.view",
+    ),
+    Mutant(
+        "a row is evicted while it is written ahead",
+        "dram/writeback.cc",
+        "if (m.load_state() == SlotState::kWriting) {",
+        "if (false && m.load_state() == SlotState::kWriting) {",
+    ),
+    Mutant(
+        "flush does not wait for rows that are written ahead",
+        "dram/writeback.cc",
+        "  std::lock_guard ahead(write_ahead_mutex_);\n  const Scratch::Writeback w",
+        "  const Scratch::Writeback w",
+    ),
+    Mutant(
+        "rows of a failed write ahead stay clean",
+        "dram/write_ahead.cc",
+        "    if (!written) set_dirty(rows.slots[j]);\n",
         "",
     ),
     Mutant(

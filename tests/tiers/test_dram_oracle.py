@@ -147,8 +147,8 @@ class TierMachine(RuleBasedStateMachine):
             self.tier.pull(np.arange(10**6, 10**6 + self.tier.capacity + 1, dtype=np.uint64))
 
     @rule(rows=st.integers(0, 400))
-    def make_room(self, rows: int) -> None:
-        self.tier.make_room(rows)
+    def write_ahead(self, rows: int) -> None:
+        self.tier.write_ahead(rows)
 
     @precondition(lambda self: self.store)
     @rule()

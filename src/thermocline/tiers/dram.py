@@ -65,6 +65,10 @@ class DramStats:
     """Rows written to the store, by eviction or flush."""
     puts: int
     """Calls of the store that wrote them."""
+    written_ahead: int
+    """Of `flushed`: rows written by the background thread before their slots were needed."""
+    puts_in_pulls: int
+    """Of `puts`: calls that a pull waited for."""
     bytes_rows: int
     bytes_metadata: int
     bytes_index: int
@@ -127,6 +131,7 @@ class DramTier:
         initial: Initial | None = None,
         precision: Precision = FP32,
         shards: int | None = None,
+        write_ahead: int | None = None,
     ) -> None:
         """Make an empty tier.
 
@@ -138,6 +143,8 @@ class DramTier:
         seed, table, initial   initial rows are a function of these and the key. Default: Uniform(scale=0.01)
         precision   stored precision of weights
         shards    parts of the index, a power of two up to 256; default: from the capacity
+        write_ahead   rows to be evicted next that a background thread keeps clean; default: the slots that two recent
+                      pulls took, 1/16 to 1/4 of all; 0: a pull writes the changed rows that it evicts
         """
         if dim < 1:
             raise ValueError(f"dim is {dim}: it must be at least 1")
@@ -145,6 +152,8 @@ class DramTier:
             raise ValueError(f"policy is {policy!r}: it must be one of {', '.join(_POLICIES)}")
         if shards is not None and (not 1 <= shards <= 256 or shards & (shards - 1)):
             raise ValueError(f"shards is {shards}: it must be a power of two from 1 to 256")
+        if write_ahead is not None and write_ahead < 0:
+            raise ValueError(f"write_ahead is {write_ahead}: it must be at least 0, or None for the default")
         if threads is not None and threads < 1:
             raise ValueError(f"threads is {threads}: it must be at least 1")
         start = Uniform() if initial is None else initial
@@ -185,6 +194,7 @@ class DramTier:
                 precision.scale_lr > 0,
             ),
             store=None if store is None else store._core,
+            write_ahead=write_ahead,
         )
 
     # ---- gradients
@@ -339,9 +349,12 @@ class DramTier:
                 return
             yield keys[:count], self.decode(stored[:count])
 
-    def make_room(self, rows: int) -> None:
-        """Evict until `rows` slots are free or no row can be evicted. `pull` does this itself, at its own cost."""
-        self._core.make_room(rows)
+    def write_ahead(self, rows: int) -> int:
+        """Write the changed rows among about `rows` rows to be evicted next; return their number. They stay in DRAM.
+
+        A background thread does this when slots are taken; see `write_ahead` of the constructor.
+        """
+        return self._core.write_ahead(rows)
 
     # ---- inspection
 

@@ -59,6 +59,11 @@ class SsdStats:
     merges: int
     merge_bytes_read: int
     merge_bytes_written: int
+    merge_threads: int
+    merges_running: int
+    """Partitions that are being merged now."""
+    merge_seconds: float
+    """Seconds of all merging threads together, without pauses."""
     stall_seconds: float
     """Time that put waited for the merger."""
     read_cost_us: float
@@ -76,6 +81,11 @@ class SsdStats:
     """Above this many bytes `put` raises: min_log_bytes + 4 times the base files of set-aside partitions."""
     filter_given_up: bool
     """Whether the filter of absent keys was dropped, because mem_budget is too small for it."""
+
+    @property
+    def merge_bytes_per_second(self) -> float:
+        """Bytes that one merging thread writes per second of work, since opening."""
+        return self.merge_bytes_written / self.merge_seconds if self.merge_seconds else 0.0
 
     @property
     def write_amplification(self) -> float:
@@ -118,6 +128,7 @@ class SsdStore:
         partition_bytes: str | SupportsIndex | None = None,
         min_log_bytes: str | SupportsIndex | None = None,
         background_merge: bool = True,
+        merge_threads: int = 0,
         io_engine: Literal["auto", "io_uring", "pread"] = "auto",
         io_workers: int = 0,
         io_depth: int = 0,
@@ -141,6 +152,7 @@ class SsdStore:
           partition_bytes   size above which a base file is split
           min_log_bytes     log size below which nothing is merged
           background_merge  False merges inside put and commit, which is deterministic
+          merge_threads     partitions merged at once, 1 to 64; default: the number of cores, 2 to 8
           io_engine         "io_uring" or "pread" threads; "auto" selects io_uring if the kernel supports it
           io_workers        threads of a large get; default: one per core that the process may use, 2 to 8
           io_depth          reads in flight per thread, at most 64
@@ -166,6 +178,9 @@ class SsdStore:
         options.read_only = read_only
         options.epoch = epoch
         options.background_merge = background_merge
+        if not 0 <= merge_threads <= 64:
+            raise ValueError(f"merge_threads is {merge_threads}: it must be 1 to 64, or 0 for the default")
+        options.merge_threads = merge_threads
         if max_log_ratio:
             options.max_log_ratio = max_log_ratio
         if not 0 <= filter_bits <= 64:
