@@ -218,7 +218,7 @@ class HbmBackend:
         weights, codec = self._weights(plan)
         bags = None if bag.offsets is None else self._gradient_index(bag, None)[0]
         gradient = weight_gradient(weights, bag.slots, bag.offsets, bags, grads, mean=bag.mean, codec=codec)
-        self.hbm.record_use()
+        self._record_use()
         return gradient
 
     def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients | None:
@@ -237,7 +237,7 @@ class HbmBackend:
         weights, state = self._codec.weights(arena), self._codec.state(arena)
         apply_gradients(weights, state, reduced.slots, reduced.values, rule, self._codec, self.hbm.dirty)
         self._update_scale(step)
-        self.hbm.record_use()
+        self._record_use()
 
     def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:
         if not gradients:
