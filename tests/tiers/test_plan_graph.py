@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import thermocline as tc
 from thermocline.kernels import INTERPRETED
 from thermocline.tiers.hbm import bytes_for
 from thermocline.tiers.hbm_backend import HbmBackend
+from thermocline.tiers.plan_layout import BagLayout, Capacities
 
 DEVICE: Any = "interpreter" if INTERPRETED else "cuda"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -90,6 +93,30 @@ def test_planning_on_the_callers_thread(rows: int) -> None:
     table.hbm.check()
 
 
+def test_one_of_two_tables_waits_on_the_callers_thread() -> None:
+    """The pull stage runs again for the table that had no room, and not for the other."""
+    batches = equal_batches(8, [1, 0, 2, 3], keys=200)
+    read = []
+    for inline in (False, True):
+        sizes = {"large": 120, "small": 14}
+        tables = [
+            tc.Table(4, tc.SGD(lr=0.1), hbm=bytes_for(rows, 4), mem="4MB", device=DEVICE, name=name)
+            for name, rows in sizes.items()
+        ]
+        bags = [tc.EmbeddingBag(table, 2) for table in tables]
+        for table in tables:
+            assert isinstance(table.backend, HbmBackend)
+            table.backend.plans_on_device = inline
+        for batch in tc.prefetch(batches, *tables, depth=4):
+            sum(
+                ((bag(batch) ** 2).sum() for bag in bags), torch.zeros((), device=bags[0].table.backend.device)
+            ).backward()  # type: ignore[no-untyped-call]
+            for table in tables:
+                table.step()
+        read.append([bits(table.read(all_keys(batches))) for table in tables])
+    assert read[0] == read[1]
+
+
 def test_batches_of_other_shapes_are_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """More shapes than recordings, and shapes that occur once."""
     monkeypatch.setattr("thermocline.tiers.plan_graph._MAX_GRAPHS", 1)
@@ -129,3 +156,68 @@ def test_a_window_over_budget_changes_nothing() -> None:
     table.hbm.check()
     assert bits(table.read(keys)) == before
     assert bag(wide[4]).shape == (4, 2, 4)
+
+
+def test_device_memory_is_allocated_while_planning() -> None:
+    """Not by the thread that stages, whose stream may have freed the memory and still write to it."""
+    table = tc.Table(4, tc.SGD(lr=0.01), hbm=bytes_for(40, 4), mem="4MB", device=DEVICE)
+    backend = table.backend
+    assert isinstance(backend, HbmBackend)
+    backend.plan_graphs.enabled = True
+    batch = equal_batches(1, [1] * 8)
+    bag = tc.EmbeddingBag(table, 2)
+    first, second = (table.stage(batch) for _ in range(2))
+    assert bag.table is table
+    graph = second.graph
+    assert first.graph is None
+    assert graph is not None
+    owned = [graph._header, graph._record]  # page-locked
+    tensors = [value for value in vars(graph).values() if isinstance(value, torch.Tensor)]
+    assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in owned]
+    for window in (first, second):
+        backend.pin(window)
+        backend.load(window)
+        window.release()
+    assert graph._block is not None
+
+
+def test_planning_waits_for_a_running_load_of_a_released_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots may be reused: rows must not be copied there later."""
+    table = tc.Table(4, tc.SGD(lr=0.01), hbm=bytes_for(40, 4), mem="4MB", device=DEVICE)
+    tier = table.hbm
+    assert tier is not None
+    entered, go_on = threading.Event(), threading.Event()
+    load_rows = tier._transfer._load_rows
+
+    def slow(missing: Any) -> None:
+        entered.set()
+        assert go_on.wait(60)
+        load_rows(missing)
+
+    monkeypatch.setattr(tier._transfer, "_load_rows", slow)
+    keys = np.arange(8, dtype=np.uint64)
+    pins = tier.pin(tier.stage([keys]))
+    with ThreadPoolExecutor(2) as pool:
+        loading = pool.submit(tier.load, pins)
+        assert entered.wait(60)
+        pins.release()
+        planning = pool.submit(tier.pin, tier.stage([keys]))
+        try:
+            with pytest.raises(TimeoutError):
+                planning.result(0.3)
+        finally:
+            go_on.set()
+        loading.result()
+        planning.result().release()
+
+
+def test_layouts_of_several_threads_have_their_own_sizes() -> None:
+    """Bags with one vector per id have no spare capacity."""
+    capacities = Capacities()
+
+    def wrong(ids: int) -> int:
+        bags = [BagLayout(ids, None, False, False) for _ in range(20)]
+        return sum(bag.ids != ids for _ in range(300) for bag in capacities.layout(bags).bags)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(wrong, [10, 20, 30, 40])) == 0

@@ -16,9 +16,11 @@ def test_a_thread_computes_the_same_metrics(monkeypatch: pytest.MonkeyPatch) -> 
     for examples in (100, 50):  # below and at the number of examples from which the thread is used
         monkeypatch.setattr(throughput, "_THREAD_EXAMPLES", examples)
         meter = ThroughputMeter([])
-        logits = torch.empty(50)
+        logits, labels = torch.empty(50), torch.empty(50)
         for scores, label in steps:
-            meter.add(logits.copy_(scores), label, 0.5)  # the next step overwrites the logits
+            meter.add(logits.copy_(scores), labels.copy_(label), 0.5)
+            logits.zero_()  # as the next step, which overwrites both
+            labels.zero_()
         state, row = meter.state(), meter.row(())
         states.append((state, row["loss"], row["auc"], row["logloss"]))
     assert states[0] == states[1]

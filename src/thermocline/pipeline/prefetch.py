@@ -53,6 +53,8 @@ class _Window:
     """The flags of all ranks, combined by or: see `prefetch`."""
     last: bool = False
     """Over several ranks: no rank has more batches; this window is empty."""
+    pinned: set[Table] = dataclasses.field(default_factory=set)
+    """Tables whose rows are pinned: the pull stage may run again for the others."""
     outstanding: bool = False
     """Pinned and not yet released."""
     loading: list[Future[None]] = dataclasses.field(default_factory=list)
@@ -203,7 +205,9 @@ class _Stages:
         if window.last:
             return window
         for table, rows in window.rows.items():
-            self._retry_when_released(functools.partial(table.pin, rows))
+            if table not in window.pinned:
+                self._retry_when_released(functools.partial(table.pin, rows))
+                window.pinned.add(table)
         with self._lock:
             self._outstanding += 1
             window.outstanding = True

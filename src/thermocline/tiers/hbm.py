@@ -266,10 +266,10 @@ class HbmTier:
         self._transfer.load(pins.pending)
 
     @contextlib.contextmanager
-    def planning(self) -> Iterator[torch.cuda.Stream | None]:
+    def planning(self) -> Iterator[None]:
         """Exclude all other planning; the current stream is the one that plans."""
         with self._lock, self._on_stream():
-            yield self._stream
+            yield
 
     def _find_or_insert(self, ids: StagedIds, used: int, now: int, completed: int) -> Assigned:
         plan = find_or_insert(

@@ -64,9 +64,9 @@ class HbmBackend:
         self._load_scale()
         self._stream = stream_ahead(device)
         self._capacities = Capacities()
-        self.plan_graphs = PlanGraphs(self.hbm, enabled=device.type == "cuda")
-        """Recorded planning of windows of equal shape."""
-        self.plans_on_device = device.type == "cuda" and spec.ssd is None
+        self.plan_graphs = PlanGraphs(self.hbm, enabled=False)
+        """Recorded planning of windows of equal shape: `record_planning` enables it."""
+        self.plans_on_device = False
         self.recorded_step: StoredStep | None = None
         """While a training step is recorded: the constants of all its replays."""
         compile_ahead(self.hbm, self._codec, spec)
@@ -218,7 +218,7 @@ class HbmBackend:
         weights, codec = self._weights(plan)
         bags = None if bag.offsets is None else self._gradient_index(bag, None)[0]
         gradient = weight_gradient(weights, bag.slots, bag.offsets, bags, grads, mean=bag.mean, codec=codec)
-        self.hbm.record_use()
+        self._record_use()
         return gradient
 
     def reduce(self, gradients: Sequence[Gradient]) -> ReducedGradients | None:
@@ -237,7 +237,7 @@ class HbmBackend:
         weights, state = self._codec.weights(arena), self._codec.state(arena)
         apply_gradients(weights, state, reduced.slots, reduced.values, rule, self._codec, self.hbm.dirty)
         self._update_scale(step)
-        self.hbm.record_use()
+        self._record_use()
 
     def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:
         if not gradients:
@@ -257,6 +257,7 @@ class HbmBackend:
 
     def record_planning(self, enabled: bool) -> None:
         self.plan_graphs.enabled = enabled and self.device.type == "cuda"
+        self.plans_on_device = self.plan_graphs.enabled and self.spec.ssd is None
 
     def cannot_record(self) -> str:
         if self._codec.gradient is not None:

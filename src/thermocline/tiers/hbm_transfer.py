@@ -188,7 +188,7 @@ class RowTransfer:
                     current_stream(self._arena.device).wait_stream(stream)
 
     def _load_next(self) -> None:
-        pending = self._queue.popleft()
+        pending = self._queue[0]
         try:
             if pending.missing is not None:
                 self._load_rows(pending.missing)
@@ -197,6 +197,8 @@ class RowTransfer:
         except BaseException as error:
             self._record_failure(error)
             raise
+        finally:
+            self._queue.popleft()  # now: `load_released` waits for loads that are in the queue
 
     def _load_rows(self, missing: MissingRows) -> None:
         self._wait_write_back(missing.earlier_write_back)

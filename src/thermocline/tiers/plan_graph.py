@@ -80,11 +80,13 @@ class PlanGraph:
         self._tier = tier
         self._cuda = tier.device.type == "cuda"
         self._header = torch.zeros(HEADER, dtype=torch.int64, pin_memory=self._cuda)
-        self._block = torch.empty(shape.words, dtype=torch.int64, device=tier.device)
-        self._record = torch.zeros(
-            COUNTS + 2 * len(shape.ids), dtype=torch.int64, pin_memory=tier.device.type == "cuda"
-        )
-        """What the host reads: counts of the insertion, then three int32 counts of segments per batch."""
+        self._block: torch.Tensor | None = None
+        """Inputs on the device. Allocated by `assign`, on the planning stream: memory that another stream has freed may
+        still be written by that stream's kernels."""
+        self._counts: torch.Tensor | None = None
+        """Counts of the insertion, then three int32 counts of segments per batch. Allocated with `_block`."""
+        self._record = torch.zeros(COUNTS + 2 * len(shape.ids), dtype=torch.int64, pin_memory=self._cuda)
+        """`_counts` on the host. Not in the recording: page-locked memory must not be used on a stream that records."""
         self._recordings: dict[bool, Recording[tuple[InsertPlan, torch.Tensor]] | None] = {}
 
     def stage(self, inputs: Sequence[BagInputs]) -> StagedIds:
@@ -113,13 +115,14 @@ class PlanGraph:
     def assign(self, ids: StagedIds, used: int, now: int, completed: int) -> Assigned:
         """Plan a window; see `HbmTier.pin`. Blocks until it is planned, because the host needs the counts."""
         evict = self.shape.keys > self._tier.capacity - used
+        block, device_counts = self._device_memory()
         if len(ids.keys) == self.shape.keys:
             self._header.numpy()[:3] = used, now, completed  # the upload before has ended: assign waits for the device
-            self._block[:HEADER].copy_(self._header, non_blocking=True)
-            self._block[HEADER:].copy_(ids.keys, non_blocking=True)
+            block[:HEADER].copy_(self._header, non_blocking=True)
+            block[HEADER:].copy_(ids.keys, non_blocking=True)
         else:
             ids.keys.numpy()[:3] = used, now, completed
-            self._block.copy_(ids.keys, non_blocking=True)
+            block.copy_(ids.keys, non_blocking=True)
         recording = self._recordings.get(evict)
         if recording is None:  # as it is, which compiles and loads the kernels
             self._recordings[evict] = None
@@ -127,6 +130,7 @@ class PlanGraph:
         else:
             plan, memory = recording.replay()
             memory = memory.clone()
+        self._record.copy_(device_counts, non_blocking=True)
         if self._cuda:
             current_stream(self._tier.device).synchronize()
         counts = self._record[:COUNTS].tolist()
@@ -140,6 +144,13 @@ class PlanGraph:
         ]
         return Assigned(plan, counts, list(zip(lists, segments, strict=True)))
 
+    def _device_memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `_block` and `_counts`. On the planning stream only."""
+        if self._block is None or self._counts is None:
+            self._block = torch.empty(self.shape.words, dtype=torch.int64, device=self._tier.device)
+            self._counts = torch.zeros(len(self._record), dtype=torch.int64, device=self._tier.device)
+        return self._block, self._counts
+
     @property
     def due(self) -> bool:
         """Whether `record` has something to do."""
@@ -147,22 +158,23 @@ class PlanGraph:
 
     def record(self) -> None:
         """Record what has run before. On the thread that trains, as torch's random generators take part."""
-        with self._tier.planning() as stream:
+        with self._tier.planning():
             for evict in [evict for evict, recording in self._recordings.items() if recording is None]:
-                self._recordings[evict] = Recording(partial(self._launch, evict), self._tier.device, stream=stream)
+                self._recordings[evict] = Recording(partial(self._launch, evict), self._tier.device, ahead=True)
 
     def _launch(self, evict: bool) -> tuple[InsertPlan, torch.Tensor]:
-        tier, keys = self._tier, self._block[HEADER : HEADER + self.shape.keys]
-        used, now, completed, _ = torch.split(self._block[:HEADER], 1)
+        block, device_counts = self._device_memory()
+        tier, keys = self._tier, block[HEADER : HEADER + self.shape.keys]
+        used, now, completed, _ = torch.split(block[:HEADER], 1)
         plan = find_or_insert(
             tier.index, tier.residents, keys, used=used, now=now, completed=completed, count_visits=True, evict=evict
         )
-        self._record[:COUNTS].copy_(plan.counts, non_blocking=True)
+        device_counts[:COUNTS].copy_(plan.counts)
         words = [layout.words for layout in self.shape.layouts]
         memory = torch.empty(sum(words), dtype=torch.int32, device=tier.device)
-        inputs = iter(torch.split(self._block[HEADER + self.shape.keys :], self.shape.input_sizes()))
+        inputs = iter(torch.split(block[HEADER + self.shape.keys :], self.shape.input_sizes()))
         first = 0
-        counts = self._record[COUNTS:].view(torch.int32).view(-1, 4)
+        counts = device_counts[COUNTS:].view(torch.int32).view(-1, 4)
         for n, (layout, ids, piece) in enumerate(
             zip(self.shape.layouts, self.shape.ids, torch.split(memory, words), strict=True)
         ):
@@ -173,7 +185,7 @@ class PlanGraph:
             slots = plan.slots[first : first + sum(ids)]
             first += sum(ids)
             segments = write_plan(PlanLists(layout, piece, ids), slots, bags)
-            counts[n, :3].copy_(segments.counts, non_blocking=True)
+            counts[n, :3].copy_(segments.counts)
         return plan, memory
 
 

@@ -8,6 +8,7 @@ the counts from device memory. A bag with one vector per id has no spare capacit
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import torch
 
@@ -102,19 +103,24 @@ class PlanMemory:
 
 
 class Capacities:
-    """Capacities of layouts: they only grow, so that plans of batches that differ only in ids have one layout."""
+    """Capacities of layouts: they only grow, so that plans of batches that differ only in ids have one layout.
+
+    Thread safety: any thread; the stages of a pipeline lay out different batches at the same time.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._largest: dict[tuple[tuple[int | None, bool, bool], ...], list[int]] = {}
 
     def layout(self, bags: list[BagLayout]) -> PlanLayout:
         """Return the layout for bags with these numbers of ids."""
         key = tuple((bag.bags, bag.weighted, bag.mean) for bag in bags)
-        largest = self._largest.setdefault(key, [0] * len(bags))
-        for i, bag in enumerate(bags):
-            largest[i] = bag.ids if bag.bags is None else max(largest[i], _rounded_up(bag.ids))
-        pairs = zip(bags, largest, strict=True)
-        return PlanLayout(tuple(dataclasses.replace(bag, ids=capacity) for bag, capacity in pairs))
+        with self._lock:
+            before = self._largest.get(key, [0] * len(bags))
+            pairs = zip(bags, before, strict=True)
+            sizes = [bag.ids if bag.bags is None else max(size, _rounded_up(bag.ids)) for bag, size in pairs]
+            self._largest[key] = sizes
+        return PlanLayout(tuple(dataclasses.replace(bag, ids=size) for bag, size in zip(bags, sizes, strict=True)))
 
 
 def _rounded_up(ids: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 import torch
@@ -12,6 +14,8 @@ T = TypeVar("T")
 _streams: dict[int, torch.cuda.Stream] = {}
 _capture_lock = threading.Lock()
 """One capture at a time: torch's random generators belong to one graph while it is captured."""
+_streams_ahead: dict[torch.device, torch.cuda.Stream] = {}
+"""Per device: the stream of recordings that run ahead of training."""
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
@@ -38,12 +42,16 @@ class Recording(Generic[T]):
         function: Callable[[], T],
         device: torch.device,
         *,
-        stream: torch.cuda.Stream | None = None,
+        ahead: bool = False,
         pool: object = None,
     ) -> None:
-        """Record without running. Other threads may launch meanwhile, on other streams.
+        """Record without running. Other threads may launch meanwhile.
 
-        stream   stream to record on; by default one of torch
+        The stream that records is used for nothing else. When page-locked memory is freed, on any thread, torch records
+        an event on each stream that copied it and queries it later; an event on a stream that records then invalidates
+        the recording, and raises where page-locked memory is next allocated.
+
+        ahead    whether it runs ahead of training, with a higher priority
         pool     `pool` of another recording, whose memory may be used: the two must be replayed in turn
         """
         self._function = function
@@ -52,7 +60,13 @@ class Recording(Generic[T]):
             self._graph = torch.cuda.CUDAGraph()
             with (
                 _capture_lock,
-                torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"),  # type: ignore[arg-type]
+                _no_garbage_collection(),
+                torch.cuda.graph(
+                    self._graph,
+                    pool=pool,  # type: ignore[arg-type]
+                    stream=_stream_ahead(device) if ahead else None,
+                    capture_error_mode="thread_local",
+                ),
             ):
                 self.result = function()
 
@@ -68,3 +82,24 @@ class Recording(Generic[T]):
         else:
             self._graph.replay()
         return self.result
+
+
+def _stream_ahead(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that records what runs ahead. torch hands out 32 streams per priority in turn: this priority is
+    used for nothing else, so that no table has the same stream."""
+    stream = _streams_ahead.get(device)
+    if stream is None:
+        stream = _streams_ahead[device] = torch.cuda.Stream(device, priority=-2)
+    return stream
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect no garbage in the context: destroying graphs and page-locked memory is not allowed during a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
