@@ -245,6 +245,7 @@ void bind_dram(nb::module_& m) {
       .def("write", &write, "slots"_a.noconvert(), "rows"_a.noconvert())
       .def("flush", &flush, "to"_a.none())
       .def("write_ahead", &write_ahead, "rows"_a)
+      .def("stop_write_ahead", &DramTier::stop_write_ahead, nb::call_guard<nb::gil_scoped_release>())
       .def("check", &check, "idle"_a)
       .def("stats", &stats)
       .def("initial_rows", &initial_rows, "keys"_a.noconvert(), "rows"_a.noconvert())

@@ -20,19 +20,9 @@ namespace thermocline {
 class BackgroundTask {
  public:
   explicit BackgroundTask(std::function<void()> run) : run_(std::move(run)), owner_(getpid()) {}
-  // Waits for a run in progress.
   ~BackgroundTask() {
-    if (!thread_) return;
-    if (getpid() != owner_) {
-      thread_.release();  // leaked: the thread exists only in the parent process
-      return;
-    }
-    {
-      std::lock_guard lock(mutex_);
-      stop_ = true;
-    }
-    wake_.notify_all();
-    thread_->join();
+    if (getpid() == owner_) stop();
+    else thread_.release();  // leaked: the thread exists only in the parent process
   }
   BackgroundTask(const BackgroundTask&) = delete;
   BackgroundTask& operator=(const BackgroundTask&) = delete;
@@ -41,6 +31,7 @@ class BackgroundTask {
     if (getpid() != owner_) return;
     {
       std::lock_guard lock(mutex_);
+      if (stop_) return;
       requested_ = true;
       if (!thread_) {
         try {
@@ -51,6 +42,18 @@ class BackgroundTask {
       }
     }
     wake_.notify_all();
+  }
+  // Waits for a run in progress. Later requests have no effect.
+  void stop() {
+    if (getpid() != owner_) return;
+    std::unique_ptr<std::thread> thread;
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+      thread = std::move(thread_);
+    }
+    wake_.notify_all();
+    if (thread) thread->join();
   }
   // Returns the exception of the last run, once; null: none.
   std::exception_ptr take_error() {

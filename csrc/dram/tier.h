@@ -116,6 +116,9 @@ class DramTier {
   // Writes the dirty rows among about `rows` rows to be evicted next; they stay resident and become clean. Returns the
   // number written. A background thread calls it (TierOptions::write_ahead).
   size_t write_ahead(size_t rows);
+  // Stops the background thread, after a pass in progress: from then on only pulls and flush() write to the store. Call
+  // it before the store's rows are replaced below a tier that is given up.
+  void stop_write_ahead() { background_.stop(); }
 
   // Throws Error if an invariant is violated: no key twice, every row in its list and, if `idle` (no call in progress,
   // nothing pinned), free + resident == capacity and no pins.

@@ -96,7 +96,8 @@ void DramTier::keep_reserve(size_t taken) {
   if (plan_.staged_rows == 0) return;
   if (!options_.write_ahead) {
     // Two pulls of the size of recent ones; a large one is forgotten within some tens of pulls.
-    const size_t recent = std::max(taken, recent_taken_.load() - recent_taken_.load() / 8);
+    const size_t before = recent_taken_;  // read once: another pull may change it
+    const size_t recent = std::max(taken, before - before / 8);
     recent_taken_ = recent;
     reserve_ = std::clamp<size_t>(2 * recent, plan_.capacity / 16, plan_.capacity / 4);
   }

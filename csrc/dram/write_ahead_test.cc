@@ -278,6 +278,27 @@ TEST(DramWriteAhead, FlushThatSucceedsClearsTheError) {
   tier.check(true);
 }
 
+// After stop_write_ahead() the background thread writes no row, however much is requested.
+TEST(DramWriteAhead, StopWaitsForThePassAndEndsTheThread) {
+  GatedStore store(kLayout.bytes());
+  DramTier tier(options_with(1000), &store);
+  store.set_open(false);
+  add(tier, range(0, tier.capacity()), 1);
+  store.wait_for_put();
+  auto stopping = std::async(std::launch::async, [&] { tier.stop_write_ahead(); });
+  CHECK(stopping.wait_for(50ms) == std::future_status::timeout);
+  store.set_open(true);
+  stopping.get();
+  const uint64_t written = tier.stats().written_ahead;
+  for (uint64_t k = 1; k < 5; ++k) add(tier, range(k << 20, (k << 20) + 600), 1);
+  std::this_thread::sleep_for(50ms);
+  CHECK_EQ(tier.stats().written_ahead, written);
+  tier.stop_write_ahead();
+  tier.flush();
+  tier.check(true);
+  for (uint64_t k = 1; k < 5; ++k) check_rows(tier, range(k << 20, (k << 20) + 600));
+}
+
 // The order of evictions does not depend on writes ahead and their timing.
 TEST(DramWriteAhead, EvictionOrderIsUnchanged) {
   const auto run = [](size_t write_ahead, int passes) {

@@ -24,14 +24,14 @@ float half_to_float(uint16_t half) {
 
 }  // namespace
 
-uint32_t row_bytes_of(RowFormat format, uint32_t dim) {
+uint64_t row_bytes_of(RowFormat format, uint32_t dim) {
   switch (format) {
     case RowFormat::kFp32:
-      return 4 * dim;
+      return uint64_t{4} * dim;
     case RowFormat::kFp16:
-      return 2 * dim;
+      return uint64_t{2} * dim;
     case RowFormat::kInt8:
-      return 8 + dim;
+      return uint64_t{8} + dim;
   }
   throw Error("unknown row format");
 }

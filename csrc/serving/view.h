@@ -18,7 +18,7 @@ enum class RowFormat : uint8_t {
   kFp16 = 1,
   kInt8 = 2,  // fp32 scale, fp32 offset, then one unsigned byte per weight: weight = offset + scale * byte
 };
-uint32_t row_bytes_of(RowFormat format, uint32_t dim);
+uint64_t row_bytes_of(RowFormat format, uint32_t dim);
 
 // Changed rows of several deltas, by key. The rows stay in the mapped files.
 class Overlay {

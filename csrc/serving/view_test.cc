@@ -171,7 +171,7 @@ TEST(Snapshot, DecodesHalfAndBytes) {
   uint64_t key = 9;
   const _Float16 half[3] = {static_cast<_Float16>(0.5f), static_cast<_Float16>(-3.25f), static_cast<_Float16>(1e-7f)};
   {
-    SnapshotWriter writer(make_posix_fs(), dir / "half", row_bytes_of(RowFormat::kFp16, 3));
+    SnapshotWriter writer(make_posix_fs(), dir / "half", sizeof half);
     writer.append(&key, 1, {reinterpret_cast<const uint8_t*>(half), 6});
     writer.finish();
   }
@@ -185,7 +185,7 @@ TEST(Snapshot, DecodesHalfAndBytes) {
   std::memcpy(&bytes[4], &offset, 4);
   bytes[8] = 0, bytes[9] = 255, bytes[10] = 32;
   {
-    SnapshotWriter writer(make_posix_fs(), dir / "bytes", row_bytes_of(RowFormat::kInt8, 3));
+    SnapshotWriter writer(make_posix_fs(), dir / "bytes", static_cast<uint32_t>(bytes.size()));
     writer.append(&key, 1, {bytes.data(), bytes.size()});
     writer.finish();
   }
@@ -193,6 +193,15 @@ TEST(Snapshot, DecodesHalfAndBytes) {
   CHECK_EQ(out[0], -4.0f);
   CHECK_EQ(out[1], -4.0f + 0.125f * 255);
   CHECK_EQ(out[2], 0.0f);
+}
+
+// The dim comes from a manifest. In 32 bits, 4 * (2^30 + kDim) is the size of these rows.
+TEST(Snapshot, RefusesADimWhoseRowBytesOverflow) {
+  testing::TempDir dir;
+  write(dir / "base", {{1, Row{}}});
+  CHECK_THROWS(FormatError, View::open(dir / "base", RowFormat::kFp32, (1u << 30) + kDim));
+  CHECK_THROWS(FormatError, View::open(dir / "base", RowFormat::kFp16, (1u << 31) + 2 * kDim));
+  CHECK_THROWS(FormatError, View::open(dir / "base", RowFormat::kInt8, ~0u));
 }
 
 TEST(Snapshot, RefusesWrongOrder) {

@@ -41,7 +41,7 @@ bool MergeScheduler::spend(uint64_t bytes, bool may_pause) {
   std::unique_lock lock(mutex_);
   credit_ -= static_cast<int64_t>(bytes);
   // Negative credit would delay the paced merging that follows.
-  if (demand_ == Demand::kUrgent || foreground_ > 0) credit_ = std::max<int64_t>(credit_, 0);
+  if (demand_ == Demand::kUrgent || foreground_ > 0 || !may_pause) credit_ = std::max<int64_t>(credit_, 0);
   if (!may_pause) return true;
   wake_.wait(lock, [&] { return stopped_ || demand_ == Demand::kUrgent || foreground_ > 0 || credit_ > 0; });
   return !stopped_;

@@ -261,7 +261,7 @@ class Repair {
         if (parse_file_name(name, &kind, &number) && !uses_.names(number)) names.insert(name);
     }
     for (const std::string& name : names) set_aside(name);
-    ctx_.fs->sync_dir(damaged_dir_);
+    sync_damaged_dir();
     ctx_.fs->sync_dir(ctx_.path);
     ctx_.fs->failpoint("repair.linked");
   }
@@ -270,6 +270,11 @@ class Repair {
     const std::string from = ctx_.path + "/" + name;
     if (!ctx_.fs->exists(from) || !aside_.insert(name).second) return;
     report_.set_aside.push_back(ctx_.fs->link_unused(from, damaged_dir_, name));
+  }
+
+  // The folder does not exist if nothing is set aside: a missing STORE is rebuilt.
+  void sync_damaged_dir() {
+    if (!aside_.empty()) ctx_.fs->sync_dir(damaged_dir_);
   }
 
   // Writes a file with the undamaged bytes under a temporary name and renames it.
@@ -389,7 +394,7 @@ class Repair {
     substitute_segments(m);
     if (!options_.keep_older) remove_hidden_versions(m, lost);
     m.next_file = catalog_.next_file();
-    ctx_.fs->sync_dir(damaged_dir_);
+    sync_damaged_dir();
     ctx_.fs->sync_dir(ctx_.path);
     publish_file(*ctx_.fs, ctx_.path, manifest_name(m.epoch), m.encode());
     ctx_.fs->failpoint("repair.manifest");

@@ -3,12 +3,15 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
+#include <future>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <set>
 #include <thread>
 #include <vector>
 
+#include "ssd/merge_scheduler.h"
 #include "ssd/store.h"
 #include "ssd/store_test_util.h"
 #include "testing/fault_fs.h"
@@ -239,6 +242,17 @@ TEST(StoreMerges, CloseAbandonsAllOfThem) {
     CHECK_EQ(store->note(), "kept");
     CHECK_EQ(store->count(), 20000u);
   }
+}
+
+// Merges of the caller's thread, as when a store is opened, do not use up the credit of paced merging.
+TEST(StoreMerges, ForegroundMergesLeaveNoNegativeCredit) {
+  ssd::MergeScheduler scheduler(1);
+  CHECK(scheduler.spend(1u << 30, false));
+  scheduler.on_flush(1, ssd::MergeScheduler::Demand::kPaced);
+  auto work = std::async(std::launch::async, [&] { return scheduler.wait_for_work(); });
+  work.wait_for(2s);
+  scheduler.stop();
+  CHECK(work.get().has_value());
 }
 
 }  // namespace

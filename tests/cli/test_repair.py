@@ -268,6 +268,17 @@ def test_the_report_is_printed_if_the_result_cannot_be_verified(tmp_path: Path) 
     assert "nothing to repair" in done("repair", folder)
 
 
+def test_a_missing_identity_is_rebuilt(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    make_store(folder)
+    identity = (folder / "STORE").read_bytes()
+    (folder / "STORE").unlink()
+    assert "STORE" in done("repair", folder)
+    assert (folder / "STORE").read_bytes() == identity
+    assert not (folder / "damaged").exists()
+    assert "nothing to repair" in done("repair", folder)
+
+
 def test_an_identity_that_cannot_be_rebuilt(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     make_store(folder)

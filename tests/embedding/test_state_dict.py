@@ -17,6 +17,7 @@ from helpers.train import Net, all_keys, bits, loss_of, make_batches, weights_of
 import thermocline as tc
 from thermocline.checkpoint.manager import Checkpoints
 from thermocline.kernels import INTERPRETED
+from thermocline.tiers.ssd import SsdStore
 
 GPU = "interpreter" if INTERPRETED else "cuda"
 BATCHES = make_batches(12)
@@ -280,6 +281,35 @@ def test_loaded_rows_are_saved_by_checkpoints_and_commits(tmp_path: Path) -> Non
         assert sum(len(keys) for keys, _ in target.rows()) == len(state["tables/ads/keys"])
         checkpoints.close()
         target.close()
+
+
+def test_no_row_of_before_is_written_while_the_rows_of_a_store_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, model = make()
+    train(source, model, BATCHES[:2])
+    state = tc.state_dict(model, rows=True)
+    table, other = make(tmp_path / "rows")
+    train(table, other, BATCHES[:1])
+    table.commit()
+    train(table, other, BATCHES[6:])
+    delete = SsdStore.delete
+    written: list[int] = []
+
+    def delete_beside_a_pass(store: SsdStore, keys: Any) -> None:
+        delete(store, keys)
+        written.append(table.backend.host.dram.write_ahead(1 << 20))  # as the background thread of the table's tier
+
+    monkeypatch.setattr(SsdStore, "delete", delete_beside_a_pass)
+    before = table.backend.host.dram
+    tc.load_state_dict(other, state)
+    assert written
+    assert not any(written)
+    assert table.backend.host.dram is not before
+    assert sorted(int(key) for keys, _ in table.rows() for key in keys) == sorted(
+        int(key) % 2**64 for key in state["tables/ads/keys"]
+    )
+    table.close()
 
 
 def test_failed_load_changes_nothing(tmp_path: Path) -> None:

@@ -225,8 +225,8 @@ def load_rows(table: Table, saved: Tensors, owned: np.ndarray[Any, np.dtype[np.b
     table.discard_gradients()
     undo = table.reopen if table.store is not None else backend.undo_point()
     try:
+        backend.replace_rows((), scale)  # first: the tiers write changed rows to the store in the background
         _delete_rows(table.store)
-        backend.replace_rows((), scale)
         backend.import_rows(keys, rows)
     except BaseException:
         undo()

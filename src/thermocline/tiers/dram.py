@@ -356,6 +356,10 @@ class DramTier:
         """
         return self._core.write_ahead(rows)
 
+    def stop_write_ahead(self) -> None:
+        """Stop the background thread, after the rows it is writing: before the rows of the store are replaced."""
+        self._core.stop_write_ahead()
+
     # ---- inspection
 
     def check(self, *, idle: bool = True) -> None:

@@ -111,6 +111,7 @@ class HostRows:
             fresh.set_scale(scale)
         for keys, rows in pieces:
             fresh.push_stored(keys, rows.view(np.float32), dirty=False)
+        self.dram.stop_write_ahead()  # its rows must not reach the store any more
         self.dram = fresh
 
     def import_rows(self, keys: Keys, rows: Rows) -> None:
