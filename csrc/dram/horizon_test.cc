@@ -186,6 +186,32 @@ TEST(Horizon, SkippedRowsAreLeftToTheirBatch) {
   tier.check(true);
 }
 
+TEST(Horizon, AKeyThatIsLateInSeveralBatchesNeedsOneSlot) {
+  MapStore store(kLayout.bytes());
+  DramTier tier(options(64 << 10), &store);
+  const size_t capacity = tier.capacity(), shared = capacity / 2;
+  {
+    Horizon horizon(tier);
+    const BatchPtr first = add(horizon, range(0, capacity - 10)), second = add(horizon, range(shared, capacity));
+    {
+      Pins pins(tier, {first.get(), second.get()});
+      CHECK_EQ(tier.stats().pinned, capacity);
+      size_t at = 0;
+      for (const HorizonBatch* batch : {first.get(), second.get()}) {
+        for (size_t u = 0; u < batch->unique(); ++u, ++at) {
+          const uint32_t slot = pull(tier, {batch->key(u)})[0];
+          CHECK_EQ(slot, pins.slots()[at]);
+          tier.unpin(&slot, 1, false);
+        }
+      }
+      CHECK_EQ(tier.stats().misses, capacity);
+      CHECK_EQ(tier.stats().initialised, capacity);
+    }
+    CHECK_EQ(tier.stats().pinned, 0u);
+  }
+  tier.check(true);
+}
+
 TEST(Horizon, APartThatDoesNotFitChangesNothingAndCanBeRepeated) {
   MapStore store(kLayout.bytes());
   DramTier tier(options(64 << 10), &store);

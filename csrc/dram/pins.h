@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "dram/dedup.h"
 #include "dram/horizon.h"
 #include "dram/tier.h"
 
@@ -36,7 +37,7 @@ class Pins {
         first += batch->unique();
       }
       if (late > 0) pull_late(late);
-      tier_.count_hits(total - late);
+      tier_.count_hits(total - pulled_.size());
     } catch (...) {
       for (HorizonBatch* batch : batches_) batch->untake();
       throw;
@@ -73,11 +74,23 @@ class Pins {
         if (slots_[at] == kNoSlot) keys.push_back(batch->key(u));
       }
     }
-    pulled_.resize(late);
-    tier_.pull(keys.data(), late, pulled_.data());
-    auto next = pulled_.begin();
+    if (batches_.size() == 1) {
+      pull_unique(keys.data(), late, nullptr);
+    } else {  // a key may be late in several batches, and needs one slot
+      const WorkingSet unique = Dedup(1).run(keys.data(), late);
+      pull_unique(unique.keys.get(), unique.unique, unique.inverse.get());
+    }
+  }
+
+  // Pulls keys. The i-th late row gets the slot of keys[inverse[i]], or of keys[i].
+  void pull_unique(const uint64_t* keys, size_t n, const uint32_t* inverse) {
+    pulled_.resize(n);
+    tier_.pull(keys, n, pulled_.data());
+    size_t i = 0;
     for (uint32_t& slot : slots_) {
-      if (slot == kNoSlot) slot = *next++;
+      if (slot != kNoSlot) continue;
+      slot = pulled_[inverse ? inverse[i] : i];
+      ++i;
     }
   }
 

@@ -62,6 +62,10 @@ class ConfigError(ThermoclineError, ValueError):
     """A config key, flag or path is invalid; the message names it, its value and the allowed values."""
 
 
+class LabelError(ValueError):
+    """A label is neither 0 nor 1."""
+
+
 class NotRecordable(ThermoclineError):
     """A training step cannot be recorded as a CUDA graph. `tc.Trainer` then runs it without."""
 

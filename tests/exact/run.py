@@ -125,9 +125,7 @@ def make_table(name: str, optimizer: str, options: RunOptions, folder: Path, cou
     arguments: dict[str, Any] = {"mem": "16MB"}
     if options.dram is not None:
         rows = int(options.dram * len(keys_of(name, count, seed)))
-        mem = budget_for(rows, DIMS[name], chosen, precision)
-        if options.lookahead:  # a quarter is for the batches in flight
-            mem = mem * 4 // 3
+        mem = budget_for(rows, DIMS[name], chosen, precision, lookahead=bool(options.lookahead))
         arguments = {"mem": mem, "lookahead": options.lookahead, "ssd": folder / name, "ssd_options": SMALL}
     if options.hbm is not None:
         from thermocline.kernels import INTERPRETED

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,10 +16,12 @@ import numpy as np
 import torch
 
 import thermocline as tc
+from helpers.ssd import SMALL
 from thermocline.embedding.batch_plan import Pooling
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import FP32
 from thermocline.embedding.reference import sum_in_blocks
+from thermocline.embedding.table_spec import LookAheadLimits
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": tc.SGD(lr=0.1),
@@ -68,18 +71,31 @@ def all_keys(batches: Sequence[tc.Batch]) -> np.ndarray[Any, Any]:
 
 
 @functools.cache
-def budget_for(rows: int, dim: int, optimizer: Optimizer, precision: tc.Precision = FP32) -> int:
-    """Return the smallest `mem` that holds `rows` rows, within 256 bytes."""
-    low, high = 0, 1 << 14
-    while tc.DramTier(dim, optimizer, budget=high, precision=precision).capacity < rows:
-        low, high = high, 2 * high
-    while high - low > 256:
-        middle = (low + high) // 2
-        try:
-            enough = tc.DramTier(dim, optimizer, budget=middle, precision=precision).capacity >= rows
-        except tc.BudgetError:
-            enough = False
-        low, high = (low, middle) if enough else (middle, high)
+def budget_for(
+    rows: int, dim: int, optimizer: Optimizer, precision: tc.Precision = FP32, *, lookahead: bool = False
+) -> int:
+    """Return the smallest `mem` of a table over a store that holds `rows` rows, within 256 bytes.
+
+    lookahead  the table has one: a part of `mem` is for the batches in flight
+    """
+    row_bytes = precision.row_bytes(dim, optimizer)
+    with tempfile.TemporaryDirectory() as folder, tc.SsdStore.open(folder, row_bytes=row_bytes, **SMALL) as store:
+
+        def enough(budget: int) -> bool:
+            limits = LookAheadLimits.of(int(lookahead), budget, row_bytes)
+            reserved = 0 if limits is None else limits.bytes
+            options: dict[str, Any] = {"precision": precision, "store": store, "threads": 1}
+            try:
+                return tc.DramTier(dim, optimizer, budget=budget, reserved=reserved, **options).capacity >= rows
+            except tc.BudgetError:
+                return False
+
+        low, high = 0, 1 << 14
+        while not enough(high):
+            low, high = high, 2 * high
+        while high - low > 256:
+            middle = (low + high) // 2
+            low, high = (low, middle) if enough(middle) else (middle, high)
     return high
 
 

@@ -186,7 +186,7 @@ def test_training_continues_after_any_failure(seed: int, tmp_path: Path, monkeyp
         tc.Table(
             4,
             optimizer,
-            mem=budget_for(int(share * most_keys(window)) + 3, 4, optimizer) * (4 if ahead else 3) // 3,
+            mem=budget_for(int(share * most_keys(window)) + 3, 4, optimizer, lookahead=ahead > 0),
             lookahead=ahead,
             ssd=tmp_path / name,
             name=name,
@@ -231,7 +231,7 @@ def test_ctrl_c_at_random_times(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     depth, window, ahead = rng.choice([1, 2, 4]), rng.choice([1, 2]), rng.choice([0, 8])
     optimizer = OPTIMIZERS["a"]
-    budget = budget_for(int(1.5 * most_keys(window)), 4, optimizer) * (4 if ahead else 3) // 3
+    budget = budget_for(int(1.5 * most_keys(window)), 4, optimizer, lookahead=ahead > 0)
     table = tc.Table(4, optimizer, mem=budget, lookahead=ahead, ssd=tmp_path / "a", name="a", ssd_options=SMALL)
     bag = tc.EmbeddingBag(table, 3)
     table.commit(b"0")

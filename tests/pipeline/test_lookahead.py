@@ -35,7 +35,7 @@ def batches(count: int, keys: int = 4000, ids: int = 40, seed: int = 1) -> list[
 
 
 def make_table(folder: Path | None, *, rows: int, lookahead: int | str = 16, **options: Any) -> tc.Table:
-    mem = budget_for(rows, 4, ADAGRAD) * 4 // 3
+    mem = budget_for(rows, 4, ADAGRAD, lookahead=True)
     if folder is None:
         return tc.Table(4, ADAGRAD, mem="4MB", name="rows")
     return tc.Table(4, ADAGRAD, mem=mem, lookahead=lookahead, ssd=folder, name="rows", ssd_options=SMALL, **options)

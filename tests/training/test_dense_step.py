@@ -352,7 +352,7 @@ def test_fused_optimizer_on_a_gpu_is_captured_with_the_same_bits(kind: str) -> N
             optimizer.zero_grad(set_to_none=False)
 
         side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())  # which fills the parameters and x
+        side.wait_stream(torch.cuda.current_stream())  # parameters, rates and x are filled there
         with torch.cuda.stream(side):
             for _ in range(3):
                 step()

@@ -5,6 +5,7 @@ Without a GPU a recording calls its function on the same fixed buffers, under Tr
 
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ import thermocline as tc
 from thermocline.config.lr_schedule import Schedule
 from thermocline.kernels import INTERPRETED
 from thermocline.tiers.hbm import bytes_for
+from thermocline.training import throughput
 from thermocline.training.graph_step import GraphStep
+from thermocline.training.metrics import StreamingMetrics
+from thermocline.training.throughput import ThroughputMeter
 
 DEVICE: Any = "interpreter" if INTERPRETED else "cuda"
 FIELDS, DENSE = 2, 3
@@ -226,18 +230,67 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         tc.Trainer(model, config=tc.TrainConfig(graphs="on")).graph_step.start(1)
 
 
+class Keep(tc.Callback):
+    """Keeps the state after the last step."""
+
+    steps = 0
+
+    def on_step(self, trainer: tc.Trainer, loss: torch.Tensor) -> None:
+        self.steps, self._trainer, self._before = trainer.progress.step, trainer, self._state(trainer)
+
+    def unchanged(self) -> bool:
+        return self._state(self._trainer) == self._before
+
+    @staticmethod
+    def _state(trainer: tc.Trainer) -> Any:
+        table = trainer.tables[0]
+        return weights_of(trainer.model), table.step_count, bits(table.read(all_keys(batches_of(6))))
+
+
 def test_a_loss_that_is_not_finite_is_not_applied() -> None:
     batches = batches_of(5)
     batches[4].dense = np.full_like(batches[4].dense, np.inf)
 
-    class Keep(tc.Callback):
-        def on_step(self, trainer: tc.Trainer, loss: torch.Tensor) -> None:
-            self.before = weights_of(trainer.model), trainer.tables[0].step_count
-
     keep = Keep()
     with pytest.raises(FloatingPointError, match="the loss of step 4 is nan: the step was not applied"):
         Outcome("on", batches, callbacks=[keep])
-    assert keep.before[1] == 4
+    assert keep.steps == 4
+    assert keep.unchanged()
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("threshold", [1, 100])  # metrics on another thread, and on the caller's
+@pytest.mark.parametrize("step", [1, 4])  # runs as it is, recorded
+def test_a_step_with_a_wrong_label_is_not_applied(
+    monkeypatch: pytest.MonkeyPatch, graphs: str, threshold: int, step: int
+) -> None:
+    monkeypatch.setattr(throughput, "_THREAD_EXAMPLES", threshold)
+    batches = batches_of(6)
+    batches[step].label[3] = 2.0
+    keep = Keep()
+    with pytest.raises(ValueError, match=r"^a label is 2.0: labels must be 0 or 1"):
+        Outcome(graphs, batches, callbacks=[keep])
+    assert keep.steps == step
+    assert keep.unchanged()
+
+
+def test_metrics_on_a_thread_use_the_labels_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread reads logits and labels of a step after the next one has run, which overwrites fixed buffers."""
+    monkeypatch.setattr(throughput, "_THREAD_EXAMPLES", 1)
+    settle, update, gate = ThroughputMeter._settle, StreamingMetrics.update, threading.Event()
+
+    def late_settle(meter: ThroughputMeter) -> None:
+        gate.set()
+        settle(meter)
+        gate.clear()
+
+    def late_update(metrics: StreamingMetrics, scores: Any, labels: Any) -> None:
+        assert gate.wait(60)
+        update(metrics, scores, labels)
+
+    monkeypatch.setattr(ThroughputMeter, "_settle", late_settle)
+    monkeypatch.setattr(StreamingMetrics, "update", late_update)
+    same(batches_of(6))
 
 
 def test_parameters_frozen_between_steps_are_recorded_again() -> None:

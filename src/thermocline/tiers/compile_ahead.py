@@ -8,6 +8,7 @@ they are launched.
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import torch
@@ -33,8 +34,11 @@ _IDS = 256
 
 
 def compile_ahead(tier: HbmTier, codec: Codec, spec: TableSpec) -> threading.Thread | None:
-    """Start to compile the kernels of a step; nothing to do without a GPU. Returns the thread that does."""
-    if INTERPRETED or tier.device.type != "cuda":
+    """Start to compile the kernels of a step; nothing to do without a GPU. Returns the thread that does.
+
+    Not in Python 3.11, where two threads cannot parse kernels at the same time.
+    """
+    if INTERPRETED or tier.device.type != "cuda" or sys.version_info < (3, 12):
         return None
     thread = threading.Thread(target=_compile, args=(tier, codec, spec), name="thermocline-compile", daemon=True)
     thread.start()

@@ -64,9 +64,9 @@ class HbmBackend:
         self._load_scale()
         self._stream = stream_ahead(device)
         self._capacities = Capacities()
-        self.plan_graphs = PlanGraphs(self.hbm, enabled=device.type == "cuda")
-        """Recorded planning of windows of equal shape."""
-        self.plans_on_device = device.type == "cuda" and spec.ssd is None
+        self.plan_graphs = PlanGraphs(self.hbm, enabled=False)
+        """Recorded planning of windows of equal shape: `record_planning` enables it."""
+        self.plans_on_device = False
         self.recorded_step: StoredStep | None = None
         """While a training step is recorded: the constants of all its replays."""
         compile_ahead(self.hbm, self._codec, spec)
@@ -257,6 +257,7 @@ class HbmBackend:
 
     def record_planning(self, enabled: bool) -> None:
         self.plan_graphs.enabled = enabled and self.device.type == "cuda"
+        self.plans_on_device = self.plan_graphs.enabled and self.spec.ssd is None
 
     def cannot_record(self) -> str:
         if self._codec.gradient is not None:

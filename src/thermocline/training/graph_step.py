@@ -26,8 +26,9 @@ import torch
 from thermocline.batch import Batch
 from thermocline.config.train import TrainConfig
 from thermocline.embedding.table import Table
-from thermocline.errors import ConfigError, NotRecordable, ThermoclineError
+from thermocline.errors import ConfigError, LabelError, NotRecordable, ThermoclineError
 from thermocline.training.dense_step import DenseStep, Forward, Loss
+from thermocline.training.metrics import check_labels
 from thermocline.training.optimizer_step import OptimizerStep
 from thermocline.training.state import Progress
 from thermocline.utils.recording import Recording, current_stream
@@ -70,14 +71,15 @@ class _Input:
 
     def __init__(self, like: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> None:
         self.tensor = torch.empty(like.shape, dtype=dtype or like.dtype, device=device)
-        self._locked: torch.Tensor | None = None
-        if device.type == "cuda":
-            self._locked = torch.empty(like.shape, dtype=self.tensor.dtype, pin_memory=True)
+        self._locked = torch.empty(like.shape, dtype=self.tensor.dtype, pin_memory=device.type == "cuda")
 
     def load(self, value: Any) -> torch.Tensor:
-        """Fill the tensor on the current stream; return `value` in host memory. The copy before must have ended."""
+        """Fill the tensor on the current stream; return `value` in host memory, valid until the next call.
+
+        The copy of the call before must have ended.
+        """
         given = torch.as_tensor(value)
-        if self._locked is not None and not given.is_cuda and not given.is_pinned():
+        if not given.is_cuda and not given.is_pinned():
             given = self._locked.copy_(given)
         self.tensor.copy_(given, non_blocking=True)
         return given.cpu() if given.is_cuda else given
@@ -150,7 +152,8 @@ class GraphStep:
     def train(self, batch: Batch, progress: Progress) -> GraphResult | None:
         """Train on a batch as recorded; None: the caller trains without a graph, and nothing was done.
 
-        Raises `FloatingPointError` if the loss is not finite; the step is then not applied.
+        Raises `LabelError` if a label is neither 0 nor 1, and `FloatingPointError` if the loss is not finite; the step
+        is then not applied.
         """
         if not self._enabled:
             return None
@@ -161,7 +164,7 @@ class GraphStep:
         try:
             step.prepare(progress)
             result = step.run(batch, progress)
-        except FloatingPointError:
+        except (FloatingPointError, LabelError):
             raise
         except Exception as error:
             if undo is None:
@@ -289,8 +292,14 @@ class _RecordedStep:
             self._forward()
         else:
             self._forward_recording.replay()
-        if self._device.type == "cuda":
-            current_stream(self._device).synchronize()
+        try:
+            check_labels(label)  # while the GPU computes
+        except LabelError:
+            self._optimizer_step.discard_gradients()
+            raise
+        finally:
+            if self._device.type == "cuda":
+                current_stream(self._device).synchronize()
         loss = float(self._loss_value)
         if not math.isfinite(loss):
             self._optimizer_step.discard_gradients()

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thermocline.arrays import as_numpy
+from thermocline.errors import LabelError
 from thermocline.utils.untrusted_files import decompress
 
 if TYPE_CHECKING:
@@ -324,10 +325,17 @@ def _checked(scores: Any, labels: Any) -> tuple[_Array, _Array]:
         raise ValueError(f"{len(values)} scores with {len(classes)} labels: pass one label per score")
     if np.isnan(values).any():
         raise ValueError("a score is NaN: the model diverged, or its inputs contain NaN")
-    if not ((classes == 0) | (classes == 1)).all():
-        wrong = classes[(classes != 0) & (classes != 1)][0]
-        raise ValueError(f"a label is {wrong}: labels must be 0 or 1. To convert ratings, set data.label_threshold")
+    check_labels(classes)
     return values, classes
+
+
+def check_labels(labels: Any) -> None:
+    """Raise `LabelError` unless all labels are 0 or 1."""
+    classes = _floats(labels, "labels")
+    correct = (classes == 0) | (classes == 1)
+    if not correct.all():
+        wrong = classes[~correct][0]
+        raise LabelError(f"a label is {wrong}: labels must be 0 or 1. To convert ratings, set data.label_threshold")
 
 
 def _floats(value: Any, what: str) -> _Array:

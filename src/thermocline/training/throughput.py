@@ -85,9 +85,9 @@ class ThroughputMeter:
         return time.perf_counter() - self._began - self._paused_before - self._paused
 
     def add(self, logits: torch.Tensor, label: torch.Tensor, loss: float) -> None:
-        """Add one step. Large batches are counted on another thread; what that raises is raised here or in `row`.
+        """Add one step. The caller may overwrite `logits` and `label` afterwards.
 
-        Logits and labels may be overwritten by the next step: the other thread reads copies.
+        Large batches are counted on another thread; what that raises is raised by the next call.
         """
         if len(label) < _THREAD_EXAMPLES:
             self._metrics.update(logits, label)

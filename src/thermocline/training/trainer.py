@@ -38,6 +38,7 @@ from thermocline.training.dense_step import DenseStep, Loss
 from thermocline.training.display import Display
 from thermocline.training.evaluation import evaluate, record_validation
 from thermocline.training.graph_step import GraphStep
+from thermocline.training.metrics import check_labels
 from thermocline.training.optimizer_step import OptimizerStep
 from thermocline.training.rank_coordinator import DAMAGE, INTERRUPT, STOP, RankCoordinator
 from thermocline.training.save_policy import SavePolicy
@@ -250,11 +251,13 @@ class Trainer:
 
     def _backward(self, batch: Batch) -> torch.Tensor:
         logits, label, loss = self._dense_step.forward(batch, self.loss)
+        label = label.cpu()
+        check_labels(label)
         value = float(loss.detach())
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss of step {self.progress.step} is {value}: the step was not applied")
         self._dense_step.backward(loss)
-        self._meter.add(logits.detach().cpu(), label.cpu(), value)
+        self._meter.add(logits.detach().cpu(), label, value)
         return loss.detach()
 
     def _update(self) -> torch.Tensor:
