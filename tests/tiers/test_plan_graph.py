@@ -108,9 +108,8 @@ def test_one_of_two_tables_waits_on_the_callers_thread() -> None:
             assert isinstance(table.backend, HbmBackend)
             table.backend.plans_on_device = inline
         for batch in tc.prefetch(batches, *tables, depth=4):
-            sum(
-                ((bag(batch) ** 2).sum() for bag in bags), torch.zeros((), device=bags[0].table.backend.device)
-            ).backward()  # type: ignore[no-untyped-call]
+            loss: Any = torch.stack([(bag(batch) ** 2).sum() for bag in bags]).sum()
+            loss.backward()
             for table in tables:
                 table.step()
         read.append([bits(table.read(all_keys(batches))) for table in tables])

@@ -89,7 +89,7 @@ def _stream_ahead(device: torch.device) -> torch.cuda.Stream:
     used for nothing else, so that no table has the same stream."""
     stream = _streams_ahead.get(device)
     if stream is None:
-        stream = _streams_ahead[device] = torch.cuda.Stream(device, priority=-2)
+        stream = _streams_ahead[device] = torch.cuda.Stream(device, priority=-2)  # type: ignore[no-untyped-call]
     return stream
 
 
