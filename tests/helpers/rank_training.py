@@ -210,11 +210,11 @@ def make_table(name: str, job: Job, options: RunOptions, groups: Groups | None, 
     arguments: dict[str, Any] = {"mem": "16MB"}
     if options.memory is not None:
         rows = int(options.memory * len(keys_of(job, name)) / job.world)
-        budget = budget_for(rows, DIMS[name], optimizer, precision)
+        ahead = AHEAD_BYTES if options.lookahead else 0
+        budget = budget_for(rows, DIMS[name], optimizer, precision, reserved=ahead)
         arguments = {"mem": budget, "ssd": Path(folder) / name, "ssd_options": SMALL, "lookahead": 0}
     if options.lookahead:  # beside the memory for rows, which would be too little to share
         limits = LookAheadLimits(options.lookahead if isinstance(options.lookahead, int) else None, AHEAD_BYTES)
-        arguments["mem"] += AHEAD_BYTES
         with mock.patch.object(LookAheadLimits, "of", return_value=limits):
             return make_table(
                 name, job, dataclasses.replace(options, lookahead=0), groups, folder, mem=arguments["mem"], **more
