@@ -33,6 +33,7 @@ import thermocline as tc
 from thermocline.distributed import hint_lane
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.hint_lane import Hint, HintLane, decode
+from thermocline.distributed.sharded_horizon import _Pipeline
 
 THREE = ((0, 1, 2),)
 JOB = Job(PAIR, "sgd", (60, 60))
@@ -310,3 +311,23 @@ def test_ranks_post_different_numbers_of_hints() -> None:
                 assert np.array_equal(np.concatenate(parts), np.arange(20) + 100 * sender + rank)
                 assert len(parts) > 1
         assert sum(len(hint.keys) for hint in hints) == 9 * 20
+
+
+def test_hints_of_several_ranks_for_the_same_batches_are_loaded(tmp_path: Path) -> None:
+    """The thread that loads hints compares them by their batches only."""
+    table = tc.Table(4, tc.SGD(), mem="1MB", lookahead=8, ssd=tmp_path / "rows")
+    pipeline = _Pipeline(table.backend, True, 1, 1 << 20)
+    rng = np.random.default_rng(2)
+    try:
+        for rank in range(3):
+            keys = np.arange(100 * rank, 100 * rank + 100, dtype=np.uint64)
+            assert pipeline.receive(make_hint(rng, training=True)._replace(first=0, end=1, keys=keys))
+        deadline = time.monotonic() + 30
+        while pipeline.to_visit(0) > 0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert pipeline.to_visit(0) == 0
+        assert table.dram.stats().pinned == 300
+    finally:
+        pipeline.close()
+    table.dram.check()
+    table.close()

@@ -211,7 +211,7 @@ def make_table(name: str, job: Job, options: RunOptions, groups: Groups | None, 
     if options.memory is not None:
         rows = int(options.memory * len(keys_of(job, name)) / job.world)
         ahead = AHEAD_BYTES if options.lookahead else 0
-        budget = budget_for(rows, DIMS[name], optimizer, precision, lookahead_bytes=ahead)
+        budget = budget_for(rows, DIMS[name], optimizer, precision, reserved=ahead)
         arguments = {"mem": budget, "ssd": Path(folder) / name, "ssd_options": SMALL, "lookahead": 0}
     if options.lookahead:  # beside the memory for rows, which would be too little to share
         limits = LookAheadLimits(options.lookahead if isinstance(options.lookahead, int) else None, AHEAD_BYTES)

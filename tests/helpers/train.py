@@ -78,22 +78,22 @@ def budget_for(
     precision: tc.Precision = FP32,
     *,
     lookahead: bool = False,
-    lookahead_bytes: int = 0,
+    reserved: int = 0,
 ) -> int:
     """Return the smallest `mem` of a table over a store that holds `rows` rows, within 256 bytes.
 
-    lookahead        the table has one: a part of `mem` is for the batches in flight
-    lookahead_bytes  that part, if it does not depend on `mem`
+    lookahead  the table has one: a part of `mem` is for the batches in flight
+    reserved   bytes of `mem` for the batches in flight of a look-ahead with other limits
     """
     row_bytes = precision.row_bytes(dim, optimizer)
     with tempfile.TemporaryDirectory() as folder, tc.SsdStore.open(folder, row_bytes=row_bytes, **SMALL) as store:
 
         def enough(budget: int) -> bool:
-            limits = LookAheadLimits.of(int(lookahead), budget, row_bytes)
-            reserved = lookahead_bytes if limits is None else limits.bytes
+            limits = LookAheadLimits.of(1, budget, row_bytes) if lookahead else None
+            ahead = reserved if limits is None else limits.bytes
             options: dict[str, Any] = {"precision": precision, "store": store, "threads": 1}
             try:
-                return tc.DramTier(dim, optimizer, budget=budget, reserved=reserved, **options).capacity >= rows
+                return tc.DramTier(dim, optimizer, budget=budget, reserved=ahead, **options).capacity >= rows
             except tc.BudgetError:
                 return False
 

@@ -355,7 +355,7 @@ class _Pipeline:
         left = [hint for hint in self._hints if hint.rows.to_visit > 0]
         if not left:
             return False
-        next_hint = min(left, key=lambda hint: hint.first)
+        next_hint = min(left, key=lambda hint: (hint.first, hint.end))  # ranks send hints for the same batches
         ahead = max(hint.end for hint in self._hints) - self.passed_batches
         return next_hint.first - self.passed_batches <= (0.75 * next_hint.rows.to_visit + 0.25) * ahead
 
