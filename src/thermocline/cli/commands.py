@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -136,6 +135,11 @@ def serve(
         raise ConfigError(
             f"--host {host} lets other machines connect: add --token-file, --tls-cert and --tls-key, or --insecure"
         )
+    if not poll > 0:
+        raise ConfigError(f"--poll is {poll}: it must be positive")
+    for flag, file in (("--token-file", token_file), ("--tls-cert", tls_cert), ("--tls-key", tls_key)):
+        if file is not None and not file.exists():
+            raise ConfigError(f"{flag} {file}: no such file")
     token = None if token_file is None else token_file.read_text().strip()
     if token == "":
         raise ConfigError(f"{token_file} is empty: it must contain the token")
@@ -150,10 +154,11 @@ def serve(
             f"{metrics}",
             flush=True,
         )
-        stop = threading.Event()
+        stopped: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-        stop.wait()
+            signal.signal(number, lambda number, _: stopped.append(number))
+        while not stopped:  # not an event: two signals in quick succession left its `wait` blocked for ever
+            time.sleep(0.2)
 
 
 def _progress(title: str, batches: Any, config: Config) -> AbstractContextManager[Callable[[int], None]]:
