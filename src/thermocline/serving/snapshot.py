@@ -198,7 +198,7 @@ def find(state: State, keys: Keys, table: str | None, missing: Missing) -> tuple
         if not found.all():
             if file.initial is None:
                 raise ValueError(
-                    f"table {table!r}: initial rows are not known for its training precision: pass missing='zero'"
+                    f"table {table!r}: the version has no initializer for unseen keys: pass missing='zero'"
                 )
             _core.fill_initial(keys, found, rows, *file.initial, file.seed, file.table_id)
     elif missing == "error":
