@@ -312,7 +312,7 @@ def print_plan(report: Row) -> None:
             f"look-ahead: {plural(ahead['batches'], 'batch', 'batches')} of a rank "
             f"({_BOUNDS[ahead['bounded_by']]}), {format_size(int(ahead['bytes']))} of "
             f"{format_size(ahead['limit_bytes'])} of tiers.mem; per batch {ahead['missing_rows']:,.0f} rows from SSD "
-            f"in {ahead['reads']:,.0f} reads, {ahead['read_bytes'] / 1e6:,.3g} MB; a step without it: "
+            f"in {ahead['reads']:,.0f} reads, {format_size(ahead['read_bytes'])}; a step without it: "
             f"{ahead['step_seconds_without'] * 1e3:.3g} ms"
         )
     console.print(f"slowest stage: {report['slowest_stage']}; slowest resource: {report['slowest_resource']}")
