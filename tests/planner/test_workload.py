@@ -191,7 +191,7 @@ def test_plan_command(tmp_path: Path) -> None:
     assert min(report[name] for name in ("missing_rows", "reads", "read_bytes", "step_seconds_without")) > 0
     text = " ".join(run(app, ahead, env={"COLUMNS": "160"}).stdout.split())
     assert "look-ahead: 4 batches of a rank (limited by tiers.lookahead)" in text
-    assert "MB; a step without it:" in text
+    assert "B; a step without it:" in text
     config.write_text(config.read_text() + '[dist]\nhops = "flat"\nwire = "fp16"\ndense_sync = { every = 20 }\n')
     done = run(app, [*base, "--nodes", "2", "--ranks", "2", "--set", "train.dense_optimizer=adam"])
     assert done.exit_code == 0, done.output

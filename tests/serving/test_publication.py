@@ -257,7 +257,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="has no published version"):
         serving.open(tmp_path)
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(FileExistsError, match="no publication"):
+    with pytest.raises(FileExistsError, match="not a publication"):
         Publication(tmp_path)
     (tmp_path / "notes.txt").unlink()
     with Publication(tmp_path) as publication:

@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -136,6 +135,11 @@ def serve(
         raise ConfigError(
             f"--host {host} lets other machines connect: add --token-file, --tls-cert and --tls-key, or --insecure"
         )
+    if not poll > 0:
+        raise ConfigError(f"--poll is {poll}: it must be positive")
+    for flag, file in (("--token-file", token_file), ("--tls-cert", tls_cert), ("--tls-key", tls_key)):
+        if file is not None and not file.exists():
+            raise ConfigError(f"{flag} {file}: no such file")
     token = None if token_file is None else token_file.read_text().strip()
     if token == "":
         raise ConfigError(f"{token_file} is empty: it must contain the token")
@@ -150,10 +154,11 @@ def serve(
             f"{metrics}",
             flush=True,
         )
-        stop = threading.Event()
+        stopped: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-        stop.wait()
+            signal.signal(number, lambda number, _: stopped.append(number))
+        while not stopped:  # not an event: two signals in quick succession left its `wait` blocked for ever
+            time.sleep(0.2)
 
 
 def _progress(title: str, batches: Any, config: Config) -> AbstractContextManager[Callable[[int], None]]:
@@ -307,7 +312,7 @@ def print_plan(report: Row) -> None:
             f"look-ahead: {plural(ahead['batches'], 'batch', 'batches')} of a rank "
             f"({_BOUNDS[ahead['bounded_by']]}), {format_size(int(ahead['bytes']))} of "
             f"{format_size(ahead['limit_bytes'])} of tiers.mem; per batch {ahead['missing_rows']:,.0f} rows from SSD "
-            f"in {ahead['reads']:,.0f} reads, {ahead['read_bytes'] / 1e6:,.3g} MB; a step without it: "
+            f"in {ahead['reads']:,.0f} reads, {format_size(ahead['read_bytes'])}; a step without it: "
             f"{ahead['step_seconds_without'] * 1e3:.3g} ms"
         )
     console.print(f"slowest stage: {report['slowest_stage']}; slowest resource: {report['slowest_resource']}")

@@ -99,9 +99,10 @@ def _one_line(debug: bool) -> Iterator[None]:
         _print_error(" ".join(str(error).split()))
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     except ModuleNotFoundError as error:
-        if debug or error.name not in ("torch", "tensorboard"):
+        extra = {"torch": "torch", "tensorboard": "torch", "prometheus_client": "serve"}.get(error.name or "")
+        if debug or extra is None:
             raise
-        _print_error(f"{error}: install it with `pip install thermocline[torch]`")
+        _print_error(f"{error}: install it with `pip install thermocline[{extra}]`")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         if debug:

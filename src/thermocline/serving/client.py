@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,8 @@ class Client:
     def __init__(
         self, location: str, *, token: str | None, root_certificates: bytes | None, timeout: float | None
     ) -> None:
+        if not location.startswith(("grpc://", "grpc+tcp://", "grpc+tls://")):
+            raise ValueError(f"location is {location!r}: it must be grpc://HOST:PORT or grpc+tls://HOST:PORT")
         self._client = flight.FlightClient(location, tls_root_certs=root_certificates)
         headers = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
         self._options = flight.FlightCallOptions(timeout=timeout, headers=headers)
@@ -77,4 +80,4 @@ def _server_errors() -> Iterator[None]:
         yield
     except (pa.ArrowException, StopIteration) as error:
         first = str(error).splitlines()[0] if str(error) else "the server closed the connection"
-        raise ThermoclineError(first.split(". gRPC client debug context")[0]) from None
+        raise ThermoclineError(re.split(r"\. (?:Detail: |gRPC client debug context)", first)[0]) from None

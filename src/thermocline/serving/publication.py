@@ -66,10 +66,12 @@ class Publication:
         row_bytes(precision, 1)
         self.path = Path(path)
         self.precision = precision
+        if self.path.exists() and not self.path.is_dir():
+            raise NotADirectoryError(f"{self.path} is a file: choose a new folder")
         atomic_file.make_folder(self.path)
         foreign = {entry.name for entry in self.path.iterdir()} - {CURRENT, "consumers"}
         if not (self.path / CURRENT).exists() and any(not _is_ours(name) for name in foreign):
-            raise FileExistsError(f"{self.path} is not empty and no publication: choose a new folder")
+            raise FileExistsError(f"{self.path} is not empty and is not a publication: choose a new folder")
         self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,8 +120,12 @@ class Publication:
         if {table.name for table in tables} != set(before):
             raise ValueError(f"the delta has tables {sorted(t.name for t in tables)}, the base {sorted(before)}")
         for table in tables:
-            if (table.dim, self.precision) != (before[table.name].dim, before[table.name].precision):
-                raise ValueError(f"table {table.name!r}: dim or precision differ from the base: publish a base")
+            base = before[table.name]
+            if (table.dim, self.precision) != (base.dim, base.precision):
+                raise ValueError(
+                    f"table {table.name!r}: the delta has dim {table.dim} and precision {self.precision}, the base dim "
+                    f"{base.dim} and {base.precision}: choose those of the base, or publish a base"
+                )
         if step < current.step:
             raise ValueError(f"step is {step}: it must be at least {current.step}, that of the current version")
         return self._publish("delta", current.number, tables, step, event_time)

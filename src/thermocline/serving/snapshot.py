@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from thermocline.arrays import Floats, Keys, as_keys
 from thermocline.core import _core
-from thermocline.errors import CorruptionError, NotFoundError, ThermoclineError
+from thermocline.errors import CorruptionError, NotFoundError
 from thermocline.serving.version import TableFile, Version, read_current, read_version, versions
 from thermocline.utils import atomic_file
 
@@ -148,6 +148,7 @@ class Snapshot:
         if seconds <= 0:
             raise ValueError(f"seconds is {seconds}: it must be positive")
         if self._thread is None:
+            self._stop.clear()
             self._thread = threading.Thread(target=self._follow, args=(seconds,), name="refresh", daemon=True)
             self._thread.start()
 
@@ -156,7 +157,7 @@ class Snapshot:
             try:
                 self.refresh()
                 self.error = None
-            except (ThermoclineError, OSError) as error:
+            except Exception as error:  # whatever it is: the version before is served, and the error reported
                 self.error = error
 
     def close(self) -> None:
@@ -198,7 +199,7 @@ def find(state: State, keys: Keys, table: str | None, missing: Missing) -> tuple
         if not found.all():
             if file.initial is None:
                 raise ValueError(
-                    f"table {table!r}: initial rows are not known for its training precision: pass missing='zero'"
+                    f"table {table!r}: the version has no initializer for unseen keys: pass missing='zero'"
                 )
             _core.fill_initial(keys, found, rows, *file.initial, file.seed, file.table_id)
     elif missing == "error":
