@@ -8,6 +8,7 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <string>
 
 #include "util/error.h"
 
@@ -19,6 +20,15 @@ using KeysArg = Array<uint64_t>;
 using BytesArg = nanobind::ndarray<uint8_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 using RowsInArg = nanobind::ndarray<const uint8_t, nanobind::ndim<2>, nanobind::device::cpu>;
 using RowsOutArg = nanobind::ndarray<uint8_t, nanobind::ndim<2>, nanobind::device::cpu>;
+
+inline std::string to_string(const nanobind::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+// Runs fn without the GIL.
+template <typename Fn>
+auto unlocked(Fn&& fn) {
+  nanobind::gil_scoped_release release;
+  return fn();
+}
 
 inline void require(bool condition, const char* message) {
   if (!condition) throw Error(message);

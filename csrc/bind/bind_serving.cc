@@ -24,14 +24,6 @@ using serving::SnapshotWriter;
 using serving::View;
 using FloatsOutArg = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-std::string to_path(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
-
-template <typename Fn>
-auto unlocked(Fn&& fn) {
-  nb::gil_scoped_release release;
-  return fn();
-}
-
 serving::RowFormat row_format(const std::string& name) {
   if (name == "fp32") return serving::RowFormat::kFp32;
   if (name == "fp16") return serving::RowFormat::kFp16;
@@ -86,7 +78,7 @@ void bind_serving(nb::module_& m) {
       .def(
           "__init__",
           [](SnapshotWriter* self, const nb::bytes& path, uint32_t row_bytes) {
-            new (self) SnapshotWriter(make_posix_fs(), to_path(path), row_bytes);
+            new (self) SnapshotWriter(make_posix_fs(), to_string(path), row_bytes);
           },
           "path"_a, "row_bytes"_a)
       .def("append", append, "keys"_a, "rows"_a)
@@ -107,13 +99,13 @@ void bind_serving(nb::module_& m) {
       .def_static(
           "open",
           [held](const nb::bytes& path, const std::string& precision, uint32_t dim) {
-            return held(unlocked([&, file = to_path(path)] { return View::open(file, row_format(precision), dim); }));
+            return held(unlocked([&, file = to_string(path)] { return View::open(file, row_format(precision), dim); }));
           },
           "path"_a, "precision"_a, "dim"_a)
       .def(
           "with_delta",
           [held](const View& self, const nb::bytes& path) {
-            return held(unlocked([&, file = to_path(path)] { return self.with_delta(file); }));
+            return held(unlocked([&, file = to_string(path)] { return self.with_delta(file); }));
           },
           "path"_a)
       .def("lookup", lookup, "keys"_a, "found"_a, "out"_a)
@@ -130,7 +122,7 @@ void bind_serving(nb::module_& m) {
       .def(
           "__init__",
           [](SnapshotFile* self, const nb::bytes& path) {
-            unlocked([&, file = to_path(path)] { new (self) SnapshotFile(file); });
+            unlocked([&, file = to_string(path)] { new (self) SnapshotFile(file); });
           },
           "path"_a)
       .def("copy_rows", copy_rows, "first"_a, "keys"_a, "rows"_a)

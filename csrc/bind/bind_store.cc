@@ -20,15 +20,6 @@ using namespace nb::literals;
 namespace thermocline {
 namespace {
 
-std::string to_string(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
-
-// Runs fn without the GIL.
-template <typename Fn>
-auto unlocked(Fn&& fn) {
-  nb::gil_scoped_release release;
-  return fn();
-}
-
 template <typename Rows>
 void check_rows(const SsdStore& store, size_t keys, const Rows& rows) {
   if (rows.shape(0) != keys || rows.shape(1) != store.row_bytes() || (keys > 0 && rows.stride(1) != 1)) {

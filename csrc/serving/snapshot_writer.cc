@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <random>
 #include <utility>
 
 #include "serving/snapshot_format.h"
@@ -14,15 +13,10 @@ namespace {
 
 constexpr size_t kWriteBytes = 4u << 20;
 
-uint64_t random_nonce() {
-  std::random_device device;
-  return uint64_t{device()} << 32 | device();
-}
-
 }  // namespace
 
 SnapshotWriter::SnapshotWriter(std::shared_ptr<FileSystem> fs, const std::string& path, uint32_t row_bytes)
-    : fs_(std::move(fs)), path_(path), geometry_(ssd::Geometry::of(row_bytes)), nonce_(random_nonce()) {
+    : fs_(std::move(fs)), path_(path), geometry_(ssd::Geometry::of(row_bytes)), nonce_(ssd::random_nonce()) {
   file_ = fs_->open(path_, OpenMode::kCreate);
   buffer_ = AlignedBuffer(std::max<size_t>(kWriteBytes, geometry_.page_bytes));
   page_keys_.resize(geometry_.rows_per_page());

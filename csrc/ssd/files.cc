@@ -1,18 +1,12 @@
 #include "ssd/files.h"
 
 #include <algorithm>
-#include <random>
 #include <utility>
 
 #include "ssd/async_io.h"
 
 namespace thermocline::ssd {
 namespace {
-
-uint64_t random_nonce() {
-  std::random_device device;
-  return (uint64_t{device()} << 32) ^ device();
-}
 
 // Reads pages [first, first + count) sequentially and calls fn(page bytes, page number).
 template <class Fn>

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <random>
 
 namespace thermocline::ssd {
 namespace {
@@ -63,6 +64,11 @@ void throw_corrupt(const std::string& path, const std::string& cause) {
 
 void throw_corrupt_page(const std::string& path, uint64_t page, const std::string& cause) {
   throw_corrupt(path, "page " + std::to_string(page) + ": " + cause);
+}
+
+uint64_t random_nonce() {
+  std::random_device device;
+  return (uint64_t{device()} << 32) ^ device();
 }
 
 std::string page_damage(const uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t number, PageKind kind) {

@@ -109,6 +109,7 @@ struct Geometry {
 };
 
 // A file's nonce is random: pages of an older file at the same location of the device do not pass the check.
+uint64_t random_nonce();
 inline uint64_t page_seed(uint64_t nonce, uint64_t page) { return nonce ^ mix64(page + 1); }
 
 inline void seal_page(uint8_t* page, const Geometry& g, uint64_t nonce, uint64_t number, PageKind kind,

@@ -84,7 +84,8 @@ class Merger {
   int threads() const { return threads_; }
   uint64_t running() const { return running_; }
   double stall_seconds() const { return stall_seconds_; }
-  // Of the running merges, or of one merge of all current extents if that is more. The caller holds the index lock.
+  // Returns the memory of the running merges, or of one merge of all current extents if that is more. The caller holds
+  // the index lock.
   uint64_t memory() const;
 
  private:

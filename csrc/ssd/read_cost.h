@@ -1,4 +1,4 @@
-// What reads cost on this device: running estimates, from small probes between lookups.
+// Costs of reads on this device: running estimates, from small probes between lookups.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What a repair reads before the data: the identity of the store, and the files that its manifests list.
+// Files that a repair reads before the data: the identity of the store, and the files that its manifests list.
 #pragma once
 
 #include <cstdint>

@@ -76,7 +76,7 @@ class SsdStore : public RowStore {
   ~SsdStore() override;  // closes; rows that are not committed are lost
 
   size_t row_bytes() const override;
-  // Of up to 2^32 keys, streamed in hash order. Working memory: 4 bytes per key, and a fixed amount per thread
+  // Reads up to 2^32 keys, streamed in hash order. Working memory: 4 bytes per key, and a fixed amount per thread
   // (StoreStats::get_scratch_peak). A damaged page throws if it may have one of the keys.
   void get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows) override;
   void put(const uint64_t* keys, size_t n, RowsIn rows) override;

@@ -67,7 +67,8 @@ class Batch:
     names: tuple[str, ...] | None = None
     """Names of the fields, in order, which bags with field names read by; None: fields have only numbers."""
     order: Offsets | None = dataclasses.field(default=None, repr=False)
-    """Of a batch of `from_jagged`: ids[i] is values[order[i]]. Weights given to a bag have the order of the values."""
+    """Positions of the ids in the values of `from_jagged`: ids[i] is values[order[i]]. Weights given to a bag have the
+    order of the values."""
 
     def __post_init__(self) -> None:
         self.ids = as_keys(self.ids)

@@ -106,9 +106,8 @@ def export(run_dir: str, out: str, *, delta: bool, precision: Any, checkpoint: s
 
     if world_size() > 1:
         raise ConfigError("export runs in one process, which reads the stores of all ranks: start it without torchrun")
-    step_or_tag = int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
     with (
-        Run.load(run_dir, checkpoint=step_or_tag, config=config_of(run_dir), labelled=False) as run,
+        Run.load(run_dir, checkpoint=_step_or_tag(checkpoint), config=config_of(run_dir), labelled=False) as run,
         progress("exporting", None, "rows") as advance,
     ):
         version = publish_table(run.table, out, step=run.step, delta=delta, precision=precision, advance=advance)
@@ -166,6 +165,11 @@ def _progress(title: str, batches: Any, config: Config) -> AbstractContextManage
     return progress(title, _examples(batches, config)) if is_rank0() else nullcontext(lambda count: None)
 
 
+def _step_or_tag(checkpoint: str | None) -> int | str | None:
+    """Parse --checkpoint: a step, or a tag such as "best"."""
+    return int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
+
+
 def _load_run(
     run_dir: str,
     files: Sequence[str],
@@ -194,10 +198,9 @@ def _load_run(
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, test=tuple(files)))
     elif config.data.format != "synth" and not config.data.test:
         raise ConfigError(f"{run_dir} has no data.test: give data files on the command line")
-    step_or_tag = int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
     recorded = [split for split in get_args(Split) if f"data.{split}" not in given]
     return Run.load(
-        run_dir, checkpoint=step_or_tag, config=config, labelled=not scores, contiguous=scores,
+        run_dir, checkpoint=_step_or_tag(checkpoint), config=config, labelled=not scores, contiguous=scores,
         recorded=recorded, allow_remote_data=allow_remote_data,
     )  # fmt: skip
 

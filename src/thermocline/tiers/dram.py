@@ -66,9 +66,9 @@ class DramStats:
     puts: int
     """Calls of the store that wrote them."""
     written_ahead: int
-    """Of `flushed`: rows written by the background thread before their slots were needed."""
+    """Rows of `flushed` that the background thread wrote before their slots were needed."""
     puts_in_pulls: int
-    """Of `puts`: calls that a pull waited for."""
+    """Calls of `puts` that a pull waited for."""
     bytes_rows: int
     bytes_metadata: int
     bytes_index: int

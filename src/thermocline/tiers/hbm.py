@@ -84,7 +84,7 @@ class Assigned:
     counts: list[int]
     """`InsertPlan.counts` on the host."""
     batches: Any = None
-    """What else was planned with them."""
+    """Lists and counts of each batch that were planned with the slots; None: the stage load computes them."""
 
 
 Assign = Callable[[StagedIds, int, int, int], Assigned]
