@@ -7,14 +7,14 @@ A test suite that passes without an fsync would prove nothing. Run by `make test
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from planted_bugs import Mutant, chosen, plant
 
 ROOT = Path(__file__).parents[2]
 # Fast groups first: they detect most bugs. A group that times out counts as a detection.
@@ -28,14 +28,6 @@ GROUPS = [
     ["FaultsIo.", "FaultsFuzz."],
 ]
 GROUP_TIMEOUT = 600
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    name: str
-    file: str
-    old: str
-    new: str
 
 
 MUTANTS = [
@@ -348,32 +340,14 @@ class Copy:
 
 
 def main(names: list[str]) -> int:
-    mutants = [m for m in MUTANTS if not names or any(n in m.name for n in names)]
-    detected = 0
     with tempfile.TemporaryDirectory(prefix="thermocline-mutants-") as folder:
         copy = Copy(Path(folder))
-        for mutant in mutants:  # before the long builds: every mutant must match its source
-            if (copy.csrc / mutant.file).read_text().count(mutant.old) != 1:
-                raise SystemExit(
-                    f"'{mutant.name}' does not match csrc/{mutant.file}: update it in tests/faults/mutants.py"
-                )
-        copy.build()
-        reason = copy.first_failure()
-        if reason:
-            raise SystemExit(f"the tests fail without a planted bug: {reason}")
-        for mutant in mutants:
-            start = time.monotonic()
-            path = copy.csrc / mutant.file
-            text = path.read_text()
-            path.write_text(text.replace(mutant.old, mutant.new))
+
+        def test() -> str:
             copy.build()
-            reason = copy.first_failure()
-            path.write_text(text)
-            detected += bool(reason)
-            verdict = f"detected by {reason}" if reason else "NOT DETECTED"
-            print(f"{mutant.name} ({time.monotonic() - start:.0f} s): {verdict}", flush=True)
-    print(f"planted bugs detected: {detected} of {len(mutants)}")
-    return 0 if detected == len(mutants) else 1
+            return copy.first_failure()
+
+        return plant(chosen(MUTANTS, names), copy.csrc, "tests/faults/mutants.py", test, lambda mutant: test())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""Shared by mutants.py and mutants_python.py: plants bugs in a copy of the sources and counts those detected."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+M = TypeVar("M", bound=Mutant)
+
+
+def chosen(mutants: Sequence[M], names: Sequence[str]) -> list[M]:
+    """Return the mutants whose names contain one of `names`; all if there are none."""
+    return [m for m in mutants if not names or any(n in m.name for n in names)]
+
+
+def plant(
+    mutants: Sequence[M], copy: Path, listed_in: str, clean: Callable[[], str], detect: Callable[[M], str]
+) -> int:
+    """Plant each mutant in the sources at `copy`; return 0 if the tests detect all.
+
+    listed_in   file to update if a mutant does not match
+    clean       runs the tests without a planted bug; returns the first failure, or ""
+    detect      runs the tests of a planted bug; returns the first failure, or ""
+    """
+    for mutant in mutants:  # before long builds
+        if (copy / mutant.file).read_text().count(mutant.old) != 1:
+            raise SystemExit(f"'{mutant.name}' does not match {mutant.file}: update it in {listed_in}")
+    if reason := clean():
+        raise SystemExit(f"the tests fail without a planted bug: {reason}")
+    detected = 0
+    for mutant in mutants:
+        start, path = time.monotonic(), copy / mutant.file
+        text = path.read_text()
+        path.write_text(text.replace(mutant.old, mutant.new))
+        reason = detect(mutant)
+        path.write_text(text)
+        detected += bool(reason)
+        verdict = f"detected by {reason}" if reason else "NOT DETECTED"
+        print(f"{mutant.name} ({time.monotonic() - start:.0f} s): {verdict}", flush=True)
+    print(f"planted bugs detected: {detected} of {len(mutants)}")
+    return 0 if detected == len(mutants) else 1
