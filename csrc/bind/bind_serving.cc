@@ -45,8 +45,8 @@ void lookup(const View& self, KeysArg keys, BytesArg found, FloatsOutArg out) {
 }
 
 size_t scan(View::Scan& self, nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> keys,
-            nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows, const View& view) {
-  require(rows.shape(0) == keys.size() && rows.shape(1) == view.row_bytes(), "rows must be bytes[keys, row_bytes]");
+            nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows) {
+  require(rows.shape(0) == keys.size() && rows.shape(1) == self.row_bytes(), "rows must be bytes[keys, row_bytes]");
   return unlocked([&, k = keys.data(), n = keys.size(), r = rows.data()] { return self.next(n, k, r); });
 }
 
@@ -134,7 +134,7 @@ void bind_serving(nb::module_& m) {
         return nb::ndarray<nb::numpy, const uint64_t, nb::ndim<1>>(keys.data(), {keys.size()}, nb::find(self));
       });
 
-  nb::class_<View::Scan>(m, "SnapshotScan").def("next", scan, "keys"_a, "rows"_a, "view"_a);
+  nb::class_<View::Scan>(m, "SnapshotScan").def("next", scan, "keys"_a, "rows"_a);
   m.def("fill_initial", fill_initial, "keys"_a, "found"_a, "out"_a, "kind"_a, "scale"_a, "seed"_a, "table"_a);
 }
 

@@ -64,6 +64,7 @@ class View {
     explicit Scan(std::shared_ptr<const View> view);
     // Copies stored rows; returns their number; 0: end.
     size_t next(size_t max_rows, uint64_t* keys, uint8_t* rows);
+    uint32_t row_bytes() const { return view_->row_bytes(); }
 
    private:
     std::shared_ptr<const View> view_;

@@ -53,7 +53,7 @@ class StoredRows:
         while True:
             keys = np.empty(_SCAN_ROWS, np.uint64)
             rows = np.empty((_SCAN_ROWS, self._view.row_bytes), np.uint8)
-            count = scan.next(keys, rows, self._view)
+            count = scan.next(keys, rows)
             if count == 0:
                 return
             yield Stored(keys[:count], rows[:count])
