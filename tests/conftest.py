@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +26,26 @@ def pytest_configure() -> None:
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if (graphs := os.environ.get("THERMOCLINE_GRAPHS")) is not None:
+        _set_graphs(graphs == "1")
+
+
+def _set_graphs(enabled: bool) -> None:
+    """Record steps and planning, or not, in every test that does not choose: THERMOCLINE_GRAPHS=1 or 0."""
+    from thermocline.config.train import TrainConfig
+    from thermocline.tiers.hbm_backend import HbmBackend
+
+    set_config, start = TrainConfig.__init__, HbmBackend.__init__
+
+    def set_config_so(self: TrainConfig, *args: Any, **settings: Any) -> None:
+        set_config(self, *args, **{"graphs": "auto" if enabled else "off"} | settings)
+
+    def start_so(self: HbmBackend, *args: Any, **options: Any) -> None:
+        start(self, *args, **options)
+        self.record_planning(enabled)
+
+    TrainConfig.__init__ = set_config_so  # type: ignore[method-assign]
+    HbmBackend.__init__ = start_so  # type: ignore[method-assign]
 
 
 @pytest.fixture

@@ -51,10 +51,9 @@ class TrainConfig:
     Parameters, gradients and rows stay fp32, and evaluation computes in fp32."""
     compile: bool = False
     """Compile the dense part with torch.compile: faster steps after a first step that takes seconds to minutes."""
-    graphs: Graphs = "off"
+    graphs: Graphs = "auto"
     """Run training steps on a GPU as CUDA graphs: "auto", where the model allows it, else with a warning that gives the
-    reason; "on", or raise an error; "off". Off by default: its last corrections have not been tested on a GPU. Python
-    code in a model's forward runs only while a step is recorded."""
+    reason; "on", or raise an error; "off". Python code in a model's forward runs only while a step is recorded."""
     torch_threads: Maybe[Count] = None
     """Threads of torch, which its results depend on bit by bit. By default torch's own number; a resumed run uses the
     number that it was saved with."""

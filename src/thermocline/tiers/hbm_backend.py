@@ -64,9 +64,10 @@ class HbmBackend:
         self._load_scale()
         self._stream = stream_ahead(device)
         self._capacities = Capacities()
-        self.plan_graphs = PlanGraphs(self.hbm, enabled=False)
-        """Recorded planning of windows of equal shape: `record_planning` enables it."""
+        self.plan_graphs = PlanGraphs(self.hbm)
+        """Recorded planning of windows of equal shape."""
         self.plans_on_device = False
+        self.record_planning(True)
         self.recorded_step: StoredStep | None = None
         """While a training step is recorded: the constants of all its replays."""
         compile_ahead(self.hbm, self._codec, spec)

@@ -192,8 +192,8 @@ class PlanGraph:
 class PlanGraphs:
     """Recordings of the shapes that a table's windows have more than once."""
 
-    def __init__(self, tier: HbmTier, *, enabled: bool) -> None:
-        self.enabled = enabled
+    def __init__(self, tier: HbmTier) -> None:
+        self.enabled = False
         """Whether windows are planned by recordings, where possible. The results are the same."""
         self._tier = tier
         self._graphs: dict[WindowShape, PlanGraph] = {}
