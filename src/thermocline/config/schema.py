@@ -1,7 +1,7 @@
-"""`Config`: all settings of a run in six sections. One schema is the API, the TOML file and the `--set` flags.
+"""`Config`: all settings of a run in seven sections. One schema is the API, the TOML file and the `--set` flags.
 
-[data] is `tc.Data`, [model] is `tc.ModelConfig`, [precision] is `tc.Precision`, [tiers] is `tc.Tiers`, [train] is
-`tc.Train` with all fields of `tc.TrainConfig`, and [dist] is `tc.Dist`. Imports no torch.
+[data] is `tc.Data`, [model] is `tc.ModelConfig`, [precision] is `tc.Precision`, [admission] is `tc.Admission`, [tiers]
+is `tc.Tiers`, [train] is `tc.Train` with all fields of `tc.TrainConfig`, and [dist] is `tc.Dist`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from thermocline.config.fields import Count, Lookahead, Maybe, NonNegative, Rule
 from thermocline.config.model import ModelConfig
 from thermocline.config.section import section
 from thermocline.config.train import TrainConfig
+from thermocline.embedding.admission import Admission
 from thermocline.embedding.precision import Precision
 from thermocline.embedding.table_spec import OnDamage, Policy
 
@@ -85,6 +86,8 @@ class Config:
     """Architecture and its sizes."""
     precision: Precision = Precision()
     """Stored precision of embedding weights."""
+    admission: Maybe[Admission] = None
+    """Which keys get a row. By default all that are trained."""
     tiers: Tiers = Tiers()
     """Memory budgets and the SSD store."""
     train: Train = Train()

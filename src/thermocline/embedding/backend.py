@@ -348,6 +348,13 @@ class RowBackend(Protocol):
         """Close the table's own store. What was not committed is lost."""
 
 
+class LocalBackend(RowBackend, Protocol):
+    """A backend of one process: it can compute initial rows without an access to its tiers."""
+
+    def read_initial(self, inputs: BagInputs) -> BatchPlan:
+        """Plan a batch on the initial rows of its keys, whatever the tiers hold. Thread: load."""
+
+
 class Unrecorded:
     """Base of backends that plan on the CPU: nothing is recorded, and `cannot_record` says why."""
 
@@ -369,7 +376,7 @@ class Unrecorded:
         raise NotImplementedError
 
 
-class ShardBackend(RowBackend, Protocol):
+class ShardBackend(LocalBackend, Protocol):
     """A backend that can serve as one rank's part of a sharded table: rows by key list instead of by batch."""
 
     def horizon(self, *, training: bool) -> KeyHorizon:

@@ -47,6 +47,7 @@ class ThroughputMeter:
     def __init__(self, tables: Sequence[Table], state: dict[str, Any] | None = None) -> None:
         """state: `state()` of the meter whose epoch is continued."""
         self._tables = tables
+        self._admitting = {table.name: table for table in tables if table.admission is not None}
         self._thread: ThreadPoolExecutor | None = None
         self._update: Future[None] | None = None
         self._began = time.perf_counter()
@@ -75,6 +76,7 @@ class ThroughputMeter:
         self._loss = 0.0
         self._steps = 0
         self._rows = {table.name: table.tier_counts() for table in self._tables}
+        self._admission = {name: table.admission_stats for name, table in self._admitting.items()}
         self._stages: dict[str, StageStats] = {}
         self._lookahead: tuple[LookAheadStats, LookAheadStats] | None = None
         """The pipeline's figures at the last log: their object, and a copy."""
@@ -127,6 +129,8 @@ class ThroughputMeter:
             "stages": {stage.name: self._stage_shares(stage, wall) for stage in stages},
             "lookahead": self._lookahead_figures(lookahead, wall),
         }
+        if admission := {name: self._admission_figures(table) for name, table in self._admitting.items()}:
+            row["admission"] = admission
         self.restart()
         self._lookahead = None if lookahead is None else (lookahead, dataclasses.replace(lookahead))
         self._stages = {
@@ -148,6 +152,20 @@ class ThroughputMeter:
         counts = {tier: max(0, now - before[tier]) for tier, now in table.tier_counts().items()}
         total = sum(counts.values())
         return {tier: count / total if total else None for tier, count in counts.items()}
+
+    def _admission_figures(self, table: Table) -> dict[str, int]:
+        """Keys and occurrences since the last log, and memory in bytes, of one table."""
+        now, before = table.admission_stats, self._admission[table.name]
+        assert now is not None
+        assert before is not None
+        return {
+            "keys_admitted": now.keys_admitted - before.keys_admitted,
+            "ids_admitted": now.ids_admitted - before.ids_admitted,
+            "ids_refused": now.ids_refused - before.ids_refused,
+            "counters": now.counters,
+            "counters_dropped": max(0, now.counters_dropped - before.counters_dropped),
+            "bytes": now.counter_bytes + now.admitted_bytes + now.log_bytes,
+        }
 
     def _stage_shares(self, stage: StageStats, wall: float) -> dict[str, float]:
         """Shares of the wall time; `fill` is the mean number of items ready for the next stage."""
