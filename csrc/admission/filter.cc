@@ -11,7 +11,8 @@ namespace thermocline {
 
 namespace {
 
-constexpr size_t kAhead = 16;  // keys whose memory is requested before it is read
+constexpr size_t kBlock = 64;  // ids whose memory is requested before it is read
+constexpr size_t kAhead = 8;   // likewise, of ids that are counted
 constexpr size_t kFirstSlots = 1024;
 constexpr uint32_t kTrained = 1;
 constexpr uint32_t kPlanned = 2;
@@ -32,31 +33,50 @@ AdmissionFilter::AdmissionFilter(const AdmissionRule& rule)
   if (rule.kind == AdmissionKind::kSketch) sketch_ = std::make_unique<CountSketch>(rule.memory);
 }
 
+// Calls found(i, value) for each id in order; 0: it is not admitted. A block's memory is requested before it is read.
+template <typename Fn>
+void AdmissionFilter::look_up(const uint64_t* ids, size_t n, Fn&& found) const {
+  size_t homes[kBlock];
+  for (size_t first = 0; first < n; first += kBlock) {
+    const size_t count = std::min(kBlock, n - first);
+    for (size_t i = 0; i < count; ++i) {
+      homes[i] = admitted_.home(ids[first + i]);
+      admitted_.prefetch(homes[i]);
+    }
+    for (size_t i = 0; i < count; ++i) found(first + i, admitted_.get(ids[first + i], homes[i]));
+  }
+}
+
 uint64_t AdmissionFilter::plan(const uint64_t* ids, size_t n, uint8_t* refused, const uint8_t* counted) {
   std::lock_guard lock(mutex_);
   Log log;
   log.batch = planned_ + 1;
   log.dropped_before = dropped_;
   log.ids = n;
-  uint64_t waiting = 0;
-  for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) admitted_.prefetch(ids[i + kAhead]);
-    refused[i] = admitted_.get(ids[i]) == 0;
-    waiting += refused[i];
-  }
-  if (waiting != 0) {
-    for (size_t i = 0; i < n; ++i) {
-      if (i + kAhead < n && refused[i + kAhead]) prefetch(ids[i + kAhead]);
-      if (!refused[i] || (counted && !counted[i]) || admitted_.get(ids[i]) != 0) continue;
-      if (count(ids[i], i, log)) {
-        admitted_.set_growing(ids[i], kPlanned);
-        log.admitted.push_back(ids[i]);
-      }
+  waiting_.resize(n);
+  size_t waiting = 0;
+  look_up(ids, n, [&](size_t i, uint32_t value) {
+    refused[i] = value == 0;
+    waiting_[waiting] = static_cast<uint32_t>(i);
+    waiting += value == 0;
+  });
+  log.keys.reserve(counters_ ? waiting : 0);
+  for (size_t w = 0; w < waiting; ++w) {
+    if (w + kAhead < waiting) prefetch(ids[waiting_[w + kAhead]]);
+    const size_t i = waiting_[w];
+    if ((counted && !counted[i]) || admitted_.get(ids[i]) != 0) continue;  // an earlier occurrence may have admitted it
+    if (count(ids[i], i, log)) {
+      admitted_.set_growing(ids[i], kPlanned);
+      log.admitted.push_back(ids[i]);
     }
-    if (!log.admitted.empty())
-      for (size_t i = 0; i < n; ++i)
-        if (refused[i]) refused[i] = admitted_.get(ids[i]) == 0;
-    for (size_t i = 0; i < n; ++i) log.refused += refused[i];
+  }
+  log.refused = waiting;
+  if (!log.admitted.empty()) {
+    for (size_t w = 0; w < waiting; ++w) {
+      const size_t i = waiting_[w];
+      refused[i] = admitted_.get(ids[i]) == 0;
+      log.refused -= !refused[i];
+    }
   }
   planned_ = log.batch;
   logs_.push_back(std::move(log));
@@ -64,7 +84,7 @@ uint64_t AdmissionFilter::plan(const uint64_t* ids, size_t n, uint8_t* refused, 
 }
 
 void AdmissionFilter::prefetch(uint64_t key) const {
-  if (counters_) counters_->prefetch(key);
+  if (counters_) counters_->prefetch(counters_->home(key));
   if (sketch_) sketch_->prefetch(key);
 }
 
@@ -121,10 +141,7 @@ bool AdmissionFilter::drawn(uint64_t key, uint64_t batch, size_t position) const
 
 void AdmissionFilter::read(const uint64_t* ids, size_t n, uint8_t* refused) const {
   std::lock_guard lock(mutex_);
-  for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) admitted_.prefetch(ids[i + kAhead]);
-    refused[i] = admitted_.get(ids[i]) != kTrained;
-  }
+  look_up(ids, n, [&](size_t i, uint32_t value) { refused[i] = value != kTrained; });
 }
 
 void AdmissionFilter::train(uint64_t batch, bool stored) {

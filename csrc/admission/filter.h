@@ -109,6 +109,8 @@ class AdmissionFilter {
     size_t bytes() const;
   };
 
+  template <typename Fn>
+  void look_up(const uint64_t* ids, size_t n, Fn&& found) const;
   void prefetch(uint64_t key) const;
   bool count(uint64_t key, size_t position, Log& log);
   bool count_exactly(uint64_t key, Log& log);
@@ -128,6 +130,7 @@ class AdmissionFilter {
   uint64_t dropped_ = 0;
   std::deque<Log> logs_;  // of the batches trained_ + 1 .. planned_
   AdmissionStats totals_;
+  std::vector<uint32_t> waiting_;  // positions of the present batch whose keys are not admitted
 };
 
 }  // namespace thermocline

@@ -23,14 +23,19 @@ class KeyCounts {
   size_t limit() const { return slots_ * 4 / 5; }
   size_t bytes() const { return memory_.size(); }
 
-  void prefetch(uint64_t key) const { __builtin_prefetch(table() + home(key)); }
+  // Where the search for a key begins: callers with many keys compute and prefetch it first.
+  size_t home(uint64_t key) const {
+    return static_cast<size_t>((static_cast<unsigned __int128>(hash_key(key)) * slots_) >> 64);
+  }
+  void prefetch(size_t home) const { __builtin_prefetch(table() + home); }
 
   // 0: the key is not in the map.
-  uint32_t get(uint64_t key) const { return table()[find(key)].value; }
+  uint32_t get(uint64_t key) const { return get(key, home(key)); }
+  uint32_t get(uint64_t key, size_t home) const { return table()[find(key, home)].value; }
 
   // A new key must not exceed the limit; 0 removes the key.
   void set(uint64_t key, uint32_t value) {
-    const size_t at = find(key);
+    const size_t at = find(key, home(key));
     if (value == 0) {
       if (table()[at].value != 0) erase(at);
       return;
@@ -66,14 +71,11 @@ class KeyCounts {
   static_assert(sizeof(Slot) == kSlotBytes);
 
   Slot* table() const { return memory_.as<Slot>(); }
-  size_t home(uint64_t key) const {
-    return static_cast<size_t>((static_cast<unsigned __int128>(mem_hash(hash_key(key))) * slots_) >> 64);
-  }
   size_t next(size_t i) const { return i + 1 == slots_ ? 0 : i + 1; }
 
   // The slot of the key, or the free slot where it belongs.
-  size_t find(uint64_t key) const {
-    size_t i = home(key);
+  size_t find(uint64_t key, size_t home) const {
+    size_t i = home;
     while (table()[i].value != 0 && table()[i].key != key) i = next(i);
     return i;
   }

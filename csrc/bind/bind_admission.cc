@@ -34,7 +34,7 @@ std::vector<T> to_vector(const Array<T>& values) {
 }
 
 uint64_t plan(AdmissionFilter& self, KeysArg ids, BytesArg refused, std::optional<Array<uint8_t>> counted) {
-  require(refused.size() == ids.size() && (!counted || counted->size() == ids.size()),
+  require(ids.size() < UINT32_MAX && refused.size() == ids.size() && (!counted || counted->size() == ids.size()),
           "refused and counted must have one byte per id");
   return unlocked([&, k = ids.data(), n = ids.size(), r = refused.data(), c = counted ? counted->data() : nullptr] {
     return self.plan(k, n, r, c);

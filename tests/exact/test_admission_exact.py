@@ -179,3 +179,37 @@ def test_a_run_that_resumes_has_the_bits_of_one_that_did_not_stop(
         table.close()
     assert_expected(table, model, otherwise, count, True)
     table.close()
+
+
+def train_and_forget(options: Options, otherwise: Otherwise, folder: Path) -> tuple[bytes, bytes]:
+    """Train, and count some keys with a row from 0 after three of the steps."""
+    one_torch_thread()
+    table = open_table(options, otherwise, folder)
+    assert table._admission is not None
+    table._admission.may_forget = True
+    model = make_model(table)
+    dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
+    with tc.prefetch(batches(60, True), table, depth=options.depth, pull_window=options.pull_window) as source:
+        for step, batch in enumerate(source, 1):
+            loss_of(model, batch).backward()
+            table.step()
+            dense.step()
+            dense.zero_grad()
+            if step in (20, 25, 41):
+                hot = np.array(sorted(int(key) for key in np.unique(batches(60, True)[step].ids))[::2], np.uint64)
+                table._admission.forget(hot)
+    result = bits(table.read(probe(60, True))), weights_of(model)
+    table.dram.check()
+    table.close()
+    return result
+
+
+@pytest.mark.parametrize("otherwise", OTHERWISE)
+def test_keys_count_from_0_after_their_rows_were_deleted_whatever_was_planned(
+    otherwise: Otherwise, tmp_path: Path
+) -> None:
+    """The batch after the step has every second key: at depth 1 it is planned after the deletion, else before."""
+    serial = train_and_forget(Options("dram"), otherwise, tmp_path / "serial")
+    assert serial != expected(otherwise, 60, True)[:2]
+    for number, options in enumerate([Options("dram", 4), Options("ssd", 3, 2, 9), Options("ssd", 1, 1, 5)]):
+        assert train_and_forget(options, otherwise, tmp_path / str(number)) == serial

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,14 @@ from thermocline.embedding.admission_plan import (
     AdmittedRecordedRows,
     AdmittedWindow,
     Decision,
+    inner_plan,
 )
-from thermocline.embedding.admission_split import SplitBag, SplitInputs, all_ids, first_reads, split_inputs
+from thermocline.embedding.admission_split import Refused, SplitBag, SplitInputs, all_ids, first_reads, split_inputs
 from thermocline.embedding.backend import LocalBackend, RecordedRows, RowHorizon
-from thermocline.embedding.batch_plan import BagInputs, Gradient, ReducedGradients
+from thermocline.embedding.batch_plan import BagInputs, BagSpec, Gradient, ReducedGradients
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.table_spec import TableSpec
-from thermocline.errors import ThermoclineError
+from thermocline.errors import BudgetError, ThermoclineError
 
 _KINDS = {"exact": 0, "sketch": 1, "probability": 2}
 
@@ -59,7 +61,11 @@ class AdmissionBackend:
         )
         self._planner: object = None
         """The pipeline that plans training batches; None: none is open."""
-        self._lock = threading.Lock()  # held while the rows of a store are listed
+        self.may_forget = False
+        """Whether rows may be deleted while batches are planned: their ids are kept then, to decide again."""
+        self._planned: deque[Decision] = deque()
+        """If so: decisions about batches that the training loop has not received."""
+        self._lock = threading.Lock()  # held while batches are planned and rows are listed
         self._listed = False
         """Whether the filter knows all keys with a row."""
         self._fetched = 0
@@ -87,15 +93,17 @@ class AdmissionBackend:
     def decide(self, inputs: BagInputs) -> Decision:
         """Plan the next training batch. Thread: the one that plans."""
         self._list_rows()
+        with self._lock:
+            decision = Decision(inputs, self._count(inputs), keep=self.may_forget)
+            if self.may_forget:
+                self._planned.append(decision)
+            return decision
+
+    def _count(self, inputs: BagInputs) -> Refused | None:
         ids = all_ids(inputs)
         refused = np.empty(len(ids), np.uint8)
         self._filter.plan(ids, refused, first_reads(inputs))
-        return self._decision(inputs, ids, refused)
-
-    @staticmethod
-    def _decision(inputs: BagInputs, ids: Keys, refused: np.ndarray[Any, np.dtype[np.uint8]]) -> Decision:
-        mask = refused.view(np.bool_)
-        return Decision(inputs, mask, ids[mask]) if mask.any() else Decision(inputs, None, None)
+        return refused.view(np.bool_) if refused.any() else None
 
     def split(self, inputs: BagInputs, decision: Decision) -> SplitInputs:
         """Divide the inputs of a batch by a decision about it."""
@@ -142,11 +150,27 @@ class AdmissionBackend:
         """Undo the decisions about batches that the training loop did not receive: they will not be trained."""
         if self._planner is planner:
             self._filter.roll_back(self._fetched)
+            self._planned.clear()
             self._planner = None
 
     def forget(self, keys: Keys) -> None:
-        """Count keys from 0: their rows were deleted."""
-        self._filter.forget(keys)
+        """Count keys from 0: their rows were deleted. Decide again about the batches that were planned. Between steps.
+
+        Batches that were prepared with another decision are prepared again when the loop receives them.
+        """
+        with self._lock:
+            if self._filter.planned > self._fetched and not self.may_forget:
+                raise ThermoclineError(
+                    f"table {self._name!r} has admission: rows cannot be deleted while a training pipeline is open, "
+                    "unless the table was made with the rules (expiry). Close tc.prefetch first"
+                )
+            self._filter.roll_back(self._fetched)
+            self._filter.forget(keys)
+            for decision in self._planned:
+                assert decision.inputs is not None
+                refused = self._count(decision.inputs)
+                if not _same(refused, decision.refused):
+                    decision.refused = refused
 
     # ---- state
 
@@ -207,8 +231,11 @@ class AdmissionBackend:
             batch.forget()
         decisions = [batch.decision for batch in ahead] or [self.decide(batch) for batch in inputs]
         split = [self.split(batch, decision) for batch, decision in zip(inputs, decisions, strict=True)]
-        window = self.inner.stage([batch.trained for batch in split], [batch.inner for batch in ahead])
-        return AdmittedWindow(window, split)
+        below = [batch.inner for batch in ahead]
+        if any(batch.refused is not used.refused for batch, used in zip(ahead, split, strict=False)):
+            while below:  # its keys are those of an earlier decision
+                below.pop().release()
+        return AdmittedWindow(self.inner.stage([batch.trained for batch in split], below), split)
 
     def exchange(self, window: AdmittedWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
         self.inner.exchange(window.inner, padding, ahead=ahead)
@@ -218,15 +245,16 @@ class AdmissionBackend:
 
     def prepare(self, window: AdmittedWindow) -> list[Any]:
         plans = self.inner.prepare(window.inner)
-        return [self._plan(plan, inputs) for plan, inputs in zip(plans, window.inputs, strict=True)]
+        return [self._plan(plan, inputs, window) for plan, inputs in zip(plans, window.inputs, strict=True)]
 
-    def _plan(self, plan: Any, inputs: SplitInputs) -> Any:
+    def _plan(self, plan: Any, inputs: SplitInputs, window: AdmittedWindow | None = None) -> Any:
         """Add what is not trained to the plan of what is."""
         if not inputs.splits:
-            return plan
+            again = self.may_forget and window is not None
+            return AdmittedPlan(plan, None, plan.bags, inputs.refused, window) if again else plan
         others = inputs.others
         initial = self.inner.read_initial(others) if others else None
-        bags = {}
+        bags: dict[BagSpec, Any] = {}
         for spec, split in inputs.splits.items():
             weights = inputs.trained[spec].weights
             bags[spec] = SplitBag(
@@ -235,7 +263,27 @@ class AdmissionBackend:
                 split,
                 None if weights is None else torch.from_numpy(weights),
             )
-        return AdmittedPlan(plan, initial, bags)
+        return AdmittedPlan(plan, initial, bags, inputs.refused, window)
+
+    def _plan_again(self, plan: AdmittedPlan, decision: Decision) -> None:
+        """Replace the content of a plan by what another decision gives."""
+        assert decision.inputs is not None
+        assert plan.window is not None
+        split = self.split(decision.inputs, decision)
+        window = self.inner.stage([split.trained])
+        plan.window.again.append(window)
+        while True:
+            try:
+                self.inner.pin(window)
+                break
+            except BudgetError:
+                dram = self.inner.tiers.dram
+                if dram is None or not dram.drop_hints():
+                    raise
+        (inner,) = self.inner.prepare(window)
+        self.inner.load(window)
+        new = self._plan(inner, split, plan.window)
+        plan.inner, plan.initial, plan.bags, plan.refused = new.inner, new.initial, new.bags, new.refused
 
     def load(self, window: AdmittedWindow) -> None:
         self.inner.load(window.inner)
@@ -246,15 +294,20 @@ class AdmissionBackend:
     # ---- training
 
     def fetch(self, plan: Any) -> None:
-        self.inner.fetch(_inner(plan))
+        if self.may_forget:
+            with self._lock:
+                decision = self._planned.popleft()
+            if decision.refused is not plan.refused:
+                self._plan_again(plan, decision)
+        self.inner.fetch(inner_plan(plan))
         self._fetched += 1
 
     def is_current(self, plan: Any) -> bool:
-        return self.inner.is_current(_inner(plan))
+        return self.inner.is_current(inner_plan(plan))
 
     def pool(self, plan: Any, bag: Any) -> torch.Tensor:
         if not isinstance(bag, SplitBag):
-            return self.inner.pool(plan, bag)
+            return self.inner.pool(inner_plan(plan), bag)
         pooled = self.inner.pool(plan.inner, bag.trained)
         if bag.others is not None:
             places = bag.on(pooled.device, "places")
@@ -263,7 +316,7 @@ class AdmissionBackend:
 
     def with_weights(self, plan: Any, bag: Any, weights: torch.Tensor) -> Any:
         if not isinstance(bag, SplitBag):
-            return self.inner.with_weights(plan, bag, weights)
+            return self.inner.with_weights(inner_plan(plan), bag, weights)
         refused = bag.on(weights.device, "refused")
         own = weights[~refused]
         trained = self.inner.with_weights(plan.inner, bag.trained, own)
@@ -274,7 +327,7 @@ class AdmissionBackend:
 
     def weight_gradient(self, plan: Any, bag: Any, grads: torch.Tensor) -> torch.Tensor:
         if not isinstance(bag, SplitBag):
-            return self.inner.weight_gradient(plan, bag, grads)
+            return self.inner.weight_gradient(inner_plan(plan), bag, grads)
         refused = bag.on(grads.device, "refused")
         gradient = torch.zeros(len(refused), device=grads.device)
         gradient[~refused] = self.inner.weight_gradient(plan.inner, bag.trained, grads)
@@ -307,7 +360,7 @@ class AdmissionBackend:
         """Return the gradient for the admitted ids of a bag: the coefficient of an id is weight / ids, for mean."""
         bag, values = gradient.bag, gradient.values
         if not isinstance(bag, SplitBag):
-            return gradient
+            return dataclasses.replace(gradient, plan=inner_plan(gradient.plan))
         trained = bag.trained
         if bag.split.sizes is not None and bag.weights is None:
             values = values * (1 / bag.on(values.device, "sizes"))[:, None]
@@ -344,10 +397,10 @@ class AdmissionBackend:
         return self.inner.cannot_record()
 
     def plan_shape(self, plan: Any) -> Any:
-        return None if isinstance(plan, AdmittedPlan) else self.inner.plan_shape(plan)
+        return self.inner.plan_shape(inner_plan(plan))
 
     def recorded_rows(self, plan: Any) -> RecordedRows:
-        return AdmittedRecordedRows(self.inner.recorded_rows(plan), self)
+        return AdmittedRecordedRows(self.inner.recorded_rows(inner_plan(plan)), self)
 
     def replayed(self) -> None:
         """Note that a recorded step has trained one batch, with all its bags."""
@@ -363,7 +416,7 @@ class AdmissionBackend:
         ids = all_ids(inputs)
         refused = np.empty(len(ids), np.uint8)
         self._filter.read(ids, refused)
-        split = self.split(inputs, self._decision(inputs, ids, refused))
+        split = split_inputs(inputs, refused.view(np.bool_) if refused.any() else None, self.admission.otherwise)
         return self._plan(self.inner.read_batch(split.trained), split)
 
     # ---- other rows: what replaces them decides which keys are admitted
@@ -420,5 +473,5 @@ class AdmissionBackend:
         return undo_all
 
 
-def _inner(plan: Any) -> Any:
-    return plan.inner if isinstance(plan, AdmittedPlan) else plan
+def _same(a: Refused | None, b: Refused | None) -> bool:
+    return a is b if a is None or b is None else np.array_equal(a, b)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from thermocline.arrays import Keys
-from thermocline.embedding.admission_split import Refused, SplitBag, SplitInputs
+from thermocline.embedding.admission_split import Refused, SplitInputs, all_ids
 from thermocline.embedding.backend import BatchAhead, ReadCounts, RecordedRows, RowHorizon, RowWindow
 from thermocline.embedding.batch_plan import BagInputs, BagSpec, Pins
 
@@ -29,20 +29,24 @@ class Planner(Protocol):
 
 
 class Decision:
-    """What the filter decided about one batch."""
+    """What the filter decided about one batch. It changes if a row of a coming batch is deleted (`inputs`)."""
 
-    __slots__ = ("ids", "refused", "specs")
+    __slots__ = ("ids", "inputs", "refused", "specs")
 
-    def __init__(self, inputs: BagInputs, refused: Refused | None, ids: Keys | None) -> None:
+    def __init__(self, inputs: BagInputs, refused: Refused | None, *, keep: bool = False) -> None:
         self.specs = tuple(inputs)
         self.refused = refused
         """Per id of all inputs; None: all are admitted."""
-        self.ids = ids
+        self.ids = None if refused is None else all_ids(inputs)[refused]
         """The ids that are not admitted."""
+        self.inputs = inputs if keep else None
+        """The inputs, to decide again; None: the decision is final."""
 
     @property
     def bytes(self) -> int:
-        return sum(array.nbytes for array in (self.refused, self.ids) if array is not None)
+        """Memory, that of shared arrays included."""
+        kept = () if self.inputs is None else (source.ids for source in self.inputs.values())
+        return sum(array.nbytes for array in (self.refused, self.ids, *kept) if array is not None)
 
 
 class AdmittedAhead:
@@ -51,10 +55,14 @@ class AdmittedAhead:
     def __init__(self, inner: BatchAhead, decision: Decision, horizon: AdmittedHorizon) -> None:
         self.inner = inner
         self.decision = decision
+        self.refused, self._lost = decision.refused, decision.ids
+        """The decision when the batch was added: the horizon has the rows of the other ids."""
+        self._bytes = decision.bytes
         self._horizon: AdmittedHorizon | None = horizon
+        horizon.count_bytes(self._bytes)
 
     def restore(self) -> Keys:
-        ids, refused, lost = self.inner.restore(), self.decision.refused, self.decision.ids
+        ids, refused, lost = self.inner.restore(), self.refused, self._lost
         if refused is None or lost is None:
             return ids
         whole: Keys = np.empty(len(refused), np.uint64)
@@ -74,11 +82,11 @@ class AdmittedAhead:
         """Stop counting the memory of the decision."""
         horizon, self._horizon = self._horizon, None
         if horizon is not None:
-            horizon.count_bytes(-self.decision.bytes)
+            horizon.count_bytes(-self._bytes)
 
     @property
     def bytes(self) -> int:
-        return self.inner.bytes + self.decision.bytes
+        return self.inner.bytes + self._bytes
 
 
 class AdmittedHorizon:
@@ -94,7 +102,6 @@ class AdmittedHorizon:
         if frozen:
             return self._inner.add(inputs, frozen=True)  # rows that are only read
         decision = self._backend.decide(inputs)
-        self.count_bytes(decision.bytes)
         return AdmittedAhead(self._inner.add(self._backend.split(inputs, decision).trained), decision, self)
 
     def count_bytes(self, added: int) -> None:
@@ -142,19 +149,28 @@ class AdmittedWindow:
 
     inner: RowWindow
     inputs: list[SplitInputs]
+    again: list[RowWindow] = dataclasses.field(default_factory=list)
+    """Windows of batches that were planned again."""
 
     def release(self) -> None:
         self.inner.release()
+        while self.again:
+            self.again.pop().release()
 
 
 @dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
 class AdmittedPlan:
-    """See `BatchPlan`: the plan of a batch in which some ids are not admitted."""
+    """See `BatchPlan`: the plan of a batch in which some ids are not admitted, or which may be planned again."""
 
     inner: Any
     initial: Any
-    """Plan of the initial rows of the other ids; None: their vectors are zero."""
-    bags: dict[BagSpec, SplitBag]
+    """Plan of the initial rows of the other ids; None: their vectors are zero, or there are none."""
+    bags: dict[BagSpec, Any]
+    """`SplitBag` if the batch has ids that are not admitted and not shared, else the inner plan's."""
+    refused: Refused | None
+    """The decision that was used."""
+    window: AdmittedWindow | None
+    """None in evaluation."""
 
     @property
     def pins(self) -> Pins | None:
@@ -167,6 +183,11 @@ class AdmittedPlan:
             self.initial.use()
 
 
+def inner_plan(plan: Any) -> Any:
+    """Return the plan of the backend below."""
+    return plan.inner if isinstance(plan, AdmittedPlan) else plan
+
+
 class AdmittedRecordedRows:
     """See `RecordedRows`. A replay calls neither `update` nor `end_step`."""
 
@@ -176,7 +197,7 @@ class AdmittedRecordedRows:
         self.plan = inner.plan
 
     def load(self, plan: Any) -> None:
-        self._inner.load(plan)
+        self._inner.load(inner_plan(plan))
 
     def set_constants(self, step: int, lr: float, scale: float) -> None:
         self._inner.set_constants(step, lr, scale)
@@ -185,5 +206,5 @@ class AdmittedRecordedRows:
         return self._inner.recording()
 
     def launched(self, plan: Any) -> None:
-        self._inner.launched(plan)
+        self._inner.launched(inner_plan(plan))
         self._backend.replayed()

@@ -75,6 +75,8 @@ class SplitInputs:
     trained: BagInputs
     splits: dict[BagSpec, SplitInput]
     """Empty: all ids are in `trained`."""
+    refused: Refused | None
+    """Per id of all inputs: whether it is not admitted; None: all are."""
 
     @property
     def others(self) -> BagInputs:
@@ -85,7 +87,7 @@ class SplitInputs:
 def split_inputs(inputs: BagInputs, refused: Refused | None, otherwise: Otherwise) -> SplitInputs:
     """Divide the inputs of a batch. `refused`: per id of all inputs, or None if all are admitted."""
     if refused is None:
-        return SplitInputs(inputs, {})
+        return SplitInputs(inputs, {}, None)
     trained, splits = {}, {}
     first = first_other = 0
     for spec, source in inputs.items():
@@ -96,7 +98,7 @@ def split_inputs(inputs: BagInputs, refused: Refused | None, otherwise: Otherwis
         trained[spec], splits[spec] = _split(source, own, first, first_other, initial=otherwise == "initial")
         first += len(trained[spec].ids)
         first_other += int(own.sum())
-    return SplitInputs(trained, splits)
+    return SplitInputs(trained, splits, refused)
 
 
 def _split(
