@@ -133,12 +133,14 @@ def main() -> None:
         parts = record[name] = filter_seconds(setting, batches, options.warm)
         added = parts["filter"] + parts["split"]
         detail = (
-            f"{1e3 * parts['filter']:.2f} + {1e3 * parts['split']:.2f} ms of {1e3 * step:.0f} ms; {added / table_step:.1%} of "
-            f"the small step, {1e3 * table_step:.0f} ms; {parts['refused']:.0%} of ids refused"
+            f"{1e3 * parts['filter']:.2f} + {1e3 * parts['split']:.2f} ms of {1e3 * step:.0f} ms; {added / table_step:.1%} "
+            f"of the small step, {1e3 * table_step:.0f} ms; {parts['refused']:.0%} of ids refused"
         )
         claims.append(Claim(f"filter + split, {name}", added / step, TARGET, "of a step", at_most=True, detail=detail))
     print_claims("Admission by count", claims)
-    console.print(f"whole step, initial: {with_admission['median'] / step - 1:+.1%} (steps {options.warm_steps} and later)")
+    console.print(
+        f"whole step, initial: {with_admission['median'] / step - 1:+.1%} (steps {options.warm_steps} and later)"
+    )
     if options.json is not None:
         write_json(options.json, record, claims)
 
