@@ -283,6 +283,23 @@ def serve(
 
 
 @app.command()
+def watch(
+    run_dir: Annotated[
+        str, typer.Argument(metavar="RUN", help="Folder of a run (train.run_dir); it need not exist yet.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: a free one.")] = 8816,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow other machines to connect.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show a run in the browser, live: speed, AUC, rows by tier, look-ahead, disk, ranks. Read-only; Ctrl-C ends it."""
+    with _one_line(debug):
+        from thermocline.cli.watch import watch as serve_page
+
+        serve_page(run_dir, host=host, port=port, insecure=insecure)
+
+
+@app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="A store, a run_dir, or a checkpoint's .json file.")],
     check: Annotated[bool, typer.Option("--check", help="Verify every byte.")] = False,
