@@ -26,7 +26,8 @@ def status() -> dict[str, Any]:
 
 
 def test_a_finished_run_with_rows_on_ssd(tmp_path: Path) -> None:
-    text = SMALL.replace('mem = "4MB"', 'mem = "2MB"\nssd = "store"').replace("keys = 3000", "keys = 300_000\nzipf = 0.3")
+    text = SMALL.replace('mem = "4MB"', 'mem = "2MB"\nssd = "store"')
+    text = text.replace("keys = 3000", "keys = 300_000\nzipf = 0.3")
     done("train", write_config(tmp_path, text), "--set", "data.synth.examples=12000", "--set", "train.valid_every=20")
     now = status()
     assert (now["state"], now["step"], now["total_steps"], now["error"]) == ("finished", 120, 120, "")

@@ -171,7 +171,7 @@ class RunReader:
             return {}
         shown = {}
         for section, keys in _SETUP.items():
-            values = config.get(section)
+            values: Any = config.get(section)
             for key in keys if isinstance(values, dict) else ():
                 if isinstance(values.get(key), (str, int, float)):
                     shown[f"{section}.{key}"] = values[key]
