@@ -11,7 +11,7 @@ from thermocline.errors import ConfigError
 
 MAY_CHANGE = frozenset(
     {
-        *("data.valid", "data.test", "data.on_error", "data.threads"),
+        *("data.valid", "data.test", "data.on_error", "data.threads", "data.follow_idle"),
         *("tiers.hbm", "tiers.mem", "tiers.mem_overcommit", "tiers.ssd", "tiers.ssd_mem", "tiers.policy"),
         "tiers.threads",
         *("tiers.lookahead", "tiers.expected_keys", "tiers.on_damage"),

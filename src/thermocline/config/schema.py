@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Le
+from pydantic import model_validator
 
 from thermocline.config import loader
 from thermocline.config.data import Data
 from thermocline.config.distributed import Dist
 from thermocline.config.fields import Count, Lookahead, Maybe, NonNegative, Rule, Size
+from thermocline.config.messages import reject
 from thermocline.config.model import ModelConfig
 from thermocline.config.section import section
 from thermocline.config.train import TrainConfig
@@ -91,6 +93,14 @@ class Config:
     """Training loop, optimizers and the folder of the run."""
     dist: Dist = Dist()
     """Several ranks."""
+
+    @model_validator(mode="after")
+    def _check_follow(self) -> Self:
+        # Between two files there is no end of an epoch, no partial step and no partial window.
+        for name in ("epochs", "accumulate", "pull_window") if self.data.follow else ():
+            if (value := getattr(self.train, name)) != 1:
+                reject(f"train.{name}", value, "1 with data.follow = true")
+        return self
 
     @classmethod
     def load(cls, path: str | Path, sets: Sequence[str] = ()) -> Self:

@@ -27,7 +27,7 @@ from thermocline.core import core
 from thermocline.data.block_prefetch import BlockIndex, prefetch_blocks
 from thermocline.data.feature_hashing import make_hasher
 from thermocline.data.features import Features
-from thermocline.data.files import Source, map_threads
+from thermocline.data.files import NoExamples, Source, map_threads
 from thermocline.data.formats import no_examples, open_files
 from thermocline.data.parquet import ParquetBlocks
 from thermocline.data.text_blocks import Block, Malformed
@@ -75,7 +75,7 @@ class Reader:
 
     def __init__(
         self,
-        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Source],
         data: Data | None = None,
         *,
         batch_size: int,
@@ -107,7 +107,7 @@ class Reader:
                      compressed file is then read by one shard, and a shard may be empty
         """
         several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-        names = [os.fspath(path) for path in several]
+        names = [path if isinstance(path, Source) else os.fspath(path) for path in several]
         settings = Data(**options) if data is None else dataclasses.replace(data, **options)
         _check_arguments(batch_size, seed, shard, block_bytes)
         self.data = settings
@@ -283,7 +283,7 @@ class Reader:
         if self._skipped:
             raise DataError(f"all {self._skipped} lines are malformed; the first: {self._malformed[0]}")
         if self.shard[1] == 1:
-            raise DataError(f"{no_examples(self._sources)}: all lines are empty")
+            raise NoExamples(f"{no_examples(self._sources)}: all lines are empty")
 
     def _take(self, chunks: collections.deque[ShuffleChunk], epoch: int) -> Batch | None:
         """Take the examples of the next batch out of `chunks`, and remove used-up chunks."""

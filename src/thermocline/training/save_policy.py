@@ -107,11 +107,15 @@ class SavePolicy:
         limit = self._config.checkpoint_minutes
         return limit is not None and (time.monotonic() - self.saved_at) / 60 >= limit
 
+    def due_by_time(self) -> bool:
+        """Whether to save because of `checkpoint_minutes`. Equal on all ranks."""
+        return self._ranks.requested(SAVE, self.interval_elapsed())
+
     def due(self, step: int) -> bool:
         """Whether to save after this step. Equal on all ranks."""
         every = self._config.checkpoint_every
         by_step = every is not None and step % every == 0
-        return by_step or self._ranks.requested(SAVE, self.interval_elapsed())
+        return by_step or self.due_by_time()
 
     def save(self, progress: Progress, position: Any, meter: ThroughputMeter, tag: str | None) -> Checkpoint | None:
         """Save a checkpoint; without a run_dir, return None."""

@@ -50,6 +50,10 @@ from thermocline.utils.text_format import plural
 _FAILED = "stopped by an error"
 
 
+class _InterruptedWait(Exception):
+    """Leaves the loop over batches while it waits for files."""
+
+
 class Trainer:
     """Trains a model, validates it, saves checkpoints and resumes from them.
 
@@ -160,15 +164,19 @@ class Trainer:
 
     def _train_epoch(self, train: Iterable[Batch], valid: Iterable[Batch] | None, caught: list[int]) -> None:
         """Train to the end of the epoch, or until the run finishes or is interrupted."""
-        with prefetch(
-            _rest_of_epoch(train, self.progress, self.position),
-            *self.tables,
-            depth=self.config.depth,
-            pull_window=self.config.pull_window,
-            flags_fn=lambda: self._ranks.local_flags(
-                bool(caught), self._saves.interval_elapsed(), self._stop, bool(self._damage())
-            ),
-        ) as batches:
+        with (
+            contextlib.suppress(_InterruptedWait),
+            prefetch(
+                _rest_of_epoch(train, self.progress, self.position),
+                *self.tables,
+                depth=self.config.depth,
+                pull_window=self.config.pull_window,
+                flags_fn=lambda: self._ranks.local_flags(
+                    bool(caught), self._saves.interval_elapsed(), self._stop, bool(self._damage())
+                ),
+                idle=(lambda: self._while_waiting(train, caught)) if hasattr(train, "waiting") else None,
+            ) as batches,
+        ):
             self._stages, self._lookahead = batches.stats, batches.lookahead
             for batch in batches:
                 self._ranks.merge_flags(batches.flags)
@@ -179,9 +187,22 @@ class Trainer:
                 if self.finished or self._interrupted(caught):
                     return
             self._ranks.merge_flags(batches.flags)
+            if hasattr(train, "waiting"):  # no end of an epoch: a resumed run continues with newer files
+                self._stop = True
+                return
             if self._losses:
                 self._after_step(self._update(), valid)
             self._end_epoch(valid)
+
+    def _while_waiting(self, train: Any, caught: list[int]) -> None:
+        """Work at a step boundary while no batch is ready: stop, save by time, callbacks."""
+        if self._stop or self._interrupted(caught):
+            raise _InterruptedWait
+        if not train.waiting:
+            return
+        if self._saves.saved != self.progress and self._saves.due_by_time():
+            self.save()
+        self._call("on_wait")
 
     def _interrupted(self, caught: list[int]) -> bool:
         return self._ranks.requested(INTERRUPT, bool(caught))
@@ -245,6 +266,7 @@ class Trainer:
         self.position = batch.position
         self.progress.batch += 1
         self.progress.examples += batch.examples
+        self.progress.advance_time(batch.time)
         if len(self._losses) < self.config.accumulate:
             return None
         return self._update() if done is None else self._count_step()
@@ -349,6 +371,8 @@ class Trainer:
             self.progress.examples, row["examples_per_s"], sum(map(_damaged_partitions, self.tables)) if damage else 0
         )
         row |= {"damage": damage, "damaged_partitions": int(damaged)}
+        if self.progress.event_time is not None:
+            row["event_time"] = self.progress.event_time
         self._report("train", {**row, "examples": int(row["examples"])})
 
     # ---- start, end
