@@ -16,6 +16,7 @@ MAY_CHANGE = frozenset(
         "tiers.threads",
         *("tiers.lookahead", "tiers.expected_keys", "tiers.on_damage"),
         *("train.epochs", "train.steps", "train.clip_norm", "train.valid_every", "train.patience"),
+        *("train.progressive_steps", "train.progressive_time"),
         "train.plateau_factor",
         *("train.checkpoint_every", "train.checkpoint_minutes", "train.keep", "train.depth", "train.pull_window"),
         # Parameters, rows and optimizer state of a checkpoint are fp32 for all of them.

@@ -102,6 +102,12 @@ class Config:
                 reject(f"train.{name}", value, "1 with data.follow = true")
         return self
 
+    @model_validator(mode="after")
+    def _check_event_time(self) -> Self:
+        if self.train.progressive_time is not None and self.data.time is None:
+            reject("train.progressive_time", self.train.progressive_time, "left out unless data.time is set")
+        return self
+
     @classmethod
     def load(cls, path: str | Path, sets: Sequence[str] = ()) -> Self:
         """Read a TOML file, with overrides such as "train.lr=0.01". Raises `ConfigError`, one line."""

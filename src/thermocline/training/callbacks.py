@@ -48,7 +48,7 @@ class Callback:
         """Called every `log_every` steps with training metrics, throughput, hit rates and stage times."""
 
     def on_validation(self, trainer: Trainer, row: Row) -> None:
-        """Called after every validation and after the final test; row["event"] is "valid" or "test"."""
+        """Called after every validation and after the final test; row["event"] is "valid", "test" or "progressive"."""
 
     def on_epoch(self, trainer: Trainer) -> None:
         """Called after every epoch and its validation."""

@@ -7,6 +7,7 @@ EmbeddingBags. Logging, validation and saving happen between steps, so a checkpo
     optimizer_step.py    one update of tables and dense parameters
     graph_step.py        the whole step as a CUDA graph
     evaluation.py        metrics, best step, early stopping
+    progressive.py       metrics of predictions before training
     save_policy.py       when to save, resume
     rank_coordinator.py  interrupt, save and stop across ranks
 """
@@ -40,6 +41,7 @@ from thermocline.training.evaluation import evaluate, record_validation
 from thermocline.training.graph_step import GraphStep
 from thermocline.training.metrics import check_labels
 from thermocline.training.optimizer_step import OptimizerStep
+from thermocline.training.progressive import ProgressiveValidation
 from thermocline.training.rank_coordinator import DAMAGE, INTERRUPT, STOP, RankCoordinator
 from thermocline.training.save_policy import SavePolicy
 from thermocline.training.signals import caught_signals
@@ -109,6 +111,7 @@ class Trainer:
         """Whether `fit` has ended and replaced every rank's own dense model by the mean."""
         self._losses: list[torch.Tensor] = []
         """Losses of the batches whose gradients are accumulated for the next step."""
+        self._progressive = ProgressiveValidation(self.config, self._ranks)
         self._meter = ThroughputMeter(self.tables)
         self._stages: Sequence[StageStats] = ()
         self._lookahead: LookAheadStats | None = None
@@ -301,6 +304,9 @@ class Trainer:
         self._call("on_step", loss)
         if step % config.log_every == 0:
             self._log()
+        if self._progressive.ended(self.progress):
+            self._meter.settle()
+            self._report("progressive", self._progressive.close(self.progress))
         if valid is not None and config.valid_every is not None and step % config.valid_every == 0:
             self.validate(valid)
         if self._saves.due(step):
@@ -350,7 +356,8 @@ class Trainer:
                 f"fit has ended, and every rank has the mean of the dense models: the state of step "
                 f"{self.progress.step} was saved before; to save under a tag, call save() in a callback during training"
             )
-        checkpoint = self._saves.save(self.progress, self.position, self._meter, tag)
+        self._meter.settle()
+        checkpoint = self._saves.save(self.progress, self.position, self._meter, self._progressive.state(), tag)
         if checkpoint is not None:
             self._call("on_checkpoint", checkpoint)
 
@@ -360,7 +367,8 @@ class Trainer:
         if event == "train":
             self._call("on_log", row)
         else:
-            self._call("on_validation", {**row, "lookahead": finite(self._evaluated_ahead)})
+            ahead = None if event == "progressive" else self._evaluated_ahead
+            self._call("on_validation", {**row, "lookahead": finite(ahead)})
         return row
 
     def _log(self) -> None:
@@ -388,18 +396,18 @@ class Trainer:
         self.progress = Progress(rates={table.name: table.optimizer.lr for table in self.tables})
         for table in self.tables:
             table.accumulate = self.config.accumulate
-        self.position, self._meter = None, ThroughputMeter(self.tables)
+        self.position = None
         self._stop = self._averaged = False
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group.setdefault("initial_lr", float(group["lr"]))
         use_fused(self.optimizers)
         restored = self._saves.open(self.tables, self.model, self.optimizers, resume=resume, trained=trained)
-        if resume:
-            metrics = None
-            if restored is not None:
-                self.progress, metrics = self._saves.resumed(restored)
-                self.position = restored.position
-            self._meter = ThroughputMeter(self.tables, metrics)  # restored tiers count from 0
+        metrics = progressive = None
+        if restored is not None:
+            self.progress, metrics, progressive = self._saves.resumed(restored)
+            self.position = restored.position
+        self._progressive = ProgressiveValidation(self.config, self._ranks, self.progress.step, progressive)
+        self._meter = ThroughputMeter(self.tables, metrics, self._progressive.metrics)  # restored tiers count from 0
         self._ranks.begin()
         self._epoch_batches = _batches_per_epoch(train)
         self.ending = _FAILED
