@@ -23,6 +23,7 @@ MAY_CHANGE = frozenset(
         *("train.dense_precision", "train.compile"),
         *("train.log_every", "train.tensorboard", "train.display", "train.run_dir", "train.graphs"),
         *("dist.hops", "dist.topology", "dist.timeout", "dist.busy_timeout", "dist.bind"),
+        *(f"publish.{name}" for name in ("folder", "every_steps", "every", "precision", "base_every", "on_error")),
         "dist.dense_sync.exact",  # earlier builds saved their default, false
         *(f"train.schedule.{name}" for name in ("kind", "warmup_steps", "decay_steps", "factor", "floor")),
     }
@@ -50,5 +51,6 @@ def check_resume(old: Config, new: Config, run_dir: str) -> list[str]:
 
 
 def _sections_merged(names: frozenset[str]) -> list[str]:
-    """Name the section [train.schedule] instead of each of its keys."""
-    return sorted({"train.schedule" if name.startswith("train.schedule.") else name for name in names})
+    """Name the sections [train.schedule] and [publish] instead of each of their keys."""
+    merged = ("train.schedule", "publish")
+    return sorted({next((each for each in merged if name.startswith(f"{each}.")), name) for name in names})

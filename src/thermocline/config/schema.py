@@ -1,7 +1,8 @@
-"""`Config`: all settings of a run in six sections. One schema is the API, the TOML file and the `--set` flags.
+"""`Config`: all settings of a run in seven sections. One schema is the API, the TOML file and the `--set` flags.
 
 [data] is `tc.Data`, [model] is `tc.ModelConfig`, [precision] is `tc.Precision`, [tiers] is `tc.Tiers`, [train] is
-`tc.Train` with all fields of `tc.TrainConfig`, and [dist] is `tc.Dist`. Imports no torch.
+`tc.Train` with all fields of `tc.TrainConfig`, [dist] is `tc.Dist`, and
+[publish] is `tc.Publish`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from thermocline.config.distributed import Dist
 from thermocline.config.fields import Count, Lookahead, Maybe, NonNegative, Rule, Size
 from thermocline.config.messages import reject
 from thermocline.config.model import ModelConfig
+from thermocline.config.publish import Publish
 from thermocline.config.section import section
 from thermocline.config.train import TrainConfig
 from thermocline.embedding.precision import Precision
@@ -93,6 +95,8 @@ class Config:
     """Training loop, optimizers and the folder of the run."""
     dist: Dist = Dist()
     """Several ranks."""
+    publish: Publish = Publish()
+    """Versions for serving."""
 
     @model_validator(mode="after")
     def _check_follow(self) -> Self:

@@ -94,6 +94,8 @@ class Trainer:
         """Position of the last trained batch."""
         self.ending = ""
         """How the run ended, for display."""
+        self.completed_step: int | None = None
+        """Step that model and tables hold after a run that finished; None: it trains, failed or was interrupted."""
         self._epoch_batches: int | None = None
         """Batches per epoch: length or estimate of the loader, then the count of the first whole epoch."""
         self._run_dir = None if run_dir is None else Path(run_dir)
@@ -145,6 +147,7 @@ class Trainer:
                 if self._damaged:
                     self._stop_for_damage()
                 step = self._finish(valid, interrupted=interrupted)
+                self.completed_step = None if interrupted else step
                 trained = int(self._ranks.total(self.progress.examples - examples_before)[0])
                 if interrupted and not caught:  # another rank received the signal: exit here too
                     caught.append(signal.SIGTERM)
@@ -398,6 +401,7 @@ class Trainer:
             table.accumulate = self.config.accumulate
         self.position = None
         self._stop = self._averaged = False
+        self.completed_step = None
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group.setdefault("initial_lr", float(group["lr"]))
         use_fused(self.optimizers)
