@@ -19,6 +19,7 @@ from thermocline.batch import Batch
 from thermocline.cli.progress_bar import count_examples, progress
 from thermocline.config.data import Data, Split, Synth
 from thermocline.config.schema import Config
+from thermocline.data.files import without_secrets
 from thermocline.data.open_data import check_paths, open_data
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import is_rank0
@@ -52,6 +53,8 @@ def train(config: Config, *, resume: bool) -> list[str]:
     from thermocline.training.run import Run
 
     splits: tuple[Split, ...] = ("train", "valid", "test")
+    if config.data.follow and is_rank0():  # opening the data waits for the first file
+        print(f"following {without_secrets(config.data.train[0])}", flush=True)
     with Run(config, resume=resume) as run:
         if is_rank0():
             if resume and not run.folder.has_run:
