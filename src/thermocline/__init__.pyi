@@ -15,6 +15,7 @@ from .config.schema import Config as Config, Tiers as Tiers, Train as Train
 from .config.train import TrainConfig as TrainConfig
 from .data.reader import Reader as Reader
 from .data.synthetic import SyntheticAds as SyntheticAds
+from .data.value_keys import key_of as key_of
 from .distributed.communicator import Groups as Groups
 from .distributed.dense_sync import DenseParameters as DenseParameters
 from .distributed.frozen_adam import FrozenAdam as FrozenAdam
