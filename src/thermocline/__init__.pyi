@@ -1,6 +1,7 @@
 """Public names of the package and their modules: read by type checkers, and by lazy_loader at run time."""
 
 import thermocline.data.feature_hashing as _feature_hashing
+import thermocline.embedding.torch_modules as _torch_modules
 
 from .batch import Batch as Batch, WorkingSet as WorkingSet
 from .checkpoint.export import export_rows as export_rows
@@ -13,6 +14,7 @@ from .config.lr_schedule import Schedule as Schedule
 from .config.model import ModelConfig as ModelConfig
 from .config.schema import Config as Config, Tiers as Tiers, Train as Train
 from .config.train import TrainConfig as TrainConfig
+from .data.collate import Collate as Collate
 from .data.reader import Reader as Reader
 from .data.synthetic import SyntheticAds as SyntheticAds
 from .data.value_keys import key_of as key_of
@@ -27,6 +29,7 @@ from .embedding.initializers import Constant as Constant, Normal as Normal, Unif
 from .embedding.optimizers import SGD as SGD, Adagrad as Adagrad, Adam as Adam, RowWiseAdagrad as RowWiseAdagrad
 from .embedding.precision import Precision as Precision
 from .embedding.reference import ReferenceTable as ReferenceTable
+from .embedding.row_optimizer import RowOptimizer as RowOptimizer
 from .embedding.state_dict import (
     load_state_dict as load_state_dict,
     state_dict as state_dict,
@@ -68,3 +71,4 @@ from .training.trainer import Trainer as Trainer
 
 __version__: str
 hashing = _feature_hashing
+nn = _torch_modules
