@@ -42,6 +42,7 @@ from thermocline.tiers.plan_graph import PlanGraphs, shape_of
 from thermocline.tiers.plan_layout import Capacities
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.cpu_affinity import cores
+from thermocline.utils.recording import OnStream
 
 
 class HbmBackend:
@@ -62,6 +63,8 @@ class HbmBackend:
         self._scale: LearnedScale | None = None
         """The learned scale as float64 tensors on the device, so that no step waits for the host."""
         self._load_scale()
+        self._stored_weights = self._codec.weights(self.hbm.arena)
+        self._stored_state = self._codec.state(self.hbm.arena)
         self._stream = stream_ahead(device)
         self._capacities = Capacities()
         self.plan_graphs = PlanGraphs(self.hbm)
@@ -96,9 +99,16 @@ class HbmBackend:
     def exchange(self, window: HbmWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
         """Nothing: this process has all rows."""
 
-    def pin(self, window: HbmWindow) -> None:
+    def launch(self, window: HbmWindow) -> None:
         assert window.ids is not None
-        window.pins = self.hbm.pin(window.ids, None if window.graph is None else window.graph.assign)
+        window.pins = self.hbm.launch(window.ids, None if window.graph is None else window.graph.launch)
+
+    def pin(self, window: HbmWindow) -> None:
+        if window.pins is None:
+            self.launch(window)
+        launched, window.pins = window.pins, None
+        assert launched is not None
+        window.pins = self.hbm.finish(launched)
         window.ids = None
 
     def prepare(self, window: HbmWindow) -> list[HbmBatchPlan]:
@@ -172,7 +182,7 @@ class HbmBackend:
         if self._stream is None:
             yield
         else:
-            with torch.cuda.stream(self._stream):
+            with OnStream(self._stream):
                 if after is not None:
                     self._stream.wait_event(after)
                 yield
@@ -206,9 +216,9 @@ class HbmBackend:
 
     def _weights(self, plan: HbmBatchPlan) -> tuple[torch.Tensor, Codec | None]:
         """Return the weights that the plan's slots index, and their codec; None: fp32."""
-        rows = self.hbm.arena if plan.rows is None else plan.rows
-        codec = self._codec if plan.rows is None or plan.stored else None
-        return rows[:, : self.spec.dim] if codec is None else codec.weights(rows), codec
+        if plan.rows is None:
+            return self._stored_weights, self._codec
+        return (self._codec.weights(plan.rows), self._codec) if plan.stored else (plan.rows[:, : self.spec.dim], None)
 
     def with_weights(self, plan: HbmBatchPlan, bag: HbmBag, weights: torch.Tensor) -> HbmBag:
         plan.use()
@@ -234,8 +244,8 @@ class HbmBackend:
         return float(reduced.values.double().square().sum().sqrt())
 
     def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
-        arena, rule = self.hbm.arena, OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
-        weights, state = self._codec.weights(arena), self._codec.state(arena)
+        rule = OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
+        weights, state = self._stored_weights, self._stored_state
         apply_gradients(weights, state, reduced.slots, reduced.values, rule, self._codec, self.hbm.dirty)
         self._update_scale(step)
         self._record_use()
@@ -247,8 +257,7 @@ class HbmBackend:
         rule: OptimizerStep | StoredStep | None = self.recorded_step
         if rule is None:
             rule = OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
-        arena = self.hbm.arena
-        weights, state = self._codec.weights(arena), self._codec.state(arena)
+        weights, state = self._stored_weights, self._stored_state
         update_rows(weights, state, segments, values, rows, coefs, rule, self._codec, self.hbm.dirty)
         self._update_scale(step)
         self._record_use()
@@ -454,7 +463,7 @@ class HbmBackend:
     def read_weights(self, slots: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
         if slots.is_cuda:  # allocated on the planning stream
             slots.record_stream(torch.cuda.current_stream(slots.device))
-        weights = self._codec.weights(self.hbm.arena)
+        weights = self._stored_weights
         out.copy_(pool_rows(weights, slots[index.to(slots.device)], codec=self._codec))
         self.hbm.record_use()
 
