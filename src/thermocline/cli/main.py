@@ -234,17 +234,30 @@ def export(
     delta: Annotated[
         bool, typer.Option("--delta", help="Publish only rows that changed since the version before, and deleted keys.")
     ] = False,
-    precision: Annotated[ServedPrecision, typer.Option(help="Stored form of a weight.")] = ServedPrecision.fp32,
+    precision: Annotated[
+        ServedPrecision | None,
+        typer.Option(help="Stored form of a weight; default: that of the version before, fp32 for the first."),
+    ] = None,
+    min_norm: Annotated[
+        float | None, typer.Option(help="Serve only rows whose weights have at least this L2 norm.")
+    ] = None,
+    max_rows: Annotated[
+        int | None, typer.Option(help="Serve at most this number of rows, those with the largest norms.")
+    ] = None,
     checkpoint: Checkpoint = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Publish the rows of a run for serving (`thermocline.serving.open`). Read-only; works while the run trains."""
     with _one_line(debug):
-        from thermocline.cli import commands
+        from thermocline.cli import serving
         from thermocline.utils.text_format import format_size, plural
 
-        report = commands.export(run_dir, out, delta=delta, precision=precision.value, checkpoint=checkpoint)
+        options = serving.ExportOptions(
+            delta=delta, precision=None if precision is None else precision.value, checkpoint=checkpoint,
+            min_norm=min_norm, max_rows=max_rows,
+        )  # fmt: skip
+        report = serving.export(run_dir, out, options)
         if as_json:
             _print_json(report)
         else:
@@ -274,9 +287,9 @@ def serve(
 ) -> None:
     """Serve published rows over Arrow Flight until Ctrl-C or SIGTERM; new versions are read as they appear."""
     with _one_line(debug):
-        from thermocline.cli import commands
+        from thermocline.cli import serving
 
-        commands.serve(
+        serving.serve(
             folder, host=host, port=port, metrics_port=metrics_port, token_file=token_file, tls_cert=tls_cert,
             tls_key=tls_key, poll=poll, consumer=consumer, insecure=insecure,
         )  # fmt: skip

@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import datetime
 import fcntl
-import json
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from thermocline.core import _core
 from thermocline.embedding.key_hash import hash_keys
 from thermocline.errors import LockError, NotFoundError, ThermoclineError
 from thermocline.serving.row_format import Precision, encode, row_bytes
-from thermocline.serving.snapshot import StoredRows, open_state
+from thermocline.serving.served_rows import ALL_ROWS, ServedRows
+from thermocline.serving.snapshot import StoredRows, consumers, open_state
 from thermocline.serving.version import (
     CURRENT,
     MANIFEST,
@@ -53,6 +54,10 @@ class TableRows:
     table_id: int = 0
     initial: tuple[int, float] | None = None
     """Code and scale of the initializer (`embedding/initializers.py`): what `lookup` returns for an unseen key."""
+    positions: tuple[str, ...] = ()
+    """See `TableFile.positions`: where the next delta continues."""
+    served: ServedRows = ALL_ROWS
+    """Which rows the version has; `rows` and `deleted` obey it already. It is recorded for the next delta."""
 
 
 class Publication:
@@ -61,17 +66,16 @@ class Publication:
     Thread safety: one thread.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, precision: Precision = "fp32") -> None:
-        """Open the folder to write, or create it. Raises `LockError` if another process writes to it."""
-        row_bytes(precision, 1)
+    def __init__(self, path: str | os.PathLike[str], *, precision: Precision | None = None) -> None:
+        """Open the folder to write, or create it. Raises `LockError` if another process writes to it.
+
+        precision  stored form of a weight; default: that of the current version, or fp32 if there is none
+        """
+        if precision is not None:
+            row_bytes(precision, 1)  # raises if unknown
         self.path = Path(path)
-        self.precision = precision
-        if self.path.exists() and not self.path.is_dir():
-            raise NotADirectoryError(f"{self.path} is a file: choose a new folder")
+        _require_ours(self.path)
         atomic_file.make_folder(self.path)
-        foreign = {entry.name for entry in self.path.iterdir()} - {CURRENT, "consumers"}
-        if not (self.path / CURRENT).exists() and any(not _is_ours(name) for name in foreign):
-            raise FileExistsError(f"{self.path} is not empty and is not a publication: choose a new folder")
         self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,6 +83,31 @@ class Publication:
             os.close(self._folder)
             raise LockError(f"another process publishes to {self.path}: wait until it ends") from None
         self._remove_leftovers()
+        self.precision = precision or self._current_precision()
+
+    @staticmethod
+    def check(path: str | os.PathLike[str], *, delta: bool, precision: Precision | None = None) -> None:
+        """Raise if no base, or no delta with this precision, can be published there. Needs no lock, changes nothing."""
+        folder = Path(path)
+        _require_ours(folder)
+        if not delta:
+            return
+        try:
+            current = read_version(versions(folder)[read_current(folder).number])
+        except (NotFoundError, FileNotFoundError, KeyError):
+            raise NotFoundError(f"{folder} has no version yet: publish a base first, without --delta") from None
+        for table in current.tables:
+            if precision not in (None, table.precision):
+                raise ValueError(
+                    f"precision is {precision}, that of the current version of {folder} is {table.precision}: publish "
+                    "a base, without --delta, to change it"
+                )
+
+    def _current_precision(self) -> Precision:
+        current = None
+        with contextlib.suppress(ThermoclineError):  # a damaged version is reported when it is needed
+            current = self.current
+        return "fp32" if current is None else current.tables[0].precision
 
     def close(self) -> None:
         """Release the lock."""
@@ -104,6 +133,14 @@ class Publication:
         """Publish a version with all rows, and return it."""
         if any(table.deleted is not None for table in tables):
             raise ValueError("a base has no deleted keys: leave them out of its rows")
+        current = self.current
+        if current is not None and step < current.step:
+            warnings.warn(
+                f"{self.path}: the new version has the rows of step {step}, the current version {current.number} those "
+                f"of step {current.step}: consumers go back",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return self._publish("base", None, tables, step, event_time)
 
     def publish_delta(self, tables: Sequence[TableRows], *, step: int, event_time: float | None = None) -> Version:
@@ -134,7 +171,16 @@ class Publication:
         """Publish the current version again, as a base: consumers then need no deltas. Reads and writes all rows."""
         state = open_state(self.path, read_current(self.path).number)
         tables = [
-            TableRows(name=t.name, dim=t.dim, rows=(), seed=t.seed, table_id=t.table_id, initial=t.initial)
+            TableRows(
+                name=t.name,
+                dim=t.dim,
+                rows=(),
+                seed=t.seed,
+                table_id=t.table_id,
+                initial=t.initial,
+                positions=t.positions,
+                served=ServedRows.of(t),
+            )
             for t in state.version.tables
         ]
 
@@ -175,11 +221,8 @@ class Publication:
         return gone
 
     def consumers(self) -> dict[str, int]:
-        """Return the version of each named consumer."""
-        folder = self.path / "consumers"
-        if not folder.is_dir():
-            return {}
-        return {file.stem: int(json.loads(file.read_text())["version"]) for file in sorted(folder.glob("*.json"))}
+        """Return the version of each named consumer. `serving.consumers(path)` needs no lock."""
+        return consumers(self.path)
 
     # ---- writing
 
@@ -274,7 +317,20 @@ def _table_file(table: TableRows, file: Path, writer: _core.SnapshotWriter, prec
         seed=table.seed,
         table_id=table.table_id,
         initial=table.initial,
+        positions=table.positions,
+        min_norm=table.served.min_norm,
+        max_rows=table.served.max_rows,
     )
+
+
+def _require_ours(path: Path) -> None:
+    """Raise if the folder, which may not exist yet, has other files than those of a publication."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise NotADirectoryError(f"{path} is a file: choose a new folder")
+    if not (path / CURRENT).exists() and not all(_is_ours(entry.name) for entry in path.iterdir()):
+        raise FileExistsError(f"{path} is not empty and is not a publication: choose a new folder")
 
 
 def _is_ours(name: str) -> bool:

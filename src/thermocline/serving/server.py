@@ -13,6 +13,7 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,17 +113,14 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         self._metrics = metrics
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        with self._metrics.errors_counted():
+        with self._metrics.errors_counted(), _client_errors():
             table, missing = _command(descriptor.command)
             begun = False
             for chunk in reader:
                 start = time.perf_counter()
                 keys = _keys(chunk.data)
                 state = self._snapshot.state
-                try:
-                    rows, found = find(state, keys, table, missing)
-                except (KeyError, ValueError, ThermoclineError) as error:
-                    raise pa.ArrowInvalid(str(error.args[0])) from None
+                rows, found = find(state, keys, table, missing)
                 batch = _answer(rows, found, state.version.number)
                 if not begun:
                     writer.begin(batch.schema)
@@ -141,10 +139,24 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         elif action.type == "metrics":
             yield prometheus_client.generate_latest(self._metrics.registry)
         else:
-            raise pa.ArrowKeyError(f"no action {action.type!r}: it must be health, version or metrics")
+            raise flight.FlightServerError(f"no action {action.type!r}: it must be health, version or metrics")
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:
         return [("health", "status and version"), ("version", "manifest"), ("metrics", "Prometheus text")]
+
+
+@contextlib.contextmanager
+def _client_errors() -> Iterator[None]:
+    """Raise errors as those of Flight: of others, pyarrow sends the traceback to the client."""
+    try:
+        yield
+    except flight.FlightError:
+        raise
+    except (KeyError, ValueError, ThermoclineError, pa.ArrowException) as error:
+        raise flight.FlightServerError(str(error.args[0]) if error.args else type(error).__name__) from None
+    except Exception as error:
+        traceback.print_exc()
+        raise flight.FlightInternalError(f"{type(error).__name__} in the server: its log has the traceback") from None
 
 
 def _command(command: bytes | None) -> tuple[str | None, Any]:
@@ -154,18 +166,18 @@ def _command(command: bytes | None) -> tuple[str | None, Any]:
         if options or not (table is None or isinstance(table, str)) or missing not in ("initial", "zero", "error"):
             raise ValueError("it must have table (text) and missing (initial, zero or error) only")
     except (ValueError, AttributeError, TypeError) as error:
-        raise pa.ArrowInvalid(f"command {command!r}: {error}") from None
+        raise ValueError(f"command {command!r}: {error}") from None
     return table, missing
 
 
 def _keys(batch: Any) -> Any:
     if batch is None or batch.schema.names != ["key"] or batch.schema.field("key").type != pa.uint64():
-        raise pa.ArrowInvalid("a request must have one column, key, of uint64")
+        raise ValueError("a request must have one column, key, of uint64")
     if batch.num_rows > MAX_KEYS:
-        raise pa.ArrowInvalid(f"{batch.num_rows} keys in one batch: at most {MAX_KEYS}; send several batches")
+        raise ValueError(f"{batch.num_rows} keys in one batch: at most {MAX_KEYS}; send several batches")
     column = batch.column("key")
     if column.null_count:
-        raise pa.ArrowInvalid("the column key has nulls")
+        raise ValueError("the column key has nulls")
     return column.to_numpy(zero_copy_only=True)
 
 

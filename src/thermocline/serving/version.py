@@ -48,6 +48,12 @@ class TableFile:
     table_id: int
     initial: tuple[int, float] | None
     """Code and scale of the initializer: the value of a key that was never trained. None: it cannot be computed."""
+    positions: tuple[str, ...] = ()
+    """Positions of the stores that the rows were read from (`SsdStore.position`). Empty: unknown."""
+    min_norm: float = 0.0
+    """Rows with a smaller L2 norm are not served."""
+    max_rows: int | None = None
+    """At most this number of rows is served, those with the largest norms."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +114,13 @@ def read_version(folder: Path) -> Version:
     del content["format"]
     try:
         tables = tuple(
-            TableFile(**{**table, "initial": None if table["initial"] is None else tuple(table["initial"])})
+            TableFile(
+                **{
+                    **table,
+                    "initial": None if table["initial"] is None else tuple(table["initial"]),
+                    "positions": tuple(table.get("positions", ())),
+                }
+            )
             for table in content.pop("tables")
         )
         version = Version(tables=tables, **content)
