@@ -50,9 +50,7 @@ def test_base_and_delta_have_the_rows_of_the_table(tmp_path: Path, ssd: bool) ->
         assert version.kind == "base"
         expect_rows(path, table)
         train(table, 1, steps=1)
-        with (
-            contextlib.nullcontext() if ssd else pytest.warns(RuntimeWarning, match="neither a store nor")
-        ):
+        with contextlib.nullcontext() if ssd else pytest.warns(RuntimeWarning, match="neither a store nor"):
             version = publish_table(table, path, step=4, delta=True)
         assert version.kind == "delta"
         assert 0 < version.tables[0].rows <= 400

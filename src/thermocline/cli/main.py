@@ -280,6 +280,9 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None,
     poll: Annotated[float, typer.Option(help="Seconds between looks for a new version.")] = 1.0,
     consumer: Annotated[str | None, typer.Option(help="Name under which the version in use is recorded.")] = None,
+    score: Annotated[
+        bool, typer.Option("--score", help="Also score whole examples with the dense model; loads torch.")
+    ] = False,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow other machines to connect without token or TLS.")
     ] = False,
@@ -291,7 +294,7 @@ def serve(
 
         serving.serve(
             folder, host=host, port=port, metrics_port=metrics_port, token_file=token_file, tls_cert=tls_cert,
-            tls_key=tls_key, poll=poll, consumer=consumer, insecure=insecure,
+            tls_key=tls_key, poll=poll, consumer=consumer, insecure=insecure, score=score,
         )  # fmt: skip
 
 

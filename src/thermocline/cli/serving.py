@@ -48,6 +48,7 @@ def export(run_dir: str, out: str, options: ExportOptions) -> Row:
     from thermocline.training.publish import publish_table
     from thermocline.training.run import Run
     from thermocline.training.run_dir import config_of
+    from thermocline.training.scoring import scoring_files
 
     if world_size() > 1:
         raise ConfigError("export runs in one process, which reads the stores of all ranks: start it without torchrun")
@@ -61,7 +62,7 @@ def export(run_dir: str, out: str, options: ExportOptions) -> Row:
     ):
         version = publish_table(
             run.table, out, step=run.step, delta=options.delta, precision=options.precision, served=served,
-            advance=advance,
+            files=scoring_files(run), advance=advance,
         )  # fmt: skip
     (table,) = version.tables
     return {
@@ -90,9 +91,9 @@ def _plain_warnings() -> Iterator[None]:
 
 def serve(
     folder: str, *, host: str, port: int, metrics_port: int | None, token_file: Path | None, tls_cert: Path | None,
-    tls_key: Path | None, poll: float, consumer: str | None, insecure: bool,
+    tls_key: Path | None, poll: float, consumer: str | None, insecure: bool, score: bool,
 ) -> None:  # fmt: skip
-    """Serve a publication until Ctrl-C or SIGTERM."""
+    """Serve a publication until Ctrl-C or SIGTERM. `score` imports torch."""
     import signal
 
     from thermocline.serving.server import LookupServer
@@ -109,6 +110,10 @@ def serve(
             raise ConfigError(f"{flag} is {number}: it must be 0 to 65535")
     token, tls = _token(token_file), _certificate(tls_cert, tls_key)
     options: dict[str, Any] = {"metrics_port": metrics_port, "poll_seconds": poll, "consumer": consumer}
+    if score:
+        from thermocline.training.scoring import Scorer
+
+        options["scorer"] = Scorer(folder)
     with _usage_errors():
         server = LookupServer(folder, host=host, port=port, token=token, tls=tls, **options)
     with server:
@@ -117,7 +122,7 @@ def serve(
         metrics = "" if metrics_port is None else f", metrics at http://{host}:{server.metrics_port}/metrics"
         print(
             f"serving {folder}, version {version.number} (step {version.step}) at {scheme}://{host}:{server.port}"
-            f"{metrics}",
+            f"{metrics}{', scoring' if score else ''}",
             flush=True,
         )
         stopped: list[int] = []

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import datetime
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -26,17 +28,21 @@ from thermocline.serving.version import (
     CURRENT,
     MANIFEST,
     Current,
+    ExtraFile,
     Kind,
     TableFile,
     Version,
     file_header,
     read_current,
+    read_file,
     read_version,
     versions,
 )
 from thermocline.utils import atomic_file
+from thermocline.utils.untrusted_files import is_file_name
 
 _TEMPORARY = ".tmp-"
+_NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +135,15 @@ class Publication:
         except NotFoundError:
             return None
 
-    def publish_base(self, tables: Sequence[TableRows], *, step: int, event_time: float | None = None) -> Version:
-        """Publish a version with all rows, and return it."""
+    def publish_base(
+        self,
+        tables: Sequence[TableRows],
+        *,
+        step: int,
+        event_time: float | None = None,
+        files: Mapping[str, bytes] = _NO_FILES,
+    ) -> Version:
+        """Publish a version with all rows, and return it. `files`: further files of the version, by name."""
         if any(table.deleted is not None for table in tables):
             raise ValueError("a base has no deleted keys: leave them out of its rows")
         current = self.current
@@ -141,10 +154,20 @@ class Publication:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return self._publish("base", None, tables, step, event_time)
+        return self._publish("base", None, tables, step, event_time, files)
 
-    def publish_delta(self, tables: Sequence[TableRows], *, step: int, event_time: float | None = None) -> Version:
-        """Publish the rows that were changed or inserted, and the keys deleted, since the current version."""
+    def publish_delta(
+        self,
+        tables: Sequence[TableRows],
+        *,
+        step: int,
+        event_time: float | None = None,
+        files: Mapping[str, bytes] = _NO_FILES,
+    ) -> Version:
+        """Publish the rows that were changed or inserted, and the keys deleted, since the current version.
+
+        `files`: further files of the version, by name; those of the version before are not part of it.
+        """
         current = self.current
         if current is None:
             raise NotFoundError(f"{self.path} has no base: publish a base before a delta")
@@ -165,7 +188,7 @@ class Publication:
                 )
         if step < current.step:
             raise ValueError(f"step is {step}: it must be at least {current.step}, that of the current version")
-        return self._publish("delta", current.number, tables, step, event_time)
+        return self._publish("delta", current.number, tables, step, event_time, files)
 
     def compact(self) -> Version:
         """Publish the current version again, as a base: consumers then need no deltas. Reads and writes all rows."""
@@ -191,7 +214,8 @@ class Publication:
         version = state.version
         precisions = {table.precision for table in version.tables}
         assert len(precisions) == 1
-        return self._publish("base", None, tables, version.step, version.event_time, write, precisions.pop())
+        files = {file.name: read_file(self.path / version.folder, file) for file in version.files}
+        return self._publish("base", None, tables, version.step, version.event_time, files, write, precisions.pop())
 
     def roll_back(self, number: int) -> Version:
         """Make an earlier version the current one. The next version published must be a base."""
@@ -227,9 +251,16 @@ class Publication:
     # ---- writing
 
     def _publish(
-        self, kind: Kind, previous: int | None, tables: Sequence[TableRows], step: int, event_time: float | None,
-        write: Callable[[int, _core.SnapshotWriter], None] | None = None, precision: Precision | None = None,
-    ) -> Version:  # fmt: skip
+        self,
+        kind: Kind,
+        previous: int | None,
+        tables: Sequence[TableRows],
+        step: int,
+        event_time: float | None,
+        extra: Mapping[str, bytes],
+        write: Callable[[int, _core.SnapshotWriter], None] | None = None,
+        precision: Precision | None = None,
+    ) -> Version:
         names = [table.name for table in tables]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"tables are {names}: a version has at least one, each with its own name")
@@ -250,6 +281,10 @@ class Publication:
                     writer.erase(deleted[np.argsort(hash_keys(deleted))])
                 writer.finish()
                 files.append(_table_file(table, file, writer, precision))
+            for name, content in extra.items():
+                if not is_file_name(name) or name == MANIFEST or name.startswith("table-"):
+                    raise ValueError(f"files has {name!r}: it must be a file name other than those of the version")
+                atomic_file.atomic_write(temporary / name, content)
             try:
                 publication = read_current(self.path).publication
             except NotFoundError:
@@ -263,6 +298,10 @@ class Publication:
                 event_time=event_time,
                 created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
                 tables=tuple(files),
+                files=tuple(
+                    ExtraFile(name=name, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+                    for name, content in extra.items()
+                ),
             )
             atomic_file.atomic_write(temporary / MANIFEST, version.to_json())
             atomic_file.failpoint("publish.files_written")

@@ -57,6 +57,15 @@ class TableFile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraFile:
+    """A file of a version beside its rows, such as the dense model."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
     """The content of a manifest."""
 
@@ -72,6 +81,7 @@ class Version:
     """Newest event time, in seconds since 1970, that the rows contain."""
     created: str
     tables: tuple[TableFile, ...]
+    files: tuple[ExtraFile, ...] = ()
 
     @property
     def created_time(self) -> float:
@@ -123,14 +133,29 @@ def read_version(folder: Path) -> Version:
             )
             for table in content.pop("tables")
         )
-        version = Version(tables=tables, **content)
+        files = tuple(ExtraFile(**file) for file in content.pop("files", ()))
+        version = Version(tables=tables, files=files, **content)
     except (KeyError, TypeError) as error:
         raise FormatError(f"{path}: {error}") from None
     if match is None or int(match[1]) != version.number or match[2] != version.kind:
         raise CorruptionError(f"{path}: it is the manifest of {version.folder}: publish or copy this version again")
     for table in version.tables:
         _check_file(confined_path(folder, table.file, str(path)), table)
+    for file in version.files:
+        confined_path(folder, file.name, str(path))
     return version
+
+
+def read_file(folder: Path, file: ExtraFile) -> bytes:
+    """Read a file of a version that is not rows. Raises `CorruptionError` if it is damaged or missing."""
+    path = confined_path(folder, file.name, str(folder / MANIFEST))
+    try:
+        content = read_limited(path, file.bytes)
+    except FileNotFoundError:
+        raise CorruptionError(f"{path} is missing: publish or copy this version again") from None
+    if hashlib.sha256(content).hexdigest() != file.sha256:
+        raise CorruptionError(f"{path} is not the file that its manifest names: publish or copy this version again")
+    return content
 
 
 def _check_file(path: Path, table: TableFile) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from thermocline.embedding.table import Table
@@ -25,6 +25,7 @@ def publish_table(
     precision: Precision | None = None,
     event_time: float | None = None,
     served: ServedRows | None = None,
+    files: Mapping[str, bytes] | None = None,
     advance: Callable[[int], object] = lambda rows: None,
 ) -> Version:
     """Publish the weights of the trained rows; call it between steps. Stable: arguments are only added, by keyword.
@@ -33,6 +34,7 @@ def publish_table(
                the table's log has since then; if the log does not reach back, reads and compares all rows, and warns
     precision  stored form of a weight; default: that of the current version, or fp32 if there is none
     served     which rows are served; default: those of the rule of the current version for a delta, all for a base
+    files      further files of the version, by name, such as those of `scoring_files(run)`
     advance    called with the number of rows read since the last call
     """
     with Publication(path, precision=precision) as publication:
@@ -48,12 +50,12 @@ def publish_table(
         if not delta:
             options["served"] = served = served or ServedRows()
             tables = [TableRows(rows=served.select(source.rows), **options)]
-            return publication.publish_base(tables, step=step, event_time=event_time)
+            return publication.publish_base(tables, step=step, event_time=event_time, files=files or {})
         before = _published(publication, table.name)
         options["served"] = served = served or ServedRows.of(before)
         changes = _changes(source, publication, before, served)
         tables = [TableRows(rows=changes, deleted=changes.deleted, **options)]
-        return publication.publish_delta(tables, step=step, event_time=event_time)
+        return publication.publish_delta(tables, step=step, event_time=event_time, files=files or {})
 
 
 def _published(publication: Publication, name: str) -> TableFile:
