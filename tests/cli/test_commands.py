@@ -295,9 +295,14 @@ def test_export_publishes_the_rows_of_a_checkpoint(trained: Path, tmp_path: Path
         r"version 1 \(base\) of step \d+ in out: [\d,]+ rows, 0 deleted", done("export", "run", "--out", "out")
     )
     first, last = json.loads(done("eval", "run", "--json"))["step"], 4 * STEPS
-    result = invoke("export", "run", "--out", "out", "--delta", "--checkpoint", "last", "--json")
+    options = ["--checkpoint", "last", "--format", "parquet", "--format", "safetensors", "--json"]
+    result = invoke("export", "run", "--out", "out", "--delta", *options)
     assert "compared" not in result.stderr  # the changes were in the log
     report = json.loads(result.stdout)
+    assert {path.suffix for path in Path("out/v0000000002-delta").glob("table-0-rows-*")} == {
+        ".parquet",
+        ".safetensors",
+    }
     assert (report["version"], report["kind"], report["step"]) == (2, "delta", last)
     for number, checkpoint in ((1, first), (2, last)):
         with tc.Run.load("run", checkpoint=checkpoint) as run:

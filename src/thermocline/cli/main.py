@@ -63,6 +63,11 @@ class ServedPrecision(StrEnum):
     int8 = "int8"
 
 
+class ServedFormat(StrEnum):
+    parquet = "parquet"
+    safetensors = "safetensors"
+
+
 class Format(StrEnum):
     parquet = "parquet"
     libsvm = "libsvm"
@@ -244,6 +249,10 @@ def export(
     max_rows: Annotated[
         int | None, typer.Option(help="Serve at most this number of rows, those with the largest norms.")
     ] = None,
+    format: Annotated[
+        list[ServedFormat] | None,
+        typer.Option(help="Also write rows in this format; repeatable; default: as the version before."),
+    ] = None,
     checkpoint: Checkpoint = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -255,7 +264,7 @@ def export(
 
         options = serving.ExportOptions(
             delta=delta, precision=None if precision is None else precision.value, checkpoint=checkpoint,
-            min_norm=min_norm, max_rows=max_rows,
+            min_norm=min_norm, max_rows=max_rows, formats=[f.value for f in format] if format else None,
         )  # fmt: skip
         report = serving.export(run_dir, out, options)
         if as_json:

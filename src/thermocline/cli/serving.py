@@ -29,6 +29,7 @@ class ExportOptions:
     checkpoint: str | None = None
     min_norm: float | None = None
     max_rows: int | None = None
+    formats: Any = None
 
     @property
     def served(self) -> ServedRows | None:
@@ -62,7 +63,7 @@ def export(run_dir: str, out: str, options: ExportOptions) -> Row:
     ):
         version = publish_table(
             run.table, out, step=run.step, delta=options.delta, precision=options.precision, served=served,
-            files=scoring_files(run), advance=advance,
+            formats=options.formats, files=scoring_files(run), advance=advance,
         )  # fmt: skip
     (table,) = version.tables
     return {

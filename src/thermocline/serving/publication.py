@@ -21,6 +21,7 @@ from thermocline.arrays import Floats, Keys, as_keys
 from thermocline.core import _core
 from thermocline.embedding.key_hash import hash_keys
 from thermocline.errors import LockError, NotFoundError, ThermoclineError
+from thermocline.serving.row_files import check_formats, is_row_file, write_row_files
 from thermocline.serving.row_format import Precision, encode, row_bytes
 from thermocline.serving.served_rows import ALL_ROWS, ServedRows
 from thermocline.serving.snapshot import StoredRows, consumers, open_state
@@ -30,6 +31,7 @@ from thermocline.serving.version import (
     Current,
     ExtraFile,
     Kind,
+    RowFileFormat,
     TableFile,
     Version,
     file_header,
@@ -72,13 +74,21 @@ class Publication:
     Thread safety: one thread.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, precision: Precision | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        precision: Precision | None = None,
+        formats: Iterable[RowFileFormat] | None = None,
+    ) -> None:
         """Open the folder to write, or create it. Raises `LockError` if another process writes to it.
 
         precision  stored form of a weight; default: that of the current version, or fp32 if there is none
+        formats    also write rows in these formats (`row_files.py`); default: those of the current version
         """
         if precision is not None:
             row_bytes(precision, 1)  # raises if unknown
+        chosen = None if formats is None else check_formats(formats)
         self.path = Path(path)
         _require_ours(self.path)
         atomic_file.make_folder(self.path)
@@ -89,7 +99,14 @@ class Publication:
             os.close(self._folder)
             raise LockError(f"another process publishes to {self.path}: wait until it ends") from None
         self._remove_leftovers()
-        self.precision = precision or self._current_precision()
+        current = None
+        with contextlib.suppress(ThermoclineError):  # a damaged version is reported when it is needed
+            current = self.current
+        if current is not None:
+            precision = precision or current.tables[0].precision
+            chosen = current.formats if chosen is None else chosen
+        self.precision: Precision = precision or "fp32"
+        self.formats = chosen or ()
 
     @staticmethod
     def check(path: str | os.PathLike[str], *, delta: bool, precision: Precision | None = None) -> None:
@@ -108,12 +125,6 @@ class Publication:
                     f"precision is {precision}, that of the current version of {folder} is {table.precision}: publish "
                     "a base, without --delta, to change it"
                 )
-
-    def _current_precision(self) -> Precision:
-        current = None
-        with contextlib.suppress(ThermoclineError):  # a damaged version is reported when it is needed
-            current = self.current
-        return "fp32" if current is None else current.tables[0].precision
 
     def close(self) -> None:
         """Release the lock."""
@@ -214,7 +225,8 @@ class Publication:
         version = state.version
         precisions = {table.precision for table in version.tables}
         assert len(precisions) == 1
-        files = {file.name: read_file(self.path / version.folder, file) for file in version.files}
+        others = [file for file in version.files if not is_row_file(file.name)]
+        files = {file.name: read_file(self.path / version.folder, file) for file in others}
         return self._publish("base", None, tables, version.step, version.event_time, files, write, precisions.pop())
 
     def roll_back(self, number: int) -> Version:
@@ -268,7 +280,7 @@ class Publication:
         temporary = self.path / f"{_TEMPORARY}{secrets.token_hex(8)}"
         temporary.mkdir()
         try:
-            files = []
+            files, others = [], list[Path]()
             for index, table in enumerate(tables):
                 file = temporary / f"table-{index}.rows"
                 writer = _core.SnapshotWriter(os.fsencode(file), row_bytes(precision, table.dim))
@@ -281,10 +293,13 @@ class Publication:
                     writer.erase(deleted[np.argsort(hash_keys(deleted))])
                 writer.finish()
                 files.append(_table_file(table, file, writer, precision))
+                for format in self.formats:
+                    others += write_row_files(temporary, index, file, precision, table.dim, format)
             for name, content in extra.items():
                 if not is_file_name(name) or name == MANIFEST or name.startswith("table-"):
                     raise ValueError(f"files has {name!r}: it must be a file name other than those of the version")
-                atomic_file.atomic_write(temporary / name, content)
+                others.append(temporary / name)
+                others[-1].write_bytes(content)
             try:
                 publication = read_current(self.path).publication
             except NotFoundError:
@@ -298,10 +313,8 @@ class Publication:
                 event_time=event_time,
                 created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
                 tables=tuple(files),
-                files=tuple(
-                    ExtraFile(name=name, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-                    for name, content in extra.items()
-                ),
+                files=tuple(_extra_file(path) for path in others),
+                formats=self.formats,
             )
             atomic_file.atomic_write(temporary / MANIFEST, version.to_json())
             atomic_file.failpoint("publish.files_written")
@@ -360,6 +373,14 @@ def _table_file(table: TableRows, file: Path, writer: _core.SnapshotWriter, prec
         min_norm=table.served.min_norm,
         max_rows=table.served.max_rows,
     )
+
+
+def _extra_file(path: Path) -> ExtraFile:
+    """Make a file durable, and describe it for the manifest."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256")
+        return ExtraFile(name=path.name, bytes=os.fstat(file.fileno()).st_size, sha256=digest.hexdigest())
 
 
 def _require_ours(path: Path) -> None:

@@ -28,6 +28,8 @@ _MAX_MANIFEST = 1 << 24
 _FOLDER = re.compile(r"v(\d{10,19})-(base|delta)")
 
 Kind = Literal["base", "delta"]
+RowFileFormat = Literal["parquet", "safetensors"]
+"""Formats that rows can have beside the native one (`row_files.py`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,8 @@ class Version:
     created: str
     tables: tuple[TableFile, ...]
     files: tuple[ExtraFile, ...] = ()
+    formats: tuple[RowFileFormat, ...] = ()
+    """Formats of the rows beside the native one."""
 
     @property
     def created_time(self) -> float:
@@ -134,7 +138,8 @@ def read_version(folder: Path) -> Version:
             for table in content.pop("tables")
         )
         files = tuple(ExtraFile(**file) for file in content.pop("files", ()))
-        version = Version(tables=tables, files=files, **content)
+        formats = tuple(content.pop("formats", ()))
+        version = Version(tables=tables, files=files, formats=formats, **content)
     except (KeyError, TypeError) as error:
         raise FormatError(f"{path}: {error}") from None
     if match is None or int(match[1]) != version.number or match[2] != version.kind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from thermocline.embedding.table import Table
@@ -12,7 +12,7 @@ from thermocline.serving import Publication, ServedRows, TableRows, Version
 from thermocline.serving.changes import Changes
 from thermocline.serving.row_format import Precision
 from thermocline.serving.snapshot import open_state
-from thermocline.serving.version import TableFile
+from thermocline.serving.version import RowFileFormat, TableFile
 from thermocline.training.row_source import RowSource
 
 
@@ -25,6 +25,7 @@ def publish_table(
     precision: Precision | None = None,
     event_time: float | None = None,
     served: ServedRows | None = None,
+    formats: Iterable[RowFileFormat] | None = None,
     files: Mapping[str, bytes] | None = None,
     advance: Callable[[int], object] = lambda rows: None,
 ) -> Version:
@@ -34,10 +35,11 @@ def publish_table(
                the table's log has since then; if the log does not reach back, reads and compares all rows, and warns
     precision  stored form of a weight; default: that of the current version, or fp32 if there is none
     served     which rows are served; default: those of the rule of the current version for a delta, all for a base
+    formats    also write rows as "parquet" or "safetensors"; default: as the current version
     files      further files of the version, by name, such as those of `scoring_files(run)`
     advance    called with the number of rows read since the last call
     """
-    with Publication(path, precision=precision) as publication:
+    with Publication(path, precision=precision, formats=formats) as publication:
         source = RowSource(table, advance)
         options: dict[str, Any] = {
             "name": table.name,
