@@ -169,7 +169,9 @@ class OpenTable:
 
     def commit_note(self, note: bytes) -> bytes:
         """Return the note of a commit of this table's rows: it records the version and, below fp32, the precision."""
-        return append_precision(self.version.append_to(note, self.rate_runs), self.precision, self.backend.learned_scale)
+        return append_precision(
+            self.version.append_to(note, self.rate_runs), self.precision, self.backend.learned_scale
+        )
 
     @property
     def note(self) -> bytes:

@@ -1,7 +1,7 @@
 """`StepRates`: the learning rates of a table's last steps, which rows that catch up need (`lazy="catch_up"`).
 
-Such a row stores, in the last word of its state, the number of the last step that it includes, as a whole number; an initial
-row is as of step 0. Before a row is read, the steps that it missed are replayed, each as an optimizer step with
+Such a row stores, in the last word of its state, the number of the last step that it includes, as an integer; an
+initial row is as of step 0. Before a row is read, the steps that it missed are replayed, each as an optimizer step with
 gradient 0 and with the step's own rate (csrc/dram/kernels.h, `catch_up`): at most the last `catch_up_steps` of them.
 
 A training batch catches its rows up in place, in its first forward pass and again in the step, where the number of the

@@ -104,8 +104,9 @@ def catch_up_rows(
     dirty    uint8[slots]: set to 1 for each row that was not as of `stamp`
     stamp    stored as the last step of these rows: `target`, or the step that is applied next
     """
-    if rows.dtype != torch.float32 or not rows.is_contiguous() or rows.shape[1] != _words(step, dim):
-        raise ValueError(f"rows are {rows.dtype}{list(rows.shape)}: must be contiguous float32[.., {_words(step, dim)}]")
+    words = dim + state_floats(step.optimizer, dim) + 1
+    if rows.dtype != torch.float32 or not rows.is_contiguous() or rows.shape[1] != words:
+        raise ValueError(f"rows are {rows.dtype}{list(rows.shape)}: must be contiguous float32[.., {words}]")
     count = len(rows) if slots is None else len(slots)
     if count == 0:
         return
@@ -118,10 +119,6 @@ def catch_up_rows(
         LISTED=slots is not None, COUNTED=counts is not None, MARK=dirty is not None,
         ITEMS=items, COLS=row_block(dim), num_warps=1, **EXACT,
     )  # fmt: skip
-
-
-def _words(step: OptimizerStep, dim: int) -> int:
-    return dim + state_floats(step.optimizer, dim) + 1
 
 
 def catch_up_reference(rows: torch.Tensor, dim: int, steps: list[OptimizerStep], limit: int) -> None:

@@ -127,8 +127,8 @@ class HbmBatchPlan:
     """See `BatchPlan`. A training plan has `lists` and pins; a plan for evaluation has bags and `rows`."""
 
     __slots__ = (
-        "__weakref__", "_bags", "as_of", "_gradient_index", "_lists_segments", "counted", "counts", "dram", "lists", "pins",
-        "ready", "remote", "rows", "specs", "stored", "used_on",
+        "__weakref__", "_bags", "_gradient_index", "_lists_segments", "as_of", "counted", "counts", "dram", "lists",
+        "pins", "ready", "remote", "rows", "specs", "stored", "used_on",
     )  # fmt: skip
 
     def __init__(
