@@ -33,14 +33,21 @@ def test_same_bits(optimizer: str, options: RunOptions, tmp_path: Path) -> None:
     assert all(stats.loaded_ahead > 0 for stats in result.stats.values()) == bool(options.lookahead)
 
 
-@pytest.mark.parametrize("optimizer", ["rowwise+catch_up", "adam+catch_up"] if INTERPRETED else CATCH_UP)
-def test_same_bits_in_hbm(optimizer: str, tmp_path: Path) -> None:
-    """Eight batches under Triton's interpreter, all on a GPU."""
-    count = 8 if INTERPRETED else COUNT
-    options = RunOptions(0.5, 4, 1, 2, hbm=0.3, lookahead=4)
-    result = train(optimizer, options, tmp_path, count, DEVICE)
+def check_hbm(optimizer: str, count: int, options: RunOptions, folder: Path) -> None:
+    result = train(optimizer, options, folder, count, DEVICE)
     assert_same_bits(result, optimizer, count, DEVICE)
     assert all(stats.evictions > 0 for stats in result.hbm.values())
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise+catch_up", "adam+catch_up"])
+def test_same_bits_in_hbm(optimizer: str, tmp_path: Path) -> None:
+    check_hbm(optimizer, 8, RunOptions(0.5, 4, 1, 2, hbm=0.3, lookahead=4), tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", CATCH_UP)
+def test_same_bits_on_a_gpu(optimizer: str, tmp_path: Path) -> None:
+    check_hbm(optimizer, COUNT, RunOptions(0.3, 4, 1, 2, hbm=0.2, lookahead=8), tmp_path)
 
 
 def test_references_differ() -> None:
