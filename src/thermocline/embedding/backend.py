@@ -232,6 +232,9 @@ class RowBackend(Protocol):
         caller may try again after one of those was released.
         """
 
+    def launch(self, window: Any) -> None:
+        """Begin `pin`, without waiting for the device. Only where `plans_on_device`; optional."""
+
     def prepare(self, window: Any) -> Sequence[BatchPlan]:
         """Plan each batch of a pinned window. Thread: load. Blocks on nothing."""
 
@@ -366,6 +369,9 @@ class Unrecorded:
     """Base of backends that plan on the CPU: nothing is recorded, and `cannot_record` says why."""
 
     plans_on_device = False
+
+    def launch(self, window: Any) -> None:
+        """Nothing to begin."""
 
     def loads_nothing(self, window: Any) -> bool:
         """Not known."""

@@ -5,7 +5,8 @@
 Depth      at most `depth` items are between `read` and the end of the loop's body. Depth 1 runs the same stages
            serially on the caller's thread
 Inline     stages that only launch work on a device run on the caller's thread too, ahead of the loop: threads would
-           take turns with it at the interpreter lock, which costs more than the stages
+           take turns with it at the interpreter lock, which costs more than the stages. The newest item rests after its
+           first stage until the next call: the device works meanwhile on what that stage launched
 Errors     an exception in the source or a stage is re-raised in the consumer, with its traceback, in place of the item
            that failed; all earlier items are delivered first. Then the pipeline closes
 Threads    each stage runs on one thread, in item order. `Pipeline` itself is not thread-safe: one thread consumes and
@@ -278,7 +279,10 @@ class _Executor:
         return item
 
     def _advance_waiting(self) -> bool:
-        """Run the remaining stages of the item that waits; return whether it passed all of them."""
+        """Run the remaining stages of the item that waits; return whether it passed all of them.
+
+        The last of `depth` items, the caller's included, rests after its first stage until the next call.
+        """
         assert self._waiting is not None
         stage, item = self._waiting
         if item is _END or isinstance(item, _Failure):
@@ -294,6 +298,9 @@ class _Executor:
                 self._finish(item)
                 if not isinstance(error, Exception):
                     raise
+                return False
+            if i == 0 and len(self._stages) > 1 and len(self._ahead) >= max(1, self._depth - 2):
+                self._waiting = (1, item)
                 return False
         self._ahead.append(item)
         self._waiting = None

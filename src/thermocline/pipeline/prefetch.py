@@ -180,7 +180,9 @@ class _Stages:
 
     def collect(self, window: _Window) -> _Window:
         for table in self._tables:
-            window.rows[table] = table.stage(window.batches, [item.take(table) for item in window.ahead])
+            rows = window.rows[table] = table.stage(window.batches, [item.take(table) for item in window.ahead])
+            if self._inline:
+                table.backend.launch(rows)  # the device plans while the caller trains: `pull` is in the next call
         return window
 
     def exchange(self, sync: WindowSync, window: _Window) -> _Window:

@@ -100,9 +100,16 @@ class HbmBackend:
     def exchange(self, window: HbmWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
         """Nothing: this process has all rows."""
 
-    def pin(self, window: HbmWindow) -> None:
+    def launch(self, window: HbmWindow) -> None:
         assert window.ids is not None
-        window.pins = self.hbm.pin(window.ids, None if window.graph is None else window.graph.assign)
+        window.pins = self.hbm.launch(window.ids, None if window.graph is None else window.graph.launch)
+
+    def pin(self, window: HbmWindow) -> None:
+        if window.pins is None:
+            self.launch(window)
+        launched, window.pins = window.pins, None
+        assert launched is not None
+        window.pins = self.hbm.finish(launched)
         window.ids = None
 
     def prepare(self, window: HbmWindow) -> list[HbmBatchPlan]:

@@ -121,7 +121,7 @@ class RowTransfer:
                 set_flags(self.dirty, slots, count, 0)
                 vacated = self._event()
         except BaseException as error:  # the index already lacks the evicted keys: their rows are lost
-            self._record_failure(error)
+            self.record_failure(error)
             raise
         missing = MissingRows(keys, slots, count, planned, vacated, earlier_write_back)
         pending = PendingLoad(number, missing)
@@ -195,7 +195,7 @@ class RowTransfer:
             pending.ready = self._loaded
             pending.done = True
         except BaseException as error:
-            self._record_failure(error)
+            self.record_failure(error)
             raise
         finally:
             self._queue.popleft()  # now: `load_released` waits for loads that are in the queue
@@ -221,7 +221,7 @@ class RowTransfer:
             try:
                 write_back.result()
             except BaseException as error:
-                self._record_failure(error)
+                self.record_failure(error)
                 raise
 
     def reset(self, dram: DramTier) -> None:
@@ -245,7 +245,8 @@ class RowTransfer:
                 "last commit"
             )
 
-    def _record_failure(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
+        """Refuse to work until `reset`: rows may be lost."""
         self.failure = f"{type(error).__name__}: {error}"
 
     # ---- the device

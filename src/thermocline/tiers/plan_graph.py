@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -81,7 +81,7 @@ class PlanGraph:
         self._cuda = tier.device.type == "cuda"
         self._header = torch.zeros(HEADER, dtype=torch.int64, pin_memory=self._cuda)
         self._block: torch.Tensor | None = None
-        """Inputs on the device. Allocated by `assign`, on the planning stream: memory that another stream has freed may
+        """Inputs on the device. Allocated by `launch`, on the planning stream: memory that another stream has freed may
         still be written by that stream's kernels."""
         self._counts: torch.Tensor | None = None
         """Counts of the insertion, then three int32 counts of segments per batch. Allocated with `_block`."""
@@ -112,12 +112,12 @@ class PlanGraph:
             first += offsets + weights
         return StagedIds(block, self.shape.keys, None)
 
-    def assign(self, ids: StagedIds, used: int, now: int, completed: int) -> Assigned:
-        """Plan a window; see `HbmTier.pin`. Blocks until it is planned, because the host needs the counts."""
+    def launch(self, ids: StagedIds, used: int, now: int, completed: int) -> Callable[[], Assigned]:
+        """Plan a window: see `Assign`."""
         evict = self.shape.keys > self._tier.capacity - used
         block, device_counts = self._device_memory()
         if len(ids.keys) == self.shape.keys:
-            self._header.numpy()[:3] = used, now, completed  # the upload before has ended: assign waits for the device
+            self._header.numpy()[:3] = used, now, completed  # the upload before has ended: `wait` ran
             block[:HEADER].copy_(self._header, non_blocking=True)
             block[HEADER:].copy_(ids.keys, non_blocking=True)
         else:
@@ -126,13 +126,17 @@ class PlanGraph:
         recording = self._recordings.get(evict)
         if recording is None:  # as it is, which compiles and loads the kernels
             self._recordings[evict] = None
-            plan, memory = self._launch(evict)
+            plan, memory = self._run(evict)
         else:
             plan, memory = recording.replay()
             memory = memory.clone()
         self._record.copy_(device_counts, non_blocking=True)
-        if self._cuda:
-            current_stream(self._tier.device).synchronize()
+        event = current_stream(self._tier.device).record_event() if self._cuda else None
+        return partial(self._wait, plan, memory, event)
+
+    def _wait(self, plan: InsertPlan, memory: torch.Tensor, event: torch.cuda.Event | None) -> Assigned:
+        if event is not None:
+            event.synchronize()
         counts = self._record[:COUNTS].tolist()
         segments = self._record[COUNTS:].view(torch.int32).view(-1, 4)[:, :3].tolist()
         if counts[NEW.value]:
@@ -160,9 +164,9 @@ class PlanGraph:
         """Record what has run before. On the thread that trains, as torch's random generators take part."""
         with self._tier.planning():
             for evict in [evict for evict, recording in self._recordings.items() if recording is None]:
-                self._recordings[evict] = Recording(partial(self._launch, evict), self._tier.device, ahead=True)
+                self._recordings[evict] = Recording(partial(self._run, evict), self._tier.device, ahead=True)
 
-    def _launch(self, evict: bool) -> tuple[InsertPlan, torch.Tensor]:
+    def _run(self, evict: bool) -> tuple[InsertPlan, torch.Tensor]:
         block, device_counts = self._device_memory()
         tier, keys = self._tier, block[HEADER : HEADER + self.shape.keys]
         used, now, completed, _ = torch.split(block[:HEADER], 1)
