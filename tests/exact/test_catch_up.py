@@ -16,7 +16,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 OPTIONS = [
     ("sgd+catch_up", RunOptions(None, 1, 1, 1)),
     ("sgd+catch_up", RunOptions(0.1, 4, 1, 2, "lfu")),
-    ("adagrad+catch_up", RunOptions(0.3, 8, 4, 2)),
+    ("adagrad+catch_up", RunOptions(0.15, 8, 2, 2)),
     ("rowwise+catch_up", RunOptions(0.1, 2, 1, 1, "lru")),
     ("adam+catch_up", RunOptions(None, 8, 8, 2)),
     ("adam+catch_up", RunOptions(0.1, 1, 1, 1)),
