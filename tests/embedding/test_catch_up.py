@@ -16,9 +16,12 @@ import torch
 from helpers.train import bits
 
 import thermocline as tc
+from thermocline.distributed.shard_reader import ShardReaderTable
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.reference import optimize
 from thermocline.embedding.reference_backend import ReferenceBackend
+from thermocline.embedding.row_version import RowVersion
+from thermocline.kernels import INTERPRETED
 from thermocline.training.metrics import auc
 
 KEYS, DIM, FIELDS, EXAMPLES, STEPS = 400, 8, 4, 16, 240
@@ -121,9 +124,14 @@ def test_as_a_torch_loop_that_updates_all_rows(ours: Optimizer, theirs: Any) -> 
 # ---- reads
 
 
-@pytest.mark.parametrize("make_backend", [None, ReferenceBackend.make], ids=["dram", "reference"])
-def test_reads_are_caught_up_and_change_nothing(make_backend: Any) -> None:
-    table = tc.Table(DIM, ADAM, mem="8MB", make_backend=make_backend)
+HBM: dict[str, Any] = {"hbm": "1MB", "device": "interpreter" if INTERPRETED else "cuda"}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, HBM, {"make_backend": ReferenceBackend.make}], ids=["dram", "hbm", "reference"]
+)
+def test_reads_are_caught_up_and_change_nothing(options: dict[str, Any]) -> None:
+    table = tc.Table(DIM, ADAM, mem="8MB", **options)
     bag = tc.EmbeddingBag(table, 1)
     step_on(table, bag, [1, 2])
     for _ in range(5):
@@ -135,9 +143,10 @@ def test_reads_are_caught_up_and_change_nothing(make_backend: Any) -> None:
     assert np.abs(read[0] - stored[1])[:DIM].max() > 0.05  # momentum goes on
     assert np.abs(read[2, :DIM] - tc.Table(DIM, ADAM, mem="8MB").read([3])[0, :DIM]).max() > 0.001  # L2 from step 1 on
     bag.eval()
-    (prefetched,) = tc.prefetch([batch_of([1, 2, 3])], table)
-    for batch in (prefetched, batch_of([1, 2, 3])):
+    pinned = iter(tc.prefetch([batch_of([1, 2, 3])], table))  # for training
+    for batch in (next(pinned), batch_of([1, 2, 3])):
         assert bits(bag(batch).detach().flatten()) == bits(read[:, :DIM])
+    assert next(pinned, None) is None
     assert {int(key): row.tobytes() for keys, rows in table.rows() for key, row in zip(keys, rows, strict=True)} == {
         key: row.tobytes() for key, row in stored.items()
     }
@@ -164,6 +173,24 @@ def test_a_step_between_forward_and_backward_is_replayed(make_backend: Any) -> N
     optimize(ADAM, expected[:-1], np.ones(DIM, np.float32), 3, ADAM.lr)
     expected[-1:].view(np.uint32)[0] = 3
     assert bits(table.read([1])[0]) == bits(expected)
+
+
+def test_a_forward_pass_without_a_step_counts_as_a_read_of_training(tmp_path: Path) -> None:
+    """Its rows are caught up in place, and stay so when they are evicted: this shows beyond `catch_up_steps`."""
+    optimizer = dataclasses.replace(ADAM, catch_up_steps=3)
+    rows = []
+    for options in ({"mem": "12KB", "ssd": tmp_path, "lookahead": 0}, {"make_backend": ReferenceBackend.make}):
+        table = tc.Table(DIM, optimizer, **options)  # type: ignore[arg-type]
+        bag = tc.EmbeddingBag(table, 1)
+        step_on(table, bag, [1])
+        for step in range(12):
+            if step == 6:
+                bag(batch_of([1]))
+                table.discard_gradients()
+            step_on(table, bag, range(10 + 20 * step, 30 + 20 * step))
+        rows.append(bits(table.read([1])))
+        assert table.store is None or table.dram.stats().evictions > 200
+    assert rows[0] == rows[1]
 
 
 def test_clipping_by_norm_catches_up_before_the_step() -> None:
@@ -215,10 +242,7 @@ def test_wrong_settings() -> None:
 
 
 def test_steps_that_replay_are_not_recorded() -> None:
-    from thermocline.kernels import INTERPRETED
-
-    device: Any = "interpreter" if INTERPRETED else "cuda"
-    table = tc.Table(DIM, ADAM, mem="8MB", hbm="1MB", device=device)
+    table = tc.Table(DIM, ADAM, mem="8MB", **HBM)
     assert table.backend.cannot_record() == "rows of table 'table' replay missed steps (lazy = \"catch_up\")"
 
 
@@ -269,5 +293,10 @@ def test_a_store_opens_with_its_rates(tmp_path: Path) -> None:
     assert again.note == b"mine"
     assert bits(again.read([1, 2, 3])) == expected
     again.close()
+    reader = ShardReaderTable(DIM, ADAM, mem="8MB", ssd=tmp_path)
+    reader.open_stores([(tmp_path, 1)])
+    reader.set_version(RowVersion("", 6), [(0.01 * step, 1) for step in range(1, 7)])
+    assert bits(reader.read([1, 2, 3])) == expected
+    reader.close()
     with pytest.raises(tc.ThermoclineError, match="100"):
         tc.Table(DIM, tc.Adam(), mem="8MB", ssd=tmp_path)

@@ -75,12 +75,13 @@ class StepRates:
 
     def restore(self, step: int, runs: RateRuns, table: str) -> None:
         """Continue after step `step`, whose rates were saved. Raises `FormatError` if rates are missing."""
-        rates = [float(rate) for rate, count in runs for _ in range(count)][-self.limit :]
-        if len(rates) != min(step, self.limit):
+        saved = sum(count for _, count in runs)
+        if saved != min(step, self.limit):
             raise FormatError(
-                f"table {table!r}: rows as of step {step} have the rates of {len(rates)} steps saved, but lazy = "
+                f"table {table!r}: rows as of step {step} have the rates of {saved} steps saved, but lazy = "
                 f'"catch_up" needs those of the last {min(step, self.limit)}: open rows that were saved with it'
             )
+        rates = [rate for rate, count in runs for _ in range(count)]
         self.step = step
         self._rates = deque(rates, maxlen=self.limit)
         for number, rate in enumerate(rates, step - len(rates) + 1):
