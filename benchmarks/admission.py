@@ -133,8 +133,8 @@ def main() -> None:
         parts = record[name] = filter_seconds(setting, batches, options.warm)
         added = parts["filter"] + parts["split"]
         detail = (
-            f"{1e3 * parts['filter']:.2f} + {1e3 * parts['split']:.2f} ms of {1e3 * step:.0f} ms; {added / table_step:.1%} "
-            f"of the small step, {1e3 * table_step:.0f} ms; {parts['refused']:.0%} of ids refused"
+            f"{1e3 * parts['filter']:.2f} + {1e3 * parts['split']:.2f} ms of {1e3 * step:.0f} ms; "
+            f"{added / table_step:.1%} of the small step, {1e3 * table_step:.0f} ms; {parts['refused']:.0%} refused"
         )
         claims.append(Claim(f"filter + split, {name}", added / step, TARGET, "of a step", at_most=True, detail=detail))
     print_claims("Admission by count", claims)

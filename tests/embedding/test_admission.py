@@ -52,11 +52,15 @@ def test_settings_are_checked(setting: dict[str, Any], text: str) -> None:
         tc.Admission(**setting)
 
 
-def test_a_table_over_ranks_and_a_learned_scale_are_refused() -> None:
+def test_tables_that_cannot_have_admission_are_refused() -> None:
     with pytest.raises(ValueError, match=r"admission is .*: it must be None for a table over ranks"):
         open_table("sharded", admission=tc.Admission(count=2))
     with pytest.raises(ValueError, match=r"precision.scale_lr is 0.01: it must be 0 with admission"):
         open_table("dram", admission=tc.Admission(count=2), precision=tc.Precision("int8", range=1.0, scale_lr=0.01))
+    with pytest.raises(ValueError, match=r"Adam\.lazy is 'catch_up': it must be touched with admission"):
+        open_table(
+            "dram", admission=tc.Admission(count=2), optimizer=tc.Adam(lr=0.1, weight_decay=0.1, lazy="catch_up")
+        )
     with pytest.raises(TypeError, match=r"admission is 3: it must be a tc\.Admission"):
         open_table("dram", admission=3)
 
@@ -195,7 +199,7 @@ def test_a_second_planner_is_refused() -> None:
 
 
 def test_keys_with_a_row_are_admitted(tmp_path: Path) -> None:
-    """Of a store that was trained without admission, and of a state_dict."""
+    """Of a store that was trained without admission, of a state_dict, and of `load_rows`."""
     options: dict[str, Any] = {"ssd": tmp_path / "store", "ssd_options": SMALL}
     table = open_table("dram", **options)
     train(table, tc.EmbeddingBag(table, 1), [1, 2])
@@ -213,9 +217,10 @@ def test_keys_with_a_row_are_admitted(tmp_path: Path) -> None:
     other = open_table("dram", admission=tc.Admission(count=9))
     bag = tc.EmbeddingBag(other, 1)
     tc.load_state_dict(bag, state)
-    before = other.read([1, 2, 4])
-    train(other, bag, [1, 4])
-    assert (other.read([1, 2, 4]) != before).any(1).tolist() == [True, False, False]
+    other.load_rows([5], np.ones((1, 4), np.float32))
+    before = other.read([1, 2, 4, 5])
+    train(other, bag, [1, 4, 5])
+    assert (other.read([1, 2, 4, 5]) != before).any(1).tolist() == [True, False, False, True]
     other.close()
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline.arrays import Keys, Rows
+from thermocline.arrays import Floats, Keys, Rows
 from thermocline.core import core
 from thermocline.embedding.admission import Admission
 from thermocline.embedding.admission_plan import (
@@ -243,6 +243,9 @@ class AdmissionBackend:
     def pin(self, window: AdmittedWindow) -> None:
         self.inner.pin(window.inner)
 
+    def launch(self, window: AdmittedWindow) -> None:
+        """Nothing: see `plans_on_device`."""
+
     def prepare(self, window: AdmittedWindow) -> list[Any]:
         plans = self.inner.prepare(window.inner)
         return [self._plan(plan, inputs, window) for plan, inputs in zip(plans, window.inputs, strict=True)]
@@ -457,6 +460,11 @@ class AdmissionBackend:
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         self._list_rows()
         self.inner.import_rows(keys, rows)
+        self._filter.admit(keys)
+
+    def write_rows(self, keys: Keys, rows: Floats) -> None:
+        self._list_rows()
+        self.inner.write_rows(keys, rows)
         self._filter.admit(keys)
 
     def undo_point(self) -> Callable[[], None]:
