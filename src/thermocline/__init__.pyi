@@ -12,6 +12,7 @@ from .config.dense_sync import DenseSync as DenseSync
 from .config.distributed import Dist as Dist
 from .config.lr_schedule import Schedule as Schedule
 from .config.model import ModelConfig as ModelConfig
+from .config.publish import Publish as Publish
 from .config.schema import Config as Config, Tiers as Tiers, Train as Train
 from .config.train import TrainConfig as TrainConfig
 from .data.collate import Collate as Collate

@@ -39,6 +39,7 @@ from thermocline.distributed.sharded_horizon import HintedRows, ShardedHorizon
 from thermocline.embedding.backend import ShardBackend, ShardPins, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInputs, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
+from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
 from thermocline.tiers.ssd import SsdStore
 
@@ -110,6 +111,10 @@ class ShardedBackend(Unrecorded):
         self.local.step_count = count
 
     @property
+    def rates(self) -> StepRates | None:
+        return self.local.rates
+
+    @property
     def device(self) -> torch.device:
         return self.local.device
 
@@ -168,6 +173,7 @@ class ShardedBackend(Unrecorded):
         remote: RemoteBatch = plan.remote
         plan.use()
         rows, out = self.local.row_buffer(len(remote.route.keys))
+        self.local.catch_up(remote.slots)
         give = functools.partial(self.local.read_weights, remote.slots)
         self._row_exchange.fetch_rows(self.groups.train, remote.route, give, out, self.traffic.rows, self.step_count)
         plan.rows, remote.step = rows, self.step_count

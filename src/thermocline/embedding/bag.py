@@ -222,6 +222,8 @@ def _find_plan(table: Table, batch: Batch, specs: Sequence[BagSpec], training: b
     for plan in candidates:
         if plan is None or not plan.bags.keys() >= set(specs) or not table.backend.is_current(plan):
             continue
+        if not training and plan.pins is not None and table.backend.rates is not None:
+            continue  # a pass through a training plan would catch up its rows in place
         if _pinned(plan) or (plan.pins is None and not training):
             return plan  # type: ignore[no-any-return]
     return None

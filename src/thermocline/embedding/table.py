@@ -125,6 +125,10 @@ class Table(OpenTable):
             needed = parse_size(mem, "mem") + store
             require_memory(needed, name=budgets, override="mem_overcommit=True")
         stored = Precision.of(precision)
+        require(
+            stored.kind == "fp32" or not optimizer.catches_up, f"{type(optimizer).__name__}.lazy", optimizer.lazy,
+            f'"touched" with precision {stored.kind}: rows that catch up are stored as fp32',
+        )  # fmt: skip
         row_bytes = stored.row_bytes(dim, optimizer)
         self.spec = TableSpec(
             name=name,
@@ -399,6 +403,8 @@ class Table(OpenTable):
                     self.backend.apply(self._reduced, step, rate, scale)
                 else:
                     self.backend.update(self._pending.ordered(), step, rate, scale)
+                if self.backend.rates is not None:
+                    self.backend.rates.add(step, rate)
                 self.step_count = step
         finally:
             self.discard_gradients()
