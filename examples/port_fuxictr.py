@@ -50,11 +50,11 @@ FIXED = {
     "monitor_mode": ("max",),
 }
 """Settings that are accepted with these values only, because that is what the models compute."""
-WITHOUT_EFFECT = {
-    *("model", "model_root", "dataset_id", "metrics", "num_workers", "verbose", "pickle_feature_encoder"),
-    *("save_best_only", "eval_steps", "debug_mode", "group_id", "use_features", "feature_specs", "feature_config", "gpu"),
+WITHOUT_EFFECT = {"model", "model_root", "dataset_id", "metrics", "num_workers", "verbose", "gpu", "group_id"} | {
+    *("pickle_feature_encoder", "save_best_only", "debug_mode"),
 }
-"""Settings of files, logs and processes. `eval_steps`, `use_features` and the rest must be null."""
+"""Settings of files, logs and processes."""
+MUST_BE_NULL = {"eval_steps", "use_features", "feature_specs", "feature_config"}
 
 
 def convert(model: dict[str, Any], dataset: dict[str, Any], run_dir: str) -> tc.Config:
@@ -77,7 +77,7 @@ def convert(model: dict[str, Any], dataset: dict[str, Any], run_dir: str) -> tc.
         elif key in FIXED:
             if value not in FIXED[key]:
                 raise ValueError(f"{key} is {value!r}: it must be {FIXED[key][0]!r}")
-        elif key not in WITHOUT_EFFECT or (value and key in ("eval_steps", "use_features", "feature_specs")):
+        elif key not in WITHOUT_EFFECT and not (key in MUST_BE_NULL and value is None):
             raise ValueError(f"{key} is {value!r}: it has no counterpart; remove it")
     return tc.Config(
         data=tc.Data(**data),
