@@ -232,13 +232,16 @@ def skipped(batches: Any, runner: CollectiveRunner | None = None) -> str | None:
 
 
 def hardware(path: Path | None, into: Path | None) -> Any:
-    """Return the measurements of a node: from a file, of the paper's node, or measured now and written to `into`."""
+    """Return the measurements of a node: from a file, of the node of Zhao et al. (2020), or measured now.
+
+    into   write the measurement to this file; with `path` "paper", its costs of a core are used
+    """
     from thermocline.planner.hardware import Hardware, paper_node
     from thermocline.utils import atomic_file
 
     kind, _, name = ("", "", "") if path is None else str(path).partition(":")
-    if kind == "paper" and name:
-        return paper_node(Hardware.load(name).cpu, f"of {name}")
+    if kind == "paper" and (name or into is None):
+        return paper_node(Hardware.load(name).cpu, f"of {name}") if name else paper_node()
     if path is not None and kind != "paper":
         return Hardware.load(path)
     from thermocline.planner.calibrate import PARTS, measure
@@ -258,7 +261,7 @@ def plan(config: Config, path: Path | None, into: Path | None, *, nodes: int, ra
     from thermocline.planner.cost_model import predict
     from thermocline.planner.workload import cluster_of, workload_of
 
-    measures = path is None or str(path) == "paper"
+    measures = path is None or (str(path) == "paper" and into is not None)
     node = None if measures else hardware(path, into)
     work = workload_of(config)
     node = hardware(path, into) if node is None else node

@@ -44,6 +44,7 @@ from thermocline.tiers.plan_graph import PlanGraphs, shape_of
 from thermocline.tiers.plan_layout import Capacities
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.cpu_affinity import cores
+from thermocline.utils.recording import OnStream
 
 
 class HbmBackend:
@@ -66,6 +67,8 @@ class HbmBackend:
         self._scale: LearnedScale | None = None
         """The learned scale as float64 tensors on the device, so that no step waits for the host."""
         self._load_scale()
+        self._stored_weights = self._codec.weights(self.hbm.arena)
+        self._stored_state = self._codec.state(self.hbm.arena)
         self._stream = stream_ahead(device)
         self._capacities = Capacities()
         self.plan_graphs = PlanGraphs(self.hbm)
@@ -183,7 +186,7 @@ class HbmBackend:
         if self._stream is None:
             yield
         else:
-            with torch.cuda.stream(self._stream):
+            with OnStream(self._stream):
                 if after is not None:
                     self._stream.wait_event(after)
                 yield
@@ -245,9 +248,9 @@ class HbmBackend:
 
     def _weights(self, plan: HbmBatchPlan) -> tuple[torch.Tensor, Codec | None]:
         """Return the weights that the plan's slots index, and their codec; None: fp32."""
-        rows = self.hbm.arena if plan.rows is None else plan.rows
-        codec = self._codec if plan.rows is None or plan.stored else None
-        return rows[:, : self.spec.dim] if codec is None else codec.weights(rows), codec
+        if plan.rows is None:
+            return self._stored_weights, self._codec
+        return (self._codec.weights(plan.rows), self._codec) if plan.stored else (plan.rows[:, : self.spec.dim], None)
 
     def with_weights(self, plan: HbmBatchPlan, bag: HbmBag, weights: torch.Tensor) -> HbmBag:
         plan.use()
@@ -273,9 +276,9 @@ class HbmBackend:
         return float(reduced.values.double().square().sum().sqrt())
 
     def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
-        arena, rule = self.hbm.arena, OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
-        weights, state = self._codec.weights(arena), self._codec.state(arena)
-        self._catch_up(arena, reduced.slots, step=step)
+        rule = OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
+        weights, state = self._stored_weights, self._stored_state
+        self._catch_up(self.hbm.arena, reduced.slots, step=step)
         apply_gradients(weights, state, reduced.slots, reduced.values, rule, self._codec, self.hbm.dirty)
         self._update_scale(step)
         self._record_use()
@@ -287,9 +290,8 @@ class HbmBackend:
         rule: OptimizerStep | StoredStep | None = self.recorded_step
         if rule is None:
             rule = OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
-        arena = self.hbm.arena
-        weights, state = self._codec.weights(arena), self._codec.state(arena)
-        self._catch_up(arena, segments.slots[: segments.sizes[0]], counts=segments.counts, step=step)
+        weights, state = self._stored_weights, self._stored_state
+        self._catch_up(self.hbm.arena, segments.slots[: segments.sizes[0]], counts=segments.counts, step=step)
         update_rows(weights, state, segments, values, rows, coefs, rule, self._codec, self.hbm.dirty)
         self._update_scale(step)
         self._record_use()
@@ -495,7 +497,7 @@ class HbmBackend:
     def read_weights(self, slots: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
         if slots.is_cuda:  # allocated on the planning stream
             slots.record_stream(torch.cuda.current_stream(slots.device))
-        weights = self._codec.weights(self.hbm.arena)
+        weights = self._stored_weights
         out.copy_(pool_rows(weights, slots[index.to(slots.device)], codec=self._codec))
         self.hbm.record_use()
 

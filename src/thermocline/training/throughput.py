@@ -85,17 +85,17 @@ class ThroughputMeter:
         return time.perf_counter() - self._began - self._paused_before - self._paused
 
     def add(self, logits: torch.Tensor, label: torch.Tensor, loss: float) -> None:
-        """Add one step. The caller may overwrite `logits` and `label` afterwards.
+        """Add one step whose labels are checked. The caller may overwrite `logits` and `label` afterwards.
 
         Large batches are counted on another thread; what that raises is raised by the next call.
         """
         if len(label) < _THREAD_EXAMPLES:
-            self._metrics.update(logits, label)
+            self._metrics.update(logits, label, check=False)
         else:
             self._settle()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "thermocline-metrics")
-            self._update = self._thread.submit(self._metrics.update, logits.clone(), label.clone())
+            self._update = self._thread.submit(self._metrics.update, logits.clone(), label.clone(), check=False)
         self._loss += loss
         self._examples += len(label)
         self._steps += 1

@@ -18,6 +18,7 @@ import itertools
 import math
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,9 +42,11 @@ from thermocline.training.graph_step import GraphStep
 from thermocline.training.metrics import check_labels
 from thermocline.training.optimizer_step import OptimizerStep
 from thermocline.training.rank_coordinator import DAMAGE, INTERRUPT, STOP, RankCoordinator
+from thermocline.training.rank_figures import RankFigures, by_name
 from thermocline.training.save_policy import SavePolicy
 from thermocline.training.signals import caught_signals
 from thermocline.training.state import Progress, Result
+from thermocline.training.status_file import StatusFile
 from thermocline.training.throughput import ThroughputMeter
 from thermocline.utils.text_format import plural
 
@@ -106,6 +109,7 @@ class Trainer:
         self._losses: list[torch.Tensor] = []
         """Losses of the batches whose gradients are accumulated for the next step."""
         self._meter = ThroughputMeter(self.tables)
+        self._figures = RankFigures(self.tables)
         self._stages: Sequence[StageStats] = ()
         self._lookahead: LookAheadStats | None = None
         self._evaluated_ahead: Row | None = None
@@ -345,11 +349,11 @@ class Trainer:
         rate = self._optimizer_step.rate_factor(self.progress, self.progress.step - 1)
         row = {**self._meter.row(self._stages, self._lookahead), "rate": rate}
         damage = {table.name: table.damage for table in self.tables if table.damage}
-        row["examples"], row["examples_per_s"], damaged = self._ranks.total(
-            self.progress.examples, row["examples_per_s"], sum(map(_damaged_partitions, self.tables)) if damage else 0
-        )
-        row |= {"damage": damage, "damaged_partitions": int(damaged)}
-        self._report("train", {**row, "examples": int(row["examples"])})
+        own = self._figures.take(self.progress.examples, row["examples_per_s"], row["lookahead"], damaged=bool(damage))
+        ranks = [by_name(figures) for figures in self._ranks.gather(*own)]
+        for name in ("examples", "examples_per_s", "damaged_partitions"):
+            row[name] = sum(rank[name] for rank in ranks)
+        self._report("train", {**row, "damage": damage, "ranks": ranks, "time": time.time()})
 
     # ---- start, end
 
@@ -376,6 +380,7 @@ class Trainer:
                 self.progress, metrics = self._saves.resumed(restored)
                 self.position = restored.position
             self._meter = ThroughputMeter(self.tables, metrics)  # restored tiers count from 0
+        self._figures = RankFigures(self.tables)
         self._ranks.begin()
         self._epoch_batches = _batches_per_epoch(train)
         self.ending = _FAILED
@@ -414,15 +419,11 @@ class Trainer:
 def _default_callbacks(run_dir: Path | None, config: TrainConfig) -> Iterator[Callback]:
     if run_dir is not None:
         yield MetricsFile(run_dir / "metrics.jsonl")
+        yield StatusFile(run_dir / "status.json")
         if config.tensorboard:
             yield TensorBoard(run_dir / "tensorboard")
     if config.display:
         yield Display()
-
-
-def _damaged_partitions(table: Table) -> int:
-    stores = (table.store, table.checkpoint_store)
-    return sum(store.stats().damaged_partitions for store in stores if store is not None)
 
 
 def _rest_of_epoch(train: Any, progress: Progress, position: Any) -> Iterable[Batch]:
