@@ -63,6 +63,11 @@ class ServedPrecision(StrEnum):
     int8 = "int8"
 
 
+class ServedFormat(StrEnum):
+    parquet = "parquet"
+    safetensors = "safetensors"
+
+
 class Format(StrEnum):
     parquet = "parquet"
     libsvm = "libsvm"
@@ -234,17 +239,34 @@ def export(
     delta: Annotated[
         bool, typer.Option("--delta", help="Publish only rows that changed since the version before, and deleted keys.")
     ] = False,
-    precision: Annotated[ServedPrecision, typer.Option(help="Stored form of a weight.")] = ServedPrecision.fp32,
+    precision: Annotated[
+        ServedPrecision | None,
+        typer.Option(help="Stored form of a weight; default: that of the version before, fp32 for the first."),
+    ] = None,
+    min_norm: Annotated[
+        float | None, typer.Option(help="Serve only rows whose weights have at least this L2 norm.")
+    ] = None,
+    max_rows: Annotated[
+        int | None, typer.Option(help="Serve at most this number of rows, those with the largest norms.")
+    ] = None,
+    format: Annotated[
+        list[ServedFormat] | None,
+        typer.Option(help="Also write rows in this format; repeatable; default: as the version before."),
+    ] = None,
     checkpoint: Checkpoint = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Publish the rows of a run for serving (`thermocline.serving.open`). Read-only; works while the run trains."""
     with _one_line(debug):
-        from thermocline.cli import commands
+        from thermocline.cli import serving
         from thermocline.utils.text_format import format_size, plural
 
-        report = commands.export(run_dir, out, delta=delta, precision=precision.value, checkpoint=checkpoint)
+        options = serving.ExportOptions(
+            delta=delta, precision=None if precision is None else precision.value, checkpoint=checkpoint,
+            min_norm=min_norm, max_rows=max_rows, formats=[f.value for f in format] if format else None,
+        )  # fmt: skip
+        report = serving.export(run_dir, out, options)
         if as_json:
             _print_json(report)
         else:
@@ -267,6 +289,9 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None,
     poll: Annotated[float, typer.Option(help="Seconds between looks for a new version.")] = 1.0,
     consumer: Annotated[str | None, typer.Option(help="Name under which the version in use is recorded.")] = None,
+    score: Annotated[
+        bool, typer.Option("--score", help="Also score whole examples with the dense model; loads torch.")
+    ] = False,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow other machines to connect without token or TLS.")
     ] = False,
@@ -274,11 +299,11 @@ def serve(
 ) -> None:
     """Serve published rows over Arrow Flight until Ctrl-C or SIGTERM; new versions are read as they appear."""
     with _one_line(debug):
-        from thermocline.cli import commands
+        from thermocline.cli import serving
 
-        commands.serve(
+        serving.serve(
             folder, host=host, port=port, metrics_port=metrics_port, token_file=token_file, tls_cert=tls_cert,
-            tls_key=tls_key, poll=poll, consumer=consumer, insecure=insecure,
+            tls_key=tls_key, poll=poll, consumer=consumer, insecure=insecure, score=score,
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 import threading
 import weakref
@@ -30,6 +31,8 @@ import torch
 from thermocline.arrays import Floats, Keys, Rows
 from thermocline.batch import WorkingSet
 from thermocline.distributed.communicator import Groups
+from thermocline.distributed.key_sharding import owner_of
+from thermocline.distributed.rank_agreement import require_equal
 from thermocline.distributed.row_exchange import Route, RowExchange
 from thermocline.distributed.row_reduce import RowSum, take_rows
 from thermocline.distributed.sharded_horizon import HintedRows, ShardedHorizon
@@ -340,6 +343,13 @@ class ShardedBackend(Unrecorded):
 
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         self.local.import_rows(keys, rows)
+
+    def write_rows(self, keys: Keys, rows: Floats) -> None:
+        digest = hashlib.blake2b(rows.tobytes(), key=hashlib.blake2b(keys.tobytes()).digest()).hexdigest()
+        settings = {"keys": len(keys), "digest of keys and rows": digest}
+        require_equal(self.groups.train, settings, "load_rows must get the same keys and rows on all ranks")
+        owned = owner_of(keys, self.groups.topology.world) == self.groups.topology.rank
+        self.local.write_rows(keys[owned], np.ascontiguousarray(rows[owned]))
 
     @property
     def learned_scale(self) -> LearnedScale | None:

@@ -349,6 +349,10 @@ class RowBackend(Protocol):
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         """Add stored rows that no commit of this table has yet."""
 
+    def write_rows(self, keys: Keys, rows: Floats) -> None:
+        """Insert or replace float32[n, dim + state] by key; of a repeated key the last row counts. Collective over
+        ranks, which pass equal arguments."""
+
     @property
     def learned_scale(self) -> LearnedScale | None:
         """State of a learned quantization scale; None: the precision has none. Blocks on the device."""

@@ -201,6 +201,11 @@ class OpenTable:
         """Return float32[n, dim + state]; a key never trained gives its initial row. Collective over ranks."""
         return self.backend.read(as_keys(keys))
 
+    def read_rows(self, keys: Any) -> tuple[Floats, Floats]:
+        """Return weights, float32[n, dim], and optimizer state, float32[n, state]: see `read`, `Table.load_rows`."""
+        rows = self.read(keys)
+        return rows[:, : self.dim], rows[:, self.dim :]
+
     def tier_counts(self) -> Mapping[str, int]:
         """Return rows of training batches so far by the tier they were in: "hbm", "mem", "ssd", "new"."""
         return self.backend.tier_counts()

@@ -227,6 +227,9 @@ class ReferenceBackend(Unrecorded):
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         self.table.push(keys, rows.view(np.float32))
 
+    def write_rows(self, keys: Keys, rows: Floats) -> None:
+        self.table.push(keys, rows)
+
     learned_scale = None
 
     # ---- inspection
@@ -237,7 +240,8 @@ class ReferenceBackend(Unrecorded):
     def require_idle(self) -> None:
         if self.windows:
             raise ThermoclineError(
-                f"table {self.spec.name!r} has {self.windows} windows pinned: close the pipeline before restore()"
+                f"table {self.spec.name!r} has {self.windows} windows pinned: close tc.prefetch, and drop or step "
+                "forward passes, first"
             )
 
     def close(self) -> None:

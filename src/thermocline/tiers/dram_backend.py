@@ -354,6 +354,9 @@ class DramBackend(Unrecorded):
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         self.host.import_rows(keys, rows)
 
+    def write_rows(self, keys: Keys, rows: Floats) -> None:
+        self.host.write_rows(keys, rows)
+
     @property
     def learned_scale(self) -> LearnedScale | None:
         return self.host.dram.learned

@@ -420,6 +420,13 @@ class HbmBackend:
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         self.host.import_rows(keys, rows)
 
+    def write_rows(self, keys: Keys, rows: Floats) -> None:
+        self.write_back()
+        try:
+            self.host.write_rows(keys, rows)
+        finally:
+            self._reset()  # rows in HBM may be older now
+
     def _reset(self) -> None:
         """Drop all rows of the HBM tier and continue above the current DRAM tier."""
         self.hbm.reset(self.host.dram)
@@ -463,7 +470,8 @@ class HbmBackend:
         self.host.require_idle()
         if windows := self.hbm.stats().windows:
             raise ThermoclineError(
-                f"table {self.spec.name!r} has {windows} windows pinned: close the pipeline before restore()"
+                f"table {self.spec.name!r} has {windows} windows pinned: close tc.prefetch, and drop or step "
+                "forward passes, first"
             )
 
     def close(self) -> None:
