@@ -22,7 +22,7 @@ FUZZ_STORE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/ssd/*.cc csrc/util/*
   csrc/ssd/files_fuzz_test.cc
 
 .PHONY: cpp-tests demo demo-online reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
-  fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser
+  fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser docs notebooks
 
 demo: build-inplace
 	$(PYTHON) examples/demo.py
@@ -34,6 +34,14 @@ demo-online: build-inplace
 reproduce: build-inplace
 	$(PYTHON) -m experiments $(ARGS)
 
+# The site of docs/, into build/site; a warning is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --site-dir $(BUILD)/site
+
+# Runs docs/notebooks and stores what they print.
+notebooks: build-inplace
+	$(PYTHON) tools/notebooks.py
+
 test: lint test-cpp test-py
 
 # Only the default Python is ours to install into; any other is taken as it is.
@@ -43,7 +51,7 @@ ifeq ($(PYTHON),$(VENV_PYTHON))
 	@python3 tools/venv.py
 endif
 
-# For the test of the report's page; where it cannot be installed, that test is skipped.
+# For the tests of the live page and of the report; where it cannot be installed, they are skipped and say so.
 browser:
 ifeq ($(PYTHON),$(VENV_PYTHON))
 	@python3 tools/browser.py

@@ -164,6 +164,7 @@ def run(folder: Path, *, seconds: int, before: int, examples: int) -> Observer:
         f"data.train={stream}",
         "data.follow_idle=4s",
         f"train.run_dir={folder / 'run'}",
+        f"tiers.ssd={folder / 'run' / 'store'}",
         f"publish.folder={served}",
     ]
     command = [sys.executable, "-m", "thermocline", "train", str(HERE / "online.toml")]

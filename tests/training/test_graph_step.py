@@ -284,9 +284,9 @@ def test_metrics_on_a_thread_use_the_labels_of_their_step(monkeypatch: pytest.Mo
         settle(meter)
         gate.clear()
 
-    def late_update(metrics: StreamingMetrics, scores: Any, labels: Any) -> None:
+    def late_update(metrics: StreamingMetrics, scores: Any, labels: Any, *, check: bool) -> None:
         assert gate.wait(60)
-        update(metrics, scores, labels)
+        update(metrics, scores, labels, check=check)
 
     monkeypatch.setattr(ThroughputMeter, "settle", late_settle)
     monkeypatch.setattr(StreamingMetrics, "update", late_update)

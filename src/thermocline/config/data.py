@@ -68,7 +68,7 @@ class Synth:
     """Generated data, for format = "synth"; see `tc.SyntheticAds`."""
 
     preset: Maybe[str] = None
-    """A model of the paper and a divisor of its size, such as "E/1000". It sets keys, fields and nonzeros."""
+    """A model of Zhao et al. (2020) and a divisor of its size, such as "E/1000". It sets keys, fields and nonzeros."""
     keys: Count = 1_000_000
     """Number of distinct keys."""
     fields: Count = 26
@@ -101,7 +101,7 @@ class Hashing:
     seed: Annotated[int, Ge(0), Le(2**64 - 1)] = 0
     """Seed of permutation and projection; modulo does not use it."""
     fields: Literal["per_example", "per_field"] = "per_example"
-    """per_example: hash an example as one vector, which becomes one bag, as in the paper. per_field: hash each field
+    """per_example: hash an example as one vector, which becomes one bag, as by Zhao (2026). per_field: hash each field
     separately."""
 
     def fields_of(self, fields: int) -> int:

@@ -24,6 +24,7 @@ from thermocline.config.model import ModelConfig
 from thermocline.config.publish import Publish
 from thermocline.config.section import section
 from thermocline.config.train import TrainConfig
+from thermocline.embedding.optimizers import MOST_STEPS, Lazy
 from thermocline.embedding.precision import Precision
 from thermocline.embedding.table_spec import OnDamage, Policy
 
@@ -69,6 +70,11 @@ class Train(TrainConfig):
     """Optimizer of rows."""
     lr: NonNegative = 1e-3
     """Learning rate of rows."""
+    lazy: Lazy = "touched"
+    """Steps without a gradient of a row. touched: they do not change it. catch_up: as if every step updated every row,
+    with L2 and moments; rows replay missed steps when they are read. Needs precision fp32."""
+    catch_up_steps: Annotated[int, Ge(1), Le(MOST_STEPS)] = 1000
+    """Most missed steps that a row replays, the last ones. Has no effect without lazy = "catch_up"."""
     dense_optimizer: Maybe[OptimizerName] = None
     """Optimizer of dense parameters, from torch (Adagrad for rowwise_adagrad). By default as for rows."""
     dense_lr: Maybe[NonNegative] = None

@@ -269,7 +269,7 @@ def _open_parquet(
     labelled = data.label in names if labelled is None else labelled
     columns = resolve(names, data, "parquet", sources[0].name, labelled, known=features is not None)
     if features is not None:
-        columns = _sort_columns(columns, features)
+        columns = sort_columns(columns, features)
     numbers, numeric = data.numbers_of("parquet"), numeric_columns(columns)
 
     def rows() -> Any:
@@ -287,7 +287,7 @@ def _open_parquet(
     return blocks, resolved, [[column.name, column.role] for column in columns]
 
 
-def _sort_columns(columns: list[Column], features: Features) -> list[Column]:
+def sort_columns(columns: list[Column], features: Features) -> list[Column]:
     """Sort columns by their order in the training data: Parquet columns are read by name, in any order."""
     order = {name: i for i, name in enumerate((*features.fields, *features.dense))}
     return sorted(columns, key=lambda column: order.get(column.name, len(order)))

@@ -66,10 +66,13 @@ class Publisher(Callback):
     def _publish(self, trainer: Trainer, step: int) -> None:
         try:
             delta = not self._is_new and self._takes_delta(step)
-            version = publish_table(
-                self._table, self._folder, step=step, delta=delta, precision=self._settings.precision,
-                event_time=trainer.progress.event_time,
-            )  # fmt: skip
+            with warnings.catch_warnings():
+                if len(self.versions) > 1:  # once is enough, and the next versions have the same cause
+                    warnings.filterwarnings("ignore", ".*all rows are compared with version", RuntimeWarning)
+                version = publish_table(
+                    self._table, self._folder, step=step, delta=delta, precision=self._settings.precision,
+                    event_time=trainer.progress.event_time,
+                )  # fmt: skip
             if not delta:
                 with Publication(self._folder, precision=self._settings.precision) as publication:
                     publication.retire(_KEPT_BASES)

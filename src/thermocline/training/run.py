@@ -59,7 +59,10 @@ _ROW_OPTIMIZERS: dict[OptimizerName, Any] = {
 def row_optimizer(config: Config) -> Optimizer:
     """Return the optimizer of the table; its weight decay is the model's L2 of rows."""
     optimizer: Optimizer = _ROW_OPTIMIZERS[config.train.optimizer](
-        lr=config.train.lr, weight_decay=config.model.resolve().embedding_l2
+        lr=config.train.lr,
+        weight_decay=config.model.resolve().embedding_l2,
+        lazy=config.train.lazy,
+        catch_up_steps=config.train.catch_up_steps,
     )
     return optimizer
 

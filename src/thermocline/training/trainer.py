@@ -19,6 +19,7 @@ import itertools
 import math
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,9 +44,11 @@ from thermocline.training.metrics import check_labels
 from thermocline.training.optimizer_step import OptimizerStep
 from thermocline.training.progressive import ProgressiveValidation
 from thermocline.training.rank_coordinator import DAMAGE, INTERRUPT, STOP, RankCoordinator
+from thermocline.training.rank_figures import RankFigures, by_name
 from thermocline.training.save_policy import SavePolicy
 from thermocline.training.signals import caught_signals
 from thermocline.training.state import Progress, Result
+from thermocline.training.status_file import StatusFile
 from thermocline.training.throughput import ThroughputMeter
 from thermocline.utils.text_format import plural
 
@@ -115,6 +118,7 @@ class Trainer:
         """Losses of the batches whose gradients are accumulated for the next step."""
         self._progressive = ProgressiveValidation(self.config, self._ranks)
         self._meter = ThroughputMeter(self.tables)
+        self._figures = RankFigures(self.tables)
         self._stages: Sequence[StageStats] = ()
         self._lookahead: LookAheadStats | None = None
         self._evaluated_ahead: Row | None = None
@@ -378,13 +382,13 @@ class Trainer:
         rate = self._optimizer_step.rate_factor(self.progress, self.progress.step - 1)
         row = {**self._meter.row(self._stages, self._lookahead), "rate": rate}
         damage = {table.name: table.damage for table in self.tables if table.damage}
-        row["examples"], row["examples_per_s"], damaged = self._ranks.total(
-            self.progress.examples, row["examples_per_s"], sum(map(_damaged_partitions, self.tables)) if damage else 0
-        )
-        row |= {"damage": damage, "damaged_partitions": int(damaged)}
+        own = self._figures.take(self.progress.examples, row["examples_per_s"], row["lookahead"], damaged=bool(damage))
+        ranks = [by_name(figures) for figures in self._ranks.gather(*own)]
+        for name in ("examples", "examples_per_s", "damaged_partitions"):
+            row[name] = sum(rank[name] for rank in ranks)
         if self.progress.event_time is not None:
             row["event_time"] = self.progress.event_time
-        self._report("train", {**row, "examples": int(row["examples"])})
+        self._report("train", {**row, "damage": damage, "ranks": ranks, "time": time.time()})
 
     # ---- start, end
 
@@ -412,6 +416,7 @@ class Trainer:
             self.position = restored.position
         self._progressive = ProgressiveValidation(self.config, self._ranks, self.progress.step, progressive)
         self._meter = ThroughputMeter(self.tables, metrics, self._progressive.metrics)  # restored tiers count from 0
+        self._figures = RankFigures(self.tables)
         self._ranks.begin()
         self._epoch_batches = _batches_per_epoch(train)
         self.ending = _FAILED
@@ -450,15 +455,11 @@ class Trainer:
 def _default_callbacks(run_dir: Path | None, config: TrainConfig) -> Iterator[Callback]:
     if run_dir is not None:
         yield MetricsFile(run_dir / "metrics.jsonl")
+        yield StatusFile(run_dir / "status.json")
         if config.tensorboard:
             yield TensorBoard(run_dir / "tensorboard")
     if config.display:
         yield Display()
-
-
-def _damaged_partitions(table: Table) -> int:
-    stores = (table.store, table.checkpoint_store)
-    return sum(store.stats().damaged_partitions for store in stores if store is not None)
 
 
 def _rest_of_epoch(train: Any, progress: Progress, position: Any) -> Iterable[Batch]:
