@@ -215,6 +215,7 @@ def print_report(console: Console, observer: Observer) -> None:
 
 def draw(observer: Observer, path: Path) -> None:
     """Draw AUC and freshness of each second."""
+    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     windows = observer.windows
@@ -229,7 +230,8 @@ def draw(observer: Observer, path: Path) -> None:
     bottom.bar([second for second, _ in pairs], [fresh for _, fresh in pairs], color="tab:gray")
     bottom.set_ylabel("click to served, s")
     bottom.set_xlabel("event time, s")
-    figure.savefig(path)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "online"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main(

@@ -19,7 +19,13 @@ def test_the_demo_serves_what_it_trains_and_leaves_no_files(
     )
     demo_online.main(seconds=3, before=4, examples=500, picture=None, folder=tmp_path)
     text = " ".join(capfd.readouterr().out.split())
-    for word in ("following", "finished after 7 steps, 3,500 examples", "freshness, median", "AUC, newest", "rows alive"):
+    for word in (
+        "following",
+        "finished after 7 steps, 3,500 examples",
+        "freshness, median",
+        "AUC, newest",
+        "rows alive",
+    ):
         assert word in text
     (observer,) = observers
     assert [window.second for window in observer.windows] == [4, 5, 6]
