@@ -486,7 +486,7 @@ class Table(OpenTable):
         ranks, all ranks pass equal arguments, and each takes the rows that it owns. After a `BudgetError` a part of the
         rows was loaded.
         """
-        wanted, values = rows_to_load(self.spec, keys, rows, state)
+        wanted, values = rows_to_load(self.spec, self.step_count, keys, rows, state)
         self._require_no_gradients("load_rows()")
         self.backend.require_idle()
         self._history, self._history_begun = self._new_history(), True  # an earlier state_dict has other rows

@@ -36,7 +36,7 @@ from thermocline.models import build, parameter_groups, row_dim
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.training.callbacks import Callback, Row
 from thermocline.training.run_dir import RunFolder, config_of, saved_by_ranks
-from thermocline.training.run_restore import restore_for_reading
+from thermocline.training.run_restore import restore_for_reading, watermark_of
 from thermocline.training.state import Result
 from thermocline.utils import atomic_file
 from thermocline.utils.lazy_dynamo import defer_dynamo
@@ -147,6 +147,8 @@ class Run:
         """Features of the training data; None for generated data."""
         self.step = 0
         """Step of the checkpoint that `load` restored."""
+        self.event_time: int | None = None
+        """Watermark of that checkpoint: the largest event time trained; None: the data has no event times."""
         self.groups: Groups | None = None
         """Communicators of the ranks; None for a single process."""
         with contextlib.ExitStack() as undo:
@@ -348,8 +350,11 @@ class Run:
 
     def _publishers(self) -> list[Callback]:
         from thermocline.training.publisher import Publisher
+        from thermocline.training.scoring import scoring_files
 
-        return [] if self.config.publish.folder is None else [Publisher(self.config.publish, self.table)]
+        if self.config.publish.folder is None:
+            return []
+        return [Publisher(self.config.publish, self.table, lambda: scoring_files(self))]
 
     # ---- trained runs
 
@@ -389,7 +394,9 @@ class Run:
     def restore(self, checkpoint: int | str | None = None) -> int:
         """Load a checkpoint into model and table without changes on disk; return its step. Collective over ranks."""
         run_dir = Path(self.config.train.run_dir)
-        return restore_for_reading(run_dir, self.table, self.model, self.optimizers, checkpoint)
+        restored = restore_for_reading(run_dir, self.table, self.model, self.optimizers, checkpoint)
+        self.event_time = watermark_of(restored)
+        return restored.step
 
     def evaluate(self, batches: Iterable[Batch]) -> Row:
         """Compute exact AUC, logloss, normalized entropy and calibration."""
