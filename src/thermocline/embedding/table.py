@@ -160,6 +160,8 @@ class Table(OpenTable):
             },
             on_damage=on_damage,
         )
+        if admission is not None:
+            _require_fixed_initial_rows(admission, self.spec)
         self.lr = optimizer.lr
         """Learning rate of the next steps."""
         self.pipelines: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -180,7 +182,6 @@ class Table(OpenTable):
         if admission is not None:
             from thermocline.embedding.admission_backend import AdmissionBackend
 
-            _require_fixed_initial_rows(admission, self.spec)
             self._admission = AdmissionBackend(cast(LocalBackend, self.backend), self.spec, admission)
             self.backend = cast(RowBackend, self._admission)
         self._open_version()
