@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, cast
 from thermocline.batch import Batch
 from thermocline.core import core
 from thermocline.embedding.admission import Admission
-from thermocline.embedding.admission_backend import AdmissionBackend
 from thermocline.embedding.backend import BatchAhead, LocalBackend, RowBackend, RowWindow
 from thermocline.embedding.bag_registry import BagRegistry
 from thermocline.embedding.batch_plan import (
@@ -44,6 +43,7 @@ from thermocline.utils.text_format import parse_size
 if TYPE_CHECKING:
     import torch
 
+    from thermocline.embedding.admission_backend import AdmissionBackend
     from thermocline.embedding.bag import EmbeddingBag
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -160,6 +160,8 @@ class Table(OpenTable):
             },
             on_damage=on_damage,
         )
+        if admission is not None:
+            _require_fixed_initial_rows(admission, self.spec)
         self.lr = optimizer.lr
         """Learning rate of the next steps."""
         self.pipelines: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -178,7 +180,8 @@ class Table(OpenTable):
         """Which keys get a row; None: all that are trained."""
         self._admission: AdmissionBackend | None = None
         if admission is not None:
-            _require_fixed_initial_rows(admission, self.spec)
+            from thermocline.embedding.admission_backend import AdmissionBackend
+
             self._admission = AdmissionBackend(cast(LocalBackend, self.backend), self.spec, admission)
             self.backend = cast(RowBackend, self._admission)
         self._open_version()
