@@ -54,7 +54,7 @@ def run(program: Path, *words: str) -> None:
 
 
 def test_there_is_a_config_and_a_program_per_format() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.toml")} == set(FORMATS)
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {*FORMATS, "online"}
     assert {path.stem for path in EXAMPLES.glob("train_*.py")} == {f"train_{format}" for format in FORMATS}
     text = (EXAMPLES / "README.md").read_text()
     assert all(f"({path.name})" in text for path in [*EXAMPLES.glob("*.toml"), *EXAMPLES.glob("*.py")])
