@@ -16,12 +16,12 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src/thermocline"
-SUBPACKAGES = ("serving",)
+SUBPACKAGES = ("serving", "torchrec")
 """Packages whose public names are those of their own __init__.py; the others are in thermocline/__init__.pyi."""
 TITLES = {
     "batch": "Batches", "checkpoint": "Checkpoints", "config": "Configuration", "data": "Data", "distributed": "Ranks",
     "embedding": "Tables and bags", "errors": "Errors", "pipeline": "Pipeline", "serving": "Serving", "tiers": "Tiers",
-    "training": "Training",
+    "torchrec": "TorchRec", "training": "Training",
 }  # fmt: skip
 
 
