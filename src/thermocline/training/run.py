@@ -97,12 +97,14 @@ def gpu_budget(tiers: Tiers, sharing: int = 1) -> str | int | None:
     return torch.cuda.mem_get_info()[0] // (2 * sharing) if tiers.hbm is None else tiers.hbm
 
 
-def _require_memory(tiers: Tiers) -> int:
+def _require_memory(config: Config) -> int:
     """Return the DRAM budgets; raise `ConfigError` if they exceed the memory of the machine."""
+    tiers, counters = config.tiers, 0 if config.admission is None else config.admission.memory_bytes
     # Without a value, ssd_mem is derived from the memory of the machine.
     store = 0 if tiers.ssd is None or tiers.ssd_mem is None else parse_size(tiers.ssd_mem, "tiers.ssd_mem")
     name = "tiers.mem + tiers.ssd_mem" if store else "tiers.mem"
-    needed = parse_size(tiers.mem, "tiers.mem") + store
+    name += " + admission.memory" if counters else ""
+    needed = parse_size(tiers.mem, "tiers.mem") + store + counters
     try:
         require_memory(needed, name=name, override="tiers.mem_overcommit = true")
     except ValueError as error:
@@ -135,7 +137,7 @@ class Run:
         recorded: Collection[Split] = (),
     ) -> None:
         self.config = config = config.resolve()
-        budget = None if config.tiers.mem_overcommit else _require_memory(config.tiers)
+        budget = None if config.tiers.mem_overcommit else _require_memory(config)
         self._data_options = {"labelled": labelled, "contiguous": contiguous}
         self._recorded = recorded
         self._loaders: dict[Split, Any] = {}
@@ -212,6 +214,7 @@ class Run:
             "seed": config.train.seed,
             "initial": Normal(scale=config.model.initial),
             "precision": config.precision,
+            "admission": config.admission,
             "policy": tiers.policy,
             "threads": tiers.threads,
             "ssd_mem": tiers.ssd_mem,
@@ -219,6 +222,8 @@ class Run:
             "on_damage": tiers.on_damage,
         }
         dim, optimizer = row_dim(config.model), row_optimizer(config)
+        if config.admission is not None and (self.groups is not None or self.folder.saved_by_ranks):
+            raise ConfigError("[admission] is set: it must be left out over several ranks, which have no admission yet")
         if read_only and (self.groups is not None or self.folder.saved_by_ranks):
             from thermocline.distributed.shard_reader import ShardReaderTable
 
