@@ -16,13 +16,23 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src/thermocline"
-SUBPACKAGES = ("serving",)
+SUBPACKAGES = ("serving", "torchrec")
 """Packages whose public names are those of their own __init__.py; the others are in thermocline/__init__.pyi."""
 TITLES = {
     "batch": "Batches", "checkpoint": "Checkpoints", "config": "Configuration", "data": "Data", "distributed": "Ranks",
     "embedding": "Tables and bags", "errors": "Errors", "pipeline": "Pipeline", "serving": "Serving", "tiers": "Tiers",
-    "training": "Training",
+    "torchrec": "TorchRec", "training": "Training",
 }  # fmt: skip
+
+
+def on_config(config: Any) -> Any:
+    """Add pages that `nav` does not name to its guides, or to its measurements."""
+    sections = {title: pages for entry in config.nav for title, pages in entry.items()}
+    named = json.dumps(config.nav)
+    for folder, section in (("", "Guides"), ("benchmarks/", "Measurements")):
+        pages = sorted(f"{folder}{path.name}" for path in (ROOT / "docs" / folder).glob("*.md"))
+        sections[section] += [page for page in pages if f'"{page}"' not in named]
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
