@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import tomli_w
 
 from thermocline.batch import Batch
 from thermocline.cli.progress_bar import count_examples, progress
+from thermocline.cli.startup_progress import startup_progress
 from thermocline.config.data import Data, Split, Synth
 from thermocline.config.schema import Config
 from thermocline.data.open_data import check_paths, open_data
@@ -24,7 +25,12 @@ from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import is_rank0
 from thermocline.errors import ConfigError
 from thermocline.training.callbacks import Callback, Row
+from thermocline.utils import atomic_file
+from thermocline.utils.startup import report_phase
 from thermocline.utils.text_format import format_size, plural
+
+if TYPE_CHECKING:
+    from thermocline.training.run import Run
 
 _PART = re.compile(r"part-\d{5,}\.(parquet|libsvm|libffm)")
 """File names of `SyntheticAds.write`."""
@@ -49,18 +55,23 @@ def _process_age() -> float:
 
 def train(config: Config, *, resume: bool) -> list[str]:
     """Train in the config's run_dir; return one note per split with malformed lines."""
-    from thermocline.training.run import Run
-
     splits: tuple[Split, ...] = ("train", "valid", "test")
-    with Run(config, resume=resume) as run:
-        if is_rank0():
-            if resume and not run.folder.has_run:
-                print(f"{config.train.run_dir} has nothing saved to resume: starting a new run")
-            for change in run.changes:
-                print(f"changed {change}")
-            print(f"training on {run.device_text}", flush=True)
-        run.fit(resume=resume, callbacks=[FirstStep()] if is_rank0() else [])
-        return [f"{split} data: {text}" for split in splits if (text := skipped(run.loader(split), run.runner))]
+    with startup_progress() if is_rank0() else nullcontext():
+        report_phase("loading torch")
+        from thermocline.training.run import Run
+
+        with Run(config, resume=resume) as run:
+            rank0: dict[str, Any] = {"callbacks": [FirstStep()], "on_locked": lambda: _print_start(run, resume)}
+            run.fit(resume=resume, **(rank0 if is_rank0() else {}))
+            return [f"{split} data: {text}" for split in splits if (text := skipped(run.loader(split), run.runner))]
+
+
+def _print_start(run: Run, resume: bool) -> None:
+    if resume and not run.folder.has_run:
+        print(f"{run.config.train.run_dir} has nothing saved to resume: starting a new run")
+    for change in run.changes:
+        print(f"changed {change}")
+    print(f"training on {run.device_text}", flush=True)
 
 
 # ---- trained runs
@@ -84,12 +95,15 @@ def predict(
     sets: Sequence[str],
     checkpoint: str | None,
     *,
+    overwrite: bool = False,
     allow_remote_data: bool = False,
 ) -> Row:
     """Write one score per example to the file `out`, in the order of the files. Under torchrun, over all ranks."""
     from thermocline.training.prediction_writer import write_scores, writer_of
 
     writer_of(out)  # raises before any work is done
+    if not overwrite and Path(out).exists():
+        raise ConfigError(f"--out is {out!r}, which exists: choose another file, or replace it with --overwrite")
     with _load_run(run_dir, files, sets, checkpoint, scores=True, allow_remote_data=allow_remote_data) as run:
         batches = run.loader("test")
         with _progress("predicting", batches, run.config) as advance:
@@ -106,7 +120,9 @@ def export(run_dir: str, out: str, *, delta: bool, precision: Any, checkpoint: s
 
     if world_size() > 1:
         raise ConfigError("export runs in one process, which reads the stores of all ranks: start it without torchrun")
+    atomic_file.make_writable(Path(out), "--out")
     with (
+        atomic_file.disk_errors(out),
         Run.load(run_dir, checkpoint=_step_or_tag(checkpoint), config=config_of(run_dir), labelled=False) as run,
         progress("exporting", None, "rows") as advance,
     ):
@@ -234,13 +250,14 @@ def skipped(batches: Any, runner: CollectiveRunner | None = None) -> str | None:
 def hardware(path: Path | None, into: Path | None) -> Any:
     """Return the measurements of a node: from a file, of the paper's node, or measured now and written to `into`."""
     from thermocline.planner.hardware import Hardware, paper_node
-    from thermocline.utils import atomic_file
 
     kind, _, name = ("", "", "") if path is None else str(path).partition(":")
     if kind == "paper" and name:
         return paper_node(Hardware.load(name).cpu, f"of {name}")
     if path is not None and kind != "paper":
         return Hardware.load(path)
+    if into is not None:  # before minutes of measuring
+        atomic_file.make_writable(into.absolute().parent, "the folder of --measure")
     from thermocline.planner.calibrate import PARTS, measure
 
     target = "--measure FILE saves the result, --hardware FILE reads it" if into is None else f"saved to {into}"
@@ -366,7 +383,7 @@ def write_synth(
     paths = {split: target / (split if examples_per_file else f"{split}.{format}") for split in sizes if sizes[split]}
     parts: dict[Split, Any] = {split: open_data(data, split, batch_size=4096, tensors=False) for split in paths}
     _remove_existing(list(paths.values()), force, folders=examples_per_file is not None)
-    target.mkdir(parents=True, exist_ok=True)
+    atomic_file.make_writable(target, "the output folder")
     written: list[Path] = []
     section: dict[str, Any] = {}
     with progress("writing", sum(sizes.values())) as advance:

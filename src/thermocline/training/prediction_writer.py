@@ -37,7 +37,8 @@ def write_scores(path: str | os.PathLike[str], scores: Iterable[Floats], runner:
     try:
         runner.run_all("opening the folder of --out", lambda: _require_visible(folder, runner.rank))
         # Not inside a call of `runner`: computing scores is collective, so no rank may wait for another rank's error.
-        _write_npy(folder / _part_name(runner.rank), scores)
+        with atomic_file.disk_errors(target):
+            _write_npy(folder / _part_name(runner.rank), scores)
         runner.barrier("writing scores")
         parts = (part for rank in range(runner.world) for part in _read_npy(folder / _part_name(rank)))
         return runner.broadcast("joining the scores of all ranks", lambda: _write(target, parts))

@@ -45,6 +45,7 @@ from thermocline.training.save_policy import SavePolicy
 from thermocline.training.signals import caught_signals
 from thermocline.training.state import Progress, Result
 from thermocline.training.throughput import ThroughputMeter
+from thermocline.utils.startup import report_phase
 from thermocline.utils.text_format import plural
 
 _FAILED = "stopped by an error"
@@ -88,6 +89,8 @@ class Trainer:
         """Position of the last trained batch."""
         self.ending = ""
         """How the run ended, for display."""
+        self.completed = False
+        """Whether the run ended neither by an error nor by an interrupt."""
         self._epoch_batches: int | None = None
         """Batches per epoch: length or estimate of the loader, then the count of the first whole epoch."""
         self._run_dir = None if run_dir is None else Path(run_dir)
@@ -110,6 +113,8 @@ class Trainer:
         self._lookahead: LookAheadStats | None = None
         self._evaluated_ahead: Row | None = None
         """Figures of the look-ahead of the last evaluation."""
+        self._logged = self._first_step = 0
+        """Last step that was logged, and the step that `fit` started from."""
 
     # ---- the loop
 
@@ -131,6 +136,7 @@ class Trainer:
         examples_before = self.progress.examples
         try:
             self._call("on_start")
+            report_phase("reading the first batches")
             with caught_signals(self._saves.checkpoints is not None) as caught:
                 while not self.finished and not self._interrupted(caught):
                     self._train_epoch(train, valid, caught)
@@ -172,6 +178,8 @@ class Trainer:
             self._stages, self._lookahead = batches.stats, batches.lookahead
             for batch in batches:
                 self._ranks.merge_flags(batches.flags)
+                if self.progress.step == self._first_step and not self._losses:
+                    report_phase(self._first_phase)
                 loss = self.train_step(batch)
                 if loss is None:
                     continue  # the step accumulates more batches
@@ -182,6 +190,14 @@ class Trainer:
             if self._losses:
                 self._after_step(self._update(), valid)
             self._end_epoch(valid)
+
+    @property
+    def _first_phase(self) -> str:
+        """Description of the first step for `report_phase`."""
+        if self.config.compile:
+            return "compiling the dense part, which takes up to minutes"
+        on_gpu = any(table.hbm is not None for table in self.tables)
+        return "compiling kernels for the first step" if on_gpu else "computing the first step"
 
     def _interrupted(self, caught: list[int]) -> bool:
         return self._ranks.requested(INTERRUPT, bool(caught))
@@ -276,6 +292,8 @@ class Trainer:
     def _after_step(self, loss: torch.Tensor, valid: Iterable[Batch] | None) -> None:
         """Log, validate and save if due. Validation is first, so that a resumed run does not repeat it."""
         config, step = self.config, self.progress.step
+        if step == self._first_step + 1:
+            report_phase(None)
         self._call("on_step", loss)
         if step % config.log_every == 0:
             self._log()
@@ -290,6 +308,8 @@ class Trainer:
                 f"the training data has no batches in epoch {self.progress.epoch + 1}: a generator can be iterated "
                 "only once; pass a list or a loader that can be iterated again"
             )
+        if self.progress.epoch + 1 >= self.config.epochs:
+            self._log_last_step()  # before the metrics of the epoch are reset
         self.progress.epoch += 1
         self._epoch_batches = self.progress.batch
         self.progress.batch, self.position = 0, None
@@ -341,7 +361,13 @@ class Trainer:
             self._call("on_validation", {**row, "lookahead": finite(self._evaluated_ahead)})
         return row
 
+    def _log_last_step(self) -> None:
+        """Log the last step of the run unless it is logged, so that a run of a few steps has a log, too."""
+        if self.progress.step > self._logged:
+            self._log()
+
     def _log(self) -> None:
+        self._logged = self.progress.step
         rate = self._optimizer_step.rate_factor(self.progress, self.progress.step - 1)
         row = {**self._meter.row(self._stages, self._lookahead), "rate": rate}
         damage = {table.name: table.damage for table in self.tables if table.damage}
@@ -376,9 +402,10 @@ class Trainer:
                 self.progress, metrics = self._saves.resumed(restored)
                 self.position = restored.position
             self._meter = ThroughputMeter(self.tables, metrics)  # restored tiers count from 0
+        self._logged = self._first_step = self.progress.step
         self._ranks.begin()
         self._epoch_batches = _batches_per_epoch(train)
-        self.ending = _FAILED
+        self.ending, self.completed = _FAILED, False
         self._callbacks = list(self._user_callbacks)
         if self._ranks.is_rank0:
             self._callbacks[:0] = _default_callbacks(self._run_dir, self.config)
@@ -389,6 +416,8 @@ class Trainer:
     def _finish(self, valid: Iterable[Batch] | None, *, interrupted: bool) -> int:
         """Validate, save and restore the best as needed; return the step that the model and tables hold."""
         progress, checkpoints = self.progress, self._saves.checkpoints
+        if not interrupted:  # the resumed run logs these steps
+            self._log_last_step()
         if valid is not None and progress.validated != progress.step and not interrupted:
             self.validate(valid)
         if self._saves.saved != progress:
@@ -397,6 +426,7 @@ class Trainer:
             self.ending = f"interrupted and saved at step {progress.step}: continue with --resume (resume=True)"
             return progress.step
         examples = int(self._ranks.total(progress.examples)[0])
+        self.completed = True
         self.ending = f"finished after {plural(progress.step, 'step')}, {plural(examples, 'example')}"
         if self.config.patience is None or progress.best_auc is None or checkpoints is None:
             return progress.step
