@@ -135,6 +135,9 @@ class Data:
     .parquet .pq."""
     label: str = "label"
     """Column of the label (csv, parquet)."""
+    time: Maybe[Column] = None
+    """Column of the event time (csv, parquet): timestamps, or seconds since 1970. It is no feature. By default batches
+    have no time."""
     label_threshold: Maybe[FiniteFloat] = None
     """Labels of at least this value become 1, all others 0. By default labels are unchanged, but -1 becomes 0 in LibSVM
     and LibFFM."""
@@ -177,6 +180,8 @@ class Data:
             if self.format == "synth" and (files := getattr(self, name)):
                 rule = 'left out with format = "synth", whose data is generated; data.synth sets its size'
                 reject(name, list(files), rule)
+        if self.format == "synth" and self.time is not None:
+            reject("time", self.time, 'left out with format = "synth", whose data has no event times')
         return self
 
     def format_of(self, paths: tuple[str, ...]) -> Format:

@@ -231,12 +231,13 @@ def to_text(ids: _Keys, offsets: _Offsets, fields: int, labels: _Floats, with_fi
 # Parsers (csrc/data/parse.h defines the formats). All calls release the GIL and may run concurrently.
 _Doubles = npt.NDArray[np.float64]
 _Mask = npt.NDArray[np.bool_]
-# Role ("label", "key", "dense", "number_key" or "ignore"), name; for numbers: log, mean, inverse deviation, and the
-# bucket: a width, "log_square" or "none".
+# Role ("label", "key", "dense", "number_key", "time" or "ignore"), name; for numbers: log, mean, inverse deviation, and
+# the bucket: a width, "log_square" or "none".
 _Column = tuple[str, str, bool, float, float, float | str]
-# ids, offsets [examples * fields + 1], weights (None: all are 1), dense [examples * dense], labels, the first malformed
-# lines (index in the block including empty lines; cause), the number of malformed lines.
-_Parsed = tuple[_Keys, _Offsets, _Floats | None, _Floats, _Floats, list[tuple[int, str]], int]
+# ids, offsets [examples * fields + 1], weights (None: all are 1), dense [examples * dense], labels, event times (None:
+# no time column), the first malformed lines (index in the block including empty lines; cause), the number of malformed
+# lines.
+_Parsed = tuple[_Keys, _Offsets, _Floats | None, _Floats, _Floats, _Offsets | None, list[tuple[int, str]], int]
 # ids, offsets, weights, dense, labels: the first five of _Parsed.
 _Examples = tuple[_Keys, _Offsets, _Floats | None, _Floats, _Floats]
 

@@ -34,6 +34,7 @@ from thermocline.utils.text_format import plural
 # Options that only some formats have; set for another format, they are an error.
 _ONLY_IN = {
     "label": ("csv", "parquet"),
+    "time": ("csv", "parquet"),
     "categorical": ("criteo", "csv", "parquet"),
     "numeric": ("criteo", "csv", "parquet"),
     "ignore": ("criteo", "csv", "parquet"),

@@ -287,7 +287,7 @@ class Reader:
 
     def _take(self, chunks: collections.deque[ShuffleChunk], epoch: int) -> Batch | None:
         """Take the examples of the next batch out of `chunks`, and remove used-up chunks."""
-        blocks: list[Any] = []
+        taken_from: list[Block] = []
         orders: list[Offsets] = []
         missing, base = self.batch_size, 0
         first_block, taken = (0, 0), 0
@@ -295,7 +295,7 @@ class Reader:
             chunk = chunks[0]
             count = min(missing, chunk.remaining)
             if count:
-                blocks += [block.examples for block in chunk.blocks]
+                taken_from += chunk.blocks
                 orders.append(chunk.order[chunk.taken : chunk.taken + count] + base)
                 base += len(chunk.order)
             chunk.taken += count
@@ -307,7 +307,13 @@ class Reader:
             return None
         fields = len(self.features.fields)
         order = orders[0] if len(orders) == 1 else np.concatenate(orders)
-        ids, offsets, weights, dense, label = core.gather_examples(blocks, fields, self.dense, order)
+        ids, offsets, weights, dense, label = core.gather_examples(
+            [block.examples for block in taken_from], fields, self.dense, order
+        )
+        time = None
+        if self.data.time is not None:
+            times = [block.time for block in taken_from if block.time is not None]
+            time = np.concatenate(times)[order] if times else None
         features: Any = dense.reshape(len(order), self.dense) if self.dense else None
         target: Any = label
         if self.tensors:
@@ -316,9 +322,8 @@ class Reader:
             target = torch.from_numpy(label)
             features = None if features is None else torch.from_numpy(features)
         position = {"epoch": epoch, "unit": first_block[0], "block": first_block[1], "example": taken}
-        batch = Batch(
-            ids, offsets, fields, weights, features, target, {**self._identity, **position}, names=self.features.fields
-        )
+        place, names = {**self._identity, **position}, self.features.fields
+        batch = Batch(ids, offsets, fields, weights, features, target, place, names=names, time=time)
         return batch if self._hasher is None else self._hasher(batch)
 
     def _chunks(self, epoch: int, start: BlockIndex) -> Generator[ShuffleChunk, None, None]:
