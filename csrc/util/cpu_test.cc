@@ -1,11 +1,13 @@
 #include "util/cpu.h"
 
+#include <string>
+
 #include "testing/test.h"
 
 namespace thermocline {
 namespace {
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__GLIBCXX__)  // with libgcc, which has what __builtin_cpu_supports needs
 TEST(Cpu, FeaturesEqualThoseOfTheCompiler) {
   const CpuFeatures& found = cpu_features();
   CHECK_EQ(found.avx2, __builtin_cpu_supports("avx2") != 0);

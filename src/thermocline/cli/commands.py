@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -95,20 +96,39 @@ def predict(
     sets: Sequence[str],
     checkpoint: str | None,
     *,
+    ids: Sequence[str] = (),
     overwrite: bool = False,
     allow_remote_data: bool = False,
 ) -> Row:
-    """Write one score per example to the file `out`, in the order of the files. Under torchrun, over all ranks."""
+    """Write one score per example to the file `out`, in the order of the files. Under torchrun, over all ranks.
+
+    ids   columns of the data that are written beside the score
+    """
     from thermocline.training.prediction_writer import write_scores, writer_of
 
     writer_of(out)  # raises before any work is done
+    if ids and out.endswith(".npy"):
+        raise ConfigError(f"--id needs columns, which {out!r} cannot have: write .csv or .parquet")
+    if "score" in ids:
+        raise ConfigError('--id is "score", the name of the column of scores: rename the column of the data')
     if not overwrite and Path(out).exists():
         raise ConfigError(f"--out is {out!r}, which exists: choose another file, or replace it with --overwrite")
-    with _load_run(run_dir, files, sets, checkpoint, scores=True, allow_remote_data=allow_remote_data) as run:
+    options: dict[str, Any] = {"scores": True, "allow_remote_data": allow_remote_data, "carry": ids}
+    with _load_run(run_dir, files, sets, checkpoint, **options) as run:
         batches = run.loader("test")
+        carried: collections.deque[dict[str, Any]] = collections.deque()
         with _progress("predicting", batches, run.config) as advance:
-            count = write_scores(out, run.scores(count_examples(batches, advance)), run.runner)
+            read = count_examples(_keep_carried(batches, carried) if ids else batches, advance)
+            scores = ({**(carried.popleft() if ids else {}), "score": part} for part in run.scores(read))
+            count = write_scores(out, scores, run.runner)
         return {"step": run.step, "scores": count, "out": out, "skipped": skipped(batches, run.runner)}
+
+
+def _keep_carried(batches: Any, carried: collections.deque[dict[str, Any]]) -> Iterator[Batch]:
+    """Yield the batches, read ahead by a pipeline; append the carried columns of each."""
+    for batch in batches:
+        carried.append(batches.carried)
+        yield batch
 
 
 def export(run_dir: str, out: str, *, delta: bool, precision: Any, checkpoint: str | None) -> Row:
@@ -194,12 +214,14 @@ def _load_run(
     *,
     scores: bool = False,
     allow_remote_data: bool,
+    carry: Sequence[str] = (),
 ) -> Any:
     """Load a run to evaluate it on `files`.
 
     scores   for one score per example, in the order of the files: labels are not read; over ranks, each reads a
              consecutive part; malformed lines are errors, because a missing score would shift all later ones, unless
              `sets` changes it
+    carry    columns of the data that are kept for each batch
     """
     from thermocline.training.run import Run
     from thermocline.training.run_dir import config_of
@@ -217,7 +239,7 @@ def _load_run(
     recorded = [split for split in get_args(Split) if f"data.{split}" not in given]
     return Run.load(
         run_dir, checkpoint=_step_or_tag(checkpoint), config=config, labelled=not scores, contiguous=scores,
-        recorded=recorded, allow_remote_data=allow_remote_data,
+        recorded=recorded, allow_remote_data=allow_remote_data, carry=carry,
     )  # fmt: skip
 
 

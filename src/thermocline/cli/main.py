@@ -118,7 +118,14 @@ def _one_line(debug: bool) -> Iterator[None]:
         warnings.showwarning = show
 
 
-def _show_warning(message: Warning | str, category: type[Warning], filename: str, *_: object) -> None:
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: str | None = None,
+) -> None:
     """Print a warning as one line, like an error; one of another package with the name of the package."""
     package = re.search(r"(?:site|dist)-packages/(\w+)", filename)
     origin = "" if package is None or package[1] == "thermocline" else f"{package[1]}: "
@@ -217,6 +224,10 @@ def predict(
         str,
         typer.Option(help="Output file: .csv, .parquet or .npy. Its folder is created."),
     ] = "scores.csv",
+    ids: Annotated[
+        list[str] | None,
+        typer.Option("--id", metavar="COLUMN", help="Write this column of the data beside the score; repeatable."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
     sets: Sets = None,
     checkpoint: Checkpoint = None,
@@ -234,7 +245,8 @@ def predict(
         from thermocline.utils.text_format import plural
 
         report = commands.predict(
-            run_dir, files or (), out, sets or (), checkpoint, overwrite=overwrite, allow_remote_data=allow_remote_data,
+            run_dir, files or (), out, sets or (), checkpoint, ids=ids or (), overwrite=overwrite,
+            allow_remote_data=allow_remote_data,
         )  # fmt: skip
         if not is_rank0():
             return

@@ -117,6 +117,7 @@ class Run:
     labelled    if False, files may lack the label
     contiguous  over ranks, shards of the data are consecutive parts of the files
     recorded    splits whose files only the folder of the run names: URLs among them are not contacted
+    carry       columns of the test data whose values its reader keeps for each batch (`Reader.carried`)
 
     Under torchrun, each process is one rank of the run, with a shard of the data and of the rows. All ranks raise
     `ConfigError` if their configs or data files differ, see `config/rank_rules.py`.
@@ -131,11 +132,13 @@ class Run:
         labelled: bool = True,
         contiguous: bool = False,
         recorded: Collection[Split] = (),
+        carry: Sequence[str] = (),
     ) -> None:
         self.config = config = config.resolve()
         budget = None if config.tiers.mem_overcommit else _require_memory(config.tiers)
         self._data_options = {"labelled": labelled, "contiguous": contiguous}
         self._recorded = recorded
+        self._carry = carry
         self._loaders: dict[Split, Any] = {}
         self._identities: dict[str, Any] = {}
         """Data of each split as all ranks together read it."""
@@ -276,7 +279,8 @@ class Run:
             options: dict[str, Any] = {"batch_size": train.batch_size, "seed": train.seed, **self._data_options}
             self._loaders[split] = None
             if has_split(data, split):
-                self._loaders[split] = self._open(split, {"features": self.features, **options})
+                carry = self._carry if split == "test" else ()
+                self._loaders[split] = self._open(split, {"features": self.features, "carry": carry, **options})
         return self._loaders[split]
 
     def _open(self, split: Split, options: dict[str, Any]) -> Any:
@@ -366,12 +370,14 @@ class Run:
         contiguous: bool = False,
         recorded: Collection[Split] = (),
         allow_remote_data: bool = False,
+        carry: Sequence[str] = (),
     ) -> Self:
         """Open a trained run read-only, at its best checkpoint or else its last; or at a step or tag.
 
         config              replaces the config of the run; its data and tiers may differ
         recorded            splits of `config` that are from the folder of the run; without `config`, all are
         allow_remote_data   contact URLs that only the folder of the run names
+        carry               columns of the test data whose values its reader keeps for each batch
 
         Under torchrun, any number of ranks share the rows and the data, also of a run trained by another number.
         """
@@ -380,7 +386,7 @@ class Run:
         train = dataclasses.replace(config.train, run_dir=os.fspath(run_dir))
         config = dataclasses.replace(config, train=train)
         recorded = () if allow_remote_data else recorded
-        run = cls(config, read_only=True, labelled=labelled, contiguous=contiguous, recorded=recorded)
+        run = cls(config, read_only=True, labelled=labelled, contiguous=contiguous, recorded=recorded, carry=carry)
         try:
             run.step = run.restore(checkpoint)
         except BaseException:
