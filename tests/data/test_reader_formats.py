@@ -230,6 +230,7 @@ def test_csv(tmp_path: Path, data: st.DataObject, delimiter: str, numbers: Numer
         ignore=("ju*",),
         numeric_features=numbers,
         raw_keys=raw,
+        line_breaks=False,
         delimiter=None if delimiter == "\t" else delimiter,
         batch_size=data.draw(st.integers(1, 5)),
         block_bytes=data.draw(st.integers(1, 60)),

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import fsspec
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -94,15 +95,12 @@ def test_dates_of_partitions_need_a_bucket(tmp_path: Path) -> None:
 def test_arrow_datasets(hive: Path) -> None:
     dataset = ds.dataset(hive, partitioning="hive", exclude_invalid_files=True)
     assert rows_of(tc.Reader(dataset, batch_size=7)) == EXPECTED
-    with pytest.raises(DataError, match="the dataset has a InMemoryFragment: it must consist of Parquet files"):
+    with pytest.raises(DataError, match="the dataset does not consist of Parquet files: write it with"):
         tc.Reader(ds.dataset(pa.table({"label": [1]})), batch_size=7)
-    memory = pa.fs.FSSpecHandler(__import__("fsspec").filesystem("memory"))
-    remote = pa.fs.PyFileSystem(memory)
-    ds.write_dataset(dataset.to_table(), "x", format="parquet", filesystem=remote)
-    reader = tc.Reader(ds.dataset("x", filesystem=remote), batch_size=40)
-    assert sorted(examples_of(reader)[0][1]) == sorted(examples_of(tc.Reader(dataset, batch_size=40))[0][1]) or len(
-        examples_of(reader)
-    ) == 40
+    remote = pa.fs.PyFileSystem(pa.fs.FSSpecHandler(fsspec.filesystem("memory")))
+    ds.write_dataset(dataset.to_table().drop(["country", "day"]), "shops", format="parquet", filesystem=remote)
+    reader = tc.Reader(ds.dataset("shops", filesystem=remote), batch_size=9)
+    assert sorted(bags[0][0][0] for _, bags, _ in examples_of(reader)) == sorted(EXPECTED)
 
 
 class Files(torch.utils.data.IterableDataset[tc.Batch]):
@@ -138,6 +136,6 @@ def test_training_from_an_iterable_dataset(tmp_path: Path) -> None:
         world = World(None)
         config = tc.TrainConfig(epochs=2, display=False, tensorboard=False)
         assert tc.Trainer(world.model, world.optimizer, config=config).fit(data).progress.step == 8
-        bits.append(world.bits())
+        bits.append({name: value for name, value in world.bits().items() if name != "random"})
         world.close()
-    assert all(np.array_equal(a, b) for a, b in zip(*bits, strict=True)) if isinstance(bits[0], tuple) else bits[0] == bits[1]
+    assert bits[0] == bits[1]

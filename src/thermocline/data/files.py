@@ -26,6 +26,16 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _MAGIC = re.compile(r"[*?\[]")
 _PARTITION = re.compile(r"[^=]+=.*", re.DOTALL)
 _numbers = itertools.count()
+
+
+class NoFiles(DataError):
+    """A path has no files, or does not exist."""
+
+
+class NoExamples(DataError):
+    """The files have no examples."""
+
+
 _OPEN_FILES = 64  # open remote files kept in the cache
 
 
@@ -188,12 +198,18 @@ def is_remote(path: str) -> bool:
     return match is not None and match[1].lower() != "file"
 
 
-def find_files(paths: Sequence[str]) -> list[Source]:
-    """Resolve paths, folders, globs and URLs to files, in the given order; files of a folder or glob by name."""
+def find_files(paths: Sequence[str | Source], *, empty: bool = False) -> list[Source]:
+    """Resolve paths, folders, globs and URLs to files, in the given order; files of a folder or glob by name.
+
+    empty   accept files of 0 bytes. Otherwise they raise `NoExamples`
+    """
     if not paths:
         raise DataError("no input files: give at least one path, folder, glob or URL")
     sources: list[Source] = []
     for path in paths:
+        if isinstance(path, Source):
+            sources.append(path)
+            continue
         match = _URL.fullmatch(path)
         if match is not None and is_remote(path):
             with file_errors(without_secrets(path)):
@@ -201,8 +217,8 @@ def find_files(paths: Sequence[str]) -> list[Source]:
         else:
             sources += _find_local(path, urllib.parse.unquote(match[2]) if match else os.path.expanduser(path))
     for source in sources:
-        if source.size == 0:
-            raise DataError(f"{source.name} is empty: remove it from the data, or write examples to it")
+        if source.size == 0 and not empty:
+            raise NoExamples(f"{source.name} is empty: remove it from the data, or write examples to it")
     return sources
 
 
@@ -213,10 +229,12 @@ def dataset_files(dataset: Any) -> list[Source]:
     sources = []
     for fragment in dataset.get_fragments():
         if not isinstance(fragment, ds.ParquetFileFragment):
-            kind = type(fragment).__name__
-            raise DataError(f"the dataset has a {kind}: it must consist of Parquet files; write it with write_dataset")
+            raise DataError(
+                "the dataset does not consist of Parquet files: write it with pyarrow.dataset.write_dataset"
+            )
         pairs = ds.get_partition_keys(fragment.partition_expression)
-        partitions = {name: "" if value is None else str(value) for name, value in pairs.items()}
+        names = [name for name in dataset.schema.names if name in pairs]
+        partitions = {name: "" if pairs[name] is None else str(pairs[name]) for name in names}
         local = isinstance(fragment.filesystem, fs.LocalFileSystem)
         size = fragment.filesystem.get_file_info(fragment.path).size
         sources.append(Source(fragment.path, fragment.path, size, None if local else fragment.filesystem, partitions))
@@ -255,16 +273,16 @@ def _find_local(name: str, path: str) -> list[Source]:
     if os.path.isdir(path):
         base, files = path, _files_below(path)
         if not files:
-            raise DataError(f"{name} is a folder without files: give a file, a folder with files, a glob or a URL")
+            raise NoFiles(f"{name} is a folder without files: give a file, a folder with files, a glob or a URL")
     elif os.path.exists(path):
         base, files = os.path.dirname(path), [path]
     elif _MAGIC.search(path):
         files = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
         base = path[: _MAGIC.search(path).start()].rpartition("/")[0]  # type: ignore[union-attr]
         if not files:
-            raise DataError(f"{name} matches no file")
+            raise NoFiles(f"{name} matches no file")
     else:
-        raise DataError(f"{name}: no such file{_nearest_folder(path)}")
+        raise NoFiles(f"{name}: no such file{_nearest_folder(path)}")
     below = [os.path.relpath(file, base or ".").split(os.sep)[:-1] for file in files]
     return [
         Source(file, file, os.stat(file).st_size, partitions=_partitions(folders))
@@ -323,14 +341,14 @@ def _find_remote(url: str, scheme: str, rest: str) -> list[Source]:
         deep = fixed < len(parts) - 1 or "**" in parts[-1]
         files = [info for info in listed(deep) if pattern.fullmatch(info.path[skip:])]
         if not files:
-            raise DataError(f"{shown} matches no file")
+            raise NoFiles(f"{shown} matches no file")
         return [source(info) for info in files]
     info = filesystem.get_file_info(base)
     if info.is_file:
         return [source(info)]
     files = [entry for entry in listed(True) if _is_below(entry.path[skip:].split("/"))]
     if not files:
-        raise DataError(f"{shown}: no such file, and no folder with files")
+        raise NoFiles(f"{shown}: no such file, and no folder with files")
     return [source(info) for info in files]
 
 

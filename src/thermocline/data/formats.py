@@ -27,7 +27,7 @@ from thermocline.data.features import (
     statistics,
     transform,
 )
-from thermocline.data.files import Source, find_files, map_threads
+from thermocline.data.files import NoExamples, Source, find_files, map_threads
 from thermocline.data.parquet import ParquetBlocks, ParquetFileInfo
 from thermocline.data.text_blocks import BOM, Blocks, TextBlocks
 from thermocline.errors import DataError, ThermoclineError
@@ -66,14 +66,13 @@ class OpenedFiles:
 
 
 def open_files(
-    paths: Sequence[str],
+    paths: Sequence[str | Source],
     data: Data,
     *,
     features: Features | None,
     labelled: bool | None,
     block_bytes: int | None,
     carry: Sequence[str] = (),
-    sources: list[Source] | None = None,
 ) -> OpenedFiles:
     """Open files for reading.
 
@@ -81,9 +80,8 @@ def open_files(
     labelled     False sets labels to 0 without reading them; None reads them if the files have them
     block_bytes  text bytes that one thread parses at a time; None means 1 MiB, or 8 MiB for remote files
     carry        columns whose values the blocks have, too
-    sources      the files, instead of `paths`
     """
-    sources = find_files(paths) if sources is None else sources
+    sources = find_files(paths)
     format = data.format_of(tuple(source.path for source in sources))
     if format == "synth":
         raise DataError('format "synth" is generated data and has no files: use open_data or tc.SyntheticAds')
@@ -100,7 +98,7 @@ def open_files(
     else:
         blocks, resolved, columns = _open_table(sources, data, format, features, labelled, block_bytes, carry)
     if len(blocks) == 0:
-        raise DataError(no_examples(sources))
+        raise NoExamples(no_examples(sources))
     identity: list[Any] = [format, resolved.to_json(), columns, dataclasses.asdict(data.numbers_of(format))]
     # on_error is left out: a run that stopped at a malformed line may be resumed with on_error = "skip".
     identity += [data.raw_keys, data.label_threshold, data.delimiter, data.fields, labelled]
@@ -319,7 +317,7 @@ def _open_parquet(
     extra = _require_carried(carry, names, features, sources[0].name)
     columns = resolve(names, data, "parquet", sources[0].name, labelled, known=features is not None, carried=extra)
     if features is not None:
-        columns = _sort_columns(columns, features)
+        columns = sort_columns(columns, features)
     numbers, numeric = data.numbers_of("parquet"), numeric_columns(columns)
 
     def rows() -> Any:
@@ -339,7 +337,7 @@ def _open_parquet(
     return blocks, resolved, [[column.name, column.role] for column in columns]
 
 
-def _sort_columns(columns: list[Column], features: Features) -> list[Column]:
+def sort_columns(columns: list[Column], features: Features) -> list[Column]:
     """Sort columns by their order in the training data: Parquet columns are read by name, in any order."""
     order = {name: i for i, name in enumerate((*features.fields, *features.dense))}
     return sorted(columns, key=lambda column: order.get(column.name, len(order)))

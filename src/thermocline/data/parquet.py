@@ -183,7 +183,8 @@ class ParquetBlocks:
         schema = self._infos[id(split.source)].schema
         names = [column.name for column in self._keys if column.role == "key"]
         partitions = {name: [value] for name, value in split.source.partitions.items() if name in names and value}
-        names = [name for name in names if name not in partitions and not is_list(schema.field(name).type)]
+        names = [name for name in names if name not in split.source.partitions]
+        names = [name for name in names if not is_list(schema.field(name).type)]
         first = next(self._batches(split, names), None)
         values = {name: [] if first is None else first[name].drop_null() for name in names}
         texts = {name: array for name, array in values.items() if len(array) and not pt.is_dictionary(array.type)}

@@ -27,7 +27,7 @@ from thermocline.core import core
 from thermocline.data.block_prefetch import BlockIndex, prefetch_blocks
 from thermocline.data.feature_hashing import make_hasher
 from thermocline.data.features import Features
-from thermocline.data.files import Source, dataset_files, map_threads
+from thermocline.data.files import NoExamples, Source, dataset_files, map_threads
 from thermocline.data.formats import no_examples, open_files
 from thermocline.data.parquet import ParquetBlocks
 from thermocline.data.text_blocks import Block, Malformed
@@ -78,7 +78,7 @@ class Reader:
 
     def __init__(
         self,
-        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Dataset,
+        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Source] | Dataset,
         data: Data | None = None,
         *,
         batch_size: int,
@@ -111,9 +111,9 @@ class Reader:
                      compressed file is then read by one shard, and a shard may be empty
         carry        columns, such as ids, whose values `carried` has for each batch; they need not be features
         """
-        sources = dataset_files(paths) if hasattr(paths, "get_fragments") else None
-        several: Any = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-        names = [os.fspath(path) for path in several] if sources is None else [source.path for source in sources]
+        found: Any = dataset_files(paths) if hasattr(paths, "get_fragments") else paths
+        several: Any = [found] if isinstance(found, (str, os.PathLike)) else found
+        names = [path if isinstance(path, Source) else os.fspath(path) for path in several]
         settings = Data(**options) if data is None else dataclasses.replace(data, **options)
         _check_arguments(batch_size, seed, shard, block_bytes)
         self.data = settings
@@ -125,8 +125,9 @@ class Reader:
         if features is None and settings.train and list(settings.train) != names:
             features = open_files(settings.train, settings, features=None, labelled=True, block_bytes=None).features
         self.carry = tuple(carry)
-        files: dict[str, Any] = {"block_bytes": block_bytes, "carry": self.carry, "sources": sources}
-        opened = open_files(names, settings, features=features, labelled=labelled, **files)
+        opened = open_files(
+            names, settings, features=features, labelled=labelled, block_bytes=block_bytes, carry=self.carry
+        )
         self.format = opened.format
         self.features = opened.features
         """Fields, dense features and statistics: pass them to the readers of other data."""
@@ -293,7 +294,7 @@ class Reader:
         if self._skipped:
             raise DataError(f"all {self._skipped} lines are malformed; the first: {self._malformed[0]}")
         if self.shard[1] == 1:
-            raise DataError(f"{no_examples(self._sources)}: all lines are empty")
+            raise NoExamples(f"{no_examples(self._sources)}: all lines are empty")
 
     def _take(self, chunks: collections.deque[ShuffleChunk], epoch: int) -> Batch | None:
         """Take the examples of the next batch out of `chunks`, and remove used-up chunks."""

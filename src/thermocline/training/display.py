@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from thermocline.checkpoint.manager import Checkpoint
     from thermocline.training.trainer import Trainer
 
+_PRINT_WAIT_SECONDS = 5.0
 _TIERS = {"hbm": "HBM", "mem": "memory", "ssd": "SSD", "new": "new"}
 
 
@@ -42,6 +44,8 @@ class Display(Callback):
         """Listens to the phases before the first step."""
         self._first_step = 0
         self._start_time = 0.0
+        self._waiting_since: float | None = None
+        """Start of the present wait for files; infinite once it was printed."""
         columns = (
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -75,8 +79,19 @@ class Display(Callback):
         if text is not None:
             self._progress.update(self._task, description=text)
 
+    def on_wait(self, trainer: Trainer) -> None:
+        if self._live is not None:
+            self._progress.update(self._task, description="waiting for files")
+            return
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        if time.monotonic() - self._waiting_since >= _PRINT_WAIT_SECONDS:
+            self._print(f"waiting for files at step {trainer.progress.step}")
+            self._waiting_since = math.inf
+
     def on_step(self, trainer: Trainer, loss: object) -> None:
         self._phases.close()
+        self._waiting_since = None
         if self._live is not None:
             self._update(trainer)
 
@@ -122,7 +137,7 @@ class Display(Callback):
     def on_end(self, trainer: Trainer) -> None:
         self._phases.close()
         if self._live is not None:
-            if trainer.completed:  # patience and `stop` end a run before its last step
+            if trainer.completed_step is not None:  # patience and `stop` end a run before its last step
                 self._progress.update(self._task, total=trainer.progress.step, completed=trainer.progress.step)
             self._live.stop()
             self._live = None
