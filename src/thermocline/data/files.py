@@ -229,9 +229,7 @@ def dataset_files(dataset: Any) -> list[Source]:
     sources = []
     for fragment in dataset.get_fragments():
         if not isinstance(fragment, ds.ParquetFileFragment):
-            raise DataError(
-                "the dataset does not consist of Parquet files: write it with pyarrow.dataset.write_dataset"
-            )
+            raise DataError("the dataset does not consist of Parquet files: write it with write_dataset of pyarrow")
         pairs = ds.get_partition_keys(fragment.partition_expression)
         names = [name for name in dataset.schema.names if name in pairs]
         partitions = {name: "" if pairs[name] is None else str(pairs[name]) for name in names}
@@ -346,7 +344,10 @@ def _find_remote(url: str, scheme: str, rest: str) -> list[Source]:
     info = filesystem.get_file_info(base)
     if info.is_file:
         return [source(info)]
-    files = [entry for entry in listed(True) if _is_below(entry.path[skip:].split("/"))]
+    entries = filesystem.get_file_info(fs.FileSelector(base, allow_not_found=True))
+    # All folders below are listed only if there are partitions: a bucket may have many others.
+    partitioned = any(not entry.is_file and _PARTITION.fullmatch(entry.base_name) for entry in entries)
+    files = [entry for entry in listed(partitioned) if _is_below(entry.path[skip:].split("/"))]
     if not files:
         raise NoFiles(f"{shown}: no such file, and no folder with files")
     return [source(info) for info in files]
