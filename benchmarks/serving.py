@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -69,7 +70,7 @@ def measure(folder: Path, rows: int, deltas: int, delta_rows: int, rounds: int) 
         delta = publication.publish_delta([table(changed, 1)], step=1)
         record["delta_seconds"], record["delta_bytes"] = time.perf_counter() - start, delta.tables[0].bytes
         publication.compact()
-        record |= exports(folder, keys)
+        record["exports"] = [exports(folder, keys) for _ in range(3)]
         record |= lookups(folder, publication, keys, deltas, delta_rows, rounds)
     return {**record, **load}, claims_of(record)
 
@@ -212,10 +213,10 @@ def claims_of(record: dict[str, Any]) -> list[Claim]:
         ),
         Claim("bytes of a delta of 1 %, of a base", record["delta_bytes"] / record["base_bytes"], 0.012, at_most=True),
     ]
-    full, delta = record["full_export"], record["delta_export"]
     for unit, target in (("seconds", 0.02), ("processor_seconds", 0.02), ("bytes", 0.012)):
         text = f"delta of 1 % from the store, of a full export: {unit.replace('_', ' ')}"
-        claims.append(Claim(text, delta[unit] / full[unit], target, at_most=True))
+        ratios = [turn["delta_export"][unit] / turn["full_export"][unit] for turn in record["exports"]]
+        claims.append(Claim(text, statistics.median(ratios), target, at_most=True))
     for name, values in record["peers"].items():
         claims.append(Claim(f"lookups, against {name}", rate["base"] / values["median"], 5.0))
     return claims
