@@ -62,7 +62,8 @@ void InitialRows::write(uint64_t key, float* row) const {
       }
       break;
   }
-  std::fill_n(row + dim, codec_.layout.state_floats(), initial_.state);
+  std::fill_n(row + dim, codec_.layout.optimizer_floats(), initial_.state);
+  if (codec_.layout.catch_up) row[codec_.layout.floats() - 1] = 0;  // as of step 0
 }
 
 }  // namespace thermocline

@@ -1,5 +1,6 @@
-// Layout of a row: `dim` weights, as fp32 or as codes (codec.h), then the optimizer's fp32 state. Stores contain these
-// bytes: the layout never changes.
+// Layout of a row: `dim` weights, as fp32 or as codes (codec.h), then the optimizer's fp32 state, then, if rows catch
+// up (kernels.h), the number of the last step that the row includes, as uint32. Stores contain these bytes: the layout
+// never changes.
 #pragma once
 
 #include <cstddef>
@@ -30,8 +31,11 @@ struct RowLayout {
   uint32_t dim;
   Optimizer optimizer;
   Precision precision{};
+  bool catch_up = false;  // fp32 only
 
-  size_t state_floats() const {
+  // Words of the state: the optimizer's floats and the last step.
+  size_t state_floats() const { return optimizer_floats() + catch_up; }
+  size_t optimizer_floats() const {
     switch (optimizer) {
       case Optimizer::kSgd:
         return 0;

@@ -68,7 +68,7 @@ def test_train_writes_the_files_of_a_run(tmp_path: Path) -> None:
     assert f"finished after {STEPS} steps" in out
     run_dir = tmp_path / "run"
     assert {path.name for path in run_dir.iterdir()} == {
-        "config.toml", "metrics.jsonl", "tensorboard", "checkpoints", "stores",
+        "config.toml", "metrics.jsonl", "tensorboard", "checkpoints", "stores", "status.json",
     }  # fmt: skip
     resolved = Config.load(run_dir / "config.toml")
     assert resolved == Config.load(config, ["train.tensorboard=true", "model.hidden=[6]"]).resolve()

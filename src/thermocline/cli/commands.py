@@ -19,6 +19,7 @@ from thermocline.batch import Batch
 from thermocline.cli.progress_bar import count_examples, progress
 from thermocline.config.data import Data, Split, Synth
 from thermocline.config.schema import Config
+from thermocline.data.files import without_secrets
 from thermocline.data.open_data import check_paths, open_data
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import is_rank0
@@ -52,6 +53,8 @@ def train(config: Config, *, resume: bool) -> list[str]:
     from thermocline.training.run import Run
 
     splits: tuple[Split, ...] = ("train", "valid", "test")
+    if config.data.follow and is_rank0():  # opening the data waits for the first file
+        print(f"following {without_secrets(config.data.train[0])}", flush=True)
     with Run(config, resume=resume) as run:
         if is_rank0():
             if resume and not run.folder.has_run:
@@ -169,13 +172,16 @@ def skipped(batches: Any, runner: CollectiveRunner | None = None) -> str | None:
 
 
 def hardware(path: Path | None, into: Path | None) -> Any:
-    """Return the measurements of a node: from a file, of the paper's node, or measured now and written to `into`."""
+    """Return the measurements of a node: from a file, of the node of Zhao et al. (2020), or measured now.
+
+    into   write the measurement to this file; with `path` "paper", its costs of a core are used
+    """
     from thermocline.planner.hardware import Hardware, paper_node
     from thermocline.utils import atomic_file
 
     kind, _, name = ("", "", "") if path is None else str(path).partition(":")
-    if kind == "paper" and name:
-        return paper_node(Hardware.load(name).cpu, f"of {name}")
+    if kind == "paper" and (name or into is None):
+        return paper_node(Hardware.load(name).cpu, f"of {name}") if name else paper_node()
     if path is not None and kind != "paper":
         return Hardware.load(path)
     from thermocline.planner.calibrate import PARTS, measure
@@ -195,7 +201,7 @@ def plan(config: Config, path: Path | None, into: Path | None, *, nodes: int, ra
     from thermocline.planner.cost_model import predict
     from thermocline.planner.workload import cluster_of, workload_of
 
-    measures = path is None or str(path) == "paper"
+    measures = path is None or (str(path) == "paper" and into is not None)
     node = None if measures else hardware(path, into)
     work = workload_of(config)
     node = hardware(path, into) if node is None else node

@@ -308,6 +308,23 @@ def serve(
 
 
 @app.command()
+def watch(
+    run_dir: Annotated[
+        str, typer.Argument(metavar="RUN", help="Folder of a run (train.run_dir); it need not exist yet.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: a free one.")] = 8816,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow other machines to connect.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show a run in the browser, live: speed, AUC, rows by tier, look-ahead, disk, ranks. Read-only; Ctrl-C ends it."""
+    with _one_line(debug):
+        from thermocline.cli.watch import watch as serve_page
+
+        serve_page(run_dir, host=host, port=port, insecure=insecure)
+
+
+@app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="A store, a run_dir, or a checkpoint's .json file.")],
     check: Annotated[bool, typer.Option("--check", help="Verify every byte.")] = False,
@@ -377,13 +394,16 @@ def repair(
 @app.command()
 def plan(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Config file.")] = None,
-    preset: Annotated[str | None, typer.Option(help='Instead of a config: a model of the paper, such as "E".')] = None,
+    preset: Annotated[
+        str | None, typer.Option(help='Instead of a config: a model of Zhao et al. (2020), such as "E".')
+    ] = None,
     sets: Sets = None,
     hardware: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE|paper[:FILE]",
-            help="Measurements of a node; paper: the paper's node, with core costs from FILE. Default: measure now.",
+            help="Measurements of a node; paper: that of Zhao et al. (2020), with core costs of FILE or stored ones. "
+            "Default: measure now.",
         ),
     ] = None,
     measure: Annotated[
@@ -444,7 +464,7 @@ def synth(
     out: Annotated[str, typer.Argument(help="Folder for train, valid and test files.")],
     format: Annotated[Format, typer.Option(help="Format of the files.")] = Format.parquet,
     preset: Annotated[
-        str | None, typer.Option(help='Model of the paper and a divisor of its size, such as "E/1000".')
+        str | None, typer.Option(help='Model of Zhao et al. (2020) and a divisor of its size, such as "E/1000".')
     ] = None,
     keys: Annotated[int, typer.Option(min=1, help="Number of distinct keys.")] = 1_000_000,
     fields: Annotated[int, typer.Option(min=1, help="Number of fields.")] = 26,

@@ -157,6 +157,7 @@ class DramTier:
         precision: Precision,
         store: RowStore | None,
         write_ahead: int | None,
+        catch_up: bool = False,
     ) -> None: ...
     def pull(self, keys: _Keys, slots: _Slots) -> None: ...
     def unpin(self, slots: _Slots, dirty: bool, keys: _Keys | None) -> None: ...
@@ -212,6 +213,9 @@ class DramTier:
         self, starts: _Slots, grad_rows: _Slots, coefs: _Floats | None, grads: _Floats, sums: _Floats
     ) -> None: ...
     def apply_gradients(self, slots: _Slots, sums: _Floats, step: Step) -> int: ...
+    def catch_up(
+        self, slots: _Slots | None, rows: _Floats | None, rates: _Floats, step: Step, target: int, stamp: int
+    ) -> None: ...
     @property
     def capacity(self) -> int: ...
     @property
@@ -240,12 +244,13 @@ def to_text(ids: _Keys, offsets: _Offsets, fields: int, labels: _Floats, with_fi
 # Parsers (csrc/data/parse.h defines the formats). All calls release the GIL and may run concurrently.
 _Doubles = npt.NDArray[np.float64]
 _Mask = npt.NDArray[np.bool_]
-# Role ("label", "key", "dense", "number_key" or "ignore"), name; for numbers: log, mean, inverse deviation, and the
-# bucket: a width, "log_square" or "none".
+# Role ("label", "key", "dense", "number_key", "time" or "ignore"), name; for numbers: log, mean, inverse deviation, and
+# the bucket: a width, "log_square" or "none".
 _Column = tuple[str, str, bool, float, float, float | str]
-# ids, offsets [examples * fields + 1], weights (None: all are 1), dense [examples * dense], labels, the first malformed
-# lines (index in the block including empty lines; cause), the number of malformed lines.
-_Parsed = tuple[_Keys, _Offsets, _Floats | None, _Floats, _Floats, list[tuple[int, str]], int]
+# ids, offsets [examples * fields + 1], weights (None: all are 1), dense [examples * dense], labels, event times (None:
+# no time column), the first malformed lines (index in the block including empty lines; cause), the number of malformed
+# lines.
+_Parsed = tuple[_Keys, _Offsets, _Floats | None, _Floats, _Floats, _Offsets | None, list[tuple[int, str]], int]
 # ids, offsets, weights, dense, labels: the first five of _Parsed.
 _Examples = tuple[_Keys, _Offsets, _Floats | None, _Floats, _Floats]
 

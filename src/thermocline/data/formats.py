@@ -25,7 +25,7 @@ from thermocline.data.features import (
     statistics,
     transform,
 )
-from thermocline.data.files import Source, find_files, map_threads
+from thermocline.data.files import NoExamples, Source, find_files, map_threads
 from thermocline.data.parquet import ParquetBlocks, ParquetFileInfo
 from thermocline.data.text_blocks import BOM, Blocks, TextBlocks
 from thermocline.errors import DataError, ThermoclineError
@@ -34,6 +34,7 @@ from thermocline.utils.text_format import plural
 # Options that only some formats have; set for another format, they are an error.
 _ONLY_IN = {
     "label": ("csv", "parquet"),
+    "time": ("csv", "parquet"),
     "categorical": ("criteo", "csv", "parquet"),
     "numeric": ("criteo", "csv", "parquet"),
     "ignore": ("criteo", "csv", "parquet"),
@@ -60,7 +61,12 @@ class OpenedFiles:
 
 
 def open_files(
-    paths: Sequence[str], data: Data, *, features: Features | None, labelled: bool | None, block_bytes: int | None
+    paths: Sequence[str | Source],
+    data: Data,
+    *,
+    features: Features | None,
+    labelled: bool | None,
+    block_bytes: int | None,
 ) -> OpenedFiles:
     """Open files for reading.
 
@@ -83,7 +89,7 @@ def open_files(
     else:
         blocks, resolved, columns = _open_table(sources, data, format, features, labelled, block_bytes)
     if len(blocks) == 0:
-        raise DataError(no_examples(sources))
+        raise NoExamples(no_examples(sources))
     identity: list[Any] = [format, resolved.to_json(), columns, dataclasses.asdict(data.numbers_of(format))]
     # on_error is left out: a run that stopped at a malformed line may be resumed with on_error = "skip".
     identity += [data.raw_keys, data.label_threshold, data.delimiter, data.fields, labelled]

@@ -121,7 +121,7 @@ class ShardReaderBackend(DramBackend):
         for shard in self._shards:
             owned = owners == shard.rank
             rows[owned] = shard.dram.read(keys[owned])
-        return rows
+        return self.caught_up(rows)
 
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         streams = [self._owned_rows_of(shard, batch_rows=batch_rows) for shard in self._shards]

@@ -53,6 +53,7 @@ class Later(Exception):
 
 
 _END = object()
+_IDLE_SECONDS = 0.2
 _thread_state = threading.local()
 """`on_stage`: True on the threads of stages, of all pipelines. The source of a pipeline may be a pipeline itself."""
 
@@ -62,6 +63,7 @@ class Pipeline(Generic[T]):
 
     finish(item)   called for every item that was read: when the caller requests the next item, when a stage fails on
                    it, or on close. Called again for the same item if an interrupt aborted the first call
+    idle()         called on the caller's thread every 0.2 s while it waits for an item; may raise. Not at depth 1
     inline(item)   called with the first item: whether all stages shall run on the caller's thread, ahead of the loop
     on_stop()      called before the threads are joined; blocked stages must return or raise
     on_closed(n)   called after the threads have ended; n is the most items that any stage can have started
@@ -80,10 +82,11 @@ class Pipeline(Generic[T]):
         on_stop: Callable[[], None] = lambda: None,
         on_closed: Callable[[int], None] = lambda items: None,
         inline: Callable[[Any], bool] | None = None,
+        idle: Callable[[], None] | None = None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth is {depth}: it must be at least 1, which runs the stages serially")
-        self._executor = _Executor(iter(source), stages, depth, finish, on_stop, on_closed, inline)
+        self._executor = _Executor(iter(source), stages, depth, finish, on_stop, on_closed, inline, idle)
         # The threads do not refer to this object, so that it can be dropped, and closes them, while they run.
         weakref.finalize(self, _close_executor, self._executor)
         self._executor.start()
@@ -151,6 +154,7 @@ class _Executor:
         on_stop: Callable[[], None],
         on_closed: Callable[[int], None],
         inline: Callable[[Any], bool] | None,
+        idle: Callable[[], None] | None,
     ) -> None:
         self._source = source
         self._stages = [stage for _, stage in stages]
@@ -158,6 +162,7 @@ class _Executor:
         self._finish = finish
         self._on_stop = on_stop
         self._on_closed = on_closed
+        self._idle = idle
         self._choose_inline = inline if depth > 1 else None  # until the first item is there
         self._inline = False
         self._ahead: deque[Any] = deque()  # inline: items that passed all stages
@@ -249,7 +254,7 @@ class _Executor:
     def _choose_threads(self) -> None:
         """Run the stages inline, or start their threads."""
         assert self._choose_inline is not None
-        first = self._queues[0].get()
+        first = self._get(self._queues[0])
         ended = first is _END or isinstance(first, _Failure)
         self._inline = ended or self._choose_inline(first)
         self._choose_inline = None
@@ -263,7 +268,8 @@ class _Executor:
         while self._waiting is None or not isinstance(self._waiting[1], _Failure):
             if self._waiting is None:
                 try:
-                    self._waiting = (0, self._queues[0].get(block=not self._ahead))
+                    inbox = self._queues[0]
+                    self._waiting = (0, inbox.get_nowait() if self._ahead else self._get(inbox))
                 except queue.Empty:
                     break
             if not self._advance_waiting():
@@ -309,10 +315,20 @@ class _Executor:
     def _next_ready(self) -> Any:
         last, before = self._queues[-1], self.stats[-2]
         before.fill += (last.qsize() - before.fill) / (self.stats[-1].items + 1)
-        item = last.get()
+        item = self._get(last)
         if isinstance(item, _Failure):
             raise item.error
         return item
+
+    def _get(self, inbox: queue.SimpleQueue[Any]) -> Any:
+        """Take the next item of a queue; call `idle` while there is none."""
+        if self._idle is None:
+            return inbox.get()
+        while True:
+            try:
+                return inbox.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                self._idle()
 
     def _next_serial(self) -> Any:
         item = self._timed(0, lambda: next(self._source, _END))

@@ -32,7 +32,7 @@ from thermocline.kernels.rebuild import entries_reference, rebuild
 from thermocline.kernels.rows import copy_out
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.hbm_transfer import PendingLoad, RowTransfer, as_uint64
-from thermocline.utils.recording import current_stream
+from thermocline.utils.recording import OnStream, current_stream
 from thermocline.utils.text_format import format_size
 
 _WRITE_BACK_ROWS = 1 << 16  # per copy
@@ -240,7 +240,7 @@ class HbmTier:
         np.concatenate([np.empty(0, np.uint64), *ids], out=listed.numpy().view(np.uint64))
         if self._staging is None:
             return StagedIds(listed, len(listed), None)
-        with torch.cuda.stream(self._staging):
+        with OnStream(self._staging):
             return StagedIds(listed.to(self.device, non_blocking=True), len(listed), self._staging.record_event())
 
     def pin(self, ids: StagedIds, assign: Assign | None = None) -> HbmPins:
@@ -518,13 +518,8 @@ class HbmTier:
             self._finish_launched()
             yield
 
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-        else:
-            with torch.cuda.stream(self._stream):
-                yield
+    def _on_stream(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._stream is None else OnStream(self._stream)
 
     def _synchronize(self) -> None:
         if self._stream is not None:

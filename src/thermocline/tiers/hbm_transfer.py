@@ -33,7 +33,7 @@ from thermocline.kernels.insert import InsertPlan
 from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rows import copy_in, copy_out
 from thermocline.tiers.dram import DramTier
-from thermocline.utils.recording import current_stream
+from thermocline.utils.recording import OnStream, current_stream
 
 _STAGING_BUFFERS = 3  # per direction: transfers in flight
 
@@ -262,7 +262,7 @@ class RowTransfer:
         if stream is None:
             yield
             return
-        with torch.cuda.stream(stream):
+        with OnStream(stream):
             for event in after:
                 stream.wait_event(event)  # type: ignore[arg-type]
             for tensor in memory:

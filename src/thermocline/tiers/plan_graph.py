@@ -87,6 +87,9 @@ class PlanGraph:
         """Counts of the insertion, then three int32 counts of segments per batch. Allocated with `_block`."""
         self._record = torch.zeros(COUNTS + 2 * len(shape.ids), dtype=torch.int64, pin_memory=self._cuda)
         """`_counts` on the host. Not in the recording: page-locked memory must not be used on a stream that records."""
+        self._written_header, self._counted = self._header.numpy(), self._record.numpy()
+        self._segment_counts = self._counted[COUNTS:].view(np.int32).reshape(-1, 4)[:, :3]
+        self._words = [layout.words for layout in shape.layouts]
         self._recordings: dict[bool, Recording[tuple[InsertPlan, torch.Tensor]] | None] = {}
 
     def stage(self, inputs: Sequence[BagInputs]) -> StagedIds:
@@ -117,7 +120,7 @@ class PlanGraph:
         evict = self.shape.keys > self._tier.capacity - used
         block, device_counts = self._device_memory()
         if len(ids.keys) == self.shape.keys:
-            self._header.numpy()[:3] = used, now, completed  # the upload before has ended: `wait` ran
+            self._written_header[:3] = used, now, completed  # the upload before has ended: `wait` ran
             block[:HEADER].copy_(self._header, non_blocking=True)
             block[HEADER:].copy_(ids.keys, non_blocking=True)
         else:
@@ -137,11 +140,10 @@ class PlanGraph:
     def _wait(self, plan: InsertPlan, memory: torch.Tensor, event: torch.cuda.Event | None) -> Assigned:
         if event is not None:
             event.synchronize()
-        counts = self._record[:COUNTS].tolist()
-        segments = self._record[COUNTS:].view(torch.int32).view(-1, 4)[:, :3].tolist()
+        counts, segments = self._counted[:COUNTS].tolist(), self._segment_counts.tolist()
         if counts[NEW.value]:
             plan = plan.copy()
-        pieces = torch.split(memory, [layout.words for layout in self.shape.layouts])
+        pieces = [memory] if len(self._words) == 1 else torch.split(memory, self._words)
         lists = [
             PlanLists(layout, piece, ids)
             for layout, piece, ids in zip(self.shape.layouts, pieces, self.shape.ids, strict=True)
@@ -174,13 +176,12 @@ class PlanGraph:
             tier.index, tier.residents, keys, used=used, now=now, completed=completed, count_visits=True, evict=evict
         )
         device_counts[:COUNTS].copy_(plan.counts)
-        words = [layout.words for layout in self.shape.layouts]
-        memory = torch.empty(sum(words), dtype=torch.int32, device=tier.device)
+        memory = torch.empty(sum(self._words), dtype=torch.int32, device=tier.device)
         inputs = iter(torch.split(block[HEADER + self.shape.keys :], self.shape.input_sizes()))
         first = 0
         counts = device_counts[COUNTS:].view(torch.int32).view(-1, 4)
         for n, (layout, ids, piece) in enumerate(
-            zip(self.shape.layouts, self.shape.ids, torch.split(memory, words), strict=True)
+            zip(self.shape.layouts, self.shape.ids, torch.split(memory, self._words), strict=True)
         ):
             bags = []
             for count in ids:
