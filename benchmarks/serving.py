@@ -6,7 +6,7 @@
 Lookups are of 1,000 random keys of rows of 64 bytes (dim 16, fp32), by one thread on one core, all pages in the page
 cache and verified before. The time of a lookup is processor time and includes the call from Python. RocksDB and LMDB
 are measured in the same run where they can be installed, with the keys converted beforehand and sorted.
-`lookup_server.py` measures the server.
+Direct lookups need a folder on a device (--folder), not in memory. `lookup_server.py` measures the server.
 """
 
 from __future__ import annotations
@@ -154,6 +154,8 @@ def lookups(
     finally:
         os.sched_setaffinity(0, cores)
     figures["keys_per_processor_second"] = {name: spread(values) for name, values in rates.items()}
+    publication.compact()
+    figures["direct"] = direct_reads(folder, keys, rng, rounds)
     figures["peers"] = peers(folder, keys, rng, rounds)
     return figures
 
@@ -170,6 +172,25 @@ def rates_of(sides: dict[str, Any], keys: Any, rng: np.random.Generator, rounds:
             if turn:  # the first round warms caches
                 rates[name].append(len(batches) * BATCH / (time.process_time() - start))
     return rates
+
+
+def direct_reads(folder: Path, keys: Any, rng: np.random.Generator, rounds: int) -> dict[str, Any]:
+    """Time lookups in a base past the page cache, by one thread, and equal page reads alone, in alternation."""
+    snapshot = serving.open(folder / "served", direct=True)
+    view = snapshot.state.views["t"]
+    lookups, floors = [], []
+    for turn in range(rounds + 1):
+        batches = [keys[rng.integers(0, len(keys), BATCH)] for _ in range(20)]
+        start = time.perf_counter()
+        for batch in batches[:10]:
+            snapshot.lookup(batch)
+        seconds = time.perf_counter() - start
+        floor = sum(view.read_floor(batch) for batch in batches[10:])
+        if turn:
+            lookups.append(10 * BATCH / seconds)
+            floors.append(10 * BATCH / floor)
+    ratios = [lookup / floor for lookup, floor in zip(lookups, floors, strict=True)]
+    return {"keys_per_second": spread(lookups), "floor": spread(floors), "of_floor": spread(ratios)}
 
 
 def peers(folder: Path, keys: Any, rng: np.random.Generator, rounds: int) -> dict[str, Any]:
@@ -217,6 +238,9 @@ def claims_of(record: dict[str, Any]) -> list[Claim]:
         text = f"delta of 1 % from the store, of a full export: {unit.replace('_', ' ')}"
         ratios = [turn["delta_export"][unit] / turn["full_export"][unit] for turn in record["exports"]]
         claims.append(Claim(text, statistics.median(ratios), target, at_most=True))
+    claims.append(
+        Claim("direct lookups, of the speed of their page reads", record["direct"]["of_floor"]["median"], 0.8)
+    )
     for name, values in record["peers"].items():
         claims.append(Claim(f"lookups, against {name}", rate["base"] / values["median"], 5.0))
     return claims

@@ -88,9 +88,7 @@ def test_consumers_at_any_version_read_the_rows_of_the_current_one(tmp_path: Pat
         )
 
 
-@pytest.mark.parametrize(
-    ("deltas", "lookups"), [(39, 2_000), pytest.param(1_000, 1_000_000, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("deltas", "lookups"), [(39, 2_000), pytest.param(1_000, 1_000_000, marks=pytest.mark.long)])
 def test_lookups_while_deltas_arrive_are_neither_torn_nor_stale(tmp_path: Path, deltas: int, lookups: int) -> None:
     """Version v has the value v in all rows but one, which it deletes; the next version inserts it again."""
     keys = np.arange(300, dtype=np.uint64)
@@ -134,6 +132,29 @@ def test_lookups_while_deltas_arrive_are_neither_torn_nor_stale(tmp_path: Path, 
     assert stale == []
     assert sum(counts) >= lookups
     assert snapshot.version.step == deltas
+
+
+def test_direct_reads_equal_the_mapping(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    oracle: Oracle = {}
+    change(oracle, rng, 1500)
+    with Publication(tmp_path, precision="fp32") as publication:
+        publication.publish_base([table_rows(oracle)], step=0)
+        direct = serving.open(tmp_path, direct=True)
+        expect_equal(direct, oracle)
+        for step in range(1, 4):
+            publication.publish_delta([table_rows(*change(oracle, rng, 200))], step=step)
+            direct.refresh()
+            expect_equal(direct, oracle)
+        publication.compact()
+        direct.refresh()
+        expect_equal(direct, oracle)
+        file = tmp_path / direct.version.folder / "table-0.rows"
+        data = bytearray(file.read_bytes())
+        data[4096 + 500] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(CorruptionError, match="page 1"):  # every page that is read is verified
+            direct.lookup(np.arange(RANGE))
 
 
 def test_follow_serves_new_versions_and_reports_damage(tmp_path: Path) -> None:

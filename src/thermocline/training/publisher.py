@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,10 +32,12 @@ class Publisher(Callback):
     the folder has no version, was rolled back, or has a later step or another precision.
     """
 
-    def __init__(self, settings: Publish, table: Table) -> None:
+    def __init__(self, settings: Publish, table: Table, files: Callable[[], Mapping[str, bytes]] = dict) -> None:
+        """`files` returns further files of a version, such as the dense model (`scoring_files`)."""
         assert settings.folder is not None
         self._settings = settings
         self._table = table
+        self._files = files
         self._folder = Path(settings.folder)
         self._seconds = None if settings.every is None else parse_duration(settings.every)
         self._is_new = True
@@ -68,7 +71,7 @@ class Publisher(Callback):
             delta = not self._is_new and self._takes_delta(step)
             version = publish_table(
                 self._table, self._folder, step=step, delta=delta, precision=self._settings.precision,
-                event_time=trainer.progress.event_time,
+                event_time=trainer.progress.event_time, files=self._files(),
             )  # fmt: skip
             if not delta:
                 with Publication(self._folder, precision=self._settings.precision) as publication:

@@ -343,8 +343,10 @@ class Run:
 
     def _publishers(self) -> list[Callback]:
         from thermocline.training.publisher import Publisher
+        from thermocline.training.scoring import scoring_files
 
-        return [] if self.config.publish.folder is None else [Publisher(self.config.publish, self.table)]
+        settings = self.config.publish
+        return [] if settings.folder is None else [Publisher(settings, self.table, lambda: scoring_files(self))]
 
     # ---- trained runs
 
