@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from thermocline.config.loader import flatten
 from thermocline.config.messages import show_toml
 from thermocline.config.schema import Config
+from thermocline.embedding.admission import Admission
 from thermocline.errors import ConfigError
 
 MAY_CHANGE = frozenset(
@@ -15,6 +17,8 @@ MAY_CHANGE = frozenset(
         *("tiers.hbm", "tiers.mem", "tiers.mem_overcommit", "tiers.ssd", "tiers.ssd_mem", "tiers.policy"),
         "tiers.threads",
         *("tiers.lookahead", "tiers.expected_keys", "tiers.on_damage"),
+        # Keys with a row stay admitted; the others continue with their counts if they are counted in the same way.
+        *("admission", *(f"admission.{field.name}" for field in dataclasses.fields(Admission))),
         *("train.epochs", "train.steps", "train.clip_norm", "train.valid_every", "train.patience"),
         *("train.progressive_steps", "train.progressive_time"),
         "train.plateau_factor",
@@ -51,6 +55,6 @@ def check_resume(old: Config, new: Config, run_dir: str) -> list[str]:
 
 
 def _sections_merged(names: frozenset[str]) -> list[str]:
-    """Name the sections [train.schedule] and [publish] instead of each of their keys."""
-    merged = ("train.schedule", "publish")
+    """Name the sections [train.schedule], [publish] and [admission] instead of each of their keys."""
+    merged = ("train.schedule", "publish", "admission")
     return sorted({next((each for each in merged if name.startswith(f"{each}.")), name) for name in names})

@@ -1,8 +1,8 @@
-"""`Config`: all settings of a run in seven sections. One schema is the API, the TOML file and the `--set` flags.
+"""`Config`: all settings of a run in eight sections. One schema is the API, the TOML file and the `--set` flags.
 
-[data] is `tc.Data`, [model] is `tc.ModelConfig`, [precision] is `tc.Precision`, [tiers] is `tc.Tiers`, [train] is
-`tc.Train` with all fields of `tc.TrainConfig`, [dist] is `tc.Dist`, and
-[publish] is `tc.Publish`. Imports no torch.
+[data] is `tc.Data`, [model] is `tc.ModelConfig`, [precision] is `tc.Precision`, [admission] is `tc.Admission`, [tiers]
+is `tc.Tiers`, [train] is `tc.Train` with all fields of `tc.TrainConfig`, [dist] is `tc.Dist`, and [publish] is
+`tc.Publish`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from thermocline.config.model import ModelConfig
 from thermocline.config.publish import Publish
 from thermocline.config.section import section
 from thermocline.config.train import TrainConfig
+from thermocline.embedding.admission import Admission
 from thermocline.embedding.optimizers import MOST_STEPS, Lazy
 from thermocline.embedding.precision import Precision
 from thermocline.embedding.table_spec import OnDamage, Policy
@@ -95,6 +96,8 @@ class Config:
     """Architecture and its sizes."""
     precision: Precision = Precision()
     """Stored precision of embedding weights."""
+    admission: Maybe[Admission] = None
+    """Which keys get a row. By default all that are trained."""
     tiers: Tiers = Tiers()
     """Memory budgets and the SSD store."""
     train: Train = Train()

@@ -189,6 +189,9 @@ class ReferenceBackend(Unrecorded):
         copy.rows = {key: self.table.rows[key].copy() for key in keys if key in self.table.rows}
         return _Plan(self.table, dict(inputs), None, copy)
 
+    def read_initial(self, inputs: BagInputs) -> _Plan:
+        return _Plan(self.table, dict(inputs), None, self._empty())
+
     def read(self, keys: Keys) -> Floats:
         return self._current().read(keys)
 

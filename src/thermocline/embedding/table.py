@@ -6,10 +6,13 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, cast
 
 from thermocline.batch import Batch
-from thermocline.embedding.backend import BatchAhead, RowBackend, RowWindow
+from thermocline.core import core
+from thermocline.embedding.admission import Admission
+from thermocline.embedding.admission_backend import AdmissionBackend
+from thermocline.embedding.backend import BatchAhead, LocalBackend, RowBackend, RowWindow
 from thermocline.embedding.bag_registry import BagRegistry
 from thermocline.embedding.batch_plan import (
     BagInputs,
@@ -81,6 +84,7 @@ class Table(OpenTable):
         epoch: int | None = None,
         device: Device = "auto",
         accumulate: int = 1,
+        admission: Admission | None = None,
         mem_overcommit: bool = False,
         per_rank: bool = False,
         make_backend: BackendFactory | None = None,
@@ -103,6 +107,7 @@ class Table(OpenTable):
                      "continue" trains on without merging that partition. Reading a damaged row always raises
         device       "cuda", "cpu", or "auto": with `hbm`, the GPU if there is one
         accumulate   batches per step: with more and without a step, a bag warns once; see `accumulate`
+        admission    which keys get a row, such as `tc.Admission(count=5)`; None: all that are trained
         mem_overcommit   accept budgets beyond the memory of the machine, and do not count them; else the budgets of all
                      open tables of the process together are compared with it, and refused with the numbers
         per_rank     True: every rank of torch.distributed trains rows of its own. Without it, training over several
@@ -119,10 +124,13 @@ class Table(OpenTable):
                 f"name is {name!r}: it must consist of letters, digits, '-', '_', '.', and not begin with '.'"
             )
         require(on_damage in ("stop", "continue"), "on_damage", on_damage, "stop or continue")
+        require_type(admission, Admission | None, "admission", "a tc.Admission, such as Admission(count=5), or None")
+        counters = 0 if admission is None else admission.memory_bytes
         if not mem_overcommit:
             store = 0 if ssd is None or ssd_mem is None else parse_size(ssd_mem, "ssd_mem")
             budgets = "mem + ssd_mem" if store else "mem"  # the default of ssd_mem depends on the machine
-            needed = parse_size(mem, "mem") + store
+            budgets += " + admission.memory" if counters else ""
+            needed = parse_size(mem, "mem") + store + counters
             require_memory(needed, name=budgets, override="mem_overcommit=True")
         stored = Precision.of(precision)
         require(
@@ -166,6 +174,13 @@ class Table(OpenTable):
         self.per_rank = per_rank
         """Whether every rank may train rows of its own."""
         self.backend = (make_backend or make_local_backend)(self.spec, device, epoch)
+        self.admission = admission
+        """Which keys get a row; None: all that are trained."""
+        self._admission: AdmissionBackend | None = None
+        if admission is not None:
+            _require_fixed_initial_rows(admission, self.spec)
+            self._admission = AdmissionBackend(cast(LocalBackend, self.backend), self.spec, admission)
+            self.backend = cast(RowBackend, self._admission)
         self._open_version()
         if not mem_overcommit:
             reserve_memory(self, repr(name), needed)
@@ -219,6 +234,8 @@ class Table(OpenTable):
                 f"table {self.name!r}: requires_grad_() while a pipeline over ranks is open: all ranks must plan the "
                 "same bags for each batch. Close tc.prefetch first"
             )
+        if self._admission is not None:
+            self._admission.require_no_planner("requires_grad_()")
 
     @property
     def bags(self) -> list[EmbeddingBag]:
@@ -252,6 +269,13 @@ class Table(OpenTable):
 
         Collective over ranks.
         """
+        self.begin_planning(batch)
+        try:
+            return self._prepare(batch)
+        finally:
+            self.end_planning(batch)
+
+    def _prepare(self, batch: Batch) -> BatchPlan:
         backend = self.backend
         window = self.stage([batch])
         backend.exchange(window, ahead=False)
@@ -260,6 +284,32 @@ class Table(OpenTable):
         backend.load(window)
         backend.fetch(plan)
         return plan
+
+    def begin_planning(self, planner: object) -> None:
+        """Declare the object that plans training batches until `end_planning`: with admission there is only one."""
+        if self._admission is not None:
+            self._admission.begin_planning(planner)
+
+    def end_planning(self, planner: object) -> None:
+        """Undo what was planned and not trained: `planner` is closed."""
+        if self._admission is not None:
+            self._admission.end_planning(planner)
+
+    # ---- admission
+
+    @property
+    def admission_stats(self) -> core.AdmissionStats | None:
+        """Counters of admission since the table was opened, and its memory; None: the table has no admission."""
+        return None if self._admission is None else self._admission.stats
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return the state of this process that a checkpoint saves beside rows, as of the last step."""
+        return {} if self._admission is None else {"admission": self._admission.state()}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `rank_state`, after the rows."""
+        if self._admission is not None:
+            self._admission.load_state(state.get("admission"))
 
     def pin(self, window: RowWindow) -> None:
         """See `RowBackend.pin`. The error names passes of the training loop that hold rows, if there are any."""
@@ -434,7 +484,7 @@ class Table(OpenTable):
         ranks, all ranks pass equal arguments, and each takes the rows that it owns. After a `BudgetError` a part of the
         rows was loaded.
         """
-        wanted, values = rows_to_load(self.spec, keys, rows, state)
+        wanted, values = rows_to_load(self.spec, self.step_count, keys, rows, state)
         self._require_no_gradients("load_rows()")
         self.backend.require_idle()
         self._history, self._history_begun = self._new_history(), True  # an earlier state_dict has other rows
@@ -462,3 +512,14 @@ class Table(OpenTable):
         self.backend.close()
         if self.checkpoint_store is not None:
             self.checkpoint_store.close()
+
+
+def _require_fixed_initial_rows(admission: Admission, spec: TableSpec) -> None:
+    """Raise ValueError if keys that are not admitted read initial rows, and these would change during training."""
+    if admission.otherwise != "initial":
+        return
+    rule = "with admission and otherwise='initial', as initial rows would change; or use otherwise='zero' or 'shared'"
+    require(not spec.precision.scale_lr, "precision.scale_lr", spec.precision.scale_lr, f"0 {rule}")
+    require(
+        not spec.optimizer.catches_up, f"{type(spec.optimizer).__name__}.lazy", spec.optimizer.lazy, f"touched {rule}"
+    )

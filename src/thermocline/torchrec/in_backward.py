@@ -112,29 +112,29 @@ def rows_optimizer(table: str, optimizer_class: type[Any], kwargs: dict[str, Any
     unknown = kwargs.keys() - _UNUSED - _NEUTRAL.keys() - _ARGUMENTS
     if unknown:
         raise ValueError(f"table {table!r}: {kind} has arguments {sorted(unknown)}, which rows do not support")
-    common = {"lr": float(given["lr"]), "weight_decay": float(given.get("weight_decay") or 0.0)}
+    common: dict[str, Any] = {"lr": float(given["lr"]), "weight_decay": float(given.get("weight_decay") or 0.0)}
     return translate(given, common)
 
 
 _ARGUMENTS = {"lr", "weight_decay", "eps", "initial_accumulator_value", "betas"}
 
 
-def _sgd(given: dict[str, Any], common: dict[str, float]) -> Optimizer:
+def _sgd(given: dict[str, Any], common: dict[str, Any]) -> Optimizer:
     return SGD(**common)
 
 
-def _adagrad(given: dict[str, Any], common: dict[str, float]) -> Optimizer:
+def _adagrad(given: dict[str, Any], common: dict[str, Any]) -> Optimizer:
     return Adagrad(
         eps=given.get("eps", _FBGEMM_EPS), initial_accumulator=given.get("initial_accumulator_value", 0.0), **common
     )
 
 
-def _rowwise_adagrad(given: dict[str, Any], common: dict[str, float]) -> Optimizer:
+def _rowwise_adagrad(given: dict[str, Any], common: dict[str, Any]) -> Optimizer:
     return RowWiseAdagrad(
         eps=given.get("eps", _FBGEMM_EPS), initial_accumulator=given.get("initial_accumulator_value", 0.0), **common
     )
 
 
-def _adam(given: dict[str, Any], common: dict[str, float]) -> Optimizer:
+def _adam(given: dict[str, Any], common: dict[str, Any]) -> Optimizer:
     beta1, beta2 = given.get("betas", (0.9, 0.999))
     return Adam(beta1=beta1, beta2=beta2, eps=given.get("eps", _FBGEMM_EPS), **common)

@@ -7,12 +7,10 @@ unpickling, which a publication from elsewhere must not reach.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import threading
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -21,15 +19,15 @@ import numpy as np
 
 from thermocline.arrays import Floats, Keys
 from thermocline.batch import Batch
-from thermocline.config.data import Data, Format
+from thermocline.config.publish import Publish
 from thermocline.config.schema import Config, Tiers, Train
 from thermocline.data.features import Features
-from thermocline.data.files import find_files, is_remote
+from thermocline.data.open_data import training_format
 from thermocline.data.record_batches import ColumnFormat, RecordBatchConverter
 from thermocline.embedding.optimizers import SGD
 from thermocline.embedding.table import Table
 from thermocline.embedding.table_spec import TableSpec
-from thermocline.errors import CorruptionError, DataError, NotFoundError
+from thermocline.errors import CorruptionError, NotFoundError
 from thermocline.models import build, row_dim
 from thermocline.serving.snapshot import State, find
 from thermocline.serving.version import read_file
@@ -49,29 +47,19 @@ def scoring_files(run: Run) -> dict[str, bytes]:
     import safetensors.torch
 
     config = run.config
-    format = _format(config.data)
+    format = training_format(config.data)
     if format not in get_args(ColumnFormat) or run.features is None:
         return {}
     data = dataclasses.replace(config.data, format=format, train=(), valid=(), test=())
-    published = dataclasses.replace(config, data=data, tiers=Tiers(), train=Train())  # no paths of this machine
+    published = dataclasses.replace(
+        config, data=data, tiers=Tiers(), train=Train(), publish=Publish()
+    )  # no paths of this machine
     weights = {name: value.contiguous().cpu() for name, value in _dense_state(run.model).items()}
     return {
         CONFIG: published.to_toml().encode(),
         FEATURES: json.dumps(run.features.to_json(), indent=1).encode() + b"\n",
         DENSE: safetensors.torch.save(weights),
     }
-
-
-def _format(data: Data) -> Format | None:
-    """Return the format of the training data: by setting, by the names of files, or by those in local folders."""
-    for paths in (data.train, data.valid, data.test):
-        with contextlib.suppress(DataError):
-            return data.format_of(tuple(paths))
-        if paths and not any(is_remote(path) for path in paths):
-            with contextlib.suppress(DataError):
-                return data.format_of(tuple(source.path for source in find_files(paths)))
-    warnings.warn("the version has no dense model for scoring: set data.format", RuntimeWarning, stacklevel=3)
-    return None
 
 
 def _dense_state(model: Any) -> dict[str, Any]:
