@@ -96,6 +96,8 @@ def test_versions_have_step_and_watermark_and_training_is_unchanged(ads: Path, s
     assert result == whole
     assert [(v.kind, v.step, v.event_time) for v in published(ads)] == [
         ("base", 3, 47), ("delta", 6, 95), ("delta", 9, 143), ("delta", 10, 159)]  # fmt: skip
+    dense = {"config.toml", "features.json", "dense.safetensors"}  # for `serve --score`
+    assert all({file.name for file in version.files} == dense for version in published(ads))
     check_served(ads, rows)
 
 

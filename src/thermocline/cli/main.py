@@ -316,6 +316,9 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None,
     poll: Annotated[float, typer.Option(help="Seconds between looks for a new version.")] = 1.0,
     consumer: Annotated[str | None, typer.Option(help="Name under which the version in use is recorded.")] = None,
+    direct: Annotated[
+        bool, typer.Option("--direct", help="Read rows past the page cache: for publications larger than memory.")
+    ] = False,
     score: Annotated[
         bool, typer.Option("--score", help="Also score whole examples with the dense model; loads torch.")
     ] = False,
@@ -330,7 +333,7 @@ def serve(
 
         serving.serve(
             folder, host=host, port=port, metrics_port=metrics_port, token_file=token_file, tls_cert=tls_cert,
-            tls_key=tls_key, poll=poll, consumer=consumer, insecure=insecure, score=score,
+            tls_key=tls_key, poll=poll, consumer=consumer, insecure=insecure, score=score, direct=direct,
         )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def _all_warnings() -> Iterator[None]:
 
 def serve(
     folder: str, *, host: str, port: int, metrics_port: int | None, token_file: Path | None, tls_cert: Path | None,
-    tls_key: Path | None, poll: float, consumer: str | None, insecure: bool, score: bool,
+    tls_key: Path | None, poll: float, consumer: str | None, insecure: bool, score: bool, direct: bool,
 ) -> None:  # fmt: skip
     """Serve a publication until Ctrl-C or SIGTERM. `score` imports torch."""
     import signal
@@ -111,7 +111,12 @@ def serve(
         if not 0 <= number < 1 << 16:
             raise ConfigError(f"{flag} is {number}: it must be 0 to 65535")
     token, tls = _token(token_file), _certificate(tls_cert, tls_key)
-    options: dict[str, Any] = {"metrics_port": metrics_port, "poll_seconds": poll, "consumer": consumer}
+    options: dict[str, Any] = {
+        "metrics_port": metrics_port,
+        "poll_seconds": poll,
+        "consumer": consumer,
+        "direct": direct,
+    }
     if score:
         from thermocline.training.scoring import Scorer
 
