@@ -162,6 +162,15 @@ def test_select_of_a_missing_field() -> None:
             batch.select([0, field])
 
 
+def test_event_time() -> None:
+    batch = tc.Batch.from_lists([[1], [2]], time=torch.tensor([5, 2**40]))
+    assert batch.time is not None
+    assert (batch.time.dtype, batch.time.tolist()) == (np.int64, [5, 2**40])
+    assert tc.Batch.from_lists([[1]]).time is None
+    with pytest.raises(ValueError, match="time has 1 values: expected 2, one per example"):
+        tc.Batch.from_lists([[1], [2]], time=[5])
+
+
 def test_copy_shares_arrays() -> None:
     batch = tc.Batch.from_lists(EXAMPLES, label=[1, 2, 3])
     other = copy.copy(batch)

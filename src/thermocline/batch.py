@@ -69,6 +69,8 @@ class Batch:
     order: Offsets | None = dataclasses.field(default=None, repr=False)
     """Positions of the ids in the values of `from_jagged`: ids[i] is values[order[i]]. Weights given to a bag have the
     order of the values."""
+    time: npt.NDArray[np.int64] | None = None
+    """Event time of each example, int64 seconds since 1970; None: the data has none. Readers set it from `data.time`."""
 
     def __post_init__(self) -> None:
         self.ids = as_keys(self.ids)
@@ -81,6 +83,10 @@ class Batch:
         if self.names is not None:
             self.names = tuple(self.names)
             _check_names(self.names, self.fields)
+        if self.time is not None:
+            self.time = _as_integers(self.time, "time")
+            if len(self.time) != self.examples:
+                raise ValueError(f"time has {len(self.time)} values: expected {self.examples}, one per example")
         if self.weights is not None:
             values = _as_weights(self.weights)
             if values.shape != self.ids.shape:
@@ -105,7 +111,8 @@ class Batch:
     def from_lists(cls, examples: Sequence[Sequence[Any]], **more: Any) -> Self:
         """Build a batch from examples[example][field], each a list of ids or one id; negative ids are bit patterns.
 
-        `more` sets the other attributes: weights (flat, one per id), dense, label, position, names.
+        `more` sets the other attributes: weights (flat, one per id), dense, label, position, names,
+        time.
         """
         fields = len(examples[0]) if examples else 1
         bags: list[Any] = []

@@ -104,7 +104,7 @@ class AheadItem:
         if single:
             self.batch.ids = _NO_IDS
         self._single = single
-        arrays = (self.batch.ids, batch.weights, batch.dense, batch.label)
+        arrays = (self.batch.ids, batch.weights, batch.dense, batch.label, batch.time)
         self.bytes = sum(int(getattr(array, "nbytes", 0)) for array in arrays)
 
     def share_offsets(self, offsets: Offsets | None) -> Offsets:

@@ -92,6 +92,7 @@ class WindowSync:
         empty.weights = None if like.weights is None else like.weights[:0]
         empty.dense = None if like.dense is None else like.dense[:0]
         empty.label = None if like.label is None else like.label[:0]
+        empty.time = None if like.time is None else like.time[:0]
         empty.position = like.position
         return empty
 
