@@ -63,6 +63,7 @@ void InitialRows::write(uint64_t key, float* row) const {
       break;
   }
   std::fill_n(row + dim, codec_.layout.state_floats(), initial_.state);
+  std::fill_n(row + dim + codec_.layout.state_floats(), codec_.layout.statistics_words(), 0.0f);
 }
 
 }  // namespace thermocline

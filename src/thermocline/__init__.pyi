@@ -11,7 +11,7 @@ from .config.dense_sync import DenseSync as DenseSync
 from .config.distributed import Dist as Dist
 from .config.lr_schedule import Schedule as Schedule
 from .config.model import ModelConfig as ModelConfig
-from .config.schema import Config as Config, Tiers as Tiers, Train as Train
+from .config.schema import Config as Config, Rows as Rows, Tiers as Tiers, Train as Train
 from .config.train import TrainConfig as TrainConfig
 from .data.reader import Reader as Reader
 from .data.synthetic import SyntheticAds as SyntheticAds
@@ -22,6 +22,7 @@ from .distributed.launch import join_ranks as join_ranks
 from .distributed.sharded_table import ShardedTable as ShardedTable
 from .distributed.topology import Topology as Topology
 from .embedding.bag import EmbeddingBag as EmbeddingBag
+from .embedding.expiry import Expiry as Expiry
 from .embedding.initializers import Constant as Constant, Normal as Normal, Uniform as Uniform
 from .embedding.optimizers import SGD as SGD, Adagrad as Adagrad, Adam as Adam, RowWiseAdagrad as RowWiseAdagrad
 from .embedding.precision import Precision as Precision

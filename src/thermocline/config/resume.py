@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from thermocline.config.loader import flatten
 from thermocline.config.messages import show_toml
 from thermocline.config.schema import Config
+from thermocline.embedding.expiry import Expiry
 from thermocline.errors import ConfigError
 
 MAY_CHANGE = frozenset(
@@ -15,6 +17,8 @@ MAY_CHANGE = frozenset(
         *("tiers.hbm", "tiers.mem", "tiers.mem_overcommit", "tiers.ssd", "tiers.ssd_mem", "tiers.policy"),
         "tiers.threads",
         *("tiers.lookahead", "tiers.expected_keys", "tiers.on_damage"),
+        # Rules apply to the rows as they are.
+        *("expiry", *(f"expiry.{field.name}" for field in dataclasses.fields(Expiry))),
         *("train.epochs", "train.steps", "train.clip_norm", "train.valid_every", "train.patience"),
         "train.plateau_factor",
         *("train.checkpoint_every", "train.checkpoint_minutes", "train.keep", "train.depth", "train.pull_window"),
@@ -49,5 +53,6 @@ def check_resume(old: Config, new: Config, run_dir: str) -> list[str]:
 
 
 def _sections_merged(names: frozenset[str]) -> list[str]:
-    """Name the section [train.schedule] instead of each of its keys."""
-    return sorted({"train.schedule" if name.startswith("train.schedule.") else name for name in names})
+    """Name the sections [train.schedule] and [expiry] instead of each of their keys."""
+    sections = ("train.schedule", "expiry")
+    return sorted({next((s for s in sections if name.startswith(f"{s}.")), name) for name in names})

@@ -1,7 +1,8 @@
-"""`Config`: all settings of a run in six sections. One schema is the API, the TOML file and the `--set` flags.
+"""`Config`: all settings of a run in eight sections. One schema is the API, the TOML file and the `--set` flags.
 
-[data] is `tc.Data`, [model] is `tc.ModelConfig`, [precision] is `tc.Precision`, [tiers] is `tc.Tiers`, [train] is
-`tc.Train` with all fields of `tc.TrainConfig`, and [dist] is `tc.Dist`. Imports no torch.
+[data] is `tc.Data`, [model] is `tc.ModelConfig`, [precision] is `tc.Precision`, [rows] is `tc.Rows`, [expiry] is
+`tc.Expiry`, [tiers] is `tc.Tiers`, [train] is `tc.Train` with all fields of `tc.TrainConfig`, and [dist] is `tc.Dist`.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,8 +21,15 @@ from thermocline.config.fields import Count, Lookahead, Maybe, NonNegative, Rule
 from thermocline.config.model import ModelConfig
 from thermocline.config.section import section
 from thermocline.config.train import TrainConfig
+from thermocline.embedding.expiry import Expiry
 from thermocline.embedding.precision import Precision
+from thermocline.embedding.row_statistics import RowStatistics, Statistic
 from thermocline.embedding.table_spec import OnDamage, Policy
+
+
+def _each_once(names: tuple[str, ...]) -> bool:
+    return len(set(names)) == len(names)
+
 
 OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 
@@ -55,6 +63,20 @@ class Tiers:
     """Threads of the DRAM tier. By default one per core."""
 
 
+@section("rows")
+class Rows:
+    """Statistics that are kept with each row."""
+
+    statistics: Annotated[tuple[Statistic, ...], Rule("a list of statistics, each once", _each_once)] = ()
+    """Any of frequency, last_step, last_time, show and click. 4 bytes per row each, last_time 8; show or click 4 more.
+    last_time needs data.time."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the statistics per row."""
+        return RowStatistics.of(self.statistics).bytes
+
+
 @section("train")
 class Train(TrainConfig):
     """`tc.TrainConfig` with batch size, optimizers, seed and folder of the run."""
@@ -85,6 +107,10 @@ class Config:
     """Architecture and its sizes."""
     precision: Precision = Precision()
     """Stored precision of embedding weights."""
+    rows: Rows = Rows()
+    """Statistics of rows."""
+    expiry: Maybe[Expiry] = None
+    """Rules that delete rows, and the steps at which they run. By default no row is deleted."""
     tiers: Tiers = Tiers()
     """Memory budgets and the SSD store."""
     train: Train = Train()

@@ -29,7 +29,7 @@ from thermocline.kernels.index import Index
 from thermocline.kernels.insert import BYTES_PER_SLOT, InsertPlan, Residents, find_or_insert
 from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rebuild import entries_reference, rebuild
-from thermocline.kernels.rows import copy_out
+from thermocline.kernels.rows import copy_in, copy_out
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.hbm_transfer import PendingLoad, RowTransfer, as_uint64
 from thermocline.utils.recording import current_stream
@@ -170,8 +170,11 @@ class HbmTier:
     Streams: `_stream` plans and reads; `_staging` uploads ids ahead; `RowTransfer` has one per direction.
     """
 
-    def __init__(self, dram: DramTier, *, budget: int, device: torch.device, name: str) -> None:
-        """Create an empty tier; `device` "cpu" is for tests under Triton's interpreter."""
+    def __init__(self, dram: DramTier, *, budget: int, device: torch.device, name: str, statistics: int = 0) -> None:
+        """Create an empty tier; `device` "cpu" is for tests under Triton's interpreter.
+
+        statistics   words of row statistics at the end of a row
+        """
         floats = dram.row_bytes // 4
         capacity = row_capacity(budget, floats)
         if not 1 <= capacity < 2**31:
@@ -185,6 +188,8 @@ class HbmTier:
         self._name = name
         self._cuda = device.type == "cuda"
         self.arena = torch.empty(capacity, floats, dtype=torch.float32, device=device)
+        self.trained = self.arena[:, : floats - statistics]
+        """The rows without their statistics: weights and optimizer state."""
         self.index = Index.empty(2 * capacity, device)
         self.residents = Residents.empty(capacity, device)
         self._stream = stream_ahead(device)
@@ -389,6 +394,28 @@ class HbmTier:
                 self._transfer.write_back(keys, rows.numpy())
                 dirty[piece.long()] = 0
             self._synchronize()
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Exclude planning, reads and write-back by other threads."""
+        with self._lock:
+            yield
+
+    def erase(self, keys: Keys) -> None:
+        """Replace the rows of `keys` that are here by their initial rows, not dirty. Call between steps, after
+        `write_back`, under `exclusive`."""
+        with self._lock, self._on_stream():
+            self._transfer.drain()
+            self._wait_for_training()
+            for first in range(0, len(keys), _WRITE_BACK_ROWS):
+                piece = keys[first : first + _WRITE_BACK_ROWS]
+                slots = find(self.index, self._upload(piece))
+                resident = torch.nonzero(slots >= 0).flatten()
+                slots = slots[resident]
+                rows = self._upload(self.dram.initial_stored(piece[resident.cpu().numpy()]))
+                copy_in(self.arena, slots, rows, torch.full((1,), len(slots), device=self.device))
+                self.dirty[slots.long()] = 0
+                self._synchronize()  # before the next piece, and before training reads the rows
 
     def reset(self, dram: DramTier) -> None:
         """Drop all rows and continue above another DRAM tier."""
