@@ -21,7 +21,7 @@ FUZZ_STORE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/ssd/*.cc csrc/util/*
   csrc/ssd/files_fuzz_test.cc
 
 .PHONY: cpp-tests demo reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
-  fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser
+  fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser docs notebooks
 
 demo: build-inplace
 	$(PYTHON) examples/demo.py
@@ -29,6 +29,14 @@ demo: build-inplace
 # The paper's experiments, full size; make reproduce ARGS=--quick takes minutes. Results: build/experiments.
 reproduce: build-inplace
 	$(PYTHON) -m experiments $(ARGS)
+
+# The site of docs/, into build/site; a warning is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --site-dir $(BUILD)/site
+
+# Runs docs/notebooks and stores what they print.
+notebooks: build-inplace
+	$(PYTHON) tools/notebooks.py
 
 test: lint test-cpp test-py
 
@@ -39,7 +47,7 @@ ifeq ($(PYTHON),$(VENV_PYTHON))
 	@python3 tools/venv.py
 endif
 
-# For the test of the report's page; where it cannot be installed, that test is skipped.
+# For the tests of the live page and of the report; where it cannot be installed, they are skipped and say so.
 browser:
 ifeq ($(PYTHON),$(VENV_PYTHON))
 	@python3 tools/browser.py

@@ -6,13 +6,15 @@ Claims   26 one-hot fields, dim 16, 10M keys, MLP 400x400x400, fp32. Through `tc
 Method   Keys follow a power law of exponent 1.05 in each field; all are in HBM before the clock starts. Batches are
          made before, ids and labels in page-locked memory; metrics are on, the display is off. torch gets row numbers
          instead of keys, on the device: nn.EmbeddingBag with sparse gradients and torch.optim.Adagrad. All sides train
-         the network with fused Adam. Wall time of all steps after the first ones, divided by their number.
+         the network with fused Adam. Wall time of all steps after the first ones, divided by their number; the median
+         of three runs of each side, which take turns.
 Command  python benchmarks/hbm_step.py --json FILE        an H200, about a minute
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from typing import Any
 
@@ -170,11 +172,22 @@ def new_table(keys: int, examples: int) -> tc.Table:
     return table
 
 
+def run(
+    side: str, table: tc.Table, numbers: list[np.ndarray[Any, Any]], data: Cycle, window: int, keys: int
+) -> dict[str, Any]:
+    if side == "torch":
+        result = plain_torch(numbers, data, keys)
+        torch.cuda.empty_cache()
+        return result
+    return own_loop(table, data, window) if side == "loop" else trainer(table, data, window, side)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", default="1024,4096,16384", help="batch sizes")
     parser.add_argument("--keys", type=int, default=10_000_000)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side, one after the other; medians count")
     parser.add_argument("--windows", default="1", help="pull windows to measure; the claims are about the first")
     parser.add_argument("--sides", default="torch,loop,off,auto", help="torch, loop, and the trainer's graphs modes")
     parser.add_argument("--json", help="write all figures to FILE")
@@ -187,19 +200,19 @@ def main() -> None:
     }
     claims: list[Claim] = []
     for examples in map(int, args.batches.split(",")):
-        figures: dict[str, Any] = record.setdefault(str(examples), {})
         batches, numbers = batches_of(examples, args.keys)
         data = Cycle(batches, 40, args.steps)
-        if "torch" in sides:
-            figures["torch"] = plain_torch(numbers, data, args.keys)
-            console.print(examples, "torch", figures["torch"])
-            torch.cuda.empty_cache()
         table = new_table(args.keys, examples)
-        for window in windows:
-            for side in (side for side in sides if side != "torch"):
-                name = f"{side} window {window}"
-                figures[name] = own_loop(table, data, window) if side == "loop" else trainer(table, data, window, side)
-                console.print(examples, name, figures[name])
+        runs: dict[str, list[dict[str, Any]]] = {}
+        for _ in range(args.rounds):  # interleaved: the speed of the host varies
+            for window in windows:
+                for side in sides:
+                    name = side if side == "torch" else f"{side} window {window}"
+                    runs.setdefault(name, []).append(run(side, table, numbers, data, window, args.keys))
+                    console.print(examples, name, runs[name][-1])
+        figures: dict[str, Any] = record.setdefault(str(examples), {})
+        for name, results in runs.items():
+            figures[name] = {"ms": statistics.median(result["ms"] for result in results), "runs": results}
         del table
         torch.cuda.empty_cache()
         ours, peer = figures.get(f"auto window {windows[0]}"), figures.get("torch", {"ms": float("nan")})["ms"]

@@ -30,7 +30,7 @@ def ours(path: str, threads: int) -> Callable[[], int]:
     parser = _core.TextParser("table", columns=columns)
 
     def parse(block: memoryview) -> int:
-        *_, labels, errors, _ = parser.parse(block, False)
+        *_, labels, _, errors, _ = parser.parse(block, False)
         if errors:
             raise ValueError(errors[0])
         return len(labels)

@@ -71,7 +71,8 @@ def test_install_into_a_fresh_environment(tmp_path: Path) -> None:
     run(*PIP, "--python", builder, "wheel", *fast, "--wheel-dir", tmp_path, sdist)
     (wheel,) = tmp_path.glob("thermocline-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"thermocline/__init__.pyi", "thermocline/py.typed", "thermocline/core/_core.pyi"} <= set(names)
+    typed = {"thermocline/__init__.pyi", "thermocline/py.typed", "thermocline/core/_core.pyi"}
+    assert typed | {"thermocline/watch/watch.html", "thermocline/watch/watch.js"} <= set(names)
 
     python = make_environment(tmp_path / "venv", PROJECT["project"]["dependencies"])
     run(*PIP, "--python", python, "install", "--no-deps", wheel)

@@ -1,4 +1,4 @@
-"""Install Debian's Chromium for the tests of the experiments' page, where that is possible. Never fails.
+"""Install Debian's Chromium for the tests of the live page and the report, where that is possible. Never fails.
 
 Standard library only, like venv.py. Without a browser those tests are skipped with a message.
 """
@@ -26,7 +26,7 @@ def apt(*words: str) -> bool:
 def main() -> None:
     if any(map(shutil.which, NAMES)):
         return
-    skipped = "the tests of the report's page are skipped"
+    skipped = "the tests of the live page and of the report are skipped"
     if shutil.which("apt-get") is None or os.geteuid() != 0:
         print(f"chromium is not installed, and installing it needs apt-get and root: {skipped}", flush=True)
         return

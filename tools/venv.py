@@ -22,7 +22,9 @@ def requirements() -> tuple[list[str], list[str]]:
     """Return the required packages, and the optional ones of the baselines."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    return [*extras["torch"], *project["dependencies"], *extras["dev"], *extras["experiments"]], extras["baselines"]
+    names = ("dev", "experiments", "docs")
+    optional = [requirement for name in names for requirement in extras[name]]
+    return [*extras["torch"], *project["dependencies"], *optional], extras["baselines"]
 
 
 def digest(required: list[str]) -> str:

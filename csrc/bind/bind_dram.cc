@@ -25,9 +25,12 @@ namespace {
 
 void init_tier(DramTier* self, uint32_t dim, int optimizer, size_t budget, size_t reserved, int policy, int threads,
                int shards, uint64_t seed, uint64_t table, int initial_kind, float initial_scale, float initial_state,
-               const Precision& precision, uint8_t statistics, RowStore* store, std::optional<size_t> write_ahead) {
+               const Precision& precision, uint8_t statistics, RowStore* store, std::optional<size_t> write_ahead,
+               bool catch_up) {
+  require(!catch_up || precision.kind == WeightKind::kFp32, "rows that catch up are fp32");
+  require(!catch_up || statistics == 0, "rows that catch up have no statistics");
   TierOptions o;
-  o.layout = {dim, static_cast<Optimizer>(optimizer), precision, statistics};
+  o.layout = {dim, static_cast<Optimizer>(optimizer), precision, catch_up, statistics};
   o.initial = {static_cast<InitialKind>(initial_kind), initial_scale, initial_state, seed, table};
   o.budget = budget;
   o.reserved = reserved;
@@ -239,7 +242,7 @@ void bind_dram(nb::module_& m) {
   nb::class_<DramTier> tier(m, "DramTier");
   tier.def("__init__", &init_tier, "dim"_a, "optimizer"_a, "budget"_a, "reserved"_a, "policy"_a, "threads"_a,
            "shards"_a, "seed"_a, "table"_a, "initial_kind"_a, "initial_scale"_a, "initial_state"_a, "precision"_a,
-           "statistics"_a, "store"_a.none(), "write_ahead"_a.none(), nb::keep_alive<1, 16>())
+           "statistics"_a, "store"_a.none(), "write_ahead"_a.none(), "catch_up"_a = false, nb::keep_alive<1, 16>())
       .def("pull", &pull, "keys"_a.noconvert(), "slots"_a.noconvert())
       .def("unpin", &unpin, "slots"_a.noconvert(), "dirty"_a, "keys"_a.noconvert().none())
       .def("mark_dirty", &mark_dirty, "slots"_a.noconvert())

@@ -171,6 +171,26 @@ int64_t apply(DramTier& self, SlotsArg slots, FloatsArg sums, const Step& step) 
   return apply_gradients(self.pool(), self.rows(), slots.data(), slots.size(), sums.data(), step);
 }
 
+// Brings pinned rows, or the rows of a buffer, to step `target`. rates: float32[2, limit], see MissedSteps.
+void catch_up(DramTier& self, std::optional<SlotsArg> slots, std::optional<FloatsOutArg> rows, FloatsArg rates,
+              const Step& step, uint32_t target, uint32_t stamp) {
+  const RowLayout& layout = self.layout();
+  require(layout.catch_up, "catch_up: the rows have no last step");
+  require(slots.has_value() != rows.has_value(), "catch_up: expected slots or rows");
+  require(step.optimizer == layout.optimizer, "step: its optimizer is not the optimizer of the tier");
+  require(rates.shape(0) == 2 && rates.shape(1) > 0, "rates: expected two rows");
+  if (rows) check_decoded(self, rows->shape(0), *rows);
+  const auto limit = static_cast<uint32_t>(rates.shape(1));
+  nb::gil_scoped_release release;
+  const MissedSteps missed{step, rates.data(), rates.data() + limit, limit, target, stamp};
+  if (rows) {
+    const Rows buffer{reinterpret_cast<uint8_t*>(rows->data()), layout.bytes(), layout.dim};
+    return catch_up_rows(self.pool(), buffer, nullptr, rows->shape(0), missed);
+  }
+  self.check_slots(slots->data(), slots->size());
+  catch_up_rows(self.pool(), self.rows(), slots->data(), slots->size(), missed);
+}
+
 void decode(DramTier& self, FloatsArg stored, FloatsOutArg rows) {
   check_stored(self, rows.shape(0), stored);
   check_decoded(self, stored.shape(0), rows);
@@ -254,7 +274,9 @@ void bind_kernels(nb::module_& m, nb::class_<DramTier>& tier) {
            "units"_a.noconvert().none() = nb::none())
       .def("sum_gradients", &sum, "starts"_a.noconvert(), "grad_rows"_a.noconvert(), "coefs"_a.noconvert().none(),
            "grads"_a.noconvert(), "sums"_a.noconvert())
-      .def("apply_gradients", &apply, "slots"_a.noconvert(), "sums"_a.noconvert(), "step"_a);
+      .def("apply_gradients", &apply, "slots"_a.noconvert(), "sums"_a.noconvert(), "step"_a)
+      .def("catch_up", &catch_up, "slots"_a.noconvert().none(), "rows"_a.noconvert().none(), "rates"_a.noconvert(),
+           "step"_a, "target"_a, "stamp"_a);
 }
 
 }  // namespace thermocline

@@ -69,8 +69,9 @@ Role role_of(const std::string& name) {
   if (name == "key") return Role::kKey;
   if (name == "dense") return Role::kDense;
   if (name == "number_key") return Role::kNumberKey;
+  if (name == "time") return Role::kTime;
   if (name == "ignore") return Role::kIgnore;
-  throw Error("role of a column is \"" + name + "\"; it must be label, key, dense, number_key or ignore");
+  throw Error("role of a column is \"" + name + "\"; it must be label, key, dense, number_key, time or ignore");
 }
 
 void init_parser(TextParser* self, const std::string& kind, const std::string& delimiter, bool quoting,
@@ -106,9 +107,10 @@ nb::tuple parse(const TextParser& self, nb::handle block, bool skip_errors) {
         error.line,
         nb::steal(PyUnicode_DecodeUTF8(error.cause.data(), static_cast<Py_ssize_t>(error.cause.size()), "replace"))));
   }
-  return nb::make_tuple(to_numpy(std::move(parsed.ids)), to_numpy(std::move(parsed.offsets)),
-                        numpy_or_none(std::move(parsed.weights)), to_numpy(std::move(parsed.dense)),
-                        to_numpy(std::move(parsed.labels)), errors, parsed.malformed);
+  return nb::make_tuple(
+      to_numpy(std::move(parsed.ids)), to_numpy(std::move(parsed.offsets)), numpy_or_none(std::move(parsed.weights)),
+      to_numpy(std::move(parsed.dense)), to_numpy(std::move(parsed.labels)),
+      self.has_time() ? nb::cast(to_numpy(std::move(parsed.times))) : nb::none(), errors, parsed.malformed);
 }
 
 Validity validity(const Mask& mask, size_t n) {

@@ -1,12 +1,16 @@
 // Python bindings of SsdStore; src/thermocline/tiers/ssd.py is the Python class.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <variant>
 
 #include "bind/bind.h"
 #include "ssd/repair.h"
@@ -167,6 +171,37 @@ BoundScan scan(SsdStore& self) {
   return unlocked([&] { return BoundScan{self.scan(), self.row_bytes()}; });
 }
 
+// Changes since a position, and their row size.
+struct BoundChanges {
+  std::unique_ptr<SsdStore::Changes> changes;
+  size_t row_bytes;
+
+  size_t next(nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> keys,
+              nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows, BytesArg deleted) {
+    if (rows.shape(0) != keys.size() || rows.shape(1) != row_bytes || deleted.size() != keys.size())
+      throw Error("changes: rows must have shape (keys, row_bytes), deleted one byte per key");
+    return unlocked([&, k = keys.data(), n = keys.size(), r = rows.data(), d = deleted.data()] {
+      return changes->next(n, k, r, d);
+    });
+  }
+};
+
+using PositionTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
+
+PositionTuple position(SsdStore& self) {
+  const StorePosition p = unlocked([&] { return self.position(); });
+  return {p.store_id[0], p.store_id[1], p.seq, p.nonce, p.first_page};
+}
+
+std::variant<BoundChanges, std::string> changes_since(SsdStore& self, const PositionTuple& since) {
+  StorePosition from;
+  std::tie(from.store_id[0], from.store_id[1], from.seq, from.nonce, from.first_page) = since;
+  std::string cause;
+  auto changes = unlocked([&] { return self.changes_since(from, &cause); });
+  if (!changes) return cause;
+  return BoundChanges{std::move(changes), self.row_bytes()};
+}
+
 void bind_options(nb::module_& m) {
   nb::class_<StoreOptions>(m, "StoreOptions")
       .def(nb::init<>())
@@ -192,6 +227,9 @@ void bind_store(nb::module_& m) {
   bind_options(m);
   m.def("repair_store", &repair, "path"_a, "dry_run"_a, "keep_older"_a, "mem_budget"_a);
   nb::class_<BoundScan>(m, "Scan").def("next", &BoundScan::next, "keys"_a.noconvert(), "rows"_a.noconvert());
+  nb::class_<BoundChanges>(m, "StoreChanges")
+      .def("next", &BoundChanges::next, "keys"_a.noconvert(), "rows"_a.noconvert(), "deleted"_a.noconvert())
+      .def_prop_ro("rows", [](const BoundChanges& self) { return self.changes->rows(); });
   nb::class_<RowStore>(m, "RowStore").def_prop_ro("row_bytes", &RowStore::row_bytes);
   nb::class_<SsdStore, RowStore>(m, "SsdStore")
       .def_static("open", &open_store, "path"_a, "options"_a, "io_engine"_a, "io_workers"_a, "io_depth"_a)
@@ -212,6 +250,8 @@ void bind_store(nb::module_& m) {
       .def("epochs", [](const SsdStore& self) { return unlocked([&] { return self.epochs(); }); })
       .def("release", [](SsdStore& self, uint64_t epoch) { unlocked([&] { self.release(epoch); }); })
       .def("scan", &scan, nb::keep_alive<0, 1>())
+      .def("position", &position)
+      .def("changes_since", &changes_since, "since"_a)
       .def("count", [](SsdStore& self) { return unlocked([&] { return self.count(); }); })
       .def("stats", &stats)
       .def("damage", [](const SsdStore& self) { return unlocked([&] { return self.damage(); }); })

@@ -32,6 +32,7 @@ TextParser::TextParser(TextParser&&) noexcept = default;
 
 size_t TextParser::fields() const { return lines_->fields; }
 size_t TextParser::dense() const { return lines_->dense; }
+bool TextParser::has_time() const { return lines_->has_time; }
 
 Parsed TextParser::parse(std::string_view block, bool skip_errors) const {
   if (block.size() > UINT32_MAX) {
@@ -45,6 +46,7 @@ Parsed TextParser::parse(std::string_view block, bool skip_errors) const {
   parsed.weights.shrink();
   parsed.dense.shrink();
   parsed.labels.shrink();
+  parsed.times.shrink();
   return std::move(parsed);
 }
 

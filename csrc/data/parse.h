@@ -15,11 +15,12 @@
 //   key     categorical value of a table: any bytes except NUL, hashed with the column name; the empty text is a value
 //           too. raw_keys: decimal digits, the number itself.
 //   dense   a number (parse_number.h), transformed by its rule (columns.h); empty means missing: 0.
+//   time    event time of the example (parse_time.h), at most one column; must not be empty.
 //   number_key  a number, transformed by its rule; the number of its bucket is hashed; empty means missing: the key of
 //           "". Bucket::kNone hashes the text of the number.
 //
-// Malformed: a wrong number of columns, or of ids by position; a label, id, value or number that is invalid, not finite
-// or out of range; a field out of range; an unclosed quote, or text after a closing quote; a NUL byte.
+// Malformed: a wrong number of columns, or of ids by position; a label, id, value, time or number that is invalid, not
+// finite or out of range; a field out of range; an unclosed quote, or text after a closing quote; a NUL byte.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +35,7 @@
 namespace thermocline {
 
 enum class Format : uint8_t { kLibsvm, kLibffm, kTable };
-enum class Role : uint8_t { kLabel, kKey, kDense, kNumberKey, kIgnore };
+enum class Role : uint8_t { kLabel, kKey, kDense, kNumberKey, kTime, kIgnore };
 
 struct Column {
   Role role;
@@ -64,6 +65,7 @@ struct Parsed {
   Grown<float> weights;    // [ids], or empty: all are 1
   Grown<float> dense;      // [labels * dense]
   Grown<float> labels;
+  Grown<int64_t> times;           // [labels], or empty: no time column
   std::vector<Malformed> errors;  // the first kMaxDescribed
   uint64_t malformed = 0;         // number of malformed lines
 };
@@ -84,6 +86,7 @@ class TextParser {
 
   size_t fields() const;
   size_t dense() const;
+  bool has_time() const;
 
  private:
   std::unique_ptr<const LineParser> lines_;

@@ -54,6 +54,10 @@ std::vector<TextParser> make_parsers() {
   add({.format = Format::kTable, .delimiter = ',', .quoting = true, .columns = columns});
   add({.format = Format::kTable, .delimiter = ';', .quoting = true, .columns = columns, .raw_keys = true});
   add({.format = Format::kTable, .quoting = true, .columns = {{Role::kDense, "only", log}}});
+  add({.format = Format::kTable,
+       .delimiter = ',',
+       .quoting = true,
+       .columns = {{Role::kLabel, "label", plain}, {Role::kTime, "at", plain}, {Role::kKey, "C1", plain}}});
   return parsers;
 }
 
@@ -74,6 +78,7 @@ bool finite(const Grown<T>& values) {
 
 void check_whole(const TextParser& parser, const Parsed& parsed, std::string_view block) {
   const size_t examples = parsed.labels.size();
+  HOLDS(parsed.times.size() == (parser.has_time() ? examples : 0));
   HOLDS(parsed.offsets.size() == examples * parser.fields() + 1);
   HOLDS(parsed.dense.size() == examples * parser.dense());
   HOLDS(parsed.weights.size() == 0 || parsed.weights.size() == parsed.ids.size());

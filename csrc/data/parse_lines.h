@@ -74,6 +74,7 @@ class LineParser {
 
   size_t fields = 0;
   size_t dense = 0;
+  bool has_time = false;
 };
 
 std::unique_ptr<const LineParser> make_table_parser(ParseOptions options);

@@ -6,6 +6,7 @@
 
 #include "data/hash_value.h"
 #include "data/parse_number.h"
+#include "data/parse_time.h"
 #include "util/error.h"
 
 namespace thermocline {
@@ -17,6 +18,7 @@ TableParser::TableParser(ParseOptions options) : options_(std::move(options)) {
     plan.missing = hash_value("", 0, plan.seed);
     fields += column.role == Role::kKey || column.role == Role::kNumberKey;
     dense += column.role == Role::kDense;
+    has_time |= column.role == Role::kTime;
     for (int64_t i = 0; i < kSmall; ++i) {
       int64_t bucket = 0;
       float feature = 0;
@@ -44,7 +46,9 @@ void TableParser::parse(Output& out) const {
     out.reserve_more(to.ids, fields, p);
     out.reserve_more(to.dense, dense, p);
     out.reserve_more(to.labels, 1, p);
-    Line line{to.ids.data() + to.ids.size(), to.dense.data() + to.dense.size(), to.labels.data() + to.labels.size()};
+    if (has_time) out.reserve_more(to.times, 1, p);
+    Line line{to.ids.data() + to.ids.size(), to.dense.data() + to.dense.size(), to.labels.data() + to.labels.size(),
+              has_time ? to.times.data() + to.times.size() : nullptr};
     *line.label = 0;
     const char* next = nullptr;
     bool empty = false;
@@ -64,6 +68,7 @@ void TableParser::parse(Output& out) const {
       to.ids.resize(to.ids.size() + fields);
       to.dense.resize(to.dense.size() + dense);
       to.labels.resize(to.labels.size() + 1);
+      if (has_time) to.times.resize(to.times.size() + 1);
     }
     p = next < out.end ? next + 1 : next;
   }
@@ -109,6 +114,8 @@ TableParser::Cause TableParser::take(size_t c, const Value& value, Line& line) c
       return take_dense(c, value, line);
     case Role::kLabel:
       return take_label(value, line);
+    case Role::kTime:
+      return take_time(value, line);
     case Role::kIgnore:
       return Cause::kNone;
   }
@@ -186,6 +193,19 @@ TableParser::Cause TableParser::take_label(const Value& value, Line& line) {
   __builtin_unreachable();
 }
 
+TableParser::Cause TableParser::take_time(const Value& value, Line& line) {
+  switch (parse_time(value.begin, value.end, *line.time)) {
+    case NumberStatus::kOk:
+      return Cause::kNone;
+    case NumberStatus::kMissing:
+      return Cause::kNoTime;
+    case NumberStatus::kNotANumber:
+    case NumberStatus::kOutOfRange:
+      return Cause::kBadTime;
+  }
+  __builtin_unreachable();
+}
+
 TableParser::Cause TableParser::unquote(const Output& out, Delimiters& delimiters, const char* p, std::string& unquoted,
                                         Value& value) const {
   const char* const line_end = out.line_end(p);
@@ -225,12 +245,14 @@ void TableParser::check_options() const {
     throw Error("delimiter of a table must not be " + quoted({&options_.delimiter, 1}));
   }
   if (options_.columns.empty()) throw Error("a table needs columns");
-  size_t labels = 0;
+  size_t labels = 0, times = 0;
   for (const Column& column : options_.columns) {
     labels += column.role == Role::kLabel;
+    times += column.role == Role::kTime;
     if (column.role == Role::kDense || column.role == Role::kNumberKey) check_rule(column.rule, column.name);
   }
   if (labels > 1) throw Error("a table must have at most one label column, not " + std::to_string(labels));
+  if (times > 1) throw Error("a table must have at most one time column, not " + std::to_string(times));
 }
 
 std::string TableParser::describe(const Output& out, const char* p, Cause cause, const Line& line) const {
@@ -262,6 +284,10 @@ std::string TableParser::describe(const Output& out, const char* p, Cause cause,
       return at + "the key is empty; with raw_keys = true it must be a decimal number below 2^64";
     case Cause::kBadKey:
       return at + value + " is not a key; with raw_keys = true it must be a decimal number below 2^64";
+    case Cause::kNoTime:
+      return at + "the event time is empty";
+    case Cause::kBadTime:
+      return at + value + " is not an event time: use seconds since 1970, or text such as 2026-01-31T23:59:59Z";
     case Cause::kOpenQuote:
       return at + "the quote at " + value + " does not end in this line";
     case Cause::kTextAfterQuote:

@@ -27,6 +27,8 @@ class TableParser final : public LineParser {
     kTooLarge,
     kNoKey,
     kBadKey,
+    kNoTime,
+    kBadTime,
     kColumns,
     kOpenQuote,
     kTextAfterQuote,
@@ -60,6 +62,7 @@ class TableParser final : public LineParser {
     uint64_t* ids;
     float* dense;
     float* label;
+    int64_t* time;  // null: no time column
     size_t column = 0;
     std::string_view value = {};
   };
@@ -78,6 +81,7 @@ class TableParser final : public LineParser {
   Cause take_number_key(size_t c, const Value& value, Line& line) const;
   Cause take_dense(size_t c, const Value& value, Line& line) const;
   static Cause take_label(const Value& value, Line& line);
+  static Cause take_time(const Value& value, Line& line);
 
   // `p` is at the opening quote. The value is in the block or, if it has doubled quotes, copied to `unquoted`.
   Cause unquote(const Output& out, Delimiters& delimiters, const char* p, std::string& unquoted, Value& value) const;

@@ -88,6 +88,9 @@ bool TableParser::parse_plain_line(const Output& out, uint32_t* delimiters, cons
       case Role::kLabel:
         plain = each(run.end, label);
         break;
+      case Role::kTime:
+        plain = each(run.end, [](const Plan&, const char*, size_t) { return false; });
+        break;
       case Role::kIgnore:
         plain = each(run.end, [](const Plan&, const char*, size_t) { return true; });
         break;

@@ -197,6 +197,41 @@ TEST(Parse, CriteoBuckets) {
   CHECK(same("2.5", "0"));
 }
 
+TEST(Parse, EventTimes) {
+  const TextParser parser({.format = Format::kTable,
+                           .delimiter = ',',
+                           .quoting = true,
+                           .columns = {{Role::kTime, "at", {}}, {Role::kKey, "C1", {}}}});
+  // The second line goes the fast way if the block goes on for eight bytes.
+  const auto time = [&](const std::string& text) {
+    const Parsed parsed = parser.parse(text + ",a\n" + text + ",a\n0,aaaaaaaaaa\n", true);
+    if (parsed.malformed == 2) return int64_t{-1};
+    CHECK_EQ(parsed.times.size(), 3u);
+    CHECK_EQ(parsed.times[0], parsed.times[1]);
+    return parsed.times[0];
+  };
+  CHECK_EQ(time("1700000000"), 1'700'000'000);
+  CHECK_EQ(time(" 9007199254740992 "), int64_t{1} << 53);
+  CHECK_EQ(time("-1.5"), -2);
+  CHECK_EQ(time("1700000000.99"), 1'700'000'000);
+  CHECK_EQ(time("1970-01-02"), 86400);
+  CHECK_EQ(time("2000-02-29T23:59:59Z"), 951'868'799);
+  CHECK_EQ(time("2000-02-29 23:59"), 951'868'740);
+  CHECK_EQ(time("\"2000-03-01 01:29:59.999+01:30\""), 951'868'799);
+  CHECK_EQ(time("2000-02-29T21:59:59-0200"), 951'868'799);
+  CHECK_EQ(time("1969-12-31T23:59:58"), -2);
+  for (const char* bad : {"", "x", "1e300", "9007199254740994", "2000-02-30", "2001-02-29", "2000-13-01", "2000-1-1",
+                          "2000-01-01T24:00", "2000-01-01T00:60", "2000-01-01T00:00:61", "2000-01-01T00:00:00.",
+                          "2000-01-01T00:00:00+1", "2000-01-01T00:00Zx", "2000-01-01x00:00", "2000-01-01T"}) {
+    CHECK_EQ(time(bad), -1);
+  }
+  CHECK_EQ(parser.parse("y,a\n", true).errors[0].cause,
+           "column \"at\" (1 of 2): \"y\" is not an event time: use seconds since 1970, or text such as "
+           "2026-01-31T23:59:59Z");
+  CHECK_THROWS(Error,
+               TextParser({.format = Format::kTable, .columns = {{Role::kTime, "a", {}}, {Role::kTime, "b", {}}}}));
+}
+
 TEST(Parse, InvalidOptionsThrow) {
   CHECK_THROWS(Error, TextParser({.format = Format::kTable}));
   CHECK_THROWS(Error, TextParser({.format = Format::kLibffm, .fields = size_t{1} << 40}));

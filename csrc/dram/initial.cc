@@ -62,8 +62,10 @@ void InitialRows::write(uint64_t key, float* row) const {
       }
       break;
   }
-  std::fill_n(row + dim, codec_.layout.state_floats(), initial_.state);
-  std::fill_n(row + dim + codec_.layout.state_floats(), codec_.layout.statistics_words(), 0.0f);
+  std::fill_n(row + dim, codec_.layout.optimizer_floats(), initial_.state);
+  // The last step, as of step 0, and statistics.
+  std::fill_n(row + dim + codec_.layout.optimizer_floats(),
+              codec_.layout.tail_words() - codec_.layout.optimizer_floats(), 0.0f);
 }
 
 }  // namespace thermocline

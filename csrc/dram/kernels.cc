@@ -16,6 +16,7 @@ namespace {
 // A key with more occurrences is summed by several threads. A multiple of kBlock, so that the blocks do not change.
 constexpr uint32_t kHot = 64 * kBlock;
 constexpr size_t kTaskIds = 16384;
+constexpr size_t kCatchUpRows = 256;  // of one task: a row may miss many steps
 // Quantized rows decoded at once: few enough to stay in the cache as fp32 rows.
 constexpr size_t kDecodeRows = 128;
 // Keys after which UpdatedKeys is called: few enough for their rows to be in the cache.
@@ -262,6 +263,14 @@ int64_t update_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, c
     }
   });
   return gradient;
+}
+
+void catch_up_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, size_t keys, const MissedSteps& missed) {
+  const size_t tasks = keys / kCatchUpRows + 1;
+  pool.parallel(tasks, [&](size_t t) {
+    std::vector<float> scratch(2 * rows.dim);
+    kernels().catch_up(rows, slots, missed, keys * t / tasks, keys * (t + 1) / tasks, scratch.data());
+  });
 }
 
 void sum_gradients(ThreadPool& pool, uint32_t dim, const SegmentArgs& s, float* sums) {

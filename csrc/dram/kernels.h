@@ -18,6 +18,8 @@
 //                              step_size = lr / (1 - beta1^t), sqrt_bias2 = sqrt(1 - beta2^t), t the global step
 //           sum(x): lane j of 16 adds x[j], x[j + 16], ... in that order, with zeros for missing elements; then
 //           lanes j and j + 8 are added, j and j + 4, j and j + 2, j and j + 1. mean(x) is sum(x) / dim.
+//   catch_up  Rows that store their last step, L, are brought to step `target`: for each step n of L + 1 .. target in
+//           order, at most the last `limit` of them, the optimizer is applied with G = 0 and the rates of step n.
 // Quantized rows (codec.h) are decoded in small groups into fp32 rows that stay in the cache, processed with the same
 // arithmetic, and encoded again.
 #pragma once
@@ -79,6 +81,15 @@ struct Hyper {
 // `t` counts from 1. Computed in double, rounded once.
 Step make_step(const Hyper& hyper, uint64_t t, double grad_scale);
 
+// The steps that rows missed. Step n has the rates at index n % limit.
+struct MissedSteps {
+  Step step;            // constants that all steps share
+  const float* rates;   // [limit]: step_size of Adam, else lr
+  const float* biases;  // [limit]: sqrt_bias2 of Adam
+  uint32_t limit, target;
+  uint32_t stamp;  // stored as the last step of rows that are older: `target`, or the step that is applied next
+};
+
 // Gradients by key: those of key u are grads[grad_rows[j]] for starts[u] <= j < starts[u + 1].
 struct SegmentArgs {
   const uint32_t* starts;  // [keys + 1]
@@ -95,6 +106,8 @@ void weight_gradient(ThreadPool& pool, const WeightGradientArgs& args);
 using UpdatedKeys = std::function<void(size_t begin, size_t end)>;
 int64_t update_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, const SegmentArgs& segments,
                     const Step& step, const UpdatedKeys& updated = {});
+// `slots` must not repeat; null: rows 0 .. keys - 1.
+void catch_up_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, size_t keys, const MissedSteps& missed);
 // The two halves of update_rows(), for callers that need all sums first (clipping by norm): sums[keys * dim].
 void sum_gradients(ThreadPool& pool, uint32_t dim, const SegmentArgs& segments, float* sums);
 int64_t apply_gradients(ThreadPool& pool, const Rows& rows, const uint32_t* slots, size_t keys, const float* sums,
@@ -123,6 +136,8 @@ struct Kernels {
   void (*blocks)(uint32_t dim, const SegmentArgs&, size_t begin, size_t end, float* sums, float* scratch);
   void (*apply)(const Rows&, const uint32_t* slots, const float* sums, const Step&, size_t key_begin, size_t key_end,
                 float* scratch);
+  void (*catch_up)(const Rows&, const uint32_t* slots, const MissedSteps&, size_t key_begin, size_t key_end,
+                   float* scratch);
   // Decodes rows slots[0..n) to fp32 rows `stride` floats apart, with or without their state. `all` >= n: slots that
   // may be prefetched.
   void (*decode)(const Codec&, const Rows&, const uint32_t* slots, size_t n, size_t all, bool state, float* floats,

@@ -12,8 +12,9 @@ namespace thermocline {
 
 #include "dram/kernels_impl.h"
 
-const Kernels kKernelsAvx2 = {"avx2",     hash_keys, mem_hash_keys, any_pool, any_weight_gradient, any_update, any_sum,
-                              any_blocks, any_apply, decode,        encode};
+const Kernels kKernelsAvx2 = {"avx2",     hash_keys, mem_hash_keys, any_pool,  any_weight_gradient,
+                              any_update, any_sum,   any_blocks,    any_apply, any_catch_up,
+                              decode,     encode};
 
 }  // namespace thermocline
 #endif

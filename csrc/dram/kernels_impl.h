@@ -86,6 +86,14 @@ void apply_with(const Rows& rows, const uint32_t* slots, const float* sums, cons
 #undef TC_CALL
 }
 
+template <Optimizer O>
+void catch_up_with(const Rows& rows, const uint32_t* slots, const MissedSteps& missed, size_t begin, size_t end,
+                   float* scratch) {
+#define TC_CALL(D) catch_up<D, O>(rows, slots, missed, begin, end, scratch)
+  TC_FOR_DIM(rows.dim, TC_CALL)
+#undef TC_CALL
+}
+
 void any_update(const Rows& rows, const uint32_t* slots, const SegmentArgs& s, const Step& step, size_t begin,
                 size_t end, uint32_t hot, float* scratch) {
   switch (step.optimizer) {
@@ -111,6 +119,20 @@ void any_apply(const Rows& rows, const uint32_t* slots, const float* sums, const
       return apply_with<Optimizer::kRowWiseAdagrad>(rows, slots, sums, step, begin, end, scratch);
     case Optimizer::kAdam:
       return apply_with<Optimizer::kAdam>(rows, slots, sums, step, begin, end, scratch);
+  }
+}
+
+void any_catch_up(const Rows& rows, const uint32_t* slots, const MissedSteps& missed, size_t begin, size_t end,
+                  float* scratch) {
+  switch (missed.step.optimizer) {
+    case Optimizer::kSgd:
+      return catch_up_with<Optimizer::kSgd>(rows, slots, missed, begin, end, scratch);
+    case Optimizer::kAdagrad:
+      return catch_up_with<Optimizer::kAdagrad>(rows, slots, missed, begin, end, scratch);
+    case Optimizer::kRowWiseAdagrad:
+      return catch_up_with<Optimizer::kRowWiseAdagrad>(rows, slots, missed, begin, end, scratch);
+    case Optimizer::kAdam:
+      return catch_up_with<Optimizer::kAdam>(rows, slots, missed, begin, end, scratch);
   }
 }
 

@@ -95,4 +95,46 @@ void apply(const Rows& rows, const uint32_t* slots, const float* sums, const Ste
   }
 }
 
+// Index of the last step in a row.
+template <Optimizer O>
+TC_INLINE size_t last_step_index(uint32_t dim) {
+  switch (O) {
+    case Optimizer::kSgd:
+      return dim;
+    case Optimizer::kAdagrad:
+      return size_t{2} * dim;
+    case Optimizer::kRowWiseAdagrad:
+      return size_t{dim} + 1;
+    case Optimizer::kAdam:
+      return size_t{3} * dim;
+  }
+}
+
+template <int D, Optimizer O>
+void catch_up(const Rows& rows, const uint32_t* slots, const MissedSteps& missed, size_t begin, size_t end,
+              float* scratch) {
+  const uint32_t dim = D ? D : rows.dim;
+  // Without L2 and momentum a step without a gradient changes nothing.
+  const bool changes = O == Optimizer::kAdam || missed.step.weight_decay != 0;
+  Step s = missed.step;
+  for (size_t u = begin; u < end; ++u) {
+    if (slots && u + kAheadKeys < end) prefetch<D>(rows.base + slots[u + kAheadKeys] * rows.stride, rows.stride);
+    auto* row = reinterpret_cast<float*>(rows.base + (slots ? slots[u] : u) * rows.stride);
+    uint32_t last;
+    __builtin_memcpy(&last, row + last_step_index<O>(dim), sizeof(last));
+    if (last >= missed.stamp) continue;
+    if (changes && last < missed.target) {
+      const uint32_t skipped = missed.target > missed.limit ? missed.target - missed.limit : 0;
+      for (uint32_t n = (last > skipped ? last : skipped) + 1; n <= missed.target; ++n) {
+        s.lr = s.step_size = missed.rates[n % missed.limit];
+        s.sqrt_bias2 = missed.biases[n % missed.limit];
+        Sum<D> g(scratch);
+        for_elements<D>(dim, [&](auto zero, uint32_t i) __attribute__((always_inline)) { g.set(i, zero); });
+        apply_row<D, O>(row, dim, g, s);
+      }
+    }
+    __builtin_memcpy(row + last_step_index<O>(dim), &missed.stamp, sizeof(missed.stamp));
+  }
+}
+
 }  // namespace

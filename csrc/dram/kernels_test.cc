@@ -133,6 +133,67 @@ TEST(Kernels, UpdatesHaveTheSameBitsEverywhere) {
   }
 }
 
+// A row is caught up by the steps it missed, applied with gradient 0: at most the last `limit`, older ones not at all.
+TEST(Kernels, CatchingUpAppliesTheMissedSteps) {
+  constexpr uint32_t kRows = 40, kTarget = 30, kLimit = 12;
+  for (uint32_t dim : {1u, 3u, 8u, 16u, 33u, 128u}) {
+    for (Optimizer optimizer : kOptimizers) {
+      const RowLayout layout{dim, optimizer, {}, true};
+      const size_t last_word = layout.floats() - 1;
+      std::vector<float> start = random_floats(kRows * layout.floats(), 9), rates(kLimit), biases(kLimit);
+      for (float& x : start) x = std::abs(x);  // states are sums of squares
+      for (uint32_t r = 0; r < kRows; ++r) {   // as of steps 0 to 39: some newer than the target
+        std::memcpy(&start[r * layout.floats() + last_word], &r, sizeof(r));
+      }
+      const auto step_of = [&](uint32_t n) { return make_step({optimizer, 0.01 * n, 1e-8, 0.02, 0.9, 0.999}, n, 1.0); };
+      for (uint32_t n = kTarget - kLimit + 1; n <= kTarget; ++n) {
+        const Step step = step_of(n);
+        rates[n % kLimit] = optimizer == Optimizer::kAdam ? step.step_size : step.lr;
+        biases[n % kLimit] = step.sqrt_bias2;
+      }
+      const auto rows_of = [&](std::vector<float>& x) {
+        return Rows{reinterpret_cast<uint8_t*>(x.data()), layout.bytes(), dim};
+      };
+      std::vector<float> want = start, scratch(2 * dim), zeros(dim);
+      for (uint32_t r = 0; r < kTarget; ++r) {
+        for (uint32_t n = std::max(r, kTarget - kLimit) + 1; n <= kTarget; ++n) {
+          kKernelsBase.apply(rows_of(want), &r, zeros.data(), step_of(n), 0, 1, scratch.data());
+        }
+        std::memcpy(&want[r * layout.floats() + last_word], &kTarget, sizeof(kTarget));
+      }
+      CHECK(!same_bits(want, start));
+      MissedSteps missed{step_of(1), rates.data(), biases.data(), kLimit, kTarget, kTarget};
+      std::vector<uint32_t> slots(kRows);
+      for (uint32_t i = 0; i < kRows; ++i) slots[i] = i * 7 % kRows;
+      for (const Kernels* k : all_kernels()) {
+        auto got = start;
+        k->catch_up(rows_of(got), slots.data(), missed, 0, kRows, scratch.data());
+        CHECK(same_bits(got, want));
+      }
+      ThreadPool pool(3);
+      auto got = start;
+      catch_up_rows(pool, rows_of(got), nullptr, kRows, missed);
+      CHECK(same_bits(got, want));
+      // Before step 31: the same rows, stamped with it.
+      missed.stamp = kTarget + 1;
+      for (uint32_t r = 0; r <= kTarget; ++r) {
+        std::memcpy(&want[r * layout.floats() + last_word], &missed.stamp, sizeof(missed.stamp));
+      }
+      got = start;
+      catch_up_rows(pool, rows_of(got), slots.data(), kRows, missed);
+      CHECK(same_bits(got, want));
+    }
+  }
+}
+
+TEST(InitialRows, AreAsOfStepZero) {
+  const RowLayout layout{4, Optimizer::kAdagrad, {}, true};
+  std::vector<float> row(9, 7.0f);
+  InitialRows(Initial{InitialKind::kUniform, 1.0f, 0.25f, 1, 2}, layout).write(3, row.data());
+  CHECK_EQ(row[7], 0.25f);
+  CHECK_EQ(row[8], 0.0f);
+}
+
 TEST(Kernels, PoolingHasTheSameBitsEverywhere) {
   for (uint32_t dim : kDims) {
     std::vector<float> table = random_floats(size_t{500} * (dim + 1), 4);  // rows of dim + 1: unaligned

@@ -1,5 +1,6 @@
-// Layout of a row: `dim` weights, as fp32 or as codes (codec.h), then the optimizer's fp32 state, then the statistics
-// of the row (statistics.h). Stores contain these bytes: the layout never changes.
+// Layout of a row: `dim` weights, as fp32 or as codes (codec.h), then the optimizer's fp32 state, then, if rows catch
+// up (kernels.h), the number of the last step that the row includes, as uint32, or the statistics of the row
+// (statistics.h). Stores contain these bytes: the layout never changes.
 #pragma once
 
 #include <cstddef>
@@ -39,7 +40,8 @@ struct RowLayout {
   uint32_t dim;
   Optimizer optimizer;
   Precision precision{};
-  uint8_t statistics = 0;
+  bool catch_up = false;   // fp32 only, without statistics
+  uint8_t statistics = 0;  // bits of Statistic
 
   // Rows with kShow or kClick end with a uint32: the number of decays that both include.
   bool decays() const { return statistics & (kShow | kClick); }
@@ -47,7 +49,9 @@ struct RowLayout {
     const auto has = [this](Statistic s) { return size_t{(statistics & s) != 0}; };
     return has(kFrequency) + has(kLastStep) + 2 * has(kLastTime) + has(kShow) + has(kClick) + decays();
   }
-  size_t state_floats() const {
+  // Words of the state: the optimizer's floats and the last step.
+  size_t state_floats() const { return optimizer_floats() + catch_up; }
+  size_t optimizer_floats() const {
     switch (optimizer) {
       case Optimizer::kSgd:
         return 0;

@@ -14,7 +14,9 @@ namespace {
 constexpr size_t kBlock = 64;              // keys whose memory accesses overlap
 constexpr size_t kScanRows = 4096;         // read ahead from the base
 constexpr size_t kLeastRecent = 1u << 14;  // changes below which a delta does not rebuild the main overlay
-constexpr uint8_t kEmptyMark = 0;
+
+// Changes since the main overlay that a recent one holds beside it.
+size_t most_recent(size_t main) { return std::max(kLeastRecent, main / 4); }
 
 float half_to_float(uint16_t half) {
   _Float16 value;
@@ -34,50 +36,6 @@ uint64_t row_bytes_of(RowFormat format, uint32_t dim) {
       return uint64_t{8} + dim;
   }
   throw Error("unknown row format");
-}
-
-// ---- Overlay
-
-const uint8_t* const Overlay::kEmpty = &kEmptyMark;
-
-Overlay::Overlay(size_t expected)
-    : entries_(std::bit_ceil(std::max<size_t>(2 * expected, 16)), Entry{0, kEmpty}), mask_(entries_.size() - 1) {}
-
-std::shared_ptr<const Overlay> Overlay::merge(const std::vector<std::shared_ptr<const Overlay>>& older,
-                                              const std::shared_ptr<const SnapshotFile>& newer) {
-  size_t expected = newer->rows() + newer->deleted().size();
-  for (const auto& overlay : older) expected += overlay ? overlay->size() : 0;
-  std::shared_ptr<Overlay> merged(new Overlay(expected));
-  for (const auto& overlay : older) {
-    if (!overlay) continue;
-    for (const Entry& entry : overlay->entries_)
-      if (entry.row != kEmpty) merged->insert(entry.key, entry.row);
-    merged->files_.insert(merged->files_.end(), overlay->files_.begin(), overlay->files_.end());
-  }
-  newer->for_each([&](uint64_t key, const uint8_t* row) { merged->insert(key, row); });
-  merged->files_.push_back(newer);
-  return merged;
-}
-
-void Overlay::insert(uint64_t key, const uint8_t* row) {
-  for (uint64_t i = hash_key(key) & mask_;; i = (i + 1) & mask_) {
-    Entry& entry = entries_[i];
-    if (entry.row == kEmpty) {
-      entry = {key, row};
-      ++size_;
-      return;
-    }
-    if (entry.key == key) {
-      entry.row = row;
-      return;
-    }
-  }
-}
-
-const Overlay::Entry* Overlay::find(uint64_t key, uint64_t h) const {
-  for (uint64_t i = h & mask_; entries_[i].row != kEmpty; i = (i + 1) & mask_)
-    if (entries_[i].key == key) return &entries_[i];
-  return nullptr;
 }
 
 // ---- View
@@ -103,12 +61,20 @@ std::shared_ptr<const View> View::with_delta(const std::string& delta) const {
   auto view = std::shared_ptr<View>(new View(*this));
   size_t recent = (recent_ ? recent_->size() : 0) + file->rows() + file->deleted().size();
   size_t main = main_ ? main_->size() : 0;
-  if (recent <= std::max(kLeastRecent, main / 4)) {
+  std::shared_ptr<ChangeFilter> filter;
+  if (recent <= most_recent(main) && filter_) {
     view->recent_ = Overlay::merge({recent_}, file);
+    filter = std::make_shared<ChangeFilter>(*filter_);
+    file->for_each([&](uint64_t key, const uint8_t*) { filter->add(hash_key(key)); });
   } else {
     view->main_ = Overlay::merge({main_, recent_}, file);
     view->recent_ = nullptr;
+    main = view->main_->size();
+    filter = std::make_shared<ChangeFilter>(main + most_recent(main));
+    for (const Overlay::Entry& entry : view->main_->entries())
+      if (entry.row != nullptr) filter->add(hash_key(entry.key));
   }
+  view->filter_ = std::move(filter);
   return view;
 }
 
@@ -116,6 +82,7 @@ void View::lookup(const uint64_t* keys, size_t n, uint8_t* found, float* out) co
   uint64_t hashes[kBlock];
   SnapshotFile::Place places[kBlock];
   const uint8_t* rows[kBlock];
+  uint8_t changed[kBlock];
   const bool has_base = base_->rows() > 0;
   for (size_t first = 0; first < n; first += kBlock) {
     const size_t count = std::min(kBlock, n - first);
@@ -123,18 +90,27 @@ void View::lookup(const uint64_t* keys, size_t n, uint8_t* found, float* out) co
     for (size_t i = 0; i < count; ++i) {
       hashes[i] = hash_key(block[i]);
       base_->prefetch_directory(hashes[i]);
-      if (recent_) recent_->prefetch(hashes[i]);
-      if (main_) main_->prefetch(hashes[i]);
+      if (filter_) filter_->prefetch(hashes[i]);
     }
     for (size_t i = 0; i < count && has_base; ++i) base_->prefetch_fence(hashes[i]);
     for (size_t i = 0; i < count; ++i) {
-      const Overlay::Entry* entry = recent_ ? recent_->find(block[i], hashes[i]) : nullptr;
-      if (entry == nullptr && main_) entry = main_->find(block[i], hashes[i]);
-      rows[i] = entry != nullptr ? entry->row : Overlay::kEmpty;
-      if (entry == nullptr && has_base) places[i] = base_->locate(hashes[i]);
+      changed[i] = filter_ && filter_->may_contain(hashes[i]);
+      if (changed[i]) {
+        main_->prefetch(hashes[i]);
+        if (recent_) recent_->prefetch(hashes[i]);
+      } else if (has_base) {
+        places[i] = base_->locate(hashes[i]);
+      }
     }
     for (size_t i = 0; i < count; ++i) {
-      if (rows[i] == Overlay::kEmpty) rows[i] = has_base ? base_->find(block[i], hashes[i], places[i]) : nullptr;
+      const Overlay::Entry* entry = nullptr;
+      if (changed[i]) {
+        entry = recent_ ? recent_->find(block[i], hashes[i]) : nullptr;
+        if (entry == nullptr) entry = main_->find(block[i], hashes[i]);
+        if (entry == nullptr && has_base) places[i] = base_->locate(hashes[i]);  // a false positive of the filter
+      }
+      if (entry != nullptr) rows[i] = entry->row == Overlay::deleted() ? nullptr : entry->row;
+      else rows[i] = has_base ? base_->find(block[i], hashes[i], places[i]) : nullptr;
       if (rows[i] != nullptr) {
         __builtin_prefetch(rows[i]);
         __builtin_prefetch(rows[i] + 64);
@@ -168,12 +144,13 @@ uint64_t View::changed_rows() const {
   uint64_t count = main_ ? main_->size() : 0;
   if (!recent_) return count;
   for (const Overlay::Entry& entry : recent_->entries())
-    if (entry.row != Overlay::kEmpty && !(main_ && main_->find(entry.key, hash_key(entry.key)))) ++count;
+    if (entry.row != nullptr && !(main_ && main_->find(entry.key, hash_key(entry.key)))) ++count;
   return count;
 }
 
 uint64_t View::mem_bytes() const {
-  return base_->mem_bytes() + (main_ ? main_->mem_bytes() : 0) + (recent_ ? recent_->mem_bytes() : 0);
+  return base_->mem_bytes() + (main_ ? main_->mem_bytes() : 0) + (recent_ ? recent_->mem_bytes() : 0) +
+         (filter_ ? filter_->mem_bytes() : 0);
 }
 
 // ---- Scan
@@ -182,7 +159,7 @@ View::Scan::Scan(std::shared_ptr<const View> view) : view_(std::move(view)) {
   for (const auto& overlay : {view_->recent_, view_->main_}) {
     if (!overlay) continue;
     for (const Overlay::Entry& entry : overlay->entries()) {
-      if (entry.row == Overlay::kEmpty) continue;
+      if (entry.row == nullptr) continue;
       bool newer = overlay == view_->main_ && view_->recent_ && view_->recent_->find(entry.key, hash_key(entry.key));
       if (!newer) changed_.push_back(entry);
     }
@@ -210,7 +187,7 @@ size_t View::Scan::next(size_t max_rows, uint64_t* keys, uint8_t* rows) {
     if (in_delta && (!in_base || delta_hash <= base_hash)) {
       if (in_base && delta_hash == base_hash) ++ahead_at_;  // replaced or deleted
       const Overlay::Entry& entry = changed_[changed_at_++];
-      if (entry.row == nullptr) continue;
+      if (entry.row == Overlay::deleted()) continue;
       keys[n] = entry.key;
       std::memcpy(rows + n++ * row_bytes, entry.row, row_bytes);
     } else {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "serving/overlay.h"
 #include "serving/snapshot_file.h"
 
 namespace thermocline::serving {
@@ -19,34 +20,6 @@ enum class RowFormat : uint8_t {
   kInt8 = 2,  // fp32 scale, fp32 offset, then one unsigned byte per weight: weight = offset + scale * byte
 };
 uint64_t row_bytes_of(RowFormat format, uint32_t dim);
-
-// Changed rows of several deltas, by key. The rows stay in the mapped files.
-class Overlay {
- public:
-  struct Entry {
-    uint64_t key;
-    const uint8_t* row;  // nullptr: deleted; kEmpty: unused entry
-  };
-  static const uint8_t* const kEmpty;
-
-  // The entries of `older` and then of `newer`; the last of a key counts.
-  static std::shared_ptr<const Overlay> merge(const std::vector<std::shared_ptr<const Overlay>>& older,
-                                              const std::shared_ptr<const SnapshotFile>& newer);
-  size_t size() const { return size_; }
-  uint64_t mem_bytes() const { return entries_.size() * sizeof(Entry); }
-  void prefetch(uint64_t h) const { __builtin_prefetch(&entries_[h & mask_]); }
-  const Entry* find(uint64_t key, uint64_t h) const;
-  const std::vector<Entry>& entries() const { return entries_; }
-
- private:
-  explicit Overlay(size_t expected);
-  void insert(uint64_t key, const uint8_t* row);
-
-  std::vector<Entry> entries_;
-  uint64_t mask_;
-  size_t size_ = 0;
-  std::vector<std::shared_ptr<const SnapshotFile>> files_;  // of the rows
-};
 
 // Thread safety: all calls may run concurrently.
 class View {
@@ -89,6 +62,7 @@ class View {
 
   std::shared_ptr<const SnapshotFile> base_;
   std::shared_ptr<const Overlay> main_, recent_;  // recent_ is newer and small; each may be nullptr
+  std::shared_ptr<const ChangeFilter> filter_;    // of the keys of both; nullptr: there are none
   RowFormat format_{};
   uint32_t dim_ = 0;
 };

@@ -1,4 +1,5 @@
-// Implementation of SsdStore: store.cc (open, commit, close), store_read.cc, store_write.cc, store_scan.cc, check.cc.
+// Implementation of SsdStore: store.cc (open, commit, close), store_read.cc, store_write.cc, store_scan.cc,
+// store_changes.cc, check.cc.
 //
 // Locks, in the order in which they are taken:
 //   life_         shared by every call, exclusive by close()
@@ -48,6 +49,8 @@ class SsdStore::Impl {
   uint64_t commit(const std::string& note);
   void release(uint64_t epoch);
   std::vector<ssd::PartitionView> views();
+  StorePosition position();
+  std::vector<std::shared_ptr<const ssd::Extent>> extents_since(const StorePosition& since, std::string* cause);
   uint64_t count();
   StoreStats stats() const;
   std::string damage() const;
@@ -73,6 +76,7 @@ class SsdStore::Impl {
   bool filters_fit(const ssd::Manifest& manifest);
   void require_writable() const;
   // The caller of the following holds write_mutex_.
+  void flush_for_reading();  // flush_buffer() if there is something to flush; also of a read-only store
   void flush_buffer();       // moves all rows to the index, or throws and leaves all in the buffer
   uint64_t append_buffer();  // the same without merging; returns the bytes written
   void admit();              // before rows are added: see Merger::admit

@@ -32,6 +32,10 @@ class LogWriter {
   std::shared_ptr<Extent> write(const std::vector<Item>& items, const uint64_t* keys, const RowsIn* rows,
                                 uint64_t base_bytes, std::vector<HashAndPage>& entries);
 
+  // Leaves a number out of the sequence of extents, for rows that are not in the log. Returns the number of the next
+  // extent.
+  uint64_t skip_extent() { return ++next_seq_; }
+
   void close() { segment_.reset(); }
 
   uint64_t max_rows() const;  // of one extent

@@ -394,6 +394,7 @@ class Repair {
     substitute_segments(m);
     if (!options_.keep_older) remove_hidden_versions(m, lost);
     m.next_file = catalog_.next_file();
+    ++m.next_seq;  // rows may have changed without an extent: see SsdStore::changes_since
     sync_damaged_dir();
     ctx_.fs->sync_dir(ctx_.path);
     publish_file(*ctx_.fs, ctx_.path, manifest_name(m.epoch), m.encode());

@@ -64,6 +64,15 @@ struct StoreStats {
   bool filter_given_up = false;
 };
 
+// Identifies the rows of a store at one moment. Rows that differ belong to different positions, over reopening at
+// earlier epochs too: every process writes segments of its own, and their nonces are random.
+struct StorePosition {
+  uint64_t store_id[2] = {0, 0};
+  uint64_t seq = 0;         // of the newest extent
+  uint64_t nonce = 0;       // of its segment
+  uint64_t first_page = 0;  // of the extent; 0: it is not in the log, so that changes_since() cannot start here
+};
+
 // Thread safety: all calls may run concurrently. Writes (put, erase, load, merge_all, check) run one at a time; get()
 // and scans run beside them and are never blocked by their I/O. commit() blocks writes only while it appends buffered
 // rows to the log; writes and reads run beside its syncs. Invariants: 1. A get() that starts after a put() returned
@@ -99,6 +108,21 @@ class SsdStore : public RowStore {
     virtual size_t next(size_t max_rows, uint64_t* keys, uint8_t* rows) = 0;  // 0: end
   };
   std::unique_ptr<Scan> scan();
+
+  // The position of all rows put so far.
+  StorePosition position();
+  // Iterates in hash order over the keys that were put or deleted after `since`, each once, with its newest row. Reads
+  // only the log. Rows put again with the same bytes are included.
+  class Changes {
+   public:
+    virtual ~Changes() = default;
+    // rows[i] is not written if deleted[i] is 1. 0: end.
+    virtual size_t next(size_t max_rows, uint64_t* keys, uint8_t* rows, uint8_t* deleted) = 0;
+    virtual uint64_t rows() const = 0;  // in the log after `since`; every version of a row counts
+  };
+  // Null: the log does not reach back to `since`, or `since` is of another store or was undone by reopening at
+  // an earlier epoch; `cause` then says which.
+  std::unique_ptr<Changes> changes_since(const StorePosition& since, std::string* cause);
 
   uint64_t count();  // live rows, exact; reads all partitions that have rows in the log
   StoreStats stats() const;

@@ -10,10 +10,7 @@ using namespace ssd;
 std::vector<PartitionView> SsdStore::Impl::views() {
   auto life = alive();
   std::lock_guard write(write_mutex_);
-  if (buffer_.size() > 0) {
-    require_writable();
-    flush_buffer();
-  }
+  flush_for_reading();
   std::shared_lock lock(index_mutex_);
   std::vector<PartitionView> out;
   for (size_t i = 0; i < index_.size(); ++i) out.push_back(index_.view(i));

@@ -120,6 +120,12 @@ void SsdStore::Impl::copy_set_aside_log() {
   merger_->flushed(bytes);
 }
 
+void SsdStore::Impl::flush_for_reading() {
+  if (buffer_.size() == 0) return;
+  require_writable();
+  flush_buffer();
+}
+
 void SsdStore::Impl::flush_buffer() {
   if (buffer_.size() == 0) return;
   merger_->flushed(append_buffer());
@@ -201,6 +207,8 @@ void SsdStore::Impl::load(const uint64_t* keys, size_t n, RowsIn rows) {
   ctx.fs->failpoint("load.written");
   std::unique_lock lock(index_mutex_);
   index_.finish_merge(job, std::move(pieces));
+  // The rows are in no extent: a missing number says so to changes_since().
+  index_.start_at(log_.skip_extent());
 }
 
 // Bytes that base files with this number of rows add to the index: fences and filters.

@@ -18,7 +18,10 @@ __version__ = "0.1.0"
 # two cores. OpenMP reads the variable when torch loads it, so thermocline must be imported before torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-_MODULES = {"hashing": "thermocline.data.feature_hashing"}  # public name -> module
+_MODULES = {  # public name -> module
+    "hashing": "thermocline.data.feature_hashing",
+    "nn": "thermocline.embedding.torch_modules",
+}
 _load_name, _, _names = lazy_loader.attach_stub(__name__, __file__)
 __all__ = ["__version__", *_names, *_MODULES]
 

@@ -1,6 +1,7 @@
 """Public names of the package and their modules: read by type checkers, and by lazy_loader at run time."""
 
 import thermocline.data.feature_hashing as _feature_hashing
+import thermocline.embedding.torch_modules as _torch_modules
 
 from .batch import Batch as Batch, WorkingSet as WorkingSet
 from .checkpoint.export import export_rows as export_rows
@@ -11,10 +12,13 @@ from .config.dense_sync import DenseSync as DenseSync
 from .config.distributed import Dist as Dist
 from .config.lr_schedule import Schedule as Schedule
 from .config.model import ModelConfig as ModelConfig
+from .config.publish import Publish as Publish
 from .config.schema import Config as Config, Rows as Rows, Tiers as Tiers, Train as Train
 from .config.train import TrainConfig as TrainConfig
+from .data.collate import Collate as Collate
 from .data.reader import Reader as Reader
 from .data.synthetic import SyntheticAds as SyntheticAds
+from .data.value_keys import key_of as key_of
 from .distributed.communicator import Groups as Groups
 from .distributed.dense_sync import DenseParameters as DenseParameters
 from .distributed.frozen_adam import FrozenAdam as FrozenAdam
@@ -27,6 +31,7 @@ from .embedding.initializers import Constant as Constant, Normal as Normal, Unif
 from .embedding.optimizers import SGD as SGD, Adagrad as Adagrad, Adam as Adam, RowWiseAdagrad as RowWiseAdagrad
 from .embedding.precision import Precision as Precision
 from .embedding.reference import ReferenceTable as ReferenceTable
+from .embedding.row_optimizer import RowOptimizer as RowOptimizer
 from .embedding.state_dict import (
     load_state_dict as load_state_dict,
     state_dict as state_dict,
@@ -68,3 +73,4 @@ from .training.trainer import Trainer as Trainer
 
 __version__: str
 hashing = _feature_hashing
+nn = _torch_modules

@@ -70,7 +70,7 @@ class Batch:
     """Positions of the ids in the values of `from_jagged`: ids[i] is values[order[i]]. Weights given to a bag have the
     order of the values."""
     time: npt.NDArray[np.int64] | None = None
-    """Event time of each example, int64 seconds since 1970; None: the data has none. Readers set it from `data.time`."""
+    """Event time of each example, int64 seconds since 1970; None: the data has none."""
 
     def __post_init__(self) -> None:
         self.ids = as_keys(self.ids)

@@ -68,7 +68,7 @@ def test_train_writes_the_files_of_a_run(tmp_path: Path) -> None:
     assert f"finished after {STEPS} steps" in out
     run_dir = tmp_path / "run"
     assert {path.name for path in run_dir.iterdir()} == {
-        "config.toml", "metrics.jsonl", "tensorboard", "checkpoints", "stores",
+        "config.toml", "metrics.jsonl", "tensorboard", "checkpoints", "stores", "status.json",
     }  # fmt: skip
     resolved = Config.load(run_dir / "config.toml")
     assert resolved == Config.load(config, ["train.tensorboard=true", "model.hidden=[6]"]).resolve()
@@ -295,7 +295,14 @@ def test_export_publishes_the_rows_of_a_checkpoint(trained: Path, tmp_path: Path
         r"version 1 \(base\) of step \d+ in out: [\d,]+ rows, 0 deleted", done("export", "run", "--out", "out")
     )
     first, last = json.loads(done("eval", "run", "--json"))["step"], 4 * STEPS
-    report = json.loads(done("export", "run", "--out", "out", "--delta", "--checkpoint", "last", "--json"))
+    options = ["--checkpoint", "last", "--format", "parquet", "--format", "safetensors", "--json"]
+    result = invoke("export", "run", "--out", "out", "--delta", *options)
+    assert "compared" not in result.stderr  # the changes were in the log
+    report = json.loads(result.stdout)
+    assert {path.suffix for path in Path("out/v0000000002-delta").glob("table-0-rows-*")} == {
+        ".parquet",
+        ".safetensors",
+    }
     assert (report["version"], report["kind"], report["step"]) == (2, "delta", last)
     for number, checkpoint in ((1, first), (2, last)):
         with tc.Run.load("run", checkpoint=checkpoint) as run:
@@ -305,9 +312,21 @@ def test_export_publishes_the_rows_of_a_checkpoint(trained: Path, tmp_path: Path
         served, found = find(state, keys, None, "error")
         assert found.all()
         assert served.tobytes() == np.ascontiguousarray(rows[:, :dim]).tobytes()
-    result = invoke("export", "run", "--out", "new", "--delta")
-    assert result.exit_code != 0
-    assert "publish a base first" in result.stderr
+    Path("file").write_text("x")
+    Path("folder").mkdir()
+    Path("folder/file").write_text("x")
+    for arguments, text in [
+        (["--out", "new", "--delta"], "publish a base first"),
+        (["--out", "out", "--delta", "--precision", "int8"], "precision is int8, that of the current version"),
+        (["--out", "file"], "is a file"),
+        (["--out", "folder"], "not a publication"),
+        (["--out", "new", "--max-rows", "0"], "max_rows is 0"),
+    ]:
+        result = invoke("export", "run", *arguments)
+        assert result.exit_code == 2
+        assert text in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    assert not Path("new").exists()
     assert everything_in(trained) == before
 
 

@@ -61,7 +61,7 @@ def reference_parse(block: bytes, options: dict[str, Any]) -> tuple[list[referen
 
 def check(block: bytes, options: dict[str, Any]) -> None:
     examples, malformed = reference_parse(block, options)
-    ids, offsets, weights, dense, labels, errors, count = _core.TextParser(**options).parse(block, True)
+    ids, offsets, weights, dense, labels, _, errors, count = _core.TextParser(**options).parse(block, True)
     assert count == len(malformed)
     assert [line for line, _ in errors] == malformed[:16]
     flat = [bag for example in examples for bag in example.bags]
@@ -74,7 +74,7 @@ def check(block: bytes, options: dict[str, Any]) -> None:
     # Our logarithm differs from libm's in the last bits.
     np.testing.assert_allclose(dense, [x for example in examples for x in example.dense], rtol=1e-6, atol=1e-12)
     first = _core.TextParser(**options).parse(block, False)
-    assert [line for line, _ in first[5]] == malformed[:1]
+    assert [line for line, _ in first[6]] == malformed[:1]
 
 
 HOSTILE = [
@@ -303,7 +303,7 @@ def test_arrow_and_text_numbers_are_equal(numbers: list[int | None], log: bool, 
         ("ignore", "-", False, 0.0, 1.0, "none"),
     ]
     lines = "".join(f"{'' if x is None else x}\t{'' if x is None else x}\t\n" for x in numbers)
-    ids, _, _, dense, _, _, malformed = _core.TextParser("table", columns=columns).parse(lines.encode(), False)
+    ids, _, _, dense, _, _, _, malformed = _core.TextParser("table", columns=columns).parse(lines.encode(), False)
     values = np.array([math.nan if x is None else x for x in numbers], float)
     assert malformed == 0
     assert _core.number_dense(values, None, *rule).tobytes() == dense.tobytes()

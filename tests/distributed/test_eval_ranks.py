@@ -52,9 +52,18 @@ def trained_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with small.toml and a run of two ranks, with an SSD store in the run's folder."""
     folder = tmp_path_factory.mktemp("two")
     write_config(folder, SMALL.replace("[tiers]", '[tiers]\nssd = "run/store"'))
-    results = run_ranks(PAIR, commands, str(folder), [["train", "small.toml", "--set", "train.display=false"]])
+    sets = ["--set", "train.display=false", "--set", "train.progressive_steps=2"]
+    results = run_ranks(PAIR, commands, str(folder), [["train", "small.toml", *sets]])
     assert [output[0][0] for output in results] == [0, 0], results
     return folder
+
+
+def test_progressive_validation_has_the_examples_of_all_ranks(trained_by_two: Path) -> None:
+    size = config_of(trained_by_two / "run").train.batch_size
+    rows = [json.loads(line) for line in (trained_by_two / "run" / "metrics.jsonl").read_text().splitlines()]
+    windows = [row for row in rows if row["event"] == "progressive"]
+    assert [(row["first_step"], row["step"]) for row in windows[:2]] == [(1, 2), (3, 4)]
+    assert windows[0]["examples"] == 2 * 2 * size
 
 
 def test_the_topology_of_the_training_ranks_is_not_read(trained_by_two: Path, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def assert_same_bits(job: Job, options: RunOptions, folder: Path) -> None:
     [
         (Job(TWO_NODES, "adagrad", (6, 5)), RunOptions("two", 0.8, 2, 1, hbm=0.6, lookahead=2)),
         (Job(PAIR, "adam", (5, 6), accumulate=2), RunOptions("flat", None, 1, 2, hbm=2)),
+        (Job(PAIR, "adam+catch_up", (5, 4)), RunOptions("two", None, 2, 1, hbm=2)),
     ],
     ids=str,
 )

@@ -217,6 +217,9 @@ def test_configs_and_data_of_a_run(data_folder: Path) -> None:
         assert ours in (theirs, missing)
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["epoch"] == 2
+    ranks = next(line for line in lines if line["event"] == "train")["ranks"]
+    assert len(ranks) == 2
+    assert all(rank["examples"] > 0 and rank["dram_rows"] > 0 for rank in ranks)
 
 
 def train_in_own_folder(groups: Groups, folder: str) -> tuple[int, str]:

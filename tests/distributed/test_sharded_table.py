@@ -33,6 +33,7 @@ QUICK = [
     (Job(TWO_BY_TWO, "adagrad", UNEVEN), RunOptions("two", 0.2, 4, 1)),
     (Job(TWO_NODES, "rowwise/int8", (60, 60)), RunOptions("two", 0.3, 4, 1)),
     (Job(PAIR, "adam", (80, 51), accumulate=3), RunOptions("two", 0.3, 4, 1)),
+    (Job(PAIR, "adam+catch_up", (40, 25)), RunOptions("two", 0.3, 4, 1)),
 ]
 ALL_OPTIONS = [RunOptions(*values) for values in itertools.product(("two", "flat"), (None, 0.2), (1, 4), (1, 4))]
 JOBS = [

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from helpers.ssd import SMALL
 from helpers.train import (
+    CATCH_UP,
     OPTIMIZERS,
     Net,
     Reference,
@@ -61,7 +62,7 @@ def recipe(text: str) -> tuple[Optimizer, tc.Precision, int]:
     """Parse "optimizer[/precision][@seed]": "adam" is fp32 with seed 0. The seed is that of data and initial values."""
     text, _, seed = text.partition("@")
     optimizer, _, kind = text.partition("/")
-    return OPTIMIZERS[optimizer], PRECISIONS[kind or "fp32"], int(seed or 0)
+    return (OPTIMIZERS | CATCH_UP)[optimizer], PRECISIONS[kind or "fp32"], int(seed or 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

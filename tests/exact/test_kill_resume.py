@@ -51,9 +51,10 @@ def test_killed_and_resumed(optimizer: str, options: RunOptions, tmp_path: Path)
         ("rowwise", RunOptions(0.05, 8, 1, 2)),
         ("adam", RunOptions(0.05, 4, 8, 2)),
         ("adam", RunOptions(0.05, 1, 1)),
+        ("adam+catch_up", RunOptions(0.05, 4, 8, 2, lookahead=16)),
     ],
     ids=str,
 )
-def test_killed_fifty_times(optimizer: str, options: RunOptions, tmp_path: Path) -> None:
-    """Each of five cases is killed ten times."""
+def test_killed_sixty_times(optimizer: str, options: RunOptions, tmp_path: Path) -> None:
+    """Each of six cases is killed ten times."""
     check(optimizer, options, 10, 2, tmp_path)

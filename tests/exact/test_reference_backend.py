@@ -15,6 +15,7 @@ import torch
 from helpers.train import bits
 
 import thermocline as tc
+from thermocline.config.lr_schedule import Schedule
 from thermocline.embedding.reference_backend import ReferenceBackend
 
 OPTIMIZERS = {
@@ -22,6 +23,7 @@ OPTIMIZERS = {
     "adagrad": tc.Adagrad(lr=0.2),
     "rowwise": tc.RowWiseAdagrad(lr=0.2),
     "adam": tc.Adam(lr=0.02, weight_decay=1e-4),
+    "catch_up": tc.Adam(lr=0.02, weight_decay=1e-2, lazy="catch_up", catch_up_steps=5),
 }
 ADS: dict[str, Any] = {"keys": 400, "fields": 3, "batch_size": 16, "examples": 16 * 12, "seed": 5}
 
@@ -48,11 +50,12 @@ def train(
     *,
     steps: int | None = None,
     resume: bool = False,
+    ssd: Path | None = None,
     **config: Any,
 ) -> tuple[tc.Table, Model, dict[str, Any]]:
     """Train two epochs with validation and clipping; return the table, the model and the last validation."""
     ads = tc.SyntheticAds(**ADS)
-    table = tc.Table(8, OPTIMIZERS[optimizer], mem="4MB", seed=3, make_backend=backend)
+    table = tc.Table(8, OPTIMIZERS[optimizer], mem="4MB", ssd=ssd, seed=3, make_backend=backend)
     model = Model(table)
     dense = torch.optim.Adam(model.parameters(), lr=1e-3)
     settings = tc.TrainConfig(epochs=2, steps=steps, clip_norm=0.5, display=False, torch_threads=1, **config)
@@ -84,6 +87,19 @@ def test_checkpoints_and_resume(tmp_path: Path) -> None:
     expected = state(*train("adagrad", None)[:2])
     train("adagrad", ReferenceBackend.make, tmp_path, steps=13, checkpoint_every=5)
     table, model, _ = train("adagrad", ReferenceBackend.make, tmp_path, resume=True)
+    assert state(table, model) == expected
+
+
+@pytest.mark.parametrize("ssd", [False, True])
+def test_rows_that_catch_up_resume_with_the_rates_of_earlier_steps(ssd: bool, tmp_path: Path) -> None:
+    """The rate changes with every step: a resumed run replays the steps before it with their own rates."""
+    schedule = Schedule(kind="cosine", warmup_steps=8, decay_steps=30)
+    expected = state(*train("catch_up", ReferenceBackend.make, schedule=schedule)[:2])
+    assert expected != state(*train("catch_up", ReferenceBackend.make)[:2])
+    options = {"schedule": schedule, "checkpoint_every": 5, "ssd": tmp_path / "rows" if ssd else None}
+    first = train("catch_up", None, tmp_path / "run", steps=13, **options)[0]
+    first.close()
+    table, model, _ = train("catch_up", None, tmp_path / "run", resume=True, **options)
     assert state(table, model) == expected
 
 

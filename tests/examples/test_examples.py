@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -77,6 +78,15 @@ def test_program(format: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(Path(f"train_{format}.py"))
     words = {"synth": "done at step 60", "csv": "finished after"}.get(format, "test AUC 0.")
     assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("library", ["torchrec"])
+def test_ported_program(library: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", "150")
+    run(Path(f"port_{library}.py"))
+    auc = re.search(r"AUC (0\.\d+)", capsys.readouterr().out)
+    assert auc is not None
+    assert float(auc[1]) > 0.6
 
 
 def test_a_program_that_is_run_again_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

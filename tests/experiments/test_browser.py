@@ -82,32 +82,12 @@ def test_the_page_is_readable(tab: browser.Browser, report: Path, width: int, da
     assert tab.value(broken) == 0
 
 
-# Contrast between the relative luminance (WCAG) of a text or mark and that of its background.
-CONTRAST = """(() => {
-  const light = c => {
-    const [r, g, b] = c.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255).map(
-      v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const behind = e => { for (; e; e = e.parentElement) {
-    const c = getComputedStyle(e).backgroundColor;
-    if (!c.endsWith(", 0)") && c !== "transparent") return c;
-  } return "rgb(255,255,255)"; };
-  return [...document.querySelectorAll("p,h1,h2,h3,td,th,li,strong,figcaption,svg text,SVG_MARKS")].map(e => {
-    const style = getComputedStyle(e), svg = e.closest("svg");
-    const paint = svg ? (style.fill !== "none" ? style.fill : style.stroke) : style.color;
-    const [a, b] = [light(paint), light(behind(svg ? svg.parentElement : e))];
-    return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), e.tagName + " " + e.getAttribute("class")];
-  });
-})()""".replace("SVG_MARKS", MARKS)
-
-
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_and_marks_have_contrast_in_light_and_dark(tab: browser.Browser, report: Path, dark: bool) -> None:
     tab.open(report, width=1400, dark=dark)
     background = tab.value("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(255, 255, 255)") != dark
-    contrasts = tab.value(CONTRAST)
+    contrasts = browser.contrasts(tab, MARKS)
     assert len(contrasts) > 100
     assert [pair for pair in contrasts if pair[0] < 4.5] == []
 

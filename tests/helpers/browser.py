@@ -48,13 +48,13 @@ class Browser:
         os.write(self._write, json.dumps(message).encode() + b"\0")
         return self._wait(lambda answer: answer.get("id") == number)
 
-    def open(self, page: Path, *, width: int, dark: bool) -> None:
-        """Open a file in a window of the given width, in light or dark mode."""
+    def open(self, page: Path | str, *, width: int, dark: bool) -> None:
+        """Open a file or an address in a window of the given width, in light or dark mode."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
-        self.call("Page.navigate", url=page.absolute().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
         if not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._wait(lambda answer: answer.get("method") == "Page.loadEventFired")
 
@@ -63,6 +63,14 @@ class Browser:
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def wait_for(self, condition: str) -> Any:
+        """Return the value of a JavaScript expression as soon as it is true."""
+        end = time.monotonic() + TIMEOUT
+        while not (value := self.value(condition)):
+            assert time.monotonic() < end, f"never true: {condition}"
+            time.sleep(0.05)
+        return value
 
     def _wait(self, wanted: Any) -> dict[str, Any]:
         end = time.monotonic() + TIMEOUT
@@ -113,8 +121,8 @@ def started(program: str, profile: Path) -> Iterator[Browser]:
 # ---- checks of a page
 
 
-def page_errors(tab: Browser) -> list[str]:
-    """Return script errors, console messages and network requests."""
+def page_errors(tab: Browser, origin: str = "file:") -> list[str]:
+    """Return script errors, console messages and requests to other places than `origin`."""
     errors = []
     for event in tab.events:
         method, params = event["method"], event["params"]
@@ -122,7 +130,7 @@ def page_errors(tab: Browser) -> list[str]:
             errors.append(str(params))
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             errors.append(params["entry"]["text"])
-        elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith("file:"):
+        elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith((origin, "data:")):
             errors.append(params["request"]["url"])
     return errors
 
@@ -157,13 +165,39 @@ MEASURE = """(() => {
 })()"""
 
 
-def check_readable(tab: Browser, width: int) -> None:
+def check_readable(tab: Browser, width: int, *, origin: str = "file:", texts: int = 150) -> None:
     """Assert that the page has no errors, no small text, no overflow and no overlapping text."""
-    assert page_errors(tab) == []
+    assert page_errors(tab, origin) == []
     measured = tab.value(MEASURE)
     assert measured["window"] == width
     assert measured["wide"] <= width  # only tables scroll horizontally
     assert measured["outside"] == []
     assert measured["overlaps"] == []
-    assert len(measured["texts"]) > 150
+    assert len(measured["texts"]) > texts
     assert [(size, text) for size, text in measured["texts"] if size < MIN_TEXT_PIXELS] == []
+
+
+# Contrast between the relative luminance (WCAG) of a text or mark and that of its background.
+CONTRAST = """(() => {
+  const light = c => {
+    const [r, g, b] = c.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255).map(
+      v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = e => { for (; e; e = e.parentElement) {
+    const c = getComputedStyle(e).backgroundColor;
+    if (!c.endsWith(", 0)") && c !== "transparent") return c;
+  } return "rgb(255,255,255)"; };
+  return [...document.querySelectorAll("p,h1,h2,h3,td,th,li,strong,figcaption,svg text,SVG_MARKS")].map(e => {
+    const style = getComputedStyle(e), svg = e.closest("svg");
+    const paint = svg ? (style.fill !== "none" ? style.fill : style.stroke) : style.color;
+    const [a, b] = [light(paint), light(behind(svg ? svg.parentElement : e))];
+    return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), e.tagName + " " + e.getAttribute("class")];
+  });
+})()"""
+
+
+def contrasts(tab: Browser, marks: str) -> list[tuple[float, str]]:
+    """Return contrast and element of every text, and of the SVG elements that the selector `marks` finds."""
+    found = tab.value(CONTRAST.replace("SVG_MARKS", marks))
+    return [(ratio, name) for ratio, name in found]

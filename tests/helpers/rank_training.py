@@ -34,7 +34,7 @@ from helpers.train import (
 from thermocline.distributed.communicator import Groups
 from thermocline.distributed.dense_sync import DenseParameters
 from thermocline.distributed.sharded_table import ShardedTable
-from thermocline.embedding.reference import optimize, sum_in_blocks
+from thermocline.embedding.reference import sum_in_blocks
 from thermocline.embedding.table_spec import LookAheadLimits
 
 BATCHES = 150
@@ -164,11 +164,10 @@ class ReferenceRanks:
             sparse.append({name: _key_sums(table) for name, table in self.tables.items()})
         scale = 1 / self.job.world / self.job.accumulate
         for name, table in self.tables.items():
-            for key in sorted({key for rank in sparse for key in rank[name]}):
-                g = tree_sum(self.job.nodes, [rank[name].get(key) for rank in sparse])
-                row = table.table.row(key)
-                optimize(table.table.optimizer, row, g * np.float32(scale), self.steps, table.lr)
-                table.table.store(key, row, self.steps)
+            keys = sorted({key for rank in sparse for key in rank[name]})
+            sums = {key: tree_sum(self.job.nodes, [rank[name].get(key) for rank in sparse]) for key in keys}
+            table.table.apply_sums(sums, step=self.steps, lr=table.lr, scale=scale)
+            table.table.rates[self.steps] = table.lr
         for i, parameter in enumerate(parameters):
             parameter.grad = tree_sum(self.job.nodes, [rank[i] for rank in dense]) * (1 / self.job.world)
             parameter.grad *= 1 / self.job.accumulate

@@ -436,7 +436,7 @@ def test_inline_stage_is_tried_again_later() -> None:
 
     def stage(item: int) -> int:
         attempts.append(item)
-        if len(in_flight) == 2:
+        if in_flight:
             raise Later
         in_flight.add(item)
         return item
@@ -454,6 +454,21 @@ def test_inline_stage_is_tried_again_later() -> None:
     assert taken == list(range(6))
     assert before == list(range(6)), "an earlier stage ran twice"
     assert len(attempts) > 6
+
+
+def test_newest_inline_item_rests_after_its_first_stage() -> None:
+    """What the first stage launched runs while the loop has one item; the second stage waits for it."""
+    events: list[tuple[str, int]] = []
+
+    def stage(name: str) -> Any:
+        return name, lambda item: events.append((name, item)) or item
+
+    for item in inline(range(9), [stage("launch"), stage("wait")], depth=4):
+        events.append(("loop", item))
+        time.sleep(0.02)  # the reader gets ahead
+    for n in range(4, 9):
+        launched, waited = events.index(("launch", n)), events.index(("wait", n))
+        assert [name for name, _ in events[launched:waited]].count("loop") == 1
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])

@@ -235,8 +235,7 @@ def test_measuring_is_reported_on_stderr(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(calibrate, "measure", lambda *args: NODE)
     monkeypatch.chdir(tmp_path)
     base = ["plan", "--preset", "B/100000"]
-    done = CliRunner().invoke(app, [*base, "--hardware", "paper"])
-    assert "costs of a core measured on this machine now" in " ".join(done.stdout.split())
+    done = CliRunner().invoke(app, base)
     assert "takes minutes (--measure FILE saves the result, --hardware FILE reads it)" in done.stderr
     done = CliRunner().invoke(app, [*base, "--hardware", "paper", "--measure", "node.toml", "--json"])
     assert json.loads(done.stdout)["hardware"]["source"].endswith("costs of a core measured on this machine now")
@@ -244,6 +243,23 @@ def test_measuring_is_reported_on_stderr(tmp_path: Path, monkeypatch: pytest.Mon
     done = CliRunner().invoke(app, [*base, "--hardware", "paper:node.toml"])
     assert "costs of a core of node.toml" in " ".join(done.stdout.split())
     assert not done.stderr
+
+
+def test_given_hardware_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*args: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    (tmp_path / "node.toml").write_text(NODE.to_toml())
+    for hardware, source in (
+        ("paper", "costs of a core measured 2026-11-15 on two cores of a virtual x86-64 machine"),
+        (f"paper:{tmp_path / 'node.toml'}", "costs of a core of"),
+        (tmp_path / "node.toml", NODE.source),
+    ):
+        done = CliRunner().invoke(app, ["plan", "--preset", "B/100000", "--hardware", str(hardware), "--json"])
+        assert done.exit_code == 0, done.output
+        assert source in json.loads(done.stdout)["hardware"]["source"]
+        assert done.stderr == ""
 
 
 @pytest.mark.timeout(600)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import thermocline as tc
 from thermocline import serving
 from thermocline.embedding.key_hash import hash_keys
+from thermocline.serving import ServedRows
 from thermocline.serving.changes import merge_by_hash
 from thermocline.serving.snapshot import StoredRows
 from thermocline.training.publish import publish_table
@@ -26,7 +28,10 @@ def train(table: tc.Table, seed: int, steps: int = 3) -> None:
 
 
 def expect_rows(path: Path, table: tc.Table) -> None:
-    snapshot = serving.open(path)
+    expect_snapshot(serving.open(path), table)
+
+
+def expect_snapshot(snapshot: serving.Snapshot, table: tc.Table) -> None:
     keys, rows = (np.concatenate(parts) for parts in zip(*table.rows(), strict=True))
     read, found = snapshot.find(keys)
     assert found.all()
@@ -45,12 +50,14 @@ def test_base_and_delta_have_the_rows_of_the_table(tmp_path: Path, ssd: bool) ->
         assert version.kind == "base"
         expect_rows(path, table)
         train(table, 1, steps=1)
-        version = publish_table(table, path, step=4, delta=True)
+        with contextlib.nullcontext() if ssd else pytest.warns(RuntimeWarning, match="neither a store nor"):
+            version = publish_table(table, path, step=4, delta=True)
         assert version.kind == "delta"
         assert 0 < version.tables[0].rows <= 400
         assert version.tables[0].deleted == 0
         expect_rows(path, table)
-        assert publish_table(table, path, step=4, delta=True).tables[0].rows == 0
+        with contextlib.nullcontext() if ssd else pytest.warns(RuntimeWarning):
+            assert publish_table(table, path, step=4, delta=True).tables[0].rows == 0
         expect_rows(path, table)
 
 
@@ -62,13 +69,127 @@ def test_keys_that_are_gone_are_deleted(tmp_path: Path) -> None:
         train(first, 0)
         train(second, 1)
         publish_table(first, path, step=1)
-        version = publish_table(second, path, step=2, delta=True)
+        with pytest.warns(RuntimeWarning, match="all rows are compared with version 1"):
+            version = publish_table(second, path, step=2, delta=True)
         assert version.tables[0].deleted > 0
         expect_rows(path, second)
         keys = np.concatenate([keys for keys, _ in first.rows()])
         trained = set(np.concatenate([keys for keys, _ in second.rows()]).tolist())
         _, found = serving.open(path).find(keys)
         assert found.tolist() == [int(key) in trained for key in keys]
+
+
+def test_a_delta_reads_only_the_rows_that_changed(tmp_path: Path) -> None:
+    path = tmp_path / "published"
+    with contextlib.closing(tc.Table(4, tc.SGD(lr=0.1), mem="8MB", ssd=tmp_path / "ssd")) as table:
+        train(table, 0, steps=10)
+        publish_table(table, path, step=10)
+        train(table, 1, steps=1)
+        read: list[int] = []
+        version = publish_table(table, path, step=11, delta=True, advance=read.append)
+        assert 0 < sum(read) == version.tables[0].rows <= 400
+        expect_rows(path, table)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_replayed_versions_equal_the_store_over_deletes_merges_and_kills(tmp_path: Path, seed: int) -> None:
+    path, rng = tmp_path / "published", np.random.default_rng(seed)
+    small = {"segment_bytes": 1 << 16, "partition_bytes": 1 << 16, "min_log_bytes": 1 << 17, "write_buffer": 1 << 14}
+    table = tc.Table(4, tc.Adagrad(lr=0.1), mem="8MB", ssd=tmp_path / "ssd", ssd_options=small)
+    consumers, epochs, outcomes = [], [], []
+    with contextlib.closing(table):
+        train(table, seed)
+        publish_table(table, path, step=0)
+        for step in range(1, 40):
+            kind = rng.choice(["train", "train", "delete", "merge", "kill", "kill to an earlier commit"])
+            if kind == "train":
+                train(table, 1000 * seed + step, steps=int(rng.integers(1, 4)))
+            elif kind == "delete":
+                table.backend.flush(table.store)
+                table.store.delete(rng.integers(0, 3000, 200).astype(np.uint64))
+                epochs.append(table.store.commit())
+                table.reopen()
+            elif kind == "merge":
+                table.backend.flush(table.store)
+                table.store.merge()
+            elif epochs:  # rows after the commit are lost
+                table.reopen(epochs[-1 if kind == "kill" else 0])
+            if rng.random() < 0.3:
+                table.backend.flush(table.store)
+                epochs.append(table.store.commit())
+            if rng.random() < 0.5:
+                consumers.append(serving.open(path))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                publish_table(table, path, step=step, delta=True)
+            outcomes.append([str(warning.message) for warning in caught])
+            expect_rows(path, table)
+            if consumers and rng.random() < 0.5:
+                consumer = consumers.pop(int(rng.integers(len(consumers))))
+                assert consumer.refresh()
+                expect_snapshot(consumer, table)
+    assert all("all rows are compared with version" in text for texts in outcomes for text in texts)
+    assert 5 < sum(not texts for texts in outcomes) < len(outcomes)  # both ways of finding changes
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_rows_below_the_threshold_or_beyond_the_cap_are_not_served(tmp_path: Path, delta: bool) -> None:
+    path = tmp_path / "published"
+
+    def norms() -> dict[int, float]:
+        pieces = [(keys, ServedRows.score(rows[:, :4])) for keys, rows in table.rows()]
+        return {int(k): float(norm) for keys, norm in pieces for k, norm in zip(keys, norm, strict=True)}
+
+    def served() -> set[int]:
+        pieces = StoredRows(serving.open(path).state.views[table.name])
+        return {int(key) for piece in pieces for key in piece.keys}
+
+    with contextlib.closing(tc.Table(4, tc.SGD(lr=0.2), mem="8MB", ssd=tmp_path / "ssd")) as table:
+        train(table, 0)
+        least = float(np.median(list(norms().values())))
+        publish_table(table, path, step=3, served=ServedRows(min_norm=least))
+        assert served() == {key for key, norm in norms().items() if norm >= least}
+        if delta:
+            train(table, 1, steps=2)  # norms shrink: rows fall below the threshold
+            read: list[int] = []
+            version = publish_table(table, path, step=5, delta=True, advance=read.append)
+            assert version.tables[0].deleted > 100
+            assert sum(read) <= 800
+            assert served() == {key for key, norm in norms().items() if norm >= least}
+        capped = ServedRows(min_norm=least, max_rows=100)
+        if delta:
+            with pytest.warns(RuntimeWarning, match="other rows are served than before"):
+                publish_table(table, path, step=6, delta=True, served=capped)
+            train(table, 2, steps=2)
+            with pytest.warns(RuntimeWarning, match="a cap on rows"):
+                publish_table(table, path, step=7, delta=True)
+        else:
+            publish_table(table, path, step=6, served=capped)
+        expected = sorted(norms().items(), key=lambda item: (-item[1], int(hash_keys(np.uint64([item[0]]))[0])))
+        assert served() == {key for key, norm in expected[:100] if norm >= least}
+
+
+def test_the_cap_serves_equal_norms_in_hash_order() -> None:
+    keys = np.arange(100, dtype=np.uint64)
+    keys = keys[np.argsort(hash_keys(keys))]
+    weights = np.where(np.arange(100) % 5 == 0, np.float32(2), np.float32(1))[:, None]
+    pieces = [(keys[first : first + 7], weights[first : first + 7]) for first in range(0, 100, 7)]
+    chosen = np.concatenate([part for part, _ in ServedRows(max_rows=30).select(lambda: pieces)])
+    ones = keys[weights[:, 0] == 1]
+    assert set(chosen.tolist()) == {*keys[weights[:, 0] == 2].tolist(), *ones[:10].tolist()}
+    assert len(list(ServedRows(max_rows=1000).select(lambda: pieces))) == len(pieces)
+    for bad in ({"min_norm": -1.0}, {"max_rows": 0}):
+        with pytest.raises(ValueError, match="it must be"):
+            ServedRows(**bad)
+
+
+def test_a_base_of_an_older_step_warns(tmp_path: Path) -> None:
+    with contextlib.closing(tc.Table(4, tc.SGD(lr=0.1), mem="8MB")) as table:
+        train(table, 0)
+        publish_table(table, tmp_path / "published", step=3, precision="int8")
+        with pytest.warns(RuntimeWarning, match="rows of step 2, the current version 1 those of step 3"):
+            version = publish_table(table, tmp_path / "published", step=2)
+        assert version.tables[0].precision == "int8"  # the precision is that of the version before
 
 
 def test_merge_by_hash_orders_streams_of_any_piece_sizes() -> None:

@@ -83,7 +83,9 @@ def test_consumers_at_any_version_read_the_rows_of_the_current_one(tmp_path: Pat
             expect_equal(consumer, oracle)
             assert not consumer.refresh()
         number = publication.current.number
-        assert publication.consumers() == {f"c{c._consumer[1:]}": number for c in consumers}
+        assert (
+            serving.consumers(tmp_path) == publication.consumers() == {f"c{c._consumer[1:]}": number for c in consumers}
+        )
 
 
 def test_a_lookup_during_refresh_sees_one_version(tmp_path: Path) -> None:

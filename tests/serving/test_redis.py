@@ -94,3 +94,10 @@ def test_bad_prefixes_are_refused(tmp_path: Path) -> None:
     for prefix in ("", "a*", "a["):
         with pytest.raises(ValueError, match="prefix is"):
             RedisWriter(tmp_path, None, prefix=prefix)
+
+
+def test_a_client_that_decodes_responses_is_refused(client: Any, tmp_path: Path) -> None:
+    import redis
+
+    with pytest.raises(ValueError, match="decode_responses=True"):
+        RedisWriter(tmp_path, redis.Redis(decode_responses=True))

@@ -16,8 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
+from typer.testing import CliRunner
 
 from thermocline import serving
+from thermocline.cli.main import app
 from thermocline.errors import ThermoclineError
 from thermocline.serving import Publication, TableRows, sort_by_hash
 from thermocline.serving.server import MAX_KEYS, LookupServer
@@ -88,12 +90,16 @@ def test_bad_requests_are_errors_and_the_server_goes_on(server: LookupServer) ->
         ]
         for command, batch in requests:
             writer, reader = raw.do_exchange(flight.FlightDescriptor.for_command(command))
-            with pytest.raises(pa.ArrowInvalid):  # noqa: PT012
+            with pytest.raises(flight.FlightServerError) as failure:  # noqa: PT012
                 writer.begin(batch.schema)
                 writer.write_batch(batch)
                 writer.done_writing()
                 reader.read_chunk()
+            assert "Traceback" not in str(failure.value)  # a client of any language gets the message only
         assert client.lookup([3]).tolist() == [[3, 3, 3]]
+        with pytest.raises(flight.FlightError, match="no action 'y'") as failure:
+            list(raw.do_action("y"))
+        assert "Traceback" not in str(failure.value)
         text = client.action("metrics").decode()
     assert "thermocline_lookup_errors_total 9.0" in text
     with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics") as page:
@@ -174,3 +180,22 @@ def test_command_serves_until_a_signal_and_refuses_an_open_port_without_a_token(
         for number in (signal.SIGINT, signal.SIGTERM):  # the second one may arrive while the first is handled
             process.send_signal(number)
         assert process.wait(20) == 0
+
+
+def test_command_reports_usage_errors_with_exit_code_2(publication: Publication, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    served = str(publication.path)
+    for arguments, text in [
+        ([str(tmp_path / "folder")], "has no published version"),
+        ([str(tmp_path / "missing")], "has no published version"),
+        ([served, "--consumer", "a/b"], "consumer is 'a/b'"),
+        ([served, "--port", "70000"], "--port is 70000"),
+        ([served, "--token-file", str(tmp_path / "folder")], "--token-file"),
+        ([served, "--tls-cert", str(tmp_path / "file")], "must be given together"),
+        ([served, "--tls-cert", str(tmp_path / "file"), "--tls-key", str(tmp_path / "file")], "must be a certificate"),
+    ]:
+        result = CliRunner().invoke(app, ["serve", *arguments])
+        assert result.exit_code == 2, (arguments, result.stderr)
+        assert text in result.stderr
+        assert len(result.stderr.splitlines()) == 1

@@ -220,3 +220,73 @@ def test_layouts_of_several_threads_have_their_own_sizes() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert sum(pool.map(wrong, [10, 20, 30, 40])) == 0
+
+
+def launched_window(table: tc.Table, batch: tc.Batch) -> Any:
+    window = table.stage([batch])
+    table.backend.launch(window)
+    return window
+
+
+def test_rows_read_between_launch_and_finish() -> None:
+    """The index has keys of a launched window whose rows are not loaded: a read ends the plan first."""
+    batches = equal_batches(6, [1] * 8, keys=200)
+    table, backend = train(batches, [(2, "sum")], recorded=True, rows=40)
+    bag = tc.EmbeddingBag(table, 2)
+    assert table.hbm is not None
+    new = equal_batches(1, [1] * 8, keys=10**6)[0]
+    keys = all_keys([*batches, new])
+    before = bits(table.read(keys))
+    window = launched_window(table, new)
+    assert window.pins.pending is None
+    assert bits(table.read(keys)) == before
+    assert window.pins.pending is not None
+    backend.pin(window)
+    backend.load(window)
+    window.release()
+    dropped = launched_window(table, batches[0])
+    dropped.release()  # a pipeline was closed
+    assert bits(table.read(keys)) == before
+    assert bag(new).shape == (4, 2, 4)
+    table.hbm.check()
+
+
+def test_a_launched_window_over_budget_can_be_launched_again() -> None:
+    """Another call ends the plan, and `pin` raises the error of it; later there is room."""
+    table, backend = train(equal_batches(4, [1] * 8, keys=8), [(2, "sum")], recorded=True, rows=18)
+    wide = equal_batches(3, [1] * 8, keys=10**6)
+    bag = tc.EmbeddingBag(table, 2)
+    held = [launched_window(table, batch) for batch in wide[:2]]
+    for window in held:
+        backend.pin(window)
+    last = launched_window(table, wide[2])
+    table.read(all_keys(wide))
+    with pytest.raises(tc.BudgetError, match="holds 18 rows"):
+        table.pin(last)
+    for window in held:
+        window.release()
+    table.pin(last)
+    backend.load(last)
+    last.release()
+    assert table.hbm is not None
+    table.hbm.check()
+    assert bag(wide[2]).shape == (4, 2, 4)
+
+
+def test_an_interrupted_launch_stops_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys may be in the index without rows: nothing may be read until the table is reopened."""
+    batches = equal_batches(4, [1] * 8)
+    table, _ = train(batches, [(2, "sum")], recorded=False)
+    bag = tc.EmbeddingBag(table, 2)
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table.hbm, "_find_or_insert", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            launched_window(table, batches[0])
+    with pytest.raises(tc.ThermoclineError, match="Reopen the table"):
+        table.read(all_keys(batches))
+    table.reopen()
+    assert bag(batches[0]).shape == (4, 2, 4)

@@ -277,18 +277,18 @@ def test_a_step_with_a_wrong_label_is_not_applied(
 def test_metrics_on_a_thread_use_the_labels_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread reads logits and labels of a step after the next one has run, which overwrites fixed buffers."""
     monkeypatch.setattr(throughput, "_THREAD_EXAMPLES", 1)
-    settle, update, gate = ThroughputMeter._settle, StreamingMetrics.update, threading.Event()
+    settle, update, gate = ThroughputMeter.settle, StreamingMetrics.update, threading.Event()
 
     def late_settle(meter: ThroughputMeter) -> None:
         gate.set()
         settle(meter)
         gate.clear()
 
-    def late_update(metrics: StreamingMetrics, scores: Any, labels: Any) -> None:
+    def late_update(metrics: StreamingMetrics, scores: Any, labels: Any, *, check: bool) -> None:
         assert gate.wait(60)
-        update(metrics, scores, labels)
+        update(metrics, scores, labels, check=check)
 
-    monkeypatch.setattr(ThroughputMeter, "_settle", late_settle)
+    monkeypatch.setattr(ThroughputMeter, "settle", late_settle)
     monkeypatch.setattr(StreamingMetrics, "update", late_update)
     same(batches_of(6))
 

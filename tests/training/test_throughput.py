@@ -29,6 +29,6 @@ def test_a_thread_computes_the_same_metrics(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_error_of_the_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "_THREAD_EXAMPLES", 1)
     meter = ThroughputMeter([])
-    meter.add(torch.zeros(4), torch.full((4,), 3.0), 0.5)
-    with pytest.raises(ValueError, match="a label is 3"):
+    meter.add(torch.full((4,), torch.nan), torch.zeros(4), 0.5)
+    with pytest.raises(ValueError, match="a score is NaN"):
         meter.row(())

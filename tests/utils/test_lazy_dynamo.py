@@ -33,6 +33,9 @@ import sys
 from thermocline.cli.main import app
 app(["train", "config.toml", *sys.argv[1:]], standalone_mode=False)
 import torch
+from thermocline.training import dense_optimizers
+dense_optimizers._GPU = "cpu"  # as on a GPU: the first call tries the fused kernel
+assert dense_optimizers._fused_on_gpu(torch.optim.Adam)
 print("dynamo" if "torch._dynamo" in sys.modules else "no dynamo", torch.optim.Adam.step.__wrapped__.__name__)
 """
 

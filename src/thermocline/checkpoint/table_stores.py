@@ -21,7 +21,7 @@ from thermocline.distributed.key_sharding import overlapping_ranks, owner_of, ra
 from thermocline.distributed.shard_reader import ShardReaderTable
 from thermocline.embedding.precision import FP32, current_layout, parse_precision
 from thermocline.embedding.row_statistics import parse_statistics
-from thermocline.embedding.row_version import RowVersion
+from thermocline.embedding.row_version import RowVersion, rates_of_commit
 from thermocline.embedding.table import Table
 from thermocline.errors import FormatError, NotFoundError, ThermoclineError
 from thermocline.tiers.ssd import SsdStore
@@ -301,7 +301,8 @@ class TableStores:
         for name, table in self._tables.items():
             saved_by_rank0 = self._saved(table, manifest)[0]
             version = RowVersion.of_commit(saved_by_rank0.note.encode(), saved_by_rank0.epoch)
-            table.set_version(version._replace(step=manifest["tables"][name]["step_count"]))
+            rates = rates_of_commit(saved_by_rank0.note.encode())
+            table.set_version(version._replace(step=manifest["tables"][name]["step_count"]), rates)
             table.backend.statistics.load(parse_statistics(saved_by_rank0.note.encode()))
             table.lr = manifest["tables"][name]["lr"]
 

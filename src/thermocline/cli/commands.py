@@ -19,6 +19,7 @@ from thermocline.batch import Batch
 from thermocline.cli.progress_bar import count_examples, progress
 from thermocline.config.data import Data, Split, Synth
 from thermocline.config.schema import Config
+from thermocline.data.files import without_secrets
 from thermocline.data.open_data import check_paths, open_data
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import is_rank0
@@ -52,6 +53,8 @@ def train(config: Config, *, resume: bool) -> list[str]:
     from thermocline.training.run import Run
 
     splits: tuple[Split, ...] = ("train", "valid", "test")
+    if config.data.follow and is_rank0():  # opening the data waits for the first file
+        print(f"following {without_secrets(config.data.train[0])}", flush=True)
     with Run(config, resume=resume) as run:
         if is_rank0():
             if resume and not run.folder.has_run:
@@ -97,75 +100,12 @@ def predict(
         return {"step": run.step, "scores": count, "out": out, "skipped": skipped(batches, run.runner)}
 
 
-def export(run_dir: str, out: str, *, delta: bool, precision: Any, checkpoint: str | None) -> Row:
-    """Publish the rows of a trained run for serving."""
-    from thermocline.distributed.launch import world_size
-    from thermocline.training.publish import publish_table
-    from thermocline.training.run import Run
-    from thermocline.training.run_dir import config_of
-
-    if world_size() > 1:
-        raise ConfigError("export runs in one process, which reads the stores of all ranks: start it without torchrun")
-    with (
-        Run.load(run_dir, checkpoint=_step_or_tag(checkpoint), config=config_of(run_dir), labelled=False) as run,
-        progress("exporting", None, "rows") as advance,
-    ):
-        version = publish_table(run.table, out, step=run.step, delta=delta, precision=precision, advance=advance)
-    (table,) = version.tables
-    return {
-        "version": version.number, "kind": version.kind, "step": version.step, "rows": table.rows,
-        "deleted": table.deleted, "bytes": table.bytes,
-    }  # fmt: skip
-
-
-def serve(
-    folder: str, *, host: str, port: int, metrics_port: int | None, token_file: Path | None, tls_cert: Path | None,
-    tls_key: Path | None, poll: float, consumer: str | None, insecure: bool,
-) -> None:  # fmt: skip
-    """Serve a publication until Ctrl-C or SIGTERM."""
-    import signal
-
-    from thermocline.serving.server import LookupServer
-
-    if (tls_cert is None) != (tls_key is None):
-        raise ConfigError("--tls-cert and --tls-key must be given together")
-    local = host in ("127.0.0.1", "localhost", "::1")
-    if not (local or insecure or (token_file is not None and tls_cert is not None)):
-        raise ConfigError(
-            f"--host {host} lets other machines connect: add --token-file, --tls-cert and --tls-key, or --insecure"
-        )
-    if not poll > 0:
-        raise ConfigError(f"--poll is {poll}: it must be positive")
-    for flag, file in (("--token-file", token_file), ("--tls-cert", tls_cert), ("--tls-key", tls_key)):
-        if file is not None and not file.exists():
-            raise ConfigError(f"{flag} {file}: no such file")
-    token = None if token_file is None else token_file.read_text().strip()
-    if token == "":
-        raise ConfigError(f"{token_file} is empty: it must contain the token")
-    tls = None if tls_cert is None or tls_key is None else (tls_cert.read_bytes(), tls_key.read_bytes())
-    options: dict[str, Any] = {"metrics_port": metrics_port, "poll_seconds": poll, "consumer": consumer}
-    with LookupServer(folder, host=host, port=port, token=token, tls=tls, **options) as server:
-        version = server.snapshot.version
-        scheme = "grpc" if tls is None else "grpc+tls"
-        metrics = "" if metrics_port is None else f", metrics at http://{host}:{server.metrics_port}/metrics"
-        print(
-            f"serving {folder}, version {version.number} (step {version.step}) at {scheme}://{host}:{server.port}"
-            f"{metrics}",
-            flush=True,
-        )
-        stopped: list[int] = []
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: stopped.append(number))
-        while not stopped:  # not an event: two signals in quick succession left its `wait` blocked for ever
-            time.sleep(0.2)
-
-
 def _progress(title: str, batches: Any, config: Config) -> AbstractContextManager[Callable[[int], None]]:
     """Show progress on rank 0, of its part of the data."""
     return progress(title, _examples(batches, config)) if is_rank0() else nullcontext(lambda count: None)
 
 
-def _step_or_tag(checkpoint: str | None) -> int | str | None:
+def step_or_tag(checkpoint: str | None) -> int | str | None:
     """Parse --checkpoint: a step, or a tag such as "best"."""
     return int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
 
@@ -200,7 +140,7 @@ def _load_run(
         raise ConfigError(f"{run_dir} has no data.test: give data files on the command line")
     recorded = [split for split in get_args(Split) if f"data.{split}" not in given]
     return Run.load(
-        run_dir, checkpoint=_step_or_tag(checkpoint), config=config, labelled=not scores, contiguous=scores,
+        run_dir, checkpoint=step_or_tag(checkpoint), config=config, labelled=not scores, contiguous=scores,
         recorded=recorded, allow_remote_data=allow_remote_data,
     )  # fmt: skip
 
@@ -232,13 +172,16 @@ def skipped(batches: Any, runner: CollectiveRunner | None = None) -> str | None:
 
 
 def hardware(path: Path | None, into: Path | None) -> Any:
-    """Return the measurements of a node: from a file, of the paper's node, or measured now and written to `into`."""
+    """Return the measurements of a node: from a file, of the node of Zhao et al. (2020), or measured now.
+
+    into   write the measurement to this file; with `path` "paper", its costs of a core are used
+    """
     from thermocline.planner.hardware import Hardware, paper_node
     from thermocline.utils import atomic_file
 
     kind, _, name = ("", "", "") if path is None else str(path).partition(":")
-    if kind == "paper" and name:
-        return paper_node(Hardware.load(name).cpu, f"of {name}")
+    if kind == "paper" and (name or into is None):
+        return paper_node(Hardware.load(name).cpu, f"of {name}") if name else paper_node()
     if path is not None and kind != "paper":
         return Hardware.load(path)
     from thermocline.planner.calibrate import PARTS, measure
@@ -258,7 +201,7 @@ def plan(config: Config, path: Path | None, into: Path | None, *, nodes: int, ra
     from thermocline.planner.cost_model import predict
     from thermocline.planner.workload import cluster_of, workload_of
 
-    measures = path is None or str(path) == "paper"
+    measures = path is None or (str(path) == "paper" and into is not None)
     node = None if measures else hardware(path, into)
     work = workload_of(config)
     node = hardware(path, into) if node is None else node

@@ -63,6 +63,11 @@ class ServedPrecision(StrEnum):
     int8 = "int8"
 
 
+class ServedFormat(StrEnum):
+    parquet = "parquet"
+    safetensors = "safetensors"
+
+
 class Format(StrEnum):
     parquet = "parquet"
     libsvm = "libsvm"
@@ -234,17 +239,34 @@ def export(
     delta: Annotated[
         bool, typer.Option("--delta", help="Publish only rows that changed since the version before, and deleted keys.")
     ] = False,
-    precision: Annotated[ServedPrecision, typer.Option(help="Stored form of a weight.")] = ServedPrecision.fp32,
+    precision: Annotated[
+        ServedPrecision | None,
+        typer.Option(help="Stored form of a weight; default: that of the version before, fp32 for the first."),
+    ] = None,
+    min_norm: Annotated[
+        float | None, typer.Option(help="Serve only rows whose weights have at least this L2 norm.")
+    ] = None,
+    max_rows: Annotated[
+        int | None, typer.Option(help="Serve at most this number of rows, those with the largest norms.")
+    ] = None,
+    format: Annotated[
+        list[ServedFormat] | None,
+        typer.Option(help="Also write rows in this format; repeatable; default: as the version before."),
+    ] = None,
     checkpoint: Checkpoint = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Publish the rows of a run for serving (`thermocline.serving.open`). Read-only; works while the run trains."""
     with _one_line(debug):
-        from thermocline.cli import commands
+        from thermocline.cli import serving
         from thermocline.utils.text_format import format_size, plural
 
-        report = commands.export(run_dir, out, delta=delta, precision=precision.value, checkpoint=checkpoint)
+        options = serving.ExportOptions(
+            delta=delta, precision=None if precision is None else precision.value, checkpoint=checkpoint,
+            min_norm=min_norm, max_rows=max_rows, formats=[f.value for f in format] if format else None,
+        )  # fmt: skip
+        report = serving.export(run_dir, out, options)
         if as_json:
             _print_json(report)
         else:
@@ -267,6 +289,9 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None,
     poll: Annotated[float, typer.Option(help="Seconds between looks for a new version.")] = 1.0,
     consumer: Annotated[str | None, typer.Option(help="Name under which the version in use is recorded.")] = None,
+    score: Annotated[
+        bool, typer.Option("--score", help="Also score whole examples with the dense model; loads torch.")
+    ] = False,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow other machines to connect without token or TLS.")
     ] = False,
@@ -274,12 +299,29 @@ def serve(
 ) -> None:
     """Serve published rows over Arrow Flight until Ctrl-C or SIGTERM; new versions are read as they appear."""
     with _one_line(debug):
-        from thermocline.cli import commands
+        from thermocline.cli import serving
 
-        commands.serve(
+        serving.serve(
             folder, host=host, port=port, metrics_port=metrics_port, token_file=token_file, tls_cert=tls_cert,
-            tls_key=tls_key, poll=poll, consumer=consumer, insecure=insecure,
+            tls_key=tls_key, poll=poll, consumer=consumer, insecure=insecure, score=score,
         )  # fmt: skip
+
+
+@app.command()
+def watch(
+    run_dir: Annotated[
+        str, typer.Argument(metavar="RUN", help="Folder of a run (train.run_dir); it need not exist yet.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: a free one.")] = 8816,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow other machines to connect.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show a run in the browser, live: speed, AUC, rows by tier, look-ahead, disk, ranks. Read-only; Ctrl-C ends it."""
+    with _one_line(debug):
+        from thermocline.cli.watch import watch as serve_page
+
+        serve_page(run_dir, host=host, port=port, insecure=insecure)
 
 
 @app.command()
@@ -352,13 +394,16 @@ def repair(
 @app.command()
 def plan(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Config file.")] = None,
-    preset: Annotated[str | None, typer.Option(help='Instead of a config: a model of the paper, such as "E".')] = None,
+    preset: Annotated[
+        str | None, typer.Option(help='Instead of a config: a model of Zhao et al. (2020), such as "E".')
+    ] = None,
     sets: Sets = None,
     hardware: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE|paper[:FILE]",
-            help="Measurements of a node; paper: the paper's node, with core costs from FILE. Default: measure now.",
+            help="Measurements of a node; paper: that of Zhao et al. (2020), with core costs of FILE or stored ones. "
+            "Default: measure now.",
         ),
     ] = None,
     measure: Annotated[
@@ -419,7 +464,7 @@ def synth(
     out: Annotated[str, typer.Argument(help="Folder for train, valid and test files.")],
     format: Annotated[Format, typer.Option(help="Format of the files.")] = Format.parquet,
     preset: Annotated[
-        str | None, typer.Option(help='Model of the paper and a divisor of its size, such as "E/1000".')
+        str | None, typer.Option(help='Model of Zhao et al. (2020) and a divisor of its size, such as "E/1000".')
     ] = None,
     keys: Annotated[int, typer.Option(min=1, help="Number of distinct keys.")] = 1_000_000,
     fields: Annotated[int, typer.Option(min=1, help="Number of fields.")] = 26,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, get_args
 from annotated_types import Ge, Gt, Le
 from pydantic import FiniteFloat, model_validator
 
-from thermocline.config.fields import Count, Items, Maybe, NonNegative, NonNegativeInt, Rule
+from thermocline.config.fields import Count, Duration, Items, Maybe, NonNegative, NonNegativeInt, Rule
 from thermocline.config.messages import reject
 from thermocline.config.section import section
 from thermocline.errors import DataError
@@ -68,7 +68,7 @@ class Synth:
     """Generated data, for format = "synth"; see `tc.SyntheticAds`."""
 
     preset: Maybe[str] = None
-    """A model of the paper and a divisor of its size, such as "E/1000". It sets keys, fields and nonzeros."""
+    """A model of Zhao et al. (2020) and a divisor of its size, such as "E/1000". It sets keys, fields and nonzeros."""
     keys: Count = 1_000_000
     """Number of distinct keys."""
     fields: Count = 26
@@ -101,7 +101,7 @@ class Hashing:
     seed: Annotated[int, Ge(0), Le(2**64 - 1)] = 0
     """Seed of permutation and projection; modulo does not use it."""
     fields: Literal["per_example", "per_field"] = "per_example"
-    """per_example: hash an example as one vector, which becomes one bag, as in the paper. per_field: hash each field
+    """per_example: hash an example as one vector, which becomes one bag, as by Zhao (2026). per_field: hash each field
     separately."""
 
     def fields_of(self, fields: int) -> int:
@@ -130,11 +130,21 @@ class Data:
     """Validation data, in the form of `train`."""
     test: Items[str] = ()
     """Test data, in the form of `train`."""
+    follow: bool = False
+    """Read new files of `train`, one folder or glob, as they appear: once, in the order of their names."""
+    follow_complete: Literal["rename", "_SUCCESS"] = "rename"
+    """When a followed file is complete. rename: when it has its name; .*, _*, *.tmp and *.inprogress are ignored.
+    _SUCCESS: when its folder has a file _SUCCESS."""
+    follow_idle: Maybe[Duration] = None
+    """End the run when no new file has appeared for this long, such as "60s". By default it waits without limit."""
     format: Maybe[Format] = None
     """By default derived from the file names without .gz and .zst: .libsvm .svm, .libffm .ffm, .csv .tsv,
     .parquet .pq."""
     label: str = "label"
     """Column of the label (csv, parquet)."""
+    time: Maybe[Column] = None
+    """Column of the event time (csv, parquet): timestamps, or seconds since 1970. It is no feature. By default batches
+    have no time."""
     label_threshold: Maybe[FiniteFloat] = None
     """Labels of at least this value become 1, all others 0. By default labels are unchanged, but -1 becomes 0 in LibSVM
     and LibFFM."""
@@ -177,6 +187,18 @@ class Data:
             if self.format == "synth" and (files := getattr(self, name)):
                 rule = 'left out with format = "synth", whose data is generated; data.synth sets its size'
                 reject(name, list(files), rule)
+        if self.format == "synth" and self.time is not None:
+            reject("time", self.time, 'left out with format = "synth", whose data has no event times')
+        return self
+
+    @model_validator(mode="after")
+    def _check_follow(self) -> Self:
+        if self.follow and self.format == "synth":
+            reject("follow", self.follow, 'false with format = "synth", which has no files')
+        if self.follow and len(self.train) > 1:
+            reject("train", list(self.train), "one folder or glob with follow = true")
+        if not self.follow and self.follow_idle is not None:
+            reject("follow_idle", self.follow_idle, "left out unless follow = true")
         return self
 
     def format_of(self, paths: tuple[str, ...]) -> Format:

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt
 from pydantic import BeforeValidator, FiniteFloat, GetCoreSchemaHandler, PlainValidator, WithJsonSchema
 from pydantic_core import CoreSchema, core_schema
 
-from thermocline.utils.text_format import parse_size
+from thermocline.utils.text_format import parse_duration, parse_size
 
 T = TypeVar("T")
 
@@ -106,3 +106,25 @@ Lookahead = Annotated[
 ]
 """A number is a count of batches; a text is "auto" or a size in bytes."""
 PositiveSize = Annotated[Size, Rule('a size above 0 bytes, such as "25MB"', lambda size: parse_size(size) > 0)]
+
+
+def _check_duration(value: Any) -> str | int | float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"{value!r} is neither a number nor text")
+    parse_duration(value)
+    return value
+
+
+_DURATION_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "number", "exclusiveMinimum": 0},
+        {"type": "string", "pattern": rf"^{_SPACE}([0-9]+(\.[0-9]*)?|\.[0-9]+){_SPACE}(ms|s|m|min|h|d)?{_SPACE}$"},
+    ]
+}
+Duration = Annotated[
+    str | int | float,
+    PlainValidator(_check_duration),
+    WithJsonSchema(_DURATION_SCHEMA),
+    Rule('a duration above 0: a number of seconds, or a number with one of ms, s, m, h, d, such as "30s"'),
+]
+"""A duration, kept as written; see `parse_duration`."""

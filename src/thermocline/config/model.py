@@ -64,7 +64,7 @@ class ModelConfig:
     cross_layers: Maybe[Count] = None
     """DCN and DCNv2: number of cross layers."""
     interaction: Literal["dot", "cat"] = "dot"
-    """DLRM. dot: products of all pairs of vectors, as in its paper. cat: the vectors, as BARS uses for Frappe_x1."""
+    """DLRM. dot: products of all pairs of vectors, as Naumov et al. (2019). cat: vectors, as BARS for Frappe_x1."""
     bottom: Items[Count] = (400, 400, 400)
     """DLRM: widths of the hidden layers between the dense features and their vector."""
     attention_layers: Count = 5

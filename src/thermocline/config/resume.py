@@ -13,19 +13,21 @@ from thermocline.errors import ConfigError
 
 MAY_CHANGE = frozenset(
     {
-        *("data.valid", "data.test", "data.on_error", "data.threads"),
+        *("data.valid", "data.test", "data.on_error", "data.threads", "data.follow_idle"),
         *("tiers.hbm", "tiers.mem", "tiers.mem_overcommit", "tiers.ssd", "tiers.ssd_mem", "tiers.policy"),
         "tiers.threads",
         *("tiers.lookahead", "tiers.expected_keys", "tiers.on_damage"),
         # Rules apply to the rows as they are.
         *("expiry", *(f"expiry.{field.name}" for field in dataclasses.fields(Expiry))),
         *("train.epochs", "train.steps", "train.clip_norm", "train.valid_every", "train.patience"),
+        *("train.progressive_steps", "train.progressive_time"),
         "train.plateau_factor",
         *("train.checkpoint_every", "train.checkpoint_minutes", "train.keep", "train.depth", "train.pull_window"),
         # Parameters, rows and optimizer state of a checkpoint are fp32 for all of them.
         *("train.dense_precision", "train.compile"),
         *("train.log_every", "train.tensorboard", "train.display", "train.run_dir", "train.graphs"),
         *("dist.hops", "dist.topology", "dist.timeout", "dist.busy_timeout", "dist.bind"),
+        *(f"publish.{name}" for name in ("folder", "every_steps", "every", "precision", "base_every", "on_error")),
         "dist.dense_sync.exact",  # earlier builds saved their default, false
         *(f"train.schedule.{name}" for name in ("kind", "warmup_steps", "decay_steps", "factor", "floor")),
     }
@@ -53,6 +55,6 @@ def check_resume(old: Config, new: Config, run_dir: str) -> list[str]:
 
 
 def _sections_merged(names: frozenset[str]) -> list[str]:
-    """Name the sections [train.schedule] and [expiry] instead of each of their keys."""
-    sections = ("train.schedule", "expiry")
-    return sorted({next((s for s in sections if name.startswith(f"{s}.")), name) for name in names})
+    """Name the sections [train.schedule], [publish] and [expiry] instead of each of their keys."""
+    merged = ("train.schedule", "publish", "expiry")
+    return sorted({next((each for each in merged if name.startswith(f"{each}.")), name) for name in names})

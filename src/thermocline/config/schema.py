@@ -1,8 +1,8 @@
-"""`Config`: all settings of a run in eight sections. One schema is the API, the TOML file and the `--set` flags.
+"""`Config`: all settings of a run in nine sections. One schema is the API, the TOML file and the `--set` flags.
 
 [data] is `tc.Data`, [model] is `tc.ModelConfig`, [precision] is `tc.Precision`, [rows] is `tc.Rows`, [expiry] is
-`tc.Expiry`, [tiers] is `tc.Tiers`, [train] is `tc.Train` with all fields of `tc.TrainConfig`, and [dist] is `tc.Dist`.
-Imports no torch.
+`tc.Expiry`, [tiers] is `tc.Tiers`, [train] is `tc.Train` with all fields of `tc.TrainConfig`, [dist] is `tc.Dist`, and
+[publish] is `tc.Publish`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Le
+from pydantic import model_validator
 
 from thermocline.config import loader
 from thermocline.config.data import Data
 from thermocline.config.distributed import Dist
 from thermocline.config.fields import Count, Lookahead, Maybe, NonNegative, Rule, Size
+from thermocline.config.messages import reject
 from thermocline.config.model import ModelConfig
+from thermocline.config.publish import Publish
 from thermocline.config.section import section
 from thermocline.config.train import TrainConfig
 from thermocline.embedding.expiry import Expiry
+from thermocline.embedding.optimizers import MOST_STEPS, Lazy
 from thermocline.embedding.precision import Precision
 from thermocline.embedding.row_statistics import RowStatistics, Statistic
 from thermocline.embedding.table_spec import OnDamage, Policy
@@ -87,6 +91,11 @@ class Train(TrainConfig):
     """Optimizer of rows."""
     lr: NonNegative = 1e-3
     """Learning rate of rows."""
+    lazy: Lazy = "touched"
+    """Steps without a gradient of a row. touched: they do not change it. catch_up: as if every step updated every row,
+    with L2 and moments; rows replay missed steps when they are read. Needs precision fp32."""
+    catch_up_steps: Annotated[int, Ge(1), Le(MOST_STEPS)] = 1000
+    """Most missed steps that a row replays, the last ones. Has no effect without lazy = "catch_up"."""
     dense_optimizer: Maybe[OptimizerName] = None
     """Optimizer of dense parameters, from torch (Adagrad for rowwise_adagrad). By default as for rows."""
     dense_lr: Maybe[NonNegative] = None
@@ -117,6 +126,22 @@ class Config:
     """Training loop, optimizers and the folder of the run."""
     dist: Dist = Dist()
     """Several ranks."""
+    publish: Publish = Publish()
+    """Versions for serving."""
+
+    @model_validator(mode="after")
+    def _check_follow(self) -> Self:
+        # Between two files there is no end of an epoch, no partial step and no partial window.
+        for name in ("epochs", "accumulate", "pull_window") if self.data.follow else ():
+            if (value := getattr(self.train, name)) != 1:
+                reject(f"train.{name}", value, "1 with data.follow = true")
+        return self
+
+    @model_validator(mode="after")
+    def _check_event_time(self) -> Self:
+        if self.train.progressive_time is not None and self.data.time is None:
+            reject("train.progressive_time", self.train.progressive_time, "left out unless data.time is set")
+        return self
 
     @classmethod
     def load(cls, path: str | Path, sets: Sequence[str] = ()) -> Self:

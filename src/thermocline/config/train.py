@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from annotated_types import Gt, Le
+from pydantic import model_validator
 
-from thermocline.config.fields import Count, Maybe, Positive
+from thermocline.config.fields import Count, Duration, Maybe, Positive
 from thermocline.config.lr_schedule import Schedule
+from thermocline.config.messages import reject
 from thermocline.config.section import section
 
 DensePrecision = Literal["fp32", "tf32", "bf16"]
@@ -30,6 +32,10 @@ class TrainConfig:
     """Number of batches whose mean gradient makes one step. The last step of an epoch may have fewer."""
     valid_every: Maybe[Count] = None
     """Steps between validations. By default after each epoch."""
+    progressive_steps: Maybe[Count] = None
+    """Steps of a window of progressive validation: its metrics are of predictions before each example was trained."""
+    progressive_time: Maybe[Duration] = None
+    """Event time of a window of progressive validation, such as "1h", instead of steps. Needs `data.time`."""
     patience: Maybe[Count] = None
     """End the run after this number of validations without a better AUC, and restore the best validated state."""
     plateau_factor: Annotated[float, Gt(0), Le(1)] = 1.0
@@ -61,6 +67,12 @@ class TrainConfig:
     """Write scalars to run_dir/tensorboard."""
     display: bool = True
     """Show a live display on a terminal, or else print lines."""
+
+    @model_validator(mode="after")
+    def _check_progressive(self) -> Self:
+        if self.progressive_steps is not None and self.progressive_time is not None:
+            reject("progressive_time", self.progressive_time, "left out if progressive_steps is set")
+        return self
 
     @property
     def needs_validation(self) -> str | None:

@@ -34,6 +34,13 @@ class RowStore:
 class Scan:
     def next(self, keys: npt.NDArray[np.uint64], rows: npt.NDArray[np.uint8]) -> int: ...
 
+class StoreChanges:
+    @property
+    def rows(self) -> int: ...
+    def next(
+        self, keys: npt.NDArray[np.uint64], rows: npt.NDArray[np.uint8], deleted: npt.NDArray[np.uint8]
+    ) -> int: ...
+
 class SsdStore(RowStore):
     @staticmethod
     def open(path: bytes, options: StoreOptions, io_engine: str, io_workers: int, io_depth: int) -> SsdStore: ...
@@ -47,6 +54,8 @@ class SsdStore(RowStore):
     def epochs(self) -> list[int]: ...
     def release(self, epoch: int) -> None: ...
     def scan(self) -> Scan: ...
+    def position(self) -> tuple[int, int, int, int, int]: ...
+    def changes_since(self, since: tuple[int, int, int, int, int]) -> StoreChanges | str: ...
     def count(self) -> int: ...
     def stats(self) -> dict[str, Any]: ...
     def damage(self) -> str: ...
@@ -154,6 +163,7 @@ class DramTier:
         statistics: int,
         store: RowStore | None,
         write_ahead: int | None,
+        catch_up: bool = False,
     ) -> None: ...
     def pull(self, keys: _Keys, slots: _Slots) -> None: ...
     def unpin(self, slots: _Slots, dirty: bool, keys: _Keys | None) -> None: ...
@@ -222,6 +232,9 @@ class DramTier:
     def update_statistics(
         self, slots: _Slots, counts: _Offsets, clicks: _Offsets | None, step: StatisticsStep
     ) -> None: ...
+    def catch_up(
+        self, slots: _Slots | None, rows: _Floats | None, rates: _Floats, step: Step, target: int, stamp: int
+    ) -> None: ...
     @property
     def capacity(self) -> int: ...
     @property
@@ -250,12 +263,13 @@ def to_text(ids: _Keys, offsets: _Offsets, fields: int, labels: _Floats, with_fi
 # Parsers (csrc/data/parse.h defines the formats). All calls release the GIL and may run concurrently.
 _Doubles = npt.NDArray[np.float64]
 _Mask = npt.NDArray[np.bool_]
-# Role ("label", "key", "dense", "number_key" or "ignore"), name; for numbers: log, mean, inverse deviation, and the
-# bucket: a width, "log_square" or "none".
+# Role ("label", "key", "dense", "number_key", "time" or "ignore"), name; for numbers: log, mean, inverse deviation, and
+# the bucket: a width, "log_square" or "none".
 _Column = tuple[str, str, bool, float, float, float | str]
-# ids, offsets [examples * fields + 1], weights (None: all are 1), dense [examples * dense], labels, the first malformed
-# lines (index in the block including empty lines; cause), the number of malformed lines.
-_Parsed = tuple[_Keys, _Offsets, _Floats | None, _Floats, _Floats, list[tuple[int, str]], int]
+# ids, offsets [examples * fields + 1], weights (None: all are 1), dense [examples * dense], labels, event times (None:
+# no time column), the first malformed lines (index in the block including empty lines; cause), the number of malformed
+# lines.
+_Parsed = tuple[_Keys, _Offsets, _Floats | None, _Floats, _Floats, _Offsets | None, list[tuple[int, str]], int]
 # ids, offsets, weights, dense, labels: the first five of _Parsed.
 _Examples = tuple[_Keys, _Offsets, _Floats | None, _Floats, _Floats]
 

@@ -50,6 +50,36 @@ def as_doubles(array: Any) -> Doubles:
     return np.ascontiguousarray(values)
 
 
+def as_seconds(array: Any) -> tuple[Offsets, Mask]:
+    """Convert event times to seconds since 1970, rounded down, and mark invalid ones: null, NaN or beyond 2^53.
+
+    Times are timestamps, dates, or numbers of seconds.
+    """
+    import pyarrow as pa
+    import pyarrow.types as pt
+
+    invalid = ~array.is_valid().to_numpy(zero_copy_only=False)
+    if pt.is_timestamp(array.type) or pt.is_date(array.type):
+        units = 1 if pt.is_date(array.type) else {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[array.type.unit]
+        array = array.cast(pa.timestamp("s")) if pt.is_date(array.type) else array
+        return array.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False) // units, invalid
+    if pt.is_integer(array.type):
+        values = array.fill_null(0).to_numpy(zero_copy_only=False)
+        invalid |= (values > 2**53) | (values < -(2**53)) if pt.is_signed_integer(array.type) else values > 2**53
+        return np.where(invalid, 0, values).astype(np.int64), invalid
+    seconds = np.floor(as_doubles(array))
+    invalid |= ~(np.abs(seconds) <= 2**53)
+    return np.where(invalid, 0, seconds).astype(np.int64), invalid
+
+
+def is_time(kind: Any) -> bool:
+    """Whether `as_seconds` converts values of this Arrow type."""
+    import pyarrow.types as pt
+
+    number = pt.is_integer(kind) or pt.is_floating(kind) or pt.is_decimal(kind)
+    return bool(number or pt.is_timestamp(kind) or pt.is_date(kind))
+
+
 def raw_keys(array: Any) -> Keys:
     """Convert values that are keys already: integers by bit pattern, text as decimal numbers."""
     import pyarrow as pa

@@ -6,8 +6,8 @@ Modulo        the hashing trick: key mod k
 
 A hasher works on CSR arrays, on a `tc.Batch`, or as [data.hashing] of a config, which hashes batches as they are read.
 
-fields="per_example", as in the paper, treats an example as one vector over the keys of all fields, and returns one bag
-per example. fields="per_field" hashes each bag separately with the same permutation and keeps the fields; keys of
+fields="per_example", as by Zhao (2026), treats an example as one vector over the keys of all fields, and returns one
+bag per example. fields="per_field" hashes each bag separately with the same permutation and keeps the fields; keys of
 different fields in the same slot share a row. A field with one key per example then maps to one of 2k slots.
 """
 

@@ -19,7 +19,7 @@ from thermocline.config.messages import show_toml
 from thermocline.errors import CorruptionError, DataError
 from thermocline.utils.untrusted_files import MAX_TEXT_BYTES, read_limited
 
-Role = Literal["label", "key", "dense", "number_key", "ignore"]
+Role = Literal["label", "key", "dense", "number_key", "time", "ignore"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +142,8 @@ def same_header(first: Sequence[str], other: Sequence[str], first_name: str, nam
 def resolve(
     names: Sequence[str], data: Data, format: Format, name: str, labelled: bool = True, *, known: bool = False
 ) -> list[Column]:
-    """Assign a role to each column `names` of the file `name`: label, ignored, numeric, categorical, in this priority.
+    """Assign a role to each column `names` of the file `name`: label, time, ignored, numeric, categorical, in this
+    priority.
 
     known   the features of the training data are known: `Features.require` checks the columns later
     """
@@ -150,10 +151,12 @@ def resolve(
     label = CRITEO_LABEL if format == "criteo" else data.label
     numeric = data.numeric or (CRITEO_NUMERIC if format == "criteo" else ())
     lists = {"ignore": data.ignore, "numeric": numeric, "categorical": data.categorical or ()}
-    _reject_duplicates({"label": (label,), **lists})
+    _reject_duplicates({"label": (label,), "time": () if data.time is None else (data.time,), **lists})
     if labelled and label not in names:
         hint = "; prediction needs no label" if known else ""
         raise DataError(f"{name} has no label column {label!r}: set data.label to one of {_some(names)}{hint}")
+    if labelled and data.time is not None and data.time not in names:
+        raise DataError(f"{name} has no time column {data.time!r}: set data.time to one of {_some(names)}")
     matched = {option: _matching(patterns, names, option, name, known) for option, patterns in lists.items()}
     number_role: Role = "dense" if numbers.to == "dense" else "number_key"
     columns: list[Column] = []
@@ -161,6 +164,8 @@ def resolve(
         role: Role = "ignore"
         if column == label:
             role = "label" if labelled else "ignore"
+        elif column == data.time:
+            role = "time"
         elif column in matched["ignore"]:
             role = "ignore"
         elif column in matched["numeric"]:

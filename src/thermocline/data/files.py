@@ -25,6 +25,16 @@ from thermocline.errors import DataError
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _MAGIC = re.compile(r"[*?\[]")
 _numbers = itertools.count()
+
+
+class NoFiles(DataError):
+    """A path has no files, or does not exist."""
+
+
+class NoExamples(DataError):
+    """The files have no examples."""
+
+
 _OPEN_FILES = 64  # open remote files kept in the cache
 
 
@@ -183,12 +193,18 @@ def is_remote(path: str) -> bool:
     return match is not None and match[1].lower() != "file"
 
 
-def find_files(paths: Sequence[str]) -> list[Source]:
-    """Resolve paths, folders, globs and URLs to files, in the given order; files of a folder or glob by name."""
+def find_files(paths: Sequence[str | Source], *, empty: bool = False) -> list[Source]:
+    """Resolve paths, folders, globs and URLs to files, in the given order; files of a folder or glob by name.
+
+    empty   accept files of 0 bytes. Otherwise they raise `NoExamples`
+    """
     if not paths:
         raise DataError("no input files: give at least one path, folder, glob or URL")
     sources: list[Source] = []
     for path in paths:
+        if isinstance(path, Source):
+            sources.append(path)
+            continue
         match = _URL.fullmatch(path)
         if match is not None and is_remote(path):
             with file_errors(without_secrets(path)):
@@ -196,8 +212,8 @@ def find_files(paths: Sequence[str]) -> list[Source]:
         else:
             sources += _find_local(path, urllib.parse.unquote(match[2]) if match else os.path.expanduser(path))
     for source in sources:
-        if source.size == 0:
-            raise DataError(f"{source.name} is empty: remove it from the data, or write examples to it")
+        if source.size == 0 and not empty:
+            raise NoExamples(f"{source.name} is empty: remove it from the data, or write examples to it")
     return sources
 
 
@@ -226,15 +242,15 @@ def _find_local(name: str, path: str) -> list[Source]:
         files = [os.path.join(path, entry) for entry in sorted(os.listdir(path))]
         files = [file for file in files if os.path.isfile(file) and not _hidden(file)]
         if not files:
-            raise DataError(f"{name} is a folder without files: give a file, a folder with files, a glob or a URL")
+            raise NoFiles(f"{name} is a folder without files: give a file, a folder with files, a glob or a URL")
     elif os.path.exists(path):
         files = [path]
     elif _MAGIC.search(path):
         files = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
         if not files:
-            raise DataError(f"{name} matches no file")
+            raise NoFiles(f"{name} matches no file")
     else:
-        raise DataError(f"{name}: no such file{_nearest_folder(path)}")
+        raise NoFiles(f"{name}: no such file{_nearest_folder(path)}")
     return [Source(file, file, os.stat(file).st_size) for file in files]
 
 
@@ -276,14 +292,14 @@ def _find_remote(url: str, scheme: str, rest: str) -> list[Source]:
         skip = len(base.rstrip("/")) + 1 if base else 0
         files = [info for info in listed(deep) if pattern.fullmatch(info.path[skip:])]
         if not files:
-            raise DataError(f"{shown} matches no file")
+            raise NoFiles(f"{shown} matches no file")
         return [source(info) for info in files]
     info = filesystem.get_file_info(base)
     if info.is_file:
         return [source(info)]
     files = [entry for entry in listed(False) if not _hidden(entry.path)]
     if not files:
-        raise DataError(f"{shown}: no such file, and no folder with files")
+        raise NoFiles(f"{shown}: no such file, and no folder with files")
     return [source(info) for info in files]
 
 

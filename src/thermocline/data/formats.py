@@ -25,7 +25,7 @@ from thermocline.data.features import (
     statistics,
     transform,
 )
-from thermocline.data.files import Source, find_files, map_threads
+from thermocline.data.files import NoExamples, Source, find_files, map_threads
 from thermocline.data.parquet import ParquetBlocks, ParquetFileInfo
 from thermocline.data.text_blocks import BOM, Blocks, TextBlocks
 from thermocline.errors import DataError, ThermoclineError
@@ -34,6 +34,7 @@ from thermocline.utils.text_format import plural
 # Options that only some formats have; set for another format, they are an error.
 _ONLY_IN = {
     "label": ("csv", "parquet"),
+    "time": ("csv", "parquet"),
     "categorical": ("criteo", "csv", "parquet"),
     "numeric": ("criteo", "csv", "parquet"),
     "ignore": ("criteo", "csv", "parquet"),
@@ -60,7 +61,12 @@ class OpenedFiles:
 
 
 def open_files(
-    paths: Sequence[str], data: Data, *, features: Features | None, labelled: bool | None, block_bytes: int | None
+    paths: Sequence[str | Source],
+    data: Data,
+    *,
+    features: Features | None,
+    labelled: bool | None,
+    block_bytes: int | None,
 ) -> OpenedFiles:
     """Open files for reading.
 
@@ -83,7 +89,7 @@ def open_files(
     else:
         blocks, resolved, columns = _open_table(sources, data, format, features, labelled, block_bytes)
     if len(blocks) == 0:
-        raise DataError(no_examples(sources))
+        raise NoExamples(no_examples(sources))
     identity: list[Any] = [format, resolved.to_json(), columns, dataclasses.asdict(data.numbers_of(format))]
     # on_error is left out: a run that stopped at a malformed line may be resumed with on_error = "skip".
     identity += [data.raw_keys, data.label_threshold, data.delimiter, data.fields, labelled]
@@ -263,7 +269,7 @@ def _open_parquet(
     labelled = data.label in names if labelled is None else labelled
     columns = resolve(names, data, "parquet", sources[0].name, labelled, known=features is not None)
     if features is not None:
-        columns = _sort_columns(columns, features)
+        columns = sort_columns(columns, features)
     numbers, numeric = data.numbers_of("parquet"), numeric_columns(columns)
 
     def rows() -> Any:
@@ -281,7 +287,7 @@ def _open_parquet(
     return blocks, resolved, [[column.name, column.role] for column in columns]
 
 
-def _sort_columns(columns: list[Column], features: Features) -> list[Column]:
+def sort_columns(columns: list[Column], features: Features) -> list[Column]:
     """Sort columns by their order in the training data: Parquet columns are read by name, in any order."""
     order = {name: i for i, name in enumerate((*features.fields, *features.dense))}
     return sorted(columns, key=lambda column: order.get(column.name, len(order)))

@@ -8,6 +8,7 @@ from typing import Any
 from thermocline.config.data import Data, Split
 from thermocline.data.features import Features
 from thermocline.data.files import find_files, is_remote, without_secrets
+from thermocline.data.follow import FollowReader
 from thermocline.data.reader import Reader
 from thermocline.data.synthetic import SyntheticAds
 from thermocline.errors import ConfigError, DataError
@@ -24,7 +25,7 @@ def check_paths(data: Data, splits: Iterable[Split]) -> None:
         return
     for split in splits:
         for i, path in enumerate(getattr(data, split)):
-            if not is_remote(path):
+            if not is_remote(path) and not (data.follow and split == "train"):
                 try:
                     find_files([path])
                 except DataError as error:
@@ -54,7 +55,7 @@ def open_data(
     tensors: bool = True,
     shard: tuple[int, int] = (0, 1),
     contiguous: bool = False,
-) -> Reader | SyntheticAds:
+) -> Reader | FollowReader | SyntheticAds:
     """Open one split as an iterable of batches.
 
     shuffle    None means data.shuffle for the training data, and no shuffling for validation and test
@@ -69,10 +70,18 @@ def open_data(
         raise ConfigError(f"no {split} data: {cause}")
     if data.format == "synth":
         return _open_synthetic(data, split, batch_size=batch_size, tensors=tensors, shard=shard, contiguous=contiguous)
-    if features is None and split != "train" and data.train:
-        features = Reader(data.train, data, batch_size=batch_size).features
     if shuffle is None:
         shuffle = data.shuffle and split == "train"
+    if data.follow and (split == "train" or features is None):
+        if shard != (0, 1):
+            raise ConfigError(f"data.follow = true: {shard[1]} ranks cannot follow files; start one process")
+        followed: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "labelled": labelled, "tensors": tensors}
+        reader = FollowReader(data, batch_size=batch_size, features=features, **followed)
+        if split == "train":
+            return reader
+        features = reader.features
+    if features is None and split != "train" and data.train:
+        features = Reader(data.train, data, batch_size=batch_size).features
     options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "shuffle": shuffle}
     options |= {"tensors": tensors, "shard": shard, "contiguous": contiguous}
     return Reader(getattr(data, split), data, features=features, labelled=labelled, **options)

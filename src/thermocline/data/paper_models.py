@@ -26,7 +26,7 @@ _MODELS = {
     "D": _Published(500, 10**11, 4_000_000, 6000 * 10**9, 50),
     "E": _Published(500, 2 * 10**11, 7_000_000, 10_000 * 10**9, 50),
 }
-# The paper's cluster: 4 nodes with 8 GPUs of 32 GB and about 1 TB of DRAM each: 10 % and 40 % of model E.
+# The cluster of Zhao et al. (2020): 4 nodes with 8 GPUs of 32 GB and about 1 TB of DRAM each: 10 % and 40 % of model E.
 _HBM_BYTES = 4 * 8 * 32 * 10**9
 _MEM_BYTES = 4 * 10**12
 

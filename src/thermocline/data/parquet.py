@@ -12,10 +12,12 @@ from thermocline.config.data import Data
 from thermocline.core import core
 from thermocline.data.arrow_keys import (
     as_doubles,
+    as_seconds,
     hash_column,
     interleave,
     is_list,
     is_text,
+    is_time,
     one_array,
     raw_keys,
     rows_with_invalid_key,
@@ -64,6 +66,7 @@ class ParquetBlocks:
         self._fitted = fitted
         self._read = [column for column in columns if column.role != "ignore"]
         self._label = next((column.name for column in columns if column.role == "label"), None)
+        self._time = next((column.name for column in columns if column.role == "time"), None)
         self._dense = [column.name for column in columns if column.role == "dense"]
         self._keys = [column for column in columns if column.role in ("key", "number_key")]
         for source, info in zip(sources, infos, strict=True):
@@ -103,6 +106,13 @@ class ParquetBlocks:
                     role = "the label" if column.role == "label" else "a numeric column"
                     raise DataError(f"{source.name}: column {name!r} has type {kind}; {role} must have numbers")
                 continue
+            if column.role == "time":
+                if not is_time(kind):
+                    raise DataError(
+                        f"{source.name}: column {name!r} has type {kind}; data.time must name timestamps, dates or "
+                        "numbers of seconds"
+                    )
+                continue
             value = kind.value_type if is_list(kind) else kind
             value = value.value_type if pt.is_dictionary(value) else value
             valid, allowed = pt.is_integer(value) or is_text(value), "integers, decimal text, and lists of these"
@@ -136,7 +146,8 @@ class ParquetBlocks:
 
             table = table.filter(pa.array(~bad))
         with file_errors(split.source.name):
-            return Block(self._examples(table), first_malformed, malformed)
+            time = None if self._time is None else as_seconds(one_array(table[self._time]))[0]
+            return Block(self._examples(table), first_malformed, malformed, time)
 
     def table(self, split: InputSplit, names: Sequence[str]) -> Any:
         """Read columns of a row group, each as one chunk."""
@@ -172,6 +183,9 @@ class ParquetBlocks:
         if self._label is not None:
             label = as_doubles(one_array(table[self._label]))
             add(~(np.abs(label) <= _MAX_DENSE), self._label, "a label must be a number")
+        if self._time is not None:
+            rule = "an event time must be a timestamp, or seconds from -2**53 to 2**53"
+            add(as_seconds(one_array(table[self._time]))[1], self._time, rule)
         for name in self._dense:
             values = self._scaled(name, as_doubles(one_array(table[name])))
             add(np.abs(values) > _MAX_DENSE, name, "does not fit a float32")

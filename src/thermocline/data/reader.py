@@ -27,7 +27,7 @@ from thermocline.core import core
 from thermocline.data.block_prefetch import BlockIndex, prefetch_blocks
 from thermocline.data.feature_hashing import make_hasher
 from thermocline.data.features import Features
-from thermocline.data.files import Source, map_threads
+from thermocline.data.files import NoExamples, Source, map_threads
 from thermocline.data.formats import no_examples, open_files
 from thermocline.data.parquet import ParquetBlocks
 from thermocline.data.text_blocks import Block, Malformed
@@ -75,7 +75,7 @@ class Reader:
 
     def __init__(
         self,
-        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Source],
         data: Data | None = None,
         *,
         batch_size: int,
@@ -107,7 +107,7 @@ class Reader:
                      compressed file is then read by one shard, and a shard may be empty
         """
         several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-        names = [os.fspath(path) for path in several]
+        names = [path if isinstance(path, Source) else os.fspath(path) for path in several]
         settings = Data(**options) if data is None else dataclasses.replace(data, **options)
         _check_arguments(batch_size, seed, shard, block_bytes)
         self.data = settings
@@ -283,11 +283,11 @@ class Reader:
         if self._skipped:
             raise DataError(f"all {self._skipped} lines are malformed; the first: {self._malformed[0]}")
         if self.shard[1] == 1:
-            raise DataError(f"{no_examples(self._sources)}: all lines are empty")
+            raise NoExamples(f"{no_examples(self._sources)}: all lines are empty")
 
     def _take(self, chunks: collections.deque[ShuffleChunk], epoch: int) -> Batch | None:
         """Take the examples of the next batch out of `chunks`, and remove used-up chunks."""
-        blocks: list[Any] = []
+        taken_from: list[Block] = []
         orders: list[Offsets] = []
         missing, base = self.batch_size, 0
         first_block, taken = (0, 0), 0
@@ -295,7 +295,7 @@ class Reader:
             chunk = chunks[0]
             count = min(missing, chunk.remaining)
             if count:
-                blocks += [block.examples for block in chunk.blocks]
+                taken_from += chunk.blocks
                 orders.append(chunk.order[chunk.taken : chunk.taken + count] + base)
                 base += len(chunk.order)
             chunk.taken += count
@@ -307,7 +307,13 @@ class Reader:
             return None
         fields = len(self.features.fields)
         order = orders[0] if len(orders) == 1 else np.concatenate(orders)
-        ids, offsets, weights, dense, label = core.gather_examples(blocks, fields, self.dense, order)
+        ids, offsets, weights, dense, label = core.gather_examples(
+            [block.examples for block in taken_from], fields, self.dense, order
+        )
+        time = None
+        if self.data.time is not None:
+            times = [block.time for block in taken_from if block.time is not None]
+            time = np.concatenate(times)[order] if times else None
         features: Any = dense.reshape(len(order), self.dense) if self.dense else None
         target: Any = label
         if self.tensors:
@@ -316,9 +322,8 @@ class Reader:
             target = torch.from_numpy(label)
             features = None if features is None else torch.from_numpy(features)
         position = {"epoch": epoch, "unit": first_block[0], "block": first_block[1], "example": taken}
-        batch = Batch(
-            ids, offsets, fields, weights, features, target, {**self._identity, **position}, names=self.features.fields
-        )
+        place, names = {**self._identity, **position}, self.features.fields
+        batch = Batch(ids, offsets, fields, weights, features, target, place, names=names, time=time)
         return batch if self._hasher is None else self._hasher(batch)
 
     def _chunks(self, epoch: int, start: BlockIndex) -> Generator[ShuffleChunk, None, None]:

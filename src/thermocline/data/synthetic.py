@@ -34,7 +34,7 @@ _CHUNK_IDS = 1 << 22  # ids in memory while files are written
 class SyntheticAds:
     """An iterable of `tc.Batch`, determined by configuration and position. One iteration is one epoch of `examples`.
 
-    `SyntheticAds.preset("E/1000")` has the sizes of a model of the MLSys 2020 paper. `ads.split("valid",
+    `SyntheticAds.preset("E/1000")` has the sizes of a model of Zhao et al. (MLSys 2020). `ads.split("valid",
     examples=100_000)` generates other examples with the same keys and teacher. Every iteration repeats the same epoch.
     """
 
@@ -90,7 +90,7 @@ class SyntheticAds:
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> Self:
-        """Generate data for model A, B, C, D or E of the MLSys 2020 paper, scaled down: "E/1000" is 1/1000 of model E.
+        """Generate data for model A, B, C, D or E of Zhao et al. (2020), scaled down: "E/1000" is 1/1000 of model E.
 
         `options` are arguments of the constructor and override the preset. `plan` has the model's other sizes.
         """

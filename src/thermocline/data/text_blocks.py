@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from thermocline.arrays import Floats, Mask
+from thermocline.arrays import Floats, Mask, Offsets
 from thermocline.config.data import Data
 from thermocline.data.files import Source
 from thermocline.errors import DataError, ThermoclineError
@@ -65,6 +65,8 @@ class Block:
     examples: Examples
     first_malformed: tuple[Malformed, ...] = ()
     malformed: int = 0
+    time: Offsets | None = None
+    """Event time of each example; None: the data has none."""
 
     def __len__(self) -> int:
         return len(self.examples[4])
@@ -222,7 +224,7 @@ class TextBlocks:
         begin, text = piece
         skip = self._data.on_error == "skip"
         try:
-            *examples, errors, malformed = self._parser.parse(text, skip)
+            *examples, time, errors, malformed = self._parser.parse(text, skip)
         except ThermoclineError as error:
             raise DataError(f"{split.source.name}: {error}") from None
         first_malformed = tuple(Malformed(split.source, line, cause, begin) for line, cause in errors)
@@ -231,7 +233,7 @@ class TextBlocks:
         if not self._labelled:
             examples[4][:] = 0
         threshold_labels(examples[4], self._data)
-        return Block(tuple(examples), first_malformed, malformed)
+        return Block(tuple(examples), first_malformed, malformed, time)
 
 
 def _too_long(source: Source, begin: int) -> DataError:

@@ -69,6 +69,10 @@ class ShardReaderBackend(DramBackend):
     def lookahead(self) -> LookAheadLimits | None:
         return self._lookahead
 
+    @property
+    def stores(self) -> list[SsdStore]:
+        return [shard.store for shard in self._shards]
+
     def horizon(self, *, training: bool) -> KeyHorizon:
         parts = [DramHorizon(shard, training=training) for shard in self._shards]
         return parts[0] if len(parts) == 1 else SplitHorizon(parts, self._by_shard)
@@ -117,7 +121,7 @@ class ShardReaderBackend(DramBackend):
         for shard in self._shards:
             owned = owners == shard.rank
             rows[owned] = shard.dram.read(keys[owned])
-        return rows
+        return self.caught_up(rows)
 
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         streams = [self._owned_rows_of(shard, batch_rows=batch_rows) for shard in self._shards]
@@ -171,6 +175,11 @@ class ShardReaderTable(Table):
     def store_root(self) -> Path | None:
         """Folder of all stores; None: the checkpoint's run folder has them."""
         return self._reader.root
+
+    @property
+    def stores(self) -> list[SsdStore]:
+        """The open stores, by rank."""
+        return self._reader.stores
 
     def open_stores(self, sources: Sequence[tuple[Path, int]]) -> None:
         """Open (folder, epoch) of the ranks that saved a checkpoint, by rank."""

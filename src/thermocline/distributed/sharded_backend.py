@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 import threading
 import weakref
@@ -30,6 +31,8 @@ import torch
 from thermocline.arrays import Floats, Keys, Rows
 from thermocline.batch import WorkingSet
 from thermocline.distributed.communicator import Groups
+from thermocline.distributed.key_sharding import owner_of
+from thermocline.distributed.rank_agreement import require_equal
 from thermocline.distributed.row_exchange import Route, RowExchange
 from thermocline.distributed.row_reduce import LIMBS, RowSum, from_limbs, take_rows, to_limbs
 from thermocline.distributed.sharded_horizon import HintedRows, ShardedHorizon
@@ -37,6 +40,7 @@ from thermocline.embedding.backend import Select, ShardBackend, ShardPins, TierS
 from thermocline.embedding.batch_plan import BagInputs, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.row_statistics import StatisticsState
+from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
 from thermocline.tiers.ssd import SsdStore
 
@@ -118,6 +122,10 @@ class ShardedBackend(Unrecorded):
         self.local.statistics = state
 
     @property
+    def rates(self) -> StepRates | None:
+        return self.local.rates
+
+    @property
     def device(self) -> torch.device:
         return self.local.device
 
@@ -176,6 +184,7 @@ class ShardedBackend(Unrecorded):
         remote: RemoteBatch = plan.remote
         plan.use()
         rows, out = self.local.row_buffer(len(remote.route.keys))
+        self.local.catch_up(remote.slots)
         give = functools.partial(self.local.read_weights, remote.slots)
         self._row_exchange.fetch_rows(self.groups.train, remote.route, give, out, self.traffic.rows, self.step_count)
         plan.rows, remote.step = rows, self.step_count
@@ -366,6 +375,13 @@ class ShardedBackend(Unrecorded):
 
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         self.local.import_rows(keys, rows)
+
+    def write_rows(self, keys: Keys, rows: Floats) -> None:
+        digest = hashlib.blake2b(rows.tobytes(), key=hashlib.blake2b(keys.tobytes()).digest()).hexdigest()
+        settings = {"keys": len(keys), "digest of keys and rows": digest}
+        require_equal(self.groups.train, settings, "load_rows must get the same keys and rows on all ranks")
+        owned = owner_of(keys, self.groups.topology.world) == self.groups.topology.rank
+        self.local.write_rows(keys[owned], np.ascontiguousarray(rows[owned]))
 
     @property
     def learned_scale(self) -> LearnedScale | None:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from thermocline.distributed.communicator import Groups
     from thermocline.embedding.quant_scale import LearnedScale
     from thermocline.embedding.row_statistics import StatisticsState
+    from thermocline.embedding.step_rates import StepRates
     from thermocline.embedding.table_spec import LookAheadLimits
     from thermocline.tiers.dram import DramTier
     from thermocline.tiers.hbm import HbmTier
@@ -191,6 +192,10 @@ class RowBackend(Protocol):
     """State of the row statistics; the table sets its step time before `update` and `apply`."""
 
     @property
+    def rates(self) -> StepRates | None:
+        """Rates of the last steps, which `Table.step` records; None: rows do not catch up (`lazy`)."""
+
+    @property
     def device(self) -> torch.device:
         """Device of pooled vectors and gradients."""
 
@@ -233,6 +238,9 @@ class RowBackend(Protocol):
         caller may try again after one of those was released.
         """
 
+    def launch(self, window: Any) -> None:
+        """Begin `pin`, without waiting for the device. Only where `plans_on_device`; optional."""
+
     def prepare(self, window: Any) -> Sequence[BatchPlan]:
         """Plan each batch of a pinned window. Thread: load. Blocks on nothing."""
 
@@ -255,7 +263,10 @@ class RowBackend(Protocol):
         """Whether the plan refers to the rows as they are now: reopening a table invalidates earlier plans."""
 
     def pool(self, plan: Any, bag: Any) -> torch.Tensor:
-        """Return float32[bags, dim] on `device`: each bag's rows added left to right, divided for mean."""
+        """Return float32[bags, dim] on `device`: each bag's rows added left to right, divided for mean.
+
+        Rows that catch up are brought to step `step_count` first: those of a training plan in place.
+        """
 
     def with_weights(self, plan: Any, bag: Any, weights: torch.Tensor) -> Any:
         """Return a bag of the plan with other weights: float32, one per id, on any device."""
@@ -278,7 +289,10 @@ class RowBackend(Protocol):
         """Return the joint L2 norm, computed in double. Blocks on the device. Collective over ranks."""
 
     def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
-        """Apply one optimizer step per unique key to reduced gradients, multiplied by `scale`."""
+        """Apply one optimizer step per unique key to reduced gradients, multiplied by `scale`.
+
+        Rows that catch up are brought to the step before it first.
+        """
 
     def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:
         """Do `reduce` and `apply` in one pass. Collective over ranks."""
@@ -322,7 +336,10 @@ class RowBackend(Protocol):
         """
 
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
-        """Iterate over every trained row of this process once, in bounded memory. `store`: where checkpoints are."""
+        """Iterate over every trained row of this process once, in bounded memory. `store`: where checkpoints are.
+
+        Rows that catch up are as of the last batch that trained them.
+        """
 
     def flush(self, store: SsdStore | None = None) -> None:
         """Write every row changed since the last flush to the table's own store, or to `store`."""
@@ -345,6 +362,12 @@ class RowBackend(Protocol):
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         """Add stored rows that no commit of this table has yet."""
 
+    def write_rows(self, keys: Keys, rows: Floats) -> None:
+        """Insert or replace float32[n, `TableSpec.row_floats`] by key; of a repeated key the last row counts.
+
+        Collective over ranks, which pass equal arguments.
+        """
+
     @property
     def learned_scale(self) -> LearnedScale | None:
         """State of a learned quantization scale; None: the precision has none. Blocks on the device."""
@@ -365,6 +388,9 @@ class Unrecorded:
     """Base of backends that plan on the CPU: nothing is recorded, and `cannot_record` says why."""
 
     plans_on_device = False
+
+    def launch(self, window: Any) -> None:
+        """Nothing to begin."""
 
     def loads_nothing(self, window: Any) -> bool:
         """Not known."""
@@ -407,6 +433,9 @@ class ShardBackend(RowBackend, Protocol):
 
     def plan_rows(self, inputs: BagInputs, working_set: WorkingSet, rows: Any) -> Any:
         """Plan an evaluation batch on received rows, in the order of the working set."""
+
+    def catch_up(self, slots: Any) -> None:
+        """Bring pinned rows, each once, to step `step_count`, before `read_weights`. Does nothing without `rates`."""
 
     def read_weights(self, slots: Any, index: torch.Tensor, out: torch.Tensor) -> None:
         """Copy the weights of pinned rows slots[index] to `out`."""

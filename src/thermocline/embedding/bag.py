@@ -191,6 +191,15 @@ class EmbeddingBag(torch.nn.Module):
         if key in missing:
             missing[missing.index(key)] = _MissingDescription(key)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Raise on `half()`, `double()` and alike; a change of the device has no effect on the bag."""
+        if fn(torch.empty(0)).dtype != torch.float32:
+            raise TypeError(
+                f"a bag of table {self.table.name!r} cannot change its dtype: it returns float32. Convert the dense "
+                "modules alone, use torch.autocast, or set the table's precision for rows of fewer bits"
+            )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.table.register(self, self.specs)  # a copy that shares the table
@@ -213,6 +222,8 @@ def _find_plan(table: Table, batch: Batch, specs: Sequence[BagSpec], training: b
     for plan in candidates:
         if plan is None or not plan.bags.keys() >= set(specs) or not table.backend.is_current(plan):
             continue
+        if not training and plan.pins is not None and table.backend.rates is not None:
+            continue  # a pass through a training plan would catch up its rows in place
         if _pinned(plan) or (plan.pins is None and not training):
             return plan  # type: ignore[no-any-return]
     return None

@@ -15,7 +15,8 @@ from thermocline.embedding.backend import RowBackend
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import Precision, append_precision
 from thermocline.embedding.row_statistics import parse_statistics
-from thermocline.embedding.row_version import RowVersion, user_note
+from thermocline.embedding.row_version import RowVersion, rates_of_commit, user_note
+from thermocline.embedding.step_rates import RateRuns
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import CorruptionError
 from thermocline.tiers.host_rows import open_store
@@ -124,10 +125,17 @@ class OpenTable:
         """Identity of the rows as they are now."""
         return RowVersion(self._history, self.step_count)
 
-    def set_version(self, version: RowVersion) -> None:
-        """Declare that the rows are those of `version`: they were loaded or restored."""
+    def set_version(self, version: RowVersion, rates: RateRuns = ()) -> None:
+        """Declare that the rows are those of `version`: they were loaded or restored, with the rates of their steps."""
+        if self.backend.rates is not None:
+            self.backend.rates.restore(version.step, rates, self.name)
         self._history, self.step_count = version
         self._history_begun = False
+
+    @property
+    def rate_runs(self) -> RateRuns | None:
+        """Rates of the last steps, to save them; None: rows do not catch up."""
+        return None if self.backend.rates is None else self.backend.rates.runs()
 
     def _open_version(self) -> None:
         """Take the version of the commit on which the backend was opened."""
@@ -136,7 +144,7 @@ class OpenTable:
             self.set_version(RowVersion("", 0))
             self.backend.statistics.load(None)
         else:
-            self.set_version(RowVersion.of_commit(store.note, store.epoch))
+            self.set_version(RowVersion.of_commit(store.note, store.epoch), rates_of_commit(store.note))
             self.backend.statistics.load(parse_statistics(store.note))
 
     def _new_history(self) -> str:
@@ -165,7 +173,9 @@ class OpenTable:
     def commit_note(self, note: bytes) -> bytes:
         """Return the note of a commit of this table's rows: it records the version and, below fp32, the precision."""
         note = self.backend.statistics.append_to(note, self.spec.statistics)
-        return append_precision(self.version.append_to(note), self.precision, self.backend.learned_scale)
+        return append_precision(
+            self.version.append_to(note, self.rate_runs), self.precision, self.backend.learned_scale
+        )
 
     @property
     def note(self) -> bytes:
@@ -210,6 +220,11 @@ class OpenTable:
         if not self.spec.statistics:
             raise ValueError(f'table {self.name!r} keeps no statistics: make it with statistics=["frequency"]')
         return self.spec.statistics.unpack(self.backend.read(as_keys(keys)), self.backend.statistics)
+
+    def read_rows(self, keys: Any) -> tuple[Floats, Floats]:
+        """Return weights, float32[n, dim], and optimizer state, float32[n, state]: see `read`, `Table.load_rows`."""
+        rows = self.read(keys)
+        return rows[:, : self.dim], rows[:, self.dim :]
 
     def tier_counts(self) -> Mapping[str, int]:
         """Return rows of training batches so far by the tier they were in: "hbm", "mem", "ssd", "new"."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 from thermocline.errors import require
+
+Lazy = Literal["touched", "catch_up"]
 
 
 def _require(ok: bool, owner: object, field: str, rule: str) -> None:
@@ -18,16 +20,41 @@ def _require_nonnegative(owner: SGD | Adagrad | RowWiseAdagrad | Adam, *fields: 
         value = getattr(owner, field)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         _require(is_number and math.isfinite(value) and value >= 0, owner, field, "a finite number, not negative")
+    _require(owner.lazy in get_args(Lazy), owner, "lazy", f"one of {', '.join(get_args(Lazy))}")
+    steps = owner.catch_up_steps
+    is_count = isinstance(steps, int) and not isinstance(steps, bool) and 1 <= steps <= MOST_STEPS
+    _require(is_count, owner, "catch_up_steps", f"a whole number from 1 to {MOST_STEPS:,}")
+
+
+MOST_STEPS = 100_000
+"""Largest `catch_up_steps`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SGD:
+class _Lazy:
+    """Steps in which a row has no gradient."""
+
+    lazy: Lazy = dataclasses.field(default="touched", repr=False)
+    """touched: a step changes only rows that it has a gradient of. catch_up: as if every step updated every row, with
+    L2 gradient and moments: a row replays the steps that it missed before it is read. It stores its last step, in four
+    bytes more, and needs fp32."""
+    catch_up_steps: int = dataclasses.field(default=1000, repr=False)
+    """Most missed steps that a row replays: if it missed more, the last ones."""
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether rows replay missed steps."""
+        return self.lazy == "catch_up"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SGD(_Lazy):
     """w -= lr * g. A row holds w only."""
 
     lr: float = 0.01
     """Learning rate; `Table.step(lr=...)` overrides it for one step."""
     weight_decay: float = 0.0
-    """L2 regularization of the rows that a step updates: g += weight_decay * w."""
+    """L2 regularization of the rows that a step updates (all, with lazy = "catch_up"): g += weight_decay * w."""
 
     code: ClassVar[int] = 0
 
@@ -35,12 +62,12 @@ class SGD:
         _require_nonnegative(self)
 
     def state_floats(self, dim: int) -> int:
-        """Number of float32 values of optimizer state per row."""
-        return 0
+        """Number of 4-byte words of optimizer state per row."""
+        return int(self.catches_up)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Adagrad:
+class Adagrad(_Lazy):
     """s += g * g; w -= lr * g / (sqrt(s) + eps). A row holds w and s."""
 
     lr: float = 0.01
@@ -50,7 +77,7 @@ class Adagrad:
     initial_accumulator: float = 0.0
     """Initial value of s."""
     weight_decay: float = 0.0
-    """L2 regularization of the rows that a step updates: g += weight_decay * w."""
+    """L2 regularization of the rows that a step updates (all, with lazy = "catch_up"): g += weight_decay * w."""
 
     code: ClassVar[int] = 1
 
@@ -58,12 +85,12 @@ class Adagrad:
         _require_nonnegative(self, "eps", "initial_accumulator")
 
     def state_floats(self, dim: int) -> int:
-        """Number of float32 values of optimizer state per row."""
-        return dim
+        """Number of 4-byte words of optimizer state per row."""
+        return dim + self.catches_up
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RowWiseAdagrad:
+class RowWiseAdagrad(_Lazy):
     """s += mean(g * g); w -= lr / (sqrt(s) + eps) * g. A row holds w and one float s."""
 
     lr: float = 0.01
@@ -73,7 +100,7 @@ class RowWiseAdagrad:
     initial_accumulator: float = 0.0
     """Initial value of s."""
     weight_decay: float = 0.0
-    """L2 regularization of the rows that a step updates: g += weight_decay * w."""
+    """L2 regularization of the rows that a step updates (all, with lazy = "catch_up"): g += weight_decay * w."""
 
     code: ClassVar[int] = 2
 
@@ -81,12 +108,12 @@ class RowWiseAdagrad:
         _require_nonnegative(self, "eps", "initial_accumulator")
 
     def state_floats(self, dim: int) -> int:
-        """Number of float32 values of optimizer state per row."""
-        return 1
+        """Number of 4-byte words of optimizer state per row."""
+        return 1 + self.catches_up
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Adam:
+class Adam(_Lazy):
     """torch.optim.Adam on the rows that a step updates; bias correction uses the table's step. A row holds w, m, v."""
 
     lr: float = 0.001
@@ -98,7 +125,7 @@ class Adam:
     eps: float = 1e-8
     """Added to the denominator, which is never 0 then."""
     weight_decay: float = 0.0
-    """L2 regularization of the rows that a step updates: g += weight_decay * w."""
+    """L2 regularization of the rows that a step updates (all, with lazy = "catch_up"): g += weight_decay * w."""
 
     code: ClassVar[int] = 3
 
@@ -108,8 +135,8 @@ class Adam:
         _require(self.beta2 < 1, self, "beta2", "below 1")
 
     def state_floats(self, dim: int) -> int:
-        """Number of float32 values of optimizer state per row."""
-        return 2 * dim
+        """Number of 4-byte words of optimizer state per row."""
+        return 2 * dim + self.catches_up
 
 
 Optimizer = SGD | Adagrad | RowWiseAdagrad | Adam

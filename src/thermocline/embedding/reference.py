@@ -131,6 +131,8 @@ class ReferenceTable:
         self.scale = np.float32(precision.scale if precision.integer else 1)
         """Scale of the table otherwise."""
         self.learned = LearnedScale(precision.scale) if precision.scale_lr else None
+        self.rates: dict[int, float] = {}
+        """Learning rate of each step so far, for rows that catch up."""
         self._initial: dict[int, tuple[Floats, np.float32]] = {}
         """Cache of initial rows: units and scale."""
 
@@ -143,7 +145,10 @@ class ReferenceTable:
         return np.concatenate([units * (scale if self.precision.row_scaled else self.scale), self._initial_state()])
 
     def _initial_state(self) -> Floats:
-        return np.full(self.optimizer.state_floats(self.dim), initial_state(self.optimizer), np.float32)
+        state = np.full(self.optimizer.state_floats(self.dim), initial_state(self.optimizer), np.float32)
+        if self.optimizer.catches_up:
+            state[-1] = 0  # as of step 0
+        return state
 
     def _encode(self, key: int, weights: Floats, scale: np.float32, step: int | None) -> tuple[Floats, np.float32]:
         """Return units and scale, rounded as in training step `step`; None rounds to nearest."""
@@ -160,6 +165,29 @@ class ReferenceTable:
         row[: self.dim] *= self.scales.get(key, self.scale)
         return row
 
+    # ---- rows that catch up; the last word of a row is the number of the last step that it includes
+
+    def caught_up(self, key: int) -> Floats:
+        """Return the row as of the last step; that of another optimizer as it is."""
+        row = self.row(key)
+        if self.optimizer.catches_up:
+            self._catch_up(row, max(self.rates, default=0))
+        return row
+
+    def _catch_up(self, row: Floats, step: int) -> None:
+        """Replay the missed steps up to `step`, at most the last `catch_up_steps` of them."""
+        last = row[-1:].view(np.uint32)
+        missed = range(int(last[0]) + 1, step + 1)[-self.optimizer.catch_up_steps :]
+        for number in missed:
+            optimize(self.optimizer, row[:-1], np.zeros(self.dim, np.float32), number, self.rates[number])
+        last[0] = max(last[0], step)
+
+    def touch(self, keys: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Catch up the rows that a training batch reads, in place."""
+        if self.optimizer.catches_up:
+            for key in keys:
+                self.rows[int(key)] = self.caught_up(int(key))
+
     def store(self, key: int, row: Floats, step: int | None) -> Floats:
         """Store a row, rounded as in training step `step`; None rounds to nearest. Return its units."""
         units, scale = self._encode(key, row[: self.dim], self.scale, step)
@@ -169,7 +197,8 @@ class ReferenceTable:
         return units
 
     def read(self, keys: Sequence[int] | npt.NDArray[Any]) -> Floats:
-        rows = [self.row(int(key)) for key in keys]
+        """Return rows as evaluation reads them. Inserts nothing."""
+        rows = [self.caught_up(int(key)) for key in keys]
         return np.stack(rows) if rows else np.empty((0, len(self.initial_row(0))), np.float32)
 
     def push(self, keys: Sequence[int] | npt.NDArray[Any], rows: Floats) -> None:
@@ -189,7 +218,7 @@ class ReferenceTable:
         out = np.zeros((len(bags), self.dim), np.float32)
         for b, positions in enumerate(bags):
             for n, p in enumerate(positions):
-                x = self.row(int(ids[p]))[: self.dim]
+                x = self.caught_up(int(ids[p]))[: self.dim]
                 if weights is not None:
                     x = x * np.float32(weights[p])
                 out[b] = x if n == 0 else out[b] + x
@@ -208,7 +237,7 @@ class ReferenceTable:
         out = np.zeros(len(ids), np.float32)
         for b, positions in enumerate(_bags(len(ids), offsets, pooling)):
             for p in positions:
-                dot = sum_of_products(self.row(int(ids[p]))[: self.dim], grad[b])
+                dot = sum_of_products(self.caught_up(int(ids[p]))[: self.dim], grad[b])
                 out[p] = dot / np.float32(len(positions)) if pooling == "mean" else dot
         return out
 
@@ -253,10 +282,15 @@ class ReferenceTable:
     def apply_sums(self, sums: dict[int, Floats], *, step: int, lr: float | None = None, scale: float = 1.0) -> None:
         """Apply one optimizer step per key to summed gradients."""
         total = 0
+        rate = self.optimizer.lr if lr is None else lr
         for key, summed in sums.items():
-            row = self.row(key)
+            row = self.caught_up(key)
             g = summed * np.float32(scale)
-            optimize(self.optimizer, row, g, step, self.optimizer.lr if lr is None else lr)
+            if self.optimizer.catches_up:
+                optimize(self.optimizer, row[:-1], g, step, rate)
+                row[-1:].view(np.uint32)[0] = step
+            else:
+                optimize(self.optimizer, row, g, step, rate)
             units = self.store(key, row, step)
             if self.learned is not None:
                 total += scale_gradient(self.precision, row[: self.dim], units, self.scale, g)

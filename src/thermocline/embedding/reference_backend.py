@@ -24,6 +24,7 @@ from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.reference import ReferenceTable, sum_in_blocks
 from thermocline.embedding.reference_statistics import ReferenceStatistics, expired_keys
 from thermocline.embedding.row_statistics import StatisticsState
+from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import ThermoclineError
 from thermocline.tiers.ssd import SsdStore
@@ -89,6 +90,7 @@ class ReferenceBackend(Unrecorded):
             raise ValueError("the reference backend keeps fp32 rows in memory: give neither ssd nor precision")
         self.spec = spec
         self.step_count = 0
+        self.rates = StepRates.of(spec.optimizer)
         self.windows = 0
         """Pinned windows."""
         self.table = self._empty()
@@ -103,6 +105,11 @@ class ReferenceBackend(Unrecorded):
     def _empty(self) -> ReferenceTable:
         spec = self.spec
         return ReferenceTable(spec.dim, spec.optimizer, seed=spec.seed, table=spec.table_id, initial=spec.initial)
+
+    def _current(self) -> ReferenceTable:
+        if self.rates is not None:
+            self.table.rates = self.rates.by_step()
+        return self.table
 
     # ---- ahead of training
 
@@ -135,7 +142,10 @@ class ReferenceBackend(Unrecorded):
         return plan.table is self.table
 
     def pool(self, plan: _Plan, bag: BagInput) -> torch.Tensor:
-        table = plan.copy or self.table
+        table = plan.copy or self._current()
+        if plan.copy is None:
+            for source in plan.bags.values():
+                table.touch(source.ids)
         return torch.from_numpy(table.pool(bag.ids, bag.offsets, _pooling(bag), bag.weights))
 
     def with_weights(self, plan: _Plan, bag: BagInput, weights: torch.Tensor) -> BagInput:
@@ -177,7 +187,7 @@ class ReferenceBackend(Unrecorded):
         return float(np.sqrt(np.square(np.stack(list(sums.values())), dtype=np.float64).sum()))
 
     def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
-        self.table.apply_sums(reduced.values, step=step, lr=lr, scale=scale)
+        self._current().apply_sums(reduced.values, step=step, lr=lr, scale=scale)
         for key, labels in (reduced.occurrences or {}).items():
             self.row_statistics.setdefault(key, ReferenceStatistics()).occurred(labels, step, self.statistics.step_time)
 
@@ -197,11 +207,12 @@ class ReferenceBackend(Unrecorded):
     def read_batch(self, inputs: BagInputs) -> _Plan:
         copy = self._empty()
         keys = {int(key) for bag in inputs.values() for key in bag.ids}
+        copy.rates = self._current().rates
         copy.rows = {key: self.table.rows[key].copy() for key in keys if key in self.table.rows}
         return _Plan(self.table, dict(inputs), None, copy)
 
     def read(self, keys: Keys) -> Floats:
-        rows = self.table.read(keys)
+        rows = self._current().read(keys)
         return np.concatenate([rows, self._words(keys)], 1) if self.spec.statistics else rows
 
     def _words(self, keys: Keys) -> Floats:
@@ -243,7 +254,8 @@ class ReferenceBackend(Unrecorded):
         keys = np.fromiter(self.table.rows, np.uint64, len(self.table.rows))
         for first in range(0, len(keys), batch_rows):
             piece = keys[first : first + batch_rows]
-            yield piece, self.read(piece)
+            rows = np.stack([self.table.row(int(key)) for key in piece])
+            yield piece, np.concatenate([rows, self._words(piece)], 1) if self.spec.statistics else rows
 
     def flush(self, store: SsdStore | None = None) -> None:
         assert store is not None
@@ -282,6 +294,9 @@ class ReferenceBackend(Unrecorded):
                 whole = {name: int(value) for name, value in saved.items() if name not in ("show", "click")}
                 self.row_statistics[int(key)] = ReferenceStatistics(**{**saved, **whole})
 
+    def write_rows(self, keys: Keys, rows: Floats) -> None:
+        self.import_rows(keys, rows.view(np.uint8))
+
     learned_scale = None
 
     # ---- inspection
@@ -292,7 +307,8 @@ class ReferenceBackend(Unrecorded):
     def require_idle(self) -> None:
         if self.windows:
             raise ThermoclineError(
-                f"table {self.spec.name!r} has {self.windows} windows pinned: close the pipeline before restore()"
+                f"table {self.spec.name!r} has {self.windows} windows pinned: close tc.prefetch, and drop or step "
+                "forward passes, first"
             )
 
     def close(self) -> None:

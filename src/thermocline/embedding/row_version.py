@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from thermocline.embedding.step_rates import RateRuns, parse_runs
 
 _PREFIX = b'{"history": '
 
@@ -23,9 +25,12 @@ class RowVersion(NamedTuple):
     step: int
     """Steps applied."""
 
-    def append_to(self, note: bytes) -> bytes:
-        """Append a line with the version to the note of a commit."""
-        return note + b"\n" + json.dumps({"history": self.history, "step": self.step}).encode()
+    def append_to(self, note: bytes, rates: RateRuns | None = None) -> bytes:
+        """Append a line with the version to the note of a commit, and the rates of its steps if rows catch up."""
+        line: dict[str, Any] = {"history": self.history, "step": self.step}
+        if rates is not None:
+            line["rates"] = rates
+        return note + b"\n" + json.dumps(line).encode()
 
     @classmethod
     def of_commit(cls, note: bytes, epoch: int) -> RowVersion:
@@ -36,6 +41,15 @@ class RowVersion(NamedTuple):
                     case {"history": str(history), "step": int(step)} if step >= 0:
                         return cls(history, step)
         return cls(hashlib.blake2b(b"%d %b" % (epoch, note), digest_size=8).hexdigest(), 0)
+
+
+def rates_of_commit(note: bytes) -> RateRuns:
+    """Return the rates that `append_to` added to a note; empty if there are none."""
+    for line in note.split(b"\n")[-2:]:
+        if line.startswith(_PREFIX):
+            with contextlib.suppress(ValueError, RecursionError):
+                return parse_runs(json.loads(line).get("rates"))
+    return ()
 
 
 def user_note(note: bytes) -> bytes:

@@ -26,6 +26,7 @@ from thermocline.arrays import Floats, Keys
 from thermocline.embedding.bag import EmbeddingBag
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.row_version import RowVersion
+from thermocline.embedding.step_rates import parse_runs
 from thermocline.embedding.table import Table
 from thermocline.embedding.table_state import decode, describe, encode, require_same_table
 from thermocline.errors import BudgetError, FormatError, ThermoclineError
@@ -145,11 +146,15 @@ def _as_tensors(table: Table, keys: Keys, stored: Floats) -> Tensors:
         "keys": torch.from_numpy(keys.view(np.int64)),
         "weights": torch.from_numpy(weights if table.precision.kind == "fp32" else weights.view(np.uint8)),
         "state": torch.from_numpy(stored[:, words:].copy()),
-        "table": encode({**describe(table), "lr": float(table.lr)}),
+        "table": encode({**describe(table), "lr": float(table.lr), **_rates(table)}),
     }
     if (scale := table.backend.learned_scale) is not None:
         tensors["scale"] = torch.tensor(dataclasses.astuple(scale), dtype=torch.float64)
     return tensors
+
+
+def _rates(table: Table) -> dict[str, Any]:
+    return {} if table.rate_runs is None else {"rates": table.rate_runs}
 
 
 def _all_rows(table: Table, limit: int) -> Tensors:
@@ -233,7 +238,8 @@ def load_rows(table: Table, saved: Tensors, owned: np.ndarray[Any, np.dtype[np.b
         raise
     _delete_rows(table.checkpoint_store)  # the next save writes the loaded rows to it
     description = decode(saved["table"])
-    table.set_version(RowVersion(description["history"], description["step"]))
+    version = RowVersion(description["history"], description["step"])
+    table.set_version(version, parse_runs(description.get("rates")))
     backend.statistics.load(description.get("statistics"))
     table.lr = description.get("lr", table.lr)
 

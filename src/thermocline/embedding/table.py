@@ -29,6 +29,7 @@ from thermocline.embedding.open_table import OpenTable
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.pending import PendingBatches
 from thermocline.embedding.precision import Kind, Precision
+from thermocline.embedding.row_arguments import rows_to_load
 from thermocline.embedding.row_statistics import RowStatistics, Statistic, StatisticsState, newest_time
 from thermocline.embedding.table_spec import LookAheadLimits, OnDamage, Policy, TableSpec
 from thermocline.errors import (
@@ -134,8 +135,16 @@ class Table(OpenTable):
             needed = parse_size(mem, "mem") + store
             require_memory(needed, name=budgets, override="mem_overcommit=True")
         stored = Precision.of(precision)
+        require(
+            stored.kind == "fp32" or not optimizer.catches_up, f"{type(optimizer).__name__}.lazy", optimizer.lazy,
+            f'"touched" with precision {stored.kind}: rows that catch up are stored as fp32',
+        )  # fmt: skip
         kept = RowStatistics.of(statistics)
         require_type(expiry, Expiry | None, "expiry", "a tc.Expiry, such as Expiry(every=1000, unused_steps=10000)")
+        require(
+            not kept or not optimizer.catches_up, f"{type(optimizer).__name__}.lazy", optimizer.lazy,
+            '"touched" with statistics: rows that catch up have none yet',
+        )  # fmt: skip
         row_bytes = stored.row_bytes(dim, optimizer) + kept.bytes
         self.spec = TableSpec(
             name=name,
@@ -228,11 +237,7 @@ class Table(OpenTable):
 
     def check_freezable(self) -> None:
         """Raise `ThermoclineError` if a bag cannot be frozen or unfrozen now."""
-        if self.pending_gradients:
-            raise ThermoclineError(
-                f"table {self.name!r}: requires_grad_() with gradients that no step has applied: call table.step() or "
-                "table.discard_gradients() first"
-            )
+        self._require_no_gradients("requires_grad_()")
         if self.groups is not None and len(self.pipelines):
             raise ThermoclineError(
                 f"table {self.name!r}: requires_grad_() while a pipeline over ranks is open: all ranks must plan the "
@@ -425,6 +430,8 @@ class Table(OpenTable):
                     self.backend.apply(self._reduced, step, rate, scale)
                 else:
                     self.backend.update(self._pending.ordered(), step, rate, scale)
+                if self.backend.rates is not None:
+                    self.backend.rates.add(step, rate)
                 self.step_count = step
         finally:
             self.discard_gradients()
@@ -447,11 +454,7 @@ class Table(OpenTable):
         All tiers are changed at once; files shrink at their next merge. A key that returns starts from its initial row,
         with statistics 0. Cost: one scan of all rows (docs/online.md). Collective over ranks: each deletes its own.
         """
-        if self.pending_gradients:
-            raise ThermoclineError(
-                f"table {self.name!r}: expire() with gradients that no step has applied: call table.step() or "
-                "table.discard_gradients() first"
-            )
+        self._require_no_gradients("expire()")
         ranks = 1 if self.groups is None else self.groups.topology.world
         selection = Selection(
             expiry.checked(self.spec.statistics), self.spec, self.backend.statistics, self.step_count, ranks
@@ -473,6 +476,32 @@ class Table(OpenTable):
         self._reduced = None
         self._pending.clear()
         self.backend.end_step()
+
+    # ---- rows from elsewhere
+
+    def load_rows(self, keys: Any, rows: Any, state: Any = None) -> None:
+        """Insert or replace rows, between steps; other rows stay as they are. `read_rows` returns its arguments.
+
+        keys    uint64, int64 bit patterns or whole numbers, one per row; of a repeated key the last row counts
+        rows    float32[n, dim]: weights, rounded to nearest below fp32
+        state   float32[n, state] (with one float per row also [n]): the optimizer's state; None: its initial state
+
+        Statistics of the rows are 0. Steps go on from `step_count`, which Adam's bias correction uses. Rows are durable
+        after the next commit. Over ranks, all ranks pass equal arguments, and each takes the rows that it owns. After a
+        `BudgetError` a part of the rows was loaded.
+        """
+        wanted, values = rows_to_load(self.spec, keys, rows, state)
+        self._require_no_gradients("load_rows()")
+        self.backend.require_idle()
+        self._history, self._history_begun = self._new_history(), True  # an earlier state_dict has other rows
+        self.backend.write_rows(wanted, values)
+
+    def _require_no_gradients(self, doing: str) -> None:
+        if self.pending_gradients:
+            raise ThermoclineError(
+                f"table {self.name!r}: {doing} with gradients that no step has applied: call table.step() or "
+                "table.discard_gradients() first"
+            )
 
     # ---- open and close
 

@@ -104,6 +104,8 @@ class TableSpec:
         """Everything that determines rows and their updates, as JSON. Tables can share rows only if it is equal."""
         optimizer = dataclasses.asdict(self.optimizer)
         del optimizer["lr"]  # changes from step to step
+        if not self.optimizer.catches_up:  # files of earlier versions do not have these
+            del optimizer["lazy"], optimizer["catch_up_steps"]
         return {
             "dim": self.dim,
             "optimizer": {"kind": type(self.optimizer).__name__, **optimizer},

@@ -45,14 +45,16 @@ class Codec:
     """`random.table_mix(seed, table)`."""
     gradient: torch.Tensor | None = None
     """int64[1]: sum of the gradient of a learned scale, in fixed point; None if the scale is not learned."""
+    tail: int = 0
+    """Words of a row after the optimizer's state."""
 
     @classmethod
-    def of(cls, precision: Any, dim: int, keys: torch.Tensor, table_mix: int) -> Codec:
+    def of(cls, precision: Any, dim: int, keys: torch.Tensor, table_mix: int, tail: int = 0) -> Codec:
         """Codec of a precision in thermocline.embedding.precision."""
         scale = torch.full((1,), precision.scale, dtype=torch.float32, device=keys.device)
         kind, bits, stochastic = precision.code, precision.bits, precision.stochastic
         gradient = torch.zeros(1, dtype=torch.int64, device=keys.device) if precision.scale_lr else None
-        return cls(kind, bits, precision.row_scaled, stochastic, dim, scale, keys, table_mix, gradient)
+        return cls(kind, bits, precision.row_scaled, stochastic, dim, scale, keys, table_mix, gradient, tail)
 
     @property
     def number(self) -> int:
@@ -74,7 +76,8 @@ class Codec:
 
     def state(self, arena: torch.Tensor) -> torch.Tensor | None:
         """View of the optimizer state in an arena; None if the optimizer has no state."""
-        return arena[:, self.words :] if arena.shape[1] > self.words else None
+        end = arena.shape[1] - self.tail
+        return arena[:, self.words : end] if end > self.words else None
 
 
 def codec_number(weights: torch.Tensor, codec: Codec | None) -> int:

@@ -8,6 +8,7 @@ lists are allocated for the worst case, and `counts` holds their used lengths.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 import triton
@@ -157,6 +158,7 @@ def _blocks_kernel(
         tl.store(block_ends + block, tl.minimum(start + BLOCK, end), mask=live)
 
 
+@functools.lru_cache(256)
 def _list_sizes(ids: int) -> list[int]:
     """Elements of the lists of `ids` ids, and of the counts per tile. Each list is aligned to 16 bytes, because Triton
     compiles another kernel for pointers that are not."""

@@ -5,7 +5,8 @@
 Depth      at most `depth` items are between `read` and the end of the loop's body. Depth 1 runs the same stages
            serially on the caller's thread
 Inline     stages that only launch work on a device run on the caller's thread too, ahead of the loop: threads would
-           take turns with it at the interpreter lock, which costs more than the stages
+           take turns with it at the interpreter lock, which costs more than the stages. The newest item rests after its
+           first stage until the next call: the device works meanwhile on what that stage launched
 Errors     an exception in the source or a stage is re-raised in the consumer, with its traceback, in place of the item
            that failed; all earlier items are delivered first. Then the pipeline closes
 Threads    each stage runs on one thread, in item order. `Pipeline` itself is not thread-safe: one thread consumes and
@@ -52,6 +53,7 @@ class Later(Exception):
 
 
 _END = object()
+_IDLE_SECONDS = 0.2
 _thread_state = threading.local()
 """`on_stage`: True on the threads of stages, of all pipelines. The source of a pipeline may be a pipeline itself."""
 
@@ -61,6 +63,7 @@ class Pipeline(Generic[T]):
 
     finish(item)   called for every item that was read: when the caller requests the next item, when a stage fails on
                    it, or on close. Called again for the same item if an interrupt aborted the first call
+    idle()         called on the caller's thread every 0.2 s while it waits for an item; may raise. Not at depth 1
     inline(item)   called with the first item: whether all stages shall run on the caller's thread, ahead of the loop
     on_stop()      called before the threads are joined; blocked stages must return or raise
     on_closed(n)   called after the threads have ended; n is the most items that any stage can have started
@@ -79,10 +82,11 @@ class Pipeline(Generic[T]):
         on_stop: Callable[[], None] = lambda: None,
         on_closed: Callable[[int], None] = lambda items: None,
         inline: Callable[[Any], bool] | None = None,
+        idle: Callable[[], None] | None = None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth is {depth}: it must be at least 1, which runs the stages serially")
-        self._executor = _Executor(iter(source), stages, depth, finish, on_stop, on_closed, inline)
+        self._executor = _Executor(iter(source), stages, depth, finish, on_stop, on_closed, inline, idle)
         # The threads do not refer to this object, so that it can be dropped, and closes them, while they run.
         weakref.finalize(self, _close_executor, self._executor)
         self._executor.start()
@@ -150,6 +154,7 @@ class _Executor:
         on_stop: Callable[[], None],
         on_closed: Callable[[int], None],
         inline: Callable[[Any], bool] | None,
+        idle: Callable[[], None] | None,
     ) -> None:
         self._source = source
         self._stages = [stage for _, stage in stages]
@@ -157,6 +162,7 @@ class _Executor:
         self._finish = finish
         self._on_stop = on_stop
         self._on_closed = on_closed
+        self._idle = idle
         self._choose_inline = inline if depth > 1 else None  # until the first item is there
         self._inline = False
         self._ahead: deque[Any] = deque()  # inline: items that passed all stages
@@ -248,7 +254,7 @@ class _Executor:
     def _choose_threads(self) -> None:
         """Run the stages inline, or start their threads."""
         assert self._choose_inline is not None
-        first = self._queues[0].get()
+        first = self._get(self._queues[0])
         ended = first is _END or isinstance(first, _Failure)
         self._inline = ended or self._choose_inline(first)
         self._choose_inline = None
@@ -262,7 +268,8 @@ class _Executor:
         while self._waiting is None or not isinstance(self._waiting[1], _Failure):
             if self._waiting is None:
                 try:
-                    self._waiting = (0, self._queues[0].get(block=not self._ahead))
+                    inbox = self._queues[0]
+                    self._waiting = (0, inbox.get_nowait() if self._ahead else self._get(inbox))
                 except queue.Empty:
                     break
             if not self._advance_waiting():
@@ -278,7 +285,10 @@ class _Executor:
         return item
 
     def _advance_waiting(self) -> bool:
-        """Run the remaining stages of the item that waits; return whether it passed all of them."""
+        """Run the remaining stages of the item that waits; return whether it passed all of them.
+
+        The last of `depth` items, the caller's included, rests after its first stage until the next call.
+        """
         assert self._waiting is not None
         stage, item = self._waiting
         if item is _END or isinstance(item, _Failure):
@@ -295,6 +305,9 @@ class _Executor:
                 if not isinstance(error, Exception):
                     raise
                 return False
+            if i == 0 and len(self._stages) > 1 and len(self._ahead) >= max(1, self._depth - 2):
+                self._waiting = (1, item)
+                return False
         self._ahead.append(item)
         self._waiting = None
         return True
@@ -302,10 +315,20 @@ class _Executor:
     def _next_ready(self) -> Any:
         last, before = self._queues[-1], self.stats[-2]
         before.fill += (last.qsize() - before.fill) / (self.stats[-1].items + 1)
-        item = last.get()
+        item = self._get(last)
         if isinstance(item, _Failure):
             raise item.error
         return item
+
+    def _get(self, inbox: queue.SimpleQueue[Any]) -> Any:
+        """Take the next item of a queue; call `idle` while there is none."""
+        if self._idle is None:
+            return inbox.get()
+        while True:
+            try:
+                return inbox.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                self._idle()
 
     def _next_serial(self) -> Any:
         item = self._timed(0, lambda: next(self._source, _END))

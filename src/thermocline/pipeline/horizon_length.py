@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-_LEAST_GAIN = 0.05
-"""The length is doubled only if the last doubling lowered the cost of reads per batch by this share."""
+_MOST_LOSS = 0.05
+"""The length is doubled unless the last doubling raised the cost of reads per batch by this share."""
+_LEAST_JUDGED = 16
+"""Shorter horizons are always doubled: the cost of their reads varies more than that."""
 _TRY_AGAIN = 16
 """Sweeps after which a longer horizon is tried again."""
 
 
 class HorizonLength:
-    """Doubles from one batch, so that the first step is not delayed, while that makes reads cheaper."""
+    """Doubles from one batch, so that the first step is not delayed, unless that makes reads dearer.
+
+    A doubling that saves nothing is not the last: while a sweep needs a row of every hundredth page, twice as many rows
+    share no more pages; at a row per page they do.
+    """
 
     def __init__(self, most: int | None) -> None:
         self._most = most
@@ -25,7 +31,8 @@ class HorizonLength:
         length = self.batches
         self._costs[length] = cost / batches
         shorter = self._costs.get(length // 2)
-        if shorter is not None and self._costs[length] > (1 - _LEAST_GAIN) * shorter and self._held < _TRY_AGAIN:
+        dearer = shorter is not None and self._costs[length] > (1 + _MOST_LOSS) * shorter
+        if dearer and length >= _LEAST_JUDGED and self._held < _TRY_AGAIN:
             self._held += 1
             return
         self._held = 0

@@ -11,7 +11,7 @@ batches that are
 Sweeps follow each other. A batch is loaded when a whole sweep has passed since it was collected. Sweeps are as slow as
 the consumer allows, because a slow sweep meets more new keys: each reads the store once, for as many batches as were
 collected meanwhile. The horizon grows from one batch, so that the first step is not delayed, until a limit
-(`LookAheadLimits`) is reached or a longer one saves nothing.
+(`LookAheadLimits`) is reached or longer ones make reads dearer.
 
 A horizon is a hint. Rows that it does not load are read by the pull of their batch, so results do not depend on it.
 """

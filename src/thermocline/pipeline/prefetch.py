@@ -75,6 +75,7 @@ class Prefetch:
         pull_window: int,
         training: bool,
         flags_fn: Callable[[], int] | None,
+        idle: Callable[[], None] | None,
     ) -> None:
         if pull_window < 1:
             raise ValueError(f"pull_window is {pull_window}: it must be at least 1 batch")
@@ -82,7 +83,9 @@ class Prefetch:
         in_flight = 1 if depth == 1 else depth * pull_window
         ahead = LookAhead.over(loader, list(dict.fromkeys(tables)), depth=in_flight, training=training)
         # The stages do not refer to this object, so that it can be dropped while they run.
-        stages = _Stages(tables, sync, ahead)
+        stages = _Stages(tables, sync, ahead, getattr(loader, "stop_waiting", None))
+        if depth == 1 and hasattr(loader, "while_waiting"):  # it waits on the caller's thread
+            loader.while_waiting = idle
         self.lookahead: LookAheadStats | None = None if ahead is None else ahead.stats
         """Counters of the look-ahead; None: it is not used."""
         self._training = training
@@ -102,6 +105,7 @@ class Prefetch:
             finish=stages.finish,
             on_stop=stages.stop,
             on_closed=stages.closed,
+            idle=idle,
             inline=stages.choose_inline if training and sync is None and ahead is None and launching else None,
         )
         self._ready: Iterator[Batch] = iter(())
@@ -156,7 +160,14 @@ class Prefetch:
 class _Stages:
     """The stages of a window. Each runs on one thread, in window order."""
 
-    def __init__(self, tables: Sequence[Table], sync: WindowSync | None, ahead: LookAhead | None) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        sync: WindowSync | None,
+        ahead: LookAhead | None,
+        stop_loader: Callable[[], None] | None,
+    ) -> None:
+        self._stop_loader = stop_loader
         self._tables = list(dict.fromkeys(tables))
         self._sync = sync
         self._ahead = ahead
@@ -180,7 +191,9 @@ class _Stages:
 
     def collect(self, window: _Window) -> _Window:
         for table in self._tables:
-            window.rows[table] = table.stage(window.batches, [item.take(table) for item in window.ahead])
+            rows = window.rows[table] = table.stage(window.batches, [item.take(table) for item in window.ahead])
+            if self._inline:
+                table.backend.launch(rows)  # the device plans while the caller trains: `pull` is in the next call
         return window
 
     def exchange(self, sync: WindowSync, window: _Window) -> _Window:
@@ -281,7 +294,9 @@ class _Stages:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Wake the pull stage: the pipeline is closing."""
+        """Wake the pull stage, and a loader that waits for data: the pipeline is closing."""
+        if self._stop_loader is not None:
+            self._stop_loader()
         with self._lock:
             self._stopping = True
             self._changed.notify_all()
@@ -329,6 +344,7 @@ def prefetch(
     pull_window: int = 1,
     training: bool = True,
     flags_fn: Callable[[], int] | None = None,
+    idle: Callable[[], None] | None = None,
 ) -> Prefetch:
     """Iterate over `loader` with the rows of `tables` pulled ahead; use it in a for loop.
 
@@ -338,6 +354,12 @@ def prefetch(
     flags_fn      over several ranks: called once per window; the ranks' flags, combined by or, are in `.flags` when the
                   window's first batch is returned, equal on every rank
 
+    idle          called on the caller's thread about every 0.2 s while it waits for a batch; may raise. At depth 1 only
+                  while a loader with the attribute `while_waiting` waits
+
+    A loader with a method `stop_waiting` that blocks until data arrives must return soon after it is called: it is when
+    the pipeline closes.
+
     Raises in the loop what any stage raised. `BudgetError`: a single window does not fit a tier. `CorruptionError`,
     without `flags_fn`: a merge found a damaged page of a table whose `on_damage` is "stop".
     """
@@ -345,4 +367,4 @@ def prefetch(
         raise ValueError("prefetch() needs at least one table whose rows to pull")
     if training:
         keep_freed_memory()
-    return Prefetch(loader, tables, depth, pull_window, training, flags_fn)
+    return Prefetch(loader, tables, depth, pull_window, training, flags_fn, idle)

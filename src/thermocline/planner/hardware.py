@@ -162,15 +162,46 @@ class Hardware:
         return loader.to_toml(self)
 
 
-def paper_node(cpu: Cpu, cpu_source: str = "as given") -> Hardware:
-    """Node of the cluster of the hierarchical GPU parameter server paper (MLSys 2020), with the core costs of `cpu`.
+REFERENCE_CPU = Cpu(
+    cores=2,
+    memory=25276518400,
+    dedup_id_ns=22.3,
+    pull_row_ns=79.6,
+    plan_id_ns=6.81,
+    pool_id_ns=4.58,
+    pool_float_ns=0.603,
+    pool_tail_ns=0.302,
+    sum_id_ns=0.728,
+    sum_float_ns=0.757,
+    sum_tail_ns=0.414,
+    apply_row_ns=1.79,
+    apply_float_ns=0.965,
+    apply_tail_ns=0.747,
+    dense_reference_ms=142.5,
+    example_ns=32.0,
+    step_us=463.0,
+    prefetch_us=303.0,
+    route_key_ns=31.2,
+    route_us=369.0,
+    exchange_key_ns=2.11,
+    exchange_float_ns=4.58,
+    exchange_us=645.0,
+    allreduce_float_ns=2.31,
+    allreduce_us=320.0,
+)
+"""Costs of a core without a measurement: the second of three in benchmarks/results/plan-2026-11-15.json."""
+REFERENCE_SOURCE = "measured 2026-11-15 on two cores of a virtual x86-64 machine"
+
+
+def paper_node(cpu: Cpu = REFERENCE_CPU, cpu_source: str = REFERENCE_SOURCE) -> Hardware:
+    """Node of the cluster of Zhao et al. (MLSys 2020), with the core costs of `cpu`.
 
     The paper gives 8 GPUs of 32 GB, 48 cores, 1 TB of DRAM, NVMe RAID-0 and 100 Gb/s RDMA. The other figures are
     assumed from data sheets of that generation (V100 SXM2, PCIe 3, eight NVMe disks), nominal rates at 80 %.
     `cpu_source` states the origin of `cpu`.
     """
     return Hardware(
-        name="a node of the paper's cluster",
+        name="a node of the cluster of Zhao et al. (2020)",
         source=f"assumed: sizes of the paper, rates of data sheets; costs of a core {cpu_source}",
         cpu=dataclasses.replace(cpu, cores=48, memory=10**12),
         disk=Disk(

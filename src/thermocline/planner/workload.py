@@ -1,4 +1,4 @@
-"""Builds the `Workload` and `Cluster` of a config, or of a model of the MLSys 2020 paper."""
+"""Builds the `Workload` and `Cluster` of a config, or of a model of Zhao et al. (MLSys 2020)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _MAX_TIMED_MULTIPLY_ADDS = 5e9
 
 
 def preset_config(name: str, sets: Sequence[str] = ()) -> Config:
-    """Config of the paper's model A to E, scaled as in `tc.SyntheticAds.preset`, with `key=value` overrides `sets`."""
+    """Config of model A to E of Zhao et al. (2020), scaled as `tc.SyntheticAds.preset`, with `key=value` overrides."""
     try:
         paper_model = PaperModel.parse(name)
     except ValueError as error:

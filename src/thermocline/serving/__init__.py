@@ -11,13 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 from thermocline.serving.changes import sort_by_hash
 from thermocline.serving.publication import Publication, TableRows
-from thermocline.serving.snapshot import Snapshot, open
+from thermocline.serving.served_rows import ServedRows
+from thermocline.serving.snapshot import Snapshot, consumers, open
 from thermocline.serving.version import TableFile, Version
 
 if TYPE_CHECKING:
     from thermocline.serving.client import Client
 
-__all__ = ["Publication", "Snapshot", "TableFile", "TableRows", "Version", "connect", "open", "sort_by_hash"]
+__all__ = [
+    "Publication",
+    "ServedRows",
+    "Snapshot",
+    "TableFile",
+    "TableRows",
+    "Version",
+    "connect",
+    "consumers",
+    "open",
+    "sort_by_hash",
+]
 
 
 def connect(location: str, **options: Any) -> Client:

@@ -46,17 +46,32 @@ class Client:
     ) -> tuple[Floats, npt.NDArray[np.bool_]]:
         """See `Snapshot.find`."""
         batch = pa.record_batch([pa.array(as_keys(keys))], names=["key"])
-        command = json.dumps({"table": table, "missing": missing}).encode()
+        answer = self._exchange({"table": table, "missing": missing}, batch)
+        rows = answer.column("row")
+        values = rows.values.to_numpy(zero_copy_only=True).reshape(len(rows), rows.type.list_size)
+        return values, answer.column("found").to_numpy(zero_copy_only=False)
+
+    def score(self, examples: pa.RecordBatch | pa.Table) -> Floats:
+        """Return float32[n]: the probability of each example, at most 65,536. The server must run with `--score`.
+
+        The columns are those of the training data, in any order; the label is not needed.
+        """
+        if isinstance(examples, pa.Table):
+            columns = [pa.concat_arrays(c.chunks) if c.chunks else pa.array([], c.type) for c in examples.columns]
+            examples = pa.record_batch(columns, schema=examples.schema)
+        scores: Floats = self._exchange({"score": True}, examples).column("probability").to_numpy()
+        return scores
+
+    def _exchange(self, command: dict[str, Any], batch: pa.RecordBatch) -> Any:
+        """Send one batch and return the answer."""
+        descriptor = flight.FlightDescriptor.for_command(json.dumps(command).encode())
         with _server_errors():
-            writer, reader = self._client.do_exchange(flight.FlightDescriptor.for_command(command), self._options)
+            writer, reader = self._client.do_exchange(descriptor, self._options)
             with writer:
                 writer.begin(batch.schema)
                 writer.write_batch(batch)
                 writer.done_writing()
-                answer = reader.read_chunk().data
-            rows = answer.column("row")
-            values = rows.values.to_numpy(zero_copy_only=True).reshape(len(rows), rows.type.list_size)
-            return values, answer.column("found").to_numpy(zero_copy_only=False)
+                return reader.read_chunk().data
 
     def action(self, name: str) -> bytes:
         """Return the answer of an action: health, version or metrics."""

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import datetime
 import fcntl
-import json
+import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -19,23 +21,30 @@ from thermocline.arrays import Floats, Keys, as_keys
 from thermocline.core import _core
 from thermocline.embedding.key_hash import hash_keys
 from thermocline.errors import LockError, NotFoundError, ThermoclineError
+from thermocline.serving.row_files import check_formats, is_row_file, write_row_files
 from thermocline.serving.row_format import Precision, encode, row_bytes
-from thermocline.serving.snapshot import StoredRows, open_state
+from thermocline.serving.served_rows import ALL_ROWS, ServedRows
+from thermocline.serving.snapshot import StoredRows, consumers, open_state
 from thermocline.serving.version import (
     CURRENT,
     MANIFEST,
     Current,
+    ExtraFile,
     Kind,
+    RowFileFormat,
     TableFile,
     Version,
     file_header,
     read_current,
+    read_file,
     read_version,
     versions,
 )
 from thermocline.utils import atomic_file
+from thermocline.utils.untrusted_files import is_file_name
 
 _TEMPORARY = ".tmp-"
+_NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +62,10 @@ class TableRows:
     table_id: int = 0
     initial: tuple[int, float] | None = None
     """Code and scale of the initializer (`embedding/initializers.py`): what `lookup` returns for an unseen key."""
+    positions: tuple[str, ...] = ()
+    """See `TableFile.positions`: where the next delta continues."""
+    served: ServedRows = ALL_ROWS
+    """Which rows the version has; `rows` and `deleted` obey it already. It is recorded for the next delta."""
 
 
 class Publication:
@@ -61,17 +74,24 @@ class Publication:
     Thread safety: one thread.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, precision: Precision = "fp32") -> None:
-        """Open the folder to write, or create it. Raises `LockError` if another process writes to it."""
-        row_bytes(precision, 1)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        precision: Precision | None = None,
+        formats: Iterable[RowFileFormat] | None = None,
+    ) -> None:
+        """Open the folder to write, or create it. Raises `LockError` if another process writes to it.
+
+        precision  stored form of a weight; default: that of the current version, or fp32 if there is none
+        formats    also write rows in these formats (`row_files.py`); default: those of the current version
+        """
+        if precision is not None:
+            row_bytes(precision, 1)  # raises if unknown
+        chosen = None if formats is None else check_formats(formats)
         self.path = Path(path)
-        self.precision = precision
-        if self.path.exists() and not self.path.is_dir():
-            raise NotADirectoryError(f"{self.path} is a file: choose a new folder")
+        _require_ours(self.path)
         atomic_file.make_folder(self.path)
-        foreign = {entry.name for entry in self.path.iterdir()} - {CURRENT, "consumers"}
-        if not (self.path / CURRENT).exists() and any(not _is_ours(name) for name in foreign):
-            raise FileExistsError(f"{self.path} is not empty and is not a publication: choose a new folder")
         self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,6 +99,32 @@ class Publication:
             os.close(self._folder)
             raise LockError(f"another process publishes to {self.path}: wait until it ends") from None
         self._remove_leftovers()
+        current = None
+        with contextlib.suppress(ThermoclineError):  # a damaged version is reported when it is needed
+            current = self.current
+        if current is not None:
+            precision = precision or current.tables[0].precision
+            chosen = current.formats if chosen is None else chosen
+        self.precision: Precision = precision or "fp32"
+        self.formats = chosen or ()
+
+    @staticmethod
+    def check(path: str | os.PathLike[str], *, delta: bool, precision: Precision | None = None) -> None:
+        """Raise if no base, or no delta with this precision, can be published there. Needs no lock, changes nothing."""
+        folder = Path(path)
+        _require_ours(folder)
+        if not delta:
+            return
+        try:
+            current = read_version(versions(folder)[read_current(folder).number])
+        except (NotFoundError, FileNotFoundError, KeyError):
+            raise NotFoundError(f"{folder} has no version yet: publish a base first, without --delta") from None
+        for table in current.tables:
+            if precision not in (None, table.precision):
+                raise ValueError(
+                    f"precision is {precision}, that of the current version of {folder} is {table.precision}: publish "
+                    "a base, without --delta, to change it"
+                )
 
     def close(self) -> None:
         """Release the lock."""
@@ -100,14 +146,39 @@ class Publication:
         except NotFoundError:
             return None
 
-    def publish_base(self, tables: Sequence[TableRows], *, step: int, event_time: float | None = None) -> Version:
-        """Publish a version with all rows, and return it."""
+    def publish_base(
+        self,
+        tables: Sequence[TableRows],
+        *,
+        step: int,
+        event_time: float | None = None,
+        files: Mapping[str, bytes] = _NO_FILES,
+    ) -> Version:
+        """Publish a version with all rows, and return it. `files`: further files of the version, by name."""
         if any(table.deleted is not None for table in tables):
             raise ValueError("a base has no deleted keys: leave them out of its rows")
-        return self._publish("base", None, tables, step, event_time)
+        current = self.current
+        if current is not None and step < current.step:
+            warnings.warn(
+                f"{self.path}: the new version has the rows of step {step}, the current version {current.number} those "
+                f"of step {current.step}: consumers go back",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return self._publish("base", None, tables, step, event_time, files)
 
-    def publish_delta(self, tables: Sequence[TableRows], *, step: int, event_time: float | None = None) -> Version:
-        """Publish the rows that were changed or inserted, and the keys deleted, since the current version."""
+    def publish_delta(
+        self,
+        tables: Sequence[TableRows],
+        *,
+        step: int,
+        event_time: float | None = None,
+        files: Mapping[str, bytes] = _NO_FILES,
+    ) -> Version:
+        """Publish the rows that were changed or inserted, and the keys deleted, since the current version.
+
+        `files`: further files of the version, by name; those of the version before are not part of it.
+        """
         current = self.current
         if current is None:
             raise NotFoundError(f"{self.path} has no base: publish a base before a delta")
@@ -128,13 +199,22 @@ class Publication:
                 )
         if step < current.step:
             raise ValueError(f"step is {step}: it must be at least {current.step}, that of the current version")
-        return self._publish("delta", current.number, tables, step, event_time)
+        return self._publish("delta", current.number, tables, step, event_time, files)
 
     def compact(self) -> Version:
         """Publish the current version again, as a base: consumers then need no deltas. Reads and writes all rows."""
         state = open_state(self.path, read_current(self.path).number)
         tables = [
-            TableRows(name=t.name, dim=t.dim, rows=(), seed=t.seed, table_id=t.table_id, initial=t.initial)
+            TableRows(
+                name=t.name,
+                dim=t.dim,
+                rows=(),
+                seed=t.seed,
+                table_id=t.table_id,
+                initial=t.initial,
+                positions=t.positions,
+                served=ServedRows.of(t),
+            )
             for t in state.version.tables
         ]
 
@@ -145,7 +225,9 @@ class Publication:
         version = state.version
         precisions = {table.precision for table in version.tables}
         assert len(precisions) == 1
-        return self._publish("base", None, tables, version.step, version.event_time, write, precisions.pop())
+        others = [file for file in version.files if not is_row_file(file.name)]
+        files = {file.name: read_file(self.path / version.folder, file) for file in others}
+        return self._publish("base", None, tables, version.step, version.event_time, files, write, precisions.pop())
 
     def roll_back(self, number: int) -> Version:
         """Make an earlier version the current one. The next version published must be a base."""
@@ -175,18 +257,22 @@ class Publication:
         return gone
 
     def consumers(self) -> dict[str, int]:
-        """Return the version of each named consumer."""
-        folder = self.path / "consumers"
-        if not folder.is_dir():
-            return {}
-        return {file.stem: int(json.loads(file.read_text())["version"]) for file in sorted(folder.glob("*.json"))}
+        """Return the version of each named consumer. `serving.consumers(path)` needs no lock."""
+        return consumers(self.path)
 
     # ---- writing
 
     def _publish(
-        self, kind: Kind, previous: int | None, tables: Sequence[TableRows], step: int, event_time: float | None,
-        write: Callable[[int, _core.SnapshotWriter], None] | None = None, precision: Precision | None = None,
-    ) -> Version:  # fmt: skip
+        self,
+        kind: Kind,
+        previous: int | None,
+        tables: Sequence[TableRows],
+        step: int,
+        event_time: float | None,
+        extra: Mapping[str, bytes],
+        write: Callable[[int, _core.SnapshotWriter], None] | None = None,
+        precision: Precision | None = None,
+    ) -> Version:
         names = [table.name for table in tables]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"tables are {names}: a version has at least one, each with its own name")
@@ -194,7 +280,7 @@ class Publication:
         temporary = self.path / f"{_TEMPORARY}{secrets.token_hex(8)}"
         temporary.mkdir()
         try:
-            files = []
+            files, others = [], list[Path]()
             for index, table in enumerate(tables):
                 file = temporary / f"table-{index}.rows"
                 writer = _core.SnapshotWriter(os.fsencode(file), row_bytes(precision, table.dim))
@@ -207,6 +293,13 @@ class Publication:
                     writer.erase(deleted[np.argsort(hash_keys(deleted))])
                 writer.finish()
                 files.append(_table_file(table, file, writer, precision))
+                for format in self.formats:
+                    others += write_row_files(temporary, index, file, precision, table.dim, format)
+            for name, content in extra.items():
+                if not is_file_name(name) or name == MANIFEST or name.startswith("table-"):
+                    raise ValueError(f"files has {name!r}: it must be a file name other than those of the version")
+                others.append(temporary / name)
+                others[-1].write_bytes(content)
             try:
                 publication = read_current(self.path).publication
             except NotFoundError:
@@ -220,6 +313,8 @@ class Publication:
                 event_time=event_time,
                 created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
                 tables=tuple(files),
+                files=tuple(_extra_file(path) for path in others),
+                formats=self.formats,
             )
             atomic_file.atomic_write(temporary / MANIFEST, version.to_json())
             atomic_file.failpoint("publish.files_written")
@@ -274,7 +369,28 @@ def _table_file(table: TableRows, file: Path, writer: _core.SnapshotWriter, prec
         seed=table.seed,
         table_id=table.table_id,
         initial=table.initial,
+        positions=table.positions,
+        min_norm=table.served.min_norm,
+        max_rows=table.served.max_rows,
     )
+
+
+def _extra_file(path: Path) -> ExtraFile:
+    """Make a file durable, and describe it for the manifest."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256")
+        return ExtraFile(name=path.name, bytes=os.fstat(file.fileno()).st_size, sha256=digest.hexdigest())
+
+
+def _require_ours(path: Path) -> None:
+    """Raise if the folder, which may not exist yet, has other files than those of a publication."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise NotADirectoryError(f"{path} is a file: choose a new folder")
+    if not (path / CURRENT).exists() and not all(_is_ours(entry.name) for entry in path.iterdir()):
+        raise FileExistsError(f"{path} is not empty and is not a publication: choose a new folder")
 
 
 def _is_ours(name: str) -> bool:

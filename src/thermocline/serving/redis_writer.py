@@ -37,6 +37,11 @@ class RedisWriter:
     def __init__(self, path: str | os.PathLike[str], client: Any, *, prefix: str = "tc") -> None:
         if not prefix or any(symbol in prefix for symbol in "*?[]\\"):
             raise ValueError(f"prefix is {prefix!r}: it must have at least one character, none of * ? [ ] \\")
+        options = getattr(getattr(client, "connection_pool", None), "connection_kwargs", {})
+        if options.get("decode_responses"):
+            raise ValueError(
+                "the client has decode_responses=True, which cannot read keys of 8 bytes: pass a redis.Redis without it"
+            )
         self._path = Path(path)
         self._client = client
         self._prefix = prefix

@@ -2,30 +2,46 @@
 
 One request is one `do_exchange` stream with the command `{"table": ..., "missing": ...}`: the client writes record
 batches with a column `key` (uint64), and receives for each one a batch with `row` (fixed-size list of float32) and
-`found` (bool), in order. Actions: `health`, `version` (JSON) and `metrics` (Prometheus text).
+`found` (bool), in order. With the command `{"score": true}` the batches have the columns of the training data, and the
+answers a column `probability` (float32). Actions: `health`, `version` (JSON) and `metrics` (Prometheus text).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hmac
 import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import prometheus_client
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from thermocline.arrays import Floats
 from thermocline.errors import ThermoclineError
-from thermocline.serving.snapshot import Snapshot, find
+from thermocline.serving.snapshot import Snapshot, State, find
 
 MAX_KEYS = 1 << 20
 """Keys of one record batch: bounds the memory of a request."""
+MAX_EXAMPLES = 1 << 16
+"""Examples of one record batch to score."""
+
+
+class Score(Protocol):
+    """Scores examples with the dense model of a version (`training/scoring.py`)."""
+
+    def __call__(self, state: State, table: Any) -> Floats:
+        """Return float32[rows of the Arrow table]: probabilities."""
+
+    def load(self, state: State) -> None:
+        """Load the dense model of a version. Raises if it has none."""
 
 
 class LookupServer:
@@ -42,21 +58,26 @@ class LookupServer:
         poll_seconds: float = 1.0,
         metrics_port: int | None = None,
         consumer: str | None = None,
+        scorer: Score | None = None,
     ) -> None:
         """
         port          0: a free port, see `port`
         token         clients must send the header `authorization: Bearer TOKEN`
         tls           certificate chain and private key, PEM
         poll_seconds  time between looks for a new version
+        scorer        scores examples; None: lookups only
         metrics_port  also serve the metrics over HTTP at /metrics; 0: a free port
         """
         self.snapshot = Snapshot(path, consumer=consumer)
+        if scorer is not None:
+            scorer.load(self.snapshot.state)
         self._metrics = _Metrics(self.snapshot)
         scheme = "grpc+tcp" if tls is None else "grpc+tls"
         try:
             self._flight = _Flight(
                 self.snapshot,
                 self._metrics,
+                scorer,
                 location=f"{scheme}://{host}:{port}",
                 middleware={} if token is None else {"token": _RequireToken(token)},
                 auth_handler=None if token is None else _NoHandshake(),
@@ -106,29 +127,39 @@ class LookupServer:
 
 
 class _Flight(flight.FlightServerBase):  # type: ignore[misc]
-    def __init__(self, snapshot: Snapshot, metrics: _Metrics, **options: Any) -> None:
+    def __init__(self, snapshot: Snapshot, metrics: _Metrics, scorer: Score | None, **options: Any) -> None:
         super().__init__(**options)
+        self._scorer = scorer
         self._snapshot = snapshot
         self._metrics = metrics
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        with self._metrics.errors_counted():
-            table, missing = _command(descriptor.command)
+        with self._metrics.errors_counted(), _client_errors():
+            command = _Command.parse(descriptor.command)
             begun = False
             for chunk in reader:
                 start = time.perf_counter()
-                keys = _keys(chunk.data)
-                state = self._snapshot.state
-                try:
-                    rows, found = find(state, keys, table, missing)
-                except (KeyError, ValueError, ThermoclineError) as error:
-                    raise pa.ArrowInvalid(str(error.args[0])) from None
-                batch = _answer(rows, found, state.version.number)
+                batch, items, found = self._answer(command, chunk.data)
                 if not begun:
                     writer.begin(batch.schema)
                     begun = True
                 writer.write_batch(batch)
-                self._metrics.count(len(keys), int(found.sum()), time.perf_counter() - start)
+                self._metrics.count(command, items, found, time.perf_counter() - start)
+
+    def _answer(self, command: _Command, request: Any) -> tuple[Any, int, int]:
+        """Return the answer to a batch, its number of keys or examples, and the number of keys with a row."""
+        state = self._snapshot.state
+        if not command.score:
+            keys = _keys(request)
+            rows, found = find(state, keys, command.table, command.missing)
+            return _as_batch(rows, found, state.version.number), len(keys), int(found.sum())
+        if self._scorer is None:
+            raise ValueError("this server does not score: start it with --score")
+        if request is None or request.num_rows > MAX_EXAMPLES:
+            raise ValueError(f"a request to score must have at most {MAX_EXAMPLES} rows: send several batches")
+        scores = self._scorer(state, pa.Table.from_batches([request]))
+        schema = pa.schema([("probability", pa.float32())], metadata={"version": str(state.version.number)})
+        return pa.record_batch([pa.array(scores)], schema=schema), len(scores), 0
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
         version = self._snapshot.version
@@ -141,35 +172,58 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         elif action.type == "metrics":
             yield prometheus_client.generate_latest(self._metrics.registry)
         else:
-            raise pa.ArrowKeyError(f"no action {action.type!r}: it must be health, version or metrics")
+            raise flight.FlightServerError(f"no action {action.type!r}: it must be health, version or metrics")
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:
         return [("health", "status and version"), ("version", "manifest"), ("metrics", "Prometheus text")]
 
 
-def _command(command: bytes | None) -> tuple[str | None, Any]:
+@contextlib.contextmanager
+def _client_errors() -> Iterator[None]:
+    """Raise errors as those of Flight: of others, pyarrow sends the traceback to the client."""
     try:
-        options = json.loads(command or b"{}")
-        table, missing = options.pop("table", None), options.pop("missing", "initial")
-        if options or not (table is None or isinstance(table, str)) or missing not in ("initial", "zero", "error"):
-            raise ValueError("it must have table (text) and missing (initial, zero or error) only")
-    except (ValueError, AttributeError, TypeError) as error:
-        raise pa.ArrowInvalid(f"command {command!r}: {error}") from None
-    return table, missing
+        yield
+    except flight.FlightError:
+        raise
+    except (KeyError, ValueError, ThermoclineError, pa.ArrowException) as error:
+        raise flight.FlightServerError(str(error.args[0]) if error.args else type(error).__name__) from None
+    except Exception as error:
+        traceback.print_exc()
+        raise flight.FlightInternalError(f"{type(error).__name__} in the server: its log has the traceback") from None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Command:
+    """The command of an exchange: a lookup, or scoring."""
+
+    table: str | None = None
+    missing: Any = "initial"
+    score: bool = False
+
+    @classmethod
+    def parse(cls, text: bytes | None) -> _Command:
+        try:
+            command = cls(**json.loads(text or b"{}"))
+            valid = command.table is None or isinstance(command.table, str)
+            if not valid or command.missing not in ("initial", "zero", "error") or not isinstance(command.score, bool):
+                raise ValueError("it must have table (text), missing (initial, zero or error) and score (bool) only")
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"command {text!r}: {error}") from None
+        return command
 
 
 def _keys(batch: Any) -> Any:
     if batch is None or batch.schema.names != ["key"] or batch.schema.field("key").type != pa.uint64():
-        raise pa.ArrowInvalid("a request must have one column, key, of uint64")
+        raise ValueError("a request must have one column, key, of uint64")
     if batch.num_rows > MAX_KEYS:
-        raise pa.ArrowInvalid(f"{batch.num_rows} keys in one batch: at most {MAX_KEYS}; send several batches")
+        raise ValueError(f"{batch.num_rows} keys in one batch: at most {MAX_KEYS}; send several batches")
     column = batch.column("key")
     if column.null_count:
-        raise pa.ArrowInvalid("the column key has nulls")
+        raise ValueError("the column key has nulls")
     return column.to_numpy(zero_copy_only=True)
 
 
-def _answer(rows: Any, found: Any, version: int) -> Any:
+def _as_batch(rows: Any, found: Any, version: int) -> Any:
     values = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
     schema = pa.schema([("row", values.type), ("found", pa.bool_())], metadata={"version": str(version)})
     return pa.record_batch([values, pa.array(np.asarray(found))], schema=schema)
@@ -204,6 +258,7 @@ class _Metrics:
         self._keys = prometheus_client.Counter("lookup_keys", "Keys looked up", **options)
         self._found = prometheus_client.Counter("lookup_found", "Keys with a row", **options)
         self._errors = prometheus_client.Counter("lookup_errors", "Requests that failed", **options)
+        self._examples = prometheus_client.Counter("scored_examples", "Examples scored", **options)
         buckets = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 0.1, 1.0)
         self._seconds = prometheus_client.Histogram("lookup_seconds", "Time of a batch", buckets=buckets, **options)
         version = prometheus_client.Gauge("version", "Version in use", **options)
@@ -215,9 +270,12 @@ class _Metrics:
         age = prometheus_client.Gauge("version_age_seconds", "Time since the version was made", **options)
         age.set_function(lambda: time.time() - snapshot.version.created_time)
 
-    def count(self, keys: int, found: int, seconds: float) -> None:
-        self._keys.inc(keys)
-        self._found.inc(found)
+    def count(self, command: _Command, items: int, found: int, seconds: float) -> None:
+        if command.score:
+            self._examples.inc(items)
+        else:
+            self._keys.inc(items)
+            self._found.inc(found)
         self._seconds.observe(seconds)
 
     @contextlib.contextmanager

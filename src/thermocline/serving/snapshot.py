@@ -183,6 +183,14 @@ class Snapshot:
             )
 
 
+def consumers(path: str | os.PathLike[str]) -> dict[str, int]:
+    """Return the version of each named consumer of a publication. Needs no lock."""
+    folder = Path(path) / "consumers"
+    if not folder.is_dir():
+        return {}
+    return {file.stem: int(json.loads(file.read_text())["version"]) for file in sorted(folder.glob("*.json"))}
+
+
 def find(state: State, keys: Keys, table: str | None, missing: Missing) -> tuple[Floats, npt.NDArray[np.bool_]]:
     """See `Snapshot.find`."""
     if table is None:

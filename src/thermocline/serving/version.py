@@ -28,6 +28,8 @@ _MAX_MANIFEST = 1 << 24
 _FOLDER = re.compile(r"v(\d{10,19})-(base|delta)")
 
 Kind = Literal["base", "delta"]
+RowFileFormat = Literal["parquet", "safetensors"]
+"""Formats that rows can have beside the native one (`row_files.py`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,21 @@ class TableFile:
     table_id: int
     initial: tuple[int, float] | None
     """Code and scale of the initializer: the value of a key that was never trained. None: it cannot be computed."""
+    positions: tuple[str, ...] = ()
+    """Positions of the stores that the rows were read from (`SsdStore.position`). Empty: unknown."""
+    min_norm: float = 0.0
+    """Rows with a smaller L2 norm are not served."""
+    max_rows: int | None = None
+    """At most this number of rows is served, those with the largest norms."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraFile:
+    """A file of a version beside its rows, such as the dense model."""
+
+    name: str
+    bytes: int
+    sha256: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +83,9 @@ class Version:
     """Newest event time, in seconds since 1970, that the rows contain."""
     created: str
     tables: tuple[TableFile, ...]
+    files: tuple[ExtraFile, ...] = ()
+    formats: tuple[RowFileFormat, ...] = ()
+    """Formats of the rows beside the native one."""
 
     @property
     def created_time(self) -> float:
@@ -108,17 +128,39 @@ def read_version(folder: Path) -> Version:
     del content["format"]
     try:
         tables = tuple(
-            TableFile(**{**table, "initial": None if table["initial"] is None else tuple(table["initial"])})
+            TableFile(
+                **{
+                    **table,
+                    "initial": None if table["initial"] is None else tuple(table["initial"]),
+                    "positions": tuple(table.get("positions", ())),
+                }
+            )
             for table in content.pop("tables")
         )
-        version = Version(tables=tables, **content)
+        files = tuple(ExtraFile(**file) for file in content.pop("files", ()))
+        formats = tuple(content.pop("formats", ()))
+        version = Version(tables=tables, files=files, formats=formats, **content)
     except (KeyError, TypeError) as error:
         raise FormatError(f"{path}: {error}") from None
     if match is None or int(match[1]) != version.number or match[2] != version.kind:
         raise CorruptionError(f"{path}: it is the manifest of {version.folder}: publish or copy this version again")
     for table in version.tables:
         _check_file(confined_path(folder, table.file, str(path)), table)
+    for file in version.files:
+        confined_path(folder, file.name, str(path))
     return version
+
+
+def read_file(folder: Path, file: ExtraFile) -> bytes:
+    """Read a file of a version that is not rows. Raises `CorruptionError` if it is damaged or missing."""
+    path = confined_path(folder, file.name, str(folder / MANIFEST))
+    try:
+        content = read_limited(path, file.bytes)
+    except FileNotFoundError:
+        raise CorruptionError(f"{path} is missing: publish or copy this version again") from None
+    if hashlib.sha256(content).hexdigest() != file.sha256:
+        raise CorruptionError(f"{path} is not the file that its manifest names: publish or copy this version again")
+    return content
 
 
 def _check_file(path: Path, table: TableFile) -> None:

@@ -57,7 +57,7 @@ def call_step(tier: HbmTier, codec: Codec, spec: TableSpec) -> None:
     slots = torch.zeros(_IDS, dtype=torch.int32, device=device)
     segments = find_segments(slots).known(_IDS // 2, 1, 2)
     grads = torch.zeros(_IDS, spec.dim, device=device)
-    weights, state = codec.weights(arena), codec.state(tier.trained)
+    weights, state = codec.weights(arena), codec.state(arena)
     rule = OptimizerStep.of(spec.optimizer, 1, lr=spec.optimizer.lr, scale=1.0)
     rows = torch.zeros(_IDS, dtype=torch.int32, device=device)
     update_rows(weights, state, segments, grads, rows, None, rule, codec, tier.dirty)

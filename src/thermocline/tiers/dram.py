@@ -17,6 +17,7 @@ from thermocline.embedding.optimizers import Optimizer, initial_state
 from thermocline.embedding.precision import FP32, Precision
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.embedding.row_statistics import NO_STATISTICS, RowStatistics
+from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import Policy
 from thermocline.errors import BudgetError
 from thermocline.tiers.ssd import SsdStore
@@ -199,6 +200,7 @@ class DramTier:
             statistics=statistics.mask,
             store=None if store is None else store._core,
             write_ahead=write_ahead,
+            catch_up=optimizer.catches_up,
         )
 
     # ---- gradients
@@ -214,6 +216,18 @@ class DramTier:
         """
         gradients = floats_of(sums, (len(slots), self._dim), "sums")
         self.learn(self._core.apply_gradients(slots, gradients, self.step(step, lr, scale)), step)
+
+    def catch_up(
+        self, rates: StepRates, *, slots: Slots | None = None, rows: Floats | None = None, step: int | None = None
+    ) -> None:
+        """Replay missed steps, in place: of pinned rows, marked dirty, or of copies. No slot may repeat.
+
+        step   the step that is applied next, which `rates` do not have yet; default: none
+        """
+        if slots is not None:
+            self._core.mark_dirty(slots)
+        stamp = rates.step if step is None else step
+        self._core.catch_up(slots, rows, rates.ring, self.step(1, 0.0, 1.0), rates.step, stamp)
 
     def learn(self, gradient: int, step: int) -> None:
         """Update a learned scale by its gradient, as the core summed it in step `step`; else do nothing."""

@@ -17,6 +17,7 @@ from thermocline.embedding.backend import KeyHorizon, Select, ShardPins, TierSet
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.row_statistics import StatisticsState, click_units
+from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
 from thermocline.errors import BudgetError, ThermoclineError
 from thermocline.tiers.dram import DramTier, Pins
@@ -68,6 +69,8 @@ class DramBatchPlan:
     """For a plan with one bag: its gradient index in the working set's order."""
     remote: Any = None
     """State of the sharded backend."""
+    as_of: int | None = None
+    """Step to which its rows were caught up; None: not yet."""
 
     def use(self) -> None:
         """Nothing: no stream runs behind the host."""
@@ -111,6 +114,7 @@ class DramBackend(Unrecorded):
         self.host = HostRows(spec, epoch=epoch)
         self.step_count = 0
         self.statistics = StatisticsState()
+        self.rates = StepRates.of(spec.optimizer)
         self.device = torch.device("cpu")
 
     @property
@@ -214,6 +218,10 @@ class DramBackend(Unrecorded):
         out = np.empty((bag.bags, dram.dim), np.float32)
         if plan.rows is None:
             assert bag.slots is not None
+            if self.rates is not None and plan.as_of != self.step_count:
+                assert plan.slots is not None
+                self.catch_up(plan.slots)
+                plan.as_of = self.step_count
             dram.core.pool(bag.slots, source.offsets, source.weights, source.mean, out)
         else:
             index = plan.working_set.inverse[source.id_range]
@@ -263,6 +271,7 @@ class DramBackend(Unrecorded):
     def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
         slots, dram = reduced.slots.numpy().view(np.uint32), self.host.dram
         dram.core.mark_dirty(slots)
+        self._catch_up_before(step, slots)
         dram.apply_gradients(slots, reduced.values.numpy(), step=step, lr=lr, scale=scale)
         if self.spec.statistics:
             counts, clicks = np.ascontiguousarray(reduced.occurrences.numpy().T)
@@ -273,10 +282,20 @@ class DramBackend(Unrecorded):
             slots, starts, rows, coefs, values = self._combine(gradients)
             dram = self.host.dram
             dram.core.mark_dirty(slots)  # before rows change: a failure after this must not leave a clean changed row
+            self._catch_up_before(step, slots)
             scale_gradient = dram.core.update(
                 slots, starts, rows, coefs, values, dram.step(step, lr, scale), *self._statistics_step(gradients, step)
             )
             dram.learn(scale_gradient, step)
+
+    def catch_up(self, slots: Slots) -> None:
+        if self.rates is not None:
+            self.host.dram.catch_up(self.rates, slots=slots)
+
+    def _catch_up_before(self, step: int, slots: Slots) -> None:
+        """Bring rows that step `step` updates to the step before it."""
+        if self.rates is not None:
+            self.host.dram.catch_up(self.rates, slots=slots, step=step)
 
     def _statistics_step(
         self, gradients: Sequence[Gradient], step: int
@@ -331,7 +350,13 @@ class DramBackend(Unrecorded):
         return DramBatchPlan(self.host.dram, bags, working_set, rows=rows)
 
     def read(self, keys: Keys) -> Floats:
-        return self.host.dram.read(keys)
+        return self.caught_up(self.host.dram.read(keys))
+
+    def caught_up(self, rows: Floats) -> Floats:
+        """Catch up copies of rows, in place; return them."""
+        if self.rates is not None:
+            self.host.dram.catch_up(self.rates, rows=rows)
+        return rows
 
     # ---- durability
 
@@ -364,6 +389,9 @@ class DramBackend(Unrecorded):
 
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         self.host.import_rows(keys, rows)
+
+    def write_rows(self, keys: Keys, rows: Floats) -> None:
+        self.host.write_rows(keys, rows)
 
     @property
     def learned_scale(self) -> LearnedScale | None:

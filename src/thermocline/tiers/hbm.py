@@ -32,7 +32,7 @@ from thermocline.kernels.rebuild import entries_reference, rebuild
 from thermocline.kernels.rows import copy_in, copy_out
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.hbm_transfer import PendingLoad, RowTransfer, as_uint64
-from thermocline.utils.recording import current_stream
+from thermocline.utils.recording import OnStream, current_stream
 from thermocline.utils.text_format import format_size
 
 _WRITE_BACK_ROWS = 1 << 16  # per copy
@@ -87,8 +87,9 @@ class Assigned:
     """Lists and counts of each batch that were planned with the slots; None: the stage load computes them."""
 
 
-Assign = Callable[[StagedIds, int, int, int], Assigned]
-"""Finds or inserts the ids, given the slots in use, the number of the window and the newest completed window."""
+Assign = Callable[[StagedIds, int, int, int], Callable[[], Assigned]]
+"""Launches finding or inserting the ids, given the slots in use, the number of the window and the newest completed
+window. Returns a function that waits for the device; it runs once, before the next launch."""
 
 
 class HbmPins:
@@ -97,7 +98,7 @@ class HbmPins:
     Garbage collection of an unreleased object releases it too.
     """
 
-    __slots__ = ("_holders", "_lock", "_tier", "batches", "dram", "number", "pending", "planned", "slots")
+    __slots__ = ("_holders", "_lock", "_tier", "batches", "dram", "failure", "number", "pending", "planned", "slots")
 
     def __init__(self, tier: HbmTier, number: int) -> None:
         self._tier = tier
@@ -113,6 +114,8 @@ class HbmPins:
         self.planned: torch.cuda.Event | None = None
         """Recorded after the window was planned."""
         self.pending: PendingLoad | None = None
+        self.failure: str | None = None
+        """Why the window could not be pinned: it exceeds the budget."""
 
     @property
     def loaded(self) -> bool:
@@ -145,6 +148,20 @@ class HbmPins:
             self._tier._release(self.number)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    """A window that the device plans."""
+
+    pins: HbmPins
+    ids: StagedIds
+    assign: Assign
+    completed: int
+    """The newest completed window."""
+    trained: list[torch.cuda.Event]
+    """Recorded after training's last uses of the rows of completed windows."""
+    wait: Callable[[], Assigned]
+
+
 def row_capacity(budget: int, floats: int) -> int:
     """Return the number of rows of `floats` floats that a budget holds, with their index and metadata."""
     low, high = 0, budget // (4 * floats + BYTES_PER_SLOT + 1) + 1
@@ -167,14 +184,14 @@ class HbmTier:
     windows and training's events; it is held briefly, and is reentrant because garbage collection may release pins at
     any point.
 
+    A window is planned in two parts: `launch` starts the kernels, `finish` reads their counts. Between the two the
+    index has keys whose rows nobody loads yet, so every other call ends a launched plan first.
+
     Streams: `_stream` plans and reads; `_staging` uploads ids ahead; `RowTransfer` has one per direction.
     """
 
-    def __init__(self, dram: DramTier, *, budget: int, device: torch.device, name: str, statistics: int = 0) -> None:
-        """Create an empty tier; `device` "cpu" is for tests under Triton's interpreter.
-
-        statistics   words of row statistics at the end of a row
-        """
+    def __init__(self, dram: DramTier, *, budget: int, device: torch.device, name: str) -> None:
+        """Create an empty tier; `device` "cpu" is for tests under Triton's interpreter."""
         floats = dram.row_bytes // 4
         capacity = row_capacity(budget, floats)
         if not 1 <= capacity < 2**31:
@@ -188,8 +205,6 @@ class HbmTier:
         self._name = name
         self._cuda = device.type == "cuda"
         self.arena = torch.empty(capacity, floats, dtype=torch.float32, device=device)
-        self.trained = self.arena[:, : floats - statistics]
-        """The rows without their statistics: weights and optimizer state."""
         self.index = Index.empty(2 * capacity, device)
         self.residents = Residents.empty(capacity, device)
         self._stream = stream_ahead(device)
@@ -200,6 +215,7 @@ class HbmTier:
         self._used = 0  # slots that have a row
         self._occupied = 0  # entries of the index, deleted ones included
         self._first_number = 0  # the window that kernels count as 0
+        self._launched: _Launched | None = None
         self._window_lock = threading.RLock()
         # Protected by _window_lock:
         self._number = 0  # of the last window
@@ -224,7 +240,7 @@ class HbmTier:
         np.concatenate([np.empty(0, np.uint64), *ids], out=listed.numpy().view(np.uint64))
         if self._staging is None:
             return StagedIds(listed, len(listed), None)
-        with torch.cuda.stream(self._staging):
+        with OnStream(self._staging):
             return StagedIds(listed.to(self.device, non_blocking=True), len(listed), self._staging.record_event())
 
     def pin(self, ids: StagedIds, assign: Assign | None = None) -> HbmPins:
@@ -233,7 +249,11 @@ class HbmTier:
         assign   plans the window on the tier's stream; by default `find_or_insert` and nothing else
         Raises `BudgetError`, without any change, if the rows do not fit beside those of other pinned windows.
         """
-        with self._lock, self._on_stream():
+        return self.finish(self.launch(ids, assign))
+
+    def launch(self, ids: StagedIds, assign: Assign | None = None) -> HbmPins:
+        """Begin `pin`, without waiting for the device. The pins have slots after `finish`."""
+        with self._planned():
             self._transfer.check()
             self._transfer.load_released(self._completed())
             with self._window_lock:
@@ -241,28 +261,65 @@ class HbmTier:
                 self._outstanding.add(self._number)
                 pins = HbmPins(self, self._number)
             try:
-                self._assign_slots(pins, ids, assign or self._find_or_insert)
-            except BaseException:
+                self._launched = self._launch(pins, ids, assign or self._find_or_insert)
+            except BaseException as error:
                 pins.release()  # now: the traceback may keep the object alive for long
+                self._transfer.record_failure(error)  # the index may have keys without rows
                 raise
             return pins
 
-    def _assign_slots(self, pins: HbmPins, ids: StagedIds, assign: Assign) -> None:
+    def finish(self, pins: HbmPins) -> HbmPins:
+        """Wait for a plan that was launched; return its pins. Raises `BudgetError` as `pin`."""
+        with self._planned():
+            if pins.failure is not None:
+                raise BudgetError(pins.failure)
+            return pins
+
+    def _launch(self, pins: HbmPins, ids: StagedIds, assign: Assign) -> _Launched:
         if self._stream is not None and ids.uploaded is not None:
             self._stream.wait_event(ids.uploaded)
             ids.keys.record_stream(self._stream)
         if self._occupied > 0.8 * self.index.entries:
             self._rebuild()
-        assigned = self._plan(ids, pins.number, assign)
-        new, evicted = assigned.counts[NEW.value], assigned.counts[EVICTED.value]
-        self._used = min(self.capacity, self._used + new)
-        self._ids += ids.count
-        self._misses += new
-        self._evictions += evicted
-        pins.slots, pins.batches = assigned.plan.slots, assigned.batches
-        if self._stream is not None and assigned.batches is not None:
-            pins.planned = self._stream.record_event()
-        pins.pending = self._transfer.enqueue(assigned.plan, pins.number, new, evicted, self._last_uses())
+        completed = self._completed()
+        if pins.number - self._first_number >= NEWEST:
+            self.residents.renumber(completed - self._first_number)
+            self._first_number = completed
+        if self.dram.precision.stochastic and self._used + ids.count > self.capacity:
+            # Eviction changes a slot's key, which stochastic rounding reads in steps that may not have run yet.
+            self._wait_for_training()
+        wait = self._assign(assign, pins, ids, completed)
+        return _Launched(pins, ids, assign, completed, self._last_uses(), wait)
+
+    def _assign(self, assign: Assign, pins: HbmPins, ids: StagedIds, completed: int) -> Callable[[], Assigned]:
+        first = self._first_number
+        return assign(ids, self._used, pins.number - first, completed - first)
+
+    def _finish_launched(self) -> None:
+        launched = self._launched
+        if launched is None:
+            return
+        pins = launched.pins
+        try:
+            assigned = self._assigned(launched)
+            new, evicted = assigned.counts[NEW.value], assigned.counts[EVICTED.value]
+            self._used = min(self.capacity, self._used + new)
+            self._ids += launched.ids.count
+            self._misses += new
+            self._evictions += evicted
+            pins.slots, pins.batches = assigned.plan.slots, assigned.batches
+            if self._stream is not None and assigned.batches is not None:
+                pins.planned = self._stream.record_event()
+            pins.pending = self._transfer.enqueue(assigned.plan, pins.number, new, evicted, launched.trained)
+        except BudgetError as error:
+            pins.failure = str(error)  # raised by `finish`: another call may have come first
+            pins.release()
+        except BaseException as error:
+            pins.release()
+            self._transfer.record_failure(error)
+            raise
+        finally:
+            self._launched = None
 
     def load(self, pins: HbmPins) -> None:
         """Load the rows of this window and of all earlier ones. They are in their slots at `pins.ready`."""
@@ -273,26 +330,20 @@ class HbmTier:
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
         """Exclude all other planning; the current stream is the one that plans."""
-        with self._lock, self._on_stream():
+        with self._planned():
             yield
 
-    def _find_or_insert(self, ids: StagedIds, used: int, now: int, completed: int) -> Assigned:
+    def _find_or_insert(self, ids: StagedIds, used: int, now: int, completed: int) -> Callable[[], Assigned]:
         plan = find_or_insert(
             self.index, self.residents, ids.keys, used=used, now=now, completed=completed, count_visits=True
         )
-        return Assigned(plan, plan.counts.tolist())  # the only device read per window; blocks on this stream only
+        # The only device read per window; blocks on this stream only.
+        return lambda: Assigned(plan, plan.counts.tolist())
 
-    def _plan(self, ids: StagedIds, number: int, assign: Assign) -> Assigned:
-        completed = self._completed()
-        if number - self._first_number >= NEWEST:
-            self.residents.renumber(completed - self._first_number)
-            self._first_number = completed
-        if self.dram.precision.stochastic and self._used + ids.count > self.capacity:
-            # Eviction changes a slot's key, which stochastic rounding reads in steps that may not have run yet.
-            self._wait_for_training()
+    def _assigned(self, launched: _Launched) -> Assigned:
+        wait = launched.wait
         for attempt in range(2):
-            first = self._first_number
-            assigned = assign(ids, self._used, number - first, completed - first)
+            assigned = wait()
             counts = assigned.counts
             self._occupied += counts[CLAIMED.value] - counts[EMPTIED.value]
             if counts[LOST.value] == 0 and counts[SHORT.value] == 0:
@@ -300,6 +351,7 @@ class HbmTier:
             if counts[LOST.value] == 0 or attempt == 1:
                 break
             self._rebuild()  # deleted keys filled the index
+            wait = self._assign(launched.assign, launched.pins, launched.ids, launched.completed)
         with self._window_lock:
             others = len(self._outstanding) - 1
         raise BudgetError(
@@ -311,7 +363,7 @@ class HbmTier:
 
     def resident(self, keys: Keys) -> npt.NDArray[np.uint8]:
         """Return, per key, 1 if its row is here or on its way. Any thread."""
-        with self._lock, self._on_stream():
+        with self._planned():
             return (find(self.index, self._upload(keys)) >= 0).to(torch.uint8).cpu().numpy()
 
     # ---- called by training, on its stream
@@ -352,7 +404,7 @@ class HbmTier:
     def read(self, keys: Any) -> Floats:
         """Return float32[n, dim + state], as `DramTier.read`: resident rows from HBM, others from the tiers below."""
         wanted = as_keys(keys)
-        with self._lock, self._on_stream():
+        with self._planned():
             self._transfer.drain()
             rows = self.dram.read_stored(wanted)
             resident, buffer = self._read_resident(wanted)
@@ -372,7 +424,7 @@ class HbmTier:
 
     def read_to_device(self, keys: Keys) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Return the stored rows on the device, for evaluation, and the event after which they are valid."""
-        with self._lock, self._on_stream():
+        with self._planned():
             self._transfer.drain()
             rows = self._upload(self.dram.read_stored(keys))
             resident, buffer = self._read_resident(keys)
@@ -381,7 +433,7 @@ class HbmTier:
 
     def write_back(self) -> None:
         """Push every changed row into the DRAM tier. Call between steps."""
-        with self._lock, self._on_stream():
+        with self._planned():
             self._transfer.drain()
             self._wait_for_training()
             dirty = self._transfer.dirty
@@ -404,7 +456,7 @@ class HbmTier:
     def erase(self, keys: Keys) -> None:
         """Replace the rows of `keys` that are here by their initial rows, not dirty. Call between steps, after
         `write_back`, under `exclusive`."""
-        with self._lock, self._on_stream():
+        with self._planned():
             self._transfer.drain()
             self._wait_for_training()
             for first in range(0, len(keys), _WRITE_BACK_ROWS):
@@ -419,7 +471,7 @@ class HbmTier:
 
     def reset(self, dram: DramTier) -> None:
         """Drop all rows and continue above another DRAM tier."""
-        with self._lock, self._on_stream():
+        with self._planned():
             self._wait_for_training()
             self._transfer.reset(dram)
             self.index.clear()
@@ -431,7 +483,7 @@ class HbmTier:
 
     def check(self) -> None:
         """Raise `ThermoclineError` unless nothing is pinned and the index matches the keys of the slots."""
-        with self._lock, self._on_stream():
+        with self._planned():
             self._transfer.drain()
             with self._window_lock:
                 if self._outstanding:
@@ -482,12 +534,14 @@ class HbmTier:
         return host.pin_memory().to(self.device, non_blocking=True) if self._cuda else host
 
     @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
+    def _planned(self) -> Iterator[None]:
+        """Exclude all other planning; end a plan that was launched; run on the planning stream."""
+        with self._lock, self._on_stream():
+            self._finish_launched()
             yield
-        else:
-            with torch.cuda.stream(self._stream):
-                yield
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._stream is None else OnStream(self._stream)
 
     def _synchronize(self) -> None:
         if self._stream is not None:

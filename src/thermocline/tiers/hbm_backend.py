@@ -22,8 +22,10 @@ from thermocline.embedding.backend import Select, ShardPins, TierSet
 from thermocline.embedding.batch_plan import BagInput, BagInputs, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.embedding.row_statistics import StatisticsState, click_units
+from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
 from thermocline.errors import NotRecordable, ThermoclineError
+from thermocline.kernels.catch_up import catch_up_rows
 from thermocline.kernels.codec import Codec
 from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.launch import stream_ahead
@@ -44,6 +46,7 @@ from thermocline.tiers.plan_graph import PlanGraphs, shape_of
 from thermocline.tiers.plan_layout import Capacities
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils.cpu_affinity import cores
+from thermocline.utils.recording import OnStream
 
 
 class HbmBackend:
@@ -56,17 +59,19 @@ class HbmBackend:
         threads = _threads_beside_gpu(cores()) if spec.threads is None else spec.threads
         self.spec = spec
         self.host = HostRows(spec, threads=threads, epoch=epoch)
-        self.hbm = HbmTier(
-            self.host.dram, budget=spec.hbm, device=device, name=spec.name, statistics=spec.statistics.words
-        )
+        self.hbm = HbmTier(self.host.dram, budget=spec.hbm, device=device, name=spec.name)
         self.step_count = 0
         self.statistics = StatisticsState()
+        self.rates = StepRates.of(spec.optimizer)
         self.device = device
         mix = table_mix(self.host.dram.seed, self.host.dram.table)
-        self._codec = Codec.of(spec.precision, spec.dim, self.hbm.residents.keys, mix)
+        tail = int(spec.optimizer.catches_up) + spec.statistics.words
+        self._codec = Codec.of(spec.precision, spec.dim, self.hbm.residents.keys, mix, tail)
         self._scale: LearnedScale | None = None
         """The learned scale as float64 tensors on the device, so that no step waits for the host."""
         self._load_scale()
+        self._stored_weights = self._codec.weights(self.hbm.arena)
+        self._stored_state = self._codec.state(self.hbm.arena)
         self._stream = stream_ahead(device)
         self._capacities = Capacities()
         self.plan_graphs = PlanGraphs(self.hbm)
@@ -101,9 +106,16 @@ class HbmBackend:
     def exchange(self, window: HbmWindow, padding: Sequence[BagInputs] = (), *, ahead: bool = True) -> None:
         """Nothing: this process has all rows."""
 
-    def pin(self, window: HbmWindow) -> None:
+    def launch(self, window: HbmWindow) -> None:
         assert window.ids is not None
-        window.pins = self.hbm.pin(window.ids, None if window.graph is None else window.graph.assign)
+        window.pins = self.hbm.launch(window.ids, None if window.graph is None else window.graph.launch)
+
+    def pin(self, window: HbmWindow) -> None:
+        if window.pins is None:
+            self.launch(window)
+        launched, window.pins = window.pins, None
+        assert launched is not None
+        window.pins = self.hbm.finish(launched)
         window.ids = None
 
     def prepare(self, window: HbmWindow) -> list[HbmBatchPlan]:
@@ -177,7 +189,7 @@ class HbmBackend:
         if self._stream is None:
             yield
         else:
-            with torch.cuda.stream(self._stream):
+            with OnStream(self._stream):
                 if after is not None:
                     self._stream.wait_event(after)
                 yield
@@ -194,10 +206,38 @@ class HbmBackend:
     def pool(self, plan: HbmBatchPlan, bag: HbmBag) -> torch.Tensor:
         plan.use()
         self.count_rows(plan)
+        if self.rates is not None and plan.rows is None and plan.as_of != self.step_count:
+            self._catch_up(self.hbm.arena, plan.segments.slots[: plan.segments.sizes[0]], counts=plan.segments.counts)
+            plan.as_of = self.step_count
         weights, codec = self._weights(plan)
         pooled = pool_rows(weights, bag.slots, bag.offsets, bag.weights, mean=bag.mean, codec=codec)
         self._record_use()
         return pooled
+
+    def catch_up(self, slots: torch.Tensor) -> None:
+        if self.rates is not None:
+            if slots.is_cuda:  # allocated on the planning stream
+                slots.record_stream(torch.cuda.current_stream(slots.device))
+            self._catch_up(self.hbm.arena, slots)
+
+    def _catch_up(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor | None = None,
+        *,
+        counts: torch.Tensor | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Replay missed steps on the current stream: of slots of the arena, or of all `rows`.
+
+        step   the step that is applied next, which the rates do not have yet; default: none
+        """
+        if self.rates is not None:
+            shared = OptimizerStep.of(self.spec.optimizer, 1)
+            catch_up_rows(
+                rows, self.spec.dim, shared, self._to_device(self.rates.ring), self.rates.step,
+                slots=slots, counts=counts, dirty=None if slots is None else self.hbm.dirty, stamp=step,
+            )  # fmt: skip
 
     def _record_use(self) -> None:
         if self.recorded_step is None:
@@ -211,9 +251,9 @@ class HbmBackend:
 
     def _weights(self, plan: HbmBatchPlan) -> tuple[torch.Tensor, Codec | None]:
         """Return the weights that the plan's slots index, and their codec; None: fp32."""
-        rows = self.hbm.arena if plan.rows is None else plan.rows
-        codec = self._codec if plan.rows is None or plan.stored else None
-        return rows[:, : self.spec.dim] if codec is None else codec.weights(rows), codec
+        if plan.rows is None:
+            return self._stored_weights, self._codec
+        return (self._codec.weights(plan.rows), self._codec) if plan.stored else (plan.rows[:, : self.spec.dim], None)
 
     def with_weights(self, plan: HbmBatchPlan, bag: HbmBag, weights: torch.Tensor) -> HbmBag:
         plan.use()
@@ -257,8 +297,9 @@ class HbmBackend:
         return float(reduced.values.double().square().sum().sqrt())
 
     def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
-        arena, rule = self.hbm.arena, OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
-        weights, state = self._codec.weights(arena), self._codec.state(self.hbm.trained)
+        rule = OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
+        weights, state = self._stored_weights, self._stored_state
+        self._catch_up(self.hbm.arena, reduced.slots, step=step)
         apply_gradients(weights, state, reduced.slots, reduced.values, rule, self._codec, self.hbm.dirty)
         if self.spec.statistics:
             self._update_statistics(reduced.slots, reduced.occurrences, None, step)
@@ -272,8 +313,8 @@ class HbmBackend:
         rule: OptimizerStep | StoredStep | None = self.recorded_step
         if rule is None:
             rule = OptimizerStep.of(self.spec.optimizer, step, lr=lr, scale=scale)
-        arena = self.hbm.arena
-        weights, state = self._codec.weights(arena), self._codec.state(self.hbm.trained)
+        weights, state = self._stored_weights, self._stored_state
+        self._catch_up(self.hbm.arena, segments.slots[: segments.sizes[0]], counts=segments.counts, step=step)
         update_rows(weights, state, segments, values, rows, coefs, rule, self._codec, self.hbm.dirty)
         if self.spec.statistics:
             occurrences = self._occurrences(gradients, segments, rows)
@@ -293,6 +334,8 @@ class HbmBackend:
             return f"table {self.spec.name!r} keeps statistics of rows, which change with the step and the labels"
         if self._codec.gradient is not None:
             return f"table {self.spec.name!r} learns its quantization scale (scale_lr)"
+        if self.rates is not None:
+            return f'rows of table {self.spec.name!r} replay missed steps (lazy = "catch_up")'
         return ""
 
     def recorded_rows(self, plan: HbmBatchPlan) -> HbmRecordedRows:
@@ -339,7 +382,10 @@ class HbmBackend:
     def read_batch(self, inputs: BagInputs) -> HbmBatchPlan:
         inputs = _without_trivial_offsets(inputs)
         working_set = working_set_of(inputs, self.spec.threads)
-        plan = self._evaluation_plan(inputs, working_set, *self.hbm.read_to_device(working_set.keys))
+        rows, ready = self.hbm.read_to_device(working_set.keys)
+        with self._ahead(ready):
+            self._catch_up(rows)
+        plan = self._evaluation_plan(inputs, working_set, rows, ready)
         plan.stored = True
         return plan
 
@@ -358,7 +404,10 @@ class HbmBackend:
 
     def read(self, keys: Keys) -> Floats:
         self._save_scale()
-        return self.hbm.read(as_keys(keys))
+        rows = self.hbm.read(as_keys(keys))
+        if self.rates is not None:
+            self.host.dram.catch_up(self.rates, rows=rows)
+        return rows
 
     # ---- durability
 
@@ -406,6 +455,13 @@ class HbmBackend:
     def import_rows(self, keys: Keys, rows: Rows) -> None:
         self.host.import_rows(keys, rows)
 
+    def write_rows(self, keys: Keys, rows: Floats) -> None:
+        self.write_back()
+        try:
+            self.host.write_rows(keys, rows)
+        finally:
+            self._reset()  # rows in HBM may be older now
+
     def _reset(self) -> None:
         """Drop all rows of the HBM tier and continue above the current DRAM tier."""
         self.hbm.reset(self.host.dram)
@@ -449,7 +505,8 @@ class HbmBackend:
         self.host.require_idle()
         if windows := self.hbm.stats().windows:
             raise ThermoclineError(
-                f"table {self.spec.name!r} has {windows} windows pinned: close the pipeline before restore()"
+                f"table {self.spec.name!r} has {windows} windows pinned: close tc.prefetch, and drop or step "
+                "forward passes, first"
             )
 
     def close(self) -> None:
@@ -483,7 +540,7 @@ class HbmBackend:
     def read_weights(self, slots: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
         if slots.is_cuda:  # allocated on the planning stream
             slots.record_stream(torch.cuda.current_stream(slots.device))
-        weights = self._codec.weights(self.hbm.arena)
+        weights = self._stored_weights
         out.copy_(pool_rows(weights, slots[index.to(slots.device)], codec=self._codec))
         self.hbm.record_use()
 

@@ -127,8 +127,8 @@ class HbmBatchPlan:
     """See `BatchPlan`. A training plan has `lists` and pins; a plan for evaluation has bags and `rows`."""
 
     __slots__ = (
-        "__weakref__", "_bags", "_gradient_index", "_lists_segments", "counted", "counts", "dram", "lists", "pins",
-        "ready", "remote", "rows", "specs", "stored", "used_on",
+        "__weakref__", "_bags", "_gradient_index", "_lists_segments", "as_of", "counted", "counts", "dram", "lists",
+        "pins", "ready", "remote", "rows", "specs", "stored", "used_on",
     )  # fmt: skip
 
     def __init__(
@@ -161,6 +161,8 @@ class HbmBatchPlan:
         """The stream that `use` prepared."""
         self.counted = False
         """Whether its rows are in `HbmStats.rows`."""
+        self.as_of: int | None = None
+        """Step to which its rows were caught up; None: not yet."""
         self.remote: Any = None
         """State of the sharded backend."""
         self._bags = bags

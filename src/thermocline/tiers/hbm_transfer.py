@@ -33,7 +33,7 @@ from thermocline.kernels.insert import InsertPlan
 from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rows import copy_in, copy_out
 from thermocline.tiers.dram import DramTier
-from thermocline.utils.recording import current_stream
+from thermocline.utils.recording import OnStream, current_stream
 
 _STAGING_BUFFERS = 3  # per direction: transfers in flight
 
@@ -121,7 +121,7 @@ class RowTransfer:
                 set_flags(self.dirty, slots, count, 0)
                 vacated = self._event()
         except BaseException as error:  # the index already lacks the evicted keys: their rows are lost
-            self._record_failure(error)
+            self.record_failure(error)
             raise
         missing = MissingRows(keys, slots, count, planned, vacated, earlier_write_back)
         pending = PendingLoad(number, missing)
@@ -195,7 +195,7 @@ class RowTransfer:
             pending.ready = self._loaded
             pending.done = True
         except BaseException as error:
-            self._record_failure(error)
+            self.record_failure(error)
             raise
         finally:
             self._queue.popleft()  # now: `load_released` waits for loads that are in the queue
@@ -221,7 +221,7 @@ class RowTransfer:
             try:
                 write_back.result()
             except BaseException as error:
-                self._record_failure(error)
+                self.record_failure(error)
                 raise
 
     def reset(self, dram: DramTier) -> None:
@@ -245,7 +245,8 @@ class RowTransfer:
                 "last commit"
             )
 
-    def _record_failure(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
+        """Refuse to work until `reset`: rows may be lost."""
         self.failure = f"{type(error).__name__}: {error}"
 
     # ---- the device
@@ -261,7 +262,7 @@ class RowTransfer:
         if stream is None:
             yield
             return
-        with torch.cuda.stream(stream):
+        with OnStream(stream):
             for event in after:
                 stream.wait_event(event)  # type: ignore[arg-type]
             for tensor in memory:

@@ -20,6 +20,8 @@ from thermocline.tiers.dram import DramTier
 from thermocline.tiers.ssd import SsdStore
 from thermocline.utils import atomic_file
 
+_PUSH_ROWS = 65536
+
 
 def open_store(spec: TableSpec, path: str | os.PathLike[str], **options: Any) -> SsdStore:
     """Open a store for rows of this table. `options` replace those of the spec.
@@ -139,6 +141,12 @@ class HostRows:
         else:
             self.dram.push_stored(keys, rows.view(np.float32), unique=True)
 
+    def write_rows(self, keys: Keys, rows: Floats) -> None:
+        """Push rows in pieces: a push pins all its rows."""
+        piece = max(1, min(_PUSH_ROWS, self.dram.capacity // 4))
+        for first in range(0, len(keys), piece):
+            self.dram.push(keys[first : first + piece], rows[first : first + piece])
+
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         """See `RowBackend.rows`."""
         store = self.store or store
@@ -160,7 +168,8 @@ class HostRows:
         """See `RowBackend.require_idle`."""
         if pinned := self.dram.stats().pinned:
             raise ThermoclineError(
-                f"table {self._spec.name!r} has {pinned} rows pinned: close the pipeline before restore()"
+                f"table {self._spec.name!r} has {pinned} rows pinned: close tc.prefetch, and drop or step "
+                "forward passes, first"
             )
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -81,12 +81,15 @@ class PlanGraph:
         self._cuda = tier.device.type == "cuda"
         self._header = torch.zeros(HEADER, dtype=torch.int64, pin_memory=self._cuda)
         self._block: torch.Tensor | None = None
-        """Inputs on the device. Allocated by `assign`, on the planning stream: memory that another stream has freed may
+        """Inputs on the device. Allocated by `launch`, on the planning stream: memory that another stream has freed may
         still be written by that stream's kernels."""
         self._counts: torch.Tensor | None = None
         """Counts of the insertion, then three int32 counts of segments per batch. Allocated with `_block`."""
         self._record = torch.zeros(COUNTS + 2 * len(shape.ids), dtype=torch.int64, pin_memory=self._cuda)
         """`_counts` on the host. Not in the recording: page-locked memory must not be used on a stream that records."""
+        self._written_header, self._counted = self._header.numpy(), self._record.numpy()
+        self._segment_counts = self._counted[COUNTS:].view(np.int32).reshape(-1, 4)[:, :3]
+        self._words = [layout.words for layout in shape.layouts]
         self._recordings: dict[bool, Recording[tuple[InsertPlan, torch.Tensor]] | None] = {}
 
     def stage(self, inputs: Sequence[BagInputs]) -> StagedIds:
@@ -112,12 +115,12 @@ class PlanGraph:
             first += offsets + weights
         return StagedIds(block, self.shape.keys, None)
 
-    def assign(self, ids: StagedIds, used: int, now: int, completed: int) -> Assigned:
-        """Plan a window; see `HbmTier.pin`. Blocks until it is planned, because the host needs the counts."""
+    def launch(self, ids: StagedIds, used: int, now: int, completed: int) -> Callable[[], Assigned]:
+        """Plan a window: see `Assign`."""
         evict = self.shape.keys > self._tier.capacity - used
         block, device_counts = self._device_memory()
         if len(ids.keys) == self.shape.keys:
-            self._header.numpy()[:3] = used, now, completed  # the upload before has ended: assign waits for the device
+            self._written_header[:3] = used, now, completed  # the upload before has ended: `wait` ran
             block[:HEADER].copy_(self._header, non_blocking=True)
             block[HEADER:].copy_(ids.keys, non_blocking=True)
         else:
@@ -126,18 +129,21 @@ class PlanGraph:
         recording = self._recordings.get(evict)
         if recording is None:  # as it is, which compiles and loads the kernels
             self._recordings[evict] = None
-            plan, memory = self._launch(evict)
+            plan, memory = self._run(evict)
         else:
             plan, memory = recording.replay()
             memory = memory.clone()
         self._record.copy_(device_counts, non_blocking=True)
-        if self._cuda:
-            current_stream(self._tier.device).synchronize()
-        counts = self._record[:COUNTS].tolist()
-        segments = self._record[COUNTS:].view(torch.int32).view(-1, 4)[:, :3].tolist()
+        event = current_stream(self._tier.device).record_event() if self._cuda else None
+        return partial(self._wait, plan, memory, event)
+
+    def _wait(self, plan: InsertPlan, memory: torch.Tensor, event: torch.cuda.Event | None) -> Assigned:
+        if event is not None:
+            event.synchronize()
+        counts, segments = self._counted[:COUNTS].tolist(), self._segment_counts.tolist()
         if counts[NEW.value]:
             plan = plan.copy()
-        pieces = torch.split(memory, [layout.words for layout in self.shape.layouts])
+        pieces = [memory] if len(self._words) == 1 else torch.split(memory, self._words)
         lists = [
             PlanLists(layout, piece, ids)
             for layout, piece, ids in zip(self.shape.layouts, pieces, self.shape.ids, strict=True)
@@ -160,9 +166,9 @@ class PlanGraph:
         """Record what has run before. On the thread that trains, as torch's random generators take part."""
         with self._tier.planning():
             for evict in [evict for evict, recording in self._recordings.items() if recording is None]:
-                self._recordings[evict] = Recording(partial(self._launch, evict), self._tier.device, ahead=True)
+                self._recordings[evict] = Recording(partial(self._run, evict), self._tier.device, ahead=True)
 
-    def _launch(self, evict: bool) -> tuple[InsertPlan, torch.Tensor]:
+    def _run(self, evict: bool) -> tuple[InsertPlan, torch.Tensor]:
         block, device_counts = self._device_memory()
         tier, keys = self._tier, block[HEADER : HEADER + self.shape.keys]
         used, now, completed, _ = torch.split(block[:HEADER], 1)
@@ -170,13 +176,12 @@ class PlanGraph:
             tier.index, tier.residents, keys, used=used, now=now, completed=completed, count_visits=True, evict=evict
         )
         device_counts[:COUNTS].copy_(plan.counts)
-        words = [layout.words for layout in self.shape.layouts]
-        memory = torch.empty(sum(words), dtype=torch.int32, device=tier.device)
+        memory = torch.empty(sum(self._words), dtype=torch.int32, device=tier.device)
         inputs = iter(torch.split(block[HEADER + self.shape.keys :], self.shape.input_sizes()))
         first = 0
         counts = device_counts[COUNTS:].view(torch.int32).view(-1, 4)
         for n, (layout, ids, piece) in enumerate(
-            zip(self.shape.layouts, self.shape.ids, torch.split(memory, words), strict=True)
+            zip(self.shape.layouts, self.shape.ids, torch.split(memory, self._words), strict=True)
         ):
             bags = []
             for count in ids:

@@ -8,11 +8,14 @@ the counts from device memory. A bag with one vector per id has no spare capacit
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 
 import torch
 
 from thermocline.kernels.segments import segment_words
+
+_MOST_LAYOUTS = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,13 +35,13 @@ class BagLayout:
         return self.ids if self.bags is None else self.bags
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class PlanLayout:
-    """Sizes of all bags of a plan."""
+    """Sizes of all bags of a plan. `Capacities` makes one object for equal layouts, which computes its sizes once."""
 
     bags: tuple[BagLayout, ...]
 
-    @property
+    @functools.cached_property
     def ids(self) -> int:
         """Capacity."""
         return sum(bag.ids for bag in self.bags)
@@ -53,6 +56,7 @@ class PlanLayout:
         """Whether gradients have coefficients other than 1."""
         return any(bag.weighted or bag.mean for bag in self.bags)
 
+    @functools.cached_property
     def _sizes(self) -> list[int]:
         sizes = []
         for bag in self.bags:
@@ -60,14 +64,14 @@ class PlanLayout:
         sizes += [segment_words(self.ids), self.ids * self.lists_rows, self.ids * self.lists_coefs]
         return [-(-size // 4) * 4 for size in sizes]  # aligned to 16 bytes, for which kernels are compiled
 
-    @property
+    @functools.cached_property
     def words(self) -> int:
         """Size of the allocation, in 32-bit words."""
-        return sum(self._sizes())
+        return sum(self._sizes)
 
     def split(self, memory: torch.Tensor) -> PlanMemory:
         """Cut int32[words] into the lists."""
-        *bags, segments, rows, coefs = torch.split(memory, self._sizes())
+        *bags, segments, rows, coefs = torch.split(memory, self._sizes)
         return PlanMemory(
             slots=[part[: bag.ids] for bag, part in zip(self.bags, bags[::3], strict=True)],
             offsets=[
@@ -111,6 +115,7 @@ class Capacities:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._largest: dict[tuple[tuple[int | None, bool, bool], ...], list[int]] = {}
+        self._layouts: dict[tuple[BagLayout, ...], PlanLayout] = {}
 
     def layout(self, bags: list[BagLayout]) -> PlanLayout:
         """Return the layout for bags with these numbers of ids."""
@@ -120,7 +125,12 @@ class Capacities:
             pairs = zip(bags, before, strict=True)
             sizes = [bag.ids if bag.bags is None else max(size, _rounded_up(bag.ids)) for bag, size in pairs]
             self._largest[key] = sizes
-        return PlanLayout(tuple(dataclasses.replace(bag, ids=size) for bag, size in zip(bags, sizes, strict=True)))
+            shape = tuple(dataclasses.replace(bag, ids=size) for bag, size in zip(bags, sizes, strict=True))
+            if (layout := self._layouts.get(shape)) is None:
+                if len(self._layouts) == _MOST_LAYOUTS:
+                    self._layouts.clear()
+                layout = self._layouts[shape] = PlanLayout(shape)
+            return layout
 
 
 def _rounded_up(ids: int) -> int:

@@ -268,6 +268,23 @@ class SsdStore:
             raise ValueError(f"batch_rows is {batch_rows}: it must be at least 1")
         return _batches(self._core.scan(), batch_rows, self._row_bytes)
 
+    def position(self) -> str:
+        """Return a text that identifies the rows put so far, for `changes`."""
+        return "-".join(f"{part:x}" for part in self._core.position())
+
+    def changes(self, since: str, batch_rows: int = 65536) -> Iterator[tuple[Keys, Rows, npt.NDArray[np.bool_]]] | str:
+        """Iterate over the keys put or deleted after a position, each once, with its newest row, in hash order.
+
+        Yields (keys, rows, deleted); the rows of deleted keys are undefined. Reads only the log after `since`. Returns
+        a text, the cause, if the log does not reach back to `since`.
+        """
+        try:
+            first, second, seq, nonce, page = (int(part, 16) for part in since.split("-"))
+        except ValueError:
+            return f"{since!r} is not a position"
+        found = self._core.changes_since((first, second, seq, nonce, page))
+        return found if isinstance(found, str) else _changes(found, batch_rows, self._row_bytes)
+
     @property
     def path(self) -> str:
         return self._path
@@ -380,3 +397,16 @@ def _batches(scan: core.Scan, batch_rows: int, row_bytes: int) -> Iterator[tuple
         if count == 0:
             return
         yield keys[:count], rows[:count]
+
+
+def _changes(
+    changes: core.StoreChanges, batch_rows: int, row_bytes: int
+) -> Iterator[tuple[Keys, Rows, npt.NDArray[np.bool_]]]:
+    while True:
+        keys = np.empty(batch_rows, dtype=np.uint64)
+        rows = np.empty((batch_rows, row_bytes), dtype=np.uint8)
+        deleted = np.empty(batch_rows, dtype=np.bool_)
+        count = changes.next(keys, rows, deleted.view(np.uint8))
+        if count == 0:
+            return
+        yield keys[:count], rows[:count], deleted[:count]

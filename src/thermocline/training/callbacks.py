@@ -41,11 +41,14 @@ class Callback:
     def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
         """Called after every step."""
 
+    def on_wait(self, trainer: Trainer) -> None:
+        """Called about every 0.2 s while a loader waits for new files (`data.follow`), at a step boundary."""
+
     def on_log(self, trainer: Trainer, row: Row) -> None:
         """Called every `log_every` steps with training metrics, throughput, hit rates and stage times."""
 
     def on_validation(self, trainer: Trainer, row: Row) -> None:
-        """Called after every validation and after the final test; row["event"] is "valid" or "test"."""
+        """Called after every validation and after the final test; row["event"] is "valid", "test" or "progressive"."""
 
     def on_epoch(self, trainer: Trainer) -> None:
         """Called after every epoch and its validation."""

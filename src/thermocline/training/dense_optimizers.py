@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from thermocline.utils.lazy_dynamo import optimizer_step
+
 _GPU = "cuda"
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Not their subclasses, whose `step` may read rates and step numbers on the host."""
@@ -59,7 +61,7 @@ def _fused_on_gpu(kind: Any) -> bool:
     parameter = torch.nn.Parameter(torch.zeros(1, device=_GPU))
     parameter.grad = torch.zeros_like(parameter)
     try:
-        kind([parameter], lr=torch.zeros((), device=_GPU), fused=True).step()
+        optimizer_step(kind([parameter], lr=torch.zeros((), device=_GPU), fused=True))
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return True

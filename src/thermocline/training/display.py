@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from thermocline.checkpoint.manager import Checkpoint
     from thermocline.training.trainer import Trainer
 
+_PRINT_WAIT_SECONDS = 5.0
 _TIERS = {"hbm": "HBM", "mem": "memory", "ssd": "SSD", "new": "new"}
 
 
@@ -38,6 +40,8 @@ class Display(Callback):
         """Damage that was printed."""
         self._first_step = 0
         self._start_time = 0.0
+        self._waiting_since: float | None = None
+        """Start of the present wait for files; infinite once it was printed."""
         columns = (
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -63,7 +67,18 @@ class Display(Callback):
         self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self.render)
         self._live.start()
 
+    def on_wait(self, trainer: Trainer) -> None:
+        if self._live is not None:
+            self._progress.update(self._task, description="waiting for files")
+            return
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        if time.monotonic() - self._waiting_since >= _PRINT_WAIT_SECONDS:
+            self._print(f"waiting for files at step {trainer.progress.step}")
+            self._waiting_since = math.inf
+
     def on_step(self, trainer: Trainer, loss: object) -> None:
+        self._waiting_since = None
         if self._live is not None:
             self._update(trainer)
 

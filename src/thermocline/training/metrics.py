@@ -262,9 +262,9 @@ class ExactMetrics:
         self._auc: AUC | StreamingAUC = self._auc_type(logits=logits)
         self._sums = LogLoss(logits=logits)
 
-    def update(self, scores: Any, labels: Any) -> None:
-        """Add one batch."""
-        checked = _checked(scores, labels)
+    def update(self, scores: Any, labels: Any, *, check: bool = True) -> None:
+        """Add one batch. `check`: False if `check_labels` has passed the labels."""
+        checked = _checked(scores, labels, check)
         self._auc._add(*checked)
         self._sums._add(*checked)
 
@@ -318,14 +318,15 @@ class StreamingMetrics(ExactMetrics):
 # ---- arrays
 
 
-def _checked(scores: Any, labels: Any) -> tuple[_Array, _Array]:
+def _checked(scores: Any, labels: Any, check: bool = True) -> tuple[_Array, _Array]:
     """Return one-dimensional scores (float32 or float64, no NaN) and labels (0 or 1)."""
     values, classes = _floats(scores, "scores"), _floats(labels, "labels")
     if values.shape != classes.shape:
         raise ValueError(f"{len(values)} scores with {len(classes)} labels: pass one label per score")
     if np.isnan(values).any():
         raise ValueError("a score is NaN: the model diverged, or its inputs contain NaN")
-    check_labels(classes)
+    if check:
+        check_labels(classes)
     return values, classes
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from thermocline.arrays import Floats, Keys
-from thermocline.distributed.shard_reader import ShardReaderTable
 from thermocline.embedding.table import Table
-from thermocline.serving import Publication, TableRows, Version
-from thermocline.serving.changes import Changes, sort_by_hash
+from thermocline.serving import Publication, ServedRows, TableRows, Version
+from thermocline.serving.changes import Changes
 from thermocline.serving.row_format import Precision
 from thermocline.serving.snapshot import open_state
-
-_BATCH_ROWS = 65536
+from thermocline.serving.version import RowFileFormat, TableFile
+from thermocline.training.row_source import RowSource
 
 
 def publish_table(
@@ -23,50 +22,73 @@ def publish_table(
     *,
     step: int,
     delta: bool = False,
-    precision: Precision = "fp32",
+    precision: Precision | None = None,
     event_time: float | None = None,
+    served: ServedRows | None = None,
+    formats: Iterable[RowFileFormat] | None = None,
+    files: Mapping[str, bytes] | None = None,
     advance: Callable[[int], object] = lambda rows: None,
 ) -> Version:
-    """Publish the weights of every trained row; call it between steps.
+    """Publish the weights of the trained rows; call it between steps. Stable: arguments are only added, by keyword.
 
-    delta    publish only rows that differ from the current version, and the keys that are gone. All rows are read.
-    advance  called with the number of rows read since the last call
+    delta      publish only rows that changed since the current version, and the keys that are gone. Reads the rows that
+               the table's log has since then; if the log does not reach back, reads and compares all rows, and warns
+    precision  stored form of a weight; default: that of the current version, or fp32 if there is none
+    served     which rows are served; default: those of the rule of the current version for a delta, all for a base
+    formats    also write rows as "parquet" or "safetensors"; default: as the current version
+    files      further files of the version, by name, such as those of `scoring_files(run)`
+    advance    called with the number of rows read since the last call
     """
-    with Publication(path, precision=precision) as publication:
+    with Publication(path, precision=precision, formats=formats) as publication:
+        source = RowSource(table, advance)
         options: dict[str, Any] = {
             "name": table.name,
             "dim": table.dim,
             "seed": table.spec.seed,
             "table_id": table.spec.table_id,
             "initial": _initial(table),
+            "positions": source.positions,
         }
-        rows = _weights(table, advance)
-        rows = rows if _in_hash_order(table) else sort_by_hash(rows)
         if not delta:
-            return publication.publish_base([TableRows(rows=rows, **options)], step=step, event_time=event_time)
-        current = publication.current
-        if current is None:
-            raise FileNotFoundError(f"{publication.path} has no version yet: publish a base first, without --delta")
-        view = open_state(publication.path, current.number).views.get(table.name)
-        if view is None:
-            raise ValueError(f"{publication.path} has no table {table.name!r}: publish into another folder")
-        changes = Changes(rows, view, precision)
+            options["served"] = served = served or ServedRows()
+            tables = [TableRows(rows=served.select(source.rows), **options)]
+            return publication.publish_base(tables, step=step, event_time=event_time, files=files or {})
+        before = _published(publication, table.name)
+        options["served"] = served = served or ServedRows.of(before)
+        changes = _changes(source, publication, before, served)
         tables = [TableRows(rows=changes, deleted=changes.deleted, **options)]
-        return publication.publish_delta(tables, step=step, event_time=event_time)
+        return publication.publish_delta(tables, step=step, event_time=event_time, files=files or {})
 
 
-def _in_hash_order(table: Table) -> bool:
-    """Whether `table.rows()` is in hash order: rows of a store are, rows that are only in DRAM are not."""
-    return isinstance(table, ShardReaderTable) or table.store is not None or table.checkpoint_store is not None
+def _published(publication: Publication, name: str) -> TableFile:
+    Publication.check(publication.path, delta=True)
+    current = publication.current
+    assert current is not None
+    for table in current.tables:
+        if table.name == name:
+            return table
+    raise ValueError(f"{publication.path} has no table {name!r}: publish into another folder")
+
+
+def _changes(source: RowSource, publication: Publication, before: TableFile, served: ServedRows) -> Any:
+    """Return the changes since the current version, by the log or by comparing all rows."""
+    logged: Any = "other rows are served than before"
+    if served == ServedRows.of(before):
+        logged = source.changes(before.positions, served)
+    if not isinstance(logged, str):
+        return logged
+    current = publication.current
+    assert current is not None
+    warnings.warn(
+        f"{publication.path}: all rows are compared with version {current.number} to find the changes: {logged}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    view = open_state(publication.path, current.number).views[before.name]
+    return Changes(served.select(source.rows), view, before.precision)
 
 
 def _initial(table: Table) -> tuple[int, float] | None:
     """Return what `TableRows.initial` takes. None: rows below fp32 are rounded at the start too."""
     initial = table.spec.initial
     return (initial.code, initial.scale) if table.spec.precision.kind == "fp32" else None
-
-
-def _weights(table: Table, advance: Callable[[int], object]) -> Iterator[tuple[Keys, Floats]]:
-    for keys, rows in table.rows(_BATCH_ROWS):
-        yield keys, rows[:, : table.dim]
-        advance(len(keys))

@@ -137,10 +137,14 @@ class RankCoordinator:
         """Return metrics over the examples of all ranks, equal on all ranks."""
         return metrics if self.groups is None else metrics.joined(self.groups)
 
+    def gather(self, *figures: float) -> list[list[float]]:
+        """Return the figures of every rank, in the order of ranks."""
+        if self.groups is None:
+            return [list(figures)]
+        gathered = self.groups.train.all_gather(np.array(figures, np.float64), "gathering metrics")
+        per_rank: list[list[float]] = gathered.tolist()
+        return per_rank
+
     def total(self, *figures: float) -> list[float]:
         """Return each figure summed over all ranks."""
-        if self.groups is None:
-            return list(figures)
-        gathered = self.groups.train.all_gather(np.array(figures, np.float64), "summing metrics")
-        total: list[float] = gathered.sum(0).tolist()
-        return total
+        return [sum(values) for values in zip(*self.gather(*figures), strict=True)]

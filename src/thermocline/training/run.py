@@ -60,7 +60,10 @@ _ROW_OPTIMIZERS: dict[OptimizerName, Any] = {
 def row_optimizer(config: Config) -> Optimizer:
     """Return the optimizer of the table; its weight decay is the model's L2 of rows."""
     optimizer: Optimizer = _ROW_OPTIMIZERS[config.train.optimizer](
-        lr=config.train.lr, weight_decay=config.model.resolve().embedding_l2
+        lr=config.train.lr,
+        weight_decay=config.model.resolve().embedding_l2,
+        lazy=config.train.lazy,
+        catch_up_steps=config.train.catch_up_steps,
     )
     return optimizer
 
@@ -151,6 +154,11 @@ class Run:
                 self.groups = undo.enter_context(join_ranks(config.dist))
             same = {**rank_settings(config), "resume": resume}
             self._require_equal(same, "start all ranks with the same config and flags")
+            if self.groups is not None and self._shard[1] > 1 and config.publish.folder is not None and not read_only:
+                raise ConfigError(
+                    f"publish.folder is {config.publish.folder!r}: {self._shard[1]} ranks cannot publish; leave it out "
+                    "and use `thermocline export`"
+                )
             self.folder = RunFolder.read(run_dir, self.runner)
             """State of the folder of the run when it was opened."""
             if read_only and not self.folder.has_run and not self.folder.has_begun:
@@ -333,13 +341,18 @@ class Run:
         if self._shard[0] == 0:
             if not folder.has_run:  # before the first checkpoint, which needs them
                 files.write()
-            active = [files, *callbacks]
+            active = [files, *callbacks, *self._publishers()]
         trainer = Trainer(
             self.model, self.optimizers, run_dir=run_dir, config=config.train, callbacks=active,
             dense_sync=config.dist.dense_sync,
         )  # fmt: skip
         restore = resume or folder.has_begun  # without a checkpoint: from the initial state of the tables
         return trainer.fit(self.loader("train"), self.loader("valid"), self.loader("test"), resume=restore)
+
+    def _publishers(self) -> list[Callback]:
+        from thermocline.training.publisher import Publisher
+
+        return [] if self.config.publish.folder is None else [Publisher(self.config.publish, self.table)]
 
     # ---- trained runs
 

@@ -83,18 +83,19 @@ class SavePolicy:
             if table.store is not None and table.store.epoch > 0:
                 raise ValueError(f"{table.store.path} already has commits: pass the run_dir of its run")
 
-    def resumed(self, checkpoint: Checkpoint) -> tuple[Progress, Any]:
-        """Return the progress and the metrics state to continue from.
+    def resumed(self, checkpoint: Checkpoint) -> tuple[Progress, Any, Any]:
+        """Return the progress and the states of metrics and progressive validation to continue from.
 
         With another number of ranks each rank has a different shard of the data, so the epoch restarts.
         """
         progress, metrics = Progress(**checkpoint.extra["trainer"]), checkpoint.extra["metrics"]
+        progressive = checkpoint.extra.get("progressive")  # earlier versions saved none
         if checkpoint.world != self._ranks.world:
-            progress.batch, metrics = 0, None
+            progress.batch, metrics, progressive = 0, None, None
             examples = sum(extra["trainer"]["examples"] for extra in checkpoint.extras)
             progress.examples = examples if self._ranks.is_rank0 else 0
         self.saved = dataclasses.replace(progress)
-        return progress, metrics
+        return progress, metrics, progressive
 
     def start_clock(self) -> None:
         """Start the first `checkpoint_minutes` interval."""
@@ -107,19 +108,25 @@ class SavePolicy:
         limit = self._config.checkpoint_minutes
         return limit is not None and (time.monotonic() - self.saved_at) / 60 >= limit
 
+    def due_by_time(self) -> bool:
+        """Whether to save because of `checkpoint_minutes`. Equal on all ranks."""
+        return self._ranks.requested(SAVE, self.interval_elapsed())
+
     def due(self, step: int) -> bool:
         """Whether to save after this step. Equal on all ranks."""
         every = self._config.checkpoint_every
         by_step = every is not None and step % every == 0
-        return by_step or self._ranks.requested(SAVE, self.interval_elapsed())
+        return by_step or self.due_by_time()
 
-    def save(self, progress: Progress, position: Any, meter: ThroughputMeter, tag: str | None) -> Checkpoint | None:
+    def save(
+        self, progress: Progress, position: Any, meter: ThroughputMeter, progressive: Any, tag: str | None
+    ) -> Checkpoint | None:
         """Save a checkpoint; without a run_dir, return None."""
         if self.checkpoints is None:
             return None
         start = time.monotonic()
         with meter.paused():
-            extra = {"trainer": dataclasses.asdict(progress), "metrics": meter.state()}
+            extra = {"trainer": dataclasses.asdict(progress), "metrics": meter.state(), "progressive": progressive}
             checkpoint = self.checkpoints.save(progress.step, position, extra, tag=tag)
         self._ranks.saved()
         self.saved, self.saved_at = dataclasses.replace(progress), time.monotonic()

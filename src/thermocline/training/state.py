@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from thermocline.arrays import Offsets
 from thermocline.training.callbacks import Row
 
 
@@ -21,6 +22,8 @@ class Progress:
     """Learning rate per table name, before the schedule's multiplier."""
     validated: int = 0
     """Step of the last validation."""
+    event_time: int | None = None
+    """Watermark: largest event time of the trained batches; None: the data has no event times."""
     best_auc: float | None = None
     best_step: int = 0
     stale: int = 0
@@ -31,6 +34,12 @@ class Progress:
     """Whether training stopped early: `stale` reached the patience."""
     valid: Row | None = None
     """Metrics of the last validation, or of the best one if patience is set."""
+
+    def advance_time(self, time: Offsets | None) -> None:
+        """Advance the watermark to the event times of a batch."""
+        if time is not None and len(time):
+            latest = int(time.max())
+            self.event_time = latest if self.event_time is None else max(self.event_time, latest)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

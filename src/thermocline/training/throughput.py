@@ -14,7 +14,7 @@ import torch
 from thermocline.embedding.table import Table
 from thermocline.pipeline.executor import StageStats
 from thermocline.pipeline.lookahead import LookAheadStats
-from thermocline.training.metrics import StreamingMetrics
+from thermocline.training.metrics import ExactMetrics, StreamingMetrics
 
 _THREAD_EXAMPLES = 8192
 """Examples of a batch from which its metrics are computed on another thread, beside the step on the GPU."""
@@ -44,9 +44,15 @@ class ThroughputMeter:
     Metrics are progressive: every example is scored before the step that trains on it.
     """
 
-    def __init__(self, tables: Sequence[Table], state: dict[str, Any] | None = None) -> None:
-        """state: `state()` of the meter whose epoch is continued."""
+    def __init__(
+        self, tables: Sequence[Table], state: dict[str, Any] | None = None, window: ExactMetrics | None = None
+    ) -> None:
+        """
+        state    `state()` of the meter whose epoch is continued
+        window   further metrics to which every batch is added; `settle` before they are used
+        """
         self._tables = tables
+        self._window = window
         self._thread: ThreadPoolExecutor | None = None
         self._update: Future[None] | None = None
         self._began = time.perf_counter()
@@ -58,12 +64,12 @@ class ThroughputMeter:
 
     def new_epoch(self) -> None:
         """Reset the metrics: from the second epoch on, the model was already trained on every example."""
-        self._settle()
+        self.settle()
         self._metrics = StreamingMetrics()
 
     def state(self) -> dict[str, Any]:
         """Metrics of the current epoch as JSON values."""
-        self._settle()
+        self.settle()
         return self._metrics.state_dict()
 
     def restart(self) -> None:
@@ -86,22 +92,27 @@ class ThroughputMeter:
         return time.perf_counter() - self._began - self._paused_before - self._paused
 
     def add(self, logits: torch.Tensor, label: torch.Tensor, loss: float) -> None:
-        """Add one step. The caller may overwrite `logits` and `label` afterwards.
+        """Add one step whose labels are checked. The caller may overwrite `logits` and `label` afterwards.
 
         Large batches are counted on another thread; what that raises is raised by the next call.
         """
         if len(label) < _THREAD_EXAMPLES:
-            self._metrics.update(logits, label)
+            self._count(logits, label)
         else:
-            self._settle()
+            self.settle()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "thermocline-metrics")
-            self._update = self._thread.submit(self._metrics.update, logits.clone(), label.clone())
+            self._update = self._thread.submit(self._count, logits.clone(), label.clone())
         self._loss += loss
         self._examples += len(label)
         self._steps += 1
 
-    def _settle(self) -> None:
+    def _count(self, logits: torch.Tensor, label: torch.Tensor) -> None:
+        self._metrics.update(logits, label, check=False)
+        if self._window is not None:
+            self._window.update(logits, label, check=False)
+
+    def settle(self) -> None:
         """Wait until all steps are counted."""
         update, self._update = self._update, None
         if update is not None:
@@ -118,7 +129,7 @@ class ThroughputMeter:
 
     def row(self, stages: Sequence[StageStats], lookahead: LookAheadStats | None = None) -> dict[str, Any]:
         """Return the figures since the last call and reset them; metrics cover the epoch so far."""
-        self._settle()
+        self.settle()
         wall = time.perf_counter() - self._since
         row = {
             "loss": self._loss / max(1, self._steps),

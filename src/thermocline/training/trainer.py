@@ -7,6 +7,7 @@ EmbeddingBags. Logging, validation and saving happen between steps, so a checkpo
     optimizer_step.py    one update of tables and dense parameters
     graph_step.py        the whole step as a CUDA graph
     evaluation.py        metrics, best step, early stopping
+    progressive.py       metrics of predictions before training
     save_policy.py       when to save, resume
     rank_coordinator.py  interrupt, save and stop across ranks
 """
@@ -18,6 +19,7 @@ import itertools
 import math
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,14 +42,21 @@ from thermocline.training.evaluation import evaluate, record_validation
 from thermocline.training.graph_step import GraphStep
 from thermocline.training.metrics import check_labels
 from thermocline.training.optimizer_step import OptimizerStep
+from thermocline.training.progressive import ProgressiveValidation
 from thermocline.training.rank_coordinator import DAMAGE, INTERRUPT, STOP, RankCoordinator
+from thermocline.training.rank_figures import RankFigures, by_name
 from thermocline.training.save_policy import SavePolicy
 from thermocline.training.signals import caught_signals
 from thermocline.training.state import Progress, Result
+from thermocline.training.status_file import StatusFile
 from thermocline.training.throughput import ThroughputMeter
 from thermocline.utils.text_format import plural
 
 _FAILED = "stopped by an error"
+
+
+class _InterruptedWait(Exception):
+    """Leaves the loop over batches while it waits for files."""
 
 
 class Trainer:
@@ -88,6 +97,8 @@ class Trainer:
         """Position of the last trained batch."""
         self.ending = ""
         """How the run ended, for display."""
+        self.completed_step: int | None = None
+        """Step that model and tables hold after a run that finished; None: it trains, failed or was interrupted."""
         self._epoch_batches: int | None = None
         """Batches per epoch: length or estimate of the loader, then the count of the first whole epoch."""
         self._run_dir = None if run_dir is None else Path(run_dir)
@@ -105,7 +116,9 @@ class Trainer:
         """Whether `fit` has ended and replaced every rank's own dense model by the mean."""
         self._losses: list[torch.Tensor] = []
         """Losses of the batches whose gradients are accumulated for the next step."""
+        self._progressive = ProgressiveValidation(self.config, self._ranks)
         self._meter = ThroughputMeter(self.tables)
+        self._figures = RankFigures(self.tables)
         self._stages: Sequence[StageStats] = ()
         self._lookahead: LookAheadStats | None = None
         self._evaluated_ahead: Row | None = None
@@ -138,6 +151,7 @@ class Trainer:
                 if self._damaged:
                     self._stop_for_damage()
                 step = self._finish(valid, interrupted=interrupted)
+                self.completed_step = None if interrupted else step
                 trained = int(self._ranks.total(self.progress.examples - examples_before)[0])
                 if interrupted and not caught:  # another rank received the signal: exit here too
                     caught.append(signal.SIGTERM)
@@ -160,15 +174,19 @@ class Trainer:
 
     def _train_epoch(self, train: Iterable[Batch], valid: Iterable[Batch] | None, caught: list[int]) -> None:
         """Train to the end of the epoch, or until the run finishes or is interrupted."""
-        with prefetch(
-            _rest_of_epoch(train, self.progress, self.position),
-            *self.tables,
-            depth=self.config.depth,
-            pull_window=self.config.pull_window,
-            flags_fn=lambda: self._ranks.local_flags(
-                bool(caught), self._saves.interval_elapsed(), self._stop, bool(self._damage())
-            ),
-        ) as batches:
+        with (
+            contextlib.suppress(_InterruptedWait),
+            prefetch(
+                _rest_of_epoch(train, self.progress, self.position),
+                *self.tables,
+                depth=self.config.depth,
+                pull_window=self.config.pull_window,
+                flags_fn=lambda: self._ranks.local_flags(
+                    bool(caught), self._saves.interval_elapsed(), self._stop, bool(self._damage())
+                ),
+                idle=(lambda: self._while_waiting(train, caught)) if hasattr(train, "waiting") else None,
+            ) as batches,
+        ):
             self._stages, self._lookahead = batches.stats, batches.lookahead
             for batch in batches:
                 self._ranks.merge_flags(batches.flags)
@@ -179,9 +197,22 @@ class Trainer:
                 if self.finished or self._interrupted(caught):
                     return
             self._ranks.merge_flags(batches.flags)
+            if hasattr(train, "waiting"):  # no end of an epoch: a resumed run continues with newer files
+                self._stop = True
+                return
             if self._losses:
                 self._after_step(self._update(), valid)
             self._end_epoch(valid)
+
+    def _while_waiting(self, train: Any, caught: list[int]) -> None:
+        """Work at a step boundary while no batch is ready: stop, save by time, callbacks."""
+        if self._stop or self._interrupted(caught):
+            raise _InterruptedWait
+        if not train.waiting:
+            return
+        if self._saves.saved != self.progress and self._saves.due_by_time():
+            self.save()
+        self._call("on_wait")
 
     def _interrupted(self, caught: list[int]) -> bool:
         return self._ranks.requested(INTERRUPT, bool(caught))
@@ -245,6 +276,7 @@ class Trainer:
         self.position = batch.position
         self.progress.batch += 1
         self.progress.examples += batch.examples
+        self.progress.advance_time(batch.time)
         if len(self._losses) < self.config.accumulate:
             return None
         return self._update() if done is None else self._count_step()
@@ -279,6 +311,9 @@ class Trainer:
         self._call("on_step", loss)
         if step % config.log_every == 0:
             self._log()
+        if self._progressive.ended(self.progress):
+            self._meter.settle()
+            self._report("progressive", self._progressive.close(self.progress))
         if valid is not None and config.valid_every is not None and step % config.valid_every == 0:
             self.validate(valid)
         if self._saves.due(step):
@@ -328,7 +363,8 @@ class Trainer:
                 f"fit has ended, and every rank has the mean of the dense models: the state of step "
                 f"{self.progress.step} was saved before; to save under a tag, call save() in a callback during training"
             )
-        checkpoint = self._saves.save(self.progress, self.position, self._meter, tag)
+        self._meter.settle()
+        checkpoint = self._saves.save(self.progress, self.position, self._meter, self._progressive.state(), tag)
         if checkpoint is not None:
             self._call("on_checkpoint", checkpoint)
 
@@ -338,18 +374,21 @@ class Trainer:
         if event == "train":
             self._call("on_log", row)
         else:
-            self._call("on_validation", {**row, "lookahead": finite(self._evaluated_ahead)})
+            ahead = None if event == "progressive" else self._evaluated_ahead
+            self._call("on_validation", {**row, "lookahead": finite(ahead)})
         return row
 
     def _log(self) -> None:
         rate = self._optimizer_step.rate_factor(self.progress, self.progress.step - 1)
         row = {**self._meter.row(self._stages, self._lookahead), "rate": rate}
         damage = {table.name: table.damage for table in self.tables if table.damage}
-        row["examples"], row["examples_per_s"], damaged = self._ranks.total(
-            self.progress.examples, row["examples_per_s"], sum(map(_damaged_partitions, self.tables)) if damage else 0
-        )
-        row |= {"damage": damage, "damaged_partitions": int(damaged)}
-        self._report("train", {**row, "examples": int(row["examples"])})
+        own = self._figures.take(self.progress.examples, row["examples_per_s"], row["lookahead"], damaged=bool(damage))
+        ranks = [by_name(figures) for figures in self._ranks.gather(*own)]
+        for name in ("examples", "examples_per_s", "damaged_partitions"):
+            row[name] = sum(rank[name] for rank in ranks)
+        if self.progress.event_time is not None:
+            row["event_time"] = self.progress.event_time
+        self._report("train", {**row, "damage": damage, "ranks": ranks, "time": time.time()})
 
     # ---- start, end
 
@@ -364,18 +403,20 @@ class Trainer:
         self.progress = Progress(rates={table.name: table.optimizer.lr for table in self.tables})
         for table in self.tables:
             table.accumulate = self.config.accumulate
-        self.position, self._meter = None, ThroughputMeter(self.tables)
+        self.position = None
         self._stop = self._averaged = False
+        self.completed_step = None
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group.setdefault("initial_lr", float(group["lr"]))
         use_fused(self.optimizers)
         restored = self._saves.open(self.tables, self.model, self.optimizers, resume=resume, trained=trained)
-        if resume:
-            metrics = None
-            if restored is not None:
-                self.progress, metrics = self._saves.resumed(restored)
-                self.position = restored.position
-            self._meter = ThroughputMeter(self.tables, metrics)  # restored tiers count from 0
+        metrics = progressive = None
+        if restored is not None:
+            self.progress, metrics, progressive = self._saves.resumed(restored)
+            self.position = restored.position
+        self._progressive = ProgressiveValidation(self.config, self._ranks, self.progress.step, progressive)
+        self._meter = ThroughputMeter(self.tables, metrics, self._progressive.metrics)  # restored tiers count from 0
+        self._figures = RankFigures(self.tables)
         self._ranks.begin()
         self._epoch_batches = _batches_per_epoch(train)
         self.ending = _FAILED
@@ -414,15 +455,11 @@ class Trainer:
 def _default_callbacks(run_dir: Path | None, config: TrainConfig) -> Iterator[Callback]:
     if run_dir is not None:
         yield MetricsFile(run_dir / "metrics.jsonl")
+        yield StatusFile(run_dir / "status.json")
         if config.tensorboard:
             yield TensorBoard(run_dir / "tensorboard")
     if config.display:
         yield Display()
-
-
-def _damaged_partitions(table: Table) -> int:
-    stores = (table.store, table.checkpoint_store)
-    return sum(store.stats().damaged_partitions for store in stores if store is not None)
 
 
 def _rest_of_epoch(train: Any, progress: Progress, position: Any) -> Iterable[Batch]:

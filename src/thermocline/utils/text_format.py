@@ -1,4 +1,4 @@
-"""Parsing and formatting of byte sizes (4096, "256MB", "1.5GiB"), and plural forms for messages."""
+"""Parsing and formatting of byte sizes (4096, "256MB", "1.5GiB") and durations ("30s"); plural forms for messages."""
 
 from __future__ import annotations
 
@@ -37,6 +37,18 @@ def parse_size(size: str | SupportsIndex, name: str = "size") -> int:
     if value < 0:
         raise ValueError(f"{name} is {value}: a size cannot be negative")
     return value
+
+
+_SECONDS = {"ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_duration(duration: str | float) -> float:
+    """Convert a duration above 0 to seconds: a number of seconds, or a number with one of ms, s, m, min, h, d."""
+    match = _PATTERN.fullmatch(duration if isinstance(duration, str) else f"{duration:f}")
+    unit = _SECONDS.get(match[2]) if match else None
+    if match is None or unit is None or isinstance(duration, bool) or not (seconds := float(match[1]) * unit) > 0:
+        raise ValueError(f"{duration!r} is no duration")
+    return seconds
 
 
 def format_size(size: float) -> str:

@@ -1,0 +1,148 @@
+// Changes since a position against the difference of two oracles, over merges, crashes, loads and earlier epochs.
+#include "ssd/store.h"
+
+#include <map>
+#include <optional>
+#include <random>
+#include <vector>
+
+#include "ssd/store_test_util.h"
+#include "testing/mem_fs.h"
+#include "testing/test.h"
+#include "util/hash.h"
+
+namespace thermocline {
+namespace {
+
+using testing::MemFs;
+
+constexpr uint64_t kKeys = 3000;
+
+struct Saved {
+  StorePosition position;
+  Oracle oracle;
+};
+
+// Applies the changes since `saved` to its rows and compares the result with the oracle. False: the log is gone.
+bool replays(SsdStore& store, const Saved& saved, const Oracle& oracle) {
+  std::string cause;
+  auto changes = store.changes_since(saved.position, &cause);
+  if (!changes) {
+    CHECK(!cause.empty());
+    return false;
+  }
+  Oracle rows = saved.oracle;
+  std::vector<uint64_t> keys(97);
+  std::vector<uint8_t> values(97 * kRow), deleted(97);
+  uint64_t last = 0, total = 0;
+  while (size_t n = changes->next(97, keys.data(), values.data(), deleted.data())) {
+    for (size_t i = 0; i < n; ++i) {
+      CHECK(total++ == 0 || hash_key(keys[i]) > last);
+      last = hash_key(keys[i]);
+      if (deleted[i]) rows.erase(keys[i]);
+      else std::memcpy(rows[keys[i]].data(), &values[i * kRow], kRow);
+    }
+  }
+  CHECK(total <= changes->rows());
+  CHECK(rows == oracle);
+  return true;
+}
+
+TEST(StoreChanges, ReplayFromAnyPositionGivesTheRows) {
+  size_t replayed = 0, gone = 0;
+  for (unsigned seed = 0; seed < 12; ++seed) {
+    std::mt19937_64 rng(seed);
+    auto fs = std::make_shared<MemFs>();
+    fs->make_dir("/s");
+    StoreOptions o = small_options();
+    o.background_merge = seed % 2 == 0;
+    if (seed % 3 == 0) o.min_log_bytes = 1u << 20;
+    auto store = SsdStore::open(fs, "/s/a", o);
+    Oracle oracle;
+    std::vector<Saved> saved;
+    std::map<uint64_t, Oracle> commits;
+    const auto reopen = [&](std::optional<uint64_t> epoch) {
+      store.reset();
+      StoreOptions again = o;
+      again.create = false;
+      again.epoch = epoch;
+      store = SsdStore::open(fs, "/s/a", again);
+    };
+    for (int step = 0; step < 60; ++step) {
+      std::vector<uint64_t> keys;
+      for (size_t i = rng() % 400; i > 0; --i) keys.push_back(rng() % kKeys);
+      if (rng() % 4 == 0) {
+        store->erase(keys.data(), keys.size());
+        for (uint64_t k : keys) oracle.erase(k);
+      } else {
+        std::vector<uint8_t> rows(keys.size() * kRow);
+        for (auto& byte : rows) byte = static_cast<uint8_t>(rng());
+        store->put(keys.data(), keys.size(), {rows.data(), kRow});
+        for (size_t i = 0; i < keys.size(); ++i) std::memcpy(oracle[keys[i]].data(), &rows[i * kRow], kRow);
+      }
+      if (rng() % 3 == 0) saved.push_back({store->position(), oracle});
+      if (rng() % 5 == 0) commits[store->commit("")] = oracle;
+      if (rng() % 20 == 0) store->merge_all();
+      if (rng() % 10 == 0 && !commits.empty()) {  // a crash, and the last commit or an earlier one
+        auto at = commits.begin();
+        if (rng() % 2 == 0) at = std::prev(commits.end());
+        oracle = at->second;
+        reopen(at->first);
+      }
+      for (const Saved& s : saved) ++(replays(*store, s, oracle) ? replayed : gone);
+    }
+  }
+  CHECK(replayed > 500);  // both cases occur
+  CHECK(gone > 500);
+}
+
+TEST(StoreChanges, OneMoreCommitCostsItsRowsOnly) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  auto store = SsdStore::open(fs, "/s/a", o);
+  put_range(*store, 0, 20000);
+  store->commit("");
+  const StorePosition before = store->position();
+  put_range(*store, 0, 200);
+  store->commit("");
+  store.reset();
+  o.create = false;
+  o.read_only = true;
+  store = SsdStore::open(fs, "/s/a", o);
+  std::string cause;
+  auto changes = store->changes_since(before, &cause);
+  CHECK(changes != nullptr);
+  CHECK_EQ(changes->rows(), 200u);
+  CHECK_EQ(store->stats().bytes_read, 0u);
+  CHECK(store->changes_since(store->position(), &cause) != nullptr);
+}
+
+TEST(StoreChanges, LoadedRowsAndOtherStoresAreReported) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  auto store = SsdStore::open(fs, "/s/a", o), other = SsdStore::open(fs, "/s/b", o);
+  std::string cause;
+  CHECK(store->changes_since(store->position(), &cause) == nullptr);  // nothing was put yet
+  CHECK(cause.find("was empty") != std::string::npos);
+  // The partition after the first row stays empty.
+  uint64_t greatest = 0, least = 0;
+  for (uint64_t k = 0; k < 1000; ++k) {
+    if (hash_key(k) > hash_key(greatest)) greatest = k;
+    if (hash_key(k) < hash_key(least)) least = k;
+  }
+  std::vector<uint8_t> row(kRow, 1);
+  store->load(&least, 1, {row.data(), kRow});
+  store->put(&least, 1, {row.data(), kRow});
+  const StorePosition before = store->position();
+  CHECK(store->changes_since(before, &cause) != nullptr);
+  CHECK(other->changes_since(before, &cause) == nullptr);
+  CHECK(cause.find("another store") != std::string::npos);
+  store->load(&greatest, 1, {row.data(), kRow});
+  CHECK(store->changes_since(before, &cause) == nullptr);
+  CHECK(cause.find("loaded without it") != std::string::npos);
+}
+
+}  // namespace
+}  // namespace thermocline

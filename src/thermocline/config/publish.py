@@ -1,0 +1,37 @@
+"""`Publish`, the section [publish]: versions for serving that a training run publishes. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from thermocline.config.fields import Count, Duration, Maybe
+from thermocline.config.messages import reject
+from thermocline.config.section import section
+from thermocline.serving.row_format import Precision
+
+
+@section("publish")
+class Publish:
+    """Publication of the rows during training, between steps: first a base, then deltas. It changes no bit of them."""
+
+    folder: Maybe[str] = None
+    """Folder of the publication. By default nothing is published. The end of a run is always published."""
+    every_steps: Maybe[Count] = None
+    """Steps between versions."""
+    every: Maybe[Duration] = None
+    """Time between versions, such as "30s", also while the run waits for files."""
+    precision: Precision = "fp32"
+    """Stored form of a served weight."""
+    base_every: Count = 100
+    """Publish a base again after this number of deltas, and delete versions older than the last two bases."""
+    on_error: Literal["stop", "warn"] = "stop"
+    """When a version cannot be written: stop saves and ends the run; warn trains on and tries again later."""
+
+    @model_validator(mode="after")
+    def _check_folder(self) -> Self:
+        for name in ("every_steps", "every") if self.folder is None else ():
+            if (value := getattr(self, name)) is not None:
+                reject(name, value, "left out unless folder is set")
+        return self

@@ -1,0 +1,182 @@
+"""`tc.nn`: modules that are called as `torch.nn.EmbeddingBag` and `torch.nn.Embedding`, on rows of a table.
+
+The key of a row is its id. Modules on one table share its rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch._compile import _disable_dynamo
+
+from thermocline.arrays import as_keys
+from thermocline.batch import Batch
+from thermocline.embedding.bag import EmbeddingBag as FieldBag
+from thermocline.embedding.table import Table
+from thermocline.errors import require
+
+Mode = Literal["sum", "mean", "max"]
+
+
+class EmbeddingBag(FieldBag):
+    """Pools bags of ids: (input, offsets) -> float32[bags, dim], as `torch.nn.EmbeddingBag`.
+
+    mode                  "sum", "mean" or "max"; an empty bag gives zeros. The gradient of a maximum goes to the first
+                          id that has it
+    include_last_offset   offsets end with the number of ids
+    padding_idx           an id that is left out of its bag, and of the number of ids of a mean
+    num_embeddings        raise IndexError for ids outside 0 .. num_embeddings - 1; None: every id has a row
+
+    `max_norm` and `scale_grad_by_freq` of torch are not supported.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        mode: Mode = "mean",
+        *,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        num_embeddings: int | None = None,
+    ) -> None:
+        require(mode in ("sum", "mean", "max"), "mode", mode, "sum, mean or max")
+        super().__init__(table, 1, pooling="none" if mode == "max" else mode)
+        self.mode, self.include_last_offset = mode, include_last_offset
+        self.padding_idx, self.num_embeddings = padding_idx, num_embeddings
+
+    def forward(
+        self,
+        input: torch.Tensor | Batch,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return float32[bags, dim].
+
+        input                int32 or int64: [bags, ids per bag], or [ids] with `offsets`; or a batch of `batch_of`
+        per_sample_weights   one weight per id, with mode "sum"; receives its gradient
+        """
+        if torch.compiler.is_compiling():
+            return _bag_outside_graph(self, input, offsets, per_sample_weights)
+        return self._bag(input, offsets, per_sample_weights)
+
+    def batch_of(self, input: torch.Tensor, offsets: torch.Tensor | None = None) -> Batch:
+        """Return the arguments of `forward` as `tc.Batch`, for `tc.prefetch`."""
+        return self._convert(input, offsets)[0]
+
+    def _bag(
+        self, input: torch.Tensor | Batch, offsets: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        if weights is not None and self.mode != "sum":
+            raise ValueError(f"per_sample_weights are given, but mode is {self.mode!r}: weights need mode 'sum'")
+        kept: torch.Tensor | None = None
+        if isinstance(input, Batch):
+            batch = input
+            if self.padding_idx is not None and (batch.ids == self.padding_idx % 2**64).any():
+                raise ValueError(
+                    f"the batch has ids {self.padding_idx}, the padding_idx: make it with batch_of, which removes them"
+                )
+        else:
+            if weights is not None and weights.shape != input.shape:
+                raise ValueError(
+                    f"per_sample_weights have shape {tuple(weights.shape)}: expected {tuple(input.shape)}, as input"
+                )
+            batch, kept = self._convert(input, offsets)
+        if weights is not None:
+            weights = weights.reshape(-1)
+            weights = weights if kept is None else weights[kept.to(weights.device)]
+        out = super().forward(batch, weights)
+        return _largest(out, batch) if self.mode == "max" else out[:, 0]
+
+    def _convert(self, input: torch.Tensor, offsets: torch.Tensor | None) -> tuple[Batch, torch.Tensor | None]:
+        """Return the batch, and which ids it has if not all of them."""
+        ids = _as_ids(input, self.num_embeddings)
+        if ids.ndim == 2:
+            if offsets is not None:
+                raise ValueError("offsets are given with an input of two dimensions: each of its rows is a bag")
+            starts = torch.arange(len(ids) + 1) * ids.shape[1]
+        elif ids.ndim == 1 and offsets is not None:
+            starts = offsets.detach().cpu().to(torch.int64)
+            if not self.include_last_offset:
+                starts = torch.cat([starts, torch.tensor([len(ids)])])
+        else:
+            raise ValueError(
+                f"input has shape {tuple(input.shape)} and offsets are {'missing' if offsets is None else 'given'}: "
+                "expected two dimensions, or one and offsets"
+            )
+        ids = ids.reshape(-1)
+        batch = _batch(ids, starts)  # checks the offsets
+        if self.padding_idx is None:
+            return batch, None
+        kept = ids != self.padding_idx
+        counts = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])
+        return _batch(ids[kept], counts[starts]), kept
+
+
+class Embedding(FieldBag):
+    """One row per id: ids of any shape -> float32[*shape, dim], as `torch.nn.Embedding`.
+
+    padding_idx      an id whose vector is zero and has no row
+    num_embeddings   raise IndexError for ids outside 0 .. num_embeddings - 1; None: every id has a row
+    """
+
+    def __init__(self, table: Table, *, padding_idx: int | None = None, num_embeddings: int | None = None) -> None:
+        super().__init__(table, 1, pooling="none")
+        self.padding_idx, self.num_embeddings = padding_idx, num_embeddings
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Return the rows of int32 or int64 ids."""
+        if torch.compiler.is_compiling():
+            return _rows_outside_graph(self, input)
+        return self._rows(input)
+
+    def _rows(self, input: torch.Tensor) -> torch.Tensor:
+        ids = _as_ids(input, self.num_embeddings).reshape(-1)
+        shape = (*input.shape, self.table.dim)
+        kept = None if self.padding_idx is None else ids != self.padding_idx
+        if kept is None or kept.all():
+            return super().forward(_one_bag(ids)).view(shape)
+        rows = super().forward(_one_bag(ids[kept]))
+        return rows.new_zeros(len(ids), self.table.dim).index_put((kept.to(rows.device),), rows).view(shape)
+
+
+# See `bag._forward_outside_graph`.
+_bag_outside_graph = _disable_dynamo(EmbeddingBag._bag)
+_rows_outside_graph = _disable_dynamo(Embedding._rows)
+
+
+def _batch(ids: torch.Tensor, offsets: torch.Tensor) -> Batch:
+    return Batch(as_keys(ids), offsets.numpy(), 1)
+
+
+def _one_bag(ids: torch.Tensor) -> Batch:
+    return _batch(ids, torch.tensor([0, len(ids)]))
+
+
+def _as_ids(input: Any, num_embeddings: int | None) -> torch.Tensor:
+    """Return int64 ids on the host."""
+    if not isinstance(input, torch.Tensor) or input.dtype not in (torch.int32, torch.int64):
+        kind = input.dtype if isinstance(input, torch.Tensor) else type(input).__name__
+        raise TypeError(f"input is {kind}: it must be a tensor of int32 or int64 ids")
+    ids = input.detach().cpu().to(torch.int64)
+    if num_embeddings is not None and ids.numel():
+        low, high = (int(bound) for bound in torch.aminmax(ids))
+        if low < 0 or high >= num_embeddings:
+            raise IndexError(
+                f"input has id {low if low < 0 else high}: ids are from 0 to {num_embeddings - 1} (num_embeddings)"
+            )
+    return ids
+
+
+def _largest(rows: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the largest element of each bag and column; of equal ones, the first has the gradient."""
+    lengths = torch.from_numpy(batch.offsets).diff().to(rows.device)
+    bag = torch.repeat_interleave(torch.arange(len(lengths), device=rows.device), lengths)[:, None].expand_as(rows)
+    values = rows.detach()
+    shape = (len(lengths), rows.shape[1])
+    top = values.new_full(shape, -torch.inf).scatter_reduce(0, bag, values, "amax")
+    position = torch.arange(len(rows), device=rows.device)[:, None].expand_as(rows)
+    position = torch.where(values == top.gather(0, bag), position, len(rows))
+    first = position.new_full(shape, len(rows)).scatter_reduce(0, bag, position, "amin")
+    padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])  # of an empty bag
+    return padded.gather(0, first)

@@ -1,0 +1,166 @@
+"""Scoring of whole examples with a published version: its rows, and the dense model that it was published with.
+
+A version has the dense model as three files: `config.toml`, `features.json` and `dense.safetensors`. The model is built
+from the config and loads its weights from safetensors. A graph of torch.export or TorchScript would be read by
+unpickling, which a publication from elsewhere must not reach.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+
+from thermocline.arrays import Floats, Keys
+from thermocline.batch import Batch
+from thermocline.config.schema import Config, Tiers, Train
+from thermocline.data.features import Features
+from thermocline.data.record_batches import ColumnFormat, RecordBatchConverter
+from thermocline.embedding.optimizers import SGD
+from thermocline.embedding.table import Table
+from thermocline.embedding.table_spec import TableSpec
+from thermocline.errors import CorruptionError, NotFoundError
+from thermocline.models import build, row_dim
+from thermocline.serving.snapshot import State, find
+from thermocline.serving.version import read_file
+from thermocline.tiers.dram_backend import DramBackend
+
+if TYPE_CHECKING:
+    from thermocline.training.run import Run
+
+CONFIG, FEATURES, DENSE = "config.toml", "features.json", "dense.safetensors"
+
+
+def scoring_files(run: Run) -> dict[str, bytes]:
+    """Return the files of the dense model for a version of the run, by name.
+
+    Empty for data without named columns (generated, LibSVM and LibFFM): its examples cannot be sent as columns.
+    """
+    import safetensors.torch
+
+    config = run.config
+    format = config.data.format_of(tuple(config.data.train))
+    if format not in get_args(ColumnFormat) or run.features is None:
+        return {}
+    data = dataclasses.replace(config.data, format=format, train=(), valid=(), test=())
+    published = dataclasses.replace(config, data=data, tiers=Tiers(), train=Train())  # no paths of this machine
+    weights = {name: value.contiguous().cpu() for name, value in _dense_state(run.model).items()}
+    return {
+        CONFIG: published.to_toml().encode(),
+        FEATURES: json.dumps(run.features.to_json(), indent=1).encode() + b"\n",
+        DENSE: safetensors.torch.save(weights),
+    }
+
+
+def _dense_state(model: Any) -> dict[str, Any]:
+    """Return the state of the model without the descriptions of its tables."""
+    state = model.state_dict()
+    return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
+
+
+class Scorer:
+    """Scores examples with versions of one publication. Thread safety: calls wait for each other."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._lock = threading.Lock()
+        self._loaded: _Model | None = None
+
+    def __call__(self, state: State, table: Any) -> Floats:
+        """Return float32[examples]: the probability of each row of an Arrow table, by the rows of `state`."""
+        import torch
+
+        with self._lock:
+            model = self._model(state)
+            batch = model.converter.batch(table)
+            model.rows.state = state
+            with torch.no_grad():
+                return np.asarray(torch.sigmoid(model.module(_as_tensors(batch))).numpy())
+
+    def load(self, state: State) -> None:
+        """Load the dense model of a version before its first request. Raises if it has none."""
+        with self._lock:
+            self._model(state)
+
+    def _model(self, state: State) -> _Model:
+        """Return the model with the weights of a version."""
+        import safetensors.torch
+
+        number = state.version.number
+        if self._loaded is not None and self._loaded.number == number:
+            return self._loaded
+        if not {CONFIG, FEATURES, DENSE} <= {file.name for file in state.version.files}:
+            raise NotFoundError(
+                f"version {number} of {self._path} has no dense model: publish with `thermocline export` from a run on "
+                f"{', '.join(get_args(ColumnFormat))} data"
+            )
+        folder = self._path / state.version.folder
+        content = {file.name: read_file(folder, file) for file in state.version.files}
+        if self._loaded is None or self._loaded.settings != (content[CONFIG], content[FEATURES]):
+            self._loaded = _Model.build(content, f"{folder}/{CONFIG}", state)
+        try:
+            missing, unexpected = self._loaded.module.load_state_dict(
+                safetensors.torch.load(content[DENSE]), strict=False
+            )
+        except Exception as error:
+            self._loaded = None
+            raise CorruptionError(f"{folder}/{DENSE} does not fit {CONFIG}: publish this version again") from error
+        if unexpected or any(not name.endswith("_extra_state") for name in missing):
+            self._loaded = None
+            raise CorruptionError(f"{folder}/{DENSE} does not fit {CONFIG}: publish this version again")
+        self._loaded.number = number
+        return self._loaded
+
+
+@dataclasses.dataclass(slots=True)
+class _Model:
+    """A built model that reads rows of a version."""
+
+    settings: tuple[bytes, bytes]
+    module: Any
+    rows: _VersionRows
+    converter: RecordBatchConverter
+    number: int = -1
+    """The version of its dense weights."""
+
+    @classmethod
+    def build(cls, content: Mapping[str, bytes], name: str, state: State) -> _Model:
+        config = Config.parse(content[CONFIG].decode(), name=name)
+        features = Features.from_json(json.loads(content[FEATURES]))
+        (table_name,) = state.tables
+        backends: list[_VersionRows] = []
+
+        def make_backend(spec: TableSpec, device: str, epoch: int | None) -> _VersionRows:
+            backends.append(_VersionRows(spec))
+            return backends[0]
+
+        table = Table(row_dim(config.model), SGD(lr=1.0), mem="16MB", name=table_name, make_backend=make_backend)
+        fields, hashing = len(features.fields), config.data.hashing
+        fields = fields if hashing is None else hashing.fields_of(fields)
+        module = build(config.model, table, fields, len(features.dense))
+        module.eval()
+        settings = content[CONFIG], content[FEATURES]
+        return cls(settings, module, backends[0], RecordBatchConverter(config.data, features))
+
+
+class _VersionRows(DramBackend):
+    """Reads the rows of a version. A key without a row gets the value that evaluation gives it."""
+
+    state: State
+
+    def read(self, keys: Keys) -> Floats:
+        return find(self.state, keys, None, "initial")[0]
+
+
+def _as_tensors(batch: Batch) -> Batch:
+    import torch
+
+    if batch.dense is not None:
+        batch.dense = torch.from_numpy(batch.dense)
+    return batch

@@ -1,0 +1,160 @@
+"""Scores of the server against `thermocline predict` on the same rows at the same version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+import thermocline as tc
+from thermocline import serving
+from thermocline.cli.main import app
+from thermocline.errors import CorruptionError, NotFoundError, ThermoclineError
+from thermocline.serving import Publication, TableRows
+from thermocline.serving.server import LookupServer
+from thermocline.training.scoring import Scorer
+
+ROWS = 400
+
+
+def examples(seed: int, count: int = ROWS) -> pa.Table:
+    rng = np.random.default_rng(seed)
+    user, item = rng.integers(0, 60, count), rng.integers(0, 40, count)
+    price = rng.normal(size=count) * 3 + user % 5
+    label = (rng.random(count) < 1 / (1 + np.exp(-(user % 7 - 3)))).astype(np.int64)
+    return pa.table({"label": label, "user": [f"u{number}" for number in user], "item": item, "price": price})
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(params=["csv", "parquet"])
+def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    kind: str = request.param
+    for name, seed in (("train", 0), ("test", 1)):
+        if kind == "csv":
+            pyarrow.csv.write_csv(examples(seed), f"{name}.csv")
+        else:
+            pq.write_table(examples(seed), f"{name}.parquet")
+    Path("run.toml").write_text(
+        f"""
+[data]
+train = ["train.{kind}"]
+test = ["test.{kind}"]
+numeric = ["price"]
+numeric_features = {{ log = false }}
+[model]
+name = "dcnv2"
+dim = 4
+hidden = [16, 8]
+[tiers]
+mem = "8MB"
+[train]
+run_dir = "run"
+batch_size = 100
+lr = 0.05
+epochs = 1
+checkpoint_every = 2
+keep = 10
+"""
+    )
+    invoke("train", "run.toml")
+    return kind
+
+
+def predicted(kind: str, step: int) -> Any:
+    options = ["--checkpoint", str(step), "--set", f"train.batch_size={ROWS}"]
+    invoke("predict", "run", f"test.{kind}", "--out", "scores.npy", *options)
+    return np.load("scores.npy")
+
+
+def test_scores_equal_those_of_predict_at_every_version(run: str) -> None:
+    request = examples(1)
+    invoke("export", "run", "--out", "served", "--checkpoint", "2")
+    expected = {step: predicted(run, step) for step in (2, 4)}
+    assert not np.array_equal(expected[2], expected[4])
+    with (
+        LookupServer("served", poll_seconds=0.05, scorer=Scorer("served")) as server,
+        serving.connect(f"grpc://127.0.0.1:{server.port}", timeout=60) as client,
+    ):
+        assert client.score(request).tobytes() == expected[2].tobytes()  # bit for bit: the same batch
+        parts = [client.score(request.slice(first, 100).drop(["label"])) for first in range(0, ROWS, 100)]
+        assert np.abs(np.concatenate(parts) - expected[2]).max() <= 1e-6  # the size of a batch changes torch's bits
+        invoke("export", "run", "--out", "served", "--delta", "--checkpoint", "4")
+        server.snapshot.refresh()
+        assert client.score(request.select(["price", "item", "user"])).tobytes() == expected[4].tobytes()
+        with Publication("served") as publication:
+            publication.compact()
+        server.snapshot.refresh()
+        assert client.score(request).tobytes() == expected[4].tobytes()
+        assert client.score(request.slice(0, 0).combine_chunks()).shape == (0,)
+        for bad, text in [
+            (request.drop(["user"]), "lacks 'user'"),
+            (request.append_column("more", request["item"]), "also has 'more'"),
+            (request.set_column(3, "price", pa.array(["x"] * ROWS)), "column 'price' has type string"),
+        ]:
+            with pytest.raises(ThermoclineError, match=text):
+                client.score(bad)
+        text = client.action("metrics").decode()
+        assert f"thermocline_scored_examples_total {float(4 * ROWS)}" in text
+    with (
+        LookupServer("served") as server,
+        serving.connect(f"grpc://127.0.0.1:{server.port}") as client,
+        pytest.raises(ThermoclineError, match="start it with --score"),
+    ):
+        client.score(request)
+    files = {file.name for file in serving.open("served").version.files}
+    assert files == {"config.toml", "features.json", "dense.safetensors"}
+    folder = Path("served") / serving.open("served").version.folder
+    assert str(Path.cwd()) not in (folder / "config.toml").read_text()
+    dense = bytearray((folder / "dense.safetensors").read_bytes())
+    dense[-1] ^= 1
+    (folder / "dense.safetensors").write_bytes(dense)
+    with pytest.raises(CorruptionError, match="is not the file that its manifest names"):
+        Scorer("served").load(serving.open("served").state)
+
+
+def test_a_version_without_a_dense_model_is_reported(tmp_path: Path) -> None:
+    with Publication(tmp_path / "served") as publication:
+        publication.publish_base([TableRows(name="t", dim=2, rows=[])], step=0)
+        with pytest.raises(ValueError, match="it must be a file name"):
+            publication.publish_base([TableRows(name="t", dim=2, rows=[])], step=0, files={"../x": b""})
+    with pytest.raises(NotFoundError, match="has no dense model"):
+        LookupServer(tmp_path / "served", scorer=Scorer(tmp_path / "served"))
+    result = CliRunner().invoke(app, ["serve", str(tmp_path / "served"), "--score"])
+    assert result.exit_code == 2
+    assert "has no dense model" in result.stderr
+
+
+def test_criteo_columns_are_converted_as_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from thermocline.data.features import criteo_columns
+    from thermocline.data.record_batches import RecordBatchConverter
+
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    names = criteo_columns(True)
+    lines = []
+    for _ in range(50):
+        numbers = [str(rng.integers(-2, 1000)) if rng.random() < 0.8 else "" for _ in range(13)]
+        values = [f"{rng.integers(0, 2**32):08x}" if rng.random() < 0.8 else "" for _ in range(26)]
+        lines.append([str(rng.integers(0, 2)), *numbers, *values])
+    Path("day").write_text("".join("\t".join(line) + "\n" for line in lines))
+    reader = tc.Reader("day", format="criteo", batch_size=100, tensors=False)
+    (expected,) = list(reader)
+    columns: dict[str, Any] = {}
+    for i, name in enumerate(names[1:], 1):
+        values = [line[i] or None for line in lines]
+        columns[name] = pa.array([v and int(v) for v in values]) if name[0] == "I" else pa.array(values, pa.string())
+    batch = RecordBatchConverter(reader.data, reader.features).batch(pa.table(columns))
+    assert batch.ids.tolist() == expected.ids.tolist()
+    assert batch.offsets.tolist() == expected.offsets.tolist()

@@ -1,0 +1,149 @@
+"""[publish]: versions of a training run, unchanged bits, resumption, failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.train import weights_of
+
+import thermocline as tc
+from thermocline import serving
+from thermocline.errors import ThermoclineError
+from thermocline.serving.version import read_version, versions
+from thermocline.training.run import Run
+
+CONFIG = """
+[data]
+train = "{folder}/in"
+time = "at"
+[model]
+name = "deepfm"
+dim = 4
+hidden = [8]
+[tiers]
+device = "cpu"
+mem = "16MB"
+[train]
+batch_size = 16
+run_dir = "{folder}/run"
+tensorboard = false
+display = false
+"""
+
+
+@pytest.fixture
+def ads(tmp_path: Path) -> Path:
+    """One file of 10 batches."""
+    write(tmp_path, 0, 160)
+    return tmp_path
+
+
+def write(folder: Path, number: int, examples: int) -> None:
+    (folder / "in").mkdir(exist_ok=True)
+    values = np.random.default_rng(number).zipf(1.3, (examples, 2)) % 90
+    rows = [f"{int((a + b) % 3 == 0)},{1000 * number + i},{a},{b}" for i, (a, b) in enumerate(values)]
+    (folder / "in" / f"{number}.csv").write_text("\n".join(["label,at,a,b", *rows, ""]))
+
+
+class Kill(tc.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer: tc.Trainer, loss: torch.Tensor) -> None:
+        if trainer.progress.step == self.step:
+            raise InterruptedError
+
+
+def train(folder: Path, *callbacks: tc.Callback, resume: bool = False, **sets: Any) -> tuple[bytes, dict[int, Any]]:
+    """Train; return the bits of rows and weights, and the served part of every row."""
+    overrides = [f"{name.replace('__', '.')}={value}" for name, value in sets.items()]
+    with Run(tc.Config.parse(CONFIG.format(folder=folder), overrides), resume=resume) as run:
+        run.fit(resume=resume, callbacks=callbacks)
+        pieces = list(run.table.rows())
+        keys, rows = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        order = np.argsort(keys)
+        served = dict(zip(keys.tolist(), rows[:, : run.table.dim], strict=True))
+        return rows[order].tobytes() + weights_of(run.model), served
+
+
+def published(folder: Path) -> list[Any]:
+    return [read_version(path) for _, path in sorted(versions(folder / "served").items())]
+
+
+def check_served(folder: Path, rows: dict[int, Any]) -> None:
+    """Check that the current version has exactly these rows."""
+    with serving.open(folder / "served") as snapshot:
+        keys = np.array(sorted(rows), np.uint64)
+        assert np.array_equal(snapshot.lookup(keys), np.stack([rows[int(key)] for key in keys]))
+
+
+@pytest.mark.parametrize("ssd", [False, True])
+def test_versions_have_step_and_watermark_and_training_is_unchanged(ads: Path, ssd: bool) -> None:
+    def store(name: str) -> dict[str, Any]:
+        return {"train__run_dir": ads / name, **({"tiers__ssd": ads / name / "store"} if ssd else {})}
+
+    whole, _ = train(ads, data__shuffle="false", **store("whole"))
+    publish = {"publish__folder": ads / "served", "publish__every_steps": 3}
+    result, rows = train(ads, data__shuffle="false", **publish, **store("run"))
+    assert result == whole
+    assert [(v.kind, v.step, v.event_time) for v in published(ads)] == [
+        ("base", 3, 47), ("delta", 6, 95), ("delta", 9, 143), ("delta", 10, 159)]  # fmt: skip
+    check_served(ads, rows)
+
+
+def test_a_base_again_and_the_end_of_old_versions(ads: Path) -> None:
+    _, rows = train(ads, publish__folder=ads / "served", publish__every_steps=1, publish__base_every=3)
+    # Ten versions, of which 1, 5 and 9 are bases; those older than the last two bases are deleted.
+    kinds = ["base", "delta", "delta", "delta", "base", "delta"]
+    assert [(v.number, v.kind) for v in published(ads)] == list(enumerate(kinds, 5))
+    check_served(ads, rows)
+
+
+def test_a_resumed_run_continues_with_deltas(ads: Path) -> None:
+    options: dict[str, Any] = {"publish__folder": ads / "served", "publish__every_steps": 2}
+    with pytest.raises(InterruptedError):
+        train(ads, Kill(9), train__checkpoint_every=5, **options)
+    assert [(v.kind, v.step) for v in published(ads)] == [("base", 2), ("delta", 4), ("delta", 6), ("delta", 8)]
+    # Resumed at step 5: a delta cannot go back from step 8 to 6.
+    _, rows = train(ads, resume=True, **options)
+    assert [(v.kind, v.step) for v in published(ads)[4:]] == [("base", 6), ("delta", 8), ("delta", 10)]
+    check_served(ads, rows)
+
+
+def test_versions_by_time_while_the_run_waits(tmp_path: Path) -> None:
+    write(tmp_path, 0, 40)
+
+    class Arrival(tc.Callback):
+        def on_wait(self, trainer: tc.Trainer) -> None:
+            if trainer.progress.step == 3 and published(tmp_path):
+                write(tmp_path, 1, 40)
+
+    follow: dict[str, Any] = {"data__follow": "true", "data__follow_idle": 2, "data__shuffle": "false"}
+    (tmp_path / "served").mkdir()
+    _, rows = train(tmp_path, Arrival(), publish__folder=tmp_path / "served", publish__every=0.3, **follow)
+    # The version of step 3 appeared while the run waited: the second file was written after it.
+    found = [(v.step, v.event_time) for v in published(tmp_path)]
+    assert (3, 39) in found
+    assert found[-1] == (6, 1039)
+    check_served(tmp_path, rows)
+
+
+def test_a_failure_stops_the_run_or_warns(ads: Path) -> None:
+    (ads / "served").write_text("")
+    options: dict[str, Any] = {"publish__folder": ads / "served", "publish__every_steps": 4}
+    message = r"publish\.folder is '.*/served': step 4 cannot be published: .* is a file: choose a new folder\. "
+    with pytest.raises(ThermoclineError, match=message + r"Training stopped, saved at step 4"):
+        train(ads, **options)
+    with pytest.warns(RuntimeWarning, match=r"step 8 cannot be published: .*\. Training continues"):
+        resumed, _ = train(ads, resume=True, publish__on_error="warn", **options)
+    whole, _ = train(ads, train__run_dir=ads / "whole")
+    assert resumed == whole
+
+
+def test_settings() -> None:
+    with pytest.raises(tc.ConfigError, match=r"publish\.every is '30s': it must be left out unless folder is set"):
+        tc.Publish(every="30s")
