@@ -1,5 +1,6 @@
 # make demo    the main job in two minutes          make test    every check and test that fits 15 minutes
-# Both set up .venv by themselves, once. Another Python, without any set-up: make build-inplace PYTHON=python3
+# make demo-online    training on a stream, publishing and serving, in a minute
+# They set up .venv by themselves, once. Another Python, without any set-up: make build-inplace PYTHON=python3
 VENV_PYTHON := .venv/bin/python
 PYTHON = $(VENV_PYTHON)
 BUILD = build
@@ -20,11 +21,14 @@ FUZZ_PARSE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/data/parse*.cc)) csr
 FUZZ_STORE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/ssd/*.cc csrc/util/*.cc)) csrc/testing/mem_fs.cc \
   csrc/ssd/files_fuzz_test.cc
 
-.PHONY: cpp-tests demo reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
+.PHONY: cpp-tests demo demo-online reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
   fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser docs notebooks
 
 demo: build-inplace
 	$(PYTHON) examples/demo.py
+
+demo-online: build-inplace
+	$(PYTHON) examples/demo_online.py $(ARGS)
 
 # The paper's experiments, full size; make reproduce ARGS=--quick takes minutes. Results: build/experiments.
 reproduce: build-inplace

@@ -16,14 +16,19 @@ from typing import Any, Literal
 
 import torch
 
+import thermocline as tc
 import thermocline.torchrec as ours
 
 Reference = Literal["torchrec", "torch"]
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
 }
-"""Adam of torch changes all rows in every step: rows of `tc.Adam` change when their key is in the batch."""
+ROWS: dict[str, tuple[type[Any], dict[str, Any]]] = OPTIMIZERS | {"adam": (tc.Adam, {"lr": 0.01, "lazy": "catch_up"})}
+"""Our optimizers. Adam of torch changes all rows in every step, also those that are not in the batch."""
+BOUNDS = {"sgd": 1e-6, "adagrad": 1e-6, "adam": 1e-5}
+"""Largest accepted difference of the losses of one step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +204,7 @@ def losses(case: Case, optimizer: str, reference: Reference, steps: int) -> tupl
     else:
         first = Model(TorchCollection(case), case, ours)
     second = Model(collection_of(case, ours), case, ours)
-    ours.apply_optimizer_in_backward(kind, second.collection.parameters(), options)
+    ours.apply_optimizer_in_backward(ROWS[optimizer][0], second.collection.parameters(), ROWS[optimizer][1])
     second.load_state_dict(first.state_dict())  # the rows of TorchRec
     return _train(first, case, steps, kind(first.collection.parameters(), **options)), _train(second, case, steps)
 

@@ -41,5 +41,6 @@ void bind_data(nanobind::module_& m);
 void bind_read(nanobind::module_& m);
 void bind_hashing(nanobind::module_& m);
 void bind_serving(nanobind::module_& m);
+void bind_admission(nanobind::module_& m);
 
 }  // namespace thermocline

@@ -82,4 +82,5 @@ NB_MODULE(_core, m) {
   bind_read(m);
   bind_hashing(m);
   bind_serving(m);
+  bind_admission(m);
 }

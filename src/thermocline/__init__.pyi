@@ -25,6 +25,7 @@ from .distributed.frozen_adam import FrozenAdam as FrozenAdam
 from .distributed.launch import join_ranks as join_ranks
 from .distributed.sharded_table import ShardedTable as ShardedTable
 from .distributed.topology import Topology as Topology
+from .embedding.admission import Admission as Admission
 from .embedding.bag import EmbeddingBag as EmbeddingBag
 from .embedding.expiry import Expiry as Expiry
 from .embedding.initializers import Constant as Constant, Normal as Normal, Uniform as Uniform

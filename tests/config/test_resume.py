@@ -8,14 +8,23 @@ from helpers.config import EXAMPLE
 from thermocline.config.loader import flatten
 from thermocline.config.resume import MAY_CHANGE, check_resume, differences
 from thermocline.config.schema import Config
+from thermocline.embedding.admission import Admission
 from thermocline.embedding.expiry import Expiry
 from thermocline.errors import ConfigError
 
 
 def test_keys_that_may_change_exist() -> None:
-    configs = (Config(), Config(expiry=Expiry(every=1, max_rows=1)))
+    configs = (Config(), Config(admission=Admission(count=2)), Config(expiry=Expiry(every=1, max_rows=1)))
     names = {name for config in configs for name, _ in flatten(config)}
     assert names >= MAY_CHANGE
+
+
+def test_resumed_run_may_change_its_admission() -> None:
+    old = Config.parse(EXAMPLE).resolve()
+    new = Config.parse(EXAMPLE, ["admission.count=3", 'admission.otherwise="zero"']).resolve()
+    assert 'admission.count from "none" to 3' in check_resume(old, new, "run")
+    newer = Config.parse(EXAMPLE, ["admission.count=4", 'admission.otherwise="zero"']).resolve()
+    assert check_resume(new, newer, "run") == ["admission.count from 3 to 4"]
 
 
 def test_resumed_run_may_change_its_expiry() -> None:

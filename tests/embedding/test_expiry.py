@@ -178,6 +178,20 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert [len(result["live"]) for result in capped] == [11, 11]  # each rank keeps its share
 
 
+@pytest.mark.parametrize(("tiers", "depth", "lookahead"), [("mem", 4, 0), ("ssd", 3, 5)])
+def test_admission_counts_deleted_keys_from_0(tiers: str, depth: int, lookahead: int, tmp_path: Path) -> None:
+    options: Any = {"admission": tc.Admission(count=2, otherwise="zero"), "expiry": tc.Expiry(every=3, unused_steps=2)}
+    expected = fit(make_table("reference", "", **options), stream(STEPS))
+    assert expected["expired"][1] > 20
+    assert fit(make_table(tiers, tmp_path, lookahead=lookahead, **options), stream(STEPS), depth) == expected
+    table = make_table("mem", "", admission=tc.Admission(count=2))
+    bag = tc.EmbeddingBag(table, 2)
+    with tc.prefetch(stream(4), table, depth=2) as batches:
+        train(table, bag, [next(batches)])
+        with pytest.raises(tc.ThermoclineError, match=r"expire\(\) of a table without expiry=... while a training"):
+            table.expire(tc.Expiry(every=3, unused_steps=2))
+
+
 def test_decay_rates_may_change(tmp_path: Path) -> None:
     states = []
     for tiers in ("reference", "mem", "hbm"):

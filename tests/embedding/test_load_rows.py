@@ -75,6 +75,19 @@ def test_rows_without_state_begin_as_new_rows() -> None:
     assert rowwise.read_rows([2**64 - 1])[1].tolist() == [[3.0]]
 
 
+def test_rows_that_catch_up_are_loaded_as_of_the_last_step() -> None:
+    optimizer = tc.Adam(lr=0.1, lazy="catch_up")
+    table = tc.Table(4, optimizer, mem="1MB")
+    train(table, make_batches(2))
+    weights, state = rows_for(tc.Table(4, tc.Adam(), mem="1MB"), [1])
+    table.load_rows([1], weights, state)
+    got = table.read_rows([1])
+    assert np.array_equal(got[0], weights)
+    assert np.array_equal(got[1], state)
+    train(table, make_batches(3)[2:])  # without the key: its moments move it
+    assert not np.array_equal(table.read_rows([1])[0], weights)
+
+
 def test_other_rows_stay() -> None:
     batch = make_batches(1)[0]
     table = tc.Table(4, tc.Adagrad(lr=0.1), mem="1MB")

@@ -26,6 +26,7 @@ from thermocline.torchrec import (
     EmbeddingConfig,
     JaggedTensor,
     KeyedJaggedTensor,
+    KeyedTensor,
     PoolingType,
     TrainPipelineSparseDist,
     apply_optimizer_in_backward,
@@ -356,6 +357,11 @@ def test_configs_and_features_of_torchrec() -> None:
     ebc, own = bags(foreign), bags(config(pooling=PoolingType.MEAN))
     assert ebc.tables["t"].layout == own.tables["t"].layout
     assert torch.equal(ebc(theirs).values(), own(kjt).values())
+    groups = [["t"], ["t", "t"]]
+    for theirs_group, own_group in zip(
+        torchrec.KeyedTensor.regroup([own(kjt)], groups), KeyedTensor.regroup([own(kjt)], groups), strict=True
+    ):
+        assert torch.equal(theirs_group, own_group)
     variable = torchrec.KeyedJaggedTensor(
         ["t"], kjt.values(), lengths=lengths, stride_per_key_per_rank=[[len(lengths)]]
     )

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from helpers.train import weights_of
 
 import thermocline as tc
 from thermocline import serving
+from thermocline.cli.serving import ExportOptions, export
 from thermocline.errors import ThermoclineError
 from thermocline.serving.version import read_version, versions
 from thermocline.training.run import Run
+from thermocline.training.scoring import Scorer
 
 CONFIG = """
 [data]
@@ -130,6 +133,22 @@ def test_versions_by_time_while_the_run_waits(tmp_path: Path) -> None:
     assert (3, 39) in found
     assert found[-1] == (6, 1039)
     check_served(tmp_path, rows)
+
+
+def test_versions_have_the_dense_model(ads: Path) -> None:
+    train(ads, publish__folder=ads / "served")
+    (version,) = published(ads)
+    assert {file.name for file in version.files} == {"config.toml", "features.json", "dense.safetensors"}
+    assert str(ads) not in (ads / "served" / version.folder / "config.toml").read_text()
+    with serving.open(ads / "served") as snapshot:
+        clicks = pa.table({"a": ["1", "2"], "b": ["3", "3"]})
+        assert Scorer(ads / "served")(snapshot.state, clicks).shape == (2,)
+
+
+def test_an_exported_checkpoint_has_the_watermark(ads: Path) -> None:
+    train(ads, data__shuffle="false")
+    export(str(ads / "run"), str(ads / "served"), ExportOptions())
+    assert [(v.step, v.event_time) for v in published(ads)] == [(10, 159)]
 
 
 def test_a_failure_stops_the_run_or_warns(ads: Path) -> None:

@@ -121,7 +121,14 @@ class Checkpoints:
         node_of = (0,) if groups is None else groups.topology.node_of
         optimizers = list(dense_optimizer or ())
         self._states = RankStates(
-            self._folder, self._collective, node_of, model, optimizers, dense_sync, read_only=read_only
+            self._folder,
+            self._collective,
+            node_of,
+            model,
+            optimizers,
+            dense_sync,
+            tables=self.tables,
+            read_only=read_only,
         )
         self._manifests: dict[int, dict[str, Json]] = {}
         """Kept manifests, by number."""

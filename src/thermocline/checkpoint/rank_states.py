@@ -3,10 +3,10 @@
     checkpoints/00000012.safetensors                       of one process
     checkpoints/00000012.rank-00001-of-00004.safetensors   of one rank of several
 
-A file has the position in the data, `extra`, random states, the dense model, its optimizers and the state of
-`DenseParameters`. Nothing is averaged before a save. Ranks whose parameters are always equal
-(`DenseParameters.replicas`) store parameters and optimizers once, in the file of the lowest of them; every file has the
-buffers, which differ, and frozen parameters, which nothing keeps equal.
+A file has the position in the data, `extra`, random states, the dense model, its optimizers, the state of
+`DenseParameters`, and the admission counters of tables. Nothing is averaged before a save. Ranks whose parameters are
+always equal (`DenseParameters.replicas`) store parameters and optimizers once, in the file of the lowest of them; every
+file has the buffers, which differ, and frozen parameters, which nothing keeps equal.
 
 The same ranks restore their own states. A reader, another number of ranks, or ranks with other replicas get the mean of
 all ranks' models and optimizers (`distributed/model_mean.py`). Frozen parameters (`requires_grad` False) have no mean:
@@ -15,7 +15,7 @@ if they differ between ranks, only the same ranks can restore them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from thermocline.distributed.frozen_adam import check_frozen_state, without_froz
 from thermocline.distributed.key_sharding import rank_folder
 from thermocline.distributed.model_mean import TensorMean, same_bits
 from thermocline.embedding.state_dict import dense_state_dict, load_dense_state_dict
+from thermocline.embedding.table import Table
 from thermocline.errors import CorruptionError, FormatError, NotFoundError
 from thermocline.utils import atomic_file
 from thermocline.utils.atomic_file import failpoint
@@ -50,11 +51,13 @@ class RankStates:
         optimizers: Sequence[torch.optim.Optimizer],
         dense_sync: Any,
         *,
+        tables: Mapping[str, Table],
         read_only: bool,
     ) -> None:
         """
         node_of      index of each rank's node
         dense_sync   `DenseParameters`, or None
+        tables       tables by name, for what they save beside rows
         """
         self._folder = folder
         self._rank, self._world = collective.rank, collective.world
@@ -62,6 +65,7 @@ class RankStates:
         self._model = model
         self._optimizers = optimizers
         self._dense_sync = dense_sync
+        self._tables = tables
         self._read_only = read_only
 
     @property
@@ -97,6 +101,8 @@ class RankStates:
         state: dict[str, Any] = {"random": state_tree.random_state(), "frozen": frozen}
         if self._dense_sync is not None:
             state["sync"] = self._dense_sync.state_dict()
+        if tables := {name: own for name, table in self._tables.items() if (own := table.rank_state())}:
+            state["tables"] = tables
         if self._replicas[self._rank] == self._rank:
             return {**self._dense_state(), **state}
         shared, model = parameters.keys() - frozen, self._dense_state()["model"]
@@ -147,6 +153,7 @@ class RankStates:
             else:
                 state = self._mean(manifest)
                 state.random = own.get("random")
+            state.tables = own.get("tables")
         state_tree.check_dense({"model": state.model, "optimizers": state.optimizers}, self._dense_state())
         if not self._read_only:
             for optimizer in state.optimizers:
@@ -167,6 +174,8 @@ class RankStates:
             optimizer.load_state_dict(saved["state"])
         if self._dense_sync is not None and state.sync is not None:
             self._dense_sync.load_state_dict(state.sync)
+        for name, table in self._tables.items():
+            table.load_rank_state((state.tables or {}).get(name, {}))
         if state.random is not None:
             state_tree.set_random_state(state.random)
 

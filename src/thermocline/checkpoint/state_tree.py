@@ -38,6 +38,8 @@ class RankState:
     """State of `DenseParameters`; None if the model is a mean over ranks."""
     random: dict[str, Any] | None = None
     """Random states; None if another number of ranks saved."""
+    tables: dict[str, Any] | None = None
+    """State of this rank's tables beside their rows (`Table.rank_state`), by name; None as for `random`."""
 
 
 # ---- trees

@@ -63,7 +63,7 @@ def export(run_dir: str, out: str, options: ExportOptions) -> Row:
     ):
         version = publish_table(
             run.table, out, step=run.step, delta=options.delta, precision=options.precision, served=served,
-            formats=options.formats, files=scoring_files(run), advance=advance,
+            event_time=run.event_time, formats=options.formats, files=scoring_files(run), advance=advance,
         )  # fmt: skip
     (table,) = version.tables
     return {

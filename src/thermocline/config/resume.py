@@ -8,6 +8,7 @@ from typing import Any
 from thermocline.config.loader import flatten
 from thermocline.config.messages import show_toml
 from thermocline.config.schema import Config
+from thermocline.embedding.admission import Admission
 from thermocline.embedding.expiry import Expiry
 from thermocline.errors import ConfigError
 
@@ -19,6 +20,8 @@ MAY_CHANGE = frozenset(
         *("tiers.lookahead", "tiers.expected_keys", "tiers.on_damage"),
         # Rules apply to the rows as they are.
         *("expiry", *(f"expiry.{field.name}" for field in dataclasses.fields(Expiry))),
+        # Keys with a row stay admitted; the others continue with their counts if they are counted in the same way.
+        *("admission", *(f"admission.{field.name}" for field in dataclasses.fields(Admission))),
         *("train.epochs", "train.steps", "train.clip_norm", "train.valid_every", "train.patience"),
         *("train.progressive_steps", "train.progressive_time"),
         "train.plateau_factor",
@@ -55,6 +58,6 @@ def check_resume(old: Config, new: Config, run_dir: str) -> list[str]:
 
 
 def _sections_merged(names: frozenset[str]) -> list[str]:
-    """Name the sections [train.schedule], [publish] and [expiry] instead of each of their keys."""
-    merged = ("train.schedule", "publish", "expiry")
+    """Name the sections [train.schedule], [publish], [admission] and [expiry] instead of each of their keys."""
+    merged = ("train.schedule", "publish", "admission", "expiry")
     return sorted({next((each for each in merged if name.startswith(f"{each}.")), name) for name in names})

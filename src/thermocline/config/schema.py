@@ -1,8 +1,8 @@
-"""`Config`: all settings of a run in nine sections. One schema is the API, the TOML file and the `--set` flags.
+"""`Config`: all settings of a run in ten sections. One schema is the API, the TOML file and the `--set` flags.
 
-[data] is `tc.Data`, [model] is `tc.ModelConfig`, [precision] is `tc.Precision`, [rows] is `tc.Rows`, [expiry] is
-`tc.Expiry`, [tiers] is `tc.Tiers`, [train] is `tc.Train` with all fields of `tc.TrainConfig`, [dist] is `tc.Dist`, and
-[publish] is `tc.Publish`. Imports no torch.
+[data] is `tc.Data`, [model] is `tc.ModelConfig`, [precision] is `tc.Precision`, [rows] is `tc.Rows`, [admission] is
+`tc.Admission`, [expiry] is `tc.Expiry`, [tiers] is `tc.Tiers`, [train] is `tc.Train` with all fields of
+`tc.TrainConfig`, [dist] is `tc.Dist`, and [publish] is `tc.Publish`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from thermocline.config.model import ModelConfig
 from thermocline.config.publish import Publish
 from thermocline.config.section import section
 from thermocline.config.train import TrainConfig
+from thermocline.embedding.admission import Admission
 from thermocline.embedding.expiry import Expiry
 from thermocline.embedding.optimizers import MOST_STEPS, Lazy
 from thermocline.embedding.precision import Precision
@@ -118,6 +119,8 @@ class Config:
     """Stored precision of embedding weights."""
     rows: Rows = Rows()
     """Statistics of rows."""
+    admission: Maybe[Admission] = None
+    """Which keys get a row. By default all that are trained."""
     expiry: Maybe[Expiry] = None
     """Rules that delete rows, and the steps at which they run. By default no row is deleted."""
     tiers: Tiers = Tiers()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
-from thermocline.config.data import Data, Split
+from thermocline.config.data import Data, Format, Split
 from thermocline.data.features import Features
 from thermocline.data.files import find_files, is_remote, without_secrets
 from thermocline.data.follow import FollowReader
@@ -17,6 +18,16 @@ from thermocline.errors import ConfigError, DataError
 def has_split(data: Data, split: Split) -> bool:
     """Whether the config has data for this split."""
     return _synth_examples(data, split) > 0 if data.format == "synth" else bool(getattr(data, split))
+
+
+def training_format(data: Data) -> Format | None:
+    """Return the format of the training data, by the config or by its local files; None: neither tells it."""
+    with contextlib.suppress(DataError):
+        return data.format_of(tuple(data.train))
+    with contextlib.suppress(DataError):
+        local = [path for path in data.train if not is_remote(path)]
+        return data.format_of(tuple(source.path for source in find_files(local, empty=True)))
+    return None
 
 
 def check_paths(data: Data, splits: Iterable[Split]) -> None:

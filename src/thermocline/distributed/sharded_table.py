@@ -58,6 +58,11 @@ class ShardedTable(Table):
         All other arguments are those of `tc.Table`; `expected_keys` is the number over all ranks.
         """
         topology = groups.topology
+        if options.get("admission") is not None:
+            raise ValueError(
+                f"admission is {options['admission']!r}: it must be None for a table over ranks, which has no "
+                "admission yet; train with one process, or without admission"
+            )
         if options.get("expected_keys") is not None:
             options["expected_keys"] = -(-options["expected_keys"] // topology.world)
         if ssd is not None:

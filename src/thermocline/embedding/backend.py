@@ -7,6 +7,8 @@ A `tc.Table` owns a backend and does not depend on its type. Four implementation
     distributed/sharded_backend.py     rows are spread over ranks; each rank trains its own through one of the two above
     embedding/reference_backend.py     a Python dict; slow, the specification that tests compare with
 
+`embedding/admission_backend.py` is a layer above one of them, for tables with admission.
+
 The path of a batch. Window: the batches that share one pull. Each stage is one thread that handles windows in order;
 the pipeline (`pipeline/prefetch.py`) runs the stages of different windows at the same time.
 
@@ -384,6 +386,13 @@ class RowBackend(Protocol):
         """Close the table's own store. What was not committed is lost."""
 
 
+class LocalBackend(RowBackend, Protocol):
+    """A backend of one process: it can compute initial rows without an access to its tiers."""
+
+    def read_initial(self, inputs: BagInputs) -> BatchPlan:
+        """Plan a batch on the initial rows of its keys, whatever the tiers hold. Thread: load."""
+
+
 class Unrecorded:
     """Base of backends that plan on the CPU: nothing is recorded, and `cannot_record` says why."""
 
@@ -408,7 +417,7 @@ class Unrecorded:
         raise NotImplementedError
 
 
-class ShardBackend(RowBackend, Protocol):
+class ShardBackend(LocalBackend, Protocol):
     """A backend that can serve as one rank's part of a sharded table: rows by key list instead of by batch."""
 
     def horizon(self, *, training: bool) -> KeyHorizon:

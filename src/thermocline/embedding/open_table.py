@@ -14,6 +14,7 @@ from thermocline.arrays import Floats, Keys, as_keys
 from thermocline.embedding.backend import RowBackend
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import Precision, append_precision
+from thermocline.embedding.row_arguments import split_rows
 from thermocline.embedding.row_statistics import parse_statistics
 from thermocline.embedding.row_version import RowVersion, rates_of_commit, user_note
 from thermocline.embedding.step_rates import RateRuns
@@ -223,8 +224,7 @@ class OpenTable:
 
     def read_rows(self, keys: Any) -> tuple[Floats, Floats]:
         """Return weights, float32[n, dim], and optimizer state, float32[n, state]: see `read`, `Table.load_rows`."""
-        rows = self.read(keys)
-        return rows[:, : self.dim], rows[:, self.dim :]
+        return split_rows(self.spec, self.read(keys))
 
     def tier_counts(self) -> Mapping[str, int]:
         """Return rows of training batches so far by the tier they were in: "hbm", "mem", "ssd", "new"."""

@@ -172,7 +172,9 @@ class ReferenceBackend(Unrecorded):
         """Return per key the label of the example of each occurrence; 0 if clicks are not counted."""
         labels: dict[int, list[float]] = {}
         for gradient in gradients:
-            ids, offsets, _ = gradient.batch.select(gradient.spec.fields)
+            ids, offsets = gradient.bag.ids, gradient.bag.offsets
+            if offsets is None:
+                offsets = gradient.batch.select(gradient.spec.fields)[1]
             for bag in range(len(offsets) - 1):
                 counted = "click" in self.spec.statistics
                 label = float(gradient.batch.label[bag // len(gradient.spec.fields)]) if counted else 0.0
@@ -210,6 +212,9 @@ class ReferenceBackend(Unrecorded):
         copy.rates = self._current().rates
         copy.rows = {key: self.table.rows[key].copy() for key in keys if key in self.table.rows}
         return _Plan(self.table, dict(inputs), None, copy)
+
+    def read_initial(self, inputs: BagInputs) -> _Plan:
+        return _Plan(self.table, dict(inputs), None, self._empty())
 
     def read(self, keys: Keys) -> Floats:
         rows = self._current().read(keys)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from thermocline.arrays import Floats, Offsets
 from thermocline.core import core
+from thermocline.errors import ThermoclineError
 
 if TYPE_CHECKING:
     from thermocline.batch import Batch
@@ -190,6 +191,11 @@ def _units_of(table: str, gradient: Gradient) -> Offsets:
         else:
             batch.prepared[key] = np.repeat(units, len(spec.fields))
     cached: Offsets = batch.prepared[key]
+    if len(cached) != len(gradient.values):
+        raise ThermoclineError(
+            f"table {table!r} keeps the statistic click and has admission: a bag with pooling 'none' cannot count "
+            "labels then. Leave click out of statistics"
+        )
     return cached
 
 

@@ -6,13 +6,16 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, cast
 
 import numpy as np
 
 from thermocline.arrays import Keys
 from thermocline.batch import Batch
-from thermocline.embedding.backend import BatchAhead, RowBackend, RowWindow
+from thermocline.core import core
+from thermocline.embedding.admission import Admission
+from thermocline.embedding.admission_backend import AdmissionBackend
+from thermocline.embedding.backend import BatchAhead, LocalBackend, RowBackend, RowWindow
 from thermocline.embedding.bag_registry import BagRegistry
 from thermocline.embedding.batch_plan import (
     BagInputs,
@@ -88,6 +91,7 @@ class Table(OpenTable):
         accumulate: int = 1,
         statistics: Sequence[Statistic] | RowStatistics = (),
         expiry: Expiry | None = None,
+        admission: Admission | None = None,
         mem_overcommit: bool = False,
         per_rank: bool = False,
         make_backend: BackendFactory | None = None,
@@ -113,6 +117,7 @@ class Table(OpenTable):
         statistics   statistics to keep with each row: any of "frequency", "last_step", "last_time", "show", "click";
                      see `read_statistics`. 4 bytes per row each, last_time 8, and 4 for show or click
         expiry       rules by which steps delete rows, and at which steps: see `tc.Expiry`
+        admission    which keys get a row, such as `tc.Admission(count=5)`; None: all that are trained
         mem_overcommit   accept budgets beyond the memory of the machine, and do not count them; else the budgets of all
                      open tables of the process together are compared with it, and refused with the numbers
         per_rank     True: every rank of torch.distributed trains rows of its own. Without it, training over several
@@ -129,10 +134,13 @@ class Table(OpenTable):
                 f"name is {name!r}: it must consist of letters, digits, '-', '_', '.', and not begin with '.'"
             )
         require(on_damage in ("stop", "continue"), "on_damage", on_damage, "stop or continue")
+        require_type(admission, Admission | None, "admission", "a tc.Admission, such as Admission(count=5), or None")
+        counters = 0 if admission is None else admission.memory_bytes
         if not mem_overcommit:
             store = 0 if ssd is None or ssd_mem is None else parse_size(ssd_mem, "ssd_mem")
             budgets = "mem + ssd_mem" if store else "mem"  # the default of ssd_mem depends on the machine
-            needed = parse_size(mem, "mem") + store
+            budgets += " + admission.memory" if counters else ""
+            needed = parse_size(mem, "mem") + store + counters
             require_memory(needed, name=budgets, override="mem_overcommit=True")
         stored = Precision.of(precision)
         require(
@@ -190,6 +198,14 @@ class Table(OpenTable):
         """Whether every rank may train rows of its own."""
         self.backend = (make_backend or make_local_backend)(self.spec, device, epoch)
         self.backend.statistics = StatisticsState()
+        self.admission = admission
+        """Which keys get a row; None: all that are trained."""
+        self._admission: AdmissionBackend | None = None
+        if admission is not None:
+            _require_fixed_initial_rows(admission, self.spec)
+            self._admission = AdmissionBackend(cast(LocalBackend, self.backend), self.spec, admission)
+            self._admission.may_forget = self.expiry is not None
+            self.backend = cast(RowBackend, self._admission)
         self._open_version()
         if not mem_overcommit:
             reserve_memory(self, repr(name), needed)
@@ -243,6 +259,8 @@ class Table(OpenTable):
                 f"table {self.name!r}: requires_grad_() while a pipeline over ranks is open: all ranks must plan the "
                 "same bags for each batch. Close tc.prefetch first"
             )
+        if self._admission is not None:
+            self._admission.require_no_planner("requires_grad_()")
 
     @property
     def bags(self) -> list[EmbeddingBag]:
@@ -276,6 +294,13 @@ class Table(OpenTable):
 
         Collective over ranks.
         """
+        self.begin_planning(batch)
+        try:
+            return self._prepare(batch)
+        finally:
+            self.end_planning(batch)
+
+    def _prepare(self, batch: Batch) -> BatchPlan:
         backend = self.backend
         window = self.stage([batch])
         backend.exchange(window, ahead=False)
@@ -284,6 +309,32 @@ class Table(OpenTable):
         backend.load(window)
         backend.fetch(plan)
         return plan
+
+    def begin_planning(self, planner: object) -> None:
+        """Declare the object that plans training batches until `end_planning`: with admission there is only one."""
+        if self._admission is not None:
+            self._admission.begin_planning(planner)
+
+    def end_planning(self, planner: object) -> None:
+        """Undo what was planned and not trained: `planner` is closed."""
+        if self._admission is not None:
+            self._admission.end_planning(planner)
+
+    # ---- admission
+
+    @property
+    def admission_stats(self) -> core.AdmissionStats | None:
+        """Counters of admission since the table was opened, and its memory; None: the table has no admission."""
+        return None if self._admission is None else self._admission.stats
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return the state of this process that a checkpoint saves beside rows, as of the last step."""
+        return {} if self._admission is None else {"admission": self._admission.state()}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `rank_state`, after the rows."""
+        if self._admission is not None:
+            self._admission.load_state(state.get("admission"))
 
     def pin(self, window: RowWindow) -> None:
         """See `RowBackend.pin`. The error names passes of the training loop that hold rows, if there are any."""
@@ -455,6 +506,8 @@ class Table(OpenTable):
         with statistics 0. Cost: one scan of all rows (docs/online.md). Collective over ranks: each deletes its own.
         """
         self._require_no_gradients("expire()")
+        if self._admission is not None and self.expiry is None:
+            self._admission.require_no_planner("expire() of a table without expiry=...")
         ranks = 1 if self.groups is None else self.groups.topology.world
         selection = Selection(
             expiry.checked(self.spec.statistics), self.spec, self.backend.statistics, self.step_count, ranks
@@ -462,6 +515,8 @@ class Table(OpenTable):
         keys = self.backend.expire(selection, self.checkpoint_store)
         self._history, self._history_begun = self._new_history(), True
         self.expired.add(len(keys), selection.rows - len(keys), selection.seconds)
+        if self._admission is not None:
+            self._admission.forget(keys)
         for called in self.on_expired:
             called(keys)
         return len(keys)
@@ -490,7 +545,7 @@ class Table(OpenTable):
         after the next commit. Over ranks, all ranks pass equal arguments, and each takes the rows that it owns. After a
         `BudgetError` a part of the rows was loaded.
         """
-        wanted, values = rows_to_load(self.spec, keys, rows, state)
+        wanted, values = rows_to_load(self.spec, self.step_count, keys, rows, state)
         self._require_no_gradients("load_rows()")
         self.backend.require_idle()
         self._history, self._history_begun = self._new_history(), True  # an earlier state_dict has other rows
@@ -518,3 +573,14 @@ class Table(OpenTable):
         self.backend.close()
         if self.checkpoint_store is not None:
             self.checkpoint_store.close()
+
+
+def _require_fixed_initial_rows(admission: Admission, spec: TableSpec) -> None:
+    """Raise ValueError if keys that are not admitted read initial rows, and these would change during training."""
+    if admission.otherwise != "initial":
+        return
+    rule = "with admission and otherwise='initial', as initial rows would change; or use otherwise='zero' or 'shared'"
+    require(not spec.precision.scale_lr, "precision.scale_lr", spec.precision.scale_lr, f"0 {rule}")
+    require(
+        not spec.optimizer.catches_up, f"{type(spec.optimizer).__name__}.lazy", spec.optimizer.lazy, f"touched {rule}"
+    )

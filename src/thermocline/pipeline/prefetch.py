@@ -81,33 +81,39 @@ class Prefetch:
             raise ValueError(f"pull_window is {pull_window}: it must be at least 1 batch")
         sync = window_sync_for(tables, training, flags_fn or (lambda: 0))
         in_flight = 1 if depth == 1 else depth * pull_window
-        ahead = LookAhead.over(loader, list(dict.fromkeys(tables)), depth=in_flight, training=training)
         # The stages do not refer to this object, so that it can be dropped while they run.
-        stages = _Stages(tables, sync, ahead, getattr(loader, "stop_waiting", None))
+        stages = _Stages(tables, sync, getattr(loader, "stop_waiting", None))
         if depth == 1 and hasattr(loader, "while_waiting"):  # it waits on the caller's thread
             loader.while_waiting = idle
-        self.lookahead: LookAheadStats | None = None if ahead is None else ahead.stats
-        """Counters of the look-ahead; None: it is not used."""
-        self._training = training
-        self._tables = list(dict.fromkeys(tables))
-        for table in self._tables if training else ():
-            table.pipelines.add(self)
-        self._checked_tables = tables if training and flags_fn is None else ()
-        """Tables whose damage stops the loop here; a caller with `flags_fn` stops all ranks at the same batch."""
-        self.flags = 0
-        """The ranks' combined flags when the last batch was the first of its window, else 0. After the end: those that
-        came with the last agreement."""
-        launching = all(table.backend.plans_on_device for table in tables)
-        self._pipeline: Pipeline[_Window] = Pipeline(
-            _windows(loader, pull_window, sync) if ahead is None else _windows_ahead(ahead, pull_window, sync),
-            stages.training if training else [("pull", stages.read)],
-            depth=depth,
-            finish=stages.finish,
-            on_stop=stages.stop,
-            on_closed=stages.closed,
-            idle=idle,
-            inline=stages.choose_inline if training and sync is None and ahead is None and launching else None,
-        )
+        with contextlib.ExitStack() as on_error:
+            if training:
+                on_error.callback(stages.end_planning)
+                stages.begin_planning()
+            ahead = LookAhead.over(loader, list(dict.fromkeys(tables)), depth=in_flight, training=training)
+            stages.ahead = ahead
+            self.lookahead: LookAheadStats | None = None if ahead is None else ahead.stats
+            """Counters of the look-ahead; None: it is not used."""
+            self._training = training
+            self._tables = list(dict.fromkeys(tables))
+            for table in self._tables if training else ():
+                table.pipelines.add(self)
+            self._checked_tables = tables if training and flags_fn is None else ()
+            """Tables whose damage stops the loop here; a caller with `flags_fn` stops all ranks at the same batch."""
+            self.flags = 0
+            """The ranks' combined flags when the last batch was the first of its window, else 0. After the end: those
+            that came with the last agreement."""
+            launching = all(table.backend.plans_on_device for table in tables)
+            self._pipeline: Pipeline[_Window] = Pipeline(
+                _windows(loader, pull_window, sync) if ahead is None else _windows_ahead(ahead, pull_window, sync),
+                stages.training if training else [("pull", stages.read)],
+                depth=depth,
+                finish=stages.finish,
+                on_stop=stages.stop,
+                on_closed=stages.closed,
+                idle=idle,
+                inline=stages.choose_inline if training and sync is None and ahead is None and launching else None,
+            )
+            on_error.pop_all()
         self._ready: Iterator[Batch] = iter(())
 
     def __iter__(self) -> Prefetch:
@@ -161,16 +167,12 @@ class _Stages:
     """The stages of a window. Each runs on one thread, in window order."""
 
     def __init__(
-        self,
-        tables: Sequence[Table],
-        sync: WindowSync | None,
-        ahead: LookAhead | None,
-        stop_loader: Callable[[], None] | None,
+        self, tables: Sequence[Table], sync: WindowSync | None, stop_loader: Callable[[], None] | None
     ) -> None:
         self._stop_loader = stop_loader
         self._tables = list(dict.fromkeys(tables))
         self._sync = sync
-        self._ahead = ahead
+        self.ahead: LookAhead | None = None
         self._lock = threading.Lock()  # plain, on the caller's thread: Ctrl-C could leave a Condition's lock taken
         self._changed = threading.Condition(self._lock)
         self._outstanding = 0  # windows pinned and not yet released
@@ -183,6 +185,16 @@ class _Stages:
         ids = sum(len(batch.ids) for batch in window.batches)
         self._inline = ids <= _INLINE_IDS
         return self._inline
+
+    def begin_planning(self) -> None:
+        """Declare to all tables that these stages plan their training batches."""
+        for table in self._tables:
+            table.begin_planning(self)
+
+    def end_planning(self) -> None:
+        """Undo what was planned for batches that the loop did not receive."""
+        for table in self._tables:
+            table.end_planning(self)
 
     @property
     def training(self) -> list[tuple[str, Callable[[_Window], _Window]]]:
@@ -259,8 +271,8 @@ class _Stages:
             if table.frozen and table.groups is None:
                 for batch in window.batches:
                     table.read_frozen(batch)
-        if self._ahead is not None:
-            self._ahead.notify()
+        if self.ahead is not None:
+            self.ahead.notify()
         return window
 
     def read(self, window: _Window) -> _Window:
@@ -277,8 +289,8 @@ class _Stages:
     def _release_ahead(self, window: _Window) -> None:
         """Release what no stage has taken."""
         for item in window.ahead:
-            assert self._ahead is not None
-            self._ahead.release(item)
+            assert self.ahead is not None
+            self.ahead.release(item)
 
     def finish(self, window: _Window) -> None:
         """Release what the window holds, at whatever stage it is."""
@@ -300,15 +312,16 @@ class _Stages:
         with self._lock:
             self._stopping = True
             self._changed.notify_all()
-        if self._ahead is not None:
-            self._ahead.stop()
+        if self.ahead is not None:
+            self.ahead.stop()
 
     def closed(self, windows: int) -> None:
         """End what other threads and ranks may still wait for."""
         if self._loader is not None:
             self._loader.shutdown()
-        if self._ahead is not None:
-            self._ahead.close()
+        if self.ahead is not None:
+            self.ahead.close()
+        self.end_planning()
         if self._sync is not None:
             self._sync.drain(windows)
 

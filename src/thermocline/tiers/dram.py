@@ -97,6 +97,9 @@ class DramTier:
     when slots are needed; changed rows are written to the `store`. Without a store nothing is evicted, and a full tier
     raises `BudgetError`.
 
+    Rows of an optimizer with `lazy="catch_up"` are read and changed as they are: call `catch_up` before, as `tc.Table`
+    does.
+
     Thread safety: all methods may be called from several threads at once and release the GIL. While rows are being
     changed (`apply_gradients`, `write`) no other call may use the same rows, nor `flush`.
     """

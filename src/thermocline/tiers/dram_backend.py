@@ -345,6 +345,10 @@ class DramBackend(Unrecorded):
         working_set = working_set_of(inputs, self.spec.threads)
         return self._evaluation_plan(inputs, working_set, self.read(working_set.keys))
 
+    def read_initial(self, inputs: BagInputs) -> DramBatchPlan:
+        working_set = working_set_of(inputs, self.spec.threads)
+        return self._evaluation_plan(inputs, working_set, self.host.dram.initial_rows(working_set.keys))
+
     def _evaluation_plan(self, inputs: BagInputs, working_set: WorkingSet, rows: Floats) -> DramBatchPlan:
         bags = {spec: DramBag(source, None) for spec, source in inputs.items()}
         return DramBatchPlan(self.host.dram, bags, working_set, rows=rows)

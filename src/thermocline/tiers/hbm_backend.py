@@ -389,6 +389,13 @@ class HbmBackend:
         plan.stored = True
         return plan
 
+    def read_initial(self, inputs: BagInputs) -> HbmBatchPlan:
+        working_set = working_set_of(inputs, self.spec.threads)
+        weights = self.host.dram.initial_rows(working_set.keys)[:, : self.spec.dim]
+        with self._ahead(None):
+            rows = self._to_device(weights)
+        return self._evaluation_plan(inputs, working_set, rows, None)
+
     def _evaluation_plan(
         self, inputs: BagInputs, working_set: WorkingSet, rows: torch.Tensor, ready: torch.cuda.Event | None
     ) -> HbmBatchPlan:

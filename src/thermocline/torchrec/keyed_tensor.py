@@ -63,6 +63,10 @@ class KeyedTensor:
         at = self._keys.index(key)
         return self._values.narrow(self._key_dim, self.offset_per_key()[at], self._length_per_key[at])
 
+    def _key_indices(self) -> dict[str, int]:
+        """Return the position of each key: TorchRec's own `regroup` calls it."""
+        return {key: i for i, key in enumerate(self._keys)}
+
     @staticmethod
     def regroup(keyed_tensors: Sequence[Any], groups: Sequence[Sequence[str]]) -> list[torch.Tensor]:
         """Return one tensor per group: the parts of its keys, side by side. A key may be in several groups."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,10 @@ class Publisher(Callback):
     the folder has no version, was rolled back, or has a later step or another precision.
     """
 
-    def __init__(self, settings: Publish, table: Table) -> None:
+    def __init__(self, settings: Publish, table: Table, files: Callable[[], Mapping[str, bytes]] = dict) -> None:
+        """files: returns the further files of a version, such as `scoring_files(run)`."""
         assert settings.folder is not None
+        self._files = files
         self._settings = settings
         self._table = table
         self._folder = Path(settings.folder)
@@ -66,10 +69,13 @@ class Publisher(Callback):
     def _publish(self, trainer: Trainer, step: int) -> None:
         try:
             delta = not self._is_new and self._takes_delta(step)
-            version = publish_table(
-                self._table, self._folder, step=step, delta=delta, precision=self._settings.precision,
-                event_time=trainer.progress.event_time,
-            )  # fmt: skip
+            with warnings.catch_warnings():
+                if len(self.versions) > 1:  # once is enough, and the next versions have the same cause
+                    warnings.filterwarnings("ignore", ".*all rows are compared with version", RuntimeWarning)
+                version = publish_table(
+                    self._table, self._folder, step=step, delta=delta, precision=self._settings.precision,
+                    event_time=trainer.progress.event_time, files=self._files(),
+                )  # fmt: skip
             if not delta:
                 with Publication(self._folder, precision=self._settings.precision) as publication:
                     publication.retire(_KEPT_BASES)

@@ -37,7 +37,7 @@ from thermocline.models import build, parameter_groups, row_dim
 from thermocline.pipeline.prefetch import prefetch
 from thermocline.training.callbacks import Callback, Row
 from thermocline.training.run_dir import RunFolder, config_of, saved_by_ranks
-from thermocline.training.run_restore import restore_for_reading
+from thermocline.training.run_restore import restore_for_reading, watermark_of
 from thermocline.training.state import Result
 from thermocline.utils import atomic_file
 from thermocline.utils.lazy_dynamo import defer_dynamo
@@ -98,12 +98,14 @@ def gpu_budget(tiers: Tiers, sharing: int = 1) -> str | int | None:
     return torch.cuda.mem_get_info()[0] // (2 * sharing) if tiers.hbm is None else tiers.hbm
 
 
-def _require_memory(tiers: Tiers) -> int:
+def _require_memory(config: Config) -> int:
     """Return the DRAM budgets; raise `ConfigError` if they exceed the memory of the machine."""
+    tiers, counters = config.tiers, 0 if config.admission is None else config.admission.memory_bytes
     # Without a value, ssd_mem is derived from the memory of the machine.
     store = 0 if tiers.ssd is None or tiers.ssd_mem is None else parse_size(tiers.ssd_mem, "tiers.ssd_mem")
     name = "tiers.mem + tiers.ssd_mem" if store else "tiers.mem"
-    needed = parse_size(tiers.mem, "tiers.mem") + store
+    name += " + admission.memory" if counters else ""
+    needed = parse_size(tiers.mem, "tiers.mem") + store + counters
     try:
         require_memory(needed, name=name, override="tiers.mem_overcommit = true")
     except ValueError as error:
@@ -136,7 +138,7 @@ class Run:
         recorded: Collection[Split] = (),
     ) -> None:
         self.config = config = config.resolve()
-        budget = None if config.tiers.mem_overcommit else _require_memory(config.tiers)
+        budget = None if config.tiers.mem_overcommit else _require_memory(config)
         self._data_options = {"labelled": labelled, "contiguous": contiguous}
         self._recorded = recorded
         self._loaders: dict[Split, Any] = {}
@@ -146,6 +148,8 @@ class Run:
         """Features of the training data; None for generated data."""
         self.step = 0
         """Step of the checkpoint that `load` restored."""
+        self.event_time: int | None = None
+        """Watermark of that checkpoint: the largest event time trained; None: the data has no event times."""
         self.groups: Groups | None = None
         """Communicators of the ranks; None for a single process."""
         with contextlib.ExitStack() as undo:
@@ -218,6 +222,7 @@ class Run:
             "precision": config.precision,
             "statistics": config.rows.statistics,
             "expiry": None if read_only else config.expiry,
+            "admission": config.admission,
             "policy": tiers.policy,
             "threads": tiers.threads,
             "ssd_mem": tiers.ssd_mem,
@@ -225,6 +230,8 @@ class Run:
             "on_damage": tiers.on_damage,
         }
         dim, optimizer = row_dim(config.model), row_optimizer(config)
+        if config.admission is not None and (self.groups is not None or self.folder.saved_by_ranks):
+            raise ConfigError("[admission] is set: it must be left out over several ranks, which have no admission yet")
         if read_only and (self.groups is not None or self.folder.saved_by_ranks):
             from thermocline.distributed.shard_reader import ShardReaderTable
 
@@ -351,8 +358,11 @@ class Run:
 
     def _publishers(self) -> list[Callback]:
         from thermocline.training.publisher import Publisher
+        from thermocline.training.scoring import scoring_files
 
-        return [] if self.config.publish.folder is None else [Publisher(self.config.publish, self.table)]
+        if self.config.publish.folder is None:
+            return []
+        return [Publisher(self.config.publish, self.table, lambda: scoring_files(self))]
 
     # ---- trained runs
 
@@ -392,7 +402,9 @@ class Run:
     def restore(self, checkpoint: int | str | None = None) -> int:
         """Load a checkpoint into model and table without changes on disk; return its step. Collective over ranks."""
         run_dir = Path(self.config.train.run_dir)
-        return restore_for_reading(run_dir, self.table, self.model, self.optimizers, checkpoint)
+        restored = restore_for_reading(run_dir, self.table, self.model, self.optimizers, checkpoint)
+        self.event_time = watermark_of(restored)
+        return restored.step
 
     def evaluate(self, batches: Iterable[Batch]) -> Row:
         """Compute exact AUC, logloss, normalized entropy and calibration."""

@@ -14,7 +14,7 @@ from thermocline.errors import NotFoundError, RankError
 if TYPE_CHECKING:
     import torch
 
-    from thermocline.checkpoint.manager import Checkpoints
+    from thermocline.checkpoint.manager import Checkpoint, Checkpoints
     from thermocline.embedding.table import Table
 
 _ATTEMPTS = 10
@@ -26,8 +26,8 @@ def restore_for_reading(
     model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     checkpoint: int | str | None,
-) -> int:
-    """Load a checkpoint into model and table without changes on disk; return its step. Collective over ranks.
+) -> Checkpoint:
+    """Load a checkpoint into model and table without changes on disk, and return it. Collective over ranks.
 
     checkpoint   step or tag; "last"; None: the best if there is one, else the last. Rank 0 selects it for all ranks
     """
@@ -36,15 +36,15 @@ def restore_for_reading(
     require_equal(comm, {"--checkpoint": checkpoint}, "select the same checkpoint on all ranks")
     for attempt in range(1, _ATTEMPTS + 1):
         error: Exception | None = None
-        step: int | None = None
+        restored: Checkpoint | None = None
         try:
-            step = _restore(runner, run_dir, table, model, optimizers, checkpoint)
+            restored = _restore(runner, run_dir, table, model, optimizers, checkpoint)
         except Exception as failure:
             error = failure
         outcomes = runner.gather("restoring a checkpoint", functools.partial(_outcome, error))
         if set(outcomes) == {"restored"}:
-            if step is not None:
-                return step
+            if restored is not None:
+                return restored
             raise NotFoundError(f"{run_dir} has nothing saved yet: wait for its first checkpoint")
         # A training process may have replaced the checkpoint before it was read: all ranks try again.
         if "failed" in outcomes or "missing" not in outcomes or attempt == _ATTEMPTS:
@@ -60,8 +60,8 @@ def _restore(
     model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     checkpoint: int | str | None,
-) -> int | None:
-    """Restore once; return the step, or None if the run has not saved yet."""
+) -> Checkpoint | None:
+    """Restore once; return the checkpoint, or None if the run has not saved yet."""
     from thermocline.checkpoint.manager import Checkpoints
 
     checkpoints = Checkpoints(run_dir, [table], model, optimizers, read_only=True)
@@ -72,7 +72,7 @@ def _restore(
     except BaseException:
         checkpoints.close()
         raise
-    return None if restored is None else restored.step
+    return restored
 
 
 def _best_or_last(checkpoints: Checkpoints) -> str:
@@ -86,3 +86,10 @@ def _outcome(error: Exception | None) -> str:
     if isinstance(error, (NotFoundError, FileNotFoundError)):
         return "missing"
     return "relayed" if isinstance(error, RankError) else "failed"
+
+
+def watermark_of(checkpoint: Checkpoint) -> int | None:
+    """Return the largest event time that the rows of a checkpoint contain; None: its data has no event times."""
+    extras = checkpoint.extras or (checkpoint.extra,)  # of every rank
+    times = [extra["trainer"].get("event_time") for extra in extras if isinstance(extra, dict) and "trainer" in extra]
+    return max((time for time in times if time is not None), default=None)

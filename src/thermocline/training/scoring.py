@@ -19,8 +19,10 @@ import numpy as np
 
 from thermocline.arrays import Floats, Keys
 from thermocline.batch import Batch
+from thermocline.config.publish import Publish
 from thermocline.config.schema import Config, Tiers, Train
 from thermocline.data.features import Features
+from thermocline.data.open_data import training_format
 from thermocline.data.record_batches import ColumnFormat, RecordBatchConverter
 from thermocline.embedding.optimizers import SGD
 from thermocline.embedding.table import Table
@@ -45,11 +47,13 @@ def scoring_files(run: Run) -> dict[str, bytes]:
     import safetensors.torch
 
     config = run.config
-    format = config.data.format_of(tuple(config.data.train))
+    format = training_format(config.data)
     if format not in get_args(ColumnFormat) or run.features is None:
         return {}
     data = dataclasses.replace(config.data, format=format, train=(), valid=(), test=())
-    published = dataclasses.replace(config, data=data, tiers=Tiers(), train=Train())  # no paths of this machine
+    published = dataclasses.replace(
+        config, data=data, tiers=Tiers(), train=Train(), publish=Publish()
+    )  # no paths of this machine
     weights = {name: value.contiguous().cpu() for name, value in _dense_state(run.model).items()}
     return {
         CONFIG: published.to_toml().encode(),

@@ -52,6 +52,7 @@ class ThroughputMeter:
         window   further metrics to which every batch is added; `settle` before they are used
         """
         self._tables = tables
+        self._admitting = {table.name: table for table in tables if table.admission is not None}
         self._window = window
         self._thread: ThreadPoolExecutor | None = None
         self._update: Future[None] | None = None
@@ -82,6 +83,7 @@ class ThroughputMeter:
         self._steps = 0
         self._rows = {table.name: table.tier_counts() for table in self._tables}
         self._expired = {table.name: (table.expired.rows, table.expired.seconds) for table in self._tables}
+        self._admission = {name: table.admission_stats for name, table in self._admitting.items()}
         self._stages: dict[str, StageStats] = {}
         self._lookahead: tuple[LookAheadStats, LookAheadStats] | None = None
         """The pipeline's figures at the last log: their object, and a copy."""
@@ -141,6 +143,8 @@ class ThroughputMeter:
         }
         if expired := {table.name: self._expired_figures(table) for table in self._tables if table.expiry is not None}:
             row["expired"] = expired
+        if admission := {name: self._admission_figures(table) for name, table in self._admitting.items()}:
+            row["admission"] = admission
         self.restart()
         self._lookahead = None if lookahead is None else (lookahead, dataclasses.replace(lookahead))
         self._stages = {
@@ -168,6 +172,20 @@ class ThroughputMeter:
         rows, seconds = self._expired[table.name]
         now = table.expired
         return {"rows": now.rows - rows, "kept": now.last_kept, "seconds": now.seconds - seconds}
+
+    def _admission_figures(self, table: Table) -> dict[str, int]:
+        """Keys and occurrences since the last log, and memory in bytes, of one table."""
+        now, before = table.admission_stats, self._admission[table.name]
+        assert now is not None
+        assert before is not None
+        return {
+            "keys_admitted": now.keys_admitted - before.keys_admitted,
+            "ids_admitted": now.ids_admitted - before.ids_admitted,
+            "ids_refused": now.ids_refused - before.ids_refused,
+            "counters": now.counters,
+            "counters_dropped": max(0, now.counters_dropped - before.counters_dropped),
+            "bytes": now.counter_bytes + now.admitted_bytes + now.log_bytes,
+        }
 
     def _stage_shares(self, stage: StageStats, wall: float) -> dict[str, float]:
         """Shares of the wall time; `fill` is the mean number of items ready for the next stage."""

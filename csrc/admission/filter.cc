@@ -1,0 +1,303 @@
+#include "admission/filter.h"
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+#include "util/error.h"
+#include "util/hash.h"
+
+namespace thermocline {
+
+namespace {
+
+constexpr size_t kBlock = 64;  // ids whose memory is requested before it is read
+constexpr size_t kAhead = 8;   // likewise, of ids that are counted
+constexpr size_t kFirstSlots = 1024;
+constexpr uint32_t kTrained = 1;
+constexpr uint32_t kPlanned = 2;
+
+}  // namespace
+
+size_t AdmissionFilter::Log::bytes() const {
+  return sizeof(Log) + keys.capacity() * sizeof(KeyChange) + cells.capacity() * sizeof(CellChange) +
+         admitted.capacity() * sizeof(uint64_t);
+}
+
+AdmissionFilter::AdmissionFilter(const AdmissionRule& rule)
+    : rule_(rule),
+      mix_(mix64(mix64(rule.seed + 0x632be59bd9b4e019ULL) ^ rule.table)),
+      admitted_(kFirstSlots),
+      rowless_(kFirstSlots) {
+  if (rule.kind == AdmissionKind::kExact) counters_ = std::make_unique<KeyCounts>(rule.memory / KeyCounts::kSlotBytes);
+  if (rule.kind == AdmissionKind::kSketch) sketch_ = std::make_unique<CountSketch>(rule.memory);
+}
+
+// Calls found(i, value) for each id in order; 0: it is not admitted. A block's memory is requested before it is read.
+template <typename Fn>
+void AdmissionFilter::look_up(const uint64_t* ids, size_t n, Fn&& found) const {
+  size_t homes[kBlock];
+  for (size_t first = 0; first < n; first += kBlock) {
+    const size_t count = std::min(kBlock, n - first);
+    for (size_t i = 0; i < count; ++i) {
+      homes[i] = admitted_.home(ids[first + i]);
+      admitted_.prefetch(homes[i]);
+    }
+    for (size_t i = 0; i < count; ++i) found(first + i, admitted_.get(ids[first + i], homes[i]));
+  }
+}
+
+uint64_t AdmissionFilter::plan(const uint64_t* ids, size_t n, uint8_t* refused, const uint8_t* counted) {
+  std::lock_guard lock(mutex_);
+  Log log;
+  log.batch = planned_ + 1;
+  log.dropped_before = dropped_;
+  log.ids = n;
+  waiting_.resize(n);
+  size_t waiting = 0;
+  look_up(ids, n, [&](size_t i, uint32_t value) {
+    refused[i] = value == 0;
+    waiting_[waiting] = static_cast<uint32_t>(i);
+    waiting += value == 0;
+  });
+  log.keys.reserve(counters_ ? waiting : 0);
+  for (size_t w = 0; w < waiting; ++w) {
+    if (w + kAhead < waiting) prefetch(ids[waiting_[w + kAhead]]);
+    const size_t i = waiting_[w];
+    if ((counted && !counted[i]) || admitted_.get(ids[i]) != 0) continue;  // an earlier occurrence may have admitted it
+    if (count(ids[i], i, log)) {
+      admitted_.set_growing(ids[i], kPlanned);
+      log.admitted.push_back(ids[i]);
+    }
+  }
+  log.refused = waiting;
+  if (!log.admitted.empty()) {
+    for (size_t w = 0; w < waiting; ++w) {
+      const size_t i = waiting_[w];
+      refused[i] = admitted_.get(ids[i]) == 0;
+      log.refused -= !refused[i];
+    }
+  }
+  planned_ = log.batch;
+  logs_.push_back(std::move(log));
+  return planned_;
+}
+
+void AdmissionFilter::prefetch(uint64_t key) const {
+  if (counters_) counters_->prefetch(counters_->home(key));
+  if (sketch_) sketch_->prefetch(key);
+}
+
+bool AdmissionFilter::count(uint64_t key, size_t position, Log& log) {
+  switch (rule_.kind) {
+    case AdmissionKind::kExact:
+      return count_exactly(key, log);
+    case AdmissionKind::kSketch:
+      return sketch_->add(key, [&](size_t cell, CountSketch::Cell before) { log.cells.push_back({cell, before}); }) >=
+             rule_.count;
+    case AdmissionKind::kProbability:
+      return drawn(key, log.batch, position);
+  }
+  return true;
+}
+
+bool AdmissionFilter::count_exactly(uint64_t key, Log& log) {
+  uint32_t before = counters_->get(key);
+  if (before + 1 >= rule_.count) {
+    if (before != 0) {
+      log.keys.push_back({key, before});
+      counters_->set(key, 0);
+    }
+    return true;
+  }
+  if (before == 0 && counters_->size() >= counters_->limit()) drop_smallest(log);
+  log.keys.push_back({key, before});
+  counters_->set(key, before + 1);
+  return false;
+}
+
+void AdmissionFilter::drop_smallest(Log& log) {
+  const size_t keep = counters_->limit() / 2;
+  std::vector<KeyChange> all;
+  all.reserve(counters_->size());
+  counters_->for_each([&](uint64_t key, uint32_t value) { all.push_back({key, value}); });
+  std::vector<uint32_t> values(all.size());
+  std::transform(all.begin(), all.end(), values.begin(), [](const KeyChange& entry) { return entry.before; });
+  // The count at the limit is dropped with all smaller ones, so that no order of keys matters.
+  const auto nth = values.begin() + static_cast<ptrdiff_t>(values.size() - 1 - keep);
+  std::nth_element(values.begin(), nth, values.end());
+  for (const KeyChange& entry : all) {
+    if (entry.before > *nth) continue;
+    log.keys.push_back(entry);
+    counters_->set(entry.key, 0);
+    ++dropped_;
+  }
+}
+
+bool AdmissionFilter::drawn(uint64_t key, uint64_t batch, size_t position) const {
+  const uint64_t h = mix64(mix64(mix64(mix_ ^ key) + batch) + position);
+  return static_cast<double>(h >> 11) * 0x1p-53 < rule_.probability;
+}
+
+void AdmissionFilter::read(const uint64_t* ids, size_t n, uint8_t* refused) const {
+  std::lock_guard lock(mutex_);
+  look_up(ids, n, [&](size_t i, uint32_t value) { refused[i] = value != kTrained; });
+}
+
+void AdmissionFilter::train(uint64_t batch, bool stored) {
+  std::lock_guard lock(mutex_);
+  if (batch > planned_) throw Error("admission: the batch was not planned");
+  while (trained_ < batch) {
+    const Log& log = logs_.front();
+    for (uint64_t key : log.admitted) {
+      admitted_.set(key, kTrained);
+      if (!stored) rowless_.set_growing(key, 1);
+    }
+    totals_.keys_admitted += log.admitted.size();
+    totals_.ids_refused += log.refused;
+    totals_.ids_admitted += log.ids - log.refused;
+    trained_ = log.batch;
+    logs_.pop_front();
+  }
+}
+
+void AdmissionFilter::roll_back(uint64_t batch) {
+  std::lock_guard lock(mutex_);
+  if (batch < trained_) throw Error("admission: the batch is trained already");
+  roll_back_locked(batch);
+}
+
+void AdmissionFilter::roll_back_locked(uint64_t batch) {
+  while (!logs_.empty() && logs_.back().batch > batch) {
+    undo(logs_.back());
+    planned_ = logs_.back().batch - 1;
+    logs_.pop_back();
+  }
+}
+
+void AdmissionFilter::undo(const Log& log) {
+  for (uint64_t key : log.admitted) admitted_.set(key, 0);
+  // Removals first: a batch that dropped counters may have had more keys, one after the other, than the memory holds.
+  std::unordered_map<uint64_t, uint32_t> before;
+  for (auto change = log.keys.rbegin(); change != log.keys.rend(); ++change) before[change->key] = change->before;
+  for (const auto& [key, value] : before)
+    if (value == 0) counters_->set(key, 0);
+  for (const auto& [key, value] : before)
+    if (value != 0) counters_->set(key, value);
+  for (auto change = log.cells.rbegin(); change != log.cells.rend(); ++change)
+    sketch_->cells()[change->cell] = change->before;
+  dropped_ = log.dropped_before;
+}
+
+void AdmissionFilter::admit(const uint64_t* keys, size_t n) {
+  std::lock_guard lock(mutex_);
+  if (!logs_.empty()) throw Error("admission: batches are planned; close the pipeline before rows are replaced");
+  for (size_t i = 0; i < n; ++i) {
+    admitted_.set_growing(keys[i], kTrained);
+    if (counters_) counters_->set(keys[i], 0);
+  }
+}
+
+void AdmissionFilter::forget(const uint64_t* keys, size_t n) {
+  std::lock_guard lock(mutex_);
+  if (!logs_.empty()) throw Error("admission: batches are planned and not trained; keys cannot be forgotten now");
+  for (size_t i = 0; i < n; ++i) {
+    admitted_.set(keys[i], 0);
+    rowless_.set(keys[i], 0);
+    if (counters_) counters_->set(keys[i], 0);
+  }
+}
+
+void AdmissionFilter::clear_admitted() {
+  std::lock_guard lock(mutex_);
+  roll_back_locked(trained_);
+  admitted_ = KeyCounts(kFirstSlots);
+  rowless_ = KeyCounts(kFirstSlots);
+}
+
+AdmissionState AdmissionFilter::save() const {
+  std::lock_guard lock(mutex_);
+  AdmissionState state{.batches = trained_, .dropped = logs_.empty() ? dropped_ : logs_.front().dropped_before};
+  if (counters_) {
+    std::unordered_map<uint64_t, uint32_t> before;  // the values that keys had before the first batch in the logs
+    for (auto log = logs_.rbegin(); log != logs_.rend(); ++log)
+      for (auto change = log->keys.rbegin(); change != log->keys.rend(); ++change) before[change->key] = change->before;
+    std::vector<std::pair<uint64_t, uint32_t>> all;
+    counters_->for_each([&](uint64_t key, uint32_t value) {
+      if (!before.contains(key)) all.emplace_back(key, value);
+    });
+    for (const auto& [key, value] : before)
+      if (value != 0) all.emplace_back(key, value);
+    std::sort(all.begin(), all.end());
+    for (const auto& [key, value] : all) {
+      state.keys.push_back(key);
+      state.counts.push_back(value);
+    }
+  }
+  if (sketch_) {
+    state.cells.assign(sketch_->cells(), sketch_->cells() + sketch_->size());
+    for (auto log = logs_.rbegin(); log != logs_.rend(); ++log)
+      for (auto change = log->cells.rbegin(); change != log->cells.rend(); ++change)
+        state.cells[change->cell] = change->before;
+  }
+  rowless_.for_each([&](uint64_t key, uint32_t) { state.admitted.push_back(key); });
+  std::sort(state.admitted.begin(), state.admitted.end());
+  return state;
+}
+
+void AdmissionFilter::load(const AdmissionState& state) {
+  std::lock_guard lock(mutex_);
+  if (state.keys.size() != state.counts.size()) throw Error("admission: keys and counts have different lengths");
+  if (sketch_ && !state.cells.empty() && state.cells.size() != sketch_->size())
+    throw Error("admission: the sketch has another size");
+  logs_.clear();
+  if (counters_) {
+    counters_ = std::make_unique<KeyCounts>(rule_.memory / KeyCounts::kSlotBytes);
+    dropped_ = state.dropped;
+    Log log;
+    for (size_t i = 0; i < state.keys.size(); ++i) {
+      if (state.counts[i] == 0 || admitted_.get(state.keys[i]) != 0) continue;
+      if (counters_->size() >= counters_->limit()) drop_smallest(log);  // saved with more memory
+      counters_->set(state.keys[i], state.counts[i]);
+    }
+  }
+  if (sketch_) {
+    std::fill_n(sketch_->cells(), sketch_->size(), CountSketch::Cell{0});
+    std::copy(state.cells.begin(), state.cells.end(), sketch_->cells());
+  }
+  for (uint64_t key : state.admitted) {
+    admitted_.set_growing(key, kTrained);
+    rowless_.set_growing(key, 1);
+  }
+  planned_ = trained_ = state.batches;
+}
+
+uint64_t AdmissionFilter::planned() const {
+  std::lock_guard lock(mutex_);
+  return planned_;
+}
+
+std::vector<uint64_t> AdmissionFilter::admitted() const {
+  std::lock_guard lock(mutex_);
+  std::vector<uint64_t> keys;
+  keys.reserve(admitted_.size());
+  admitted_.for_each([&](uint64_t key, uint32_t value) {
+    if (value == kTrained) keys.push_back(key);
+  });
+  std::sort(keys.begin(), keys.end());
+  return keys;
+}
+
+AdmissionStats AdmissionFilter::stats() const {
+  std::lock_guard lock(mutex_);
+  AdmissionStats stats = totals_;
+  stats.batches = trained_;
+  stats.counters = counters_ ? counters_->size() : 0;
+  stats.counters_dropped = dropped_;
+  stats.counter_bytes = (counters_ ? counters_->bytes() : 0) + (sketch_ ? sketch_->bytes() : 0);
+  stats.admitted_bytes = admitted_.bytes() + rowless_.bytes();
+  for (const Log& log : logs_) stats.log_bytes += log.bytes();
+  return stats;
+}
+
+}  // namespace thermocline

@@ -1,0 +1,268 @@
+#include "admission/filter.h"
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "testing/test.h"
+#include "util/error.h"
+
+namespace thermocline {
+namespace {
+
+using Batch = std::vector<uint64_t>;
+
+std::vector<uint8_t> plan(AdmissionFilter& filter, const Batch& ids) {
+  std::vector<uint8_t> refused(ids.size());
+  filter.plan(ids.data(), ids.size(), refused.data());
+  return refused;
+}
+
+// The rule as a map: exact counters that never exceed their memory.
+struct Obvious {
+  uint32_t count;
+  std::map<uint64_t, uint32_t> counts;
+  std::set<uint64_t> admitted;
+
+  std::vector<uint8_t> plan(const Batch& ids) {
+    for (uint64_t id : ids)
+      if (!admitted.contains(id) && ++counts[id] >= count) {
+        admitted.insert(id);
+        counts.erase(id);
+      }
+    std::vector<uint8_t> refused;
+    for (uint64_t id : ids) refused.push_back(!admitted.contains(id));
+    return refused;
+  }
+};
+
+void check_state(const AdmissionFilter& filter, const Obvious& expected) {
+  const AdmissionState state = filter.save();
+  CHECK_EQ(state.keys.size(), expected.counts.size());
+  size_t i = 0;
+  for (const auto& [key, count] : expected.counts) {
+    CHECK_EQ(state.keys[i], key);
+    CHECK_EQ(state.counts[i], count);
+    ++i;
+  }
+}
+
+Batch random_batch(std::mt19937_64& random, size_t n, uint64_t keys) {
+  Batch ids(n);
+  for (uint64_t& id : ids) id = (random() % keys) * (random() % 2 ? 1 : 0xfedcba9876543210ULL);  // 0 included
+  return ids;
+}
+
+TEST(KeyCounts, IsAMapUnderRandomOperations) {
+  std::mt19937_64 random(1);
+  for (size_t slots : {2, 7, 64, 1000}) {
+    KeyCounts counts(slots);
+    std::map<uint64_t, uint32_t> expected;
+    for (int i = 0; i < 20000; ++i) {
+      const uint64_t key = random() % (2 * slots);
+      const uint32_t value = random() % 3;
+      if (value != 0 && !expected.contains(key) && expected.size() >= std::max<size_t>(1, counts.limit())) continue;
+      counts.set(key, value);
+      if (value == 0) expected.erase(key);
+      else expected[key] = value;
+      CHECK_EQ(counts.size(), expected.size());
+    }
+    for (uint64_t key = 0; key < 2 * slots; ++key)
+      CHECK_EQ(counts.get(key), expected.contains(key) ? expected[key] : 0);
+    std::map<uint64_t, uint32_t> all;
+    counts.for_each([&](uint64_t key, uint32_t value) { all[key] = value; });
+    CHECK(all == expected);
+  }
+}
+
+TEST(KeyCounts, Grows) {
+  KeyCounts counts(4);
+  for (uint64_t key = 0; key < 10000; ++key) counts.set_growing(key * key, 1 + key % 7);
+  CHECK_EQ(counts.size(), 10000u);
+  for (uint64_t key = 0; key < 10000; ++key) CHECK_EQ(counts.get(key * key), 1 + key % 7);
+}
+
+TEST(CountSketch, NeverUnderestimatesAndKeepsItsBound) {
+  CountSketch sketch(4 * 2 * 1000);
+  CHECK_EQ(sketch.width(), 1000u);
+  std::mt19937_64 random(2);
+  std::map<uint64_t, uint32_t> truth;
+  for (int i = 0; i < 5000; ++i) {
+    const uint64_t key = random() % 700;
+    const uint32_t estimate = sketch.add(key, [](size_t, uint16_t) {});
+    CHECK(estimate >= ++truth[key]);
+  }
+  size_t beyond = 0;
+  for (const auto& [key, count] : truth)
+    beyond += sketch.add(key, [](size_t, uint16_t) {}) > count + 1 + 2.72 * 5000 / 1000;
+  CHECK(beyond <= truth.size() * 0.0184);
+}
+
+TEST(Admission, CountsAreExactAndPerOccurrence) {
+  for (uint32_t count : {1, 2, 5}) {
+    AdmissionFilter filter({.count = count, .memory = 1 << 20});
+    Obvious expected{count, {}, {}};
+    std::mt19937_64 random(count);
+    for (int batch = 0; batch < 50; ++batch) {
+      const Batch ids = random_batch(random, random() % 300, 400);
+      CHECK(plan(filter, ids) == expected.plan(ids));
+      filter.train(filter.planned(), true);
+      check_state(filter, expected);
+    }
+    CHECK_EQ(filter.stats().keys_admitted, expected.admitted.size());
+    CHECK_EQ(filter.stats().counters_dropped, 0u);
+  }
+}
+
+TEST(Admission, AKeyIsAdmittedWithAllItsOccurrencesOfTheBatch) {
+  AdmissionFilter filter({.count = 3});
+  CHECK(plan(filter, {7, 7, 8}) == std::vector<uint8_t>({1, 1, 1}));
+  CHECK(plan(filter, {8, 7, 9, 8}) == std::vector<uint8_t>({0, 0, 1, 0}));
+}
+
+TEST(Admission, SkipsIdsThatAreNotCounted) {
+  AdmissionFilter filter({.count = 2});
+  const Batch ids{7, 7, 8, 8};
+  const std::vector<uint8_t> counted{1, 0, 1, 1};
+  std::vector<uint8_t> refused(4);
+  filter.plan(ids.data(), ids.size(), refused.data(), counted.data());
+  CHECK(refused == std::vector<uint8_t>({1, 1, 0, 0}));
+}
+
+// The saved state is that of the trained batches only, and rolling back the others restores it.
+TEST(Admission, SavesAsTrainedAndRollsBack) {
+  std::mt19937_64 random(5);
+  for (AdmissionKind kind : {AdmissionKind::kExact, AdmissionKind::kSketch}) {
+    // Memory of 200 counters: some batches drop counters.
+    const AdmissionRule rule{.kind = kind, .count = 3, .memory = 250 * KeyCounts::kSlotBytes};
+    AdmissionFilter ahead(rule), serial(rule);
+    std::vector<Batch> batches;
+    for (int i = 0; i < 60; ++i) batches.push_back(random_batch(random, 60, 900));
+    size_t planned = 0, trained = 0;
+    while (trained < batches.size()) {
+      const size_t until = std::min(batches.size(), trained + 1 + random() % 12);
+      for (; planned < until; ++planned) plan(ahead, batches[planned]);
+      if (random() % 4 == 0) {  // a pipeline is closed: what it planned ahead is planned again
+        ahead.roll_back(trained);
+        planned = trained;
+        continue;
+      }
+      const std::vector<uint8_t> refused = plan(serial, batches[trained]);
+      ++trained;
+      ahead.train(trained, true);
+      serial.train(trained, true);
+      const AdmissionState a = ahead.save(), b = serial.save();
+      CHECK_EQ(a.batches, b.batches);
+      CHECK_EQ(a.dropped, b.dropped);
+      CHECK(a.keys == b.keys && a.counts == b.counts && a.cells == b.cells);
+      std::vector<uint8_t> read(batches[trained - 1].size());
+      ahead.read(batches[trained - 1].data(), read.size(), read.data());
+      CHECK(read == refused);
+    }
+    if (kind == AdmissionKind::kExact) CHECK(ahead.stats().counters_dropped > 0);
+    CHECK_EQ(ahead.stats().ids_refused, serial.stats().ids_refused);
+    CHECK_EQ(ahead.stats().keys_admitted, serial.stats().keys_admitted);
+  }
+}
+
+TEST(Admission, ContinuesFromASavedState) {
+  std::mt19937_64 random(6);
+  for (AdmissionKind kind : {AdmissionKind::kExact, AdmissionKind::kSketch, AdmissionKind::kProbability}) {
+    const AdmissionRule rule{.kind = kind, .count = 4, .probability = 0.1, .memory = 1 << 14, .seed = 3};
+    AdmissionFilter one(rule);
+    std::set<uint64_t> rows;
+    for (int i = 0; i < 20; ++i) {
+      const Batch ids = random_batch(random, 80, 300);
+      const auto refused = plan(one, ids);
+      one.train(one.planned(), true);
+      for (size_t j = 0; j < ids.size(); ++j)
+        if (!refused[j]) rows.insert(ids[j]);
+    }
+    const Batch ahead = random_batch(random, 80, 300);
+    plan(one, ahead);  // planned, not trained: not in the saved state
+    AdmissionFilter two(rule);
+    const Batch admitted(rows.begin(), rows.end());
+    two.admit(admitted.data(), admitted.size());
+    two.load(one.save());
+    one.roll_back(20);
+    for (int i = 0; i < 20; ++i) {
+      const Batch ids = random_batch(random, 80, 300);
+      CHECK(plan(one, ids) == plan(two, ids));
+    }
+  }
+}
+
+TEST(Admission, DropsTheSmallestCountsBeyondItsMemory) {
+  AdmissionFilter filter({.count = 10, .memory = 100 * KeyCounts::kSlotBytes});  // 80 counters
+  Batch ids;
+  for (uint64_t key = 0; key < 80; ++key)
+    for (uint64_t i = 0; i < 1 + key / 20; ++i) ids.push_back(key);  // counts 1 to 4, 20 keys each
+  plan(filter, ids);
+  filter.train(1, true);
+  CHECK_EQ(filter.save().keys.size(), 80u);
+  CHECK_EQ(filter.stats().counters_dropped, 0u);
+  plan(filter, {1000});
+  filter.train(2, true);
+  const AdmissionState state = filter.save();
+  CHECK_EQ(state.dropped, 40u);
+  CHECK_EQ(state.keys.size(), 41u);
+  CHECK_EQ(state.keys.front(), 40u);  // counts 3 and 4 stay
+  CHECK_EQ(state.keys.back(), 1000u);
+  CHECK(filter.stats().counter_bytes <= 100 * KeyCounts::kSlotBytes);
+}
+
+TEST(Admission, AdmitsWithTheGivenProbability) {
+  const AdmissionRule rule{.kind = AdmissionKind::kProbability, .probability = 0.25, .seed = 9, .table = 1};
+  AdmissionFilter filter(rule), again(rule);
+  Batch ids(40000);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = i;
+  const auto refused = plan(filter, ids);
+  CHECK(refused == plan(again, ids));
+  const auto admitted = std::count(refused.begin(), refused.end(), 0);
+  CHECK(admitted > 9700 && admitted < 10300);
+  const auto later = plan(filter, ids);  // another draw, and admitted keys stay admitted
+  const auto second = std::count(later.begin(), later.end(), 0);
+  CHECK(second > 17100 && second < 17900);
+}
+
+TEST(Admission, ForgottenKeysCountFromZero) {
+  AdmissionFilter filter({.count = 2});
+  plan(filter, {1, 1, 2});
+  CHECK_THROWS(Error, filter.forget(nullptr, 0));
+  filter.train(1, true);
+  const Batch keys{1, 2};
+  filter.forget(keys.data(), keys.size());
+  CHECK(plan(filter, {1, 2}) == std::vector<uint8_t>({1, 1}));
+  CHECK(plan(filter, {1, 2}) == std::vector<uint8_t>({0, 0}));
+}
+
+TEST(Admission, SavesAdmittedKeysWithoutARow) {
+  AdmissionFilter filter({.count = 1});
+  plan(filter, {5, 3});
+  filter.train(1, false);
+  plan(filter, {4});
+  filter.train(2, true);
+  const AdmissionState state = filter.save();
+  CHECK(state.admitted == Batch({3, 5}));
+  AdmissionFilter other({.count = 2});
+  other.load(state);
+  CHECK(plan(other, {3, 4}) == std::vector<uint8_t>({0, 1}));
+}
+
+TEST(Admission, ReadsAsOfTheLastTrainedBatch) {
+  AdmissionFilter filter({.count = 1});
+  plan(filter, {5});
+  uint8_t refused = 0;
+  const uint64_t key = 5;
+  filter.read(&key, 1, &refused);
+  CHECK_EQ(int{refused}, 1);
+  filter.train(1, true);
+  filter.read(&key, 1, &refused);
+  CHECK_EQ(int{refused}, 0);
+  CHECK_EQ(filter.planned(), 1u);
+}
+
+}  // namespace
+}  // namespace thermocline

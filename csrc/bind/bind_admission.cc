@@ -1,0 +1,119 @@
+// Python bindings of the admission filter; src/thermocline/embedding/admission.py uses it.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "admission/filter.h"
+#include "bind/bind.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace thermocline {
+namespace {
+
+template <typename T>
+auto to_numpy(std::vector<T> values) {
+  auto kept = std::make_unique<std::vector<T>>(std::move(values));
+  kept->reserve(1);  // NumPy needs a non-null pointer
+  T* data = kept->data();
+  const size_t size = kept->size();
+  nb::capsule owner(kept.get(), [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  kept.release();
+  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, owner);
+}
+
+template <typename T>
+std::vector<T> to_vector(const Array<T>& values) {
+  return {values.data(), values.data() + values.size()};
+}
+
+uint64_t plan(AdmissionFilter& self, KeysArg ids, BytesArg refused, std::optional<Array<uint8_t>> counted) {
+  require(ids.size() < UINT32_MAX && refused.size() == ids.size() && (!counted || counted->size() == ids.size()),
+          "refused and counted must have one byte per id");
+  return unlocked([&, k = ids.data(), n = ids.size(), r = refused.data(), c = counted ? counted->data() : nullptr] {
+    return self.plan(k, n, r, c);
+  });
+}
+
+void read(const AdmissionFilter& self, KeysArg ids, BytesArg refused) {
+  require(refused.size() == ids.size(), "refused must have one byte per id");
+  unlocked([&, k = ids.data(), n = ids.size(), r = refused.data()] { self.read(k, n, r); });
+}
+
+auto save(const AdmissionFilter& self) {
+  AdmissionState state = unlocked([&] { return self.save(); });
+  return std::make_tuple(state.batches, state.dropped, to_numpy(std::move(state.keys)),
+                         to_numpy(std::move(state.counts)), to_numpy(std::move(state.cells)),
+                         to_numpy(std::move(state.admitted)));
+}
+
+void load(AdmissionFilter& self, uint64_t batches, uint64_t dropped, KeysArg keys, Array<uint32_t> counts,
+          Array<uint16_t> cells, KeysArg admitted) {
+  const AdmissionState state{.batches = batches,
+                             .dropped = dropped,
+                             .keys = to_vector(keys),
+                             .counts = to_vector(counts),
+                             .cells = to_vector(cells),
+                             .admitted = to_vector(admitted)};
+  unlocked([&] { self.load(state); });
+}
+
+}  // namespace
+
+void bind_admission(nb::module_& m) {
+  nb::class_<AdmissionStats>(m, "AdmissionStats")
+      .def_ro("batches", &AdmissionStats::batches)
+      .def_ro("keys_admitted", &AdmissionStats::keys_admitted)
+      .def_ro("ids_admitted", &AdmissionStats::ids_admitted)
+      .def_ro("ids_refused", &AdmissionStats::ids_refused)
+      .def_ro("counters", &AdmissionStats::counters)
+      .def_ro("counters_dropped", &AdmissionStats::counters_dropped)
+      .def_ro("counter_bytes", &AdmissionStats::counter_bytes)
+      .def_ro("admitted_bytes", &AdmissionStats::admitted_bytes)
+      .def_ro("log_bytes", &AdmissionStats::log_bytes);
+  nb::class_<AdmissionFilter>(m, "AdmissionFilter")
+      .def(
+          "__init__",
+          [](AdmissionFilter* self, int kind, uint32_t count, double probability, uint64_t memory, uint64_t seed,
+             uint64_t table) {
+            require(kind >= 0 && kind <= 2, "unknown kind of admission");
+            require(count >= 1, "count must be at least 1");
+            new (self) AdmissionFilter({static_cast<AdmissionKind>(kind), count, probability, memory, seed, table});
+          },
+          "kind"_a, "count"_a, "probability"_a, "memory"_a, "seed"_a, "table"_a)
+      .def("plan", &plan, "ids"_a, "refused"_a, "counted"_a = nb::none())
+      .def("read", &read, "ids"_a, "refused"_a)
+      .def(
+          "train",
+          [](AdmissionFilter& self, uint64_t batch, bool stored) { unlocked([&] { self.train(batch, stored); }); },
+          "batch"_a, "stored"_a)
+      .def(
+          "roll_back", [](AdmissionFilter& self, uint64_t batch) { unlocked([&] { self.roll_back(batch); }); },
+          "batch"_a)
+      .def(
+          "admit",
+          [](AdmissionFilter& self, KeysArg keys) {
+            unlocked([&, k = keys.data(), n = keys.size()] { self.admit(k, n); });
+          },
+          "keys"_a)
+      .def(
+          "forget",
+          [](AdmissionFilter& self, KeysArg keys) {
+            unlocked([&, k = keys.data(), n = keys.size()] { self.forget(k, n); });
+          },
+          "keys"_a)
+      .def("clear_admitted", [](AdmissionFilter& self) { unlocked([&] { self.clear_admitted(); }); })
+      .def("save", &save)
+      .def("load", &load, "batches"_a, "dropped"_a, "keys"_a, "counts"_a, "cells"_a, "admitted"_a)
+      .def("admitted", [](const AdmissionFilter& self) { return to_numpy(unlocked([&] { return self.admitted(); })); })
+      .def_prop_ro("planned", &AdmissionFilter::planned)
+      .def_prop_ro("stats", &AdmissionFilter::stats);
+}
+
+}  // namespace thermocline
