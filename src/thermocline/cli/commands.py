@@ -307,6 +307,7 @@ def print_plan(report: Row) -> None:
 def stats(config: Config, split: Split, examples: int | None) -> Row:
     """Count keys, skew and sizes of a split for the config's model; `examples` limits it to the first ones."""
     from thermocline.data import key_stats
+    from thermocline.embedding.row_statistics import RowStatistics
     from thermocline.models import row_dim
     from thermocline.planner.tier_sizing import suggest_sizes
     from thermocline.training.run import row_optimizer
@@ -326,7 +327,9 @@ def stats(config: Config, split: Split, examples: int | None) -> Row:
         field["name"] = name
     optimizer = row_optimizer(config)
     pinned = config.train.depth * config.train.pull_window
-    sizes = suggest_sizes(counts, report["batches"], row_dim(config.model), optimizer, pinned, config.precision)
+    statistics = RowStatistics.of(config.rows.statistics)
+    dim = row_dim(config.model)
+    sizes = suggest_sizes(counts, report["batches"], dim, optimizer, pinned, config.precision, statistics)
     report["model"] = {"name": config.model.name, "optimizer": config.train.optimizer, **sizes}
     return {**report, "batch_size": config.train.batch_size, "skipped": skipped(batches)}
 

@@ -163,6 +163,8 @@ class Display(Callback):
         parts.append(f"queue {_queue_length(row):.1f}/{trainer.config.depth}")
         if row["lookahead"] is not None:
             parts.append(f"ahead: {_ahead_text(row['lookahead'])}")
+        for name, expired in row.get("expired", {}).items():
+            parts.append(f"{name if named else 'expired'}: {expired['rows']:,} rows deleted, {expired['kept']:,} kept")
         if row["damaged_partitions"]:
             parts.append(_damage_text(row))
         if left := self._left(trainer):

@@ -30,6 +30,7 @@ from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import join_ranks, machine_world, world_size
 from thermocline.embedding.initializers import Normal
 from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from thermocline.embedding.row_statistics import RowStatistics
 from thermocline.embedding.table import Table
 from thermocline.errors import ConfigError, DataError, LockError, NotFoundError
 from thermocline.models import build, parameter_groups, row_dim
@@ -213,6 +214,11 @@ class Run:
 
     def _table(self, read_only: bool) -> Table:
         config, tiers = self.config, self.config.tiers
+        if config.expiry is not None:
+            try:
+                config.expiry.checked(RowStatistics.of(config.rows.statistics))
+            except ValueError as error:
+                raise ConfigError(str(error).replace("Expiry.", "expiry.")) from None
         if tiers.ssd is not None and not read_only:
             atomic_file.make_writable(Path(tiers.ssd), "tiers.ssd")
         options: dict[str, Any] = {
@@ -225,6 +231,8 @@ class Run:
             "seed": config.train.seed,
             "initial": Normal(scale=config.model.initial),
             "precision": config.precision,
+            "statistics": config.rows.statistics,
+            "expiry": None if read_only else config.expiry,
             "admission": config.admission,
             "policy": tiers.policy,
             "threads": tiers.threads,
