@@ -10,6 +10,8 @@
 #include <string_view>
 #include <vector>
 
+#include "util/cpu.h"
+
 namespace thermocline {
 namespace {
 
@@ -26,11 +28,8 @@ const Kernels& choose() {
 #if defined(THERMOCLINE_X86_KERNELS)
   const char* requested = std::getenv("THERMOCLINE_ISA");
   const std::string_view isa = requested ? requested : "avx512";
-  if (isa == "avx512" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")) {
-    return kKernelsAvx512;
-  }
-  if (isa != "base" && __builtin_cpu_supports("avx2")) return kKernelsAvx2;
+  if (isa == "avx512" && cpu_features().avx512) return kKernelsAvx512;
+  if (isa != "base" && cpu_features().avx2) return kKernelsAvx2;
 #endif
   return kKernelsBase;
 }

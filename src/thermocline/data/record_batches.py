@@ -35,8 +35,16 @@ class RecordBatchConverter:
             raise DataError(f"data.format is {data.format!r}: only {', '.join(get_args(ColumnFormat))} have columns")
         numeric = data.numeric or (CRITEO_NUMERIC if data.format == "criteo" else ())
         numbers = data.numbers_of(data.format)
+        # The event time is used in training only.
+        ignore = data.ignore if data.time is None else (*data.ignore, data.time)
         self._data = dataclasses.replace(
-            data, format="parquet", numeric=numeric, numeric_features=numbers, on_error="raise"
+            data,
+            format="parquet",
+            numeric=numeric,
+            numeric_features=numbers,
+            on_error="raise",
+            time=None,
+            ignore=ignore,
         )
         self._features = features
         self._hasher = make_hasher(data.hashing, data.threads)

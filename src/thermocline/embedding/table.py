@@ -14,7 +14,6 @@ from thermocline.arrays import Keys
 from thermocline.batch import Batch
 from thermocline.core import core
 from thermocline.embedding.admission import Admission
-from thermocline.embedding.admission_backend import AdmissionBackend
 from thermocline.embedding.backend import BatchAhead, LocalBackend, RowBackend, RowWindow
 from thermocline.embedding.bag_registry import BagRegistry
 from thermocline.embedding.batch_plan import (
@@ -49,6 +48,7 @@ from thermocline.utils.text_format import parse_size
 if TYPE_CHECKING:
     import torch
 
+    from thermocline.embedding.admission_backend import AdmissionBackend
     from thermocline.embedding.bag import EmbeddingBag
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -177,6 +177,8 @@ class Table(OpenTable):
             on_damage=on_damage,
             statistics=kept,
         )
+        if admission is not None:
+            _require_fixed_initial_rows(admission, self.spec)
         self.expiry = None if expiry is None else expiry.checked(kept)
         """Rules by which `step` deletes rows; None: nothing is deleted."""
         self.expired = Expired()
@@ -202,7 +204,8 @@ class Table(OpenTable):
         """Which keys get a row; None: all that are trained."""
         self._admission: AdmissionBackend | None = None
         if admission is not None:
-            _require_fixed_initial_rows(admission, self.spec)
+            from thermocline.embedding.admission_backend import AdmissionBackend
+
             self._admission = AdmissionBackend(cast(LocalBackend, self.backend), self.spec, admission)
             self._admission.may_forget = self.expiry is not None
             self.backend = cast(RowBackend, self._admission)

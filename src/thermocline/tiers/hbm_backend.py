@@ -24,7 +24,7 @@ from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.embedding.row_statistics import StatisticsState, click_units
 from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
-from thermocline.errors import NotRecordable, ThermoclineError
+from thermocline.errors import BudgetError, NotRecordable, ThermoclineError
 from thermocline.kernels.catch_up import catch_up_rows
 from thermocline.kernels.codec import Codec
 from thermocline.kernels.gradient_index import index_gradients
@@ -111,11 +111,15 @@ class HbmBackend:
         window.pins = self.hbm.launch(window.ids, None if window.graph is None else window.graph.launch)
 
     def pin(self, window: HbmWindow) -> None:
+        launched, window.pins = window.pins, None
+        if launched is not None:
+            with contextlib.suppress(BudgetError):  # windows may have been released since it was planned: again below
+                window.pins = self.hbm.finish(launched)
         if window.pins is None:
             self.launch(window)
-        launched, window.pins = window.pins, None
-        assert launched is not None
-        window.pins = self.hbm.finish(launched)
+            launched, window.pins = window.pins, None
+            assert launched is not None
+            window.pins = self.hbm.finish(launched)
         window.ids = None
 
     def prepare(self, window: HbmWindow) -> list[HbmBatchPlan]:
