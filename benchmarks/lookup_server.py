@@ -42,7 +42,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=float, default=1e6)
+    parser.add_argument("--rows", type=float, default=2e6)
     parser.add_argument("--server-cores", type=int, default=1)
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")

@@ -41,7 +41,7 @@ TEST(DramErase, PinnedRowsAreOverwrittenAndOthersFreed) {
   }
 }
 
-// A store whose rows are deleted while another thread is between its read and the insertion of the row.
+// A store whose rows are deleted while another thread reads them: it still gets the old row.
 class SlowStore : public MapStore {
  public:
   using MapStore::MapStore;
@@ -50,10 +50,10 @@ class SlowStore : public MapStore {
       std::fill_n(found, n, uint8_t{0});
       return;
     }
-    MapStore::get(keys, n, found, rows);
     reading = true;
     while (!deleted) std::this_thread::yield();
     std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the eraser comes first if it does not wait
+    MapStore::get(keys, n, found, rows);
   }
   std::atomic<bool> reading{false}, deleted{false};
 };

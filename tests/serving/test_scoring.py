@@ -76,8 +76,8 @@ keep = 10
 
 def predicted(kind: str, step: int) -> Any:
     options = ["--checkpoint", str(step), "--set", f"train.batch_size={ROWS}"]
-    invoke("predict", "run", f"test.{kind}", "--out", "scores.npy", *options)
-    return np.load("scores.npy")
+    invoke("predict", "run", f"test.{kind}", "--out", f"scores-{step}.npy", *options)
+    return np.load(f"scores-{step}.npy")
 
 
 def test_scores_equal_those_of_predict_at_every_version(run: str) -> None:

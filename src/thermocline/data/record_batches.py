@@ -12,7 +12,7 @@ from thermocline.batch import Batch
 from thermocline.config.data import CRITEO_NUMERIC, Data
 from thermocline.core import core
 from thermocline.data.feature_hashing import make_hasher
-from thermocline.data.features import Features, resolve
+from thermocline.data.features import KEY_ROLES, Features, resolve
 from thermocline.data.files import Source
 from thermocline.data.formats import sort_columns
 from thermocline.data.parquet import ParquetBlocks
@@ -59,7 +59,7 @@ class RecordBatchConverter:
         features = self._features
         columns = resolve(names, self._data, "parquet", "request", labelled=False, known=True)
         columns = sort_columns(columns, features)
-        fields = [column.name for column in columns if column.role not in ("dense", "ignore")]
+        fields = [column.name for column in columns if column.role in KEY_ROLES]
         features.require(fields, [column.name for column in columns if column.role == "dense"], "request")
         blocks = _TableBlocks(self._source, table, columns, self._data, features.statistics)
         examples = blocks.load(InputSplit(self._source, 0)).examples

@@ -123,8 +123,10 @@ def update_statistics(
         return
     if limit is None:
         limit = torch.full((1,), count, dtype=torch.int32, device=arena.device)
-    ends = torch.tensor([end for end, _ in step.runs] or [0], dtype=torch.int32, device=arena.device)
-    factors = torch.tensor([factor for _, factor in step.runs] or [1.0], device=arena.device)
+    ends, factors = limit, arena  # placeholders
+    if step.runs:
+        ends = torch.tensor([end for end, _ in step.runs], dtype=torch.int32, device=arena.device)
+        factors = torch.tensor([factor for _, factor in step.runs], device=arena.device)
     names = step.names
     _statistics_kernel[(blocks(count, _ITEMS),)](
         arena.view(torch.int32), slots, occurrences, limit, ends, factors, arena.shape[1] - step.words, count,
