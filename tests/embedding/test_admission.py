@@ -335,7 +335,7 @@ def test_rows_are_loaded_after_a_forward_pass_without_a_step() -> None:
     assert keys_of(table) == {5, 9}  # the second occurrence of 5; 9 has a row
 
 
-def test_reopen_is_refused_while_a_pipeline_is_open(tmp_path: Path) -> None:
+def test_other_rows_are_refused_while_a_pipeline_is_open(tmp_path: Path) -> None:
     table = tc.Table(
         4, tc.SGD(lr=0.1), mem="1MB", ssd=tmp_path, ssd_options=SMALL, admission=tc.Admission(count=1)
     )  # fmt: skip
@@ -348,6 +348,11 @@ def test_reopen_is_refused_while_a_pipeline_is_open(tmp_path: Path) -> None:
         with pytest.raises(tc.ThermoclineError, match=r"reopen\(\) while a training pipeline is open"):
             table.reopen()
         assert 2 in keys_of(table)
+    with (
+        tc.prefetch([batch_of([2])], table, depth=1),  # nothing is pinned
+        pytest.raises(tc.ThermoclineError, match="loading rows while a training pipeline is open"),
+    ):
+        table.load_rows([9], np.ones((1, 4), np.float32))
     table.reopen()
     assert keys_of(table) == {1}
     table.close()

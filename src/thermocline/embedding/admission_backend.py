@@ -425,7 +425,7 @@ class AdmissionBackend:
 
     def require_idle(self) -> None:
         self.inner.require_idle()
-        self.require_no_planner("other rows")
+        self.require_no_planner("loading rows")
 
     def reopen(self, epoch: int | None = None) -> None:
         self.require_no_planner("reopen()")
