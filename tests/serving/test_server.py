@@ -120,7 +120,7 @@ def test_messages_with_wrong_sizes_are_refused_before_they_are_read(server: Look
     forged = sink.getvalue().to_pybytes().replace(before, after, 1 if score else 2)
     batch = pa.ipc.open_stream(forged).read_next_batch()
     server._flight._scorer = lambda state, table: np.zeros(table.num_rows, np.float32)
-    with pytest.raises(pa.ArrowInvalid, match="too small|out of bounds"):
+    with pytest.raises(pa.ArrowInvalid, match=r"too small|out of bounds"):
         server._flight._answer(_Command(score=score), batch)
     server._flight._answer(_Command(score=score), good)
 
