@@ -14,7 +14,8 @@ from thermocline.data.value_keys import key_of
 class Collate:
     """A `collate_fn`: [{"user": "u1", "tags": ["a", "b"], "age": 31.0, "click": 1}, ...] -> `tc.Batch`.
 
-    fields     names of the categorical values: one value, a list of values, or None for a missing one (not with raw_keys)
+    fields     names of the categorical values: one value, a list of values, or None for a missing one (not with
+               raw_keys)
     dense      names of the numbers, which become float32[examples, numbers]
     label      name of the label, which becomes float32[examples]; None: no label
     raw_keys   values are 64-bit keys already (whole numbers); else they are hashed as by the readers (`tc.key_of`)
