@@ -236,9 +236,9 @@ def open_state(path: Path, number: int, state: State | None = None, *, direct: b
     for attempt in range(3):
         try:
             return _open_state(path, number, state, direct)
-        except (FileNotFoundError, NotFoundError):
-            number = read_current(path).number
-            if attempt == 2:
+        except (FileNotFoundError, NotFoundError, CorruptionError) as error:
+            before, number = number, read_current(path).number
+            if attempt == 2 or (isinstance(error, CorruptionError) and number == before):
                 raise
     raise AssertionError
 
