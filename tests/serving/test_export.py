@@ -103,6 +103,9 @@ def test_keys_that_are_not_admitted_have_the_vector_of_evaluation(
         return
     assert snapshot.lookup(keys).tobytes() == expected.tobytes()
     assert snapshot.find(keys)[1].tolist() == [True, *[False] * 8]
+    with serving.Publication(path) as publication:
+        publication.compact()
+    assert serving.open(path).lookup(keys).tobytes() == expected.tobytes()
 
 
 def test_a_delta_reads_only_the_rows_that_changed(tmp_path: Path) -> None:
