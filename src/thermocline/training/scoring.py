@@ -107,7 +107,7 @@ class Scorer:
             )
         folder = self._path / state.version.folder
         content = {file.name: read_file(folder, file) for file in state.version.files}
-        if self._loaded is None or self._loaded.settings != (content[CONFIG], content[FEATURES]):
+        if self._loaded is None or self._loaded.settings != _settings(content, state):
             self._loaded = _Model.build(content, f"{folder}/{CONFIG}", state)
         try:
             missing, unexpected = self._loaded.module.load_state_dict(
@@ -127,7 +127,8 @@ class Scorer:
 class _Model:
     """A built model that reads rows of a version."""
 
-    settings: tuple[bytes, bytes]
+    settings: tuple[Any, ...]
+    """See `_settings`."""
     module: Any
     rows: _VersionRows
     converter: RecordBatchConverter
@@ -153,8 +154,14 @@ class _Model:
         fields = fields if hashing is None else hashing.fields_of(fields)
         module = build(config.model, table, fields, len(features.dense))
         module.eval()
-        settings = content[CONFIG], content[FEATURES]
-        return cls(settings, module, backends[0], RecordBatchConverter(config.data, features))
+        converter = RecordBatchConverter(config.data, features)
+        return cls(_settings(content, state), module, backends[0], converter)
+
+
+def _settings(content: Mapping[str, bytes], state: State) -> tuple[Any, ...]:
+    """Return what a model is built from; versions that differ in their weights only share it."""
+    seeds = [(name, file.seed) for name, file in state.tables.items()]
+    return content[CONFIG], content[FEATURES], *seeds
 
 
 class _VersionRows(DramBackend):
