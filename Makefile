@@ -22,7 +22,8 @@ FUZZ_STORE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/ssd/*.cc csrc/util/*
   csrc/ssd/files_fuzz_test.cc
 
 .PHONY: cpp-tests demo demo-online reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
-  fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser docs notebooks
+  fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser docs notebooks \
+  wheels
 
 demo: build-inplace
 	$(PYTHON) examples/demo.py
@@ -147,6 +148,10 @@ fuzz-store: fuzz-clang $(FUZZ_STORE_SOURCES:csrc/%.cc=$(BUILD)/fuzz/%.o)
 
 bench: build-inplace
 	for file in $(wildcard benchmarks/ssd.py benchmarks/mem.py benchmarks/read.py); do $(PYTHON) $$file --quick || exit 1; done
+
+# sdist and wheels in dist/, tested in new environments; minutes, and downloads of build tools.
+wheels:
+	python3 tools/wheels.py $(ARGS)
 
 # For a machine without this repository: benchmarks record this commit. Git ignores benchmarks/COMMIT: copy it, too.
 commit-file: setup

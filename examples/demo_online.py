@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -99,7 +100,7 @@ class Window:
     """Seconds of event time that the newest version was behind."""
     rows: int
     fresh: float | None = None
-    """Seconds until a version with its clicks was served; None: the run ended before."""
+    """Seconds until a version with its clicks was served; None: none is yet."""
 
 
 class Observer:
@@ -136,7 +137,8 @@ class Observer:
         self.windows.append(Window(second, time.time(), figures[0], figures[1], lag, rows_alive(self.newest)))
 
     def watch(self, seconds: float) -> None:
-        """Follow the versions for some seconds."""
+        """Follow the versions for some seconds. Raises if training has ended."""
+        self._check()
         end = time.monotonic() + seconds
         while True:
             if self.newest.refresh():
@@ -162,7 +164,7 @@ def run(folder: Path, *, seconds: int, before: int, examples: int) -> Observer:
         clicks.write(stream, second)
     sets = [
         f"data.train={stream}",
-        "data.follow_idle=4s",
+        "data.follow_idle=60s",
         f"train.run_dir={folder / 'run'}",
         f"tiers.ssd={folder / 'run' / 'store'}",
         f"publish.folder={served}",
@@ -179,13 +181,14 @@ def run(folder: Path, *, seconds: int, before: int, examples: int) -> Observer:
                 observer.windows[-1].at = time.time()
                 path.rename(stream / path.name)
                 observer.watch(start + second - before + 1 - time.monotonic())
-            while process.poll() is None:
+            while any(window.fresh is None for window in observer.windows):
                 observer.watch(0.05)
-            observer.watch(0)
+            process.send_signal(signal.SIGINT)  # training saves and ends
+            process.wait()
         except BaseException:
             process.terminate()
             raise
-    if process.returncode != 0:
+    if process.returncode != 130:  # as a shell reports Ctrl-C
         raise RuntimeError(f"training failed, with exit code {process.returncode}")
     return observer
 
@@ -197,7 +200,7 @@ def _read(path: Path, examples: int) -> Iterator[tc.Batch]:
 def print_report(console: Console, observer: Observer) -> None:
     """Print freshness, AUC with and without updates, and rows."""
     windows = observer.windows
-    fresh = np.array([window.fresh for window in windows if window.fresh is not None])
+    fresh = np.array([window.fresh for window in windows])
     half = windows[len(windows) // 2 :]
     means = [(np.mean([w.newest_auc for w in part]), np.mean([w.frozen_auc for w in part])) for part in (windows, half)]
     grid = Grid(show_header=False)
@@ -226,8 +229,7 @@ def draw(observer: Observer, path: Path) -> None:
     top.plot(seconds, [w.frozen_auc for w in windows], label="version when the stream began")
     top.set_ylabel("AUC of the next second")
     top.legend(loc="lower left")
-    pairs = [(window.second, window.fresh) for window in windows if window.fresh is not None]
-    bottom.bar([second for second, _ in pairs], [fresh for _, fresh in pairs], color="tab:gray")
+    bottom.bar(seconds, [window.fresh for window in windows], color="tab:gray")
     bottom.set_ylabel("click to served, s")
     bottom.set_xlabel("event time, s")
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "online"}):

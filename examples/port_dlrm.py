@@ -49,7 +49,7 @@ def batches(count: int) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], list
             lengths = torch.randint(1, 4, (BATCH,), generator=draw)
             lS_o.append(torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)[:-1]]))
             lS_i.append((torch.rand(int(lengths.sum()), generator=draw) ** 3 * size).long())
-        likes = lS_i[3][lS_o[3]] % 2 == 0  # the first id of the last table
+        likes = (lS_i[3][lS_o[3]] % 2 == 0) | (dense[:, 0] > 0.7)  # the first id of the last table
         yield dense, lS_o, lS_i, likes.float()
 
 

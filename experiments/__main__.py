@@ -1,4 +1,4 @@
-"""`python -m experiments`: runs the paper's experiments, or rebuilds the report of an earlier run.
+"""`python -m experiments`: runs the experiments of Zhao et al., or rebuilds the report of an earlier run.
 
 Exit codes: 0 success; 1 a claim does not hold in the full run, or the run failed; 2 wrong options; 130 interrupted.
 """
@@ -79,7 +79,7 @@ def run(
     ] = True,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Run the paper's experiments on this machine and write one page with their tables and figures.
+    """Run the experiments of Zhao et al. on this machine and write one page with their tables and figures.
 
     Finished steps are cached: the same command continues an interrupted run, also on another machine with a copy of
     the two folders. Only the full run judges claims; --quick and --effort below 1 are too small.

@@ -22,6 +22,11 @@ Cell = str | float | int | None
 Kind = Literal["measured", "predicted", "paper"]
 AxisScale = Literal["linear", "log2", "log10"]
 
+PRINTED = "Zhao 2026"
+"""Citation of the document whose numbers are in paper.json."""
+MARKS = {"paper": f" ({PRINTED})", "predicted": " (predicted)", "measured": ""}
+"""Suffixes of names whose numbers are not measured."""
+
 STEP_SECONDS = 480.0
 """Longest uninterrupted run of a step; a longer step saves its state and continues in the next call."""
 
@@ -172,8 +177,7 @@ class Table:
     @property
     def headings(self) -> list[str]:
         """Column names, marked where the numbers are not measured."""
-        marks = {"paper": " (the paper)", "predicted": " (predicted)", "measured": ""}
-        return [column + marks[self.kind(column)] for column in self.columns]
+        return [column + MARKS[self.kind(column)] for column in self.columns]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +192,7 @@ class Series:
     @property
     def label(self) -> str:
         """Name in the legend, marked where the numbers are not measured."""
-        return self.name + {"paper": " (the paper)", "predicted": " (predicted)", "measured": ""}[self.kind]
+        return self.name + MARKS[self.kind]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +213,8 @@ class Figure:
     vlines_label: str = ""
     hlines: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Names and y values of horizontal lines."""
+    y_from: float | None = None
+    """Start of a linear y axis; points below it are not drawn. None: the smallest value."""
     note: str = ""
 
     @property
@@ -226,7 +232,11 @@ class Claim:
     detail: str
     """The numbers that decide."""
     part: str
-    """Name of the table or figure that shows them."""
+    """Name of the figure or table that shows them."""
+    ours: str = ""
+    """The deciding number in few words, for the summary; empty: `detail`."""
+    paper: str = ""
+    """The number of the cited document; empty: it prints none, or the claim is a bound of this system."""
     asserted: bool = True
     """Whether the full run fails if the claim does not hold."""
 

@@ -132,10 +132,13 @@ def _draw_lines(axes: Axes, figure: Figure) -> list[Any]:
         marker = "o" if len(chosen) <= _MAX_MARKERS else ""
         handles += axes.plot(
             [x for x, _ in chosen], [y for _, y in chosen], color=LIGHT[n % len(LIGHT)], marker=marker,
-            linestyle=_DASHES[series.kind], clip_on=False, gid=f"series-{n}",
+            linestyle=_DASHES[series.kind], clip_on=figure.y_from is not None, gid=f"series-{n}",
         )  # fmt: skip
     _scale_axis(axes.xaxis, figure.x_scale, [x for series in points for x, _ in series], tight=True)
-    _scale_axis(axes.yaxis, figure.y_scale, [y for series in points for _, y in series] + [*figure.hlines.values()])
+    heights = [y for series in points for _, y in series] + [*figure.hlines.values()]
+    if figure.y_from is not None:
+        heights = [figure.y_from, *(y for y in heights if y > figure.y_from)]
+    _scale_axis(axes.yaxis, figure.y_scale, heights)
     return handles
 
 
@@ -173,7 +176,7 @@ def _draw_bars(axes: Axes, figure: Figure) -> list[Any]:
     axes.set_xlim(-0.5, max(len(names), 1) - 0.5)
     axes.tick_params(axis="x", length=0)
     lowest = [float(y) for series in figure.series for y in series.y if y]
-    heights = [0.0, *tops.values(), *figure.hlines.values()]
+    heights = [figure.y_from or min([0.0, *lowest, *figure.hlines.values()]), *tops.values(), *figure.hlines.values()]
     _scale_axis(axes.yaxis, figure.y_scale, heights if figure.y_scale == "linear" else [*lowest, *heights[1:]])
     return handles
 

@@ -16,7 +16,7 @@ Runs = Mapping[str, Json]
 
 
 def fits_hbm(run: Json) -> bool:
-    """Whether all rows fit into the scaled HBM of the paper's cluster."""
+    """Whether all rows fit into the scaled HBM of the cluster of Zhao et al. (2020)."""
     return bool(run["plan"]["keys"] * run["row_bytes"] <= run["plan"]["hbm"])
 
 
@@ -27,27 +27,32 @@ def section(setup: Setup, tiers: Runs, memory: Runs, disk: Json | None, commit_s
     commit_seconds   interval of the store's commits
     """
     top = setup.top_tier
-    figures = [_speed(tiers, memory, top), _stages(tiers)]
-    if setup.device == "cuda":
-        figures.append(_hits(tiers, "hbm", "HBM", "ids"))
-    note = "DRAM starts empty and receives the rows that HBM evicts: 0 until then." if setup.device == "cuda" else ""
-    figures += [
-        _hits(tiers, "mem", "DRAM", "requested rows", note),
-        *(_ssd(name, run) for name, run in tiers.items()),
+    possible = [
+        *_bound_figure(tiers, memory, disk),
+        _speed(tiers, memory, top),
+        _disk_peak(tiers),
+        _stages(tiers),
+        _hits(tiers, "hbm", "HBM", "ids"),
+        _hits(tiers, "mem", "DRAM", "requested rows"),
+        _ssd(tiers, "bytes_read", "read for batches"),
+        _ssd(tiers, "bytes_written", "written, merges included"),
+        _pull(tiers),
     ]
-    figures += [_pull(tiers), _disk(tiers), _disk_peak(tiers)]
+    figures = [figure for figure in possible if any(any(series.y) for series in figure.series)]
+    flat = [figure.title for figure in possible if figure not in figures]
     first = next(iter(tiers.values()))
     return Section(
         text=[
-            f"The paper's models with keys and bytes divided by {setup.scale:,.0f}. Nonzeros and dense layers are "
-            "unchanged; the budgets of the paper's cluster (1 TB of HBM, 4 TB of DRAM) have the same divisor. Every "
-            "key has a row on SSD before the first batch, and all tiers above are empty. The store commits every "
+            f"The models of Zhao et al. (2020) with keys and bytes divided by {setup.scale:,.0f}. Nonzeros and dense "
+            "layers are unchanged; the budgets of their cluster (1 TB of HBM, 4 TB of DRAM) have the same divisor. "
+            "Every key has a row on SSD before the first batch, and all tiers above are empty. The store commits every "
             f"{commit_seconds:g} seconds, at least once. Speed is that of the second half.",
             f"The index and buffers of the SSD store are additional to the DRAM budget: {first['store_mem'] / MB:,.0f} "
             f"MB for model {next(iter(tiers))}. Everything in {top} is the same training with a budget that holds all "
             "rows, where the machine has that memory.",
+            *([f"0 throughout, therefore without a figure: {'; '.join(flat)}."] if flat else []),
         ],
-        parts=[_table(setup, tiers, memory, top), *_bounds(tiers, memory, disk), *figures],
+        parts=[*figures, _table(setup, tiers, memory, top), *_bounds(tiers, memory, disk)],
         claims=[_disk_claim(tiers), *_bound_claims(tiers, memory, disk)],
     )
 
@@ -103,6 +108,30 @@ def _bounds(tiers: Runs, memory: Runs, disk: Json | None) -> list[Table]:
     ]  # fmt: skip
 
 
+def _bound_figure(tiers: Runs, memory: Runs, disk: Json | None) -> list[Figure]:
+    """Draw measured speed and bounds of the models that are larger than HBM, if the disk was measured."""
+    if disk is None:
+        return []
+    shown = [name for name, run in tiers.items() if not fits_hbm(run)]
+    allowed = [_allowed(tiers[name], disk) for name in shown]
+    whole = [memory[name]["examples_per_s"] if name in memory else None for name in shown]
+    return [
+        Figure(
+            name="bound",
+            title="Speed of models larger than HBM, and what bounds it",
+            x_label="model",
+            y_label="examples/s",
+            form="bars",
+            y_scale="log10",
+            series=[
+                Series(name="through the tiers", x=shown, y=[tiers[name]["examples_per_s"] for name in shown]),
+                Series(name="the disk allows", x=shown, y=allowed, kind="predicted"),
+                Series(name="everything in HBM", x=shown, y=whole),
+            ],
+        )
+    ]
+
+
 def _bound_claims(tiers: Runs, memory: Runs, disk: Json | None) -> list[Claim]:
     if disk is None:
         return []
@@ -122,7 +151,8 @@ def _bound_claims(tiers: Runs, memory: Runs, disk: Json | None) -> list[Claim]:
                 text=f"model {name}, larger than HBM, trains at {BOUND} or more of the bound of HBM and disk",
                 holds=here >= BOUND * bound,
                 detail=f"{here:,.0f} examples/s; everything in HBM {whole:,.0f}; {disk_text}; share {here / bound:.2f}",
-                part="bounds",
+                part="bound",
+                ours=f"{here / bound:.2f} of the bound",
             )
         )
     return claims
@@ -174,6 +204,7 @@ def _speed(tiers: Runs, memory: Runs, top: str) -> Figure:
         x_label="model",
         y_label="examples/s",
         form="bars",
+        y_scale="log10",
         series=[
             Series(name="through the tiers", x=list(tiers), y=[run["examples_per_s"] for run in tiers.values()]),
             Series(name=f"everything in {top}", x=list(memory), y=[run["examples_per_s"] for run in memory.values()]),
@@ -196,7 +227,7 @@ def _stages(tiers: Runs) -> Figure:
     )
 
 
-def _hits(tiers: Runs, tier: str, name: str, requests: str, note: str = "") -> Figure:
+def _hits(tiers: Runs, tier: str, name: str, requests: str) -> Figure:
     def rate(point: dict[str, float]) -> float | None:
         return point[f"{tier}_hits"] / point[f"{tier}_all"] if point.get(f"{tier}_all") else None
 
@@ -206,7 +237,6 @@ def _hits(tiers: Runs, tier: str, name: str, requests: str, note: str = "") -> F
         x_label="batches",
         y_label=f"share of {requests}",
         series=_over_batches(tiers, lambda run, point: rate(point)),
-        note=note,
     )
 
 
@@ -218,25 +248,14 @@ def _over_batches(tiers: Runs, value: Callable[[Json, Json], float | None]) -> l
     ]
 
 
-def _ssd(name: str, run: Json) -> Figure:
-    points = run["points"]
-    batches = [point["batch"] for point in points]
-
-    def per_batch(field: str) -> list[float]:
-        return [point[field] / point["batches"] / MB for point in points]
-
+def _ssd(tiers: Runs, field: str, what: str) -> Figure:
     return Figure(
-        name=f"ssd-{name.lower()}",
-        title=f"Model {name}: SSD bytes per batch",
+        name=f"ssd-{field.replace('_', '-')}",
+        title=f"SSD bytes per batch, {what}",
         x_label="batches",
         y_label="MB",
-        series=[
-            Series(name="read for batches", x=batches, y=per_batch("bytes_read")),
-            Series(name="written, merges included", x=batches, y=per_batch("bytes_written")),
-            Series(name="read and written by merges", x=batches, y=per_batch("merged")),
-        ],
-        vlines=[point["batch"] for point in points if point["merges"]],
-        vlines_label="end of a merge",
+        y_scale="log10",
+        series=_over_batches(tiers, lambda run, point: point[field] / point["batches"] / MB or None),
     )
 
 
@@ -248,17 +267,6 @@ def _pull(tiers: Runs) -> Figure:
         y_label="ms",
         y_scale="log10",
         series=_over_batches(tiers, lambda run, point: point["pull_seconds"] / point["batches"] * 1000),
-    )
-
-
-def _disk(tiers: Runs) -> Figure:
-    return Figure(
-        name="disk",
-        title="Disk space over the bytes of all rows",
-        x_label="batches",
-        y_label="disk / rows",
-        series=_over_batches(tiers, lambda run, point: point["disk_bytes"] / (run["rows"] * (run["row_bytes"] + 8))),
-        hlines={"bound": 2.0},
     )
 
 
@@ -281,4 +289,5 @@ def _disk_claim(tiers: Runs) -> Claim:
         holds=max(peaks.values()) < 2,
         detail=", ".join(f"{name} {peak:.2f}" for name, peak in peaks.items()),
         part="disk-peak",
+        ours=f"{max(peaks.values()):.2f} times",
     )

@@ -81,7 +81,7 @@ def section(setup: Setup, results: Mapping[str, Json]) -> Section:
         parts=[
             Figure(
                 name="time", title=f"Time of {top} per batch against nonzeros", x_label="nonzeros per example",
-                y_label="ms", series=[line],
+                y_label="ms", series=[line], y_from=0,
             ),
             Table(
                 name="table", title=f"Time of {top} per batch",

@@ -1,4 +1,4 @@
-"""The paper's numbers, as printed: paper.json. The report shows them beside measured ones, marked as the paper's."""
+"""Numbers as printed by Zhao (2026), tables 1 to 4: paper.json. The report shows them beside measured ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from typing import Any
 
 @functools.cache
 def load() -> dict[str, Any]:
-    """Return tables 1 to 4 of the talk."""
+    """Return tables 1 to 4 of the talk *Massive-Scale Neural Network Training*."""
     loaded: dict[str, Any] = json.loads((Path(__file__).parent / "paper.json").read_text())
     return loaded

@@ -14,12 +14,12 @@ import jinja2
 from markupsafe import Markup
 
 from experiments import machine, paper
-from experiments.experiment import TOO_SMALL, Cell, Claim, Figure, Kind, Section, Setup, Table
+from experiments.experiment import PRINTED, TOO_SMALL, Cell, Claim, Figure, Kind, Section, Setup, Table
 from thermocline.utils import atomic_file
 
 NAMED_STEPS = 4
 """Maximum number of steps that are named beside the machine that ran them."""
-_KINDS = {"measured": "measured", "predicted": "predicted", "paper": "the paper's numbers"}
+_KINDS = {"measured": "measured", "predicted": "predicted", "paper": f"numbers of {PRINTED}"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def render(chapters: Sequence[Chapter], drawings: Mapping[str, str]) -> str:
         claims=claims,
         judged=[claim for chapter, claim in claims if chapter.setup.judges_claims],
         drawings={stem: Markup(figures.inline(svg)) for stem, svg in drawings.items()},
-        source=paper.load()["source"],
+        references=paper.load()["references"],
         size=_common_size(chapters),
         style=Markup(figures.STYLE),
         too_small=TOO_SMALL,

@@ -30,9 +30,9 @@ def section(setup: Setup, runs: Runs) -> Section:
     top = setup.top_tier
     absent = [name for name in SPEED_UP if name not in runs]
     text = [
-        f"The paper's models with keys and bytes divided by {setup.scale:,.0f}; nonzeros and dense layers are "
-        "unchanged, and the budgets of the paper's cluster have the same divisor. One command measures one model, on "
-        "one machine in one stretch. Every key has a row on SSD. As after a long training, the most popular rows are "
+        f"The models of Zhao et al. (2020) with keys and bytes divided by {setup.scale:,.0f}; nonzeros and dense "
+        "layers are unchanged, and the budgets of their cluster have the same divisor. One command measures one model, "
+        "on one machine at a time. Every key has a row on SSD. As after a long training, the most popular rows are "
         "in HBM and the next ones in DRAM: they are placed there by the known frequencies of the generated keys, as "
         "many as the tiers hold, before the first batch. After the ramp-up, when the look-ahead has stopped growing, "
         f"{SECONDS:g} seconds or {SteadyMeter.HORIZONS} horizons are measured, whichever is longer.",

@@ -16,13 +16,23 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src/thermocline"
-SUBPACKAGES = ("serving",)
+SUBPACKAGES = ("serving", "torchrec")
 """Packages whose public names are those of their own __init__.py; the others are in thermocline/__init__.pyi."""
 TITLES = {
     "batch": "Batches", "checkpoint": "Checkpoints", "config": "Configuration", "data": "Data", "distributed": "Ranks",
     "embedding": "Tables and bags", "errors": "Errors", "pipeline": "Pipeline", "serving": "Serving", "tiers": "Tiers",
-    "training": "Training",
+    "torchrec": "TorchRec", "training": "Training",
 }  # fmt: skip
+
+
+def on_config(config: Any) -> Any:
+    """Add pages that `nav` does not name to its guides, or to its measurements."""
+    sections = {title: pages for entry in config.nav for title, pages in entry.items()}
+    named = json.dumps(config.nav)
+    for folder, section in (("", "Guides"), ("benchmarks/", "Measurements")):
+        pages = sorted(f"{folder}{path.name}" for path in (ROOT / "docs" / folder).glob("*.md"))
+        sections[section] += [page for page in pages if f'"{page}"' not in named]
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -64,18 +74,17 @@ def api_pages() -> dict[str, str]:
         names.setdefault(module.split(".")[1], []).append(module)
     for package in SUBPACKAGES:
         names[package] = public_modules(PACKAGE / package / "__init__.py", f"thermocline.{package}")
-    return {group: _page(group, found) for group, found in names.items()}
+    pages = {group: _page(group, found) for group, found in names.items()}
+    for name, module in _assigned(PACKAGE / "__init__.py", "_MODULES", {}).items():
+        pages[name] = f"# tc.{name}\n\n::: {module}\n    options:\n      show_root_heading: false\n"
+    return pages
 
 
 def public_modules(path: Path, package: str) -> list[str]:
     """Return the full names that a package exports: `import NAME as NAME`, and the names of `__all__`."""
-    tree = ast.parse(path.read_text())
-    listed: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            listed = set(ast.literal_eval(node.value))
+    listed = set(_assigned(path, "__all__", []))
     found = []
-    for node in tree.body:
+    for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name in listed:
             found.append(f"{package}.{node.name}")
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -83,6 +92,14 @@ def public_modules(path: Path, package: str) -> list[str]:
             exported = [alias for alias in node.names if alias.asname == alias.name or alias.name in listed]
             found += [f"{module}.{alias.name}" for alias in exported]
     return found
+
+
+def _assigned(path: Path, name: str, absent: Any) -> Any:
+    """Return the literal that a module assigns to a name."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
+            return ast.literal_eval(node.value)
+    return absent
 
 
 def _page(group: str, names: list[str]) -> str:

@@ -25,10 +25,12 @@ namespace {
 
 void init_tier(DramTier* self, uint32_t dim, int optimizer, size_t budget, size_t reserved, int policy, int threads,
                int shards, uint64_t seed, uint64_t table, int initial_kind, float initial_scale, float initial_state,
-               const Precision& precision, RowStore* store, std::optional<size_t> write_ahead, bool catch_up) {
+               const Precision& precision, uint8_t statistics, RowStore* store, std::optional<size_t> write_ahead,
+               bool catch_up) {
   require(!catch_up || precision.kind == WeightKind::kFp32, "rows that catch up are fp32");
+  require(!catch_up || statistics == 0, "rows that catch up have no statistics");
   TierOptions o;
-  o.layout = {dim, static_cast<Optimizer>(optimizer), precision, catch_up};
+  o.layout = {dim, static_cast<Optimizer>(optimizer), precision, catch_up, statistics};
   o.initial = {static_cast<InitialKind>(initial_kind), initial_scale, initial_state, seed, table};
   o.budget = budget;
   o.reserved = reserved;
@@ -154,6 +156,11 @@ void push(DramTier& self, KeysArg keys, FloatsArg rows, bool dirty, bool unique)
   self.push(keys.data(), keys.size(), reinterpret_cast<const uint8_t*>(rows.data()), dirty, unique);
 }
 
+size_t erase(DramTier& self, KeysArg keys) {
+  nb::gil_scoped_release release;
+  return self.erase(keys.data(), keys.size());
+}
+
 void copy_out(DramTier& self, SlotsArg slots, FloatsOutArg rows) {
   check_stored(self, slots.size(), rows);
   nb::gil_scoped_release release;
@@ -235,13 +242,14 @@ void bind_dram(nb::module_& m) {
   nb::class_<DramTier> tier(m, "DramTier");
   tier.def("__init__", &init_tier, "dim"_a, "optimizer"_a, "budget"_a, "reserved"_a, "policy"_a, "threads"_a,
            "shards"_a, "seed"_a, "table"_a, "initial_kind"_a, "initial_scale"_a, "initial_state"_a, "precision"_a,
-           "store"_a.none(), "write_ahead"_a.none(), "catch_up"_a = false, nb::keep_alive<1, 15>())
+           "statistics"_a, "store"_a.none(), "write_ahead"_a.none(), "catch_up"_a = false, nb::keep_alive<1, 16>())
       .def("pull", &pull, "keys"_a.noconvert(), "slots"_a.noconvert())
       .def("unpin", &unpin, "slots"_a.noconvert(), "dirty"_a, "keys"_a.noconvert().none())
       .def("mark_dirty", &mark_dirty, "slots"_a.noconvert())
       .def("dirty_rows", &dirty_rows, "next"_a, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("read", &read, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("push", &push, "keys"_a.noconvert(), "rows"_a.noconvert(), "dirty"_a, "unique"_a = false)
+      .def("erase", &erase, "keys"_a.noconvert())
       .def("copy_out", &copy_out, "slots"_a.noconvert(), "rows"_a.noconvert())
       .def("write", &write, "slots"_a.noconvert(), "rows"_a.noconvert())
       .def("flush", &flush, "to"_a.none())

@@ -1,11 +1,14 @@
 // Python bindings of batch planning and training kernels: Dedup, and the methods of DramTier that read or update rows.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bind/bind.h"
 #include "bind/dram_args.h"
@@ -13,6 +16,7 @@
 #include "dram/dedup.h"
 #include "dram/kernels.h"
 #include "dram/lookup_plan.h"
+#include "dram/statistics.h"
 #include "dram/tier.h"
 
 namespace nb = nanobind;
@@ -129,13 +133,25 @@ SegmentArgs segments_of(const DramTier& self, size_t keys, const SlotsArg& start
   return {starts.data(), keys, grad_rows.data(), coefs ? coefs->data() : nullptr, grads.data()};
 }
 
+// `statistics`: the step of the rows' statistics, if they have any, and the label of each row of the gradients in units
+// of 2^-16, if clicks are counted.
 int64_t update(DramTier& self, SlotsArg slots, SlotsArg starts, SlotsArg grad_rows, MaybeFloats coefs, FloatsArg grads,
-               const Step& step) {
+               const Step& step, const StatisticsStep* statistics, std::optional<IntsArg> units) {
   require(step.optimizer == self.layout().optimizer, "step: its optimizer is not the optimizer of the tier");
+  const uint8_t kinds = self.layout().statistics;
+  require((kinds != 0) == (statistics != nullptr), "statistics: expected if, and only if, rows have statistics");
+  require(units ? units->size() == grads.shape(0) : !(kinds & kClick), "units: expected one per row of grads");
   nb::gil_scoped_release release;
   self.check_slots(slots.data(), slots.size());
-  return update_rows(self.pool(), self.rows(), slots.data(),
-                     segments_of(self, slots.size(), starts, grad_rows, coefs, grads), step);
+  const SegmentArgs segments = segments_of(self, slots.size(), starts, grad_rows, coefs, grads);
+  UpdatedKeys updated;
+  if (statistics) {
+    updated = [&](size_t begin, size_t end) {
+      update_statistics(self.rows(), self.layout(), slots.data(), segments.starts, segments.grad_rows,
+                        units ? units->data() : nullptr, *statistics, begin, end);
+    };
+  }
+  return update_rows(self.pool(), self.rows(), slots.data(), segments, step, updated);
 }
 
 void sum(DramTier& self, SlotsArg starts, SlotsArg grad_rows, MaybeFloats coefs, FloatsArg grads, FloatsOutArg sums) {
@@ -196,6 +212,39 @@ Step step_of(int optimizer, double lr, double eps, double weight_decay, double b
   return make_step({static_cast<Optimizer>(optimizer), lr, eps, weight_decay, beta1, beta2}, t, grad_scale);
 }
 
+StatisticsStep statistics_step_of(uint32_t number, int64_t time,
+                                  const std::vector<std::pair<uint32_t, float>>& decays) {
+  StatisticsStep step{number, time, {}};
+  for (const auto& [end, factor] : decays) step.decays.push_back({end, factor});
+  return step;
+}
+
+void sum_clicks_of(DramTier& self, SlotsArg starts, SlotsArg grad_rows, IntsArg units, IntsOutArg clicks) {
+  const size_t keys = clicks.size();
+  require(starts.size() == keys + 1 && starts(0) == 0 && starts(keys) == grad_rows.size(),
+          "starts: expected keys + 1 elements, from 0 to the number of ids");
+  nb::gil_scoped_release release;
+  require_below(grad_rows.data(), grad_rows.size(), units.size(), "grad_rows");
+  sum_clicks(self.pool(), starts.data(), keys, grad_rows.data(), units.data(), clicks.data());
+}
+
+void update_statistics_of(DramTier& self, SlotsArg slots, IntsArg counts, std::optional<IntsArg> clicks,
+                          const StatisticsStep& step) {
+  require(counts.size() == slots.size(), "counts: expected one per slot");
+  require(clicks ? clicks->size() == slots.size() : !(self.layout().statistics & kClick),
+          "clicks: expected one per slot");
+  nb::gil_scoped_release release;
+  self.check_slots(slots.data(), slots.size());
+  update_statistics(self.pool(), self.rows(), self.layout(), slots.data(), slots.size(), counts.data(),
+                    clicks ? clicks->data() : nullptr, step);
+}
+
+void decay_of(const StatisticsStep& step, SlotsArg done, VectorOutArg values) {
+  require(done.size() == values.size(), "done: expected one per value");
+  nb::gil_scoped_release release;
+  decay(step.decays, done.data(), done.size(), values.data());
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& m, nb::class_<DramTier>& tier) {
@@ -203,7 +252,13 @@ void bind_kernels(nb::module_& m, nb::class_<DramTier>& tier) {
   nb::class_<Step>(m, "Step");
   m.def("make_step", &step_of, "optimizer"_a, "lr"_a, "eps"_a, "weight_decay"_a, "beta1"_a, "beta2"_a, "t"_a,
         "scale"_a);
-  tier.def("decode", &decode, "stored"_a.noconvert(), "rows"_a.noconvert())
+  nb::class_<StatisticsStep>(m, "StatisticsStep").def("decay", &decay_of, "done"_a.noconvert(), "values"_a.noconvert());
+  m.def("make_statistics_step", &statistics_step_of, "number"_a, "time"_a, "decays"_a);
+  tier.def("sum_clicks", &sum_clicks_of, "starts"_a.noconvert(), "grad_rows"_a.noconvert(), "units"_a.noconvert(),
+           "clicks"_a.noconvert())
+      .def("update_statistics", &update_statistics_of, "slots"_a.noconvert(), "counts"_a.noconvert(),
+           "clicks"_a.noconvert().none(), "step"_a)
+      .def("decode", &decode, "stored"_a.noconvert(), "rows"_a.noconvert())
       .def("encode", &encode, "rows"_a.noconvert(), "stored"_a.noconvert())
       .def("set_scale", &DramTier::set_scale, "scale"_a)
       .def("plan", &plan, "slots"_a.noconvert(), "inverse"_a.noconvert(), "order"_a.noconvert(),
@@ -215,7 +270,8 @@ void bind_kernels(nb::module_& m, nb::class_<DramTier>& tier) {
       .def("weight_gradient", &weight_gradient_of, "rows"_a.noconvert().none(), "slots"_a.noconvert(),
            "offsets"_a.noconvert().none(), "mean"_a, "grads"_a.noconvert(), "out"_a.noconvert())
       .def("update", &update, "slots"_a.noconvert(), "starts"_a.noconvert(), "grad_rows"_a.noconvert(),
-           "coefs"_a.noconvert().none(), "grads"_a.noconvert(), "step"_a)
+           "coefs"_a.noconvert().none(), "grads"_a.noconvert(), "step"_a, "statistics"_a.none() = nb::none(),
+           "units"_a.noconvert().none() = nb::none())
       .def("sum_gradients", &sum, "starts"_a.noconvert(), "grad_rows"_a.noconvert(), "coefs"_a.noconvert().none(),
            "grads"_a.noconvert(), "sums"_a.noconvert())
       .def("apply_gradients", &apply, "slots"_a.noconvert(), "sums"_a.noconvert(), "step"_a)

@@ -1,12 +1,17 @@
 // Python bindings of text parsers and columns; used by the readers of src/thermocline/data.
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/set.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -70,13 +75,34 @@ Role role_of(const std::string& name) {
   if (name == "dense") return Role::kDense;
   if (name == "number_key") return Role::kNumberKey;
   if (name == "time") return Role::kTime;
+  if (name == "time_key") return Role::kTimeKey;
   if (name == "ignore") return Role::kIgnore;
-  throw Error("role of a column is \"" + name + "\"; it must be label, key, dense, number_key, time or ignore");
+  throw Error("role of a column is \"" + name +
+              "\"; it must be label, key, dense, number_key, time, time_key or ignore");
 }
 
+TimeBucket time_bucket_of(const std::string& name) {
+  if (name == "hour_of_day") return TimeBucket::kHourOfDay;
+  if (name == "weekday") return TimeBucket::kWeekday;
+  if (name == "hour_of_week") return TimeBucket::kHourOfWeek;
+  if (name == "day_of_month") return TimeBucket::kDayOfMonth;
+  if (name == "month") return TimeBucket::kMonth;
+  throw Error("bucket of times is \"" + name +
+              "\"; it must be hour_of_day, weekday, hour_of_week, day_of_month or month");
+}
+
+using ByColumn = std::map<std::string, std::string>;
+
 void init_parser(TextParser* self, const std::string& kind, const std::string& delimiter, bool quoting,
-                 const std::vector<ColumnArg>& columns, size_t fields, bool one_bag, bool raw_keys) {
-  ParseOptions options{.quoting = quoting, .fields = fields, .one_bag = one_bag, .raw_keys = raw_keys};
+                 const std::vector<ColumnArg>& columns, size_t fields, bool one_bag, bool raw_keys, bool binary_labels,
+                 bool line_breaks, const ByColumn& separators, const ByColumn& time_buckets,
+                 const std::set<std::string>& carry) {
+  ParseOptions options{.quoting = quoting,
+                       .fields = fields,
+                       .one_bag = one_bag,
+                       .raw_keys = raw_keys,
+                       .binary_labels = binary_labels,
+                       .line_breaks = line_breaks};
   if (kind == "table") {
     options.format = Format::kTable;
   } else if (kind == "libffm") {
@@ -87,19 +113,25 @@ void init_parser(TextParser* self, const std::string& kind, const std::string& d
   if (delimiter.size() != 1) throw Error("delimiter is \"" + delimiter + "\"; it must be one byte");
   options.delimiter = delimiter[0];
   for (const auto& [role, name, log, mean, inverse_deviation, bucket] : columns) {
-    options.columns.push_back({role_of(role), name, make_rule(log, mean, inverse_deviation, bucket)});
+    Column column{.role = role_of(role), .name = name, .rule = make_rule(log, mean, inverse_deviation, bucket)};
+    if (const auto found = separators.find(name); found != separators.end()) column.separator = found->second;
+    if (const auto found = time_buckets.find(name); found != time_buckets.end()) {
+      column.time_bucket = time_bucket_of(found->second);
+    }
+    column.carry = carry.contains(name);
+    options.columns.push_back(std::move(column));
   }
   nb::gil_scoped_release release;
   new (self) TextParser(std::move(options));
 }
 
-nb::tuple parse(const TextParser& self, nb::handle block, bool skip_errors) {
+Parsed parse_block(const TextParser& self, nb::handle block, bool skip_errors) {
   const Buffer buffer(block);
-  Parsed parsed;
-  {
-    nb::gil_scoped_release release;
-    parsed = self.parse(buffer.bytes(), skip_errors);
-  }
+  nb::gil_scoped_release release;
+  return self.parse(buffer.bytes(), skip_errors);
+}
+
+nb::tuple to_python(const TextParser& self, Parsed parsed) {
   nb::list errors;
   for (const Malformed& error : parsed.errors) {
     // The values in a message may not be valid UTF-8.
@@ -111,6 +143,28 @@ nb::tuple parse(const TextParser& self, nb::handle block, bool skip_errors) {
       to_numpy(std::move(parsed.ids)), to_numpy(std::move(parsed.offsets)), numpy_or_none(std::move(parsed.weights)),
       to_numpy(std::move(parsed.dense)), to_numpy(std::move(parsed.labels)),
       self.has_time() ? nb::cast(to_numpy(std::move(parsed.times))) : nb::none(), errors, parsed.malformed);
+}
+
+nb::tuple parse(const TextParser& self, nb::handle block, bool skip_errors) {
+  return to_python(self, parse_block(self, block, skip_errors));
+}
+
+nb::tuple parse_with_texts(const TextParser& self, nb::handle block, bool skip_errors) {
+  Parsed parsed = parse_block(self, block, skip_errors);
+  nb::list carried;
+  for (const Texts& texts : parsed.carried) {
+    Grown<int64_t> offsets(texts.ends.size() + 1);
+    offsets[0] = 0;
+    std::copy(texts.ends.begin(), texts.ends.end(), offsets.data() + 1);
+    carried.append(nb::make_tuple(to_numpy(std::move(offsets)), nb::bytes(texts.text.data(), texts.text.size())));
+  }
+  return nb::make_tuple(to_python(self, std::move(parsed)), carried);
+}
+
+size_t whole_records(const TextParser& self, nb::handle text) {
+  const Buffer buffer(text);
+  nb::gil_scoped_release release;
+  return self.whole_records(buffer.bytes());
 }
 
 Validity validity(const Mask& mask, size_t n) {
@@ -143,6 +197,36 @@ auto hash_numbers_of(const std::string& field, Array<Number> values, const Mask&
     keys = hash_numbers(field, values.data(), values.size(), mask);
   }
   return to_numpy(std::move(keys));
+}
+
+auto time_keys_of(const std::string& field, Array<int64_t> seconds, const Mask& valid, const std::string& bucket) {
+  const TimeBucket kind = time_bucket_of(bucket);
+  const Validity mask = validity(valid, seconds.size());
+  Grown<uint64_t> keys(seconds.size());
+  const uint64_t seed = field_seed(field), missing = hash_value("", 0, seed);
+  for (size_t i = 0; i < seconds.size(); ++i) {
+    keys[i] = mask.at(i) ? hash_number(time_bucket(kind, seconds.data()[i]), seed) : missing;
+  }
+  return to_numpy(std::move(keys));
+}
+
+// Seconds of times as text, and which are missing and which are invalid.
+nb::tuple parse_times_of(Array<int64_t> offsets, Array<uint8_t> data, const Mask& valid) {
+  if (offsets.size() == 0) throw Error("offsets is empty; expected one more than values");
+  const size_t n = offsets.size() - 1;
+  const Validity mask = validity(valid, n);
+  const auto* const text = reinterpret_cast<const char*>(data.data());
+  Grown<int64_t> seconds(n);
+  Grown<uint8_t> missing(n), invalid(n);
+  for (size_t i = 0; i < n; ++i) {
+    const int64_t begin = offsets.data()[i], end = offsets.data()[i + 1];
+    if (begin < 0 || end < begin || static_cast<size_t>(end) > data.size()) throw Error("an offset is out of range");
+    seconds[i] = 0;
+    const NumberStatus status = mask.at(i) ? parse_time(text + begin, text + end, seconds[i]) : NumberStatus::kMissing;
+    missing[i] = status == NumberStatus::kMissing;
+    invalid[i] = status == NumberStatus::kNotANumber || status == NumberStatus::kOutOfRange;
+  }
+  return nb::make_tuple(to_numpy(std::move(seconds)), to_numpy(std::move(missing)), to_numpy(std::move(invalid)));
 }
 
 auto dense_of(Array<double> values, const Mask& valid, bool log, double mean, double inverse_deviation) {
@@ -199,8 +283,12 @@ nb::tuple gather(const std::vector<BlockArg>& blocks, size_t fields, size_t dens
 void bind_read(nb::module_& m) {
   nb::class_<TextParser>(m, "TextParser")
       .def("__init__", &init_parser, "kind"_a, nb::kw_only(), "delimiter"_a = "\t", "quoting"_a = false,
-           "columns"_a = nb::make_tuple(), "fields"_a = 0, "one_bag"_a = false, "raw_keys"_a = false)
+           "columns"_a = nb::make_tuple(), "fields"_a = 0, "one_bag"_a = false, "raw_keys"_a = false,
+           "binary_labels"_a = false, "line_breaks"_a = false, "separators"_a = nb::dict(),
+           "time_buckets"_a = nb::dict(), "carry"_a = nb::set())
       .def("parse", &parse, "block"_a, "skip_errors"_a)
+      .def("parse_with_texts", &parse_with_texts, "block"_a, "skip_errors"_a)
+      .def("whole_records", &whole_records, "text"_a)
       .def_prop_ro("fields", &TextParser::fields)
       .def_prop_ro("dense", &TextParser::dense);
   m.def(
@@ -217,6 +305,8 @@ void bind_read(nb::module_& m) {
   m.def("hash_ints", &hash_numbers_of<uint64_t>, "field"_a, "values"_a.noconvert(), "valid"_a = nb::none());
   m.def("hash_floats", &hash_numbers_of<float>, "field"_a, "values"_a.noconvert(), "valid"_a = nb::none());
   m.def("hash_floats", &hash_numbers_of<double>, "field"_a, "values"_a.noconvert(), "valid"_a = nb::none());
+  m.def("time_keys", &time_keys_of, "field"_a, "seconds"_a.noconvert(), "valid"_a.none(), "bucket"_a);
+  m.def("parse_times", &parse_times_of, "offsets"_a.noconvert(), "data"_a, "valid"_a = nb::none());
   m.def("number_dense", &dense_of, "values"_a.noconvert(), "valid"_a.none(), "log"_a, "mean"_a, "inverse_deviation"_a);
   m.def("number_keys", &number_keys_of, "field"_a, "values"_a.noconvert(), "valid"_a.none(), "log"_a, "mean"_a,
         "inverse_deviation"_a, "bucket"_a);

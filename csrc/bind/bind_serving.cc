@@ -108,6 +108,12 @@ void bind_serving(nb::module_& m) {
             return held(unlocked([&, file = to_string(path)] { return self.with_delta(file); }));
           },
           "path"_a)
+      .def("with_direct_reads",
+           [held](const View& self) { return held(unlocked([&] { return self.with_direct_reads(make_posix_fs()); })); })
+      .def("read_floor",
+           [](const View& self, KeysArg keys) {
+             return unlocked([&, k = keys.data(), n = keys.size()] { return self.read_floor(k, n); });
+           })
       .def("lookup", lookup, "keys"_a, "found"_a, "out"_a)
       .def("verify", [](const View& self) { unlocked([&] { self.verify(); }); })
       .def(

@@ -18,6 +18,8 @@ namespace thermocline {
 using SlotsArg = Array<uint32_t>;
 using SlotsOutArg = nanobind::ndarray<uint32_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 using KeysOutArg = nanobind::ndarray<uint64_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+using IntsArg = Array<int64_t>;
+using IntsOutArg = nanobind::ndarray<int64_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 using MaybeFloats = std::optional<Array<float>>;
 using MaybeOffsets = std::optional<Array<int64_t>>;
 using FloatsArg = nanobind::ndarray<const float, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;

@@ -30,6 +30,8 @@ TextParser::TextParser(ParseOptions options)
 TextParser::~TextParser() = default;
 TextParser::TextParser(TextParser&&) noexcept = default;
 
+size_t TextParser::whole_records(std::string_view text) const { return lines_->whole_records(text); }
+
 size_t TextParser::fields() const { return lines_->fields; }
 size_t TextParser::dense() const { return lines_->dense; }
 bool TextParser::has_time() const { return lines_->has_time; }

@@ -58,6 +58,13 @@ std::vector<TextParser> make_parsers() {
        .delimiter = ',',
        .quoting = true,
        .columns = {{Role::kLabel, "label", plain}, {Role::kTime, "at", plain}, {Role::kKey, "C1", plain}}});
+  std::vector<Column> mixed = columns;
+  mixed[6].separator = "|";
+  mixed[7].role = Role::kTimeKey;
+  mixed[8].carry = true;
+  add({.format = Format::kTable, .delimiter = ',', .quoting = true, .columns = mixed, .binary_labels = true});
+  add({.format = Format::kTable, .delimiter = ',', .quoting = true, .columns = mixed, .line_breaks = true});
+  add({.format = Format::kTable, .delimiter = ',', .quoting = true, .columns = columns, .line_breaks = true});
   return parsers;
 }
 
@@ -85,6 +92,10 @@ void check_whole(const TextParser& parser, const Parsed& parsed, std::string_vie
   HOLDS(parsed.offsets[0] == 0);
   for (size_t i = 1; i < parsed.offsets.size(); ++i) HOLDS(parsed.offsets[i - 1] <= parsed.offsets[i]);
   HOLDS(static_cast<size_t>(parsed.offsets[parsed.offsets.size() - 1]) == parsed.ids.size());
+  for (const Texts& texts : parsed.carried) {
+    HOLDS(texts.ends.size() == examples);
+    HOLDS(texts.text.size() == (examples ? static_cast<size_t>(texts.ends.back()) : 0));
+  }
   HOLDS(finite(parsed.labels) && finite(parsed.weights) && finite(parsed.dense));
   HOLDS(parsed.errors.size() == std::min<uint64_t>(parsed.malformed, kMaxDescribed));
   for (const Malformed& error : parsed.errors) HOLDS(!error.cause.empty() && error.cause.size() < 400);
@@ -112,6 +123,14 @@ void check_part(const TextParser& parser, const Parsed& whole, size_t first, con
   }
 }
 
+// Length of the first line, or of the first record of several lines.
+size_t first_record(const TextParser& parser, std::string_view text) {
+  for (size_t end = text.find('\n'); end != std::string_view::npos; end = text.find('\n', end + 1)) {
+    if (parser.whole_records(text.substr(0, end + 1)) == end + 1) return end + 1;
+  }
+  return text.size();
+}
+
 void check_block(const TextParser& parser, std::string_view block) {
   const Parsed all = parse_copy(parser, block, true);
   check_whole(parser, all, block);
@@ -122,8 +141,8 @@ void check_block(const TextParser& parser, std::string_view block) {
   // Every line as one block.
   size_t line = 0, examples = 0;
   uint64_t malformed = 0;
-  for (size_t at = 0; at < block.size(); ++line) {
-    const size_t end = std::min(block.find('\n', at), block.size() - 1) + 1;
+  for (size_t at = 0; at < block.size();) {
+    const size_t end = at + first_record(parser, block.substr(at));
     const Parsed one = parse_copy(parser, block.substr(at, end - at), true);
     check_whole(parser, one, block);
     HOLDS(one.labels.size() + one.malformed <= 1);
@@ -133,6 +152,8 @@ void check_block(const TextParser& parser, std::string_view block) {
       HOLDS(all.errors[malformed].line == line && all.errors[malformed].cause == one.errors[0].cause);
     }
     malformed += one.malformed;
+    line += static_cast<size_t>(
+        std::count(block.begin() + static_cast<ptrdiff_t>(at), block.begin() + static_cast<ptrdiff_t>(end), '\n'));
     at = end;
   }
   HOLDS(examples == all.labels.size() && malformed == all.malformed);

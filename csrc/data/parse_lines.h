@@ -42,14 +42,18 @@ class Output {
     return skip_errors_;
   }
 
+  // Lines of [p, q), which ends with a line break or at the end of the block.
+  size_t lines(const char* p, const char* q) const { return static_cast<size_t>(std::count(p, q, '\n')); }
+
   // End of the line of `p`: its \n, or the end of the block.
   const char* line_end(const char* p) const {
     const void* found = p < end ? std::memchr(p, '\n', static_cast<size_t>(end - p)) : nullptr;
     return found ? static_cast<const char*>(found) : end;
   }
 
-  bool nul_in_line(const char* p) const {
-    return has_nul_ && std::memchr(p, 0, static_cast<size_t>(line_end(p) - p)) != nullptr;
+  bool nul_in_line(const char* p) const { return has_nul(p, line_end(p)); }
+  bool has_nul(const char* p, const char* q) const {
+    return has_nul_ && std::memchr(p, 0, static_cast<size_t>(q - p)) != nullptr;
   }
 
  private:
@@ -71,6 +75,7 @@ class LineParser {
  public:
   virtual ~LineParser() = default;
   virtual void parse(Output& out) const = 0;
+  virtual size_t whole_records(std::string_view text) const { return text.rfind('\n') + 1; }  // npos + 1 is 0
 
   size_t fields = 0;
   size_t dense = 0;

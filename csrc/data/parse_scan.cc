@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "util/cpu.h"
+
 #ifdef THERMOCLINE_SCAN_AVX2
 #include <immintrin.h>
 #endif
@@ -79,8 +81,8 @@ ScanFunction best_scan() {
 #ifdef THERMOCLINE_SCAN_AVX2
     const char* requested = std::getenv("THERMOCLINE_ISA");
     const bool base = requested && std::string_view(requested) == "base";
-    if (!base && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt"))
-      return &scan_avx2;
+    const CpuFeatures& cpu = cpu_features();
+    if (!base && cpu.avx2 && cpu.bmi && cpu.popcnt) return &scan_avx2;
 #endif
     return &scan_base;
   }();

@@ -22,7 +22,8 @@ class SvmParser final : public LineParser {
       : shape_(options.format == Format::kLibffm ? Shape::kFfm
                : options.one_bag                 ? Shape::kOneBag
                                                  : Shape::kPosition),
-        raw_keys_(options.raw_keys) {
+        raw_keys_(options.raw_keys),
+        binary_labels_(options.binary_labels) {
     fields = shape_ == Shape::kOneBag ? 1 : options.fields;
     if (fields > kMaxFields) {
       throw Error("fields is " + std::to_string(fields) + "; the maximum is " + std::to_string(kMaxFields));
@@ -51,7 +52,7 @@ class SvmParser final : public LineParser {
   }
 
  private:
-  enum class Cause : uint8_t { kNone, kLabel, kField, kFieldRange, kNoColon, kId, kKey, kValue, kCount };
+  enum class Cause : uint8_t { kNone, kLabel, kBinaryLabel, kField, kFieldRange, kNoColon, kId, kKey, kValue, kCount };
 
   // State of one line; its ids are written after the accepted ones.
   struct Line {
@@ -90,6 +91,7 @@ class SvmParser final : public LineParser {
       if (end > p) {
         if (line.tokens++ == 0) {
           if (!take_label(p, end, line)) return line.fail(Cause::kLabel, p, end);
+          if (binary_labels_ && line.label != 0 && line.label != 1) return line.fail(Cause::kBinaryLabel, p, end);
         } else if (!take_token(out, p, end, line)) [[unlikely]] {
           return false;
         }
@@ -227,6 +229,8 @@ class SvmParser final : public LineParser {
     switch (line.cause) {
       case Cause::kLabel:
         return "the label " + token + " is not a finite number that fits float32";
+      case Cause::kBinaryLabel:
+        return "the label " + token + " is neither 0 nor 1 (nor -1); data.label_threshold converts ratings";
       case Cause::kField:
         return at + "the field is not a decimal number; expected " + form;
       case Cause::kNoColon:
@@ -251,7 +255,7 @@ class SvmParser final : public LineParser {
   }
 
   const Shape shape_;
-  const bool raw_keys_;
+  const bool raw_keys_, binary_labels_;
   std::vector<uint64_t> seeds_;
 };
 

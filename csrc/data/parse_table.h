@@ -16,6 +16,7 @@ class TableParser final : public LineParser {
  public:
   explicit TableParser(ParseOptions options);
   void parse(Output& out) const override;
+  size_t whole_records(std::string_view text) const override;
 
  private:
   // Cause of a malformed value; describe() makes the message.
@@ -23,6 +24,7 @@ class TableParser final : public LineParser {
     kNone,
     kNoLabel,
     kBadLabel,
+    kBinaryLabel,
     kBadNumber,
     kTooLarge,
     kNoKey,
@@ -63,11 +65,20 @@ class TableParser final : public LineParser {
     float* dense;
     float* label;
     int64_t* time;  // null: no time column
+    Texts* carried;
+    int64_t* sizes;  // keys per field; null: one each
     size_t column = 0;
     std::string_view value = {};
   };
 
   void check_options() const;
+  // Appends the offsets of an accepted line with bags.
+  void add_offsets(Parsed& to, const std::vector<int64_t>& sizes) const;
+
+  // End of the line, or record, that begins at `p`.
+  const char* end_of(const Output& out, const char* p) const;
+  // End of the record that begins at `p`: its \n, or `end` if it has none. Quotes are those that parse_line() reads.
+  const char* record_end(const char* p, const char* end) const;
 
   // Fast path. `delimiters`: those of the line and its \n. Returns false if the line is malformed or needs
   // parse_line(), which then overwrites the values written here.
@@ -78,21 +89,26 @@ class TableParser final : public LineParser {
                    const char*& next, bool& empty) const;
   Cause take(size_t c, const Value& value, Line& line) const;
   Cause take_key(size_t c, const Value& value, Line& line) const;
+  Cause take_bag(size_t c, const Value& value, Line& line) const;
+  Cause take_time_key(size_t c, const Value& value, Line& line) const;
   Cause take_number_key(size_t c, const Value& value, Line& line) const;
   Cause take_dense(size_t c, const Value& value, Line& line) const;
-  static Cause take_label(const Value& value, Line& line);
+  Cause take_label(const Value& value, Line& line) const;
   static Cause take_time(const Value& value, Line& line);
 
   // `p` is at the opening quote. The value is in the block or, if it has doubled quotes, copied to `unquoted`.
   Cause unquote(const Output& out, Delimiters& delimiters, const char* p, std::string& unquoted, Value& value) const;
 
-  // Message of a malformed line; `p` is its first byte.
-  std::string describe(const Output& out, const char* p, Cause cause, const Line& line) const;
-  size_t count_columns(const Output& out, const char* p) const;
+  // Message of a malformed line, or record, [p, end).
+  std::string describe(const Output& out, const char* p, const char* end, Cause cause, const Line& line) const;
+  size_t count_columns(const char* p, const char* end) const;
 
   const ParseOptions options_;
   std::vector<Plan> plans_;  // per column
   std::vector<Run> runs_;
+  bool bags_ = false;     // some column is a bag
+  size_t carried_ = 0;    // columns with `carry`
+  bool records_ = false;  // a record may have several lines
 };
 
 }  // namespace thermocline

@@ -89,6 +89,7 @@ bool TableParser::parse_plain_line(const Output& out, uint32_t* delimiters, cons
         plain = each(run.end, label);
         break;
       case Role::kTime:
+      case Role::kTimeKey:
         plain = each(run.end, [](const Plan&, const char*, size_t) { return false; });
         break;
       case Role::kIgnore:

@@ -232,6 +232,82 @@ TEST(Parse, EventTimes) {
                TextParser({.format = Format::kTable, .columns = {{Role::kTime, "a", {}}, {Role::kTime, "b", {}}}}));
 }
 
+TEST(Parse, TimeBuckets) {
+  // 2026-11-16 is a Monday.
+  const int64_t monday = 1794787200 + 11 * 3600 + 59 * 60;
+  CHECK_EQ(time_bucket(TimeBucket::kHourOfDay, monday), 11);
+  CHECK_EQ(time_bucket(TimeBucket::kWeekday, monday), 0);
+  CHECK_EQ(time_bucket(TimeBucket::kHourOfWeek, monday - 3600 * 12), 6 * 24 + 23);
+  CHECK_EQ(time_bucket(TimeBucket::kDayOfMonth, monday), 16);
+  CHECK_EQ(time_bucket(TimeBucket::kMonth, monday), 11);
+  CHECK_EQ(time_bucket(TimeBucket::kHourOfDay, -1), 23);  // 31 December 1969, a Wednesday
+  CHECK_EQ(time_bucket(TimeBucket::kWeekday, -1), 2);
+  CHECK_EQ(time_bucket(TimeBucket::kDayOfMonth, -1), 31);
+  CHECK_EQ(time_bucket(TimeBucket::kMonth, -1), 12);
+  for (const int64_t seconds : {-(int64_t{1} << 53), int64_t{1} << 53}) {
+    CHECK(time_bucket(TimeBucket::kHourOfWeek, seconds) >= 0 && time_bucket(TimeBucket::kHourOfWeek, seconds) < 168);
+    CHECK(time_bucket(TimeBucket::kMonth, seconds) >= 1 && time_bucket(TimeBucket::kMonth, seconds) <= 12);
+  }
+}
+
+TEST(Parse, Bags) {
+  const TextParser parser({.format = Format::kTable,
+                           .delimiter = ',',
+                           .quoting = true,
+                           .columns = {{Role::kKey, "tags", {}, ", "}, {Role::kKey, "C", {}, "", {}, true}}});
+  const Parsed parsed = parser.parse("\"a, b\",x\n,y\n\", , c, \",\"z,\"\"\"\n", false);
+  CHECK_EQ(parsed.malformed, 0u);
+  const auto key = [](const char* field, std::string_view value) {
+    return hash_value(value.data(), value.size(), field_seed(field));
+  };
+  const std::vector<uint64_t> ids(parsed.ids.data(), parsed.ids.data() + parsed.ids.size());
+  CHECK(ids == (std::vector<uint64_t>{key("tags", "a"), key("tags", "b"), key("C", "x"), key("C", "y"),
+                                      key("tags", "c"), key("C", "z,\"")}));
+  const std::vector<int64_t> offsets(parsed.offsets.data(), parsed.offsets.data() + parsed.offsets.size());
+  CHECK(offsets == (std::vector<int64_t>{0, 2, 3, 3, 4, 5, 6}));
+  CHECK_EQ(parsed.carried[0].text, "xyz,\"");
+  CHECK(parsed.carried[0].ends == (std::vector<int64_t>{1, 2, 5}));
+}
+
+TEST(Parse, LineBreaksInQuotes) {
+  const std::vector<Column> columns = {{Role::kDense, "d", {}}, {Role::kKey, "C", {}, "", {}, true}};
+  const auto parser = [&](bool line_breaks) {
+    return TextParser(
+        {.format = Format::kTable, .delimiter = ',', .quoting = true, .columns = columns, .line_breaks = line_breaks});
+  };
+  const std::string text = "1,\"a\nb\"\n\n2,c\"d\nx,\"e\n5,f\"\r\n3,\"g\r\n\"\"\n\"\r\n";
+  const Parsed parsed = parser(true).parse(text, true);
+  CHECK_EQ(parsed.carried[0].text, "a\nbc\"dg\r\n\"\n");
+  CHECK_EQ(parsed.malformed, 1u);
+  CHECK_EQ(parsed.errors[0].line, 4u);
+  CHECK_EQ(parsed.errors[0].cause, "column \"d\" (1 of 2): \"x\" is not a finite number");
+  CHECK_EQ(parser(true).whole_records(text), text.size());
+  CHECK_EQ(parser(true).whole_records(text + "4,\"h\n\n"), text.size());
+  CHECK_EQ(parser(false).whole_records(text + "4,\"h\n\n"), text.size() + 6);
+  CHECK(parser(false)
+            .parse(text, false)
+            .errors[0]
+            .cause.ends_with("does not end in this line; data.line_breaks = true reads values of several lines"));
+  CHECK_EQ(parser(true).parse("1,\"a\n\n", true).errors[0].cause,
+           "column \"C\" (2 of 2): the quote at \"a\\x0a\\x0a\" does not end");
+  CHECK_THROWS(Error, TextParser({.format = Format::kTable, .columns = columns, .line_breaks = true}));
+}
+
+TEST(Parse, BinaryLabels) {
+  const TextParser table({.format = Format::kTable,
+                          .delimiter = ',',
+                          .columns = {{Role::kLabel, "y", {}}, {Role::kKey, "C", {}}},
+                          .binary_labels = true});
+  const Parsed parsed = table.parse("0,aaaaaaaaa\n1,a\n1.0,a\n-1,a\n0.5,a\n2,a\n", true);
+  CHECK_EQ(parsed.labels.size(), 3u);
+  CHECK_EQ(parsed.malformed, 3u);
+  CHECK_EQ(parsed.errors[0].line, 3u);
+  CHECK_EQ(parsed.errors[2].cause,
+           "column \"y\" (1 of 2): the label \"2\" is neither 0 nor 1; data.label_threshold converts ratings");
+  const TextParser svm({.format = Format::kLibsvm, .fields = 1, .binary_labels = true});
+  CHECK_EQ(svm.parse("-1 5\n1 5\n0 5\n2 5\n", true).labels.size(), 3u);
+}
+
 TEST(Parse, InvalidOptionsThrow) {
   CHECK_THROWS(Error, TextParser({.format = Format::kTable}));
   CHECK_THROWS(Error, TextParser({.format = Format::kLibffm, .fields = size_t{1} << 40}));

@@ -90,4 +90,27 @@ NumberStatus parse_time(const char* p, const char* end, int64_t& out) {
   return NumberStatus::kOk;
 }
 
+int64_t time_bucket(TimeBucket bucket, int64_t seconds) {
+  const int64_t hours = (seconds - (seconds % 3600 + 3600) % 3600) / 3600;
+  const int64_t hour = (hours % 24 + 24) % 24, days = (hours - hour) / 24;
+  const int64_t weekday = ((days + 3) % 7 + 7) % 7;  // 1 January 1970 was a Thursday
+  // The calendar repeats after 400 years, which std::chrono represents.
+  constexpr int64_t kCycle = 146097;
+  const std::chrono::year_month_day date{
+      std::chrono::sys_days(std::chrono::days(static_cast<int>((days % kCycle + kCycle) % kCycle)))};
+  switch (bucket) {
+    case TimeBucket::kHourOfDay:
+      return hour;
+    case TimeBucket::kWeekday:
+      return weekday;
+    case TimeBucket::kHourOfWeek:
+      return 24 * weekday + hour;
+    case TimeBucket::kDayOfMonth:
+      return static_cast<int64_t>(static_cast<unsigned>(date.day()));
+    case TimeBucket::kMonth:
+      return static_cast<int64_t>(static_cast<unsigned>(date.month()));
+  }
+  __builtin_unreachable();
+}
+
 }  // namespace thermocline

@@ -15,4 +15,16 @@ namespace thermocline {
 // second (60) is the first second of the next minute.
 NumberStatus parse_time(const char* p, const char* end, int64_t& out);
 
+// Parts of a time, in UTC, that occur again: a model learns from the past what the future has, too.
+enum class TimeBucket : uint8_t {
+  kHourOfDay,   // 0 .. 23
+  kWeekday,     // 0 (Monday) .. 6
+  kHourOfWeek,  // 0 .. 167, from Monday 0:00
+  kDayOfMonth,  // 1 .. 31
+  kMonth,       // 1 .. 12
+};
+
+// `seconds` since 1970, at most 2^53 in magnitude.
+int64_t time_bucket(TimeBucket bucket, int64_t seconds);
+
 }  // namespace thermocline

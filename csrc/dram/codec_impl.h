@@ -160,7 +160,7 @@ TC_INLINE void decode_weights(const Codec& c, const uint8_t* row, float* out) {
 
 void decode(const Codec& c, const Rows& rows, const uint32_t* slots, size_t n, size_t all, bool state, float* floats,
             size_t stride) {
-  const size_t weight_bytes = c.layout.weight_bytes(), state_bytes = c.layout.state_floats() * sizeof(float);
+  const size_t weight_bytes = c.layout.weight_bytes(), state_bytes = c.layout.tail_words() * sizeof(float);
   for (size_t r = 0; r < n; ++r, floats += stride) {
     if (r + kAheadIds < all) prefetch<0>(rows.base + slots[r + kAheadIds] * rows.stride, rows.stride);
     const uint8_t* row = rows.base + slots[r] * rows.stride;
@@ -237,7 +237,7 @@ TC_INLINE void encode_weights(const Codec& c, const float* x, uint64_t stream, i
 void encode(const Codec& c, const Rows& rows, const uint32_t* slots, size_t n, const uint64_t* streams,
             const float* floats, size_t stride, int32_t* codes, ScaleGradient* gradient) {
   const uint32_t dim = c.layout.dim;
-  const size_t weight_bytes = c.layout.weight_bytes(), state_bytes = c.layout.state_floats() * sizeof(float);
+  const size_t weight_bytes = c.layout.weight_bytes(), state_bytes = c.layout.tail_words() * sizeof(float);
   for (size_t r = 0; r < n; ++r, floats += stride) {
     uint8_t* row = rows.base + slots[r] * rows.stride;
     if (streams) encode_weights<true>(c, floats, streams[r], codes, row);

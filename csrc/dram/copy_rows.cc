@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "util/cpu.h"
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #define THERMOCLINE_STREAM 1
 #include <immintrin.h>
@@ -26,7 +28,7 @@ __attribute__((target("avx2"))) void stream(uint8_t* to, const uint8_t* from, si
 
 RowCopy::RowCopy(const void* to, size_t row_bytes) : row_bytes_(row_bytes), copy_(copy) {
 #if defined(THERMOCLINE_STREAM)
-  static const bool can_stream = __builtin_cpu_supports("avx2");
+  static const bool can_stream = cpu_features().avx2;
   if (can_stream && (reinterpret_cast<uintptr_t>(to) | row_bytes) % 64 == 0) copy_ = stream;
 #else
   (void)to;

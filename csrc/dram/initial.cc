@@ -63,7 +63,9 @@ void InitialRows::write(uint64_t key, float* row) const {
       break;
   }
   std::fill_n(row + dim, codec_.layout.optimizer_floats(), initial_.state);
-  if (codec_.layout.catch_up) row[codec_.layout.floats() - 1] = 0;  // as of step 0
+  // The last step, as of step 0, and statistics.
+  std::fill_n(row + dim + codec_.layout.optimizer_floats(),
+              codec_.layout.tail_words() - codec_.layout.optimizer_floats(), 0.0f);
 }
 
 }  // namespace thermocline

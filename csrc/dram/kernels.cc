@@ -10,6 +10,8 @@
 #include <string_view>
 #include <vector>
 
+#include "util/cpu.h"
+
 namespace thermocline {
 namespace {
 
@@ -19,16 +21,15 @@ constexpr size_t kTaskIds = 16384;
 constexpr size_t kCatchUpRows = 256;  // of one task: a row may miss many steps
 // Quantized rows decoded at once: few enough to stay in the cache as fp32 rows.
 constexpr size_t kDecodeRows = 128;
+// Keys after which UpdatedKeys is called: few enough for their rows to be in the cache.
+constexpr size_t kUpdatedKeys = 512;
 
 const Kernels& choose() {
 #if defined(THERMOCLINE_X86_KERNELS)
   const char* requested = std::getenv("THERMOCLINE_ISA");
   const std::string_view isa = requested ? requested : "avx512";
-  if (isa == "avx512" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")) {
-    return kKernelsAvx512;
-  }
-  if (isa != "base" && __builtin_cpu_supports("avx2")) return kKernelsAvx2;
+  if (isa == "avx512" && cpu_features().avx512) return kKernelsAvx512;
+  if (isa != "base" && cpu_features().avx2) return kKernelsAvx2;
 #endif
   return kKernelsBase;
 }
@@ -242,7 +243,8 @@ void weight_gradient(ThreadPool& pool, const WeightGradientArgs& w) {
   else for_equal_ranges(pool, a.bags, task);
 }
 
-int64_t update_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, const SegmentArgs& s, const Step& step) {
+int64_t update_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, const SegmentArgs& s, const Step& step,
+                    const UpdatedKeys& updated) {
   std::atomic<int64_t> gradient{0};
   sum_hot(pool, rows.dim, s, [&](size_t u, const float* sum) {
     std::vector<float> scratch(2 * rows.dim);
@@ -251,8 +253,13 @@ int64_t update_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, c
   });
   for_ranges(pool, s.starts, s.keys, [&](size_t begin, size_t end) {
     std::vector<float> scratch(2 * rows.dim);
-    if (rows.codec) gradient += update_decoded(rows, slots, s, step, begin, end, scratch.data());
-    else kernels().update(rows, slots, s, step, begin, end, kHot, scratch.data());
+    const size_t part = updated ? kUpdatedKeys : end - begin;
+    for (size_t b = begin; b < end; b += part) {
+      const size_t e = std::min(b + part, end);
+      if (rows.codec) gradient += update_decoded(rows, slots, s, step, b, e, scratch.data());
+      else kernels().update(rows, slots, s, step, b, e, kHot, scratch.data());
+      if (updated) updated(b, e);
+    }
   });
   return gradient;
 }

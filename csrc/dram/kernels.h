@@ -26,6 +26,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 #include "dram/codec.h"
 #include "dram/row_layout.h"
@@ -100,10 +101,11 @@ struct SegmentArgs {
 
 void pool_rows(ThreadPool& pool, const PoolArgs& args);
 void weight_gradient(ThreadPool& pool, const WeightGradientArgs& args);
-// Sums and applies gradients key by key. Slots must not repeat. Returns the gradient of a learned scale (codec.h),
-// else 0.
+// Sums and applies gradients key by key. Slots must not repeat. `updated`, if set, is called for ranges of keys whose
+// rows were just changed, from several threads. Returns the gradient of a learned scale (codec.h), else 0.
+using UpdatedKeys = std::function<void(size_t begin, size_t end)>;
 int64_t update_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, const SegmentArgs& segments,
-                    const Step& step);
+                    const Step& step, const UpdatedKeys& updated = {});
 // `slots` must not repeat; null: rows 0 .. keys - 1.
 void catch_up_rows(ThreadPool& pool, const Rows& rows, const uint32_t* slots, size_t keys, const MissedSteps& missed);
 // The two halves of update_rows(), for callers that need all sums first (clipping by norm): sums[keys * dim].

@@ -1,6 +1,8 @@
-// Copies of rows between the tier and the caller's buffers: read, push, copy_out, write.
+// Rows by key: read, push, erase; and copies of pinned rows: copy_out, write.
 #include <algorithm>
 #include <cstring>
+#include <mutex>
+#include <shared_mutex>
 
 #include "dram/copy_rows.h"
 #include "dram/tier.h"
@@ -72,6 +74,7 @@ void DramTier::for_lookup_tasks(size_t n, const F& f) {
 // ---- read
 
 DramTier::Sources DramTier::read(const uint64_t* keys, size_t n, uint8_t* rows) {
+  std::shared_lock gate(erase_mutex_);
   ScratchPool::Lease s(scratch_);
   Sources sources;
   for (size_t b = 0; b < n; b += s->keys_max()) {
@@ -161,6 +164,7 @@ size_t DramTier::read_from_store(const Scratch::StoreReads& reads, size_t n, uin
 // ---- push
 
 void DramTier::push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique) {
+  std::shared_lock gate(erase_mutex_);
   ScratchPool::Lease s(scratch_);
   uint32_t* const slots = s->pushed_slots();
   for (size_t b = 0; b < n; b += s->keys_max()) {
@@ -212,6 +216,43 @@ bool DramTier::replace_resident(const uint64_t* keys, size_t n, const uint8_t* r
   });
   if (all_resident) hits_ += n;
   return all_resident;
+}
+
+// ---- pinned rows
+
+// ---- erase
+
+size_t DramTier::erase(const uint64_t* keys, size_t n) {
+  std::lock_guard gate(erase_mutex_);
+  // No row is being written to the store: none is kWriting or kEvicting.
+  std::lock_guard ahead(write_ahead_mutex_);
+  std::lock_guard writeback(writeback_mutex_);
+  ScratchPool::Lease s(scratch_);
+  std::atomic<size_t> erased{0};
+  for (size_t b = 0; b < n; b += s->keys_max()) {
+    const uint64_t* const part = keys + b;
+    for_key_groups(*s, part, nullptr, std::min(s->keys_max(), n - b), [&](Shard& shard, const Probe* probes, size_t m) {
+      size_t found = 0;
+      for (size_t j = 0; j < m; ++j) {
+        const uint64_t key = part[probes[j].index];
+        const uint32_t slot = shard.find(probes[j].tag, key);
+        if (slot == kNoSlot) continue;
+        ++found;
+        clear_dirty(slot);
+        SlotMeta& meta_of_slot = meta()[slot];
+        if (meta_of_slot.pins > 0) {
+          initial_.store(key, row(slot));
+          continue;
+        }
+        if (store_) shard.unlink(slot);  // without a store rows are in no list
+        shard.erase(probes[j].tag, slot);
+        meta_of_slot.store_state(SlotState::kFree);
+        push_free(&slot, 1);
+      }
+      erased += found;
+    });
+  }
+  return erased;
 }
 
 // ---- pinned rows

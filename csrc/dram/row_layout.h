@@ -1,6 +1,6 @@
 // Layout of a row: `dim` weights, as fp32 or as codes (codec.h), then the optimizer's fp32 state, then, if rows catch
-// up (kernels.h), the number of the last step that the row includes, as uint32. Stores contain these bytes: the layout
-// never changes.
+// up (kernels.h), the number of the last step that the row includes, as uint32, or the statistics of the row
+// (statistics.h). Stores contain these bytes: the layout never changes.
 #pragma once
 
 #include <cstddef>
@@ -27,12 +27,28 @@ struct Precision {
   bool learned = false;     // kInt, not row_scaled: the scale has a gradient
 };
 
+// Statistics that a row may have, as bits of RowLayout::statistics; a row has them in this order.
+enum Statistic : uint8_t {
+  kFrequency = 1,  // uint32: occurrences, at most 2^32 - 1
+  kLastStep = 2,   // uint32: number of the step that last changed the row
+  kLastTime = 4,   // int64: event time of that step
+  kShow = 8,       // float: decayed number of occurrences
+  kClick = 16,     // float: decayed sum of labels
+};
+
 struct RowLayout {
   uint32_t dim;
   Optimizer optimizer;
   Precision precision{};
-  bool catch_up = false;  // fp32 only
+  bool catch_up = false;   // fp32 only, without statistics
+  uint8_t statistics = 0;  // bits of Statistic
 
+  // Rows with kShow or kClick end with a uint32: the number of decays that both include.
+  bool decays() const { return statistics & (kShow | kClick); }
+  size_t statistics_words() const {
+    const auto has = [this](Statistic s) { return size_t{(statistics & s) != 0}; };
+    return has(kFrequency) + has(kLastStep) + 2 * has(kLastTime) + has(kShow) + has(kClick) + decays();
+  }
   // Words of the state: the optimizer's floats and the last step.
   size_t state_floats() const { return optimizer_floats() + catch_up; }
   size_t optimizer_floats() const {
@@ -48,13 +64,15 @@ struct RowLayout {
     }
     return 0;
   }
-  // Decoded row: weights and state.
-  size_t floats() const { return dim + state_floats(); }
+  // What follows the weights, unchanged by codecs.
+  size_t tail_words() const { return state_floats() + statistics_words(); }
+  // Decoded row: weights, state and the words of the statistics.
+  size_t floats() const { return dim + tail_words(); }
   // Stored row: whole words of four bytes.
   size_t weight_bytes() const {
     return (precision.row_scaled + (size_t{precision.bits} * dim + 31) / 32) * sizeof(uint32_t);
   }
-  size_t bytes() const { return weight_bytes() + state_floats() * sizeof(float); }
+  size_t bytes() const { return weight_bytes() + tail_words() * sizeof(float); }
 };
 
 }  // namespace thermocline

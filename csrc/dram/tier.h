@@ -6,7 +6,8 @@
 // (shard.h). Dirty rows are written to the store in large batches: those that are evicted next ahead of need, by a
 // background thread.
 //
-// Implementation: tier.cc (budget, grouping by shard), pull.cc (pin, load, unpin), row_access.cc (read, push, copies),
+// Implementation: tier.cc (budget, grouping by shard), pull.cc (pin, load, unpin), row_access.cc (read, push, copies,
+// erase),
 // writeback.cc (free slots, eviction, flush, invariants), write_ahead.cc (writes ahead of evictions).
 //
 // Invariants:
@@ -28,6 +29,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -102,6 +104,11 @@ class DramTier {
   // Replaces whole rows without reading the store. The last row of a repeated key wins; `unique` states that no key
   // repeats, which is faster. Large batches are pushed in parts: after an exception some rows may be in the tier.
   void push(const uint64_t* keys, size_t n, const uint8_t* rows, bool dirty, bool unique = false);
+  // Replaces the rows of `keys` by their initial rows, as if they had never been trained: frees the slots of unpinned
+  // rows, and overwrites pinned ones. The caller has removed the keys from the store before, while none of these rows
+  // was dirty, and no other call may change them. Waits for all calls in progress, so no row that was read before
+  // remains. Returns the number of rows that were resident.
+  size_t erase(const uint64_t* keys, size_t n);
   // Counts `rows` rows that a batch uses without a pull, because a look-ahead holds their pins.
   void count_hits(size_t rows) { hits_ += rows; }
   // Copy rows between pinned slots and a buffer.
@@ -268,8 +275,10 @@ class DramTier {
   ScratchPool scratch_;        // for calls that may block on the store
   ScratchPool small_scratch_;  // for unpin(), which must not wait for those calls
 
-  // Lock order: write_ahead_mutex_, writeback_mutex_, then one shard's mutex, then free_mutex_. Two shard mutexes are
-  // never held at once. The holder of writeback_mutex_ may wait for the end of a write ahead, which does not take it.
+  // Lock order: erase_mutex_, write_ahead_mutex_, writeback_mutex_, then one shard's mutex, then free_mutex_. Two shard
+  // mutexes are never held at once. The holder of writeback_mutex_ may wait for the end of a write ahead, which does
+  // not take it.
+  std::shared_mutex erase_mutex_;  // exclusive: erase(); shared: pull(), push() and read(), until the rows are copied
   std::mutex write_ahead_mutex_;   // held during a pass of write_ahead() and by flush()
   std::mutex writeback_mutex_;     // held while rows are written to the store: evict(), flush()
   uint32_t next_shard_ = 0;        // protected by writeback_mutex_: first shard to give one victim more than the others

@@ -74,7 +74,10 @@ SnapshotFile::Place SnapshotFile::locate(uint64_t h) const {
 }
 
 const uint8_t* SnapshotFile::find(uint64_t key, uint64_t h, const Place& place) const {
-  const uint8_t* bytes = verified_page(place.page);
+  return find_on(verified_page(place.page), key, h, place);
+}
+
+const uint8_t* SnapshotFile::find_on(const uint8_t* bytes, uint64_t key, uint64_t h, const Place& place) const {
   uint32_t i = place.guess;
   uint64_t found = ssd::page_key(bytes, ssd::PageKind::kRows, i);
   if (found != key) {
@@ -100,11 +103,15 @@ const uint8_t* SnapshotFile::verified_page(uint64_t row_page) const {
   std::atomic<uint64_t>& word = verified_[row_page / kWordBits];
   uint64_t bit = uint64_t{1} << (row_page % kWordBits);
   if (word.load(std::memory_order_relaxed) & bit) return bytes;
+  check_page(bytes, row_page);
+  word.fetch_or(bit, std::memory_order_relaxed);
+  return bytes;
+}
+
+void SnapshotFile::check_page(const uint8_t* bytes, uint64_t row_page) const {
   std::string damage = ssd::page_damage(bytes, geometry_, header_.nonce, 1 + row_page, ssd::PageKind::kRows);
   if (damage.empty() && ssd::page_header(bytes).count != rows_on(row_page)) damage = "wrong number of rows";
   if (!damage.empty()) corrupt(path(), "page " + std::to_string(1 + row_page) + ": " + damage);
-  word.fetch_or(bit, std::memory_order_relaxed);
-  return bytes;
 }
 
 void SnapshotFile::verify() const {

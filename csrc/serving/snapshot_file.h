@@ -37,6 +37,10 @@ class SnapshotFile {
   Place locate(uint64_t h) const;
   // The row of the key, or nullptr. Verifies the page when it is read for the first time: throws CorruptionError.
   const uint8_t* find(uint64_t key, uint64_t h, const Place& place) const;
+  // The same on bytes of the page that were read in another way. check_page() verifies them.
+  const uint8_t* find_on(const uint8_t* bytes, uint64_t key, uint64_t h, const Place& place) const;
+  void check_page(const uint8_t* bytes, uint64_t row_page) const;
+  uint32_t page_bytes() const { return geometry_.page_bytes; }
 
   // Verifies every page.
   void verify() const;

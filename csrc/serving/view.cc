@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -78,7 +79,79 @@ std::shared_ptr<const View> View::with_delta(const std::string& delta) const {
   return view;
 }
 
+std::shared_ptr<const View> View::with_direct_reads(std::shared_ptr<FileSystem> fs) const {
+  auto view = std::shared_ptr<View>(new View(*this));
+  view->direct_ = std::make_shared<PageReader>(std::move(fs), base_->path(), base_->page_bytes());
+  return view;
+}
+
+const Overlay::Entry* View::find_changed(uint64_t key, uint64_t h) const {
+  const Overlay::Entry* entry = recent_ ? recent_->find(key, h) : nullptr;
+  return entry == nullptr ? main_->find(key, h) : entry;
+}
+
+namespace {
+
+// The keys of a lookup that are read from the base, in order of their pages.
+struct Wanted {
+  SnapshotFile::Place place;
+  uint64_t hash;
+  size_t index;
+};
+struct Pages {
+  std::vector<uint64_t> numbers;  // in the file, each once
+  std::vector<size_t> firsts;     // index of the first key of each page; then the number of keys
+};
+
+Pages pages_of(std::vector<Wanted>& wanted) {
+  std::sort(wanted.begin(), wanted.end(), [](auto& a, auto& b) { return a.place.page < b.place.page; });
+  Pages pages;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const uint64_t number = 1 + wanted[i].place.page;
+    if (!pages.numbers.empty() && pages.numbers.back() == number) continue;
+    pages.numbers.push_back(number);
+    pages.firsts.push_back(i);
+  }
+  pages.firsts.push_back(wanted.size());
+  return pages;
+}
+
+}  // namespace
+
+void View::lookup_direct(const uint64_t* keys, size_t n, uint8_t* found, float* out) const {
+  std::vector<Wanted> wanted;
+  wanted.reserve(n);
+  for (size_t i = 0; i < n; ++i) {
+    const uint64_t h = hash_key(keys[i]);
+    const Overlay::Entry* entry = filter_ && filter_->may_contain(h) ? find_changed(keys[i], h) : nullptr;
+    found[i] = entry != nullptr && entry->row != Overlay::deleted();
+    if (found[i]) decode(entry->row, out + i * dim_);
+    if (entry == nullptr && base_->rows() > 0) wanted.push_back({base_->locate(h), h, i});
+  }
+  const Pages pages = pages_of(wanted);
+  direct_->read(pages.numbers, [&](size_t page, const uint8_t* bytes) {
+    base_->check_page(bytes, pages.numbers[page] - 1);
+    for (size_t k = pages.firsts[page]; k < pages.firsts[page + 1]; ++k) {
+      const size_t i = wanted[k].index;
+      const uint8_t* row = base_->find_on(bytes, keys[i], wanted[k].hash, wanted[k].place);
+      found[i] = row != nullptr;
+      if (row != nullptr) decode(row, out + i * dim_);
+    }
+  });
+}
+
+double View::read_floor(const uint64_t* keys, size_t n) const {
+  if (!direct_) throw Error("read_floor() needs direct reads");
+  std::vector<Wanted> wanted;
+  for (size_t i = 0; i < n && base_->rows() > 0; ++i) wanted.push_back({base_->locate(hash_key(keys[i])), 0, i});
+  const Pages pages = pages_of(wanted);
+  const auto start = std::chrono::steady_clock::now();
+  direct_->read(pages.numbers, [](size_t, const uint8_t*) {});
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 void View::lookup(const uint64_t* keys, size_t n, uint8_t* found, float* out) const {
+  if (direct_) return lookup_direct(keys, n, found, out);
   uint64_t hashes[kBlock];
   SnapshotFile::Place places[kBlock];
   const uint8_t* rows[kBlock];
@@ -105,8 +178,7 @@ void View::lookup(const uint64_t* keys, size_t n, uint8_t* found, float* out) co
     for (size_t i = 0; i < count; ++i) {
       const Overlay::Entry* entry = nullptr;
       if (changed[i]) {
-        entry = recent_ ? recent_->find(block[i], hashes[i]) : nullptr;
-        if (entry == nullptr) entry = main_->find(block[i], hashes[i]);
+        entry = find_changed(block[i], hashes[i]);
         if (entry == nullptr && has_base) places[i] = base_->locate(hashes[i]);  // a false positive of the filter
       }
       if (entry != nullptr) rows[i] = entry->row == Overlay::deleted() ? nullptr : entry->row;

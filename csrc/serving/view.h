@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "serving/overlay.h"
+#include "serving/page_reader.h"
 #include "serving/snapshot_file.h"
 
 namespace thermocline::serving {
@@ -25,11 +26,15 @@ uint64_t row_bytes_of(RowFormat format, uint32_t dim);
 class View {
  public:
   static std::shared_ptr<const View> open(const std::string& base, RowFormat format, uint32_t dim);
+  // The same view whose lookups read pages of the base from the device, past the page cache.
+  std::shared_ptr<const View> with_direct_reads(std::shared_ptr<FileSystem> fs) const;
   // The next version. Verifies every page of the delta first: throws CorruptionError and changes nothing.
   std::shared_ptr<const View> with_delta(const std::string& delta) const;
 
   // found[i]: whether the table has key i; its weights are written to out + i * dim. Other rows are not written.
   void lookup(const uint64_t* keys, size_t n, uint8_t* found, float* out) const;
+  // For benchmarks: seconds of the page reads of a lookup alone. Only with direct reads.
+  double read_floor(const uint64_t* keys, size_t n) const;
 
   // Iterates over the rows of this version in hash order.
   class Scan {
@@ -58,11 +63,14 @@ class View {
 
  private:
   View() = default;
+  void lookup_direct(const uint64_t* keys, size_t n, uint8_t* found, float* out) const;
+  const Overlay::Entry* find_changed(uint64_t key, uint64_t h) const;
   void decode(const uint8_t* row, float* out) const;
 
   std::shared_ptr<const SnapshotFile> base_;
   std::shared_ptr<const Overlay> main_, recent_;  // recent_ is newer and small; each may be nullptr
   std::shared_ptr<const ChangeFilter> filter_;    // of the keys of both; nullptr: there are none
+  std::shared_ptr<PageReader> direct_;            // nullptr: lookups read the mapping
   RowFormat format_{};
   uint32_t dim_ = 0;
 };

@@ -60,7 +60,7 @@ uint64_t random_key(std::mt19937_64& rng, uint64_t range) {
   return key == range - 1 ? ~uint64_t{0} : key;
 }
 
-void expect_equal(const View& view, const Rows& rows, uint64_t range) {
+void expect_lookup(const View& view, const Rows& rows, uint64_t range) {
   std::vector<uint64_t> keys(range);
   for (uint64_t i = 0; i < range; ++i) keys[i] = i == range - 1 ? ~uint64_t{0} : i;
   std::vector<uint8_t> found(range, 7);
@@ -71,6 +71,12 @@ void expect_equal(const View& view, const Rows& rows, uint64_t range) {
     CHECK_EQ(found[i], at != rows.end());
     CHECK(out[i] == (at != rows.end() ? at->second : Row{-1, -1, -1, -1, -1}));
   }
+}
+
+void expect_equal(const View& view, const Rows& rows, uint64_t range) {
+  expect_lookup(view, rows, range);
+  expect_lookup(*view.with_direct_reads(make_posix_fs()), rows, range);
+  expect_lookup(*view.with_direct_reads(make_posix_fs(IoEngine::kPread, 1, 3)), rows, range);
 }
 
 void expect_scan(const std::shared_ptr<const View>& view, const Rows& rows, size_t step) {

@@ -6,6 +6,7 @@
 #include <random>
 #include <vector>
 
+#include "ssd/repair.h"
 #include "ssd/store_test_util.h"
 #include "testing/mem_fs.h"
 #include "testing/test.h"
@@ -142,6 +143,30 @@ TEST(StoreChanges, LoadedRowsAndOtherStoresAreReported) {
   store->load(&greatest, 1, {row.data(), kRow});
   CHECK(store->changes_since(before, &cause) == nullptr);
   CHECK(cause.find("loaded without it") != std::string::npos);
+}
+
+TEST(StoreChanges, RowsLostByARepairAreReported) {
+  auto fs = std::make_shared<MemFs>();
+  fs->make_dir("/s");
+  StoreOptions o = small_options();
+  auto store = SsdStore::open(fs, "/s/a", o);
+  put_range(*store, 0, 2000);
+  store->merge_all();
+  put_range(*store, 0, 10);
+  store->commit("");
+  const StorePosition before = store->position();
+  store.reset();
+  for (auto& [path, inode] : fs->files()) {
+    if (path.find("/base-") == std::string::npos) continue;
+    fs->bytes(path)[kSector + 100] ^= 1;  // rows of the base: no extent changes
+    break;
+  }
+  CHECK(repair_store(fs, "/s/a", {}).losses.size() == 1);
+  o.create = false;
+  store = SsdStore::open(fs, "/s/a", o);
+  CHECK(store->count() < 2000);
+  std::string cause;
+  CHECK(store->changes_since(before, &cause) == nullptr);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ from .config.distributed import Dist as Dist
 from .config.lr_schedule import Schedule as Schedule
 from .config.model import ModelConfig as ModelConfig
 from .config.publish import Publish as Publish
-from .config.schema import Config as Config, Tiers as Tiers, Train as Train
+from .config.schema import Config as Config, Rows as Rows, Tiers as Tiers, Train as Train
 from .config.train import TrainConfig as TrainConfig
 from .data.collate import Collate as Collate
 from .data.reader import Reader as Reader
@@ -27,6 +27,7 @@ from .distributed.sharded_table import ShardedTable as ShardedTable
 from .distributed.topology import Topology as Topology
 from .embedding.admission import Admission as Admission
 from .embedding.bag import EmbeddingBag as EmbeddingBag
+from .embedding.expiry import Expiry as Expiry
 from .embedding.initializers import Constant as Constant, Normal as Normal, Uniform as Uniform
 from .embedding.optimizers import SGD as SGD, Adagrad as Adagrad, Adam as Adam, RowWiseAdagrad as RowWiseAdagrad
 from .embedding.precision import Precision as Precision

@@ -70,7 +70,7 @@ def test_save_during_a_pipeline_is_at_a_step_boundary(tmp_path: Path, worlds: An
             world.step(batch)
             if batch.position["batch"] == 5:
                 checkpoints.save(5, batch.position)
-                with pytest.raises(tc.ThermoclineError, match="close the pipeline"):
+                with pytest.raises(tc.ThermoclineError, match=r"close tc\.prefetch"):
                     checkpoints.restore()
     world.close()
     again = worlds(folder)

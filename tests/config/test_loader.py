@@ -37,7 +37,7 @@ def test_train_has_every_field_of_train_config() -> None:
 
 WRONG = [
     # sections and keys
-    ("[trian]", 'there is no section "trian" (did you mean "train"?): it has data, model, precision, admission'),
+    ("[trian]", 'there is no section "trian" (did you mean "train"?): it has data, model, precision, rows, admission'),
     ("epochs = 3", 'there is no section "epochs"'),
     ("[train]\nepoch = 3", '[train] has no key "epoch" (did you mean "epochs"?): it has epochs, steps, schedule'),
     (

@@ -9,11 +9,13 @@ from thermocline.config.loader import flatten
 from thermocline.config.resume import MAY_CHANGE, check_resume, differences
 from thermocline.config.schema import Config
 from thermocline.embedding.admission import Admission
+from thermocline.embedding.expiry import Expiry
 from thermocline.errors import ConfigError
 
 
 def test_keys_that_may_change_exist() -> None:
-    names = {name for config in (Config(), Config(admission=Admission(count=2))) for name, _ in flatten(config)}
+    configs = (Config(), Config(admission=Admission(count=2)), Config(expiry=Expiry(every=1, max_rows=1)))
+    names = {name for config in configs for name, _ in flatten(config)}
     assert names >= MAY_CHANGE
 
 
@@ -23,6 +25,17 @@ def test_resumed_run_may_change_its_admission() -> None:
     assert 'admission.count from "none" to 3' in check_resume(old, new, "run")
     newer = Config.parse(EXAMPLE, ["admission.count=4", 'admission.otherwise="zero"']).resolve()
     assert check_resume(new, newer, "run") == ["admission.count from 3 to 4"]
+
+
+def test_resumed_run_may_change_its_expiry() -> None:
+    old = Config.parse(EXAMPLE).resolve()
+    new = Config.parse(EXAMPLE, ["expiry.every=3", "expiry.min_norm=0.5"]).resolve()
+    assert 'expiry.every from "none" to 3' in check_resume(old, new, "run")
+    newer = Config.parse(EXAMPLE, ["expiry.every=3", "expiry.min_norm=0.25"]).resolve()
+    assert check_resume(new, newer, "run") == ["expiry.min_norm from 0.5 to 0.25"]
+    statistics = Config.parse(EXAMPLE, ['rows.statistics=["show"]']).resolve()
+    with pytest.raises(ConfigError, match=r"cannot be resumed with rows.statistics from \[\] to \[\"show\"\]"):
+        check_resume(old, statistics, "run")
 
 
 def test_resumed_run_may_change_some_keys() -> None:

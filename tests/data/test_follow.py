@@ -84,7 +84,7 @@ def test_waiting_is_no_busy_loop(tmp_path: Path) -> None:
     reader.while_waiting = lambda: calls.append(reader.waiting)  # type: ignore[func-returns-value]
     assert next(batches, None) is None
     assert time.thread_time() - before < 0.1
-    assert 2 <= len(calls) <= 7
+    assert 1 <= len(calls) <= 7
     assert all(calls)
 
 

@@ -24,6 +24,10 @@ from thermocline.errors import DataError
 KINDS = ["csv", "gz", "zst", "mixed", "parquet", "weights"]
 
 
+ANY: dict[str, Any] = {"label_values": "any"}
+"""The label of an example is the number of its file."""
+
+
 def make_files(folder: Path, kind: str, files: int = 3, lines: int = 60) -> tuple[list[str], dict[str, Any]]:
     """Write files in which every example has a unique value."""
     rows = [[(i, f"{i * lines + j}", f"u{j % 7}", j % 5 - 1.5) for j in range(lines)] for i in range(files)]
@@ -32,16 +36,16 @@ def make_files(folder: Path, kind: str, files: int = 3, lines: int = 60) -> tupl
         for path, part in zip(paths, rows, strict=True):
             table = {name: [row[k] for row in part] for k, name in enumerate(("label", "id", "user", "x"))}
             pq.write_table(pa.table(table), path, row_group_size=7)
-        return [str(path) for path in paths], {"numeric": ("x",)}
+        return [str(path) for path in paths], {"numeric": ("x",), **ANY}
     if kind == "weights":
         texts = [b"".join(b"%d %s:%g\n" % (row[0], row[1].encode(), row[3]) for row in part) for part in rows]
-        return write_files(folder, texts, ".svm"), {}
+        return write_files(folder, texts, ".svm"), {**ANY}
     header = b"label,id,user,x\n"
     texts = [header + "".join(",".join(map(str, row)) + "\n" for row in part).encode() for part in rows]
     if kind == "mixed":
         paths = write_files(folder / "a", texts[:1], ".csv") + write_files(folder / "b", texts[1:2], ".csv", ".gz")
-        return [*paths, *write_files(folder / "c", texts[2:], ".csv")], {"numeric": ("x",)}
-    return write_files(folder, texts, ".csv", None if kind == "csv" else f".{kind}"), {"numeric": ("x",)}
+        return [*paths, *write_files(folder / "c", texts[2:], ".csv")], {"numeric": ("x",), **ANY}
+    return write_files(folder, texts, ".csv", None if kind == "csv" else f".{kind}"), {"numeric": ("x",), **ANY}
 
 
 def reader(folder: Path, kind: str, **options: Any) -> tc.Reader:
@@ -76,7 +80,7 @@ def test_shuffled_epoch_is_a_permutation_of_the_data(tmp_path: Path, kind: str) 
 
 def test_epochs_differ_in_the_order_of_splits_and_within_them(tmp_path: Path) -> None:
     paths, _ = make_files(tmp_path, "csv", files=1)
-    one_block = tc.Reader(paths, ignore=("x",), batch_size=7, shuffle=True)
+    one_block = tc.Reader(paths, ignore=("x",), batch_size=7, shuffle=True, **ANY)
     row_groups = reader(tmp_path, "parquet", shuffle=True, shuffle_buffer=1)
     whole = examples_of(reader(tmp_path, "parquet"))
     group = {example[1]: i // 60 * 9 + i % 60 // 7 for i, example in enumerate(whole)}
@@ -105,7 +109,7 @@ def test_shuffling_mixes_examples_within_and_across_files(tmp_path: Path) -> Non
     shuffled = reader(tmp_path, "csv", shuffle=True, batch_size=30)
     files = [collections.Counter(example[0] for example in examples_of([batch])) for batch in shuffled]
     assert sum(len(count) == 3 for count in files) >= 3  # a batch has examples of all files
-    whole = tc.Reader(make_files(tmp_path, "csv")[0], numeric=("x",), batch_size=30, shuffle=True)
+    whole = tc.Reader(make_files(tmp_path, "csv")[0], numeric=("x",), batch_size=30, shuffle=True, **ANY)
     keys = np.array([example[1][0][0][0] for example in examples_of(whole)])
     plain = np.array([example[1][0][0][0] for example in examples_of(reader(tmp_path, "csv"))])
     rank = np.argsort(plain)[np.argsort(np.argsort(keys))]

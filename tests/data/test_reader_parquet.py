@@ -167,7 +167,7 @@ def test_columns_are_read_by_name_in_any_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "options", "message"),
     [
-        (pa.array([1, 2], pa.timestamp("s")), {}, "column 'c' has type timestamp.*keys can be made of strings, bytes"),
+        (pa.array([1, 2], pa.time32("s")), {}, "column 'c' has type time32.*keys can be made of strings, bytes"),
         (pa.array([{"a": 1}, {"a": 2}]), {}, "column 'c' has type struct"),
         (pa.array([1.5, 2.5]), {"raw_keys": True}, "column 'c' has type double; keys can be made of integers"),
         (pa.array(["1", "2"]), {"numeric": ("c",)}, "column 'c' has type string; a numeric column must have numbers"),

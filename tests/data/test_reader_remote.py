@@ -13,6 +13,7 @@ import pytest
 from helpers.reader import contents, examples_of, pack
 
 import thermocline as tc
+from thermocline.data.follow import FollowReader
 from thermocline.errors import DataError
 
 ROWS = [f"{i % 2},{i},u{i % 9}\n" for i in range(400)]
@@ -124,3 +125,21 @@ def test_remote_file_changed(memory: None) -> None:
     filesystem.pipe_file("/ads/plain/day=1/a.csv", b"label,id,user\n1,2,3\n")
     with pytest.raises(DataError, match=r"memory://\S*a\.csv changed while it was read"):
         list(reader)
+
+
+def test_follow_of_a_url(memory: None) -> None:
+    filesystem: Any = fsspec.filesystem("memory")
+    for day in (1, 2):
+        filesystem.pipe_file(f"/stream/day={day}/a.csv", f"label,at,id\n1,{day},7\n".encode())
+        filesystem.pipe_file(f"/stream/day={day}/_b.csv", b"label,at,id\n1,9,7\n")
+    filesystem.pipe_file("/stream/day=1/_SUCCESS", b"")
+    options: dict[str, Any] = {"follow": True, "follow_idle": 0.05, "time": "at"}
+    data = tc.Data(train="memory://stream/day=*/*.csv", follow_complete="_SUCCESS", **options)
+    reader = FollowReader(data, batch_size=4, tensors=False)
+    assert [batch.time.tolist() for batch in reader] == [[1]]  # type: ignore[union-attr]
+    filesystem.pipe_file("/stream/day=2/_SUCCESS", b"")
+    (first, second) = reader
+    assert second.time.tolist() == [2]  # type: ignore[union-attr]
+    filesystem.rm("/stream/day=1", recursive=True)
+    assert [batch.position for batch in reader.seek(first.position)] == [second.position]
+    filesystem.rm("/stream", recursive=True)

@@ -142,6 +142,21 @@ def test_rows_are_those_of_the_rule_in_hbm(options: Options, otherwise: Otherwis
     table.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("otherwise", OTHERWISE)
+@pytest.mark.parametrize("options", [Options("hbm", 4, 1), Options("hbm-ssd", 3, 2, 9)], ids=str)
+def test_rows_are_those_of_the_rule_on_a_gpu(options: Options, otherwise: Otherwise, tmp_path: Path) -> None:
+    one_torch_thread()
+    for weighted in (False, True):
+        table = open_table(options, otherwise, tmp_path / str(weighted))
+        model = make_model(table)
+        dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
+        source = tc.prefetch(batches(60, weighted), table, depth=options.depth, pull_window=options.pull_window)
+        train(model, table, dense, source)
+        assert_expected(table, model, otherwise, 60, weighted)
+        table.close()
+
+
 @pytest.mark.parametrize("otherwise", OTHERWISE)
 @pytest.mark.parametrize("options", [Options("dram", 4), Options("ssd", 3, 2, 9), Options("reference", 3)], ids=str)
 def test_a_run_that_resumes_has_the_bits_of_one_that_did_not_stop(

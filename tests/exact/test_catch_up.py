@@ -39,7 +39,7 @@ def check_hbm(optimizer: str, count: int, options: RunOptions, folder: Path) -> 
     assert all(stats.evictions > 0 for stats in result.hbm.values())
 
 
-@pytest.mark.parametrize("optimizer", ["rowwise+catch_up", "adam+catch_up"])
+@pytest.mark.parametrize("optimizer", ["adam+catch_up"])
 def test_same_bits_in_hbm(optimizer: str, tmp_path: Path) -> None:
     check_hbm(optimizer, 8, RunOptions(0.5, 4, 1, 2, hbm=0.3, lookahead=4), tmp_path)
 

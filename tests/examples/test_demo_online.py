@@ -21,7 +21,7 @@ def test_the_demo_serves_what_it_trains_and_leaves_no_files(
     text = " ".join(capfd.readouterr().out.split())
     for word in (
         "following",
-        "finished after 7 steps, 3,500 examples",
+        "interrupted and saved at step 7",
         "freshness, median",
         "AUC, newest",
         "rows alive",

@@ -81,7 +81,7 @@ def test_series_that_are_not_measured_have_a_mark_in_the_legend_and_another_styl
     figure = make(series, vlines=[1.5], vlines_label="a merge", hlines={"bound": 2.0})
     (legend,) = figures.plot(figure).legends
     texts = [text.get_text() for text in legend.get_texts()]
-    assert texts == ["s0", "s1 (predicted)", "s2 (the paper)", "a merge", "bound: 2"]
+    assert texts == ["s0", "s1 (predicted)", "s2 (Zhao 2026)", "a merge", "bound: 2"]
     root = ET.fromstring(figures.draw(figure, "f"))
     assert set(texts) <= {text.text for text in root.iter(f"{NS}text")}
     groups = {g.attrib["id"]: g for g in root.iter(f"{NS}g") if "id" in g.attrib}

@@ -119,10 +119,10 @@ def test_every_step_runs_once_and_is_reported(tmp_path: Path) -> None:
     assert COMMAND in page
     assert machine.describe()["cpu"] in page
     assert f"build {machine.build()}" in page
-    assert '<th scope="col" class="paper">theirs (the paper)</th>' in page
+    assert '<th scope="col" class="paper">theirs (Zhao 2026)</th>' in page
     assert '<th scope="col" class="predicted">guess (predicted)</th>' in page
     assert (tmp_path / "tables/squares-table.csv").read_text().splitlines() == [
-        "n,square,guess (predicted),theirs (the paper)", "<0>,0,0.5,7", "<1>,1,0.5,7", "<2>,4,0.5,7", "<3>,9,0.5,7",
+        "n,square,guess (predicted),theirs (Zhao 2026)", "<0>,0,0.5,7", "<1>,1,0.5,7", "<2>,4,0.5,7", "<3>,9,0.5,7",
     ]  # fmt: skip
     record = json.loads((tmp_path / "tables/squares-table.json").read_text())
     assert record["kinds"] == {"n": "measured", "square": "measured", "guess": "predicted", "theirs": "paper"}
@@ -346,7 +346,7 @@ def test_a_claim_that_fails_is_marked_in_words(tmp_path: Path) -> None:
     assert "<strong>Does not hold</strong>: they rise" in page
     assert "<strong>Holds</strong>" not in page
     assert "0 of 1 claims hold" in page
-    assert '<a href="#squares-plot">A plot</a>' in page
+    assert '<a href="#squares-plot">They rise</a>' in page
     assert TOO_SMALL not in html.unescape(page)
 
 

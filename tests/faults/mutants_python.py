@@ -22,6 +22,8 @@ TIMEOUT = 300
 HINTS = "tests/distributed/test_hints.py"
 STEPS = "tests/training/test_graph_step.py"
 PLANS = "tests/tiers/test_plan_graph.py"
+STATISTICS = "tests/embedding/test_row_statistics.py"
+EXPIRY = "tests/embedding/test_expiry.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,48 @@ MUTANTS = [
         "        evict = self.shape.keys > self._tier.capacity - used\n",
         "        evict = False\n",
         PLANS,
+    ),
+    PythonMutant(
+        "expired rows stay in DRAM",
+        "tiers/host_rows.py",
+        "        self.dram.erase(keys)\n",
+        "",
+        EXPIRY,
+    ),
+    PythonMutant(
+        "expired rows stay on SSD",
+        "tiers/host_rows.py",
+        "            store.delete(keys)",
+        "            pass",
+        EXPIRY,
+    ),
+    PythonMutant(
+        "expired rows stay in HBM",
+        "tiers/hbm_backend.py",
+        "            self.hbm.erase(keys)\n",
+        "",
+        EXPIRY,
+    ),
+    PythonMutant(
+        "an expired row in HBM is still dirty",
+        "tiers/hbm.py",
+        "                self.dirty[slots.long()] = 0\n",
+        "                self.dirty[slots.long()] = 1\n",
+        EXPIRY,
+    ),
+    PythonMutant(
+        "a resumed run forgets its decays",
+        "embedding/row_statistics.py",
+        '"decays": self.runs}',
+        '"decays": []}',
+        EXPIRY,
+    ),
+    PythonMutant(
+        "ranks count their own occurrences only",
+        "distributed/sharded_backend.py",
+        "        return from_limbs(total)\n",
+        "        return from_limbs(total) // 2\n",
+        STATISTICS,
     ),
 ]
 

@@ -508,3 +508,38 @@ def test_source_without_items_before_the_choice() -> None:
     assert list(Pipeline([], [("a", identity)], **options)) == []
     with pytest.raises(ValueError, match="no data"):
         next(Pipeline(fails(), [("a", identity)], **options))
+
+
+@pytest.mark.parametrize("mode", [None, lambda first: False, lambda first: True])
+def test_idle_is_called_on_the_callers_thread_while_it_waits(mode: Any) -> None:
+    """Without `inline`, with it chosen, and with it declined: before the first item and between items."""
+    gates = [threading.Event(), threading.Event()]
+    calls: list[str] = []
+
+    def source() -> Iterator[int]:
+        for n, gate in enumerate(gates):
+            gate.wait()
+            yield n
+
+    def idle() -> None:
+        calls.append(threading.current_thread().name)
+        gates[0 if not gates[0].is_set() else 1].set()
+
+    with Pipeline(source(), [("a", lambda item: item)], depth=3, inline=mode, idle=idle) as items:
+        assert list(items) == [0, 1]
+    assert calls == ["MainThread"] * 2
+
+
+def test_idle_may_raise() -> None:
+    stopped = threading.Event()
+
+    def source() -> Iterator[int]:
+        stopped.wait()
+        yield 0
+
+    def idle() -> None:
+        raise InterruptedError
+
+    items = Pipeline(source(), [("a", lambda item: item)], depth=3, idle=idle, on_stop=stopped.set)
+    with pytest.raises(InterruptedError):
+        next(items)

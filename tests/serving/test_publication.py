@@ -88,9 +88,13 @@ def test_consumers_at_any_version_read_the_rows_of_the_current_one(tmp_path: Pat
         )
 
 
-def test_a_lookup_during_refresh_sees_one_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("deltas", "lookups"), [(39, 2_000), pytest.param(1_000, 1_000_000, marks=pytest.mark.long)])
+def test_lookups_while_deltas_arrive_are_neither_torn_nor_stale(tmp_path: Path, deltas: int, lookups: int) -> None:
+    """Version v has the value v in all rows but one, which it deletes; the next version inserts it again."""
     keys = np.arange(300, dtype=np.uint64)
-    wrong = []
+    torn: list[int] = []
+    stale: list[tuple[int, int]] = []
+    counts = [0, 0]
     stop = threading.Event()
 
     def rows_of(version: int) -> Oracle:
@@ -100,26 +104,57 @@ def test_a_lookup_during_refresh_sees_one_version(tmp_path: Path) -> None:
         publication.publish_base([table_rows(rows_of(0))], step=0)
         snapshot = serving.open(tmp_path)
 
-        def read() -> None:
-            while not stop.is_set():
-                rows, found = snapshot.find(keys, missing="zero")
+        def read(number: int) -> None:
+            rng = np.random.default_rng(number)
+            while not stop.is_set() or counts[number] < lookups // 2:
+                begun = snapshot.version.step  # rows of an earlier version, deleted ones among them, would be stale
+                some = keys[rng.integers(0, 300, 20)]
+                some[0] = begun % 300  # deleted in that version
+                rows, found = snapshot.find(some, missing="zero")
                 version = int(rows.max())
-                expected = np.repeat(np.float32([[version]]), 300, axis=0) * (keys[:, None] != version % 300)
-                if not (rows == expected).all() or found.sum() != 299:
-                    wrong.append(version)
+                expected = np.float32(version) * (some[:, None] != version % 300)
+                if not (rows == expected).all() or found.tolist() != (some != version % 300).tolist():
+                    torn.append(version)
+                if version < begun:
+                    stale.append((begun, version))
+                counts[number] += 1
 
-        threads = [threading.Thread(target=read) for _ in range(2)]
+        threads = [threading.Thread(target=read, args=(number,)) for number in range(2)]
         for thread in threads:
             thread.start()
-        for version in range(1, 40):
-            rows = rows_of(version)
-            publication.publish_delta([table_rows(rows, [version % 300])], step=version)
+        for version in range(1, deltas + 1):
+            publication.publish_delta([table_rows(rows_of(version), [version % 300])], step=version)
             assert snapshot.refresh()
         stop.set()
         for thread in threads:
             thread.join()
-    assert wrong == []
-    assert snapshot.version.step == 39
+    assert torn == []
+    assert stale == []
+    assert sum(counts) >= lookups
+    assert snapshot.version.step == deltas
+
+
+def test_direct_reads_equal_the_mapping(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    oracle: Oracle = {}
+    change(oracle, rng, 1500)
+    with Publication(tmp_path, precision="fp32") as publication:
+        publication.publish_base([table_rows(oracle)], step=0)
+        direct = serving.open(tmp_path, direct=True)
+        expect_equal(direct, oracle)
+        for step in range(1, 4):
+            publication.publish_delta([table_rows(*change(oracle, rng, 200))], step=step)
+            direct.refresh()
+            expect_equal(direct, oracle)
+        publication.compact()
+        direct.refresh()
+        expect_equal(direct, oracle)
+        file = tmp_path / direct.version.folder / "table-0.rows"
+        data = bytearray(file.read_bytes())
+        data[4096 + 500] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(CorruptionError, match="page 1"):  # every page that is read is verified
+            direct.lookup(np.arange(RANGE))
 
 
 def test_follow_serves_new_versions_and_reports_damage(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ def examples(seed: int, count: int = ROWS) -> pa.Table:
     user, item = rng.integers(0, 60, count), rng.integers(0, 40, count)
     price = rng.normal(size=count) * 3 + user % 5
     label = (rng.random(count) < 1 / (1 + np.exp(-(user % 7 - 3)))).astype(np.int64)
-    return pa.table({"label": label, "user": [f"u{number}" for number in user], "item": item, "price": price})
+    at = np.arange(count) + 1000 * seed
+    return pa.table({"label": label, "at": at, "user": [f"u{number}" for number in user], "item": item, "price": price})
 
 
 def invoke(*arguments: str) -> str:
@@ -51,6 +52,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 [data]
 train = ["train.{kind}"]
 test = ["test.{kind}"]
+time = "at"
 numeric = ["price"]
 numeric_features = {{ log = false }}
 [model]
@@ -74,8 +76,8 @@ keep = 10
 
 def predicted(kind: str, step: int) -> Any:
     options = ["--checkpoint", str(step), "--set", f"train.batch_size={ROWS}"]
-    invoke("predict", "run", f"test.{kind}", "--out", "scores.npy", *options)
-    return np.load("scores.npy")
+    invoke("predict", "run", f"test.{kind}", "--out", f"scores-{step}.npy", *options)
+    return np.load(f"scores-{step}.npy")
 
 
 def test_scores_equal_those_of_predict_at_every_version(run: str) -> None:
@@ -101,7 +103,7 @@ def test_scores_equal_those_of_predict_at_every_version(run: str) -> None:
         for bad, text in [
             (request.drop(["user"]), "lacks 'user'"),
             (request.append_column("more", request["item"]), "also has 'more'"),
-            (request.set_column(3, "price", pa.array(["x"] * ROWS)), "column 'price' has type string"),
+            (request.set_column(4, "price", pa.array(["x"] * ROWS)), "column 'price' has type string"),
         ]:
             with pytest.raises(ThermoclineError, match=text):
                 client.score(bad)

@@ -45,9 +45,13 @@ class RecordTotals(Callback):
     def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
         self.totals.append(trainer.total_steps)
         if self.display is not None and trainer.progress.step == 9:
-            console = Console(file=io.StringIO(), width=100)
-            console.print(self.display.render())
-            self.frame = console.file.getvalue()  # type: ignore[attr-defined]
+            self.frame = rendered(self.display)
+
+
+def rendered(display: Display) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(display.render())
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
 @pytest.fixture
@@ -126,15 +130,52 @@ def test_progress_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, caps
             clock[0] += 4
     out, errors = capsys.readouterr()
     assert out == ""
-    assert errors == "counting: 3,000 of about 5,000 examples\n"
+    assert errors == "counting: 3,000 of about 5,000 examples\ncounting: 5,000 examples, done\n"
 
 
 def test_progress_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
     with progress("counting", 5000) as advance:
-        advance(5000)
-    assert "counting" in capsys.readouterr().err
+        advance(4000)
+    text = capsys.readouterr().err
+    assert "counting" in text
+    assert "4000/4000" in text  # the total was an estimate
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+        if trainer.progress.step == self.step:
+            trainer.stop()
+
+
+@pytest.mark.parametrize(("callbacks", "last"), [([], "12/12"), ([StopAt(4)], "4/4")])
+def test_live_display_ends_at_its_total(world: World, callbacks: list[Callback], last: str) -> None:
+    """An estimate of 500 steps, and a run that stops early."""
+    text = io.StringIO()
+    display = Display(Console(file=text, force_terminal=True, width=100))
+    fit(world, EstimatedLoader(250), [display, *callbacks])
+    shown = re.findall(r"\d+/\d{2,}|\d+/\d+ ", re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", text.getvalue()))
+    steps = [pair.strip() for pair in shown if pair.strip() not in ("1/2", "2/2")]
+    assert steps[-1] == last
+
+
+def test_live_display_shows_the_phases_before_the_first_step(world: World) -> None:
+    display = Display(Console(file=io.StringIO(), force_terminal=True, width=100))
+    frames = []
+
+    class Frames(Ads):
+        def __iter__(self) -> Iterator[Batch]:
+            frames.append(rendered(display))
+            return super().__iter__()
+
+    recorder = RecordTotals(display)
+    fit(world, Frames(6), [display, recorder])
+    assert "reading the first batches" in frames[0]
+    assert "epoch 2/2" in recorder.frame
 
 
 def test_figures_of_the_look_ahead(tmp_path: Path) -> None:

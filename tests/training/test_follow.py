@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_interrupted_while_it_waits_then_resumed_with_new_files(tmp_path: Path, 
 def test_files_that_arrive_during_training(tmp_path: Path, whole: bytes, depth: int) -> None:
     write(tmp_path / "in", 0)
     arrivals = [At(3 * i, lambda i=i: write(tmp_path / "in", i), waiting=True) for i in (1, 2, 3)]  # type: ignore[misc]
-    assert train(tmp_path, *arrivals, train__depth=depth, data__follow_idle=2)[0] == whole
+    assert train(tmp_path, *arrivals, train__depth=depth, train__steps=12, data__follow_idle="60s")[0] == whole
 
 
 def test_a_run_that_ended_by_silence_continues(tmp_path: Path, whole: bytes) -> None:
@@ -156,16 +157,28 @@ def test_the_end_by_steps(tmp_path: Path) -> None:
     assert threading.active_count() == threads
 
 
-def test_saves_by_time_while_it_waits(tmp_path: Path) -> None:
+class KillWhen(tc.Callback):
+    """Raises `Killed` while the run waits, as soon as `condition` holds."""
+
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        self.condition = condition
+        self.saved: list[int] = []
+
+    def on_checkpoint(self, trainer: tc.Trainer, checkpoint: Any) -> None:
+        self.saved.append(checkpoint.step)
+
+    def on_wait(self, trainer: tc.Trainer) -> None:
+        if self.condition():
+            raise Killed
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_saves_by_time_while_it_waits(tmp_path: Path, depth: int) -> None:
     write(tmp_path / "in", 0)
-    saved: list[int] = []
-
-    class Saved(tc.Callback):
-        def on_checkpoint(self, trainer: tc.Trainer, checkpoint: Any) -> None:
-            saved.append(checkpoint.step)
-
-    train(tmp_path, Saved(), data__follow_idle=1.5, train__checkpoint_minutes=0.01)
-    assert saved == [3]
+    killer = KillWhen(lambda: bool(killer.saved))
+    with pytest.raises(Killed):
+        train(tmp_path, killer, data__follow_idle="60s", train__checkpoint_minutes=0.01, train__depth=depth)
+    assert killer.saved[-1] == 3
 
 
 def test_display_while_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,12 +186,15 @@ def test_display_while_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     write(tmp_path / "in", 0)
     lines, live = io.StringIO(), io.StringIO()
     shown = Display(Console(file=live, force_terminal=True, width=100))
-    callbacks = [
-        Display(Console(file=lines)),
-        shown,
-        At(3, lambda: rich.print(shown.render(), file=live), waiting=True),
-    ]
-    train(tmp_path, *callbacks, data__follow_idle=1)
+    waits: list[str] = []
+
+    def seen_often() -> bool:
+        rich.print(shown.render(), file=live)
+        waits.append(lines.getvalue())
+        return len(waits) > 4
+
+    with pytest.raises(Killed):
+        train(tmp_path, Display(Console(file=lines)), shown, KillWhen(seen_often), data__follow_idle="60s")
     assert lines.getvalue().count("waiting for files at step 3") == 1
     assert "waiting for files" in live.getvalue()
 

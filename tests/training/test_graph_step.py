@@ -115,11 +115,13 @@ class Outcome:
         resume: bool = False,
         rows: int = 45,
         precision: Any = "fp32",
+        admission: Any = None,
         **config: Any,
     ) -> None:
         optimizer = optimizer or tc.Adagrad(lr=0.05)
         floats = 4 + optimizer.state_floats(4) if precision == "fp32" else 3 + optimizer.state_floats(4)
-        self.table = tc.Table(4, optimizer, hbm=bytes_for(rows, floats), mem="4MB", device=DEVICE, precision=precision)
+        options: dict[str, Any] = {"device": DEVICE, "precision": precision, "admission": admission}
+        self.table = tc.Table(4, optimizer, hbm=bytes_for(rows, floats), mem="4MB", **options)
         self.model = kind(self.table, list(bags)).to(self.table.backend.device)
         adam = torch.optim.Adam(self.model.net.parameters(), lr=0.01)
         settings = tc.TrainConfig(graphs=graphs, display=False, tensorboard=False, depth=2, log_every=2, **config)
@@ -176,6 +178,25 @@ def test_one_id_per_bag_and_stochastic_rounding() -> None:
 
 def test_several_bags_mean_and_weights() -> None:
     same(batches_of(5, weighted=True), bags=[([0], "sum"), ([1], "mean")], optimizer=tc.RowWiseAdagrad(lr=0.05))
+
+
+def test_admission_counts_the_batches_of_recorded_steps(tmp_path: Path) -> None:
+    shared = tc.Admission(count=3, otherwise="shared", memory="64KB")
+    batches = batches_of(7)
+    outcome = same(batches, admission=shared)
+    stats = outcome.table.admission_stats
+    assert stats is not None
+    assert stats.batches == 7
+    assert stats.keys_admitted > 0 < stats.ids_refused
+    assert stats.log_bytes == 0
+    state = outcome.table.rank_state()["admission"]
+    assert len(state["admitted"]) == 0  # each step has trained all bags: admitted keys have rows
+    assert (
+        state["keys"].tolist()
+        == Outcome("off", batches, admission=shared).table.rank_state()["admission"]["keys"].tolist()
+    )
+    with pytest.warns(UserWarning, match='has admission with otherwise="zero"'):
+        Outcome("auto", batches, admission=tc.Admission(count=3, otherwise="zero"))
 
 
 def test_resume_continues_bit_for_bit(tmp_path: Path) -> None:

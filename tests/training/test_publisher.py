@@ -49,7 +49,8 @@ def write(folder: Path, number: int, examples: int) -> None:
     (folder / "in").mkdir(exist_ok=True)
     values = np.random.default_rng(number).zipf(1.3, (examples, 2)) % 90
     rows = [f"{int((a + b) % 3 == 0)},{1000 * number + i},{a},{b}" for i, (a, b) in enumerate(values)]
-    (folder / "in" / f"{number}.csv").write_text("\n".join(["label,at,a,b", *rows, ""]))
+    (folder / "in" / ".new").write_text("\n".join(["label,at,a,b", *rows, ""]))
+    (folder / "in" / ".new").rename(folder / "in" / f"{number}.csv")
 
 
 class Kill(tc.Callback):
@@ -95,6 +96,8 @@ def test_versions_have_step_and_watermark_and_training_is_unchanged(ads: Path, s
     assert result == whole
     assert [(v.kind, v.step, v.event_time) for v in published(ads)] == [
         ("base", 3, 47), ("delta", 6, 95), ("delta", 9, 143), ("delta", 10, 159)]  # fmt: skip
+    dense = {"config.toml", "features.json", "dense.safetensors"}  # for `serve --score`
+    assert all({file.name for file in version.files} == dense for version in published(ads))
     check_served(ads, rows)
 
 
@@ -122,12 +125,13 @@ def test_versions_by_time_while_the_run_waits(tmp_path: Path) -> None:
 
     class Arrival(tc.Callback):
         def on_wait(self, trainer: tc.Trainer) -> None:
-            if trainer.progress.step == 3 and published(tmp_path):
+            if published(tmp_path) and not (tmp_path / "in" / "1.csv").exists():
                 write(tmp_path, 1, 40)
 
-    follow: dict[str, Any] = {"data__follow": "true", "data__follow_idle": 2, "data__shuffle": "false"}
+    follow: dict[str, Any] = {"data__follow": "true", "data__follow_idle": "60s", "data__shuffle": "false"}
     (tmp_path / "served").mkdir()
-    _, rows = train(tmp_path, Arrival(), publish__folder=tmp_path / "served", publish__every=0.3, **follow)
+    publish: dict[str, Any] = {"publish__folder": tmp_path / "served", "publish__every": 0.3}
+    _, rows = train(tmp_path, Arrival(), train__steps=6, **publish, **follow)
     # The version of step 3 appeared while the run waited: the second file was written after it.
     found = [(v.step, v.event_time) for v in published(tmp_path)]
     assert (3, 39) in found

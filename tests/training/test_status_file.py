@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers.cli import SMALL, done, invoke, lines_of, write_config
 
 from thermocline.training import status_file
@@ -59,6 +61,17 @@ def test_a_run_that_fails_names_its_error(tmp_path: Path) -> None:
     assert (now["state"], now["ending"]) == ("stopped", "stopped by an error")
     assert now["error"].startswith("FloatingPointError: the loss of step")
     assert now["process"] == os.getpid()
+
+
+def test_waiting_for_files_is_written(tmp_path: Path) -> None:
+    progress = SimpleNamespace(step=3, epoch=0, best_auc=None, best_step=0)
+    trainer: Any = SimpleNamespace(progress=progress, config=SimpleNamespace(epochs=1), total_steps=None)
+    file = status_file.StatusFile(tmp_path / "run/status.json")
+    file.on_start(trainer)
+    file.on_wait(trainer)
+    assert (status()["state"], status()["waiting"]) == ("training", True)
+    file.on_step(trainer, torch.zeros(()))
+    assert not status()["waiting"]
 
 
 def test_a_status_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:

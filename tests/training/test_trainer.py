@@ -324,7 +324,7 @@ def test_repeated_validation_is_written_once(tmp_path: Path) -> None:
     world.close()
     world = World(None)
     trainer_of(world, tmp_path).fit(TRAIN, VALID, resume=True)
-    assert [(row["event"], row["step"]) for row in lines_of(tmp_path)] == [("valid", 7)]
+    assert [(row["event"], row["step"]) for row in lines_of(tmp_path)] == [("train", 7), ("valid", 7)]
     world.close()
 
 
@@ -393,7 +393,7 @@ def test_validation_after_each_epoch_and_at_the_end(tmp_path: Path) -> None:
     world = World(None)
     result = trainer_of(world, tmp_path, epochs=5, steps=17, checkpoint_every=7).fit(TRAIN, VALID, TEST)
     rows = [(row["event"], row["step"], row["epoch"]) for row in lines_of(tmp_path)]
-    assert rows == [("valid", 7, 1), ("valid", 14, 2), ("valid", 17, 2), ("test", 17, 2)]
+    assert rows == [("valid", 7, 1), ("valid", 14, 2), ("train", 17, 2), ("valid", 17, 2), ("test", 17, 2)]
     assert result.test is not None
     assert 0 < result.test["auc"] < 1
     assert result.test["examples"] == 4 * EXAMPLES
@@ -472,7 +472,7 @@ def test_order_of_callbacks(tmp_path: Path) -> None:
     trainer = trainer_of(world, tmp_path, [Recorder()], epochs=3, log_every=2, checkpoint_every=3, patience=9)
     trainer.fit(Ads(3), VALID, TEST)
     first_epoch = ["step", "step", "log", "step", "checkpoint", "validation", "checkpoint", "epoch"]
-    rest = ["step", "log", "step", "validation", "checkpoint", "validation"]
+    rest = ["step", "log", "step", "log", "validation", "checkpoint", "validation"]
     assert calls == ["start", *first_epoch, *rest, "end"]
     world.close()
 
@@ -482,7 +482,7 @@ def test_metrics_file_tensorboard_and_plain_text(tmp_path: Path, capsys: pytest.
     trainer = trainer_of(world, tmp_path, display=True, tensorboard=True, log_every=2, checkpoint_every=4)
     trainer.fit(TRAIN, VALID, TEST)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["event"] for row in rows] == ["train"] * 3 + ["valid", "test"]
+    assert [row["event"] for row in rows] == ["train"] * 4 + ["valid", "test"]
     assert rows[-1].keys() >= {"auc", "logloss", "ne", "calibration", "examples", "step", "examples_per_s"}
     log = rows[2]
     assert log.keys() >= {"loss", "auc", "logloss", "ne", "calibration", "examples_per_s", "rate"}

@@ -91,6 +91,11 @@ def test_a_run_that_starts_grows_and_ends(tab: browser.Browser, server: WatchSer
     watched.write(run, 2)
     tab.wait_for("document.getElementById('state').textContent === 'Training'")
     assert shown(tab, "speed") == "1.00 M"
+    (run / "status.json").write_text(json.dumps(watched.status(20, waiting=True)))
+    tab.wait_for("document.getElementById('state').textContent === 'Waiting for files'")
+    watched.append(run, {"event": "progressive", "step": 20, "epoch": 0, "auc": 0.8125, "logloss": 0.4})
+    tab.wait_for("document.getElementById('valid').textContent === '0.8125'")
+    assert shown(tab, "valid-note").startswith("progressive validation at step 20")
     watched.append(run, watched.train_row(30, examples_per_s=1234.0))
     tab.wait_for("document.getElementById('speed').textContent === '1,234'")
     causes = {"ads": "base file 7: wrong checksum <b>"}

@@ -69,6 +69,11 @@ def test_long_histories_are_thinned_out(tmp_path: Path, monkeypatch: pytest.Monk
     assert max(gaps) <= 32
     assert state["latest"]["step"] == 1000
     assert any(point["event"] == "valid" for point in reader.poll()[0]["points"])
+    windows = [{"event": "progressive", "step": 1000 + i, "epoch": 0, "auc": 0.7} for i in range(400)]
+    watched.append(tmp_path, *windows)
+    kinds = [point["event"] for point in reader.poll()[0]["points"]]
+    assert len(kinds) <= 100
+    assert min(kinds.count("train"), kinds.count("progressive")) > 20
 
 
 def test_wrong_lines_and_files_are_left_out(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.key_sharding import overlapping_ranks, owner_of, rank_folder
 from thermocline.distributed.shard_reader import ShardReaderTable
 from thermocline.embedding.precision import FP32, current_layout, parse_precision
+from thermocline.embedding.row_statistics import parse_statistics
 from thermocline.embedding.row_version import RowVersion, rates_of_commit
 from thermocline.embedding.table import Table
 from thermocline.errors import FormatError, NotFoundError, ThermoclineError
@@ -207,7 +208,8 @@ class TableStores:
             self._check_fields(table, entries[name])
 
     def _check_layout(self, table: Table, entry: Json, path: str) -> None:
-        saved = {"precision": FP32.layout, **entry["layout"]}  # older checkpoints have no precision: fp32
+        # Older checkpoints have neither: fp32, no statistics.
+        saved = {"precision": FP32.layout, "statistics": [], **entry["layout"]}
         saved["precision"] = current_layout(saved["precision"])
         for key, before in saved.items():
             now = table.layout.get(key)
@@ -301,6 +303,7 @@ class TableStores:
             version = RowVersion.of_commit(saved_by_rank0.note.encode(), saved_by_rank0.epoch)
             rates = rates_of_commit(saved_by_rank0.note.encode())
             table.set_version(version._replace(step=manifest["tables"][name]["step_count"]), rates)
+            table.backend.statistics.load(parse_statistics(saved_by_rank0.note.encode()))
             table.lr = manifest["tables"][name]["lr"]
 
     def _restore_own(self, manifest: Manifest) -> None:

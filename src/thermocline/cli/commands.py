@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import tomli_w
 
 from thermocline.batch import Batch
 from thermocline.cli.progress_bar import count_examples, progress
+from thermocline.cli.startup_progress import startup_progress
 from thermocline.config.data import Data, Split, Synth
 from thermocline.config.schema import Config
 from thermocline.data.files import without_secrets
@@ -25,7 +27,12 @@ from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import is_rank0
 from thermocline.errors import ConfigError
 from thermocline.training.callbacks import Callback, Row
+from thermocline.utils import atomic_file
+from thermocline.utils.startup import report_phase
 from thermocline.utils.text_format import format_size, plural
+
+if TYPE_CHECKING:
+    from thermocline.training.run import Run
 
 _PART = re.compile(r"part-\d{5,}\.(parquet|libsvm|libffm)")
 """File names of `SyntheticAds.write`."""
@@ -50,20 +57,25 @@ def _process_age() -> float:
 
 def train(config: Config, *, resume: bool) -> list[str]:
     """Train in the config's run_dir; return one note per split with malformed lines."""
-    from thermocline.training.run import Run
-
     splits: tuple[Split, ...] = ("train", "valid", "test")
     if config.data.follow and is_rank0():  # opening the data waits for the first file
         print(f"following {without_secrets(config.data.train[0])}", flush=True)
-    with Run(config, resume=resume) as run:
-        if is_rank0():
-            if resume and not run.folder.has_run:
-                print(f"{config.train.run_dir} has nothing saved to resume: starting a new run")
-            for change in run.changes:
-                print(f"changed {change}")
-            print(f"training on {run.device_text}", flush=True)
-        run.fit(resume=resume, callbacks=[FirstStep()] if is_rank0() else [])
-        return [f"{split} data: {text}" for split in splits if (text := skipped(run.loader(split), run.runner))]
+    with startup_progress() if is_rank0() else nullcontext():
+        report_phase("loading torch")
+        from thermocline.training.run import Run
+
+        with Run(config, resume=resume) as run:
+            rank0: dict[str, Any] = {"callbacks": [FirstStep()], "on_locked": lambda: _print_start(run, resume)}
+            run.fit(resume=resume, **(rank0 if is_rank0() else {}))
+            return [f"{split} data: {text}" for split in splits if (text := skipped(run.loader(split), run.runner))]
+
+
+def _print_start(run: Run, resume: bool) -> None:
+    if resume and not run.folder.has_run:
+        print(f"{run.config.train.run_dir} has nothing saved to resume: starting a new run")
+    for change in run.changes:
+        print(f"changed {change}")
+    print(f"training on {run.device_text}", flush=True)
 
 
 # ---- trained runs
@@ -87,17 +99,39 @@ def predict(
     sets: Sequence[str],
     checkpoint: str | None,
     *,
+    ids: Sequence[str] = (),
+    overwrite: bool = False,
     allow_remote_data: bool = False,
 ) -> Row:
-    """Write one score per example to the file `out`, in the order of the files. Under torchrun, over all ranks."""
+    """Write one score per example to the file `out`, in the order of the files. Under torchrun, over all ranks.
+
+    ids   columns of the data that are written beside the score
+    """
     from thermocline.training.prediction_writer import write_scores, writer_of
 
     writer_of(out)  # raises before any work is done
-    with _load_run(run_dir, files, sets, checkpoint, scores=True, allow_remote_data=allow_remote_data) as run:
+    if ids and out.endswith(".npy"):
+        raise ConfigError(f"--id needs columns, which {out!r} cannot have: write .csv or .parquet")
+    if "score" in ids:
+        raise ConfigError('--id is "score", the name of the column of scores: rename the column of the data')
+    if not overwrite and Path(out).exists():
+        raise ConfigError(f"--out is {out!r}, which exists: choose another file, or replace it with --overwrite")
+    options: dict[str, Any] = {"scores": True, "allow_remote_data": allow_remote_data, "carry": ids}
+    with _load_run(run_dir, files, sets, checkpoint, **options) as run:
         batches = run.loader("test")
+        carried: collections.deque[dict[str, Any]] = collections.deque()
         with _progress("predicting", batches, run.config) as advance:
-            count = write_scores(out, run.scores(count_examples(batches, advance)), run.runner)
+            read = count_examples(_keep_carried(batches, carried) if ids else batches, advance)
+            scores = ({**(carried.popleft() if ids else {}), "score": part} for part in run.scores(read))
+            count = write_scores(out, scores, run.runner)
         return {"step": run.step, "scores": count, "out": out, "skipped": skipped(batches, run.runner)}
+
+
+def _keep_carried(batches: Any, carried: collections.deque[dict[str, Any]]) -> Iterator[Batch]:
+    """Yield the batches, read ahead by a pipeline; append the carried columns of each."""
+    for batch in batches:
+        carried.append(batches.carried)
+        yield batch
 
 
 def _progress(title: str, batches: Any, config: Config) -> AbstractContextManager[Callable[[int], None]]:
@@ -118,12 +152,14 @@ def _load_run(
     *,
     scores: bool = False,
     allow_remote_data: bool,
+    carry: Sequence[str] = (),
 ) -> Any:
     """Load a run to evaluate it on `files`.
 
     scores   for one score per example, in the order of the files: labels are not read; over ranks, each reads a
              consecutive part; malformed lines are errors, because a missing score would shift all later ones, unless
              `sets` changes it
+    carry    columns of the data that are kept for each batch
     """
     from thermocline.training.run import Run
     from thermocline.training.run_dir import config_of
@@ -141,7 +177,7 @@ def _load_run(
     recorded = [split for split in get_args(Split) if f"data.{split}" not in given]
     return Run.load(
         run_dir, checkpoint=step_or_tag(checkpoint), config=config, labelled=not scores, contiguous=scores,
-        recorded=recorded, allow_remote_data=allow_remote_data,
+        recorded=recorded, allow_remote_data=allow_remote_data, carry=carry,
     )  # fmt: skip
 
 
@@ -177,13 +213,14 @@ def hardware(path: Path | None, into: Path | None) -> Any:
     into   write the measurement to this file; with `path` "paper", its costs of a core are used
     """
     from thermocline.planner.hardware import Hardware, paper_node
-    from thermocline.utils import atomic_file
 
     kind, _, name = ("", "", "") if path is None else str(path).partition(":")
     if kind == "paper" and (name or into is None):
         return paper_node(Hardware.load(name).cpu, f"of {name}") if name else paper_node()
     if path is not None and kind != "paper":
         return Hardware.load(path)
+    if into is not None:  # before minutes of measuring
+        atomic_file.make_writable(into.absolute().parent, "the folder of --measure")
     from thermocline.planner.calibrate import PARTS, measure
 
     target = "--measure FILE saves the result, --hardware FILE reads it" if into is None else f"saved to {into}"
@@ -270,6 +307,7 @@ def print_plan(report: Row) -> None:
 def stats(config: Config, split: Split, examples: int | None) -> Row:
     """Count keys, skew and sizes of a split for the config's model; `examples` limits it to the first ones."""
     from thermocline.data import key_stats
+    from thermocline.embedding.row_statistics import RowStatistics
     from thermocline.models import row_dim
     from thermocline.planner.tier_sizing import suggest_sizes
     from thermocline.training.run import row_optimizer
@@ -289,7 +327,9 @@ def stats(config: Config, split: Split, examples: int | None) -> Row:
         field["name"] = name
     optimizer = row_optimizer(config)
     pinned = config.train.depth * config.train.pull_window
-    sizes = suggest_sizes(counts, report["batches"], row_dim(config.model), optimizer, pinned, config.precision)
+    statistics = RowStatistics.of(config.rows.statistics)
+    dim = row_dim(config.model)
+    sizes = suggest_sizes(counts, report["batches"], dim, optimizer, pinned, config.precision, statistics)
     report["model"] = {"name": config.model.name, "optimizer": config.train.optimizer, **sizes}
     return {**report, "batch_size": config.train.batch_size, "skipped": skipped(batches)}
 
@@ -309,7 +349,7 @@ def write_synth(
     paths = {split: target / (split if examples_per_file else f"{split}.{format}") for split in sizes if sizes[split]}
     parts: dict[Split, Any] = {split: open_data(data, split, batch_size=4096, tensors=False) for split in paths}
     _remove_existing(list(paths.values()), force, folders=examples_per_file is not None)
-    target.mkdir(parents=True, exist_ok=True)
+    atomic_file.make_writable(target, "the output folder")
     written: list[Path] = []
     section: dict[str, Any] = {}
     with progress("writing", sum(sizes.values())) as advance:

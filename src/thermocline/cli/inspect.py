@@ -312,5 +312,6 @@ def _describe_checkpoint(checkpoint: Report, indent: str) -> Iterator[str]:
         yield (
             f"{indent}  table {name}: dim {layout['dim']}, {layout['optimizer']['kind']}, commit {table['epoch']}, "
             f"{plural(table['step_count'], 'step')}"
+            + (f", statistics {', '.join(kept)}" if (kept := layout.get("statistics")) else "")
             + (f", {plural(len(checkpoint['ranks']), 'rank')}" if checkpoint["ranks"] else "")
         )

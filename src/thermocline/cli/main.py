@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shlex
 import signal
+import warnings
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -96,12 +98,15 @@ def _one_line(debug: bool) -> Iterator[None]:
     """Print errors that a user can fix as one line on stderr and exit; other errors keep their traceback."""
     from thermocline.errors import ConfigError, ThermoclineError
 
+    show = warnings.showwarning
     try:
+        if not debug:
+            warnings.showwarning = _show_warning
         yield
     except (ThermoclineError, ValueError, OSError, FloatingPointError) as error:
         if debug:
             raise
-        _print_error(" ".join(str(error).split()))
+        _print_error(re.sub(r"^\[Errno \d+\] ", "", " ".join(str(error).split())))
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     except ModuleNotFoundError as error:
         extra = {"torch": "torch", "tensorboard": "torch", "prometheus_client": "serve"}.get(error.name or "")
@@ -114,6 +119,22 @@ def _one_line(debug: bool) -> Iterator[None]:
             raise
         _print_error("interrupted")
         raise typer.Exit(130) from None
+    finally:
+        warnings.showwarning = show
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning as one line, like an error; one of another package with the name of the package."""
+    package = re.search(r"(?:site|dist)-packages/(\w+)", filename)
+    origin = "" if package is None or package[1] == "thermocline" else f"{package[1]}: "
+    _print_error(f"warning: {origin}{' '.join(str(message).split())}")
 
 
 def _print_error(message: str) -> None:
@@ -206,8 +227,13 @@ def predict(
     files: Files = None,
     out: Annotated[
         str,
-        typer.Option(help="Output file: .csv, .parquet or .npy. An existing file is replaced; its folder is created."),
+        typer.Option(help="Output file: .csv, .parquet or .npy. Its folder is created."),
     ] = "scores.csv",
+    ids: Annotated[
+        list[str] | None,
+        typer.Option("--id", metavar="COLUMN", help="Write this column of the data beside the score; repeatable."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
     sets: Sets = None,
     checkpoint: Checkpoint = None,
     allow_remote_data: AllowRemoteData = False,
@@ -224,8 +250,9 @@ def predict(
         from thermocline.utils.text_format import plural
 
         report = commands.predict(
-            run_dir, files or (), out, sets or (), checkpoint, allow_remote_data=allow_remote_data
-        )
+            run_dir, files or (), out, sets or (), checkpoint, ids=ids or (), overwrite=overwrite,
+            allow_remote_data=allow_remote_data,
+        )  # fmt: skip
         if not is_rank0():
             return
         typer.echo(f"{plural(report['scores'], 'score')} of step {report['step']} in {out}")
@@ -289,6 +316,9 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None,
     poll: Annotated[float, typer.Option(help="Seconds between looks for a new version.")] = 1.0,
     consumer: Annotated[str | None, typer.Option(help="Name under which the version in use is recorded.")] = None,
+    direct: Annotated[
+        bool, typer.Option("--direct", help="Read rows past the page cache: for publications larger than memory.")
+    ] = False,
     score: Annotated[
         bool, typer.Option("--score", help="Also score whole examples with the dense model; loads torch.")
     ] = False,
@@ -303,7 +333,7 @@ def serve(
 
         serving.serve(
             folder, host=host, port=port, metrics_port=metrics_port, token_file=token_file, tls_cert=tls_cert,
-            tls_key=tls_key, poll=poll, consumer=consumer, insecure=insecure, score=score,
+            tls_key=tls_key, poll=poll, consumer=consumer, insecure=insecure, score=score, direct=direct,
         )  # fmt: skip
 
 

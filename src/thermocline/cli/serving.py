@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from thermocline.cli.commands import step_or_tag
 from thermocline.cli.progress_bar import progress
 from thermocline.errors import ConfigError, NotFoundError
 from thermocline.training.callbacks import Row
+from thermocline.utils import atomic_file
 
 if TYPE_CHECKING:
     from thermocline.serving import ServedRows
@@ -56,10 +56,12 @@ def export(run_dir: str, out: str, options: ExportOptions) -> Row:
     served = options.served
     with _usage_errors():  # before the run is opened
         Publication.check(out, delta=options.delta, precision=options.precision)
+    atomic_file.make_writable(Path(out), "--out")
     with (
+        atomic_file.disk_errors(out),
         Run.load(run_dir, checkpoint=step_or_tag(options.checkpoint), config=config_of(run_dir), labelled=False) as run,
         progress("exporting", None, "rows") as advance,
-        _plain_warnings(),
+        _all_warnings(),
     ):
         version = publish_table(
             run.table, out, step=run.step, delta=options.delta, precision=options.precision, served=served,
@@ -82,17 +84,16 @@ def _usage_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """Print each warning as one line on stderr."""
+def _all_warnings() -> Iterator[None]:
+    """Show each warning, also one that was shown before."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", RuntimeWarning)
-        warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr, flush=True)
         yield
 
 
 def serve(
     folder: str, *, host: str, port: int, metrics_port: int | None, token_file: Path | None, tls_cert: Path | None,
-    tls_key: Path | None, poll: float, consumer: str | None, insecure: bool, score: bool,
+    tls_key: Path | None, poll: float, consumer: str | None, insecure: bool, score: bool, direct: bool,
 ) -> None:  # fmt: skip
     """Serve a publication until Ctrl-C or SIGTERM. `score` imports torch."""
     import signal
@@ -110,7 +111,12 @@ def serve(
         if not 0 <= number < 1 << 16:
             raise ConfigError(f"{flag} is {number}: it must be 0 to 65535")
     token, tls = _token(token_file), _certificate(tls_cert, tls_key)
-    options: dict[str, Any] = {"metrics_port": metrics_port, "poll_seconds": poll, "consumer": consumer}
+    options: dict[str, Any] = {
+        "metrics_port": metrics_port,
+        "poll_seconds": poll,
+        "consumer": consumer,
+        "direct": direct,
+    }
     if score:
         from thermocline.training.scoring import Scorer
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self, get_args
 
 from annotated_types import Ge, Gt, Le
-from pydantic import FiniteFloat, model_validator
+from pydantic import AfterValidator, FiniteFloat, model_validator
 
-from thermocline.config.fields import Count, Duration, Items, Maybe, NonNegative, NonNegativeInt, Rule
+from thermocline.config.fields import Count, Duration, FrozenTable, Items, Maybe, NonNegative, NonNegativeInt, Rule
 from thermocline.config.messages import reject
 from thermocline.config.section import section
 from thermocline.errors import DataError
@@ -117,6 +117,20 @@ Delimiter = Annotated[
         lambda text: len(text.encode()) == 1 and text not in '"\r\n',
     ),
 ]
+Separators = Annotated[
+    dict[str, str],
+    AfterValidator(FrozenTable),
+    Rule(
+        'a table of columns and the text between their values, such as { tags = "|" }',
+        lambda table: all(text and not set(text) & set('"\r\n') for text in table.values()),
+    ),
+]
+TimeBucket = Literal["hour_of_day", "weekday", "hour_of_week", "day_of_month", "month"]
+TimeBuckets = Annotated[
+    dict[str, TimeBucket],
+    AfterValidator(FrozenTable),
+    Rule(f'a table of columns and one of {", ".join(get_args(TimeBucket))}, such as {{ seen_at = "hour_of_day" }}'),
+]
 
 
 @section("data")
@@ -148,6 +162,8 @@ class Data:
     label_threshold: Maybe[FiniteFloat] = None
     """Labels of at least this value become 1, all others 0. By default labels are unchanged, but -1 becomes 0 in LibSVM
     and LibFFM."""
+    label_values: Literal["binary", "any"] = "binary"
+    """binary: a label other than 0 and 1, after `label_threshold`, is malformed. any: any number, for own losses."""
     categorical: Maybe[Items[Column]] = None
     """Columns whose values become keys; "c_*" is a pattern. By default all columns that are neither label, numeric nor
     ignored."""
@@ -155,8 +171,17 @@ class Data:
     """Columns of numbers, converted by `numeric_features`. In Criteo's format they are I1 to I13."""
     ignore: Items[Column] = ()
     """Columns that are not read."""
+    separators: Separators = FrozenTable()
+    """Categorical columns with several values, and the text between the values, such as { tags = "|" } (csv, parquet).
+    Empty values are left out."""
+    time_buckets: TimeBuckets = FrozenTable()
+    """Columns of times that become keys, and their bucket: hour_of_day, weekday, hour_of_week, day_of_month or month,
+    in UTC (csv, parquet)."""
     delimiter: Maybe[Delimiter] = None
     """Delimiter of csv files. By default a tab for .tsv, otherwise a comma."""
+    line_breaks: Maybe[bool] = None
+    """Quoted values of csv files may have line breaks; such a file is read from its beginning, by one rank. By default
+    decided by the first 256 KB of each file."""
     fields: Literal["position", "one"] = "position"
     """LibSVM only. position: the position of a token is its field, and all lines have the same number of tokens. one: a
     line is one bag."""

@@ -55,6 +55,24 @@ def _text_as_none(value: Any) -> Any:
     return None if isinstance(value, str) and value == "none" else value
 
 
+class FrozenTable(dict[str, Any]):
+    """A table of a config, which has a hash and cannot be changed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        return FrozenTable, (dict(self),)
+
+    def __deepcopy__(self, memo: Any) -> FrozenTable:
+        return self
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("a table of a config cannot be changed: make another one with dataclasses.replace")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+
 Maybe = Annotated[T | None, BeforeValidator(_text_as_none)]
 """An optional value. TOML has no null: a file contains "none"."""
 Items = Annotated[tuple[T, ...], BeforeValidator(_as_tuple)]

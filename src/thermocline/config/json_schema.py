@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
+from thermocline.config.fields import FrozenTable
 from thermocline.config.messages import section_class
 from thermocline.config.schema import Config
 
@@ -37,9 +38,12 @@ class _TomlSchema(GenerateJsonSchema):
         array = super().tuple_schema(schema)
         return {"anyOf": [array, array["items"]]}
 
+    def encode_default(self, dft: Any) -> Any:
+        return dict(dft) if isinstance(dft, FrozenTable) else super().encode_default(dft)
+
     def default_schema(self, schema: Any) -> JsonSchemaValue:
         made = super().default_schema(schema)
-        if made.get("default") is None or isinstance(made["default"], dict):
+        if made.get("default") is None or (isinstance(made["default"], dict) and made["default"]):  # not of a section
             made.pop("default", None)
         return made
 

@@ -9,6 +9,7 @@ from thermocline.config.loader import flatten
 from thermocline.config.messages import show_toml
 from thermocline.config.schema import Config
 from thermocline.embedding.admission import Admission
+from thermocline.embedding.expiry import Expiry
 from thermocline.errors import ConfigError
 
 MAY_CHANGE = frozenset(
@@ -17,6 +18,8 @@ MAY_CHANGE = frozenset(
         *("tiers.hbm", "tiers.mem", "tiers.mem_overcommit", "tiers.ssd", "tiers.ssd_mem", "tiers.policy"),
         "tiers.threads",
         *("tiers.lookahead", "tiers.expected_keys", "tiers.on_damage"),
+        # Rules apply to the rows as they are.
+        *("expiry", *(f"expiry.{field.name}" for field in dataclasses.fields(Expiry))),
         # Keys with a row stay admitted; the others continue with their counts if they are counted in the same way.
         *("admission", *(f"admission.{field.name}" for field in dataclasses.fields(Admission))),
         *("train.epochs", "train.steps", "train.clip_norm", "train.valid_every", "train.patience"),
@@ -55,6 +58,6 @@ def check_resume(old: Config, new: Config, run_dir: str) -> list[str]:
 
 
 def _sections_merged(names: frozenset[str]) -> list[str]:
-    """Name the sections [train.schedule], [publish] and [admission] instead of each of their keys."""
-    merged = ("train.schedule", "publish", "admission")
+    """Name the sections [train.schedule], [publish], [admission] and [expiry] instead of each of their keys."""
+    merged = ("train.schedule", "publish", "admission", "expiry")
     return sorted({next((each for each in merged if name.startswith(f"{each}.")), name) for name in names})

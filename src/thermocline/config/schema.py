@@ -1,8 +1,8 @@
-"""`Config`: all settings of a run in eight sections. One schema is the API, the TOML file and the `--set` flags.
+"""`Config`: all settings of a run in ten sections. One schema is the API, the TOML file and the `--set` flags.
 
-[data] is `tc.Data`, [model] is `tc.ModelConfig`, [precision] is `tc.Precision`, [admission] is `tc.Admission`, [tiers]
-is `tc.Tiers`, [train] is `tc.Train` with all fields of `tc.TrainConfig`, [dist] is `tc.Dist`, and [publish] is
-`tc.Publish`. Imports no torch.
+[data] is `tc.Data`, [model] is `tc.ModelConfig`, [precision] is `tc.Precision`, [rows] is `tc.Rows`, [admission] is
+`tc.Admission`, [expiry] is `tc.Expiry`, [tiers] is `tc.Tiers`, [train] is `tc.Train` with all fields of
+`tc.TrainConfig`, [dist] is `tc.Dist`, and [publish] is `tc.Publish`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,16 @@ from thermocline.config.publish import Publish
 from thermocline.config.section import section
 from thermocline.config.train import TrainConfig
 from thermocline.embedding.admission import Admission
+from thermocline.embedding.expiry import Expiry
 from thermocline.embedding.optimizers import MOST_STEPS, Lazy
 from thermocline.embedding.precision import Precision
+from thermocline.embedding.row_statistics import RowStatistics, Statistic
 from thermocline.embedding.table_spec import OnDamage, Policy
+
+
+def _each_once(names: tuple[str, ...]) -> bool:
+    return len(set(names)) == len(names)
+
 
 OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 
@@ -59,6 +66,20 @@ class Tiers:
     """Eviction policy of the DRAM tier."""
     threads: Maybe[Count] = None
     """Threads of the DRAM tier. By default one per core."""
+
+
+@section("rows")
+class Rows:
+    """Statistics that are kept with each row."""
+
+    statistics: Annotated[tuple[Statistic, ...], Rule("a list of statistics, each once", _each_once)] = ()
+    """Any of frequency, last_step, last_time, show and click. 4 bytes per row each, last_time 8; show or click 4 more.
+    last_time needs data.time."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the statistics per row."""
+        return RowStatistics.of(self.statistics).bytes
 
 
 @section("train")
@@ -96,8 +117,12 @@ class Config:
     """Architecture and its sizes."""
     precision: Precision = Precision()
     """Stored precision of embedding weights."""
+    rows: Rows = Rows()
+    """Statistics of rows."""
     admission: Maybe[Admission] = None
     """Which keys get a row. By default all that are trained."""
+    expiry: Maybe[Expiry] = None
+    """Rules that delete rows, and the steps at which they run. By default no row is deleted."""
     tiers: Tiers = Tiers()
     """Memory budgets and the SSD store."""
     train: Train = Train()

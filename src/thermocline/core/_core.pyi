@@ -1,6 +1,6 @@
 """Types of the C++ module (csrc/bind)."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, overload
 
 import numpy as np
@@ -186,6 +186,11 @@ class Pins:
     def acquire(self) -> bool: ...
     def release(self) -> None: ...
 
+class StatisticsStep:
+    def decay(self, done: _Slots, values: _Floats) -> None: ...
+
+def make_statistics_step(number: int, time: int, decays: list[tuple[int, float]]) -> StatisticsStep: ...
+
 class DramTier:
     def __init__(
         self,
@@ -202,6 +207,7 @@ class DramTier:
         initial_scale: float,
         initial_state: float,
         precision: Precision,
+        statistics: int,
         store: RowStore | None,
         write_ahead: int | None,
         catch_up: bool = False,
@@ -212,6 +218,7 @@ class DramTier:
     def dirty_rows(self, next: int, keys: _Keys, rows: _Floats) -> tuple[int, int]: ...
     def read(self, keys: _Keys, rows: _Floats) -> tuple[int, int]: ...
     def push(self, keys: _Keys, rows: _Floats, dirty: bool, unique: bool = False) -> None: ...
+    def erase(self, keys: _Keys) -> int: ...
     def copy_out(self, slots: _Slots, rows: _Floats) -> None: ...
     def write(self, slots: _Slots, rows: _Floats) -> None: ...
     def flush(self, to: RowStore | None) -> None: ...
@@ -254,12 +261,24 @@ class DramTier:
         out: _Floats,
     ) -> None: ...
     def update(
-        self, slots: _Slots, starts: _Slots, grad_rows: _Slots, coefs: _Floats | None, grads: _Floats, step: Step
+        self,
+        slots: _Slots,
+        starts: _Slots,
+        grad_rows: _Slots,
+        coefs: _Floats | None,
+        grads: _Floats,
+        step: Step,
+        statistics: StatisticsStep | None = None,
+        units: _Offsets | None = None,
     ) -> int: ...
     def sum_gradients(
         self, starts: _Slots, grad_rows: _Slots, coefs: _Floats | None, grads: _Floats, sums: _Floats
     ) -> None: ...
     def apply_gradients(self, slots: _Slots, sums: _Floats, step: Step) -> int: ...
+    def sum_clicks(self, starts: _Slots, grad_rows: _Slots, units: _Offsets, clicks: _Offsets) -> None: ...
+    def update_statistics(
+        self, slots: _Slots, counts: _Offsets, clicks: _Offsets | None, step: StatisticsStep
+    ) -> None: ...
     def catch_up(
         self, slots: _Slots | None, rows: _Floats | None, rates: _Floats, step: Step, target: int, stamp: int
     ) -> None: ...
@@ -291,8 +310,8 @@ def to_text(ids: _Keys, offsets: _Offsets, fields: int, labels: _Floats, with_fi
 # Parsers (csrc/data/parse.h defines the formats). All calls release the GIL and may run concurrently.
 _Doubles = npt.NDArray[np.float64]
 _Mask = npt.NDArray[np.bool_]
-# Role ("label", "key", "dense", "number_key", "time" or "ignore"), name; for numbers: log, mean, inverse deviation, and
-# the bucket: a width, "log_square" or "none".
+# Role ("label", "key", "dense", "number_key", "time", "time_key" or "ignore"), name; for numbers: log, mean, inverse
+# deviation, and the bucket: a width, "log_square" or "none".
 _Column = tuple[str, str, bool, float, float, float | str]
 # ids, offsets [examples * fields + 1], weights (None: all are 1), dense [examples * dense], labels, event times (None:
 # no time column), the first malformed lines (index in the block including empty lines; cause), the number of malformed
@@ -307,15 +326,26 @@ class TextParser:
         kind: str,  # "libsvm", "libffm" or "table"
         *,
         delimiter: str = "\t",  # table: one byte
-        quoting: bool = False,  # table: fields may be "quoted, with ""quotes"" inside"; no line breaks inside
+        quoting: bool = False,  # table: fields may be "quoted, with ""quotes"" inside"
         columns: Sequence[_Column] = (),  # table: all columns in file order
         fields: int = 0,  # libsvm by position, libffm; the fields of a table are its key and number_key columns
         one_bag: bool = False,  # libsvm: a line is one bag of field "0"
         raw_keys: bool = False,  # values are decimal 64-bit keys, not hashed
+        binary_labels: bool = False,  # labels other than 0 and 1 are malformed
+        line_breaks: bool = False,  # table with quoting: quoted values may have line breaks
+        separators: dict[str, str] = {},  # by column: a key column is a bag of the values between separators
+        time_buckets: dict[
+            str, str
+        ] = {},  # by time_key column: hour_of_day, weekday, hour_of_week, day_of_month, month
+        carry: Set[str] = frozenset(),  # columns whose values parse_with_texts returns
     ) -> None: ...
     # `block`: whole lines. skip_errors: skips malformed lines (the first 16 are described, all are counted);
     # otherwise parsing stops at the first one, which is described, and returns the examples before it.
     def parse(self, block: Buffer, skip_errors: bool) -> _Parsed: ...
+    # The texts of the columns in `carry`, in file order: offsets [examples + 1] and bytes.
+    def parse_with_texts(self, block: Buffer, skip_errors: bool) -> tuple[_Parsed, list[tuple[_Offsets, bytes]]]: ...
+    # Length of the longest part of `text`, which begins with a record, that consists of whole records.
+    def whole_records(self, text: Buffer) -> int: ...
     @property
     def fields(self) -> int: ...
     @property
@@ -338,6 +368,13 @@ def hash_ints(
 def hash_floats(field: str, values: _Doubles | _Floats, valid: _Mask | None = None) -> _Keys: ...
 
 # Features of numbers: "dense" and "number_key" columns. A missing value gives 0 and the key of "". Infinity raises.
+# Times as text (csrc/data/parse_time.h): seconds since 1970, and whether each is missing, and invalid (0 or 1).
+def parse_times(
+    offsets: _Offsets, data: npt.NDArray[np.uint8], valid: _Mask | None = None
+) -> tuple[_Offsets, npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...
+
+# Keys of times, in seconds since 1970, by bucket (TextParser.time_buckets).
+def time_keys(field: str, seconds: _Offsets, valid: _Mask | None, bucket: str) -> _Keys: ...
 def number_dense(
     values: _Doubles, valid: _Mask | None, log: bool, mean: float, inverse_deviation: float
 ) -> _Floats: ...
@@ -382,6 +419,8 @@ class SnapshotView:
     @staticmethod
     def open(path: bytes, precision: str, dim: int) -> SnapshotView: ...
     def with_delta(self, path: bytes) -> SnapshotView: ...
+    def with_direct_reads(self) -> SnapshotView: ...
+    def read_floor(self, keys: _Keys) -> float: ...
     def lookup(self, keys: _Keys, found: npt.NDArray[np.uint8], out: _Floats) -> None: ...
     def verify(self) -> None: ...
     def scan(self) -> SnapshotScan: ...

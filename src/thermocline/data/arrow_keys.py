@@ -80,6 +80,49 @@ def is_time(kind: Any) -> bool:
     return bool(number or pt.is_timestamp(kind) or pt.is_date(kind))
 
 
+def parse_times(array: Any) -> tuple[Offsets, Mask, Mask]:
+    """Convert times to seconds since 1970, and mark those that are missing, and those that are invalid.
+
+    Times are text (csrc/data/parse_time.h), timestamps, dates, or numbers of seconds. Null, NaN and "" are missing.
+    """
+    import pyarrow as pa
+    import pyarrow.types as pt
+
+    if pt.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if is_text(array.type):
+        # A copy without slice or nulls, whose buffers are whole.
+        whole = pa.concat_arrays([array.cast(pa.large_binary()).fill_null(b"")])
+        _, offsets, text = whole.buffers()
+        cuts: Any = np.zeros(1, np.int64)  # an empty array may have no offsets buffer
+        if len(whole):
+            cuts = np.frombuffer(offsets, np.int64)[whole.offset :][: len(whole) + 1]
+        seconds, missing, invalid = core.parse_times(cuts, np.frombuffer(text or b"", np.uint8))
+        return seconds, missing.astype(np.bool_), invalid.astype(np.bool_)
+    absent = ~array.is_valid().to_numpy(zero_copy_only=False)
+    if pt.is_floating(array.type):
+        absent = absent | np.isnan(as_doubles(array))
+    seconds, wrong = as_seconds(array)
+    return seconds, absent, wrong & ~absent
+
+
+def split_values(array: Any, separator: str) -> Any:
+    """Split text at a separator into lists; empty parts are left out, and null is an empty list."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.types as pt
+
+    if pt.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    parts = pc.split_pattern(array.cast(pa.large_binary()), separator.encode())
+    sizes = parts.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    values = parts.flatten()
+    kept = pc.greater(pc.binary_length(values), 0)
+    rows = np.repeat(np.arange(len(array)), sizes)[kept.to_numpy(zero_copy_only=False)]
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(array)))])
+    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values.filter(kept))
+
+
 def raw_keys(array: Any) -> Keys:
     """Convert values that are keys already: integers by bit pattern, text as decimal numbers."""
     import pyarrow as pa

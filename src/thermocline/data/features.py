@@ -19,7 +19,9 @@ from thermocline.config.messages import show_toml
 from thermocline.errors import CorruptionError, DataError
 from thermocline.utils.untrusted_files import MAX_TEXT_BYTES, read_limited
 
-Role = Literal["label", "key", "dense", "number_key", "time", "ignore"]
+Role = Literal["label", "key", "dense", "number_key", "time", "time_key", "ignore"]
+KEY_ROLES = ("key", "number_key", "time_key")
+"""Roles of columns that are fields of keys."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,18 +142,27 @@ def same_header(first: Sequence[str], other: Sequence[str], first_name: str, nam
 
 
 def resolve(
-    names: Sequence[str], data: Data, format: Format, name: str, labelled: bool = True, *, known: bool = False
+    names: Sequence[str],
+    data: Data,
+    format: Format,
+    name: str,
+    labelled: bool = True,
+    *,
+    known: bool = False,
+    carried: Sequence[str] = (),
 ) -> list[Column]:
     """Assign a role to each column `names` of the file `name`: label, time, ignored, numeric, categorical, in this
     priority.
 
-    known   the features of the training data are known: `Features.require` checks the columns later
+    known    the features of the training data are known: `Features.require` checks the columns later
+    carried  columns that are ignored unless they are features of the training data
     """
     numbers = data.numbers_of(format)
     label = CRITEO_LABEL if format == "criteo" else data.label
     numeric = data.numeric or (CRITEO_NUMERIC if format == "criteo" else ())
     lists = {"ignore": data.ignore, "numeric": numeric, "categorical": data.categorical or ()}
-    _reject_duplicates({"label": (label,), "time": () if data.time is None else (data.time,), **lists})
+    times = {"time": () if data.time is None else (data.time,), "time_buckets": tuple(data.time_buckets)}
+    _reject_duplicates({"label": (label,), **times, **lists})
     if labelled and label not in names:
         hint = "; prediction needs no label" if known else ""
         raise DataError(f"{name} has no label column {label!r}: set data.label to one of {_some(names)}{hint}")
@@ -166,10 +177,12 @@ def resolve(
             role = "label" if labelled else "ignore"
         elif column == data.time:
             role = "time"
-        elif column in matched["ignore"]:
+        elif column in matched["ignore"] or column in carried:
             role = "ignore"
         elif column in matched["numeric"]:
             role = number_role
+        elif column in data.time_buckets:
+            role = "time_key"
         elif data.categorical is None or column in matched["categorical"]:
             if not column:
                 raise DataError(
@@ -178,12 +191,28 @@ def resolve(
                 )
             role = "key"
         columns.append(Column(column, role))
-    if not known and not any(column.role in ("key", "number_key") for column in columns):
+    _check_tables(columns, data, name, known)
+    if not known and not any(column.role in KEY_ROLES for column in columns):
         raise DataError(
             f"{name} has no categorical column: set data.categorical to some of {_some(names)}, or "
             'data.numeric_features.to = "keys"'
         )
     return columns
+
+
+def _check_tables(columns: Sequence[Column], data: Data, name: str, known: bool) -> None:
+    """Raise unless the columns of data.separators and data.time_buckets exist, and the former are categorical."""
+    roles = {column.name: column.role for column in columns}
+    for option, named in (("separators", data.separators), ("time_buckets", data.time_buckets)):
+        missing = next((column for column in named if column not in roles), None)
+        if missing is not None and not known:
+            raise DataError(f"data.{option} names {missing!r}, but {name} has no such column: it has {_some(roles)}")
+    for column in data.separators:
+        if roles.get(column, "key") != "key":
+            raise DataError(
+                f"data.separators names {column!r}, which is not categorical in {name}: remove it from there, or from "
+                "data.label, data.time, data.ignore, data.numeric or data.time_buckets"
+            )
 
 
 def _reject_duplicates(lists: dict[str, Sequence[str]]) -> None:
@@ -211,7 +240,8 @@ def _matching(patterns: Sequence[str], names: Sequence[str], option: str, file: 
     return matched
 
 
-def _some(names: Sequence[str]) -> str:
+def _some(columns: Iterable[str]) -> str:
+    names = list(columns)
     shown = ", ".join(repr(name) for name in names[:40])
     return shown if len(names) <= 40 else f"{shown} and {len(names) - 40} more"
 

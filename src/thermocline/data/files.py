@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +24,7 @@ from thermocline.errors import DataError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _MAGIC = re.compile(r"[*?\[]")
+_PARTITION = re.compile(r"[^=]+=.*", re.DOTALL)
 _numbers = itertools.count()
 
 
@@ -41,13 +42,17 @@ _OPEN_FILES = 64  # open remote files kept in the cache
 class Source:
     """An input file of fixed size. Thread-safe."""
 
-    def __init__(self, name: str, path: str, size: int, filesystem: Any = None) -> None:
+    def __init__(
+        self, name: str, path: str, size: int, filesystem: Any = None, partitions: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
         """Path or URL without secrets, for messages."""
         self.path = path
         self.size = size
         self.filesystem = filesystem
         """Arrow file system; None for a local file."""
+        self.partitions = dict(partitions or {})
+        """Columns that folders of its path are named after, such as date=2026-01-31; "" for a missing value."""
         self.compression = compression_of(path)
         self.number = next(_numbers)
         """Unique within the process."""
@@ -217,6 +222,25 @@ def find_files(paths: Sequence[str | Source], *, empty: bool = False) -> list[So
     return sources
 
 
+def dataset_files(dataset: Any) -> list[Source]:
+    """Return the Parquet files of a `pyarrow.dataset.Dataset`, with the values of their partitions."""
+    from pyarrow import dataset as ds, fs
+
+    sources = []
+    for fragment in dataset.get_fragments():
+        if not isinstance(fragment, ds.ParquetFileFragment):
+            raise DataError("the dataset does not consist of Parquet files: write it with write_dataset of pyarrow")
+        pairs = ds.get_partition_keys(fragment.partition_expression)
+        names = [name for name in dataset.schema.names if name in pairs]
+        partitions = {name: "" if pairs[name] is None else str(pairs[name]) for name in names}
+        local = isinstance(fragment.filesystem, fs.LocalFileSystem)
+        size = fragment.filesystem.get_file_info(fragment.path).size
+        sources.append(Source(fragment.path, fragment.path, size, None if local else fragment.filesystem, partitions))
+    if not sources:
+        raise DataError("the dataset has no files")
+    return sources
+
+
 def without_secrets(url: str) -> str:
     """Remove user and query from a URL."""
     return re.sub(r"://[^/@]*@", "://", url.partition("?")[0])
@@ -234,24 +258,45 @@ def _hidden(path: str) -> bool:
     return os.path.basename(path.rstrip("/")).startswith((".", "_"))
 
 
+def _partitions(folders: Sequence[str]) -> dict[str, str]:
+    """Return the columns and values of folders that are named like Hive's partitions, name=value."""
+    pairs = [urllib.parse.unquote(folder).split("=", 1) for folder in folders if _PARTITION.fullmatch(folder)]
+    return {name: "" if value == "__HIVE_DEFAULT_PARTITION__" else value for name, value in pairs}
+
+
 # ---- local
 
 
 def _find_local(name: str, path: str) -> list[Source]:
     if os.path.isdir(path):
-        files = [os.path.join(path, entry) for entry in sorted(os.listdir(path))]
-        files = [file for file in files if os.path.isfile(file) and not _hidden(file)]
+        base, files = path, _files_below(path)
         if not files:
             raise NoFiles(f"{name} is a folder without files: give a file, a folder with files, a glob or a URL")
     elif os.path.exists(path):
-        files = [path]
+        base, files = os.path.dirname(path), [path]
     elif _MAGIC.search(path):
         files = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
+        base = path[: _MAGIC.search(path).start()].rpartition("/")[0]  # type: ignore[union-attr]
         if not files:
             raise NoFiles(f"{name} matches no file")
     else:
         raise NoFiles(f"{name}: no such file{_nearest_folder(path)}")
-    return [Source(file, file, os.stat(file).st_size) for file in files]
+    below = [os.path.relpath(file, base or ".").split(os.sep)[:-1] for file in files]
+    return [
+        Source(file, file, os.stat(file).st_size, partitions=_partitions(folders))
+        for file, folders in zip(files, below, strict=True)
+    ]
+
+
+def _files_below(folder: str) -> list[str]:
+    """Return the files of a folder by name, then those in its partitions (name=value), which may have partitions."""
+    entries = [os.path.join(folder, entry) for entry in sorted(os.listdir(folder))]
+    entries = [entry for entry in entries if not _hidden(entry)]
+    files = [entry for entry in entries if os.path.isfile(entry)]
+    for entry in entries:
+        if os.path.isdir(entry) and _PARTITION.fullmatch(os.path.basename(entry)):
+            files += _files_below(entry)
+    return files
 
 
 def _nearest_folder(path: str) -> str:
@@ -279,8 +324,11 @@ def _find_remote(url: str, scheme: str, rest: str) -> list[Source]:
     host = shown.partition("://")[2].partition("/")[0]
     prefix = f"{scheme}://" + ("" if base.strip("/").partition("/")[0] == host else f"{host}/")
 
+    skip = len(base.rstrip("/")) + 1 if base else 0
+
     def source(info: Any) -> Source:
-        return Source(prefix + info.path.lstrip("/"), info.path, int(info.size), filesystem)
+        partitions = _partitions(info.path[skip:].split("/")[:-1])
+        return Source(prefix + info.path.lstrip("/"), info.path, int(info.size), filesystem, partitions)
 
     def listed(recursive: bool) -> list[Any]:
         infos = filesystem.get_file_info(fs.FileSelector(base, recursive=recursive, allow_not_found=True))
@@ -289,7 +337,6 @@ def _find_remote(url: str, scheme: str, rest: str) -> list[Source]:
     if fixed < len(parts):
         pattern = _pattern("/".join(parts[fixed:]))
         deep = fixed < len(parts) - 1 or "**" in parts[-1]
-        skip = len(base.rstrip("/")) + 1 if base else 0
         files = [info for info in listed(deep) if pattern.fullmatch(info.path[skip:])]
         if not files:
             raise NoFiles(f"{shown} matches no file")
@@ -297,10 +344,18 @@ def _find_remote(url: str, scheme: str, rest: str) -> list[Source]:
     info = filesystem.get_file_info(base)
     if info.is_file:
         return [source(info)]
-    files = [entry for entry in listed(False) if not _hidden(entry.path)]
+    entries = filesystem.get_file_info(fs.FileSelector(base, allow_not_found=True))
+    # All folders below are listed only if there are partitions: a bucket may have many others.
+    partitioned = any(not entry.is_file and _PARTITION.fullmatch(entry.base_name) for entry in entries)
+    files = [entry for entry in listed(partitioned) if _is_below(entry.path[skip:].split("/"))]
     if not files:
         raise NoFiles(f"{shown}: no such file, and no folder with files")
     return [source(info) for info in files]
+
+
+def _is_below(parts: Sequence[str]) -> bool:
+    """Whether a path below a folder is a file of the folder, or of its partitions."""
+    return not any(map(_hidden, parts)) and all(map(_PARTITION.fullmatch, parts[:-1]))
 
 
 def _filesystem(scheme: str, path: str, query: str) -> tuple[Any, str]:

@@ -14,7 +14,9 @@ import numpy as np
 from thermocline.config.data import CRITEO_CATEGORICAL, CRITEO_NUMERIC, Data, Format
 from thermocline.core import core
 from thermocline.data.arrow_keys import as_doubles, one_array
+from thermocline.data.column_checks import check_columns, has_line_breaks, sampled_values
 from thermocline.data.features import (
+    KEY_ROLES,
     Column,
     Features,
     criteo_columns,
@@ -39,6 +41,9 @@ _ONLY_IN = {
     "numeric": ("criteo", "csv", "parquet"),
     "ignore": ("criteo", "csv", "parquet"),
     "numeric_features": ("criteo", "csv", "parquet"),
+    "separators": ("csv", "parquet"),
+    "time_buckets": ("csv", "parquet"),
+    "line_breaks": ("csv",),
     "delimiter": ("csv",),
     "fields": ("libsvm",),
     "num_fields": ("libsvm", "libffm"),
@@ -67,12 +72,14 @@ def open_files(
     features: Features | None,
     labelled: bool | None,
     block_bytes: int | None,
+    carry: Sequence[str] = (),
 ) -> OpenedFiles:
     """Open files for reading.
 
     features     features of the training data; None means that these files are the training data
     labelled     False sets labels to 0 without reading them; None reads them if the files have them
     block_bytes  text bytes that one thread parses at a time; None means 1 MiB, or 8 MiB for remote files
+    carry        columns whose values the blocks have, too
     """
     sources = find_files(paths)
     format = data.format_of(tuple(source.path for source in sources))
@@ -82,17 +89,23 @@ def open_files(
     if block_bytes is None:
         block_bytes = _REMOTE_BLOCK_BYTES if any(source.remote for source in sources) else _BLOCK_BYTES
     if format == "parquet":
-        blocks, resolved, columns = _open_parquet(sources, data, features, labelled)
+        blocks, resolved, columns = _open_parquet(sources, data, features, labelled, carry)
         columns = sorted(columns, key=str)  # columns are read by name: their order does not matter
     elif format in ("libsvm", "libffm"):
-        blocks, resolved, columns = _open_ids(sources, data, format, features, block_bytes)
+        if carry:
+            raise DataError(f"{sources[0].name} has no column {carry[0]!r}: {format} files have no named columns")
+        blocks, resolved, columns = _open_ids(sources, data, format, features, labelled, block_bytes)
     else:
-        blocks, resolved, columns = _open_table(sources, data, format, features, labelled, block_bytes)
+        blocks, resolved, columns = _open_table(sources, data, format, features, labelled, block_bytes, carry)
     if len(blocks) == 0:
         raise NoExamples(no_examples(sources))
     identity: list[Any] = [format, resolved.to_json(), columns, dataclasses.asdict(data.numbers_of(format))]
     # on_error is left out: a run that stopped at a malformed line may be resumed with on_error = "skip".
     identity += [data.raw_keys, data.label_threshold, data.delimiter, data.fields, labelled]
+    # Keys that earlier versions lack are added only if they are set, so that their positions stay valid.
+    identity += [value for value in (data.separators, data.time_buckets) if value]
+    identity += [[source.partitions for source in sources]] * any(source.partitions for source in sources)
+    identity += ["line_breaks"] * (isinstance(blocks, TextBlocks) and blocks.line_breaks)
     digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
     return OpenedFiles(sources, format, blocks, resolved, block_bytes, digest)
 
@@ -132,8 +145,18 @@ def _parser(kind: str, **options: Any) -> Any:
         raise DataError(str(error)) from None
 
 
+def _binary(data: Data, labelled: bool | None) -> bool:
+    """Whether labels other than 0 and 1 are malformed."""
+    return labelled is True and data.label_values == "binary" and data.label_threshold is None
+
+
 def _open_ids(
-    sources: list[Source], data: Data, format: Format, features: Features | None, block_bytes: int
+    sources: list[Source],
+    data: Data,
+    format: Format,
+    features: Features | None,
+    labelled: bool | None,
+    block_bytes: int,
 ) -> tuple[Blocks, Features, list[list[str]]]:
     """Open LibSVM or LibFFM files."""
     text, ratio = sources[0].head(_HEAD)
@@ -149,13 +172,10 @@ def _open_ids(
     resolved = Features(tuple(str(i) for i in range(fields)))
     if features is not None:
         features.require(resolved.fields, (), sources[0].name)
-    parser = _parser(format, fields=fields, one_bag=one_bag, raw_keys=data.raw_keys)
-    starts = [0] * len(sources)
-    return (
-        TextBlocks(sources, starts, parser, data, block_bytes=block_bytes, **_sample_estimates(text, ratio)),
-        resolved,
-        [],
-    )
+    options = {"raw_keys": data.raw_keys, "binary_labels": _binary(data, labelled)}
+    parser = _parser(format, fields=fields, one_bag=one_bag, **options)
+    estimates = {"labelled": labelled is not False, **_sample_estimates(text, ratio)}
+    return TextBlocks(sources, [0] * len(sources), parser, data, block_bytes=block_bytes, **estimates), resolved, []
 
 
 def _count_ids(text: bytes, source: Source) -> int:
@@ -191,8 +211,10 @@ def _open_table(
     features: Features | None,
     labelled: bool | None,
     block_bytes: int,
+    carry: Sequence[str],
 ) -> tuple[Blocks, Features, list[list[str]]]:
     """Open CSV files, or files in the Criteo format."""
+    binary = _binary(data, labelled)
     if format == "criteo":
         heads, delimiter = [sources[0].head(_HEAD)], "\t"
         starts = [0] * len(sources)
@@ -209,7 +231,15 @@ def _open_table(
             same_header(names, other, sources[0].name, source.name)
         has_label = data.label in names
     labelled = has_label if labelled is None else labelled
-    columns = resolve(names, data, format, sources[0].name, labelled, known=features is not None)
+    extra = _require_carried(carry, names, features, sources[0].name)
+    columns = resolve(names, data, format, sources[0].name, labelled, known=features is not None, carried=extra)
+    samples = [_whole_sample(text[start:], len(text)) for (text, _), start in zip(heads, starts, strict=False)]
+    line_breaks = False
+    if format == "csv":
+        found = data.line_breaks is None and has_line_breaks(samples, len(names), delimiter)
+        line_breaks = bool(data.line_breaks) or found
+    if features is None and format == "csv":
+        check_columns(sampled_values(samples[0], columns, delimiter), columns, data, sources[0].name)
     sample = max(
         ((text[start:], ratio) for (text, ratio), start in zip(heads, starts, strict=False)), key=lambda s: len(s[0])
     )
@@ -219,10 +249,12 @@ def _open_table(
         scales = [transform(column.name, numbers, fitted)[1:3] for column in columns]
         specs = [(column.role, column.name, log, *scale, bucket) for column, scale in zip(columns, scales, strict=True)]
         options: dict[str, Any] = {"delimiter": delimiter, "quoting": format == "csv", "raw_keys": data.raw_keys}
-        return _parser("table", columns=specs, **options)
+        options |= {"separators": data.separators, "time_buckets": data.time_buckets, "carry": set(carry)}
+        return _parser("table", columns=specs, binary_labels=binary, line_breaks=line_breaks, **options)
 
     def blocks(parser: Any) -> TextBlocks:
         options: dict[str, Any] = {"block_bytes": block_bytes, "labelled": labelled, **_sample_estimates(*sample)}
+        options |= {"line_breaks": line_breaks, "carry": [name for name in names if name in carry]}
         return TextBlocks(sources, starts, parser, data, **options)
 
     def rows() -> Any:
@@ -237,6 +269,20 @@ def _open_table(
     resolved = _resolve_features(columns, data, format, features, rows, sources[0].name)
     final_parser = parser(columns, resolved.statistics, numbers.log, numbers.bucket)
     return blocks(final_parser), resolved, [[column.name, column.role] for column in columns]
+
+
+def _whole_sample(text: bytes, head: int) -> bytes:
+    """Return the whole lines of a sample of a file; `head` bytes of the file were read."""
+    return text if head < _HEAD else text[: text.rfind(b"\n") + 1]
+
+
+def _require_carried(carry: Sequence[str], names: Sequence[str], features: Features | None, name: str) -> list[str]:
+    """Return the carried columns that are no features; raise DataError for a column that the file lacks."""
+    missing = next((column for column in carry if column not in names), None)
+    if missing is not None:
+        raise DataError(f"{name} has no column {missing!r} to carry along: it has {', '.join(map(repr, names))}")
+    used = () if features is None else (*features.fields, *features.dense)
+    return [column for column in carry if column not in used]
 
 
 def _split_header(text: bytes, delimiter: str, source: Source) -> tuple[list[str], int]:
@@ -256,7 +302,7 @@ def _split_header(text: bytes, delimiter: str, source: Source) -> tuple[list[str
 
 
 def _open_parquet(
-    sources: list[Source], data: Data, features: Features | None, labelled: bool | None
+    sources: list[Source], data: Data, features: Features | None, labelled: bool | None, carry: Sequence[str]
 ) -> tuple[Blocks, Features, list[list[str]]]:
     compressed = next((source for source in sources if source.compression is not None), None)
     if compressed is not None:
@@ -266,8 +312,10 @@ def _open_parquet(
     repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if repeated is not None:
         raise DataError(f"{sources[0].name}: column {repeated!r} occurs twice; column names must be unique")
+    binary = _binary(data, labelled)
     labelled = data.label in names if labelled is None else labelled
-    columns = resolve(names, data, "parquet", sources[0].name, labelled, known=features is not None)
+    extra = _require_carried(carry, names, features, sources[0].name)
+    columns = resolve(names, data, "parquet", sources[0].name, labelled, known=features is not None, carried=extra)
     if features is not None:
         columns = sort_columns(columns, features)
     numbers, numeric = data.numbers_of("parquet"), numeric_columns(columns)
@@ -283,7 +331,9 @@ def _open_parquet(
             yield numbers_only.reshape(-1, len(numeric)), present
 
     resolved = _resolve_features(columns, data, "parquet", features, rows, sources[0].name)
-    blocks = ParquetBlocks(sources, infos, columns, data, resolved.statistics)
+    blocks = ParquetBlocks(sources, infos, columns, data, resolved.statistics, binary_labels=binary, carry=carry)
+    if features is None:
+        check_columns(blocks.sampled_values(), columns, data, sources[0].name)
     return blocks, resolved, [[column.name, column.role] for column in columns]
 
 
@@ -300,7 +350,7 @@ def _resolve_features(
     columns: Sequence[Column], data: Data, format: Format, given: Features | None, rows: Any, name: str
 ) -> Features:
     """Return the features of these columns, with the given statistics or statistics fitted to the first rows."""
-    fields = tuple(column.name for column in columns if column.role in ("key", "number_key"))
+    fields = tuple(column.name for column in columns if column.role in KEY_ROLES)
     dense = tuple(column.name for column in columns if column.role == "dense")
     if given is not None:
         given.require(fields, dense, name, data.ignore)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from thermocline.config.data import Data, Format, Split
@@ -66,6 +66,7 @@ def open_data(
     tensors: bool = True,
     shard: tuple[int, int] = (0, 1),
     contiguous: bool = False,
+    carry: Sequence[str] = (),
 ) -> Reader | FollowReader | SyntheticAds:
     """Open one split as an iterable of batches.
 
@@ -75,11 +76,14 @@ def open_data(
     tensors    False returns labels and dense features as NumPy arrays, without importing torch
     shard      (number, count): the part of one rank
     contiguous shards are consecutive parts of the data: see `Reader`
+    carry      columns whose values each batch has, too: see `Reader`
     """
     if not has_split(data, split):
         cause = f"data.synth.{split}_examples is 0" if data.format == "synth" else f"data.{split} names no files"
         raise ConfigError(f"no {split} data: {cause}")
     if data.format == "synth":
+        if carry:
+            raise ConfigError(f"generated data has no column {carry[0]!r} to carry along")
         return _open_synthetic(data, split, batch_size=batch_size, tensors=tensors, shard=shard, contiguous=contiguous)
     if shuffle is None:
         shuffle = data.shuffle and split == "train"
@@ -94,7 +98,7 @@ def open_data(
     if features is None and split != "train" and data.train:
         features = Reader(data.train, data, batch_size=batch_size).features
     options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "shuffle": shuffle}
-    options |= {"tensors": tensors, "shard": shard, "contiguous": contiguous}
+    options |= {"tensors": tensors, "shard": shard, "contiguous": contiguous, "carry": carry}
     return Reader(getattr(data, split), data, features=features, labelled=labelled, **options)
 
 

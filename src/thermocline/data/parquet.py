@@ -19,10 +19,13 @@ from thermocline.data.arrow_keys import (
     is_text,
     is_time,
     one_array,
+    parse_times,
     raw_keys,
     rows_with_invalid_key,
+    split_values,
 )
-from thermocline.data.features import Column, transform
+from thermocline.data.column_checks import SAMPLE_ROWS, times_as_keys
+from thermocline.data.features import KEY_ROLES, Column, transform
 from thermocline.data.files import Source, file_errors
 from thermocline.data.text_blocks import Block, InputSplit, Malformed, Piece, threshold_labels
 from thermocline.errors import DataError
@@ -39,12 +42,17 @@ class ParquetFileInfo:
     """The footer of a Parquet file."""
 
     def __init__(self, source: Source) -> None:
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         with source.open() as file, file_errors(source.name):
             opened = pq.ParquetFile(file)
             self.metadata = opened.metadata
-            self.schema = opened.schema_arrow
+            self.schema = self.stored = opened.schema_arrow
+        for name in source.partitions:
+            if name in self.stored.names:
+                raise DataError(f"{source.name}: column {name!r} is in the file and in its path; rename one")
+            self.schema = self.schema.append(pa.field(name, pa.string()))
         self.rows = [self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups)]
         self.first_rows = np.concatenate([[0], np.cumsum(self.rows)]).tolist()
 
@@ -59,6 +67,9 @@ class ParquetBlocks:
         columns: Sequence[Column],
         data: Data,
         fitted: dict[str, tuple[float, float]],
+        *,
+        binary_labels: bool = False,
+        carry: Sequence[str] = (),
     ) -> None:
         self._infos = {id(source): info for source, info in zip(sources, infos, strict=True)}
         self._data = data
@@ -68,7 +79,9 @@ class ParquetBlocks:
         self._label = next((column.name for column in columns if column.role == "label"), None)
         self._time = next((column.name for column in columns if column.role == "time"), None)
         self._dense = [column.name for column in columns if column.role == "dense"]
-        self._keys = [column for column in columns if column.role in ("key", "number_key")]
+        self._keys = [column for column in columns if column.role in KEY_ROLES]
+        self._binary_labels = binary_labels
+        self.carry = tuple(carry)
         for source, info in zip(sources, infos, strict=True):
             self._check_types(source, info)
         groups = [
@@ -113,6 +126,17 @@ class ParquetBlocks:
                         "numbers of seconds"
                     )
                 continue
+            if column.role == "time_key":
+                if not (is_time(kind) or is_text(kind.value_type if pt.is_dictionary(kind) else kind)):
+                    raise DataError(
+                        f"{source.name}: column {name!r} has type {kind}; data.time_buckets must name timestamps, "
+                        "dates, text or numbers of seconds"
+                    )
+                continue
+            if pt.is_timestamp(kind) or pt.is_date(kind):
+                raise DataError(times_as_keys(source.name, name, f"has type {kind}, times"))
+            if name in self._data.separators and not is_text(kind.value_type if pt.is_dictionary(kind) else kind):
+                raise DataError(f"{source.name}: column {name!r} has type {kind}; data.separators must name text")
             value = kind.value_type if is_list(kind) else kind
             value = value.value_type if pt.is_dictionary(value) else value
             valid, allowed = pt.is_integer(value) or is_text(value), "integers, decimal text, and lists of these"
@@ -133,7 +157,8 @@ class ParquetBlocks:
         raise AssertionError("row groups are not sequential")
 
     def load(self, split: InputSplit) -> Block:
-        table = self.table(split, [column.name for column in self._read])
+        names = [column.name for column in self._read]
+        table = self.table(split, [*names, *(name for name in self.carry if name not in names)])
         first_malformed: tuple[Malformed, ...] = ()
         malformed = 0
         causes = self._causes(table)
@@ -147,7 +172,33 @@ class ParquetBlocks:
             table = table.filter(pa.array(~bad))
         with file_errors(split.source.name):
             time = None if self._time is None else as_seconds(one_array(table[self._time]))[0]
-            return Block(self._examples(table), first_malformed, malformed, time)
+            carried = tuple(one_array(table[name]) for name in self.carry)
+            return Block(self._examples(table), first_malformed, malformed, time, carried)
+
+    def sampled_values(self) -> dict[str, list[str]]:
+        """Return the values of the categorical columns in the first rows, as text, without missing ones."""
+        import pyarrow.types as pt
+
+        split = self.split(0)
+        schema = self._infos[id(split.source)].schema
+        names = [column.name for column in self._keys if column.role == "key"]
+        partitions = {name: [value] for name, value in split.source.partitions.items() if name in names and value}
+        names = [name for name in names if name not in split.source.partitions]
+        names = [name for name in names if not is_list(schema.field(name).type)]
+        first = next(self._batches(split, names), None)
+        values = {name: [] if first is None else first[name].drop_null() for name in names}
+        texts = {name: array for name, array in values.items() if len(array) and not pt.is_dictionary(array.type)}
+        return partitions | {name: [_text(value) for value in array.to_pylist()] for name, array in texts.items()}
+
+    def _batches(self, split: InputSplit, names: Sequence[str]) -> Iterator[Any]:
+        import pyarrow.parquet as pq
+
+        self._check_size(split, names)
+        with split.source.open() as file, file_errors(split.source.name):
+            opened = pq.ParquetFile(file, metadata=self._infos[id(split.source)].metadata)
+            stored = [name for name in names if name in self._infos[id(split.source)].stored.names]
+            options = {"row_groups": [split.start], "columns": stored, "use_threads": False}
+            yield from opened.iter_batches(SAMPLE_ROWS, **options)
 
     def table(self, split: InputSplit, names: Sequence[str]) -> Any:
         """Read columns of a row group, each as one chunk."""
@@ -155,8 +206,11 @@ class ParquetBlocks:
 
         self._check_size(split, names)
         with split.source.open() as file, file_errors(split.source.name):
-            opened = pq.ParquetFile(file, metadata=self._infos[id(split.source)].metadata)
-            return opened.read_row_group(split.start, columns=list(names), use_threads=False).combine_chunks()
+            info = self._infos[id(split.source)]
+            opened = pq.ParquetFile(file, metadata=info.metadata)
+            stored = [name for name in names if name in info.stored.names]
+            table = opened.read_row_group(split.start, columns=stored, use_threads=False).combine_chunks()
+        return _with_partitions(table, split, names, info.rows[split.start])
 
     def _check_size(self, split: InputSplit, names: Sequence[str]) -> None:
         group = self._infos[id(split.source)].metadata.row_group(split.start)
@@ -183,6 +237,9 @@ class ParquetBlocks:
         if self._label is not None:
             label = as_doubles(one_array(table[self._label]))
             add(~(np.abs(label) <= _MAX_DENSE), self._label, "a label must be a number")
+            if self._binary_labels:
+                wrong = (np.abs(label) <= _MAX_DENSE) & (label != 0) & (label != 1)
+                add(wrong, self._label, "a label must be 0 or 1; data.label_threshold converts ratings")
         if self._time is not None:
             rule = "an event time must be a timestamp, or seconds from -2**53 to 2**53"
             add(as_seconds(one_array(table[self._time]))[1], self._time, rule)
@@ -197,12 +254,15 @@ class ParquetBlocks:
                 if self._numbers.bucket == "log_square":  # above 2 the bucket number is a logarithm, which fits
                     wide &= (values < 0) | np.isinf(values)
                 add(wide, column.name, "its bucket number does not fit 64 bits")
+            elif column.role == "time_key":
+                array = one_array(table[column.name])
+                rule = "a time must be a timestamp, seconds since 1970, or text such as 2026-01-31T23:59:59Z"
+                add(parse_times(array)[2], column.name, rule)
             elif self._data.raw_keys and column.role == "key":
-                add(
-                    rows_with_invalid_key(one_array(table[column.name])),
-                    column.name,
-                    "a raw key must be a 64-bit integer",
-                )
+                array = one_array(table[column.name])
+                separator = self._data.separators.get(column.name)
+                bad = rows_with_invalid_key(array if separator is None else split_values(array, separator))
+                add(bad, column.name, "a raw key must be a 64-bit integer")
         return causes
 
     def _scaled(self, name: str, values: Doubles) -> Doubles:
@@ -234,6 +294,11 @@ class ParquetBlocks:
 
     def _field(self, array: Any, column: Column) -> tuple[Keys, Offsets | None]:
         """Return the keys of a column, and the keys per row; None means one key per row."""
+        if column.role == "time_key":
+            seconds, missing, _ = parse_times(array)
+            return core.time_keys(column.name, seconds, ~missing, self._data.time_buckets[column.name]), None
+        if column.name in self._data.separators:
+            array = split_values(array, self._data.separators[column.name])
         if is_list(array.type):
             sizes = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
             return self._values(array.flatten(), column), sizes
@@ -245,3 +310,17 @@ class ParquetBlocks:
             return core.number_keys(column.name, as_doubles(array), None, *rule)
         raw = self._data.raw_keys and column.role == "key"
         return raw_keys(array) if raw else hash_column(array, column.name)
+
+
+def _with_partitions(table: Any, split: InputSplit, names: Sequence[str], rows: int) -> Any:
+    """Add the columns of the file's path to its rows, as text."""
+    import pyarrow as pa
+
+    for name in (name for name in names if name in split.source.partitions):
+        column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), [split.source.partitions[name]])
+        table = table.append_column(name, column)
+    return table
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

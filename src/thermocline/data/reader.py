@@ -16,7 +16,7 @@ import hashlib
 import math
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -27,12 +27,15 @@ from thermocline.core import core
 from thermocline.data.block_prefetch import BlockIndex, prefetch_blocks
 from thermocline.data.feature_hashing import make_hasher
 from thermocline.data.features import Features
-from thermocline.data.files import NoExamples, Source, map_threads
+from thermocline.data.files import NoExamples, Source, dataset_files, map_threads
 from thermocline.data.formats import no_examples, open_files
 from thermocline.data.parquet import ParquetBlocks
 from thermocline.data.text_blocks import Block, Malformed
 from thermocline.errors import DataError
 from thermocline.utils.cpu_affinity import cores
+
+if TYPE_CHECKING:
+    from pyarrow.dataset import Dataset
 
 _MAX_DESCRIBED = 10  # malformed lines kept for `Reader.skipped`
 
@@ -75,7 +78,7 @@ class Reader:
 
     def __init__(
         self,
-        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Source],
+        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Source] | Dataset,
         data: Data | None = None,
         *,
         batch_size: int,
@@ -87,10 +90,11 @@ class Reader:
         block_bytes: int | None = None,
         tensors: bool = True,
         contiguous: bool = False,
+        carry: Sequence[str] = (),
         **options: Any,
     ) -> None:
         """
-        paths        one or several files, folders, globs or URLs
+        paths        one or several files, folders, globs or URLs; or a `pyarrow.dataset.Dataset` of Parquet files
         data         format options (data.shuffle is ignored); `options` override its fields: format, label,
                      categorical, numeric, on_error, ...
         batch_size   examples per batch; the last batch of an epoch may have fewer
@@ -105,8 +109,10 @@ class Reader:
         tensors      return labels and dense features as torch tensors; False returns NumPy arrays
         contiguous   shards are consecutive parts of the files, so that all shards in order are the files in order. A
                      compressed file is then read by one shard, and a shard may be empty
+        carry        columns, such as ids, whose values `carried` has for each batch; they need not be features
         """
-        several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+        found: Any = dataset_files(paths) if hasattr(paths, "get_fragments") else paths
+        several: Any = [found] if isinstance(found, (str, os.PathLike)) else found
         names = [path if isinstance(path, Source) else os.fspath(path) for path in several]
         settings = Data(**options) if data is None else dataclasses.replace(data, **options)
         _check_arguments(batch_size, seed, shard, block_bytes)
@@ -118,7 +124,10 @@ class Reader:
         self.tensors = tensors
         if features is None and settings.train and list(settings.train) != names:
             features = open_files(settings.train, settings, features=None, labelled=True, block_bytes=None).features
-        opened = open_files(names, settings, features=features, labelled=labelled, block_bytes=block_bytes)
+        self.carry = tuple(carry)
+        opened = open_files(
+            names, settings, features=features, labelled=labelled, block_bytes=block_bytes, carry=self.carry
+        )
         self.format = opened.format
         self.features = opened.features
         """Fields, dense features and statistics: pass them to the readers of other data."""
@@ -146,6 +155,8 @@ class Reader:
             "lot_blocks": self._chunk_blocks,
             **({"contiguous": True} if contiguous else {}),
         }
+        self.carried: dict[str, Any] = {}
+        """Values of the columns `carry` in the batch that the iteration returned last, as Arrow arrays."""
         self._epoch = 0
         self._start: tuple[BlockIndex, int] = ((0, 0), 0)
         self._skipped = 0
@@ -322,9 +333,18 @@ class Reader:
             target = torch.from_numpy(label)
             features = None if features is None else torch.from_numpy(features)
         position = {"epoch": epoch, "unit": first_block[0], "block": first_block[1], "example": taken}
+        self.carried = self._carried(taken_from, order)
         place, names = {**self._identity, **position}, self.features.fields
         batch = Batch(ids, offsets, fields, weights, features, target, place, names=names, time=time)
         return batch if self._hasher is None else self._hasher(batch)
+
+    def _carried(self, blocks: Sequence[Block], order: Offsets) -> dict[str, Any]:
+        if not self.carry:
+            return {}
+        import pyarrow as pa
+
+        columns = {name: [block.carried[i] for block in blocks] for i, name in enumerate(self._blocks.carry)}
+        return {name: pa.concat_arrays(columns[name]).take(pa.array(order)) for name in self.carry}
 
     def _chunks(self, epoch: int, start: BlockIndex) -> Generator[ShuffleChunk, None, None]:
         """Yield the shuffle chunks of an epoch, from the one whose first block is `start`."""

@@ -12,7 +12,7 @@ from thermocline.batch import Batch
 from thermocline.config.data import CRITEO_NUMERIC, Data
 from thermocline.core import core
 from thermocline.data.feature_hashing import make_hasher
-from thermocline.data.features import Features, resolve
+from thermocline.data.features import KEY_ROLES, Features, resolve
 from thermocline.data.files import Source
 from thermocline.data.formats import sort_columns
 from thermocline.data.parquet import ParquetBlocks
@@ -35,8 +35,16 @@ class RecordBatchConverter:
             raise DataError(f"data.format is {data.format!r}: only {', '.join(get_args(ColumnFormat))} have columns")
         numeric = data.numeric or (CRITEO_NUMERIC if data.format == "criteo" else ())
         numbers = data.numbers_of(data.format)
+        # The event time is used in training only.
+        ignore = data.ignore if data.time is None else (*data.ignore, data.time)
         self._data = dataclasses.replace(
-            data, format="parquet", numeric=numeric, numeric_features=numbers, on_error="raise"
+            data,
+            format="parquet",
+            numeric=numeric,
+            numeric_features=numbers,
+            on_error="raise",
+            time=None,
+            ignore=ignore,
         )
         self._features = features
         self._hasher = make_hasher(data.hashing, data.threads)
@@ -51,7 +59,7 @@ class RecordBatchConverter:
         features = self._features
         columns = resolve(names, self._data, "parquet", "request", labelled=False, known=True)
         columns = sort_columns(columns, features)
-        fields = [column.name for column in columns if column.role not in ("dense", "ignore")]
+        fields = [column.name for column in columns if column.role in KEY_ROLES]
         features.require(fields, [column.name for column in columns if column.role == "dense"], "request")
         blocks = _TableBlocks(self._source, table, columns, self._data, features.statistics)
         examples = blocks.load(InputSplit(self._source, 0)).examples

@@ -15,7 +15,7 @@ import numpy as np
 
 from thermocline.arrays import Floats, Mask, Offsets
 from thermocline.config.data import Data
-from thermocline.data.files import Source
+from thermocline.data.files import Source, file_errors
 from thermocline.errors import DataError, ThermoclineError
 
 # ids, offsets, weights (None means all 1), dense, labels: the layout of the core.
@@ -67,6 +67,8 @@ class Block:
     malformed: int = 0
     time: Offsets | None = None
     """Event time of each example; None: the data has none."""
+    carried: tuple[Any, ...] = ()
+    """Arrow arrays with the values of `Reader.carry`."""
 
     def __len__(self) -> int:
         return len(self.examples[4])
@@ -81,6 +83,11 @@ class Blocks(Protocol):
     """Estimated examples of a split, or of a piece of a sequential split."""
     total_examples: float
     """Estimated examples of all splits."""
+
+    @property
+    def carry(self) -> Sequence[str]:
+        """Columns of `Block.carried`, in its order."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -130,12 +137,17 @@ class TextBlocks:
         bytes_per_line: float,
         ratio: float,
         labelled: bool = True,
+        line_breaks: bool = False,
+        carry: Sequence[str] = (),
     ) -> None:
         """
         starts          byte offset of the first example of each file
         bytes_per_line  average of a sample
         ratio           text bytes per byte of a compressed file, from a sample
         labelled        False sets all labels to 0
+        line_breaks     the parser reads records of several lines: where one begins is known only from the beginning of
+                        a file, so that each file is one sequential split
+        carry           columns whose values the parser returns, in file order
         """
         self._sources = sources
         self._starts = starts
@@ -143,13 +155,15 @@ class TextBlocks:
         self._data = data
         self._block_bytes = block_bytes
         self._labelled = labelled
+        self.line_breaks = line_breaks
+        self.carry = carry
         self._first = {id(source): start for source, start in zip(sources, starts, strict=True)}
         counts = [
-            1 if source.compression is not None else -(-(source.size - start) // block_bytes)
+            1 if self._is_sequential(source) else -(-(source.size - start) // block_bytes)
             for source, start in zip(sources, starts, strict=True)
         ]
         self._ends = np.cumsum(counts)
-        self.sequential = np.repeat([source.compression is not None for source in sources], counts)
+        self.sequential = np.repeat([self._is_sequential(source) for source in sources], counts)
         self.examples_per_split = block_bytes / bytes_per_line
         text = sum(
             source.size * (1 if source.compression is None else ratio) - start
@@ -157,13 +171,16 @@ class TextBlocks:
         )
         self.total_examples = text / bytes_per_line
 
+    def _is_sequential(self, source: Source) -> bool:
+        return self.line_breaks or source.compression is not None
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def split(self, number: int) -> InputSplit:
         file = int(np.searchsorted(self._ends, number, side="right"))
         source, start = self._sources[file], self._starts[file]
-        if source.compression is not None:
+        if self._is_sequential(source):
             return InputSplit(source, start)
         start += (number - (int(self._ends[file - 1]) if file else 0)) * self._block_bytes
         return InputSplit(source, start, min(start + self._block_bytes, source.size))
@@ -200,7 +217,7 @@ class TextBlocks:
         return base + low, memoryview(text)[low : high + 1 if high >= 0 else len(text)]
 
     def pieces(self, split: InputSplit, first: int) -> Iterator[Piece]:
-        """Yield pieces: piece i holds the lines that end in the i-th `block_bytes` of text.
+        """Yield pieces: piece i holds the lines, or records of lines, that end in the i-th `block_bytes` of text.
 
         A last line without a line break is a separate piece.
         """
@@ -211,12 +228,12 @@ class TextBlocks:
 
         for number, chunk in enumerate(split.source.chunks(self._block_bytes)):
             text = carry + chunk[max(0, split.start - number * self._block_bytes) :]
-            cut = text.rfind(b"\n") + 1
+            cut = self._parser.whole_records(text)
             if number >= first:
                 yield without_bom(text[:cut])
             begin, carry = begin + cut, text[cut:]
             if len(carry) > MAX_LINE:
-                raise _too_long(split.source, begin)
+                raise _too_long(split.source, begin, self.line_breaks)
         if carry and number + 1 >= first:
             yield without_bom(carry)
 
@@ -224,7 +241,10 @@ class TextBlocks:
         begin, text = piece
         skip = self._data.on_error == "skip"
         try:
-            *examples, time, errors, malformed = self._parser.parse(text, skip)
+            if self.carry:
+                (*examples, time, errors, malformed), texts = self._parser.parse_with_texts(text, skip)
+            else:
+                (*examples, time, errors, malformed), texts = self._parser.parse(text, skip), ()
         except ThermoclineError as error:
             raise DataError(f"{split.source.name}: {error}") from None
         first_malformed = tuple(Malformed(split.source, line, cause, begin) for line, cause in errors)
@@ -233,11 +253,20 @@ class TextBlocks:
         if not self._labelled:
             examples[4][:] = 0
         threshold_labels(examples[4], self._data)
-        return Block(tuple(examples), first_malformed, malformed, time)
+        carried = tuple(_text_array(offsets, values, split.source) for offsets, values in texts)
+        return Block(tuple(examples), first_malformed, malformed, time, carried)
 
 
-def _too_long(source: Source, begin: int) -> DataError:
+def _text_array(offsets: Offsets, values: bytes, source: Source) -> Any:
+    import pyarrow as pa
+
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(values)]
+    array = pa.Array.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
+    with file_errors(source.name):
+        return array.cast(pa.large_string())  # checks that it is UTF-8
+
+
+def _too_long(source: Source, begin: int, line_breaks: bool = False) -> DataError:
     line = lines_before(source, begin) + 1
-    return DataError(
-        f"{source.name}, line {line}: longer than {MAX_LINE} bytes; check that this is a text file of examples"
-    )
+    cause = "; a quote does not end" if line_breaks else "; check that this is a text file of examples"
+    return DataError(f"{source.name}, line {line}: longer than {MAX_LINE} bytes{cause}")

@@ -64,6 +64,8 @@ class TableTraffic:
     read_keys: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
     """Traffic of evaluation."""
     read_rows: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
+    statistics: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
+    """Occurrences of keys, for statistics of rows."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

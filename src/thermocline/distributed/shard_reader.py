@@ -159,8 +159,7 @@ class ShardReaderTable(Table):
 
         def make_backend(spec: TableSpec, device: str, epoch: int | None) -> RowBackend:
             if root is not None:
-                row_bytes = spec.precision.row_bytes(spec.dim, spec.optimizer)
-                spec = dataclasses.replace(spec, lookahead=LookAheadLimits.of(lookahead, spec.mem, row_bytes))
+                spec = dataclasses.replace(spec, lookahead=LookAheadLimits.of(lookahead, spec.mem, spec.row_bytes))
             if groups is None:
                 self._reader = ShardReaderBackend(spec, root)
                 return self._reader

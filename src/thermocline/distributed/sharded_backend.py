@@ -34,11 +34,12 @@ from thermocline.distributed.communicator import Groups
 from thermocline.distributed.key_sharding import owner_of
 from thermocline.distributed.rank_agreement import require_equal
 from thermocline.distributed.row_exchange import Route, RowExchange
-from thermocline.distributed.row_reduce import RowSum, take_rows
+from thermocline.distributed.row_reduce import LIMBS, RowSum, from_limbs, take_rows, to_limbs
 from thermocline.distributed.sharded_horizon import HintedRows, ShardedHorizon
-from thermocline.embedding.backend import ShardBackend, ShardPins, TierSet, Unrecorded
+from thermocline.embedding.backend import Select, ShardBackend, ShardPins, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInputs, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
+from thermocline.embedding.row_statistics import StatisticsState
 from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
 from thermocline.tiers.ssd import SsdStore
@@ -99,6 +100,8 @@ class ShardedBackend(Unrecorded):
         if local.lookahead is not None:
             self.hints = HintedRows(local, groups.hint_lane, groups.topology.world, local.lookahead.bytes)
         self._row_exchange = exchange
+        self._exact_exchange = RowExchange(exchange.topology, hops=exchange.hops, threads=spec.threads)
+        """For statistics of rows, which no wire format may round."""
         self._open: list[OpenBatch] = []
         """Batches fetched since the last step: their rows stay pinned here for all ranks."""
 
@@ -109,6 +112,14 @@ class ShardedBackend(Unrecorded):
     @step_count.setter
     def step_count(self, count: int) -> None:
         self.local.step_count = count
+
+    @property
+    def statistics(self) -> StatisticsState:
+        return self.local.statistics
+
+    @statistics.setter
+    def statistics(self, state: StatisticsState) -> None:
+        self.local.statistics = state
 
     @property
     def rates(self) -> StepRates | None:
@@ -226,18 +237,19 @@ class ShardedBackend(Unrecorded):
                 "backward, step, then the next batch"
             )
         route = self._row_exchange.merge_routes([batch.remote.route for batch in self._open])
-        values, present = self._local_sums(gradients, len(route.keys))
+        reduced = self.local.reduce(self._renumbered(gradients) if len(self._open) > 1 else gradients)
+        values, present = self._local_sums(reduced, len(route.keys))
         total, has = self._row_exchange.reduce_gradients(
             self.groups.train, route, values, present, self.traffic.gradients, self.step_count
         )
-        slots = self._owned_slots()
+        slots, occurrences = self._owned_slots(), self._sum_occurrences(route, reduced)
         if bool(has.all()):
-            return ReducedGradients(slots, total, route.owned)
-        return ReducedGradients(slots[has], total[has], route.owned[has.cpu().numpy()])
+            return ReducedGradients(slots, total, route.owned, occurrences)
+        occurrences = None if occurrences is None else occurrences[has]
+        return ReducedGradients(slots[has], total[has], route.owned[has.cpu().numpy()], occurrences)
 
-    def _local_sums(self, gradients: Sequence[Gradient], count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _local_sums(self, reduced: ReducedGradients | None, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return this rank's sums, one row per key of the joined route, and which rows exist; None: all."""
-        reduced = self.local.reduce(self._renumbered(gradients) if len(self._open) > 1 else gradients)
         if reduced is None:
             nothing = RowSum(count, self.spec.dim, self.device)
             return nothing.values, nothing.present
@@ -247,6 +259,18 @@ class ShardedBackend(Unrecorded):
         sums = RowSum(count, self.spec.dim, self.device)
         sums.add(rows.long(), reduced.values)
         return sums.values, sums.present
+
+    def _sum_occurrences(self, route: Route, reduced: ReducedGradients | None) -> torch.Tensor | None:
+        """Return `ReducedGradients.occurrences` over all ranks, for the keys that this rank owns. Collective."""
+        if not self.spec.statistics:
+            return None
+        values = torch.zeros(len(route.keys), 2 * LIMBS, device=self.device)
+        if reduced is not None:
+            values[reduced.slots.long()] = to_limbs(reduced.occurrences)
+        total, _ = self._exact_exchange.reduce_gradients(
+            self.groups.train, route, values, None, self.traffic.statistics, self.step_count
+        )
+        return from_limbs(total)
 
     def _renumbered(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Replace rows of a batch's own buffer by rows of the joined route: for several batches per step."""
@@ -296,7 +320,7 @@ class ShardedBackend(Unrecorded):
     def read_batch(self, inputs: BagInputs) -> Any:
         working_set = working_set_of(inputs, self.spec.threads)
         weights = torch.empty(len(working_set), self.spec.dim)
-        self._read_from_owners(working_set.keys, weights)
+        self._read_from_owners(working_set.keys, weights, self._row_exchange)
         if self.hints is not None and self.groups.read.user == threading.get_ident():  # a batch of a pipeline
             self.hints.passed(1, training=False)
         rows, out = self.local.row_buffer(len(working_set))
@@ -304,24 +328,32 @@ class ShardedBackend(Unrecorded):
         return self.local.plan_rows(inputs, working_set, rows)
 
     def read(self, keys: Keys) -> Floats:
-        state = self.spec.optimizer.state_floats(self.spec.dim)
-        out = torch.empty(len(keys), self.spec.dim + state)
-        self._read_from_owners(keys, out)
+        out = torch.empty(len(keys), self.spec.row_floats)
+        self._read_from_owners(keys, out, self._exact_exchange if self.spec.statistics else self._row_exchange)
         return out.numpy()
 
-    def _read_from_owners(self, keys: Keys, out: torch.Tensor) -> None:
+    def _read_from_owners(self, keys: Keys, out: torch.Tensor, exchange: RowExchange) -> None:
         """Fill `out` with the first floats of each key's row."""
         comm = self.groups.read
         comm.require_free()
-        (route,) = self._row_exchange.plan(comm, [keys], self.traffic.read_keys)
+        (route,) = exchange.plan(comm, [keys], self.traffic.read_keys)
         owned = torch.from_numpy(np.ascontiguousarray(self.local.read(route.owned)[:, : out.shape[1]]))
         give = functools.partial(take_rows, owned)
-        self._row_exchange.fetch_rows(comm, route, give, out, self.traffic.read_rows, self.step_count)
+        exchange.fetch_rows(comm, route, give, out, self.traffic.read_rows, self.step_count)
 
     # ---- durability and inspection: each rank's own rows
 
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         return self.local.rows(store, batch_rows)
+
+    def expire(self, select: Select, store: SsdStore | None) -> Keys:
+        """See `RowBackend.expire`: the rows that this rank owns. Batches are fetched after it, so none is open."""
+        if self._open:
+            raise RuntimeError(
+                f"table {self.spec.name!r}: expire() while the rows of a batch are in use: call it after table.step(), "
+                "before the next batch is drawn"
+            )
+        return self.local.expire(select, store)
 
     def flush(self, store: SsdStore | None = None) -> None:
         self.local.flush(store)

@@ -214,7 +214,6 @@ class AdmissionBackend:
             else:
                 dropped = int(state["dropped"])
                 keys, counts, cells = state["keys"].numpy(), state["counts"].numpy(), state["cells"].numpy()
-        self._list_rows()
         self._filter.load(
             batches, dropped, keys.view(np.uint64), counts.astype(np.uint32), cells.astype(np.uint16), admitted
         )
@@ -445,6 +444,7 @@ class AdmissionBackend:
         none = np.empty(0, np.uint64)
         self._filter.load(0, 0, none, none.astype(np.uint32), none.astype(np.uint16), none)
         self._fetched = 0
+        self._planned.clear()
 
     def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> None:
         self._filter.clear_admitted()
@@ -458,12 +458,10 @@ class AdmissionBackend:
             yield keys, rows
 
     def import_rows(self, keys: Keys, rows: Rows) -> None:
-        self._list_rows()
         self.inner.import_rows(keys, rows)
         self._filter.admit(keys)
 
     def write_rows(self, keys: Keys, rows: Floats) -> None:
-        self._list_rows()
         self.inner.write_rows(keys, rows)
         self._filter.admit(keys)
 

@@ -31,9 +31,8 @@ Training reads and changes rows in their slots, so a batch pulled early still se
 are received from other ranks are fetched after the preceding step. The result therefore does not depend on how far any
 stage runs ahead.
 
-Extension points. New row state (counters, timestamps) belongs to the row layout (`TableSpec`) and is updated in `pin`
-order or in `update`. A look-ahead can call `stage` for batches far ahead and pin them later. Deletion of rows at a step
-boundary is a method beside `write_back`.
+Row statistics (`row_statistics.py`) are part of the row layout (`TableSpec`); `update` and `apply` change them with the
+row. `expire` deletes rows at a step boundary.
 """
 
 from __future__ import annotations
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
 
     from thermocline.distributed.communicator import Groups
     from thermocline.embedding.quant_scale import LearnedScale
+    from thermocline.embedding.row_statistics import StatisticsState
     from thermocline.embedding.step_rates import StepRates
     from thermocline.embedding.table_spec import LookAheadLimits
     from thermocline.tiers.dram import DramTier
@@ -91,6 +91,10 @@ class BatchAhead(Protocol):
     @property
     def bytes(self) -> int:
         """Memory of the batch, which is a part of the horizon's."""
+
+
+Select = Callable[[Iterator[tuple[Keys, Floats]]], Keys]
+"""Chooses keys, given every trained row of a process: keys and float32[n, `TableSpec.row_floats`]."""
 
 
 class ReadCounts(NamedTuple):
@@ -186,6 +190,8 @@ class RowBackend(Protocol):
 
     step_count: int
     """Training steps applied so far; Adam's bias correction depends on it."""
+    statistics: StatisticsState
+    """State of the row statistics; the table sets its step time before `update` and `apply`."""
 
     @property
     def rates(self) -> StepRates | None:
@@ -320,9 +326,16 @@ class RowBackend(Protocol):
         """
 
     def read(self, keys: Keys) -> Floats:
-        """Return float32[n, dim + state] by key, as `read_batch`. Collective over ranks."""
+        """Return float32[n, `TableSpec.row_floats`] by key, as `read_batch`. Collective over ranks."""
 
-    # ---- durability; between steps
+    # ---- durability and expiry; between steps
+
+    def expire(self, select: Select, store: SsdStore | None) -> Keys:
+        """Delete the rows of this process that `select` chooses, in all tiers; return their keys.
+
+        Every batch that is fetched afterwards reads their initial rows, also if it was pulled before. `store`: where
+        checkpoints are. Pipelines may be running.
+        """
 
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         """Iterate over every trained row of this process once, in bounded memory. `store`: where checkpoints are.
@@ -352,8 +365,10 @@ class RowBackend(Protocol):
         """Add stored rows that no commit of this table has yet."""
 
     def write_rows(self, keys: Keys, rows: Floats) -> None:
-        """Insert or replace float32[n, dim + state] by key; of a repeated key the last row counts. Collective over
-        ranks, which pass equal arguments."""
+        """Insert or replace float32[n, `TableSpec.row_floats`] by key; of a repeated key the last row counts.
+
+        Collective over ranks, which pass equal arguments.
+        """
 
     @property
     def learned_scale(self) -> LearnedScale | None:

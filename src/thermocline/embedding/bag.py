@@ -280,6 +280,7 @@ class _Pool(torch.autograd.Function):
             bag = table.backend.with_weights(plan, bag, chosen.to(torch.float32, copy=True).contiguous())
             ctx.options = {"dtype": weights.dtype, "device": weights.device}
         ctx.table, ctx.batch, ctx.plan, ctx.bag, ctx.training = table, batch, plan, bag, training
+        ctx.spec = spec
         ctx.trained, ctx.step = anchor is not None, table.step_count
         ctx.order = table.next_forward()
         return table.backend.pool(plan, bag)
@@ -293,7 +294,9 @@ class _Pool(torch.autograd.Function):
         weight_gradient = _weight_gradient(ctx, values) if ctx.needs_input_grad[1] else None
         if ctx.training:
             version = grad._version
-            ctx.table.add_gradient(ctx.order, ctx.batch, ctx.plan, ctx.bag, values, lambda: grad._version == version)
+            ctx.table.add_gradient(
+                ctx.order, ctx.batch, ctx.plan, ctx.bag, values, lambda: grad._version == version, ctx.spec
+            )
         return None, weight_gradient, None, None, None, None, None
 
 

@@ -134,6 +134,8 @@ class Gradient:
     """float32[bags, dim], on the backend's device."""
     unchanged: Callable[[], bool]
     """Whether `values` is unchanged since backward: autograd may share its memory with a dense parameter."""
+    spec: BagSpec
+    """The fields of `batch` that `bag` pools."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -145,3 +147,5 @@ class ReducedGradients:
     values: Any
     keys: Any = None
     """The keys themselves, where the backend needs them."""
+    occurrences: Any = None
+    """int64[n, 2], for row statistics: occurrences of each key, and the sum of their labels in `CLICK_UNIT`."""

@@ -15,6 +15,7 @@ from thermocline.embedding.backend import RowBackend
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import Precision, append_precision
 from thermocline.embedding.row_arguments import split_rows
+from thermocline.embedding.row_statistics import parse_statistics
 from thermocline.embedding.row_version import RowVersion, rates_of_commit, user_note
 from thermocline.embedding.step_rates import RateRuns
 from thermocline.embedding.table_spec import TableSpec
@@ -142,8 +143,10 @@ class OpenTable:
         store = self.store
         if store is None or store.epoch == 0:
             self.set_version(RowVersion("", 0))
+            self.backend.statistics.load(None)
         else:
             self.set_version(RowVersion.of_commit(store.note, store.epoch), rates_of_commit(store.note))
+            self.backend.statistics.load(parse_statistics(store.note))
 
     def _new_history(self) -> str:
         """Return a token for the training that begins with the next step."""
@@ -170,6 +173,7 @@ class OpenTable:
 
     def commit_note(self, note: bytes) -> bytes:
         """Return the note of a commit of this table's rows: it records the version and, below fp32, the precision."""
+        note = self.backend.statistics.append_to(note, self.spec.statistics)
         return append_precision(
             self.version.append_to(note, self.rate_runs), self.precision, self.backend.learned_scale
         )
@@ -196,11 +200,27 @@ class OpenTable:
 
     def rows(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Floats]]:
         """Iterate over every trained row once: keys and float32[n, dim + state]. Between steps; memory is bounded."""
-        return self.backend.rows(self.checkpoint_store, batch_rows)
+        floats = self.spec.trained_floats
+        return ((keys, rows[:, :floats]) for keys, rows in self.backend.rows(self.checkpoint_store, batch_rows))
 
     def read(self, keys: Any) -> Floats:
         """Return float32[n, dim + state]; a key never trained gives its initial row. Collective over ranks."""
-        return self.backend.read(as_keys(keys))
+        return self.backend.read(as_keys(keys))[:, : self.spec.trained_floats]
+
+    def read_statistics(self, keys: Any) -> dict[str, npt.NDArray[Any]]:
+        """Return the statistics of rows by name, one element per key; 0 for a key never trained. Collective over ranks.
+
+        frequency   uint32: occurrences of the key in trained batches
+        last_step   uint32: number of the last step with the key
+        last_time   int64: newest event time, in seconds, of the batches of that step
+        show        float32: occurrences, decayed by expiry
+        click       float32: sum of the labels of their examples, decayed likewise
+
+        An id counts once per backward pass through a bag.
+        """
+        if not self.spec.statistics:
+            raise ValueError(f'table {self.name!r} keeps no statistics: make it with statistics=["frequency"]')
+        return self.spec.statistics.unpack(self.backend.read(as_keys(keys)), self.backend.statistics)
 
     def read_rows(self, keys: Any) -> tuple[Floats, Floats]:
         """Return weights, float32[n, dim], and optimizer state, float32[n, state]: see `read`, `Table.load_rows`."""

@@ -11,15 +11,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from thermocline.arrays import Floats, Keys, Rows
-from thermocline.embedding.backend import RowHorizon, TierSet, Unrecorded
+from thermocline.embedding.backend import RowHorizon, Select, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, Pooling, ReducedGradients
+from thermocline.embedding.expiry import Selection
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.reference import ReferenceTable, sum_in_blocks
+from thermocline.embedding.reference_statistics import ReferenceStatistics, expired_keys
+from thermocline.embedding.row_statistics import StatisticsState
 from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import ThermoclineError
@@ -90,6 +94,8 @@ class ReferenceBackend(Unrecorded):
         self.windows = 0
         """Pinned windows."""
         self.table = self._empty()
+        self.statistics = StatisticsState()
+        self.row_statistics: dict[int, ReferenceStatistics] = {}
 
     @classmethod
     def make(cls, spec: TableSpec, device: str, epoch: int | None) -> ReferenceBackend:
@@ -158,7 +164,23 @@ class ReferenceBackend(Unrecorded):
             self.table.collect_gradients(
                 occurrences, bag.ids, gradient.values.numpy(), bag.offsets, _pooling(bag), bag.weights
             )
-        return ReducedGradients(None, {key: sum_in_blocks(listed) for key, listed in occurrences.items()})
+        labels = self._labels(gradients) if self.spec.statistics else None
+        sums = {key: sum_in_blocks(listed) for key, listed in occurrences.items()}
+        return ReducedGradients(None, sums, occurrences=labels)
+
+    def _labels(self, gradients: Sequence[Gradient]) -> dict[int, list[float]]:
+        """Return per key the label of the example of each occurrence; 0 if clicks are not counted."""
+        labels: dict[int, list[float]] = {}
+        for gradient in gradients:
+            ids, offsets = gradient.bag.ids, gradient.bag.offsets
+            if offsets is None:
+                offsets = gradient.batch.select(gradient.spec.fields)[1]
+            for bag in range(len(offsets) - 1):
+                counted = "click" in self.spec.statistics
+                label = float(gradient.batch.label[bag // len(gradient.spec.fields)]) if counted else 0.0
+                for key in ids[offsets[bag] : offsets[bag + 1]]:
+                    labels.setdefault(int(key), []).append(label)
+        return labels
 
     def norm(self, reduced: ReducedGradients) -> float:
         sums: dict[int, Floats] = reduced.values
@@ -168,6 +190,8 @@ class ReferenceBackend(Unrecorded):
 
     def apply(self, reduced: ReducedGradients, step: int, lr: float, scale: float) -> None:
         self._current().apply_sums(reduced.values, step=step, lr=lr, scale=scale)
+        for key, labels in (reduced.occurrences or {}).items():
+            self.row_statistics.setdefault(key, ReferenceStatistics()).occurred(labels, step, self.statistics.step_time)
 
     def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:
         reduced = self.reduce(gradients)
@@ -193,7 +217,41 @@ class ReferenceBackend(Unrecorded):
         return _Plan(self.table, dict(inputs), None, self._empty())
 
     def read(self, keys: Keys) -> Floats:
-        return self._current().read(keys)
+        rows = self._current().read(keys)
+        return np.concatenate([rows, self._words(keys)], 1) if self.spec.statistics else rows
+
+    def _words(self, keys: Keys) -> Floats:
+        """Return the statistics as words of a row that includes all decays."""
+        words = np.zeros((len(keys), self.spec.statistics.words), np.uint32)
+        for row, key in zip(words, keys, strict=True):
+            statistics = self.row_statistics.get(int(key), ReferenceStatistics())
+            packed = b"".join(
+                np.array(getattr(statistics, name), kind).tobytes()
+                for name, kind in zip(("frequency", "last_step", "last_time", "show", "click"), "IIqff", strict=True)
+                if name in self.spec.statistics
+            )
+            row[: len(packed) // 4] = np.frombuffer(packed, np.uint32)
+            if self.spec.statistics.decays:
+                row[-1] = self.statistics.decays
+        return words.view(np.float32)
+
+    def expire(self, select: Select, store: SsdStore | None) -> Keys:
+        """See `RowBackend.expire`: by the rules of `reference_statistics.py`."""
+        assert isinstance(select, Selection)
+        expiry, select.rows = select.expiry, len(self.table.rows)
+        if expiry.decay != 1:
+            for statistics in self.row_statistics.values():
+                statistics.decay(expiry.decay)
+        dead = expired_keys(
+            self.table.rows, self.row_statistics, self.spec.dim, expiry, self.step_count, self.statistics.newest or 0
+        )
+        for key in dead:
+            del self.table.rows[key]
+            self.row_statistics.pop(key, None)
+        keys = np.fromiter(dead, np.uint64, len(dead))
+        if store is not None:
+            store.delete(keys)
+        return keys
 
     # ---- durability: every flush writes all rows
 
@@ -201,7 +259,8 @@ class ReferenceBackend(Unrecorded):
         keys = np.fromiter(self.table.rows, np.uint64, len(self.table.rows))
         for first in range(0, len(keys), batch_rows):
             piece = keys[first : first + batch_rows]
-            yield piece, np.stack([self.table.row(int(key)) for key in piece])
+            rows = np.stack([self.table.row(int(key)) for key in piece])
+            yield piece, np.concatenate([rows, self._words(piece)], 1) if self.spec.statistics else rows
 
     def flush(self, store: SsdStore | None = None) -> None:
         assert store is not None
@@ -212,26 +271,36 @@ class ReferenceBackend(Unrecorded):
         """Nothing: there is one place for rows."""
 
     def reopen(self, epoch: int | None = None) -> None:
-        self.table = self._empty()
+        self.table, self.row_statistics = self._empty(), {}
 
     def move_store(self, path: Path, *, clear: bool = False) -> None:
         raise ThermoclineError("the reference backend has no store")
 
     def undo_point(self) -> Callable[[], None]:
-        table = self.table
-        return lambda: setattr(self, "table", table)
+        table, statistics = self.table, self.row_statistics
+
+        def undo() -> None:
+            self.table, self.row_statistics = table, statistics
+
+        return undo
 
     def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> None:
-        fresh = self._empty()
+        self.table, self.row_statistics = self._empty(), {}
         for keys, rows in pieces:
-            fresh.push(keys, rows.view(np.float32))
-        self.table = fresh
+            self.import_rows(keys, rows)
 
     def import_rows(self, keys: Keys, rows: Rows) -> None:
-        self.table.push(keys, rows.view(np.float32))
+        floats = rows.view(np.float32)
+        self.table.push(keys, floats[:, : self.spec.trained_floats])
+        if self.spec.statistics:
+            values = self.spec.statistics.unpack(floats, StatisticsState())  # as saved: these include all decays
+            for i, key in enumerate(keys):
+                saved: dict[str, Any] = {name: column[i] for name, column in values.items()}
+                whole = {name: int(value) for name, value in saved.items() if name not in ("show", "click")}
+                self.row_statistics[int(key)] = ReferenceStatistics(**{**saved, **whole})
 
     def write_rows(self, keys: Keys, rows: Floats) -> None:
-        self.table.push(keys, rows)
+        self.import_rows(keys, rows.view(np.uint8))
 
     learned_scale = None
 

@@ -20,10 +20,13 @@ def split_rows(spec: TableSpec, rows: Floats) -> tuple[Floats, Floats]:
 
 
 def rows_to_load(spec: TableSpec, step: int, keys: Any, rows: Any, state: Any) -> tuple[Keys, Floats]:
-    """Return the keys and whole rows, as of step `step`. Raises TypeError or ValueError that names the argument."""
+    """Return the keys and whole rows, as of step `step`, with statistics 0.
+
+    Raises TypeError or ValueError that names the argument.
+    """
     wanted = as_keys(keys)
     width = _state_floats(spec)
-    values = np.empty((len(wanted), spec.dim + spec.optimizer.state_floats(spec.dim)), np.float32)
+    values = np.zeros((len(wanted), spec.row_floats), np.float32)
     weights, states = split_rows(spec, values)
     weights[:] = floats_of(rows, (len(wanted), spec.dim), "rows")
     if spec.optimizer.catches_up:

@@ -55,6 +55,6 @@ def rates_of_commit(note: bytes) -> RateRuns:
 def user_note(note: bytes) -> bytes:
     """Return the note of a commit without the lines that a table appends."""
     lines = note.split(b"\n")
-    while len(lines) > 1 and lines[-1].startswith((_PREFIX, b'{"precision": ')):
+    while len(lines) > 1 and lines[-1].startswith((_PREFIX, b'{"precision": ', b'{"statistics": ')):
         lines.pop()
     return b"\n".join(lines)

@@ -5,7 +5,7 @@ of `model.state_dict()`:
 
     tables/<name>/keys       int64[n], bit patterns, ascending as unsigned numbers
     tables/<name>/weights    float32[n, dim]; below fp32 uint8[n, bytes], as stored
-    tables/<name>/state      float32[n, state]: optimizer state
+    tables/<name>/state      float32[n, state]: optimizer state, then the words of row statistics as bit patterns
     tables/<name>/scale      float64[3], only with a learned quantization scale
     tables/<name>/table      uint8, JSON text: name, layout, step (embedding/table_state.py) and learning rate
 
@@ -121,9 +121,9 @@ def rows_of_process(table: Table, limit: int) -> Tensors | None:
     """Return the rows of this process, in the order of their keys; None if they take more than `limit` bytes."""
     if table.pending_gradients:
         raise ThermoclineError(f"table {table.name!r} has unapplied gradients: save between steps")
-    row_bytes = 8 + table.precision.row_bytes(table.dim, table.optimizer)
+    row_bytes = 8 + table.spec.row_bytes
     pieces: list[tuple[Keys, Floats]] = []
-    for keys, rows in table.rows():
+    for keys, rows in table.backend.rows(table.checkpoint_store, 65536):
         limit -= row_bytes * len(keys)
         if limit < 0:
             return None
@@ -132,10 +132,10 @@ def rows_of_process(table: Table, limit: int) -> Tensors | None:
     order = np.argsort(keys)
     keys = keys[order]
     if table.precision.kind == "fp32":
-        floats = table.dim + table.optimizer.state_floats(table.dim)
+        floats = table.spec.row_floats
         stored = np.concatenate([np.empty((0, floats), np.float32), *(rows for _, rows in pieces)])[order]
     else:
-        stored = table.dram.read_stored(keys)  # `table.rows` has written back what HBM had
+        stored = table.dram.read_stored(keys)  # `rows` has written back what HBM had
     return _as_tensors(table, keys, stored)
 
 
@@ -167,7 +167,7 @@ def _all_rows(table: Table, limit: int) -> Tensors:
     comm, doing = table.groups.train, "gathering the rows of a state_dict"
     own = np.array([-1 if tensors is None else len(tensors["keys"])])
     counts = comm.all_gather(own, doing)[:, 0].tolist()
-    row_bytes = 8 + table.precision.row_bytes(table.dim, table.optimizer)
+    row_bytes = 8 + table.spec.row_bytes
     if min(counts) < 0 or row_bytes * sum(counts) > limit:
         raise too_large(table, limit)
     assert tensors is not None
@@ -199,7 +199,7 @@ def check_rows(table: Table, saved: Tensors) -> None:
     if missing:
         raise FormatError(f"the state lacks {sorted(missing)} of table {table.name!r}: save it again")
     require_same_table(decode(saved["table"]), table)
-    row_bytes = table.precision.row_bytes(table.dim, table.optimizer)
+    row_bytes = table.spec.row_bytes
     if _stored(saved).shape != (len(saved["keys"]), row_bytes):
         raise FormatError(f"the rows of table {table.name!r} in the state are damaged: they have the wrong shape")
     table.backend.require_idle()
@@ -240,6 +240,7 @@ def load_rows(table: Table, saved: Tensors, owned: np.ndarray[Any, np.dtype[np.b
     description = decode(saved["table"])
     version = RowVersion(description["history"], description["step"])
     table.set_version(version, parse_runs(description.get("rates")))
+    backend.statistics.load(description.get("statistics"))
     table.lr = description.get("lr", table.lr)
 
 

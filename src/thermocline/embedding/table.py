@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, cast
 
+import numpy as np
+
+from thermocline.arrays import Keys
 from thermocline.batch import Batch
 from thermocline.core import core
 from thermocline.embedding.admission import Admission
-from thermocline.embedding.admission_backend import AdmissionBackend
 from thermocline.embedding.backend import BatchAhead, LocalBackend, RowBackend, RowWindow
 from thermocline.embedding.bag_registry import BagRegistry
 from thermocline.embedding.batch_plan import (
@@ -23,12 +25,14 @@ from thermocline.embedding.batch_plan import (
     ReducedGradients,
     select_inputs,
 )
+from thermocline.embedding.expiry import Expired, Expiry, Selection
 from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.open_table import OpenTable
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.pending import PendingBatches
 from thermocline.embedding.precision import Kind, Precision
 from thermocline.embedding.row_arguments import rows_to_load
+from thermocline.embedding.row_statistics import RowStatistics, Statistic, StatisticsState, newest_time
 from thermocline.embedding.table_spec import LookAheadLimits, OnDamage, Policy, TableSpec
 from thermocline.errors import (
     BudgetError,
@@ -44,6 +48,7 @@ from thermocline.utils.text_format import parse_size
 if TYPE_CHECKING:
     import torch
 
+    from thermocline.embedding.admission_backend import AdmissionBackend
     from thermocline.embedding.bag import EmbeddingBag
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -84,6 +89,8 @@ class Table(OpenTable):
         epoch: int | None = None,
         device: Device = "auto",
         accumulate: int = 1,
+        statistics: Sequence[Statistic] | RowStatistics = (),
+        expiry: Expiry | None = None,
         admission: Admission | None = None,
         mem_overcommit: bool = False,
         per_rank: bool = False,
@@ -107,6 +114,9 @@ class Table(OpenTable):
                      "continue" trains on without merging that partition. Reading a damaged row always raises
         device       "cuda", "cpu", or "auto": with `hbm`, the GPU if there is one
         accumulate   batches per step: with more and without a step, a bag warns once; see `accumulate`
+        statistics   statistics to keep with each row: any of "frequency", "last_step", "last_time", "show", "click";
+                     see `read_statistics`. 4 bytes per row each, last_time 8, and 4 for show or click
+        expiry       rules by which steps delete rows, and at which steps: see `tc.Expiry`
         admission    which keys get a row, such as `tc.Admission(count=5)`; None: all that are trained
         mem_overcommit   accept budgets beyond the memory of the machine, and do not count them; else the budgets of all
                      open tables of the process together are compared with it, and refused with the numbers
@@ -137,7 +147,13 @@ class Table(OpenTable):
             stored.kind == "fp32" or not optimizer.catches_up, f"{type(optimizer).__name__}.lazy", optimizer.lazy,
             f'"touched" with precision {stored.kind}: rows that catch up are stored as fp32',
         )  # fmt: skip
-        row_bytes = stored.row_bytes(dim, optimizer)
+        kept = RowStatistics.of(statistics)
+        require_type(expiry, Expiry | None, "expiry", "a tc.Expiry, such as Expiry(every=1000, unused_steps=10000)")
+        require(
+            not kept or not optimizer.catches_up, f"{type(optimizer).__name__}.lazy", optimizer.lazy,
+            '"touched" with statistics: rows that catch up have none yet',
+        )  # fmt: skip
+        row_bytes = stored.row_bytes(dim, optimizer) + kept.bytes
         self.spec = TableSpec(
             name=name,
             dim=dim,
@@ -159,7 +175,16 @@ class Table(OpenTable):
                 **(ssd_options or {}),
             },
             on_damage=on_damage,
+            statistics=kept,
         )
+        if admission is not None:
+            _require_fixed_initial_rows(admission, self.spec)
+        self.expiry = None if expiry is None else expiry.checked(kept)
+        """Rules by which `step` deletes rows; None: nothing is deleted."""
+        self.expired = Expired()
+        """What expiry has deleted since the table was opened."""
+        self.on_expired: list[Callable[[Keys], None]] = []
+        """Called with the keys of this process that an expiry has deleted."""
         self.lr = optimizer.lr
         """Learning rate of the next steps."""
         self.pipelines: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -174,12 +199,15 @@ class Table(OpenTable):
         self.per_rank = per_rank
         """Whether every rank may train rows of its own."""
         self.backend = (make_backend or make_local_backend)(self.spec, device, epoch)
+        self.backend.statistics = StatisticsState()
         self.admission = admission
         """Which keys get a row; None: all that are trained."""
         self._admission: AdmissionBackend | None = None
         if admission is not None:
-            _require_fixed_initial_rows(admission, self.spec)
+            from thermocline.embedding.admission_backend import AdmissionBackend
+
             self._admission = AdmissionBackend(cast(LocalBackend, self.backend), self.spec, admission)
+            self._admission.may_forget = self.expiry is not None
             self.backend = cast(RowBackend, self._admission)
         self._open_version()
         if not mem_overcommit:
@@ -378,7 +406,8 @@ class Table(OpenTable):
         plan: BatchPlan,
         bag: Any,
         values: torch.Tensor,
-        unchanged: Callable[[], bool] = lambda: True,
+        unchanged: Callable[[], bool],
+        spec: BagSpec,
     ) -> None:
         """Keep the gradient of one pooled bag until the step. Called by backward; `values` are used in place."""
         pins = plan.pins
@@ -386,7 +415,7 @@ class Table(OpenTable):
             raise RuntimeError(f"backward through rows of table {self.name!r} that were read for evaluation")
         self._acquire(plan, pins)
         self._reduced = None
-        self._pending.add(Gradient(order, batch, plan, pins, bag, values, unchanged))
+        self._pending.add(Gradient(order, batch, plan, pins, bag, values, unchanged, spec))
 
     def weight_gradient(self, plan: BatchPlan, bag: Any, values: torch.Tensor, step: int) -> torch.Tensor:
         """Return float32[ids]: the gradient of the bag's weights, given that of its pooled vectors. Called by backward.
@@ -449,6 +478,8 @@ class Table(OpenTable):
                 norm = abs(scale) * self.gradient_norm()
                 scale *= max_norm / norm if norm > max_norm else 1.0
             if not self._idle:
+                if "last_time" in self.spec.statistics:
+                    self.backend.statistics.set_time(self._newest_time())
                 if self._reduced is not None:
                     self.backend.apply(self._reduced, step, rate, scale)
                 else:
@@ -458,7 +489,40 @@ class Table(OpenTable):
                 self.step_count = step
         finally:
             self.discard_gradients()
+        if self.expiry is not None and self.step_count == step and self.expiry.due(step):
+            self.expire(self.expiry)
         return norm
+
+    def _newest_time(self) -> int | None:
+        """Return the newest event time of the step's batches, of all ranks; None: they have no example. Collective."""
+        time = newest_time(self.name, [gradient.batch for gradient in self._pending.gradients])
+        if self.groups is None:
+            return time
+        none = np.iinfo(np.int64).min
+        newest = int(self.groups.train.all_gather(np.array([none if time is None else time]), "event time").max())
+        return None if newest == none else newest
+
+    def expire(self, expiry: Expiry) -> int:
+        """Delete rows by the rules of `expiry` now, whatever its `every`; return their number. Between steps.
+
+        All tiers are changed at once; files shrink at their next merge. A key that returns starts from its initial row,
+        with statistics 0. Cost: one scan of all rows (docs/online.md). Collective over ranks: each deletes its own.
+        """
+        self._require_no_gradients("expire()")
+        if self._admission is not None and self.expiry is None:
+            self._admission.require_no_planner("expire() of a table without expiry=...")
+        ranks = 1 if self.groups is None else self.groups.topology.world
+        selection = Selection(
+            expiry.checked(self.spec.statistics), self.spec, self.backend.statistics, self.step_count, ranks
+        )
+        keys = self.backend.expire(selection, self.checkpoint_store)
+        self._history, self._history_begun = self._new_history(), True
+        self.expired.add(len(keys), selection.rows - len(keys), selection.seconds)
+        if self._admission is not None:
+            self._admission.forget(keys)
+        for called in self.on_expired:
+            called(keys)
+        return len(keys)
 
     @property
     def _idle(self) -> bool:
@@ -480,9 +544,9 @@ class Table(OpenTable):
         rows    float32[n, dim]: weights, rounded to nearest below fp32
         state   float32[n, state] (with one float per row also [n]): the optimizer's state; None: its initial state
 
-        Steps go on from `step_count`, which Adam's bias correction uses. Rows are durable after the next commit. Over
-        ranks, all ranks pass equal arguments, and each takes the rows that it owns. After a `BudgetError` a part of the
-        rows was loaded.
+        Statistics of the rows are 0. Steps go on from `step_count`, which Adam's bias correction uses. Rows are durable
+        after the next commit. Over ranks, all ranks pass equal arguments, and each takes the rows that it owns. After a
+        `BudgetError` a part of the rows was loaded.
         """
         wanted, values = rows_to_load(self.spec, self.step_count, keys, rows, state)
         self._require_no_gradients("load_rows()")

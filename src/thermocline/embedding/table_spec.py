@@ -11,6 +11,7 @@ from typing import Any, Literal
 from thermocline.embedding.initializers import Initial
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import Precision
+from thermocline.embedding.row_statistics import NO_STATISTICS, RowStatistics
 from thermocline.errors import whole_number
 from thermocline.utils.text_format import format_size, parse_size
 
@@ -75,6 +76,23 @@ class TableSpec:
     """Keyword arguments of `SsdStore.open`."""
     on_damage: OnDamage = "stop"
     """Whether training stops when a merge of the store finds damage."""
+    statistics: RowStatistics = NO_STATISTICS
+    """Statistics that rows have, after the optimizer's state."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a stored row: weights, optimizer state and statistics."""
+        return self.precision.row_bytes(self.dim, self.optimizer) + self.statistics.bytes
+
+    @property
+    def trained_floats(self) -> int:
+        """Floats of a decoded row without its statistics: weights and optimizer state."""
+        return self.dim + self.optimizer.state_floats(self.dim)
+
+    @property
+    def row_floats(self) -> int:
+        """Floats of a decoded row; those of its statistics are bit patterns."""
+        return self.trained_floats + self.statistics.words
 
     @property
     def table_id(self) -> int:
@@ -94,4 +112,5 @@ class TableSpec:
             "seed": self.seed,
             "initial": {"kind": type(self.initial).__name__, **dataclasses.asdict(self.initial)},
             "precision": self.precision.layout,
+            "statistics": list(self.statistics.names),
         }

@@ -26,6 +26,7 @@ def describe(table: Table) -> dict[str, Any]:
     """Return name, layout and version of a table, and its newest commit, as JSON."""
     version = table.version
     path, epoch, committed = _newest_commit(table, version)
+    statistics = table.spec.statistics
     return {
         "format": _FORMAT,
         "table": table.name,
@@ -36,6 +37,7 @@ def describe(table: Table) -> dict[str, Any]:
         "store": path,
         "epoch": epoch,
         "committed": committed,
+        **({"statistics": table.backend.statistics.to_json(statistics)} if statistics else {}),
     }
 
 
@@ -78,7 +80,7 @@ def require_same_table(saved: dict[str, Any], table: Table) -> None:
             f"name={saved['table']!r}, or load the state_dict that belongs to it"
         )
     layout = json.loads(json.dumps(table.layout))
-    for key, before in saved["layout"].items():
+    for key, before in {"statistics": [], **saved["layout"]}.items():  # added later
         if layout.get(key) != before:
             raise FormatError(
                 f"the state_dict is of table {table.name!r} with {key} {before}, but this one has {layout.get(key)}: "

@@ -11,6 +11,7 @@ import numpy as np
 from thermocline.data.key_stats import KeyHistogram, Report
 from thermocline.embedding.optimizers import Optimizer
 from thermocline.embedding.precision import FP32, Precision
+from thermocline.embedding.row_statistics import NO_STATISTICS, RowStatistics
 from thermocline.tiers.dram import DramTier
 from thermocline.utils.text_format import format_size, plural
 
@@ -30,14 +31,15 @@ def suggest_sizes(
     optimizer: Optimizer,
     pinned_batches: int,
     precision: Precision = FP32,
+    statistics: RowStatistics = NO_STATISTICS,
 ) -> Report:
     """Compute the bytes of a model's rows, and the memory size for each hit rate of `_TARGETS`.
 
     The hit rate counts rows that already exist, under LRU eviction (Che's approximation). This is conservative: the
     default policy keeps frequent rows longer.
     """
-    per_row = _mem_bytes_per_row(dim, optimizer, precision)
-    row_bytes = precision.row_bytes(dim, optimizer)
+    per_row = _mem_bytes_per_row(dim, optimizer, precision, statistics)
+    row_bytes = precision.row_bytes(dim, optimizer) + statistics.bytes
     rates = -np.expm1(-histogram.counts / batches)  # probability that a batch contains the key
     repeats = histogram.weights * np.maximum(0.0, batches * rates - 1)  # the first occurrence creates the row
     unique = float((histogram.weights * rates).sum())
@@ -71,10 +73,12 @@ def suggest_sizes(
     }
 
 
-def _mem_bytes_per_row(dim: int, optimizer: Optimizer, precision: Precision) -> float:
+def _mem_bytes_per_row(dim: int, optimizer: Optimizer, precision: Precision, statistics: RowStatistics) -> float:
     """Bytes of DRAM per row, with index, metadata and buffers, as the tier divides its budget."""
     budget = 16_000_000
-    return budget / DramTier(dim, optimizer, budget=budget, threads=1, precision=precision).capacity
+    return (
+        budget / DramTier(dim, optimizer, budget=budget, threads=1, precision=precision, statistics=statistics).capacity
+    )
 
 
 def tiers_toml(sizes: Report, machine: int) -> str:

@@ -18,6 +18,7 @@ from thermocline.data import key_stats
 from thermocline.data.open_data import check_paths, open_data
 from thermocline.data.paper_models import PaperModel
 from thermocline.embedding.optimizers import SGD
+from thermocline.embedding.row_statistics import RowStatistics
 from thermocline.embedding.table import Table
 from thermocline.embedding.table_spec import LookAheadLimits
 from thermocline.errors import ConfigError
@@ -82,7 +83,7 @@ def workload_of(config: Config, *, examples: int = SAMPLE_EXAMPLES) -> Workload:
         fields=fields,
         dense_features=dense,
         dim=dim,
-        row_bytes=config.precision.row_bytes(dim, optimizer),
+        row_bytes=config.precision.row_bytes(dim, optimizer) + config.rows.bytes,
         row_floats=dim + optimizer.state_floats(dim),
         batch=train.batch_size,
         window=train.pull_window,
@@ -154,7 +155,9 @@ def cluster_of(config: Config, work: Workload, node: Hardware, *, nodes: int, ra
 
 def _rows_in(config: Config, dim: int, budget: float) -> float:
     """Rows that fit in `budget` bytes of DRAM, index and metadata included."""
-    tier = DramTier(dim, row_optimizer(config), budget=_PROBE_BUDGET, threads=1, precision=config.precision)
+    statistics = RowStatistics.of(config.rows.statistics)
+    options: Any = {"precision": config.precision, "statistics": statistics, "threads": 1}
+    tier = DramTier(dim, row_optimizer(config), budget=_PROBE_BUDGET, **options)
     return budget / _PROBE_BUDGET * tier.capacity
 
 

@@ -60,6 +60,9 @@ class ServedRows:
 
         With a cap the stream is read twice, in memory for 4 bytes per row.
         """
+        if self == ALL_ROWS:
+            yield from rows()
+            return
         if self.by_row:
             for keys, weights in rows():
                 kept = self.keeps(weights)

@@ -58,6 +58,7 @@ class LookupServer:
         poll_seconds: float = 1.0,
         metrics_port: int | None = None,
         consumer: str | None = None,
+        direct: bool = False,
         scorer: Score | None = None,
     ) -> None:
         """
@@ -65,10 +66,11 @@ class LookupServer:
         token         clients must send the header `authorization: Bearer TOKEN`
         tls           certificate chain and private key, PEM
         poll_seconds  time between looks for a new version
+        direct        read rows past the page cache, see `serving.open`
         scorer        scores examples; None: lookups only
         metrics_port  also serve the metrics over HTTP at /metrics; 0: a free port
         """
-        self.snapshot = Snapshot(path, consumer=consumer)
+        self.snapshot = Snapshot(path, consumer=consumer, direct=direct)
         if scorer is not None:
             scorer.load(self.snapshot.state)
         self._metrics = _Metrics(self.snapshot)

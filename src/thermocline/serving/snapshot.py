@@ -59,9 +59,14 @@ class StoredRows:
             yield Stored(keys[:count], rows[:count])
 
 
-def open(path: str | os.PathLike[str], *, consumer: str | None = None) -> Snapshot:
-    """Open the current version of a publication. `consumer`: a name under which the version in use is recorded."""
-    return Snapshot(path, consumer=consumer)
+def open(path: str | os.PathLike[str], *, consumer: str | None = None, direct: bool = False) -> Snapshot:
+    """Open the current version of a publication.
+
+    consumer  a name under which the version in use is recorded
+    direct    read rows of the base from the device at each lookup, many pages at once, past the page cache: for
+              publications larger than memory. Deltas are mapped
+    """
+    return Snapshot(path, consumer=consumer, direct=direct)
 
 
 class Snapshot:
@@ -71,12 +76,14 @@ class Snapshot:
     All rows of one call are of one version.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, consumer: str | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, consumer: str | None = None, direct: bool = False) -> None:
+        """See `open`."""
         if consumer is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", consumer):
             raise ValueError(f"consumer is {consumer!r}: it must have 1 to 100 letters, digits, '_', '.' and '-'")
         self.path = Path(path)
         self._consumer = consumer
-        self._state = open_state(self.path, read_current(self.path).number)
+        self._direct = direct
+        self._state = open_state(self.path, read_current(self.path).number, direct=direct)
         self._refresh_lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -139,7 +146,7 @@ class Snapshot:
             if current.publication == state.version.publication and current.number == state.version.number:
                 return False
             known = state if current.publication == state.version.publication else None
-            self._state = open_state(self.path, current.number, known)
+            self._state = open_state(self.path, current.number, known, direct=self._direct)
             self._record()
             return True
 
@@ -219,14 +226,14 @@ def find(state: State, keys: Keys, table: str | None, missing: Missing) -> tuple
     return rows, found.view(np.bool_)
 
 
-def open_state(path: Path, number: int, state: State | None = None) -> State:
-    """Open a version: from `state` by the deltas after it if possible, else from the base before it.
+def open_state(path: Path, number: int, state: State | None = None, *, direct: bool = False) -> State:
+    """Open a version: from `state` by the deltas after it if possible, else from the base before it. `direct`: `open`.
 
     Retries if the writer deletes versions meanwhile.
     """
     for attempt in range(3):
         try:
-            return _open_state(path, number, state)
+            return _open_state(path, number, state, direct)
         except (FileNotFoundError, NotFoundError):
             number = read_current(path).number
             if attempt == 2:
@@ -234,14 +241,15 @@ def open_state(path: Path, number: int, state: State | None = None) -> State:
     raise AssertionError
 
 
-def _open_state(path: Path, number: int, state: State | None) -> State:
+def _open_state(path: Path, number: int, state: State | None, direct: bool) -> State:
     chain = version_chain(path, number, None if state is None else state.version.number)
     views: dict[str, _core.SnapshotView] = {} if state is None else dict(state.views)
     for version, folder in chain:
         for table in version.tables:
             file = os.fsencode(folder / table.file)
             if version.kind == "base":
-                views[table.name] = _core.SnapshotView.open(file, table.precision, table.dim)
+                view = _core.SnapshotView.open(file, table.precision, table.dim)
+                views[table.name] = view.with_direct_reads() if direct else view
             else:
                 views[table.name] = views[table.name].with_delta(file)
     newest = chain[-1][0]

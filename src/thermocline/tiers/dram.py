@@ -16,6 +16,7 @@ from thermocline.embedding.initializers import Initial, Uniform
 from thermocline.embedding.optimizers import Optimizer, initial_state
 from thermocline.embedding.precision import FP32, Precision
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
+from thermocline.embedding.row_statistics import NO_STATISTICS, RowStatistics
 from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import Policy
 from thermocline.errors import BudgetError
@@ -134,6 +135,7 @@ class DramTier:
         table: int = 0,
         initial: Initial | None = None,
         precision: Precision = FP32,
+        statistics: RowStatistics = NO_STATISTICS,
         shards: int | None = None,
         write_ahead: int | None = None,
     ) -> None:
@@ -141,11 +143,12 @@ class DramTier:
 
         budget    bytes for rows, index, metadata and buffers together
         reserved  bytes of the budget that the caller uses for batches in flight; `stats` counts them as buffers
-        store     the store below; its row_bytes must be `precision.row_bytes(dim, optimizer)`
+        store     the store below; its row_bytes must be those of the tier
         policy    "lru_lfu": keep recently used rows, then frequently used ones; "lru" or "lfu": one criterion only
         threads   threads of one call; default: all cores. No result depends on it
         seed, table, initial   initial rows are a function of these and the key. Default: Uniform(scale=0.01)
         precision   stored precision of weights
+        statistics   statistics of rows: their words follow the optimizer's state, in decoded rows as bit patterns
         shards    parts of the index, a power of two up to 256; default: from the capacity
         write_ahead   rows to be evicted next that a background thread keeps clean; default: the slots that two recent
                       pulls took, 1/16 to 1/4 of all; 0: a pull writes the changed rows that it evicts
@@ -162,8 +165,8 @@ class DramTier:
             raise ValueError(f"threads is {threads}: it must be at least 1")
         start = Uniform() if initial is None else initial
         self._dim = dim
-        self._floats = dim + optimizer.state_floats(dim)
-        self._words = precision.row_bytes(dim, optimizer) // 4
+        self._floats = dim + optimizer.state_floats(dim) + statistics.words
+        self._words = precision.row_bytes(dim, optimizer) // 4 + statistics.words
         self._coded = precision.kind != "fp32"
         self.precision = precision
         """Stored precision of weights."""
@@ -197,6 +200,7 @@ class DramTier:
                 precision.scale,
                 precision.scale_lr > 0,
             ),
+            statistics=statistics.mask,
             store=None if store is None else store._core,
             write_ahead=write_ahead,
             catch_up=optimizer.catches_up,
@@ -296,6 +300,14 @@ class DramTier:
                 if not self.drop_hints():
                     raise
 
+    def erase(self, keys: Keys) -> int:
+        """Replace the rows of `keys` by their initial rows, pinned ones in place; return how many were here.
+
+        Call it after the keys were deleted from the store, while none of their rows was dirty. Blocks until all calls
+        in progress have ended.
+        """
+        return self._core.erase(keys)
+
     def drop_hints(self) -> bool:
         """Unpin all rows that are pinned as a hint. Return whether there may have been any. Thread-safe."""
         hints = [hint for ref in list(self.hints.values()) if (hint := ref()) is not None]
@@ -341,10 +353,13 @@ class DramTier:
 
     def initial_rows(self, keys: Any) -> Floats:
         """Return the initial rows of `keys`."""
-        wanted = as_keys(keys)
-        stored = np.empty((len(wanted), self._words), np.float32)
-        self._core.initial_rows(wanted, stored)
-        return self.decode(stored)
+        return self.decode(self.initial_stored(as_keys(keys)))
+
+    def initial_stored(self, keys: Keys) -> Floats:
+        """Return the initial rows of `keys` as stored."""
+        stored = np.empty((len(keys), self._words), np.float32)
+        self._core.initial_rows(keys, stored)
+        return stored
 
     # ---- the store below
 
@@ -394,7 +409,7 @@ class DramTier:
 
     @property
     def floats(self) -> int:
-        """Weights and state per row."""
+        """Floats of a decoded row: weights, state, and statistics as bit patterns."""
         return self._floats
 
     @property

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline.arrays import Floats, Keys, Rows, Slots
+from thermocline.arrays import Floats, Keys, Offsets, Rows, Slots
 from thermocline.batch import WorkingSet
 from thermocline.core import core
-from thermocline.embedding.backend import KeyHorizon, ShardPins, TierSet, Unrecorded
+from thermocline.embedding.backend import KeyHorizon, Select, ShardPins, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInput, BagInputs, BagSpec, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import LearnedScale
+from thermocline.embedding.row_statistics import StatisticsState, click_units
 from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
 from thermocline.errors import BudgetError, ThermoclineError
@@ -112,6 +113,7 @@ class DramBackend(Unrecorded):
         self.spec = spec
         self.host = HostRows(spec, epoch=epoch)
         self.step_count = 0
+        self.statistics = StatisticsState()
         self.rates = StepRates.of(spec.optimizer)
         self.device = torch.device("cpu")
 
@@ -245,7 +247,23 @@ class DramBackend(Unrecorded):
         slots, starts, rows, coefs, values = self._combine(gradients)
         sums = np.empty((len(slots), self.spec.dim), np.float32)
         self.host.dram.core.sum_gradients(starts, rows, coefs, values, sums)
-        return ReducedGradients(torch.from_numpy(slots.view(np.int32)), torch.from_numpy(sums))
+        occurrences = None
+        if self.spec.statistics:
+            counts, clicks = self._occurrences(gradients, starts, rows)
+            occurrences = torch.from_numpy(np.stack([counts, np.zeros_like(counts) if clicks is None else clicks], 1))
+        return ReducedGradients(torch.from_numpy(slots.view(np.int32)), torch.from_numpy(sums), occurrences=occurrences)
+
+    def _occurrences(self, gradients: Sequence[Gradient], starts: Slots, rows: Slots) -> tuple[Offsets, Offsets | None]:
+        """Return the occurrences of each unique key and, if rows have clicks, the sums of their labels."""
+        counts = np.diff(starts).astype(np.int64)
+        if "click" not in self.spec.statistics:
+            return counts, None
+        clicks = np.empty_like(counts)
+        self.host.dram.core.sum_clicks(starts, rows, click_units(self.spec.name, gradients), clicks)
+        return counts, clicks
+
+    def _update_statistics(self, slots: Slots, counts: Offsets, clicks: Offsets | None, step: int) -> None:
+        self.host.dram.core.update_statistics(slots, counts, clicks, self.statistics.step(step))
 
     def norm(self, reduced: ReducedGradients) -> float:
         return float(np.sqrt(np.square(reduced.values.numpy(), dtype=np.float64).sum()))
@@ -255,6 +273,9 @@ class DramBackend(Unrecorded):
         dram.core.mark_dirty(slots)
         self._catch_up_before(step, slots)
         dram.apply_gradients(slots, reduced.values.numpy(), step=step, lr=lr, scale=scale)
+        if self.spec.statistics:
+            counts, clicks = np.ascontiguousarray(reduced.occurrences.numpy().T)
+            self._update_statistics(slots, counts, clicks, step)
 
     def update(self, gradients: Sequence[Gradient], step: int, lr: float, scale: float) -> None:
         if gradients:
@@ -262,7 +283,9 @@ class DramBackend(Unrecorded):
             dram = self.host.dram
             dram.core.mark_dirty(slots)  # before rows change: a failure after this must not leave a clean changed row
             self._catch_up_before(step, slots)
-            scale_gradient = dram.core.update(slots, starts, rows, coefs, values, dram.step(step, lr, scale))
+            scale_gradient = dram.core.update(
+                slots, starts, rows, coefs, values, dram.step(step, lr, scale), *self._statistics_step(gradients, step)
+            )
             dram.learn(scale_gradient, step)
 
     def catch_up(self, slots: Slots) -> None:
@@ -273,6 +296,14 @@ class DramBackend(Unrecorded):
         """Bring rows that step `step` updates to the step before it."""
         if self.rates is not None:
             self.host.dram.catch_up(self.rates, slots=slots, step=step)
+
+    def _statistics_step(
+        self, gradients: Sequence[Gradient], step: int
+    ) -> tuple[core.StatisticsStep | None, Offsets | None]:
+        """Return what the update needs to change the statistics of rows."""
+        kept = self.spec.statistics
+        units = click_units(self.spec.name, gradients) if "click" in kept else None
+        return self.statistics.step(step) if kept else None, units
 
     def end_step(self) -> None:
         """Nothing: gradients own the only pins that outlive a batch."""
@@ -335,6 +366,11 @@ class DramBackend(Unrecorded):
 
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         return self.host.rows(store, batch_rows)
+
+    def expire(self, select: Select, store: SsdStore | None) -> Keys:
+        keys = select(self.rows(store, 65536))
+        self.host.erase(keys, store)
+        return keys
 
     def flush(self, store: SsdStore | None = None) -> None:
         self.host.dram.flush(store)

@@ -29,7 +29,7 @@ from thermocline.kernels.index import Index
 from thermocline.kernels.insert import BYTES_PER_SLOT, InsertPlan, Residents, find_or_insert
 from thermocline.kernels.launch import stream_ahead
 from thermocline.kernels.rebuild import entries_reference, rebuild
-from thermocline.kernels.rows import copy_out
+from thermocline.kernels.rows import copy_in, copy_out
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.hbm_transfer import PendingLoad, RowTransfer, as_uint64
 from thermocline.utils.recording import OnStream, current_stream
@@ -446,6 +446,28 @@ class HbmTier:
                 self._transfer.write_back(keys, rows.numpy())
                 dirty[piece.long()] = 0
             self._synchronize()
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Exclude planning, reads and write-back by other threads."""
+        with self._lock:
+            yield
+
+    def erase(self, keys: Keys) -> None:
+        """Replace the rows of `keys` that are here by their initial rows, not dirty. Call between steps, after
+        `write_back`, under `exclusive`."""
+        with self._planned():
+            self._transfer.drain()
+            self._wait_for_training()
+            for first in range(0, len(keys), _WRITE_BACK_ROWS):
+                piece = keys[first : first + _WRITE_BACK_ROWS]
+                slots = find(self.index, self._upload(piece))
+                resident = torch.nonzero(slots >= 0).flatten()
+                slots = slots[resident]
+                rows = self._upload(self.dram.initial_stored(piece[resident.cpu().numpy()]))
+                copy_in(self.arena, slots, rows, torch.full((1,), len(slots), device=self.device))
+                self.dirty[slots.long()] = 0
+                self._synchronize()  # before the next piece, and before training reads the rows
 
     def reset(self, dram: DramTier) -> None:
         """Drop all rows and continue above another DRAM tier."""

@@ -18,9 +18,10 @@ import torch
 
 from thermocline.arrays import Floats, Keys, Rows, as_keys
 from thermocline.batch import WorkingSet
-from thermocline.embedding.backend import ShardPins, TierSet
+from thermocline.embedding.backend import Select, ShardPins, TierSet
 from thermocline.embedding.batch_plan import BagInput, BagInputs, Gradient, ReducedGradients, working_set_of
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
+from thermocline.embedding.row_statistics import StatisticsState, click_units
 from thermocline.embedding.step_rates import StepRates
 from thermocline.embedding.table_spec import LookAheadLimits, TableSpec
 from thermocline.errors import BudgetError, NotRecordable, ThermoclineError
@@ -32,6 +33,7 @@ from thermocline.kernels.optimizer_rules import OptimizerStep, StoredStep
 from thermocline.kernels.pool import pool_rows
 from thermocline.kernels.random import table_mix
 from thermocline.kernels.segments import Segments, find_segments
+from thermocline.kernels.statistics import StatisticsStep, count_occurrences, update_statistics
 from thermocline.kernels.update import apply_gradients, sum_gradients, update_rows
 from thermocline.kernels.weight_gradient import weight_gradient
 from thermocline.tiers.compile_ahead import compile_ahead
@@ -59,10 +61,11 @@ class HbmBackend:
         self.host = HostRows(spec, threads=threads, epoch=epoch)
         self.hbm = HbmTier(self.host.dram, budget=spec.hbm, device=device, name=spec.name)
         self.step_count = 0
+        self.statistics = StatisticsState()
         self.rates = StepRates.of(spec.optimizer)
         self.device = device
         mix = table_mix(self.host.dram.seed, self.host.dram.table)
-        tail = int(spec.optimizer.catches_up)
+        tail = int(spec.optimizer.catches_up) + spec.statistics.words
         self._codec = Codec.of(spec.precision, spec.dim, self.hbm.residents.keys, mix, tail)
         self._scale: LearnedScale | None = None
         """The learned scale as float64 tensors on the device, so that no step waits for the host."""
@@ -274,7 +277,25 @@ class HbmBackend:
             return None
         segments, rows, coefs, values = self._combine(gradients)
         segments = segments.known(*segments.counts.tolist())
-        return ReducedGradients(segments.slots[: segments.sizes[0]], sum_gradients(segments, values, rows, coefs))
+        sums = sum_gradients(segments, values, rows, coefs)
+        occurrences = self._occurrences(gradients, segments, rows) if self.spec.statistics else None
+        return ReducedGradients(segments.slots[: segments.sizes[0]], sums, occurrences=occurrences)
+
+    def _occurrences(
+        self, gradients: Sequence[Gradient], segments: Segments, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return `ReducedGradients.occurrences` on the device; undefined past segments.counts[0]."""
+        units = None
+        if "click" in self.spec.statistics:
+            units = self._to_device(click_units(self.spec.name, gradients))
+        return count_occurrences(segments, rows, units)
+
+    def _update_statistics(
+        self, slots: torch.Tensor, occurrences: torch.Tensor, limit: torch.Tensor | None, step: int
+    ) -> None:
+        kept, state = self.spec.statistics, self.statistics
+        rule = StatisticsStep(kept.names, kept.words, step, state.step_time, state.runs)
+        update_statistics(self.hbm.arena, slots, occurrences, limit, rule)
 
     def norm(self, reduced: ReducedGradients) -> float:
         return float(reduced.values.double().square().sum().sqrt())
@@ -284,6 +305,8 @@ class HbmBackend:
         weights, state = self._stored_weights, self._stored_state
         self._catch_up(self.hbm.arena, reduced.slots, step=step)
         apply_gradients(weights, state, reduced.slots, reduced.values, rule, self._codec, self.hbm.dirty)
+        if self.spec.statistics:
+            self._update_statistics(reduced.slots, reduced.occurrences, None, step)
         self._update_scale(step)
         self._record_use()
 
@@ -297,6 +320,9 @@ class HbmBackend:
         weights, state = self._stored_weights, self._stored_state
         self._catch_up(self.hbm.arena, segments.slots[: segments.sizes[0]], counts=segments.counts, step=step)
         update_rows(weights, state, segments, values, rows, coefs, rule, self._codec, self.hbm.dirty)
+        if self.spec.statistics:
+            occurrences = self._occurrences(gradients, segments, rows)
+            self._update_statistics(segments.slots, occurrences, segments.counts, step)
         self._update_scale(step)
         self._record_use()
 
@@ -308,6 +334,8 @@ class HbmBackend:
         self.plans_on_device = self.plan_graphs.enabled and self.spec.ssd is None
 
     def cannot_record(self) -> str:
+        if self.spec.statistics:
+            return f"table {self.spec.name!r} keeps statistics of rows, which change with the step and the labels"
         if self._codec.gradient is not None:
             return f"table {self.spec.name!r} learns its quantization scale (scale_lr)"
         if self.rates is not None:
@@ -397,6 +425,13 @@ class HbmBackend:
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         self.write_back()
         yield from self.host.rows(store, batch_rows)
+
+    def expire(self, select: Select, store: SsdStore | None) -> Keys:
+        with self.hbm.exclusive():  # no window is planned meanwhile
+            keys = select(self.rows(store, 65536))
+            self.host.erase(keys, store)
+            self.hbm.erase(keys)
+        return keys
 
     def flush(self, store: SsdStore | None = None) -> None:
         self.write_back()

@@ -13,6 +13,7 @@ import numpy as np
 from thermocline.arrays import Floats, Keys, Rows
 from thermocline.embedding.precision import parse_precision
 from thermocline.embedding.quant_scale import LearnedScale
+from thermocline.embedding.row_statistics import parse_statistics
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import FormatError, ThermoclineError
 from thermocline.tiers.dram import DramTier
@@ -27,7 +28,23 @@ def open_store(spec: TableSpec, path: str | os.PathLike[str], **options: Any) ->
 
     Raises `FormatError` if the store has rows of another precision.
     """
-    store = SsdStore.open(path, **{**spec.store_options, **options})
+    try:
+        store = SsdStore.open(path, **{**spec.store_options, **options})
+    except FormatError as error:
+        if not spec.statistics:
+            raise
+        raise FormatError(
+            f"{error}. Statistics {list(spec.statistics.names)} of table {spec.name!r} take {spec.statistics.bytes} "
+            "bytes of a row: they cannot be added to existing rows. Open it with the statistics it was created with, "
+            "or use an empty folder"
+        ) from None
+    names = ((store.epoch and parse_statistics(store.note)) or {}).get("names", [])
+    if store.epoch and names != list(spec.statistics.names):
+        store.close()
+        raise FormatError(
+            f"{store.path} has rows with statistics {names}, but table {spec.name!r} has "
+            f"{list(spec.statistics.names)}: open it with the statistics it was created with"
+        )
     if store.epoch and (saved := parse_precision(store.note)[0]) != spec.precision.layout:
         store.close()
         raise FormatError(
@@ -53,6 +70,7 @@ def make_dram_tier(
         table=spec.table_id,
         initial=spec.initial,
         precision=spec.precision,
+        statistics=spec.statistics,
     )
 
 
@@ -138,6 +156,13 @@ class HostRows:
         self.dram.flush(store)
         for keys, rows in store.scan(batch_rows=batch_rows):
             yield keys, self.dram.decode(rows.view(np.float32))
+
+    def erase(self, keys: Keys, store: SsdStore | None) -> None:
+        """Delete rows, none of which is dirty. `store`: where checkpoints are."""
+        store = self.store or store
+        if store is not None:
+            store.delete(keys)  # first: then the DRAM tier cannot read them again
+        self.dram.erase(keys)
 
     def require_idle(self) -> None:
         """See `RowBackend.require_idle`."""

@@ -402,6 +402,7 @@ def _batches(scan: core.Scan, batch_rows: int, row_bytes: int) -> Iterator[tuple
 def _changes(
     changes: core.StoreChanges, batch_rows: int, row_bytes: int
 ) -> Iterator[tuple[Keys, Rows, npt.NDArray[np.bool_]]]:
+    batch_rows = max(1, min(batch_rows, changes.rows))
     while True:
         keys = np.empty(batch_rows, dtype=np.uint64)
         rows = np.empty((batch_rows, row_bytes), dtype=np.uint8)

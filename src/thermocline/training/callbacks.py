@@ -74,7 +74,7 @@ class MetricsFile(Callback):
         atomic_file.atomic_write(self._path, "".join(f"{line}\n" for line in kept).encode())
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
-        with self._path.open("a") as file:
+        with atomic_file.disk_errors(self._path), self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     on_validation = on_log
@@ -110,9 +110,11 @@ class TensorBoard(Callback):
         if self._writer is None:  # the import takes a second: delay it until the first log
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._path), purge_step=self._purge)
-        for name, value in _numbers(row["event"], row):
-            self._writer.add_scalar(name, value, row["step"])
+            with atomic_file.disk_errors(self._path):
+                self._writer = SummaryWriter(str(self._path), purge_step=self._purge)
+        with atomic_file.disk_errors(self._path):
+            for name, value in _numbers(row["event"], row):
+                self._writer.add_scalar(name, value, row["step"])
 
     on_validation = on_log
 

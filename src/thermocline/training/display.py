@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from thermocline.training.callbacks import Callback, Row
+from thermocline.utils.startup import listening, report_phase
 from thermocline.utils.text_format import plural
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class Display(Callback):
         """Per table, the share of rows per tier: from the last log in which the pipeline pulled rows."""
         self._damage: set[str] = set()
         """Damage that was printed."""
+        self._phases = contextlib.ExitStack()
+        """Listens to the phases before the first step."""
         self._first_step = 0
         self._start_time = 0.0
         self._waiting_since: float | None = None
@@ -63,9 +67,17 @@ class Display(Callback):
             self._print(f"resumed at step {step}")
         if not self._console.is_terminal:
             return
-        self._task = self._progress.add_task("training", total=trainer.total_steps, completed=step, left="")
+        report_phase(None)  # this display shows the phases now
+        self._task = self._progress.add_task(
+            "preparing the first step", total=trainer.total_steps, completed=step, left=""
+        )
         self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self.render)
         self._live.start()
+        self._phases.enter_context(listening(self._show_phase))
+
+    def _show_phase(self, text: str | None) -> None:
+        if text is not None:
+            self._progress.update(self._task, description=text)
 
     def on_wait(self, trainer: Trainer) -> None:
         if self._live is not None:
@@ -78,6 +90,7 @@ class Display(Callback):
             self._waiting_since = math.inf
 
     def on_step(self, trainer: Trainer, loss: object) -> None:
+        self._phases.close()
         self._waiting_since = None
         if self._live is not None:
             self._update(trainer)
@@ -117,8 +130,15 @@ class Display(Callback):
         if checkpoint.tag is None:
             self._print(f"saved step {checkpoint.step} in {trainer.save_seconds:.2f} s")
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_epoch(self, trainer: Trainer) -> None:
         if self._live is not None:
+            self._update(trainer)  # the epoch has counted its steps: the total is no estimate any more
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._phases.close()
+        if self._live is not None:
+            if trainer.completed_step is not None:  # patience and `stop` end a run before its last step
+                self._progress.update(self._task, total=trainer.progress.step, completed=trainer.progress.step)
             self._live.stop()
             self._live = None
         self._print(trainer.ending)
@@ -143,6 +163,8 @@ class Display(Callback):
         parts.append(f"queue {_queue_length(row):.1f}/{trainer.config.depth}")
         if row["lookahead"] is not None:
             parts.append(f"ahead: {_ahead_text(row['lookahead'])}")
+        for name, expired in row.get("expired", {}).items():
+            parts.append(f"{name if named else 'expired'}: {expired['rows']:,} rows deleted, {expired['kept']:,} kept")
         if row["damaged_partitions"]:
             parts.append(_damage_text(row))
         if left := self._left(trainer):

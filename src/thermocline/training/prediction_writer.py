@@ -1,54 +1,58 @@
-"""Write scores to a file, one per example, as a stream: CSV, Parquet or NumPy by file name."""
+"""Write scores to a file, one per example, beside columns of the data, as a stream: CSV, Parquet or NumPy by name."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import io
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from thermocline.arrays import Floats
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.errors import ConfigError
 from thermocline.utils import atomic_file
 
+Columns = Mapping[str, Any]
+"""Arrays of equal length by name: Arrow arrays, and "score", float32."""
 _NPY_HEADER = 128
 """Bytes reserved for the header, which has the number of scores and is written last."""
 
 
-def write_scores(path: str | os.PathLike[str], scores: Iterable[Floats], runner: CollectiveRunner | None = None) -> int:
+def write_scores(path: str | os.PathLike[str], parts: Iterable[Columns], runner: CollectiveRunner | None = None) -> int:
     """Write all scores, then rename the file to `path`; return their number.
 
+    parts    columns of consecutive examples: "score", and others before it, which must be the same in all parts
     runner   over ranks: the file has the scores of rank 0, then those of rank 1, and so on. Each rank writes its own to
              a hidden folder next to the file, and rank 0 joins them. Collective
     """
     target = Path(path)
     if runner is None or runner.world == 1:
         atomic_file.make_writable(target.parent, "the folder of --out")
-        return _write(target, scores)
+        return _write(target, parts)
     folder = Path(runner.broadcast("creating the folder of --out", lambda: _make_parts_folder(target)))
     try:
         runner.run_all("opening the folder of --out", lambda: _require_visible(folder, runner.rank))
         # Not inside a call of `runner`: computing scores is collective, so no rank may wait for another rank's error.
-        _write_npy(folder / _part_name(runner.rank), scores)
+        with atomic_file.disk_errors(target):
+            _write_ipc(folder / _part_name(runner.rank), parts)
         runner.barrier("writing scores")
-        parts = (part for rank in range(runner.world) for part in _read_npy(folder / _part_name(rank)))
-        return runner.broadcast("joining the scores of all ranks", lambda: _write(target, parts))
+        joined = (part for rank in range(runner.world) for part in _read_ipc(folder / _part_name(rank)))
+        return runner.broadcast("joining the scores of all ranks", lambda: _write(target, joined))
     finally:
         if runner.is_rank0:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(target: Path, scores: Iterable[Floats]) -> int:
+def _write(target: Path, parts: Iterable[Columns]) -> int:
     with atomic_file.atomic_path(target) as temporary:
-        return writer_of(target)(temporary, scores)
+        return writer_of(target)(temporary, parts)
 
 
 def _make_parts_folder(target: Path) -> str:
@@ -69,10 +73,10 @@ def _require_visible(folder: Path, rank: int) -> None:
 
 
 def _part_name(rank: int) -> str:
-    return f"{rank:05}.npy"
+    return f"{rank:05}.arrow"
 
 
-def writer_of(path: str | os.PathLike[str]) -> Callable[[Path, Iterable[Floats]], int]:
+def writer_of(path: str | os.PathLike[str]) -> Callable[[Path, Iterable[Columns]], int]:
     """Return the writer for the suffix of a file name. Raises `ConfigError` for another suffix."""
     writers = {".csv": _write_csv, ".parquet": _write_parquet, ".npy": _write_npy}
     write = writers.get(Path(path).suffix)
@@ -81,64 +85,89 @@ def writer_of(path: str | os.PathLike[str]) -> Callable[[Path, Iterable[Floats]]
     return write
 
 
-def _write_csv(path: Path, scores: Iterable[Floats]) -> int:
+def _write_csv(path: Path, parts: Iterable[Columns]) -> int:
     """Write a header, then each score as the shortest text that reads back to the same float32."""
     import pyarrow.csv as csv
 
-    options = csv.WriteOptions(quoting_style="none", quoting_header="none")
-    return _write_tables(lambda schema: csv.CSVWriter(str(path), schema, write_options=options), scores)
+    def open_writer(schema: Any) -> Any:
+        quoting = "none" if schema.names == ["score"] else "needed"
+        options = csv.WriteOptions(quoting_style=quoting, quoting_header=quoting)
+        return csv.CSVWriter(str(path), schema, write_options=options)
+
+    return _write_tables(open_writer, parts)
 
 
-def _write_parquet(path: Path, scores: Iterable[Floats]) -> int:
+def _write_parquet(path: Path, parts: Iterable[Columns]) -> int:
     import pyarrow.parquet as pq
 
-    return _write_tables(lambda schema: pq.ParquetWriter(path, schema), scores)
+    return _write_tables(lambda schema: pq.ParquetWriter(path, schema), parts)
 
 
-def _write_tables(open_writer: Callable[[Any], Any], scores: Iterable[Floats]) -> int:
+def _write_ipc(path: Path, parts: Iterable[Columns]) -> int:
     import pyarrow as pa
 
-    schema = pa.schema([("score", pa.float32())])
+    return _write_tables(lambda schema: pa.ipc.new_stream(str(path), schema), parts)
+
+
+def _read_ipc(path: Path) -> Iterator[Columns]:
+    """Yield what `_write_ipc` wrote."""
+    import pyarrow as pa
+
+    with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
+        for batch in reader:
+            yield dict(zip(batch.schema.names, batch.columns, strict=True))
+
+
+def _write_tables(open_writer: Callable[[Any], Any], parts: Iterable[Columns]) -> int:
+    """Write tables of at least a million rows, all but the last; an empty one if there are no parts."""
+    import pyarrow as pa
+
     count = 0
-    with open_writer(schema) as writer:
-        for part in _merge_arrays(scores):
-            writer.write_table(pa.table([pa.array(part)], schema=schema))
-            count += len(part)
+    with contextlib.ExitStack() as stack:
+        writer: Any = None
+        for columns in _merged(parts):
+            table = pa.table({name: _arrow(values) for name, values in columns.items()})
+            if writer is None:
+                writer = stack.enter_context(open_writer(table.schema))
+            writer.write_table(table)
+            count += len(table)
+        if writer is None:
+            stack.enter_context(open_writer(pa.schema([("score", pa.float32())])))
     return count
 
 
-def _merge_arrays(parts: Iterable[Floats], rows: int = 1 << 20) -> Iterator[Floats]:
-    """Concatenate small arrays into arrays of at least `rows` scores."""
-    pending: list[Floats] = []
+def _arrow(values: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.chunked_array([pa.array(part) if isinstance(part, np.ndarray) else part for part in values])
+
+
+def _merged(parts: Iterable[Columns], rows: int = 1 << 20) -> Iterator[dict[str, list[Any]]]:
+    """Gather the arrays of small parts until they have at least `rows` scores."""
+    pending: dict[str, list[Any]] = {}
     size = 0
     for part in parts:
-        pending.append(part)
-        size += len(part)
+        for name, values in part.items():
+            pending.setdefault(name, []).append(values)
+        size += len(part["score"])
         if size >= rows:
-            yield np.concatenate(pending)
-            pending, size = [], 0
+            yield pending
+            pending, size = {}, 0
     if pending:
-        yield np.concatenate(pending)
+        yield pending
 
 
-def _write_npy(path: Path, scores: Iterable[Floats]) -> int:
+def _write_npy(path: Path, parts: Iterable[Columns]) -> int:
     count = 0
     with open(path, "wb") as file:
         file.seek(_NPY_HEADER)
-        for part in scores:
-            file.write(np.ascontiguousarray(part, "<f4").tobytes())
-            count += len(part)
+        for part in parts:
+            scores = np.ascontiguousarray(part["score"], "<f4")
+            file.write(scores.tobytes())
+            count += len(scores)
         file.seek(0)
         _write_npy_header(file, count)
     return count
-
-
-def _read_npy(path: Path, rows: int = 1 << 20) -> Iterator[Floats]:
-    """Yield the scores that `_write_npy` wrote, in arrays of at most `rows`."""
-    with open(path, "rb") as file:
-        file.seek(_NPY_HEADER)
-        while len(part := np.fromfile(file, "<f4", rows)):
-            yield part
 
 
 def _write_npy_header(file: BinaryIO, count: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from thermocline.arrays import Floats, Keys
+from thermocline.arrays import Floats, Keys, Mask, Rows
 from thermocline.distributed.shard_reader import ShardReaderTable
 from thermocline.embedding.table import Table
 from thermocline.errors import ThermoclineError
@@ -16,6 +16,8 @@ from thermocline.tiers.ssd import SsdStore
 
 _BATCH_ROWS = 65536
 Piece = tuple[Keys, Floats]
+Change = tuple[Keys, Floats, Mask]
+"""Keys, weights, and whether each key is deleted; the weights of deleted keys are undefined."""
 
 
 class RowSource:
@@ -60,33 +62,40 @@ class RowSource:
         if causes := [stream for stream in streams if isinstance(stream, str)]:
             return causes[0]
         decoded = [self._decoded(stream) for stream in streams if not isinstance(stream, str)]
-        return LoggedChanges(merge_by_hash(decoded), served)
+        return LoggedChanges(decoded[0] if len(decoded) == 1 else _merged(decoded), served)
 
-    def _decoded(self, stream: Iterator[tuple[Keys, np.ndarray, np.ndarray]]) -> Iterator[Piece]:
-        """Yield keys and float32[n, dim + 1]: the weights, and 1 if the key is deleted."""
-        dram = self._table.backend.tiers.dram
+    def _decoded(self, stream: Iterator[tuple[Keys, Rows, Mask]]) -> Iterator[Change]:
+        dram, dim = self._table.backend.tiers.dram, self._table.dim
         assert dram is not None
-        dim = self._table.dim
         for keys, stored, deleted in stream:
-            rows = np.zeros((len(keys), dim + 1), np.float32)
-            rows[~deleted, :dim] = dram.decode(stored[~deleted].view(np.float32))[:, :dim]
-            rows[:, dim] = deleted
-            yield keys, rows
+            yield keys, dram.decode(stored.view(np.float32))[:, :dim], deleted
             self._advance(len(keys))
+
+
+def _merged(streams: Sequence[Iterator[Change]]) -> Iterator[Change]:
+    """Merge changes of several stores by hash; the flags travel as a further column."""
+    packed = (
+        ((keys, np.column_stack([weights, deleted.astype(np.float32)])) for keys, weights, deleted in stream)
+        for stream in streams
+    )
+    for keys, rows in merge_by_hash(list(packed)):
+        yield keys, rows[:, :-1], rows[:, -1] != 0
 
 
 class LoggedChanges:
     """Changed rows that are served. Iterate once; then `deleted` has the keys that are deleted or not served."""
 
-    def __init__(self, stream: Iterator[Piece], served: ServedRows) -> None:
+    def __init__(self, stream: Iterator[Change], served: ServedRows) -> None:
         self._stream = stream
         self._served = served
         self._deleted: list[Keys] = []
 
     def __iter__(self) -> Iterator[Piece]:
-        for keys, rows in self._stream:
-            weights = np.ascontiguousarray(rows[:, :-1])
-            kept = (rows[:, -1] == 0) & self._served.keeps(weights)
+        for keys, weights, deleted in self._stream:
+            kept = ~deleted & self._served.keeps(weights)
+            if kept.all():
+                yield keys, weights
+                continue
             self._deleted.append(keys[~kept])
             yield keys[kept], weights[kept]
 

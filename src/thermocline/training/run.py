@@ -14,7 +14,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, get_args
@@ -30,6 +30,7 @@ from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import join_ranks, machine_world, world_size
 from thermocline.embedding.initializers import Normal
 from thermocline.embedding.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from thermocline.embedding.row_statistics import RowStatistics
 from thermocline.embedding.table import Table
 from thermocline.errors import ConfigError, DataError, LockError, NotFoundError
 from thermocline.models import build, parameter_groups, row_dim
@@ -41,6 +42,7 @@ from thermocline.training.state import Result
 from thermocline.utils import atomic_file
 from thermocline.utils.lazy_dynamo import defer_dynamo
 from thermocline.utils.machine import require_memory, reserve_memory
+from thermocline.utils.startup import report_phase
 from thermocline.utils.text_format import format_size, parse_size, plural
 
 if TYPE_CHECKING:
@@ -121,6 +123,7 @@ class Run:
     labelled    if False, files may lack the label
     contiguous  over ranks, shards of the data are consecutive parts of the files
     recorded    splits whose files only the folder of the run names: URLs among them are not contacted
+    carry       columns of the test data whose values its reader keeps for each batch (`Reader.carried`)
 
     Under torchrun, each process is one rank of the run, with a shard of the data and of the rows. All ranks raise
     `ConfigError` if their configs or data files differ, see `config/rank_rules.py`.
@@ -135,11 +138,13 @@ class Run:
         labelled: bool = True,
         contiguous: bool = False,
         recorded: Collection[Split] = (),
+        carry: Sequence[str] = (),
     ) -> None:
         self.config = config = config.resolve()
         budget = None if config.tiers.mem_overcommit else _require_memory(config)
         self._data_options = {"labelled": labelled, "contiguous": contiguous}
         self._recorded = recorded
+        self._carry = carry
         self._loaders: dict[Split, Any] = {}
         self._identities: dict[str, Any] = {}
         """Data of each split as all ranks together read it."""
@@ -154,6 +159,7 @@ class Run:
         with contextlib.ExitStack() as undo:
             world, run_dir = world_size(), config.train.run_dir
             if world > 1 or (not read_only and saved_by_ranks(run_dir)):
+                report_phase("connecting the ranks")
                 self.groups = undo.enter_context(join_ranks(config.dist))
             same = {**rank_settings(config), "resume": resume}
             self._require_equal(same, "start all ranks with the same config and flags")
@@ -166,13 +172,18 @@ class Run:
             """State of the folder of the run when it was opened."""
             if read_only and not self.folder.has_run and not self.folder.has_begun:
                 raise NotFoundError(f"{run_dir} has no checkpoints: train it first")
-            self.changes = [] if resume is None else self.folder.check(config, resume=resume, runner=self.runner)
-            """Changes of the config since the run was saved, one text each."""
+            if resume is not None:
+                self.folder.check(config, resume=resume, runner=self.runner)
+            self.changes: list[str] = []
+            """Changes of the config since the run was saved, one text each; known when `fit` has locked the folder."""
+            report_phase("opening the data")
             fields, dense = self.runner.run_all("opening the data", lambda: self._open_data(read_only))
             self._require_equal(self._identities, "all ranks must read the same files with the same settings")
+            report_phase("loading torch")
             import torch
 
             torch.manual_seed(config.train.seed)
+            report_phase("opening the table" if config.tiers.ssd is None else f"opening the store {config.tiers.ssd}")
             try:
                 self.table = self._table(read_only)
             except LockError as error:  # name the config key and the process, which is in the store's message
@@ -181,6 +192,7 @@ class Run:
             undo.callback(self.table.close)
             if budget is not None:
                 reserve_memory(self.table, repr(self.table.name), budget)
+            report_phase("building the model")
             self.model = build(config.model, self.table, fields, dense)
             if self.table.hbm is not None:
                 self.model.to(self.table.hbm.device)
@@ -202,6 +214,11 @@ class Run:
 
     def _table(self, read_only: bool) -> Table:
         config, tiers = self.config, self.config.tiers
+        if config.expiry is not None:
+            try:
+                config.expiry.checked(RowStatistics.of(config.rows.statistics))
+            except ValueError as error:
+                raise ConfigError(str(error).replace("Expiry.", "expiry.")) from None
         if tiers.ssd is not None and not read_only:
             atomic_file.make_writable(Path(tiers.ssd), "tiers.ssd")
         options: dict[str, Any] = {
@@ -214,6 +231,8 @@ class Run:
             "seed": config.train.seed,
             "initial": Normal(scale=config.model.initial),
             "precision": config.precision,
+            "statistics": config.rows.statistics,
+            "expiry": None if read_only else config.expiry,
             "admission": config.admission,
             "policy": tiers.policy,
             "threads": tiers.threads,
@@ -283,7 +302,8 @@ class Run:
             options: dict[str, Any] = {"batch_size": train.batch_size, "seed": train.seed, **self._data_options}
             self._loaders[split] = None
             if has_split(data, split):
-                self._loaders[split] = self._open(split, {"features": self.features, **options})
+                carry = self._carry if split == "test" else ()
+                self._loaders[split] = self._open(split, {"features": self.features, "carry": carry, **options})
         return self._loaders[split]
 
     def _open(self, split: Split, options: dict[str, Any]) -> Any:
@@ -318,23 +338,33 @@ class Run:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "an emulated GPU"
         return f"{name}, {format_size(self.table.hbm.budget)} of HBM for rows{dense}"
 
-    def fit(self, *, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
-        """Train, save and test; see `tc.Trainer.fit`. Takes an exclusive lock on the folder of the run."""
+    def fit(
+        self,
+        *,
+        resume: bool = False,
+        callbacks: Sequence[Callback] = (),
+        on_locked: Callable[[], None] = lambda: None,
+    ) -> Result:
+        """Train, save and test; see `tc.Trainer.fit`. Takes an exclusive lock on the folder of the run.
+
+        on_locked   called when the folder is locked and checked, before anything in it changes; `changes` is known
+        """
         run_dir = Path(self.config.train.run_dir)
         with contextlib.ExitStack() as locks:
             self.runner.broadcast("locking the run folder", lambda: self._lock(locks, run_dir))
-            return self._fit(resume, callbacks)
+            return self._fit(resume, callbacks, on_locked)
 
     @staticmethod
     def _lock(locks: contextlib.ExitStack, run_dir: Path) -> None:
         locks.enter_context(atomic_file.lock_dir(run_dir))
 
-    def _fit(self, resume: bool, callbacks: Sequence[Callback]) -> Result:
+    def _fit(self, resume: bool, callbacks: Sequence[Callback], on_locked: Callable[[], None]) -> Result:
         from thermocline.training.trainer import Trainer
 
         config, run_dir = self.config, Path(self.config.train.run_dir)
         folder = RunFolder.read(run_dir, self.runner)  # again, under the lock
-        folder.check(config, resume=resume, runner=self.runner)
+        self.changes = folder.check(config, resume=resume, runner=self.runner)
+        on_locked()
         files = _RunFiles(config, self.features)
         active = list(callbacks)
         if self._shard[0] == 0:
@@ -345,6 +375,8 @@ class Run:
             self.model, self.optimizers, run_dir=run_dir, config=config.train, callbacks=active,
             dense_sync=config.dist.dense_sync,
         )  # fmt: skip
+        if folder.has_run:
+            report_phase("restoring the checkpoint")
         restore = resume or folder.has_begun  # without a checkpoint: from the initial state of the tables
         return trainer.fit(self.loader("train"), self.loader("valid"), self.loader("test"), resume=restore)
 
@@ -369,12 +401,14 @@ class Run:
         contiguous: bool = False,
         recorded: Collection[Split] = (),
         allow_remote_data: bool = False,
+        carry: Sequence[str] = (),
     ) -> Self:
         """Open a trained run read-only, at its best checkpoint or else its last; or at a step or tag.
 
         config              replaces the config of the run; its data and tiers may differ
         recorded            splits of `config` that are from the folder of the run; without `config`, all are
         allow_remote_data   contact URLs that only the folder of the run names
+        carry               columns of the test data whose values its reader keeps for each batch
 
         Under torchrun, any number of ranks share the rows and the data, also of a run trained by another number.
         """
@@ -383,7 +417,7 @@ class Run:
         train = dataclasses.replace(config.train, run_dir=os.fspath(run_dir))
         config = dataclasses.replace(config, train=train)
         recorded = () if allow_remote_data else recorded
-        run = cls(config, read_only=True, labelled=labelled, contiguous=contiguous, recorded=recorded)
+        run = cls(config, read_only=True, labelled=labelled, contiguous=contiguous, recorded=recorded, carry=carry)
         try:
             run.step = run.restore(checkpoint)
         except BaseException:

@@ -44,11 +44,19 @@ class StatusFile(Callback):
         self._status = {
             "state": "training", "ending": "", "error": "", "process": os.getpid(), "host": socket.gethostname(),
             "started": time.time(), "first_step": trainer.progress.step, "epochs": trainer.config.epochs, "saved": None,
-            "valid": None,
+            "valid": None, "waiting": False,
         }  # fmt: skip
         self._write(trainer)
 
     def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+        self._tick(trainer, waiting=False)
+
+    def on_wait(self, trainer: Trainer) -> None:
+        self._tick(trainer, waiting=True)
+
+    def _tick(self, trainer: Trainer, *, waiting: bool) -> None:
+        """Write if the last write is old enough. `waiting`: whether the loader waits for new files."""
+        self._status["waiting"] = waiting
         if time.monotonic() - self._last >= INTERVAL:
             self._write(trainer)
 
@@ -67,7 +75,8 @@ class StatusFile(Callback):
         if isinstance(error, Exception):
             self._status["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
         finished = error is None and trainer.ending.startswith("finished")
-        self._status |= {"state": "finished" if finished else "stopped", "ending": trainer.ending}
+        state = "finished" if finished else "stopped"
+        self._status |= {"state": state, "ending": trainer.ending, "waiting": False}
         self._write(trainer)
 
     def _write(self, trainer: Trainer) -> None:

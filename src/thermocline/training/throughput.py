@@ -82,6 +82,7 @@ class ThroughputMeter:
         self._loss = 0.0
         self._steps = 0
         self._rows = {table.name: table.tier_counts() for table in self._tables}
+        self._expired = {table.name: (table.expired.rows, table.expired.seconds) for table in self._tables}
         self._admission = {name: table.admission_stats for name, table in self._admitting.items()}
         self._stages: dict[str, StageStats] = {}
         self._lookahead: tuple[LookAheadStats, LookAheadStats] | None = None
@@ -140,6 +141,8 @@ class ThroughputMeter:
             "stages": {stage.name: self._stage_shares(stage, wall) for stage in stages},
             "lookahead": self._lookahead_figures(lookahead, wall),
         }
+        if expired := {table.name: self._expired_figures(table) for table in self._tables if table.expiry is not None}:
+            row["expired"] = expired
         if admission := {name: self._admission_figures(table) for name, table in self._admitting.items()}:
             row["admission"] = admission
         self.restart()
@@ -163,6 +166,12 @@ class ThroughputMeter:
         counts = {tier: max(0, now - before[tier]) for tier, now in table.tier_counts().items()}
         total = sum(counts.values())
         return {tier: count / total if total else None for tier, count in counts.items()}
+
+    def _expired_figures(self, table: Table) -> dict[str, float]:
+        """Rows of this rank that expiry deleted since the last log, and its seconds; rows after the last expiry."""
+        rows, seconds = self._expired[table.name]
+        now = table.expired
+        return {"rows": now.rows - rows, "kept": now.last_kept, "seconds": now.seconds - seconds}
 
     def _admission_figures(self, table: Table) -> dict[str, int]:
         """Keys and occurrences since the last log, and memory in bytes, of one table."""

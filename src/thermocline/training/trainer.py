@@ -50,6 +50,7 @@ from thermocline.training.signals import caught_signals
 from thermocline.training.state import Progress, Result
 from thermocline.training.status_file import StatusFile
 from thermocline.training.throughput import ThroughputMeter
+from thermocline.utils.startup import report_phase
 from thermocline.utils.text_format import plural
 
 _FAILED = "stopped by an error"
@@ -123,6 +124,8 @@ class Trainer:
         self._lookahead: LookAheadStats | None = None
         self._evaluated_ahead: Row | None = None
         """Figures of the look-ahead of the last evaluation."""
+        self._logged = self._first_step = 0
+        """Last step that was logged, and the step that `fit` started from."""
 
     # ---- the loop
 
@@ -144,6 +147,7 @@ class Trainer:
         examples_before = self.progress.examples
         try:
             self._call("on_start")
+            report_phase("reading the first batches")
             with caught_signals(self._saves.checkpoints is not None) as caught:
                 while not self.finished and not self._interrupted(caught):
                     self._train_epoch(train, valid, caught)
@@ -190,6 +194,8 @@ class Trainer:
             self._stages, self._lookahead = batches.stats, batches.lookahead
             for batch in batches:
                 self._ranks.merge_flags(batches.flags)
+                if self.progress.step == self._first_step and not self._losses:
+                    report_phase(self._first_phase)
                 loss = self.train_step(batch)
                 if loss is None:
                     continue  # the step accumulates more batches
@@ -203,6 +209,14 @@ class Trainer:
             if self._losses:
                 self._after_step(self._update(), valid)
             self._end_epoch(valid)
+
+    @property
+    def _first_phase(self) -> str:
+        """Description of the first step for `report_phase`."""
+        if self.config.compile:
+            return "compiling the dense part, which takes up to minutes"
+        on_gpu = any(table.hbm is not None for table in self.tables)
+        return "compiling kernels for the first step" if on_gpu else "computing the first step"
 
     def _while_waiting(self, train: Any, caught: list[int]) -> None:
         """Work at a step boundary while no batch is ready: stop, save by time, callbacks."""
@@ -308,6 +322,8 @@ class Trainer:
     def _after_step(self, loss: torch.Tensor, valid: Iterable[Batch] | None) -> None:
         """Log, validate and save if due. Validation is first, so that a resumed run does not repeat it."""
         config, step = self.config, self.progress.step
+        if step == self._first_step + 1:
+            report_phase(None)
         self._call("on_step", loss)
         if step % config.log_every == 0:
             self._log()
@@ -325,6 +341,8 @@ class Trainer:
                 f"the training data has no batches in epoch {self.progress.epoch + 1}: a generator can be iterated "
                 "only once; pass a list or a loader that can be iterated again"
             )
+        if self.progress.epoch + 1 >= self.config.epochs:
+            self._log_last_step()  # before the metrics of the epoch are reset
         self.progress.epoch += 1
         self._epoch_batches = self.progress.batch
         self.progress.batch, self.position = 0, None
@@ -378,7 +396,13 @@ class Trainer:
             self._call("on_validation", {**row, "lookahead": finite(ahead)})
         return row
 
+    def _log_last_step(self) -> None:
+        """Log the last step of the run unless it is logged, so that a run of a few steps has a log, too."""
+        if self.progress.step > self._logged:
+            self._log()
+
     def _log(self) -> None:
+        self._logged = self.progress.step
         rate = self._optimizer_step.rate_factor(self.progress, self.progress.step - 1)
         row = {**self._meter.row(self._stages, self._lookahead), "rate": rate}
         damage = {table.name: table.damage for table in self.tables if table.damage}
@@ -417,6 +441,7 @@ class Trainer:
         self._progressive = ProgressiveValidation(self.config, self._ranks, self.progress.step, progressive)
         self._meter = ThroughputMeter(self.tables, metrics, self._progressive.metrics)  # restored tiers count from 0
         self._figures = RankFigures(self.tables)
+        self._logged = self._first_step = self.progress.step
         self._ranks.begin()
         self._epoch_batches = _batches_per_epoch(train)
         self.ending = _FAILED
@@ -430,6 +455,8 @@ class Trainer:
     def _finish(self, valid: Iterable[Batch] | None, *, interrupted: bool) -> int:
         """Validate, save and restore the best as needed; return the step that the model and tables hold."""
         progress, checkpoints = self.progress, self._saves.checkpoints
+        if not interrupted:  # the resumed run logs these steps
+            self._log_last_step()
         if valid is not None and progress.validated != progress.step and not interrupted:
             self.validate(valid)
         if self._saves.saved != progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -13,10 +14,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from thermocline.errors import ConfigError
+from thermocline.errors import ConfigError, DiskFullError, IoError, StoreError
 
 _MAX_NAME = 200
 """Bytes of the file's name in the name of its temporary file: file systems allow 255 bytes."""
+
+
+_FREE_SPACE = "free some space, or choose a path on another disk, and try again"
 
 
 def atomic_write(path: Path, data: bytes) -> None:
@@ -31,6 +35,25 @@ def atomic_write(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
         failpoint("run.file_renamed")
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Re-raise errors of writing `path` as `DiskFullError` or `IoError`, with the path, the cause and an advice."""
+    try:
+        yield
+    except (ConfigError, StoreError):
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raised: IoError = DiskFullError(f"{os.fspath(path)} cannot be written: the disk is full; {_FREE_SPACE}")
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            cause = os.strerror(error.errno)
+            raised = IoError(f"{os.fspath(path)} cannot be written ({cause}): make it writable, or choose another path")
+        else:
+            raise
+        raised.errno = error.errno
+        raise raised from None
 
 
 @contextlib.contextmanager
@@ -52,15 +75,16 @@ def _temporary_file(path: Path) -> Iterator[tuple[Path, int]]:
     is locked until the block ends. An unlocked temporary file of the same name is of a process that was killed; it is
     removed.
     """
-    _remove_stale(path)
-    temporary, descriptor = _create(path)
-    try:
-        yield temporary, descriptor
-    finally:
+    with disk_errors(path):
+        _remove_stale(path)
+        temporary, descriptor = _create(path)
         try:
-            temporary.unlink(missing_ok=True)
+            yield temporary, descriptor
         finally:
-            os.close(descriptor)
+            try:
+                temporary.unlink(missing_ok=True)
+            finally:
+                os.close(descriptor)
 
 
 def _create(path: Path) -> tuple[Path, int]:
@@ -108,6 +132,10 @@ def make_writable(folder: Path, key: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raised = DiskFullError(f"{key} is {str(folder)!r}: the disk is full; {_FREE_SPACE}")
+            raised.errno = error.errno
+            raise raised from None
         is_file = isinstance(error, (FileExistsError, NotADirectoryError))
         cause = f"{error.filename} is a file" if is_file else error.strerror
         raise ConfigError(

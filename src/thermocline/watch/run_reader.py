@@ -24,7 +24,7 @@ Point = dict[str, Any]
 """One event of metrics.jsonl with the figures that the charts draw."""
 
 MAX_POINTS = 1500
-"""Training events that are kept; of longer runs every second, fourth, ... event."""
+"""Events that are kept; of longer runs every second, fourth, ... event."""
 _MAX_FILE_BYTES = 1 << 20
 _MAX_READ_BYTES = 1 << 24
 """Bytes of metrics.jsonl that one `poll` reads; the next continues."""
@@ -100,7 +100,7 @@ class RunReader:
     def _add(self, row: dict[str, Any]) -> None:
         point = {name: row[name] for name in _CHARTED if row.get(name) is not None}
         if point["event"] != "train":
-            self._points.append(point)
+            self._keep(point)
             return
         for name, shares in row["tables"].items():
             if any(share is not None for share in shares.values()):  # with a GPU, a log may come before its rows
@@ -115,17 +115,21 @@ class RunReader:
         self._skip += 1
         if self._skip >= self._stride:
             self._skip = 0
-            self._points.append(point)
-            if len(self._points) > MAX_POINTS:
-                self._thin_out()
+            self._keep(point)
 
-    def _thin_out(self) -> None:
-        """Keep every second training event, and all validations unless those alone are too many."""
-        train = [point for point in self._points if point["event"] == "train"][1::2]
+    def _keep(self, point: Point) -> None:
+        """Add a point. If there are too many, keep every second of the more frequent kind: training or evaluation."""
+        self._points.append(point)
+        if len(self._points) <= MAX_POINTS:
+            return
+        train = [point for point in self._points if point["event"] == "train"]
         other = [point for point in self._points if point["event"] != "train"]
-        other = other if len(other) < MAX_POINTS // 2 else other[1::2]
+        if len(train) >= len(other):
+            train = train[1::2]
+            self._stride *= 2
+        else:
+            other = other[1::2]
         self._points = sorted([*train, *other], key=lambda point: point["step"])
-        self._stride *= 2
         self._generation += 1
 
     # ---- state

@@ -5,6 +5,9 @@ const byId = id => document.getElementById(id);
 const isNumber = value => typeof value === "number" && Number.isFinite(value);
 const TIERS = [["hbm", "HBM"], ["mem", "DRAM"], ["ssd", "SSD"], ["new", "new rows"]];
 
+/** Events on examples that the model was not trained on. */
+const HELD = { valid: "validation", test: "test", progressive: "progressive validation" };
+
 // ---- numbers with units
 
 function scaled(value, units, base = 1000) {
@@ -60,7 +63,7 @@ const CHARTS = {
 let points = [];
 
 function drawCharts() {
-  const train = points.filter(p => p.event === "train"), held = points.filter(p => p.event === "valid" || p.event === "test");
+  const train = points.filter(p => p.event === "train"), held = points.filter(p => p.event in HELD);
   const series = (list, name) => list.filter(p => isNumber(p[name])).map(p => [p.step, p[name]]);
   CHARTS.speed.draw({ main: series(train, "examples_per_s") });
   CHARTS.auc.draw({ main: series(train, "auc"), valid: series(held, "auc") });
@@ -102,6 +105,7 @@ function drawState({ state, status, latest }) {
   let [label, kind] = STATES[state] || STATES.unknown;
   const preparing = state === "training" && status && Math.max(status.step, latest ? latest.step : 0) <= status.first_step;
   if (preparing) label = "Preparing first step";
+  if (state === "training" && status && status.waiting) label = "Waiting for files";
   if (status && status.error) kind = "bad";
   const badge = byId("state");
   text("state", label);
@@ -148,14 +152,14 @@ function drawProgress({ state, status, latest, now }) {
 }
 
 function drawKeyFigures({ latest, status }) {
-  const held = points.filter(p => p.event !== "train" && isNumber(p.auc)).at(-1);
+  const held = points.filter(p => p.event in HELD && isNumber(p.auc)).at(-1);
   text("speed", latest ? rate(latest.examples_per_s) : "–");
   text("speed-note", latest ? `${short(latest.examples)} examples trained` : "");
   text("auc", latest ? fixed(4)(latest.auc) : "–");
   text("auc-note", latest && isNumber(latest.ne) ? `normalized entropy ${latest.ne.toFixed(4)}` : "");
   text("valid", held ? fixed(4)(held.auc) : "–");
   const best = status && isNumber(status.best_auc) ? `, best ${status.best_auc.toFixed(4)}` : "";
-  text("valid-note", held ? `${held.event === "test" ? "test" : "validation"} at step ${short(held.step, true)}${best}` : "no validation yet");
+  text("valid-note", held ? `${HELD[held.event]} at step ${short(held.step, true)}${best}` : "no validation yet");
   text("loss", latest ? fixed(4)(latest.loss) : "–");
   text("loss-note", latest ? `mean since the log before` : "");
 }

@@ -1,0 +1,79 @@
+// DramTier::erase(): initial rows in place of pinned ones, free slots, and no old row from a pull in progress.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "dram/tier.h"
+#include "dram/tier_test_util.h"
+#include "testing/test.h"
+
+namespace thermocline {
+namespace {
+
+bool is_initial(DramTier& tier, uint64_t key) {
+  Row row;
+  tier.read(&key, 1, reinterpret_cast<uint8_t*>(row.data()));
+  return row == initial_row(tier, key);
+}
+
+TEST(DramErase, PinnedRowsAreOverwrittenAndOthersFreed) {
+  MapStore store(kLayout.bytes());
+  for (RowStore* lower : {static_cast<RowStore*>(&store), static_cast<RowStore*>(nullptr)}) {
+    DramTier tier(options(1 << 16), lower);
+    const auto keys = range(0, 40);
+    const auto slots = pull(tier, keys);
+    for (uint32_t slot : slots) row_at(tier, slot)[0] = 7;
+    tier.unpin(slots.data() + 20, 20, true);
+    tier.mark_dirty(slots.data(), 20);
+    const auto erased = range(10, 50);  // ten pinned, twenty unpinned, ten absent
+    CHECK_EQ(tier.erase(erased.data(), erased.size()), 30u);
+    CHECK_EQ(tier.stats().resident, 20u);
+    CHECK_EQ(tier.stats().dirty, 10u);
+    for (uint64_t key = 0; key < 50; ++key) CHECK_EQ(is_initial(tier, key), key >= 10);
+    tier.unpin(slots.data(), 20, false);
+    tier.check(true);
+    const auto again = pull(tier, erased);
+    tier.unpin(again.data(), again.size(), false);
+    tier.check(true);
+  }
+}
+
+// A store whose rows are deleted while another thread reads them: it still gets the old row.
+class SlowStore : public MapStore {
+ public:
+  using MapStore::MapStore;
+  void get(const uint64_t* keys, size_t n, uint8_t* found, RowsOut rows) override {
+    if (deleted) {
+      std::fill_n(found, n, uint8_t{0});
+      return;
+    }
+    reading = true;
+    while (!deleted) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the eraser comes first if it does not wait
+    MapStore::get(keys, n, found, rows);
+  }
+  std::atomic<bool> reading{false}, deleted{false};
+};
+
+TEST(DramErase, WaitsForPullsThatHaveReadOldRows) {
+  SlowStore store(kLayout.bytes());
+  const uint64_t key = 5;
+  const Row old{1, 2, 3, 4};
+  store.put(&key, 1, RowsIn{reinterpret_cast<const uint8_t*>(old.data()), kLayout.bytes()});
+  DramTier tier(options(1 << 16), &store);
+  std::vector<uint32_t> slots;
+  std::thread puller([&] { slots = pull(tier, {key}); });
+  while (!store.reading) std::this_thread::yield();
+  store.deleted = true;
+  tier.erase(&key, 1);
+  puller.join();
+  CHECK(std::memcmp(row_at(tier, slots[0]), initial_row(tier, key).data(), kLayout.bytes()) == 0);
+  tier.unpin(slots.data(), 1, false);
+  tier.check(true);
+}
+
+}  // namespace
+}  // namespace thermocline

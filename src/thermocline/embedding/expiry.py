@@ -1,0 +1,219 @@
+"""Expiry: rules that delete rows at given steps. The rules are functions of the rows and the step alone.
+
+A step whose number is a multiple of `Expiry.every` ends with it. It is a barrier: batches after it see the deleted rows
+as never trained, whatever was loaded ahead, so results do not depend on tiers, depth or look-ahead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from thermocline.arrays import Doubles, Floats, Keys, Mask
+from thermocline.embedding.row_statistics import RowStatistics, Statistic, StatisticsState
+from thermocline.embedding.table_spec import TableSpec
+from thermocline.errors import require
+
+Order = Literal["score", "last_step", "last_time", "frequency", "norm"]
+_NEEDS: dict[Order, tuple[Statistic, ...]] = {
+    "score": ("show", "click"),
+    "last_step": ("last_step",),
+    "last_time": ("last_time",),
+    "frequency": ("frequency",),
+    "norm": (),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Expiry:
+    """Rules that delete rows. A row is deleted if any rule with a value applies; then the limits of rows."""
+
+    every: int
+    """Steps between two expiries: they follow the steps whose number is a multiple of it."""
+    unused_steps: int | None = None
+    """Delete rows that no step has changed for more than this many steps. Needs the statistic last_step."""
+    unused_seconds: int | None = None
+    """Delete rows whose last_time is more than this many seconds of event time before the newest one of the table.
+    Needs the statistic last_time."""
+    min_norm: float | None = None
+    """Delete rows whose weights have an L2 norm below this."""
+    min_score: float | None = None
+    """Delete rows whose score, after the decay, is below this (Paddle: delete_threshold). The score is
+    (show - click) * nonclick_coeff + click * click_coeff. Needs the statistics show and click."""
+    decay: float = 1.0
+    """Factor of show and click of every row at each expiry, before rows are tested (Paddle: show_click_decay_rate)."""
+    nonclick_coeff: float = 0.1
+    """Weight of an occurrence without a click in the score (Paddle: nonclk_coeff)."""
+    click_coeff: float = 1.0
+    """Weight of a click in the score."""
+    max_rows: int | None = None
+    """Keep at most this many rows: further ones go in `order`. Over ranks each rank keeps at most its equal share."""
+    min_rows: int = 0
+    """Keep at least this many rows, although rules apply to them: those that come last in `order`. Over ranks each rank
+    keeps at least its equal share."""
+    order: Order | None = None
+    """Which rows go first, for `max_rows` and `min_rows`: those with the lowest value, of equal ones the smallest key.
+    None: the first of score, last_step, last_time, frequency and norm that the statistics of the table allow."""
+
+    def __post_init__(self) -> None:
+        def check(name: str, rule: str, whole: bool, low: float, *, optional: bool = True) -> None:
+            value = getattr(self, name)
+            if value is None and optional:
+                return
+            number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+            require(number and low <= value < math.inf, f"Expiry.{name}", value, rule)
+
+        check("every", "a number of steps from 1", True, 1, optional=False)
+        check("unused_steps", "a number of steps from 0", True, 0)
+        check("unused_seconds", "a number of seconds from 0", True, 0)
+        check("min_norm", "a finite number, not negative", False, 0)
+        check("min_score", "a finite number", False, -math.inf)
+        check("decay", "a number above 0 and up to 1", False, 0, optional=False)
+        require(0 < self.decay <= 1, "Expiry.decay", self.decay, "a number above 0 and up to 1")
+        check("nonclick_coeff", "a finite number", False, -math.inf, optional=False)
+        check("click_coeff", "a finite number", False, -math.inf, optional=False)
+        check("max_rows", "a number of rows from 1", True, 1)
+        check("min_rows", "a number of rows from 0", True, 0, optional=False)
+        fine = self.max_rows is None or self.min_rows <= self.max_rows
+        require(fine, "Expiry.min_rows", self.min_rows, f"at most max_rows, {self.max_rows}")
+        fine = self.order is None or self.order in get_args(Order)
+        require(fine, "Expiry.order", self.order, f"one of {', '.join(get_args(Order))}")
+        rules = (self.unused_steps, self.unused_seconds, self.min_norm, self.min_score, self.max_rows)
+        if self.decay == 1 and all(rule is None for rule in rules):
+            raise ValueError("Expiry has no rule: give at least one, such as unused_steps=10000")
+
+    def due(self, step: int) -> bool:
+        """Return whether an expiry follows this step."""
+        return step % self.every == 0
+
+    def checked(self, statistics: RowStatistics) -> Expiry:
+        """Return the rules with their order. Raises `ValueError` if a rule needs a statistic that rows do not have."""
+        uses = {
+            "unused_steps": (self.unused_steps is not None, ("last_step",)),
+            "unused_seconds": (self.unused_seconds is not None, ("last_time",)),
+            "min_score": (self.min_score is not None, ("show", "click")),
+            "decay": (self.decay != 1, ("show", "click")),
+            "order": (self.order is not None, _NEEDS[self.order or "norm"]),
+        }
+        for name, (used, needed) in uses.items():
+            missing = [statistic for statistic in needed if statistic not in statistics]
+            if used and missing:
+                raise ValueError(
+                    f"Expiry.{name} is {getattr(self, name)!r}: it needs the statistic {missing[0]!r}, but rows have "
+                    f"{list(statistics.names)}: add it to statistics (rows.statistics in a config)"
+                )
+        if self.order is not None:
+            return self
+        found = next(name for name, needed in _NEEDS.items() if all(s in statistics for s in needed))
+        return dataclasses.replace(self, order=found)
+
+
+@dataclasses.dataclass(slots=True)
+class Expired:
+    """Counters of the expiries of a table, of this process."""
+
+    runs: int = 0
+    rows: int = 0
+    """Rows deleted in all."""
+    last_rows: int = 0
+    """Rows deleted by the last expiry."""
+    last_kept: int = 0
+    """Rows after the last expiry."""
+    seconds: float = 0.0
+    """Time of all expiries."""
+
+    def add(self, rows: int, kept: int, seconds: float) -> None:
+        """Count one expiry."""
+        self.runs, self.rows, self.seconds = self.runs + 1, self.rows + rows, self.seconds + seconds
+        self.last_rows, self.last_kept = rows, kept
+
+
+class Selection:
+    """Chooses the rows to delete, at one step: a `backend.Select`."""
+
+    def __init__(self, expiry: Expiry, spec: TableSpec, state: StatisticsState, step: int, ranks: int) -> None:
+        """Decay comes first: it changes `state`. `expiry` has an order."""
+        self.expiry = expiry
+        self._spec = spec
+        self._state = state
+        self._step = step
+        self._max_rows = None if expiry.max_rows is None else -(-expiry.max_rows // ranks)
+        self._min_rows = -(-expiry.min_rows // ranks)
+        self.rows = 0
+        """Rows that were tested."""
+        self._begin = time.perf_counter()
+        if expiry.decay != 1:
+            state.add_decay(expiry.decay)
+
+    @property
+    def seconds(self) -> float:
+        """Time since the selection was made."""
+        return time.perf_counter() - self._begin
+
+    def __call__(self, pieces: Iterator[tuple[Keys, Floats]]) -> Keys:
+        limited = self._max_rows is not None or self._min_rows > 0
+        keys, places, condemned = [np.empty(0, np.uint64)], [np.empty(0)], [np.empty(0, np.bool_)]
+        for piece, rows in pieces:
+            self.rows += len(piece)
+            values = self._spec.statistics.unpack(rows, self._state)
+            dead = self._rules(rows, values)
+            chosen = slice(None) if limited else dead
+            keys.append(piece[chosen].copy())
+            if limited:
+                condemned.append(dead)
+                places.append(self._places(rows, values))
+        if not limited:
+            return np.concatenate(keys)
+        return self._limit(np.concatenate(keys), np.concatenate(places), np.concatenate(condemned))
+
+    def _rules(self, rows: Floats, values: dict[str, npt.NDArray[Any]]) -> Mask:
+        expiry = self.expiry
+        dead = np.zeros(len(rows), np.bool_)
+        if expiry.unused_steps is not None:
+            dead |= self._step - values["last_step"].astype(np.int64) > expiry.unused_steps
+        if expiry.unused_seconds is not None and self._state.newest is not None:
+            dead |= self._state.newest - values["last_time"] > expiry.unused_seconds
+        if expiry.min_norm is not None:
+            dead |= self._norms(rows) < expiry.min_norm
+        if expiry.min_score is not None:
+            dead |= self._scores(values) < expiry.min_score
+        return dead
+
+    def _places(self, rows: Floats, values: dict[str, npt.NDArray[Any]]) -> Doubles:
+        """Return the value of each row in the order of deletion."""
+        if self.expiry.order == "score":
+            return self._scores(values)
+        if self.expiry.order == "norm":
+            return self._norms(rows)
+        return values[str(self.expiry.order)].astype(np.float64)
+
+    def _scores(self, values: dict[str, npt.NDArray[Any]]) -> Doubles:
+        show, click = values["show"].astype(np.float64), values["click"].astype(np.float64)
+        scores: Doubles = (show - click) * self.expiry.nonclick_coeff + click * self.expiry.click_coeff
+        return scores
+
+    def _norms(self, rows: Floats) -> Doubles:
+        """Return L2 norms: squares added in the order of the elements, so that no bit depends on the machine."""
+        total = np.zeros(len(rows))
+        for column in rows[:, : self._spec.dim].T:
+            total += np.square(column, dtype=np.float64)
+        norms: Doubles = np.sqrt(total)
+        return norms
+
+    def _limit(self, keys: Keys, places: Doubles, condemned: Mask) -> Keys:
+        """Apply the floor to rows that rules condemn, then the cap to the others."""
+        first_to_go = np.lexsort((keys, places))
+        listed = first_to_go[condemned[first_to_go]]
+        spared = max(0, min(len(listed), self._min_rows - (len(keys) - len(listed))))
+        dead = np.zeros(len(keys), np.bool_)
+        dead[listed[: len(listed) - spared]] = True
+        if self._max_rows is not None:
+            alive = first_to_go[~dead[first_to_go]]
+            dead[alive[: max(0, len(alive) - self._max_rows)]] = True
+        return keys[dead]

@@ -1,0 +1,243 @@
+"""Expiry: the rules of the reference in every tier, whatever was loaded ahead; returning keys; resumed training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.online import ALL, DIM, fit, make_table, state_of, stream, train, train_rank
+from helpers.ranks import run_ranks
+
+import thermocline as tc
+from thermocline.embedding.row_statistics import RowStatistics
+
+RULES = {
+    "steps": tc.Expiry(every=4, unused_steps=3),
+    "seconds": tc.Expiry(every=3, unused_seconds=200),
+    "norm": tc.Expiry(every=5, min_norm=0.6),
+    "score": tc.Expiry(every=2, min_score=0.3, decay=0.7, nonclick_coeff=0.2),
+    "cap": tc.Expiry(every=3, max_rows=20, order="last_step"),
+    "floor": tc.Expiry(every=3, unused_steps=0, min_rows=25, max_rows=60, order="frequency"),
+    "all": tc.Expiry(every=3, unused_steps=8, unused_seconds=600, min_norm=0.3, min_score=0.1, decay=0.9, max_rows=50),
+}
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, dict[str, Any]]:
+    return {name: fit(make_table("reference", "", expiry=rule), stream(STEPS)) for name, rule in RULES.items()}
+
+
+ON_CPU = [("mem", 4, 2, 0), ("ssd", 1, 1, 0), ("ssd", 4, 3, 0), ("ssd", 3, 1, 6)]
+CASES = [(rule, *tiers) for rule in RULES for tiers in ON_CPU]
+CASES += [("all", "hbm-ssd", 3, 1, 5), ("floor", "hbm", 3, 2, 0)]
+
+
+@pytest.mark.parametrize(("rule", "tiers", "depth", "pull_window", "lookahead"), CASES)
+def test_no_result_depends_on_tiers_depth_or_lookahead(
+    rule: str,
+    tiers: str,
+    depth: int,
+    pull_window: int,
+    lookahead: int,
+    expected: dict[str, dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    assert expected[rule]["expired"][1] > 20  # else the test proves nothing
+    table = make_table(tiers, tmp_path, expiry=RULES[rule], lookahead=lookahead)
+    assert fit(table, stream(STEPS), depth, pull_window) == expected[rule]
+    table.dram.check()
+    if table.hbm is not None:
+        table.hbm.check()
+
+
+@pytest.mark.parametrize(("precision", "tiers"), [("bf16", "ssd"), ("int4", "hbm")])
+def test_codes(precision: Any, tiers: str, tmp_path: Path) -> None:
+    rule = tc.Expiry(every=3, unused_steps=2)
+    first, second = (
+        fit(make_table(each, tmp_path, precision=precision, expiry=rule), stream(8), depth=3) for each in ("mem", tiers)
+    )
+    assert first == second
+    assert first["expired"][1] > 20
+
+
+@pytest.mark.parametrize("tiers", ["mem", "ssd", "hbm", "hbm-ssd"])
+def test_a_key_that_returns_starts_anew(tiers: str, tmp_path: Path) -> None:
+    table = make_table(tiers, tmp_path, expiry=tc.Expiry(every=1, unused_steps=0))
+    deleted: list[int] = []
+    table.on_expired.append(lambda keys: deleted.extend(keys.tolist()))
+    bag = tc.EmbeddingBag(table, 1)
+    initial = table.read([1, 2]).tobytes()
+
+    def step(key: int) -> None:
+        batch = tc.Batch.from_lists([[key]], label=np.array([1.0]), time=[5])
+        (3 * bag(batch)).sum().backward()
+        table.step()
+
+    step(1)
+    assert not deleted
+    first = table.read([1]).tobytes()
+    assert table.read_statistics([1])["frequency"] == 1
+    step(2)
+    assert deleted == [1]
+    assert table.read([1]).tobytes() + table.read([2]).tobytes() != initial
+    assert table.read([1]).tobytes() == initial[: len(initial) // 2]
+    assert [keys.tolist() for keys, _ in table.rows()] == [[2]]
+    assert table.read_statistics([1])["frequency"] == 0
+    step(1)
+    assert table.read([1]).tobytes() == first
+    assert table.read_statistics([1])["frequency"] == 1
+    assert (table.expired.runs, table.expired.rows, table.expired.last_kept) == (3, 2, 1)
+
+
+def test_memory_and_disk_space_come_back(tmp_path: Path) -> None:
+    table = make_table("mem", "", statistics=["last_step"])
+    train(table, tc.EmbeddingBag(table, 2), stream(20))
+    resident = table.dram.stats().resident
+    table.expire(tc.Expiry(every=1, unused_steps=0))
+    assert table.dram.stats().resident < resident
+    assert table.dram.stats().free + table.dram.stats().resident == table.dram.capacity
+    table.dram.check()
+
+    table = make_table("ssd", tmp_path, statistics=["last_step"])
+    train(table, tc.EmbeddingBag(table, 2), stream(20))
+    keys = np.unique(np.concatenate([batch.ids for batch in stream(20)]))
+    assert table.expire(tc.Expiry(every=1, unused_steps=10**9)) == 0
+    deleted = table.expire(tc.Expiry(every=1, unused_steps=0))
+    assert deleted > 20
+    table.commit()
+    table.close()
+    again = make_table("ssd", tmp_path, statistics=["last_step"])
+    assert sum(len(found) for found, _ in again.rows()) == len(keys) - deleted
+    assert again.store is not None
+    again.store.merge()
+    assert again.store.stats().rows_in_base == len(keys) - deleted
+
+
+@pytest.mark.parametrize("lost", [1, 4])
+def test_resumed_training_has_the_same_bits(lost: int, tmp_path: Path) -> None:
+    """The process ends `lost` steps after a commit: an expiry of those steps never happened."""
+    expected = fit(make_table("reference", "", expiry=RULES["all"]), stream(STEPS))
+    folder, done, runs, rows = tmp_path, 0, 0, 0
+    while done < STEPS:
+        table = make_table("ssd", folder, expiry=RULES["all"], lookahead=4)
+        assert table.step_count == done
+        bag = tc.EmbeddingBag(table, 2, pooling=["sum", "mean"])
+        data = stream(STEPS)
+        with tc.prefetch(data[done:], table, depth=3) as batches:
+            for _ in range(6):
+                train(table, bag, [next(batches)])
+        table.commit()
+        done, runs, rows = done + 6, runs + table.expired.runs, rows + table.expired.rows
+        if done < STEPS:
+            with tc.prefetch(data[done:], table, depth=3) as batches:
+                for _ in range(lost):
+                    train(table, bag, [next(batches)])
+        else:
+            state = state_of(table)
+        table.close()
+    assert (runs, rows) == expected["expired"][:2]
+    assert {**state, "expired": None} == {**expected, "expired": None}
+
+
+@pytest.mark.parametrize("tiers", ["mem", "ssd"])
+def test_checkpoints_after_an_expiry(tiers: str, tmp_path: Path) -> None:
+    """Of a table without ssd too: the store of its checkpoints loses the rows, and a resumed run decays alike."""
+    expected = fit(make_table("reference", "", expiry=RULES["score"]), stream(20))
+    table = make_table(tiers, tmp_path, expiry=RULES["score"])
+    model = torch.nn.Sequential(tc.EmbeddingBag(table, 2, pooling=["sum", "mean"]))
+    checkpoints = tc.Checkpoints(tmp_path / "run", [table], model=model)
+    train(table, model[0], stream(20)[:5])
+    checkpoints.save(step=5)
+    train(table, model[0], stream(20)[5:11])
+    checkpoints.save(step=11)
+    train(table, model[0], stream(20)[11:13])
+    checkpoints.restore()
+    train(table, model[0], stream(20)[11:])
+    assert {**state_of(table), "expired": None} == {**expected, "expired": None}
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    rule = tc.Expiry(every=3, unused_steps=4, unused_seconds=400, min_norm=0.2, min_score=0.1, decay=0.9)
+    table = make_table("reference", "", accumulate=2, expiry=rule)
+    bag = tc.EmbeddingBag(table, 2, pooling=["sum", "mean"])
+    pairs = [batch for pair in zip(stream(14, 0), stream(14, 1), strict=True) for batch in pair]
+    train(table, bag, pairs, scale=0.5, accumulate=2)
+    expected = state_of(table)
+    results = run_ranks(((0, 1),), train_rank, (14, 14), str(tmp_path), {"expiry": rule, "lookahead": 4})
+    for result in results:
+        assert {name: result[name] for name in ("rows", *ALL)} == {name: expected[name] for name in ("rows", *ALL)}
+    assert sorted(results[0]["live"] + results[1]["live"]) == expected["live"]
+    assert sum(result["expired"][1] for result in results) == expected["expired"][1] > 20
+    capped = run_ranks(
+        ((0, 1),), train_rank, (9, 9), str(tmp_path / "cap"), {"expiry": tc.Expiry(every=9, max_rows=21)}
+    )
+    assert [len(result["live"]) for result in capped] == [11, 11]  # each rank keeps its share
+
+
+@pytest.mark.parametrize(("tiers", "depth", "lookahead"), [("mem", 4, 0), ("ssd", 3, 5)])
+def test_admission_counts_deleted_keys_from_0(tiers: str, depth: int, lookahead: int, tmp_path: Path) -> None:
+    options: Any = {"admission": tc.Admission(count=2, otherwise="zero"), "expiry": tc.Expiry(every=3, unused_steps=2)}
+    expected = fit(make_table("reference", "", **options), stream(STEPS))
+    assert expected["expired"][1] > 20
+    assert fit(make_table(tiers, tmp_path, lookahead=lookahead, **options), stream(STEPS), depth) == expected
+    table = make_table("mem", "", admission=tc.Admission(count=2))
+    bag = tc.EmbeddingBag(table, 2)
+    with tc.prefetch(stream(4), table, depth=2) as batches:
+        train(table, bag, [next(batches)])
+        with pytest.raises(tc.ThermoclineError, match=r"expire\(\) of a table without expiry=... while a training"):
+            table.expire(tc.Expiry(every=3, unused_steps=2))
+
+
+def test_decay_rates_may_change(tmp_path: Path) -> None:
+    states = []
+    for tiers in ("reference", "mem", "hbm"):
+        table = make_table(tiers, tmp_path)
+        bag = tc.EmbeddingBag(table, 2)
+        for number, batch in enumerate(stream(7)):
+            train(table, bag, [batch])
+            table.expire(tc.Expiry(every=1, decay=0.5 if number % 3 else 0.9, min_score=0.01))
+        states.append(state_of(table))
+    assert states[0] == states[1] == states[2]
+
+
+def test_gradients_must_be_applied_first() -> None:
+    table = make_table("mem", "")
+    tc.EmbeddingBag(table, 2)(stream(1)[0]).sum().backward()
+    with pytest.raises(tc.ThermoclineError, match=r"table 't': expire\(\) with gradients that no step has applied"):
+        table.expire(RULES["steps"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"every": 0, "max_rows": 1}, "Expiry.every is 0: it must be a number of steps from 1"),
+        ({"every": 1}, "Expiry has no rule: give at least one"),
+        ({"every": 1, "min_score": 1, "decay": 0}, "Expiry.decay is 0: it must be a number above 0 and up to 1"),
+        ({"every": 1, "max_rows": 3, "min_rows": 4}, "Expiry.min_rows is 4: it must be at most max_rows, 3"),
+        ({"every": 1, "max_rows": 3, "order": "age"}, "Expiry.order is 'age': it must be one of score, last_step"),
+        ({"every": 1, "unused_steps": -1}, "Expiry.unused_steps is -1"),
+        ({"every": 1, "min_norm": float("nan")}, "Expiry.min_norm is nan"),
+    ],
+)
+def test_rules_are_checked(rule: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tc.Expiry(**rule)
+
+
+@pytest.mark.parametrize(
+    ("rule", "missing"),
+    [
+        ({"unused_steps": 3}, "'last_step'"),
+        ({"unused_seconds": 3}, "'last_time'"),
+        ({"min_score": 3}, "'show'"),
+        ({"max_rows": 3, "order": "frequency"}, "'frequency'"),
+    ],
+)
+def test_rules_need_statistics(rule: dict[str, Any], missing: str) -> None:
+    with pytest.raises(ValueError, match=f"it needs the statistic {missing}, but rows have \\[\\]: add it to"):
+        tc.Table(DIM, tc.SGD(), mem="1MB", expiry=tc.Expiry(every=1, **rule))
+    assert tc.Expiry(every=1, max_rows=3).checked(RowStatistics()).order == "norm"

@@ -1,0 +1,86 @@
+"""tools/wheels.py: the SBOM and the files it adds to a wheel; and, as a long test, the whole build."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheels() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("wheels", ROOT / "tools" / "wheels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+COMPONENT = {"name": "nanobind", "version": "3.1.0", "licence": "BSD-3-Clause", "text": "the licence"}
+
+
+def test_sbom_names_what_is_linked_and_what_is_required(wheels: ModuleType) -> None:
+    bom = json.loads(wheels.sbom([COMPONENT], "1.2"))
+    assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.6")
+    assert bom["metadata"]["component"]["purl"] == "pkg:pypi/thermocline@1.2"
+    linked, *required = bom["components"]
+    assert (linked["name"], linked["licenses"]) == ("nanobind", [{"expression": "BSD-3-Clause"}])
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert [part["description"].rpartition(" ")[2] for part in required] == declared
+    assert {part["purl"] for part in required} >= {"pkg:pypi/numpy", "pkg:pypi/pyarrow"}
+    references = {part["bom-ref"] for part in bom["components"]}
+    assert set(bom["dependencies"][0]["dependsOn"]) == references
+
+
+def test_licences_are_added_to_a_wheel(wheels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "thermocline-1.2-cp312-abi3-linux_x86_64.whl"
+    metadata = "Metadata-Version: 2.4\nName: thermocline\nLicense-File: LICENSE\n\nText\n"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("thermocline/core/_core.abi3.so", b"\x7fELF")
+        archive.writestr("thermocline-1.2.dist-info/METADATA", metadata)
+        archive.writestr("thermocline-1.2.dist-info/RECORD", "")
+    monkeypatch.setattr(wheels, "linked", lambda tools, zig: [COMPONENT])
+    wheels.add_licences(path, Path("python"), Path("python"))
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+        mode = archive.getinfo("thermocline/core/_core.abi3.so").external_attr >> 16
+    assert mode == 0o755
+    assert files["thermocline-1.2.dist-info/licenses/nanobind/LICENSE"] == b"the licence"
+    assert b"License-File: LICENSE\nLicense-File: nanobind/LICENSE\n" in files["thermocline-1.2.dist-info/METADATA"]
+    record = list(csv.reader(files["thermocline-1.2.dist-info/RECORD"].decode().splitlines()))
+    assert {row[0] for row in record} == set(files)
+    for name, digest, size in record:
+        if digest:
+            data = files[name]
+            expected = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            assert (digest, size) == (f"sha256={expected}", str(len(data)))
+
+
+def test_interpreters_are_found_by_version(wheels: ModuleType) -> None:
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    found = wheels.interpreters([sys.executable])
+    assert found.get(version) == sys.executable if version in wheels.PYTHONS else version not in found
+
+
+@pytest.mark.long
+def test_build_and_test_of_all_wheels(tmp_path: Path) -> None:
+    """Minutes to an hour: builds both wheels and tests them with every Python of this machine."""
+    command = [sys.executable, str(ROOT / "tools" / "wheels.py"), "--dist", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    names = sorted(path.name for path in tmp_path.glob("*.whl"))
+    assert [name.split("-")[2:4] for name in names] == [["cp311", "cp311"], ["cp312", "abi3"]]
+    assert all(name.endswith("manylinux_2_28_x86_64.whl") for name in names)
