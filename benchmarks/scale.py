@@ -136,7 +136,7 @@ class Job:
 
     @property
     def restart_seconds(self) -> float:
-        """Opening: the ranks of a node share the disk; one thread per store adds the rows of the log to the index."""
+        """Upper bound of opening: the ranks of a node share the disk; one thread per store adds the rows of the log."""
         rate = self.node.disk.page_bytes / self.node.disk.page_us * 1e6
         return GPUS * self.store.open_bytes / rate + 2 * self.store.log_rows * OPEN_ROW_NS * 1e-9
 
