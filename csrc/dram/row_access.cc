@@ -218,8 +218,6 @@ bool DramTier::replace_resident(const uint64_t* keys, size_t n, const uint8_t* r
   return all_resident;
 }
 
-// ---- pinned rows
-
 // ---- erase
 
 size_t DramTier::erase(const uint64_t* keys, size_t n) {

@@ -118,7 +118,7 @@ class DramTier {
   // Writes all dirty rows to the store, or to `to`, and marks them clean. Cost: proportional to the dirty rows.
   void flush(RowStore* to = nullptr);
   // Copies the next dirty rows, at most `max`, starting at slot *next, and advances *next. 0: no more rows. Changes
-  // nothing. No other call may be in progress.
+  // nothing. No dirty row may change, be written or evicted meanwhile: without a store, pulls may be in progress.
   size_t dirty_rows(uint32_t* next, size_t max, uint64_t* keys, uint8_t* rows) const;
   // Writes the dirty rows among about `rows` rows to be evicted next; they stay resident and become clean. Returns the
   // number written. A background thread calls it (TierOptions::write_ahead).

@@ -46,7 +46,10 @@ BufferSizes BufferSizes::of(size_t mem_budget, size_t write_buffer, const Geomet
                           std::min(s.slot_pages * static_cast<uint32_t>(slots) / parts, pages(kReadBytes, kReadBytes)));
   s.append_pages = pages(mem_budget / 64, 1u << 20);
   s.merge_bytes = std::min<size_t>(mem_budget / 16, 3u << 20);
-  s.max_extents = std::clamp<size_t>(mem_budget / 16 / g.page_bytes, 16, 4096);
+  // 4,096 extents of 16 MB are the log of a base of 340 GB at the default ratio. A larger base needs a larger budget
+  // for its fences; the number grows with the budget, so that it does not shorten the log of such a store.
+  const size_t budget_pages = mem_budget / g.page_bytes;
+  s.max_extents = std::clamp<size_t>(std::max(std::min<size_t>(budget_pages / 16, 4096), budget_pages / 64), 16, 65536);
   const size_t chunk = size_t{s.append_pages} * g.page_bytes;
   s.merge_memory = std::max<size_t>(s.merge_bytes, s.max_extents * g.page_bytes) + chunk;
   s.more_merges = std::min(static_cast<size_t>(merge_threads - 1) * (s.merge_bytes + chunk), mem_budget / 8);

@@ -1,6 +1,7 @@
 #include "ssd/index.h"
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <unordered_set>
 
@@ -33,7 +34,6 @@ size_t Index::partition_of(uint64_t hash) const {
 
 void Index::insert(Partition& p, uint64_t hash, uint32_t vpage, size_t expected) {
   ++p.pending;
-  ++pending_;
   if (!p.tables.empty() && p.tables.back()->insert(hash, vpage)) return;
   // A quarter of the rows that the partition collects between merges, so that memory grows in small increments.
   uint64_t usual = p.base ? static_cast<uint64_t>(static_cast<double>(p.base->rows) * log_ratio_ / 4) : 0;
@@ -46,18 +46,57 @@ void Index::insert(Partition& p, uint64_t hash, uint32_t vpage, size_t expected)
 }
 
 void Index::add_extent(std::shared_ptr<Extent> extent, const std::vector<HashAndPage>& rows) {
-  if (extent->seq <= last_seq_)
-    throw Error("index: extent " + std::to_string(extent->seq) + " is not newer than " + std::to_string(last_seq_));
-  size_t at = rows.empty() ? 0 : partition_of(rows[0].hash);
-  for (size_t i = 0; i < rows.size();) {
-    while (rows[i].hash > partitions_[at]->hi) ++at;
-    Partition& p = *partitions_[at];
-    size_t end = i;
-    while (end < rows.size() && rows[end].hash <= p.hi) ++end;
-    if (extent->seq > p.merged_seq)
-      for (size_t k = i; k < end; ++k) insert(p, rows[k].hash, extent->vbase + rows[k].page, end - k);
-    i = end;
+  require_newer(*extent);
+  pending_ += insert_rows(*extent, rows.data(), rows.data() + rows.size());
+  append(std::move(extent));
+}
+
+void Index::add_extents(std::span<const std::shared_ptr<Extent>> extents,
+                        std::span<const std::vector<HashAndPage>> rows, ThreadPool& threads) {
+  constexpr size_t kGroupsPerThread = 4;  // partitions differ in the number of rows
+  const size_t groups = std::min(partitions_.size(), kGroupsPerThread * static_cast<size_t>(threads.size()));
+  std::atomic<uint64_t> inserted{0};
+  threads.parallel(groups, [&](size_t group) {
+    const uint64_t lo = partitions_[partitions_.size() * group / groups]->lo;
+    const uint64_t hi = partitions_[partitions_.size() * (group + 1) / groups - 1]->hi;
+    for (size_t i = 0; i < extents.size(); ++i) {
+      const auto first = std::lower_bound(rows[i].begin(), rows[i].end(), lo,
+                                          [](const HashAndPage& row, uint64_t h) { return row.hash < h; });
+      const auto end =
+          std::upper_bound(first, rows[i].end(), hi, [](uint64_t h, const HashAndPage& row) { return h < row.hash; });
+      inserted += insert_rows(*extents[i], rows[i].data() + (first - rows[i].begin()),
+                              rows[i].data() + (end - rows[i].begin()));
+    }
+  });
+  pending_ += inserted;
+  for (auto& extent : extents) {
+    require_newer(*extent);
+    append(extent);
   }
+}
+
+void Index::require_newer(const Extent& extent) const {
+  if (extent.seq <= last_seq_)
+    throw Error("index: extent " + std::to_string(extent.seq) + " is not newer than " + std::to_string(last_seq_));
+}
+
+uint64_t Index::insert_rows(const Extent& extent, const HashAndPage* row, const HashAndPage* end) {
+  uint64_t inserted = 0;
+  for (size_t at = row < end ? partition_of(row->hash) : 0; row < end;) {
+    while (row->hash > partitions_[at]->hi) ++at;
+    Partition& p = *partitions_[at];
+    const HashAndPage* next = row;
+    while (next < end && next->hash <= p.hi) ++next;
+    if (extent.seq > p.merged_seq) {
+      inserted += static_cast<uint64_t>(next - row);
+      for (; row < next; ++row) insert(p, row->hash, extent.vbase + row->page, static_cast<size_t>(next - row));
+    }
+    row = next;
+  }
+  return inserted;
+}
+
+void Index::append(std::shared_ptr<Extent> extent) {
   last_seq_ = extent->seq;
   if (segment_starts_.empty() || segment_starts_.back()->segment != extent->segment) segment_starts_.push_back(extent);
   extents_.push_back(std::move(extent));

@@ -13,6 +13,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,7 @@
 #include "ssd/delta_table.h"
 #include "ssd/files.h"
 #include "ssd/manifest.h"
+#include "util/thread_pool.h"
 
 namespace thermocline::ssd {
 
@@ -55,6 +57,9 @@ class Index {
   void load_partitions(std::vector<Partition> partitions);
   // Adds an extent that is newer than all others. `rows` are in hash order.
   void add_extent(std::shared_ptr<Extent> extent, const std::vector<HashAndPage>& rows);
+  // Opening: the same for several extents, in order. Every thread adds the rows of some partitions.
+  void add_extents(std::span<const std::shared_ptr<Extent>> extents, std::span<const std::vector<HashAndPage>> rows,
+                   ThreadPool& threads);
   // Opening, last step: sets the number of the next extent, which may be larger than that of the newest live extent
   // + 1.
   void start_at(uint64_t next_seq) { last_seq_ = next_seq - 1; }
@@ -124,6 +129,10 @@ class Index {
 
  private:
   void insert(Partition& p, uint64_t hash, uint32_t vpage, size_t expected);
+  // Adds the rows of an extent to the tables of their partitions; returns the number of those that are not merged.
+  uint64_t insert_rows(const Extent& extent, const HashAndPage* row, const HashAndPage* end);
+  void append(std::shared_ptr<Extent> extent);
+  void require_newer(const Extent& extent) const;
   void describe(size_t i, Merge* merge) const;
   void freeze(Merge* merge);
   void drop_merged_extents();

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <limits>
 #include <random>
+#include <span>
 #include <thread>
 
 #include "ssd/impl.h"
@@ -239,8 +240,8 @@ void SsdStore::Impl::load(const Manifest& m) {
   note_ = m.note;
 }
 
-// Adds the extents in order. Their keys are read and verified by several threads, as many extents at a time as an
-// eighth of the budget holds.
+// Adds the extents in order. Several threads read and verify their keys, as many extents at a time as an eighth of the
+// budget holds, and add them to the index.
 void SsdStore::Impl::load_extents(const std::vector<std::shared_ptr<Extent>>& extents, ThreadPool& threads) {
   uint64_t largest = 1;
   for (auto& e : extents) largest = std::max<uint64_t>(largest, e->rows);
@@ -254,7 +255,7 @@ void SsdStore::Impl::load_extents(const std::vector<std::shared_ptr<Extent>>& ex
       rows[i].reserve(e.rows);
       read_extent_keys(ctx, e, [&](uint64_t hash, uint32_t page) { rows[i].push_back({hash, page}); });
     });
-    for (size_t i = 0; i < count; ++i) index_.add_extent(extents[first + i], rows[i]);
+    index_.add_extents(std::span(extents).subspan(first, count), std::span(rows).first(count), threads);
   }
 }
 

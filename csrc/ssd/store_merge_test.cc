@@ -71,6 +71,29 @@ TEST(Store, DamageStopsOnePartitionOnly) {
   store->commit("");
 }
 
+// The number of extents must not end the log before max_log_ratio does, if the budget has memory for more.
+TEST(Store, ALargerBudgetAllowsMoreExtents) {
+  const auto merges_of = [](size_t budget) {
+    auto fs = std::make_shared<MemFs>();
+    fs->make_dir("/s");
+    StoreOptions o = small_options();
+    o.mem_budget = budget;
+    o.write_buffer = 1u << 10;
+    o.segment_bytes = 1u << 20;
+    o.min_log_bytes = 64u << 20;  // far above the rows of this test: only the number of extents limits the log
+    o.background_merge = false;
+    auto store = SsdStore::open(fs, "/s/a", o);
+    constexpr uint64_t kExtent = 32;  // rows: larger than the write buffer, so every put is an extent
+    for (uint64_t i = 0; i < 5000; ++i) put_range(*store, i * kExtent, (i + 1) * kExtent);
+    CHECK_EQ(store->count(), 5000 * kExtent);
+    const StoreStats stats = store->stats();
+    CHECK(stats.mem_total <= budget);
+    return stats.merges;
+  };
+  CHECK(merges_of(size_t{256} << 20) > 0);  // at most 4,096 extents
+  CHECK_EQ(merges_of(size_t{2} << 30), 0u);
+}
+
 TEST(Store, MemoryStaysWithinTheBudget) {
   for (size_t budget : {size_t{1} << 20, size_t{4} << 20}) {
     auto fs = std::make_shared<MemFs>();

@@ -1,6 +1,7 @@
 #include "util/posix_file.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <array>
@@ -35,6 +36,13 @@ void throw_errno(int code, const std::string& operation, Intent intent) {
   if (code == ENOENT) throw NotFoundError(text);
   if (intent == Intent::kWrite && (code == EROFS || code == EACCES)) {
     throw ReadOnlyError(text + "; open the store with read_only=True, or make the folder writable");
+  }
+  if (code == EMFILE) {
+    rlimit limit{};
+    getrlimit(RLIMIT_NOFILE, &limit);
+    throw IoError(text + ": this process may have " + std::to_string(limit.rlim_cur) +
+                      " open files; a store has up to 1,300, and ranks have connections: raise the limit (ulimit -n)",
+                  code);
   }
   throw IoError(text, code);
 }

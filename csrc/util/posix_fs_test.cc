@@ -1,6 +1,7 @@
 // The POSIX file system on real files: transfers, read queues, folders, locks, failpoints.
 #include "util/posix_fs.h"
 
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -49,6 +50,26 @@ TEST(PosixFs, WritesAndReadsBackOnDiskAndTmpfs) {
       CHECK(!fs->exists(path));
     }
   }
+}
+
+TEST(PosixFs, TooManyOpenFilesNamesTheLimit) {
+  TempDir dir;
+  auto fs = make_posix_fs(IoEngine::kPread);
+  write_pages(*fs, dir / "data", 1);
+  rlimit before{};
+  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit low = before;
+  low.rlim_cur = 3;  // standard input, output and error
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
+  std::string message;
+  try {
+    fs->open(dir / "data", OpenMode::kRead);
+  } catch (const IoError& e) {
+    message = e.what();
+  }
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  CHECK(message.find("this process may have 3 open files") != std::string::npos);
+  CHECK(message.find("ulimit -n") != std::string::npos);
 }
 
 TEST(PosixFs, QueueReadsEverythingAtEveryDepth) {

@@ -16,5 +16,5 @@ def test_all_claims_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(benchmark, "installed", lambda name: False)
     record, claims = benchmark.measure(tmp_path, 5000, deltas=3, delta_rows=20, rounds=1)
     assert record["peers"] == {}
-    assert len(claims) == 4
+    assert len(claims) == 8
     assert all(claim.value > 0 for claim in claims)

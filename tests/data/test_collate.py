@@ -48,6 +48,9 @@ def test_mistakes_are_refused() -> None:
         tc.Collate(["user"], dense=["age"])([{"user": 1}])
     with pytest.raises(ValueError, match="'user' is 'x': with raw_keys values must be whole numbers"):
         tc.Collate(["user"], raw_keys=True)([{"user": "x"}])
+    with pytest.raises(ValueError, match=r"'user' is 1\.7: with raw_keys values must be whole numbers"):
+        tc.Collate(["user"], raw_keys=True)([{"user": 1.7}])
+    assert tc.Collate(["user"], raw_keys=True)([{"user": ["12", 3.0]}]).ids.tolist() == [12, 3]
     with pytest.raises(ValueError, match="fields are empty"):
         tc.Collate([])
     assert tc.Collate(["user"], raw_keys=True)([{"user": np.uint64(2**64 - 1)}]).ids.tolist() == [2**64 - 1]

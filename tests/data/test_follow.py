@@ -48,6 +48,18 @@ def test_files_in_the_order_of_their_names(tmp_path: Path) -> None:
     assert examples(follow(tmp_path / "[ac].csv")) == [[0, 1], [2], [200]]
 
 
+@pytest.mark.parametrize("path", ["~/data", "~/data/*.csv", "file://{}/data", "{}/data//"])
+def test_only_names_below_the_folder_are_temporary(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / ".home" / "_data"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    write(home / "data" / "a.csv", 0, 1)
+    batches = list(follow(path.format(home)))
+    assert examples(batches) == [[0]]
+    assert batches[0].position is not None
+    assert [name for name, _ in batches[0].position["files"]] == ["a.csv"]
+
+
 def test_files_that_appear_while_it_waits(tmp_path: Path) -> None:
     write(tmp_path / "00.csv", 0, 1)
     reader = follow(tmp_path, follow_idle=20)

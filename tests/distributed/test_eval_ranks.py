@@ -88,6 +88,25 @@ def test_rows_of_an_earlier_attempt_to_restore_are_dropped(tmp_path: Path) -> No
     table.close()
 
 
+@pytest.mark.parametrize("ssd", [True, False])
+def test_all_rows_have_the_learned_scale(tmp_path: Path, ssd: bool) -> None:
+    options: Any = {"mem": "8MB", "precision": tc.Precision(kind="int8", range=1.0, scale_lr=0.01)}
+    trained = tc.Table(2, tc.SGD(lr=0.5), ssd=tmp_path / "0", **options)
+    bag, batch = tc.EmbeddingBag(trained, 1), tc.Batch(np.arange(50, dtype=np.uint64), np.arange(51), 1)
+    for _ in range(10):
+        (bag(batch) - 2).square().sum().backward()
+        trained.step()
+    trained.commit()
+    trained.close()
+    table = ShardReaderTable(2, tc.SGD(lr=0.5), ssd=tmp_path if ssd else None, **options)
+    table.open_stores([(tmp_path / "0", 1)])
+    ((keys, rows),) = table.rows()
+    assert table.backend.learned_scale is not None
+    assert table.backend.learned_scale.scale > 1.1 / 128  # above the initial one
+    assert rows.tobytes() == table.read(keys).tobytes()
+    table.close()
+
+
 def test_stores_of_several_ranks_are_read_ahead(tmp_path: Path) -> None:
     options: Any = {"mem": "8MB", "lookahead": 4, "initial": tc.Constant(value=-1.0)}
     table = ShardReaderTable(1, tc.SGD(lr=0.1), ssd=tmp_path, **options)

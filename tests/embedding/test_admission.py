@@ -295,3 +295,64 @@ def test_probability_admits_the_same_keys_again() -> None:
         table.close()
     assert rows[0] == rows[1] != rows[2]
     assert 60 < len(rows[0]) < 140
+
+
+def test_a_deletion_while_a_batch_is_added_to_the_look_ahead(tmp_path: Path) -> None:
+    """The step thread decides again between the look-ahead's decision and its use: the batch keeps its ids."""
+    table = tc.Table(
+        4, tc.SGD(lr=0.1), mem="1MB", ssd=tmp_path, ssd_options=SMALL,
+        admission=tc.Admission(count=2), expiry=tc.Expiry(every=1000, min_norm=1e-9),
+    )  # fmt: skip
+    bag = tc.EmbeddingBag(table, 1)
+    train(table, bag, [1], [1], [2], [2])
+    horizon: Any = table.backend.horizon(training=True)
+    add = horizon._inner.add
+
+    def add_then_forget(inputs: Any) -> Any:
+        added = add(inputs)
+        table.backend.forget(np.array([2], np.uint64))  # type: ignore[attr-defined]
+        return added
+
+    horizon._inner.add = add_then_forget
+    batch = batch_of([1], [2], [3])
+    ahead = horizon.add(table.inputs(batch))
+    assert ahead.restore().tolist() == [1, 2, 3]
+    window: Any = table.backend.stage([table.inputs(batch)], [ahead])
+    assert window.inputs[0].refused.tolist() == [False, True, True]
+    assert window.inner.inputs == [window.inputs[0].trained]
+    assert window.inner.working_sets[0].keys.tolist() == [1]
+    window.release()
+    table.close()
+
+
+def test_rows_are_loaded_after_a_forward_pass_without_a_step() -> None:
+    table = open_table("dram", admission=tc.Admission(count=2))
+    bag = tc.EmbeddingBag(table, 1)
+    bag(batch_of([5]))
+    table.load_rows([9], np.ones((1, table.dim), np.float32))
+    assert table.read_rows([9])[0].tolist() == [[1.0] * table.dim]
+    train(table, bag, [5], [9])
+    assert keys_of(table) == {5, 9}  # the second occurrence of 5; 9 has a row
+
+
+def test_other_rows_are_refused_while_a_pipeline_is_open(tmp_path: Path) -> None:
+    table = tc.Table(
+        4, tc.SGD(lr=0.1), mem="1MB", ssd=tmp_path, ssd_options=SMALL, admission=tc.Admission(count=1)
+    )  # fmt: skip
+    bag = tc.EmbeddingBag(table, 1)
+    train(table, bag, [1])
+    table.commit()
+    with tc.prefetch([batch_of([2]), batch_of([3])], table, depth=2) as batches:
+        bag(next(batches)).sum().backward()
+        table.step()
+        with pytest.raises(tc.ThermoclineError, match=r"reopen\(\) while a training pipeline is open"):
+            table.reopen()
+        assert 2 in keys_of(table)
+    with (
+        tc.prefetch([batch_of([2])], table, depth=1),  # nothing is pinned
+        pytest.raises(tc.ThermoclineError, match="loading rows while a training pipeline is open"),
+    ):
+        table.load_rows([9], np.ones((1, 4), np.float32))
+    table.reopen()
+    assert keys_of(table) == {1}
+    table.close()

@@ -241,3 +241,17 @@ def test_rules_need_statistics(rule: dict[str, Any], missing: str) -> None:
     with pytest.raises(ValueError, match=f"it needs the statistic {missing}, but rows have \\[\\]: add it to"):
         tc.Table(DIM, tc.SGD(), mem="1MB", expiry=tc.Expiry(every=1, **rule))
     assert tc.Expiry(every=1, max_rows=3).checked(RowStatistics()).order == "norm"
+
+
+@pytest.mark.parametrize("tiers", ["reference", "mem", "ssd", "hbm"])
+def test_norms_are_those_of_rows_that_have_caught_up(tiers: str, tmp_path: Path) -> None:
+    """An unused row that decays below min_norm is deleted, although its stored weights are those of its last step."""
+    decaying = tc.SGD(lr=0.5, weight_decay=0.5, lazy="catch_up")
+    table = make_table(tiers, tmp_path, optimizer=decaying, statistics=())
+    bag = tc.EmbeddingBag(table, 1)
+    for key in [1] + [2] * 20:
+        bag(tc.Batch.from_lists([[key]])).sum().backward()
+        table.step()
+    assert np.linalg.norm(table.read_rows([1])[0]) < 0.01
+    assert table.expire(tc.Expiry(every=1, min_norm=0.01)) == 1
+    assert [keys.tolist() for keys, _ in table.rows()] == [[2]]

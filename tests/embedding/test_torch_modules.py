@@ -204,3 +204,16 @@ def test_zero_grad_of_a_row_optimizer_drops_gradients_and_keeps_passes() -> None
     assert table.pending_gradients == 0
     with pytest.raises(ValueError, match="has no tables"):
         tc.RowOptimizer()
+
+
+@pytest.mark.parametrize("index", [-1, -5, 3])
+def test_a_negative_padding_index_counts_from_the_end_as_in_torch(index: int) -> None:
+    table = tc.Table(2, tc.SGD(lr=0.1), mem="1MB", initial=tc.Constant(value=1.0))
+    ids = torch.tensor([[0, 4], [1, 3], [2, 2]])
+    theirs = torch.nn.EmbeddingBag(5, 2, mode="sum", padding_idx=index)
+    torch.nn.init.ones_(theirs.weight)
+    assert torch.equal(tc.nn.EmbeddingBag(table, "sum", padding_idx=index, num_embeddings=5)(ids), theirs(ids))
+    rows = tc.nn.Embedding(table, padding_idx=index, num_embeddings=5)(ids)
+    assert (rows == 0).all(-1).tolist() == (ids == index % 5).tolist()
+    with pytest.raises(ValueError, match="padding_idx is 5: it must be -5 to 4"):
+        tc.nn.Embedding(table, padding_idx=5, num_embeddings=5)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import thermocline as tc
 from thermocline import serving
@@ -77,6 +79,33 @@ def test_keys_that_are_gone_are_deleted(tmp_path: Path) -> None:
         trained = set(np.concatenate([keys for keys, _ in second.rows()]).tolist())
         _, found = serving.open(path).find(keys)
         assert found.tolist() == [int(key) in trained for key in keys]
+
+
+@pytest.mark.parametrize("otherwise", ["initial", "zero", "shared"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_keys_that_are_not_admitted_have_the_vector_of_evaluation(
+    tmp_path: Path, otherwise: Any, precision: Any
+) -> None:
+    path, admission = tmp_path / "published", tc.Admission(count=3, otherwise=otherwise)
+    with contextlib.closing(tc.Table(4, tc.SGD(lr=0.1), mem="8MB", admission=admission, precision=precision)) as table:
+        bag = tc.EmbeddingBag(table, 1)
+        for keys in ([1, 2], [1, 2], [1, 3]):
+            bag(tc.Batch(np.uint64(keys), np.arange(3), 1)).square().sum().backward()
+            table.step()
+        publish_table(table, path, step=3)
+        keys = np.arange(1, 10, dtype=np.uint64)
+        with torch.no_grad():
+            expected = bag.eval()(tc.Batch(keys, np.arange(10), 1))[:, 0].numpy()
+    snapshot = serving.open(path)
+    if otherwise == "initial" and precision != "fp32":
+        with pytest.raises(ValueError, match="no initializer for unseen keys"):
+            snapshot.lookup(keys)
+        return
+    assert snapshot.lookup(keys).tobytes() == expected.tobytes()
+    assert snapshot.find(keys)[1].tolist() == [True, *[False] * 8]
+    with serving.Publication(path) as publication:
+        publication.compact()
+    assert serving.open(path).lookup(keys).tobytes() == expected.tobytes()
 
 
 def test_a_delta_reads_only_the_rows_that_changed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -203,6 +204,34 @@ def test_a_damaged_version_is_refused_and_the_version_before_is_served(tmp_path:
         expect_equal(snapshot, oracle)
         with pytest.raises((CorruptionError, NotFoundError)):
             serving.open(tmp_path)
+
+
+@pytest.mark.parametrize("point", ["manifest", "files"])
+def test_a_version_that_is_deleted_while_it_is_opened(
+    tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publication = Publication(tmp_path / "published")
+    publication.publish_base([table_rows({1: np.ones(DIM, np.float32)})], step=1)
+    pending = [{2: np.ones(DIM, np.float32)}]
+
+    def replace_version() -> None:
+        if pending:
+            publication.publish_base([table_rows(pending.pop())], step=2)
+            publication.retire(1)
+
+    def first(called: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (replace_version(), called(*arguments))[1]
+
+    def then(called: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (called(*arguments), replace_version())[0]
+
+    if point == "manifest":  # read already
+        monkeypatch.setattr(serving.version, "_check_file", first(serving.version._check_file))
+    else:
+        monkeypatch.setattr(serving.snapshot, "version_chain", then(serving.snapshot.version_chain))
+    with publication, serving.open(publication.path) as snapshot:
+        assert not pending
+        assert snapshot.find([1, 2], missing="zero")[1].tolist() == [False, True]
 
 
 def test_roll_back_serves_the_earlier_rows_and_needs_a_base_next(tmp_path: Path) -> None:

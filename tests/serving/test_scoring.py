@@ -126,6 +126,31 @@ def test_scores_equal_those_of_predict_at_every_version(run: str) -> None:
         Scorer("served").load(serving.open("served").state)
 
 
+@pytest.mark.parametrize("precision", ['kind = "fp16"', 'kind = "int8", range = 2.0'])
+def test_unseen_keys_of_runs_below_fp32_have_the_scores_of_predict(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = pa.table({"label": [0, 1] * 20, "user": [f"u{i}" for i in range(40)]})
+    pq.write_table(table.slice(0, 20), "train.parquet")
+    pq.write_table(table, "test.parquet")
+    Path("run.toml").write_text(
+        f"""
+data = {{ train = ["train.parquet"] }}
+model = {{ name = "dcnv2", dim = 4, hidden = [8], initial = 0.5 }}
+precision = {{ {precision} }}
+tiers = {{ mem = "8MB" }}
+train = {{ run_dir = "run", batch_size = 20, seed = 3 }}
+"""
+    )
+    invoke("train", "run.toml")
+    invoke("predict", "run", "test.parquet", "--out", "scores.npy", "--set", "train.batch_size=40")
+    invoke("export", "run", "--out", "served")
+    scores = Scorer("served")(serving.open("served").state, table)
+    assert len(set(scores[20:].tolist())) > 10
+    assert scores.tobytes() == np.load("scores.npy").tobytes()
+
+
 def test_a_version_without_a_dense_model_is_reported(tmp_path: Path) -> None:
     with Publication(tmp_path / "served") as publication:
         publication.publish_base([TableRows(name="t", dim=2, rows=[])], step=0)

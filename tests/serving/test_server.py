@@ -22,7 +22,7 @@ from thermocline import serving
 from thermocline.cli.main import app
 from thermocline.errors import ThermoclineError
 from thermocline.serving import Publication, TableRows, sort_by_hash
-from thermocline.serving.server import MAX_KEYS, LookupServer
+from thermocline.serving.server import MAX_KEYS, LookupServer, _Command
 
 DIM = 3
 
@@ -104,6 +104,25 @@ def test_bad_requests_are_errors_and_the_server_goes_on(server: LookupServer) ->
     assert "thermocline_lookup_errors_total 9.0" in text
     with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics") as page:
         assert "thermocline_version 1.0" in page.read().decode()
+
+
+@pytest.mark.parametrize("score", [False, True])
+def test_messages_with_wrong_sizes_are_refused_before_they_are_read(server: LookupServer, score: bool) -> None:
+    """Arrow checks neither lengths nor offsets of a message that it receives: the server would read other memory."""
+    column = pa.array(["abc", "def"]) if score else pa.array(np.arange(1000, dtype=np.uint64) + 7)
+    good = pa.record_batch([column], names=["user" if score else "key"])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, good.schema) as writer:
+        writer.write_batch(good)
+    before, after = (b"\3\0\0\0\6\0\0\0", b"\3\0\0\0\0\0\x10\0") if score else (
+        (1000).to_bytes(8, "little"), (1_000_000).to_bytes(8, "little")
+    )  # fmt: skip
+    forged = sink.getvalue().to_pybytes().replace(before, after, 1 if score else 2)
+    batch = pa.ipc.open_stream(forged).read_next_batch()
+    server._flight._scorer = lambda state, table: np.zeros(table.num_rows, np.float32)
+    with pytest.raises(pa.ArrowInvalid, match=r"too small|out of bounds"):
+        server._flight._answer(_Command(score=score), batch)
+    server._flight._answer(_Command(score=score), good)
 
 
 def test_clients_that_vanish_or_are_slow_do_not_stop_others(server: LookupServer) -> None:

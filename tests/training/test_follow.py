@@ -175,7 +175,7 @@ class KillWhen(tc.Callback):
 @pytest.mark.parametrize("depth", [1, 4])
 def test_saves_by_time_while_it_waits(tmp_path: Path, depth: int) -> None:
     write(tmp_path / "in", 0)
-    killer = KillWhen(lambda: bool(killer.saved))
+    killer = KillWhen(lambda: 3 in killer.saved)  # a slow machine also saves before
     with pytest.raises(Killed):
         train(tmp_path, killer, data__follow_idle="60s", train__checkpoint_minutes=0.01, train__depth=depth)
     assert killer.saved[-1] == 3

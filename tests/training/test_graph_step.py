@@ -116,11 +116,12 @@ class Outcome:
         rows: int = 45,
         precision: Any = "fp32",
         admission: Any = None,
+        expiry: Any = None,
         **config: Any,
     ) -> None:
         optimizer = optimizer or tc.Adagrad(lr=0.05)
         floats = 4 + optimizer.state_floats(4) if precision == "fp32" else 3 + optimizer.state_floats(4)
-        options: dict[str, Any] = {"device": DEVICE, "precision": precision, "admission": admission}
+        options: dict[str, Any] = {"device": DEVICE, "precision": precision, "admission": admission, "expiry": expiry}
         self.table = tc.Table(4, optimizer, hbm=bytes_for(rows, floats), mem="4MB", **options)
         self.model = kind(self.table, list(bags)).to(self.table.backend.device)
         adam = torch.optim.Adam(self.model.net.parameters(), lr=0.01)
@@ -231,12 +232,21 @@ def test_a_model_that_cannot_be_recorded(kind: type[Model], reason: str) -> None
         Outcome("on", batches, kind=kind, bags=bags)
 
 
-@pytest.mark.parametrize(("setting", "reason"), [({"accumulate": 2}, "accumulate is 2"), ({"clip_norm": 1.0}, "norm")])
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"accumulate": 2}, "accumulate is 2"),
+        ({"clip_norm": 1.0}, "norm"),
+        ({"expiry": tc.Expiry(every=1, max_rows=5)}, "has expiry"),
+    ],
+)
 def test_settings_without_graphs(setting: dict[str, Any], reason: str) -> None:
     batches = batches_of(4)
     with pytest.warns(UserWarning, match=reason):
         recorded = Outcome("auto", batches, **setting)
-    assert recorded.bits == Outcome("off", batches, **setting).bits
+    plain = Outcome("off", batches, **setting)
+    assert recorded.bits == plain.bits
+    assert recorded.table.expired.rows == plain.table.expired.rows
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

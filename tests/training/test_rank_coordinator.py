@@ -78,9 +78,9 @@ def test_signal_to_one_rank_ends_all(tmp_path: Path) -> None:
 def test_figures_cover_all_ranks_after_their_number_changes(tmp_path: Path) -> None:
     """One epoch with two ranks, then one with four: every example is counted once."""
     for _, ending, _, logs in run_ranks(PAIR, functools.partial(fit, epochs=1), str(tmp_path), Recorder()):
-        assert logs == [(5, 20), (10, 40)]
+        assert logs == [(5, 20), (10, 40), (12, EXAMPLES)]
         assert ending == f"finished after 12 steps, {EXAMPLES:,} examples"
     resumed = functools.partial(fit, resume=True, epochs=2)
     for _, ending, _, logs in run_ranks(TWO_BY_TWO, resumed, str(tmp_path), Recorder()):
-        assert logs == [(15, EXAMPLES + 3 * 8), (20, EXAMPLES + 8 * 8)]
+        assert logs == [(15, EXAMPLES + 3 * 8), (20, EXAMPLES + 8 * 8), (24, 3 * EXAMPLES)]
         assert ending == f"finished after 24 steps, {3 * EXAMPLES:,} examples"

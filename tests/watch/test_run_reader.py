@@ -88,6 +88,24 @@ def test_wrong_lines_and_files_are_left_out(tmp_path: Path) -> None:
     json.loads(json.dumps(state, allow_nan=False))
 
 
+def test_wrong_lines_neither_raise_nor_grow_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_reader, "MAX_POINTS", 10)
+    wrong = ['{"event": "valid"}', '{"event": "valid", "step": "1"}', '{"event": 5, "step": 1}']
+    wrong += ['{"event": "valid", "step": 1e999}', '{"event": ' + "[" * 200_000]
+    watched.append(tmp_path, *wrong, {"event": "valid", "step": 1, "auc": "x" * 1000, "loss": True, "ne": 0.5})
+    watched.append(tmp_path, *({"event": "valid", "step": step} for step in range(2, 100)))
+    nested = "[" * 200_000
+    (tmp_path / "status.json").write_text(nested)
+    (tmp_path / "config.toml").write_text(f"a = {nested}")
+    state, _ = RunReader(tmp_path).poll()
+    assert len(state["points"]) <= 10
+    assert all(isinstance(point["step"], int) for point in state["points"])
+    assert state["status"] is None
+    monkeypatch.setattr(run_reader, "MAX_POINTS", 1000)
+    assert RunReader(tmp_path).poll()[0]["points"][0] == {"event": "valid", "step": 1, "ne": 0.5}
+    json.dumps(state, allow_nan=False)
+
+
 def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "status.json", "config.toml"):
         os.mkfifo(tmp_path / name)

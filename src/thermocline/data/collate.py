@@ -14,7 +14,8 @@ from thermocline.data.value_keys import key_of
 class Collate:
     """A `collate_fn`: [{"user": "u1", "tags": ["a", "b"], "age": 31.0, "click": 1}, ...] -> `tc.Batch`.
 
-    fields     names of the categorical values: one value, a list of values, or None for a missing one
+    fields     names of the categorical values: one value, a list of values, or None for a missing one (not with
+               raw_keys)
     dense      names of the numbers, which become float32[examples, numbers]
     label      name of the label, which becomes float32[examples]; None: no label
     raw_keys   values are 64-bit keys already (whole numbers); else they are hashed as by the readers (`tc.key_of`)
@@ -59,7 +60,10 @@ class Collate:
         if not self.raw_keys:
             return key_of(field, values)
         try:
-            return np.array([int(one) for one in values], dtype=object).astype(np.uint64)
+            keys = [int(one) for one in values]
+            if any(key != one for key, one in zip(keys, values, strict=True) if not isinstance(one, str)):
+                raise ValueError
+            return np.array(keys, dtype=object).astype(np.uint64)
         except (TypeError, ValueError, OverflowError):
             raise ValueError(
                 f"{field!r} is {value!r}: with raw_keys values must be whole numbers from 0 to 2**64 - 1"

@@ -198,6 +198,12 @@ def is_remote(path: str) -> bool:
     return match is not None and match[1].lower() != "file"
 
 
+def local_path(path: str) -> str:
+    """Return the path in the file system of a path or file URL, with the home folder for "~"."""
+    match = _URL.fullmatch(path)
+    return urllib.parse.unquote(match[2]) if match else os.path.expanduser(path)
+
+
 def find_files(paths: Sequence[str | Source], *, empty: bool = False) -> list[Source]:
     """Resolve paths, folders, globs and URLs to files, in the given order; files of a folder or glob by name.
 
@@ -215,7 +221,7 @@ def find_files(paths: Sequence[str | Source], *, empty: bool = False) -> list[So
             with file_errors(without_secrets(path)):
                 sources += _find_remote(path, match[1], match[2])
         else:
-            sources += _find_local(path, urllib.parse.unquote(match[2]) if match else os.path.expanduser(path))
+            sources += _find_local(path, local_path(path))
     for source in sources:
         if source.size == 0 and not empty:
             raise NoExamples(f"{source.name} is empty: remove it from the data, or write examples to it")

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from thermocline.data.files import NoFiles, Source, file_errors, find_files, is_remote, without_secrets
+from thermocline.data.files import NoFiles, Source, file_errors, find_files, is_remote, local_path, without_secrets
 from thermocline.errors import ConfigError, DataError
 
 _TEMPORARY = (".tmp", ".inprogress", "._COPYING_")
@@ -52,8 +52,9 @@ class NewFiles:
         self._marker = marker
         self.shown = without_secrets(path)
         """The path for messages."""
-        fixed = re.split(r"[*?\[]", self.shown, maxsplit=1)
-        self._base = self.shown.rstrip("/") + "/" if len(fixed) == 1 else fixed[0][: fixed[0].rfind("/") + 1]
+        listed = self.shown if is_remote(path) else local_path(path)  # what names of files begin with
+        fixed = re.split(r"[*?\[]", listed, maxsplit=1)
+        self._base = listed.rstrip("/") + "/" if len(fixed) == 1 else fixed[0][: fixed[0].rfind("/") + 1]
         self._check_path(is_glob=len(fixed) > 1)
         self._pending: list[tuple[str, Source]] = []
         self._listed_at = 0.0
@@ -65,7 +66,7 @@ class NewFiles:
     def _check_path(self, *, is_glob: bool) -> None:
         if is_remote(self._path):
             return
-        folder = os.path.expanduser(self._base.removeprefix("file://") or ".")
+        folder = self._base or "."
         if not os.path.isdir(folder):
             what = "the folder of this glob" if is_glob else "a folder or a glob"
             raise ConfigError(f"data.train is {self.shown!r}: data.follow = true needs {what}, and {folder} is none")
@@ -112,7 +113,7 @@ class NewFiles:
         return [source for source in found if not self._is_temporary(self._name(source))]
 
     def _name(self, source: Source) -> str:
-        return source.name.removeprefix(self._base)
+        return source.name.removeprefix(self._base).lstrip("/")
 
     @staticmethod
     def _is_temporary(name: str) -> bool:

@@ -103,6 +103,8 @@ class ShardReaderBackend(DramBackend):
             scale = saved_scale if scale is None else scale
         if self.root is None:
             self.replace_rows(self._owned_rows(), scale)
+        elif scale is not None:
+            self.host.dram.set_scale(scale)  # `rows` decodes with it
 
     def _owned_rows(self, **options: int) -> Iterator[tuple[Keys, Rows]]:
         for shard in self._shards:

@@ -423,7 +423,12 @@ class AdmissionBackend:
 
     # ---- other rows: what replaces them decides which keys are admitted
 
+    def require_idle(self) -> None:
+        self.inner.require_idle()
+        self.require_no_planner("loading rows")
+
     def reopen(self, epoch: int | None = None) -> None:
+        self.require_no_planner("reopen()")
         with self._replacing_rows():
             self.inner.reopen(epoch)
 
@@ -462,6 +467,7 @@ class AdmissionBackend:
         self._filter.admit(keys)
 
     def write_rows(self, keys: Keys, rows: Floats) -> None:
+        self._end_step()  # batches that were received and not trained are given up: none is open
         self.inner.write_rows(keys, rows)
         self._filter.admit(keys)
 

@@ -31,33 +31,34 @@ class Planner(Protocol):
 class Decision:
     """What the filter decided about one batch. It changes if a row of a coming batch is deleted (`inputs`)."""
 
-    __slots__ = ("ids", "inputs", "refused", "specs")
+    __slots__ = ("inputs", "refused", "specs")
 
     def __init__(self, inputs: BagInputs, refused: Refused | None, *, keep: bool = False) -> None:
         self.specs = tuple(inputs)
         self.refused = refused
-        """Per id of all inputs; None: all are admitted."""
-        self.ids = None if refused is None else all_ids(inputs)[refused]
-        """The ids that are not admitted."""
+        """Per id of all inputs; None: all are admitted. Another thread may replace it: read it once."""
         self.inputs = inputs if keep else None
         """The inputs, to decide again; None: the decision is final."""
-
-    @property
-    def bytes(self) -> int:
-        """Memory, that of shared arrays included."""
-        kept = () if self.inputs is None else (source.ids for source in self.inputs.values())
-        return sum(array.nbytes for array in (self.refused, self.ids, *kept) if array is not None)
 
 
 class AdmittedAhead:
     """A batch of a horizon that loads admitted rows only. See `BatchAhead`."""
 
-    def __init__(self, inner: BatchAhead, decision: Decision, horizon: AdmittedHorizon) -> None:
+    def __init__(
+        self,
+        inner: BatchAhead,
+        decision: Decision,
+        inputs: BagInputs,
+        refused: Refused | None,
+        horizon: AdmittedHorizon,
+    ) -> None:
         self.inner = inner
         self.decision = decision
-        self.refused, self._lost = decision.refused, decision.ids
+        self.refused = refused
         """The decision when the batch was added: the horizon has the rows of the other ids."""
-        self._bytes = decision.bytes
+        self._lost = None if refused is None else all_ids(inputs)[refused]
+        kept = () if decision.inputs is None else (source.ids for source in decision.inputs.values())
+        self._bytes: int = sum(array.nbytes for array in (refused, self._lost, *kept) if array is not None)
         self._horizon: AdmittedHorizon | None = horizon
         horizon.count_bytes(self._bytes)
 
@@ -102,7 +103,8 @@ class AdmittedHorizon:
         if frozen:
             return self._inner.add(inputs, frozen=True)  # rows that are only read
         decision = self._backend.decide(inputs)
-        return AdmittedAhead(self._inner.add(self._backend.split(inputs, decision).trained), decision, self)
+        split = self._backend.split(inputs, decision)
+        return AdmittedAhead(self._inner.add(split.trained), decision, inputs, split.refused, self)
 
     def count_bytes(self, added: int) -> None:
         with self._lock:

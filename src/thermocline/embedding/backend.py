@@ -94,7 +94,7 @@ class BatchAhead(Protocol):
 
 
 Select = Callable[[Iterator[tuple[Keys, Floats]]], Keys]
-"""Chooses keys, given every trained row of a process: keys and float32[n, `TableSpec.row_floats`]."""
+"""Chooses keys, given every trained row of a process: keys and float32[n, `TableSpec.row_floats`], caught up."""
 
 
 class ReadCounts(NamedTuple):

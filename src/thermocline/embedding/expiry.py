@@ -53,10 +53,11 @@ class Expiry:
     click_coeff: float = 1.0
     """Weight of a click in the score."""
     max_rows: int | None = None
-    """Keep at most this many rows: further ones go in `order`. Over ranks each rank keeps at most its equal share."""
+    """Keep at most this many rows: further ones go in `order`. Over ranks each rank keeps at most its equal share,
+    rounded up."""
     min_rows: int = 0
     """Keep at least this many rows, although rules apply to them: those that come last in `order`. Over ranks each rank
-    keeps at least its equal share."""
+    keeps at least its equal share, rounded up."""
     order: Order | None = None
     """Which rows go first, for `max_rows` and `min_rows`: those with the lowest value, of equal ones the smallest key.
     None: the first of score, last_step, last_time, frequency and norm that the statistics of the table allow."""

@@ -242,8 +242,9 @@ class ReferenceBackend(Unrecorded):
         if expiry.decay != 1:
             for statistics in self.row_statistics.values():
                 statistics.decay(expiry.decay)
+        rows = {key: self._current().caught_up(key) for key in self.table.rows}
         dead = expired_keys(
-            self.table.rows, self.row_statistics, self.spec.dim, expiry, self.step_count, self.statistics.newest or 0
+            rows, self.row_statistics, self.spec.dim, expiry, self.step_count, self.statistics.newest or 0
         )
         for key in dead:
             del self.table.rows[key]

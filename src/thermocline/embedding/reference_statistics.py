@@ -55,7 +55,7 @@ def expired_keys(
         return math.sqrt(total)
 
     def condemned(key: int) -> bool:
-        s = statistics[key]
+        s = statistics.get(key, ReferenceStatistics())  # without statistics no rule reads them
         return (
             (expiry.unused_steps is not None and step - s.last_step > expiry.unused_steps)
             or (expiry.unused_seconds is not None and newest - s.last_time > expiry.unused_seconds)

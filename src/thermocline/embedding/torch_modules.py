@@ -25,7 +25,8 @@ class EmbeddingBag(FieldBag):
     mode                  "sum", "mean" or "max"; an empty bag gives zeros. The gradient of a maximum goes to the first
                           id that has it
     include_last_offset   offsets end with the number of ids
-    padding_idx           an id that is left out of its bag, and of the number of ids of a mean
+    padding_idx           an id that is left out of its bag, and of the number of ids of a mean; a negative one counts
+                          from the end of num_embeddings, if that is given
     num_embeddings        raise IndexError for ids outside 0 .. num_embeddings - 1; None: every id has a row
 
     `max_norm` and `scale_grad_by_freq` of torch are not supported.
@@ -43,7 +44,7 @@ class EmbeddingBag(FieldBag):
         require(mode in ("sum", "mean", "max"), "mode", mode, "sum, mean or max")
         super().__init__(table, 1, pooling="none" if mode == "max" else mode)
         self.mode, self.include_last_offset = mode, include_last_offset
-        self.padding_idx, self.num_embeddings = padding_idx, num_embeddings
+        self.padding_idx, self.num_embeddings = _padding(padding_idx, num_embeddings), num_embeddings
 
     def forward(
         self,
@@ -116,13 +117,13 @@ class EmbeddingBag(FieldBag):
 class Embedding(FieldBag):
     """One row per id: ids of any shape -> float32[*shape, dim], as `torch.nn.Embedding`.
 
-    padding_idx      an id whose vector is zero and has no row
+    padding_idx      an id whose vector is zero and has no row; a negative one: as in `EmbeddingBag`
     num_embeddings   raise IndexError for ids outside 0 .. num_embeddings - 1; None: every id has a row
     """
 
     def __init__(self, table: Table, *, padding_idx: int | None = None, num_embeddings: int | None = None) -> None:
         super().__init__(table, 1, pooling="none")
-        self.padding_idx, self.num_embeddings = padding_idx, num_embeddings
+        self.padding_idx, self.num_embeddings = _padding(padding_idx, num_embeddings), num_embeddings
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Return the rows of int32 or int64 ids."""
@@ -143,6 +144,15 @@ class Embedding(FieldBag):
 # See `bag._forward_outside_graph`.
 _bag_outside_graph = _disable_dynamo(EmbeddingBag._bag)
 _rows_outside_graph = _disable_dynamo(Embedding._rows)
+
+
+def _padding(index: int | None, num_embeddings: int | None) -> int | None:
+    """Return the id of the padding: with `num_embeddings`, a negative index counts from the end, as in torch."""
+    if index is None or num_embeddings is None:
+        return index
+    allowed = f"{-num_embeddings} to {num_embeddings - 1} (num_embeddings)"
+    require(-num_embeddings <= index < num_embeddings, "padding_idx", index, allowed)
+    return index % num_embeddings
 
 
 def _batch(ids: torch.Tensor, offsets: torch.Tensor) -> Batch:

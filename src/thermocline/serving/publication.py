@@ -62,6 +62,8 @@ class TableRows:
     table_id: int = 0
     initial: tuple[int, float] | None = None
     """Code and scale of the initializer (`embedding/initializers.py`): what `lookup` returns for an unseen key."""
+    shared_key: int | None = None
+    """See `TableFile.shared_key`."""
     positions: tuple[str, ...] = ()
     """See `TableFile.positions`: where the next delta continues."""
     served: ServedRows = ALL_ROWS
@@ -212,6 +214,7 @@ class Publication:
                 seed=t.seed,
                 table_id=t.table_id,
                 initial=t.initial,
+                shared_key=t.shared_key,
                 positions=t.positions,
                 served=ServedRows.of(t),
             )
@@ -372,6 +375,7 @@ def _table_file(table: TableRows, file: Path, writer: _core.SnapshotWriter, prec
         positions=table.positions,
         min_norm=table.served.min_norm,
         max_rows=table.served.max_rows,
+        shared_key=table.shared_key,
     )
 
 

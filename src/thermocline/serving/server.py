@@ -151,6 +151,8 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
     def _answer(self, command: _Command, request: Any) -> tuple[Any, int, int]:
         """Return the answer to a batch, its number of keys or examples, and the number of keys with a row."""
         state = self._snapshot.state
+        if request is not None:
+            request.validate(full=command.score)  # Arrow has not compared lengths and offsets with the buffers
         if not command.score:
             keys = _keys(request)
             rows, found = find(state, keys, command.table, command.missing)

@@ -211,7 +211,9 @@ def find(state: State, keys: Keys, table: str | None, missing: Missing) -> tuple
     rows = np.zeros((len(keys), file.dim), np.float32)
     state.views[table].lookup(keys, found, rows)
     if missing == "initial":
-        if not found.all():
+        if not found.all() and file.shared_key is not None and not (len(keys) == 1 and keys[0] == file.shared_key):
+            rows[found == 0] = find(state, np.array([file.shared_key], np.uint64), table, missing)[0]
+        elif not found.all():
             if file.initial is None:
                 raise ValueError(
                     f"table {table!r}: the version has no initializer for unseen keys: pass missing='zero'"
@@ -234,9 +236,9 @@ def open_state(path: Path, number: int, state: State | None = None, *, direct: b
     for attempt in range(3):
         try:
             return _open_state(path, number, state, direct)
-        except (FileNotFoundError, NotFoundError):
-            number = read_current(path).number
-            if attempt == 2:
+        except (FileNotFoundError, NotFoundError, CorruptionError) as error:
+            before, number = number, read_current(path).number
+            if attempt == 2 or (isinstance(error, CorruptionError) and number == before):
                 raise
     raise AssertionError
 

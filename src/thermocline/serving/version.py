@@ -56,6 +56,8 @@ class TableFile:
     """Rows with a smaller L2 norm are not served."""
     max_rows: int | None = None
     """At most this number of rows is served, those with the largest norms."""
+    shared_key: int | None = None
+    """The key whose row stands for keys without a row. None: they have their initial row."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

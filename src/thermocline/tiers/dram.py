@@ -371,7 +371,8 @@ class DramTier:
         self._core.flush(None if store is None else store._core)
 
     def dirty_rows(self, batch_rows: int = 65536) -> Iterator[tuple[npt.NDArray[np.uint64], Floats]]:
-        """Iterate over keys and rows changed since the last flush. Nothing else may use the tier meanwhile."""
+        """Iterate over keys and rows changed since the last flush. They must not change, nor be flushed or evicted,
+        meanwhile; other rows may be pulled."""
         place = 0
         while True:
             keys = np.empty(batch_rows, np.uint64)

@@ -368,7 +368,7 @@ class DramBackend(Unrecorded):
         return self.host.rows(store, batch_rows)
 
     def expire(self, select: Select, store: SsdStore | None) -> Keys:
-        keys = select(self.rows(store, 65536))
+        keys = select((keys, self.caught_up(rows)) for keys, rows in self.rows(store, 65536))
         self.host.erase(keys, store)
         return keys
 

@@ -415,7 +415,10 @@ class HbmBackend:
 
     def read(self, keys: Keys) -> Floats:
         self._save_scale()
-        rows = self.hbm.read(as_keys(keys))
+        return self._caught_up(self.hbm.read(as_keys(keys)))
+
+    def _caught_up(self, rows: Floats) -> Floats:
+        """Catch up copies of rows on the host, in place; return them."""
         if self.rates is not None:
             self.host.dram.catch_up(self.rates, rows=rows)
         return rows
@@ -428,7 +431,7 @@ class HbmBackend:
 
     def expire(self, select: Select, store: SsdStore | None) -> Keys:
         with self.hbm.exclusive():  # no window is planned meanwhile
-            keys = select(self.rows(store, 65536))
+            keys = select((keys, self._caught_up(rows)) for keys, rows in self.rows(store, 65536))
             self.host.erase(keys, store)
             self.hbm.erase(keys)
         return keys

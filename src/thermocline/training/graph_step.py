@@ -141,6 +141,9 @@ class GraphStep:
                     f"the learning rate of {type(optimizer).__name__} is not in GPU memory: use Adam, AdamW, SGD or "
                     "Adagrad of torch.optim without the arguments foreach and fused"
                 )
+        for table in self._tables:
+            if table.expiry is not None:
+                return f"table {table.name!r} has expiry, which the host runs after a step"
         return next((reason for table in self._tables if (reason := table.backend.cannot_record())), "")
 
     def _give_up(self, reason: str) -> None:

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from thermocline.embedding.admission import SHARED_KEY
+from thermocline.embedding.initializers import Constant
 from thermocline.embedding.table import Table
 from thermocline.serving import Publication, ServedRows, TableRows, Version
 from thermocline.serving.changes import Changes
@@ -46,7 +48,7 @@ def publish_table(
             "dim": table.dim,
             "seed": table.spec.seed,
             "table_id": table.spec.table_id,
-            "initial": _initial(table),
+            **_missing(table),
             "positions": source.positions,
         }
         if not delta:
@@ -88,7 +90,14 @@ def _changes(source: RowSource, publication: Publication, before: TableFile, ser
     return Changes(served.select(source.rows), view, before.precision)
 
 
-def _initial(table: Table) -> tuple[int, float] | None:
-    """Return what `TableRows.initial` takes. None: rows below fp32 are rounded at the start too."""
+def _missing(table: Table) -> dict[str, Any]:
+    """Return what keys without a row have in evaluation, as arguments of `TableRows`."""
+    otherwise = "initial" if table.admission is None else table.admission.otherwise
+    if otherwise == "zero":
+        return {"initial": (Constant.code, 0.0)}
     initial = table.spec.initial
-    return (initial.code, initial.scale) if table.spec.precision.kind == "fp32" else None
+    exact = table.spec.precision.kind == "fp32"  # below fp32 they are rounded at the start too
+    return {
+        "initial": (initial.code, initial.scale) if exact else None,
+        "shared_key": SHARED_KEY if otherwise == "shared" else None,
+    }

@@ -24,6 +24,7 @@ from thermocline.config.schema import Config, Tiers, Train
 from thermocline.data.features import Features
 from thermocline.data.open_data import training_format
 from thermocline.data.record_batches import ColumnFormat, RecordBatchConverter
+from thermocline.embedding.initializers import Normal
 from thermocline.embedding.optimizers import SGD
 from thermocline.embedding.table import Table
 from thermocline.embedding.table_spec import TableSpec
@@ -106,7 +107,7 @@ class Scorer:
             )
         folder = self._path / state.version.folder
         content = {file.name: read_file(folder, file) for file in state.version.files}
-        if self._loaded is None or self._loaded.settings != (content[CONFIG], content[FEATURES]):
+        if self._loaded is None or self._loaded.settings != _settings(content, state):
             self._loaded = _Model.build(content, f"{folder}/{CONFIG}", state)
         try:
             missing, unexpected = self._loaded.module.load_state_dict(
@@ -126,7 +127,8 @@ class Scorer:
 class _Model:
     """A built model that reads rows of a version."""
 
-    settings: tuple[bytes, bytes]
+    settings: tuple[Any, ...]
+    """See `_settings`."""
     module: Any
     rows: _VersionRows
     converter: RecordBatchConverter
@@ -144,13 +146,22 @@ class _Model:
             backends.append(_VersionRows(spec))
             return backends[0]
 
-        table = Table(row_dim(config.model), SGD(lr=1.0), mem="16MB", name=table_name, make_backend=make_backend)
+        table = Table(
+            row_dim(config.model), SGD(lr=1.0), mem="16MB", name=table_name, make_backend=make_backend,
+            seed=state.tables[table_name].seed, initial=Normal(scale=config.model.initial), precision=config.precision,
+        )  # fmt: skip
         fields, hashing = len(features.fields), config.data.hashing
         fields = fields if hashing is None else hashing.fields_of(fields)
         module = build(config.model, table, fields, len(features.dense))
         module.eval()
-        settings = content[CONFIG], content[FEATURES]
-        return cls(settings, module, backends[0], RecordBatchConverter(config.data, features))
+        converter = RecordBatchConverter(config.data, features)
+        return cls(_settings(content, state), module, backends[0], converter)
+
+
+def _settings(content: Mapping[str, bytes], state: State) -> tuple[Any, ...]:
+    """Return what a model is built from; versions that differ in their weights only share it."""
+    seeds = [(name, file.seed) for name, file in state.tables.items()]
+    return content[CONFIG], content[FEATURES], *seeds
 
 
 class _VersionRows(DramBackend):
@@ -159,7 +170,19 @@ class _VersionRows(DramBackend):
     state: State
 
     def read(self, keys: Keys) -> Floats:
-        return find(self.state, keys, None, "initial")[0]
+        (file,) = self.state.tables.values()
+        if file.initial is not None or file.shared_key is not None:
+            return find(self.state, keys, None, "initial")[0]
+        # Rows below fp32 begin rounded, which the settings of the run repeat.
+        rows, found = find(self.state, keys, None, "zero")
+        unseen = keys[~found]
+        if len(unseen) and self.spec.precision.scale_lr > 0:
+            raise ValueError(
+                f"{len(unseen)} keys have no row, first {unseen[0]}: their initial rows are unknown, because the run "
+                "trains the scale of weights (precision.scale_lr)"
+            )
+        rows[~found] = self.host.dram.initial_rows(unseen)[:, : self.spec.dim]
+        return rows
 
 
 def _as_tensors(batch: Batch) -> Batch:

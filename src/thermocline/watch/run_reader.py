@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -30,7 +31,7 @@ _MAX_READ_BYTES = 1 << 24
 """Bytes of metrics.jsonl that one `poll` reads; the next continues."""
 _SILENT_SECONDS = 60.0
 """Age of status.json from which a run on another machine counts as silent."""
-_CHARTED = ("event", "step", "epoch", "loss", "auc", "logloss", "ne", "calibration", "examples_per_s", "time")
+_CHARTED = ("step", "epoch", "loss", "auc", "logloss", "ne", "calibration", "examples_per_s", "time")
 _TIERS = ("hbm", "mem", "ssd", "new")
 _SETUP = {
     "model": ("name", "dim", "precision"),
@@ -98,7 +99,10 @@ class RunReader:
                 self._add(_parse(line))
 
     def _add(self, row: dict[str, Any]) -> None:
-        point = {name: row[name] for name in _CHARTED if row.get(name) is not None}
+        if not (isinstance(row["event"], str) and _is_number(row["step"])):
+            return
+        point = {name: row[name] for name in _CHARTED if _is_number(row.get(name))}
+        point["event"] = row["event"][:100]
         if point["event"] != "train":
             self._keep(point)
             return
@@ -106,12 +110,12 @@ class RunReader:
             if any(share is not None for share in shares.values()):  # with a GPU, a log may come before its rows
                 self._tables[name] = shares
         ranks = row.get("ranks", [])
-        point["ahead"] = row.get("lookahead")
         # Runs of earlier versions have no figures per rank: shares instead of rows per second.
         used = [{tier: rank[f"used_{tier}_per_s"] for tier in _TIERS} for rank in ranks] or self._tables.values()
         point["tiers"] = {tier: sum(found.get(tier) or 0 for found in used) for tier in _TIERS}
         latest = ("stages", "damage", "damaged_partitions", "rate", "examples", "ranks")
         self._latest = {**point, **{name: row.get(name) for name in latest}, "tables": self._tables}
+        self._latest["ahead"] = row.get("lookahead")
         self._skip += 1
         if self._skip >= self._stride:
             self._skip = 0
@@ -171,14 +175,15 @@ class RunReader:
         """Return the settings of config.toml that the page shows; empty without the file."""
         try:
             config = tomllib.loads(read_limited(self.run_dir / "config.toml", _MAX_FILE_BYTES).decode())
-        except (OSError, ValueError, ThermoclineError):
+        except (OSError, ValueError, RecursionError, ThermoclineError):
             return {}
         shown = {}
         for section, keys in _SETUP.items():
             values: Any = config.get(section)
             for key in keys if isinstance(values, dict) else ():
-                if isinstance(values.get(key), (str, int, float)):
-                    shown[f"{section}.{key}"] = values[key]
+                value = values.get(key)
+                if isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
+                    shown[f"{section}.{key}"] = value
         return shown
 
     def _disk(self) -> dict[str, int] | None:
@@ -191,15 +196,25 @@ class RunReader:
 
 
 def _parse(text: bytes) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for anything else, also for NaN, which browsers do not parse."""
+    """Return a JSON object. Raises ValueError for anything else, also for NaN and infinity, which JSON lacks."""
 
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
+    def finite(text: str) -> float:
+        number = float(text)
+        if not math.isfinite(number):
+            raise ValueError(f"{text} is not JSON")
+        return number
 
-    value = json.loads(text, parse_constant=refuse)
+    try:
+        value = json.loads(text, parse_constant=finite, parse_float=finite)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_alive(process: int) -> bool:
