@@ -7,6 +7,7 @@ import csv
 import hashlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -75,6 +76,19 @@ def test_interpreters_are_found_by_version(wheels: ModuleType) -> None:
     assert found.get(version) == sys.executable if version in wheels.PYTHONS else version not in found
 
 
+def digest_of_source(isa: str = "avx512") -> str:
+    """Return what tools/wheel_check.py prints for the package in src/."""
+    command = [sys.executable, str(ROOT / "tools" / "wheel_check.py"), str(ROOT / "src")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "THERMOCLINE_ISA": isa}
+    return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_digest_is_the_same_with_every_instruction_set(wheels: ModuleType) -> None:
+    digests = {digest_of_source(isa) for isa in wheels.ISAS}
+    assert len(digests) == 1
+    assert len(digests.pop()) == 64
+
+
 @pytest.mark.long
 def test_build_and_test_of_all_wheels(tmp_path: Path) -> None:
     """Minutes to an hour: builds both wheels and tests them with every Python of this machine."""
@@ -84,3 +98,5 @@ def test_build_and_test_of_all_wheels(tmp_path: Path) -> None:
     names = sorted(path.name for path in tmp_path.glob("*.whl"))
     assert [name.split("-")[2:4] for name in names] == [["cp311", "cp311"], ["cp312", "abi3"]]
     assert all(name.endswith("manylinux_2_28_x86_64.whl") for name in names)
+    digest = digest_of_source()
+    assert f"digest {digest[:16]}" in result.stdout, f"{digest} of the source build:\n{result.stdout}"

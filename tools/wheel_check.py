@@ -1,7 +1,8 @@
-"""Use an installed wheel without torch, and print a digest of its results: equal for every build and every Python.
+"""Use the package without torch, and print a digest of its results: equal for every build and every Python.
 
-Run by wheels.py in a new environment, outside of the source tree. Covers the parsers, the generated data, the rows and
-optimizers of the DRAM tier with every instruction set of its kernels, and the store.
+wheel_check.py FOLDER, the folder that the package must be in: wheels.py runs it in new environments, outside of the
+source tree, with every instruction set of the kernels. Covers the parsers, the generated data, rows and optimizers of
+the DRAM tier, and the store.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def batches_of(reader: object, digest: hashlib._Hash) -> None:
 
 
 def main() -> None:
-    assert "site-packages" in tc.__file__, f"{tc.__file__} is not the installed package"
+    assert Path(tc.__file__).is_relative_to(sys.argv[1]), f"{tc.__file__} is not in {sys.argv[1]}"
     digest = hashlib.sha256()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.csv"
