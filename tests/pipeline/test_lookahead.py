@@ -309,6 +309,50 @@ def test_dropping_waits_for_the_part_that_is_being_loaded(tmp_path: Path, monkey
     table.dram.check()
 
 
+class OneLoader:
+    """Stands for the horizon in C++: one thread at a time may choose a part and load it."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self.loaders: set[int] = set()
+        self.most = 0
+
+    def next_part(self, *args: Any) -> Any:
+        self.loaders.add(threading.get_ident())
+        self.most = max(self.most, len(self.loaders))
+        time.sleep(0.002)
+        return self._core.next_part(*args)
+
+    def load_part(self, *args: Any) -> None:
+        self._core.load_part(*args)
+        self.loaders.discard(threading.get_ident())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+
+def test_two_threads_load_one_after_the_other(tmp_path: Path) -> None:
+    """Over ranks the look-ahead and the thread of hints load: mixed parts lost pins, or unpinned rows twice."""
+    table = make_table(tmp_path / "a", rows=1500)
+    horizon = table.backend.horizon(training=True)
+    assert isinstance(horizon, DramHorizon)
+    horizon._part = 8
+    core: Any = OneLoader(horizon._core)
+    horizon._core = core
+    ahead = [horizon.add_keys(batch.ids) for batch in batches(10)]
+    threads = [threading.Thread(target=lambda: [horizon.load(1.0) for _ in range(20)]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert core.most == 1
+    for batch in ahead:
+        batch.release()
+    horizon.drop()
+    assert table.dram.stats().pinned == 0
+    table.dram.check()
+
+
 def test_forward_passes_outside_the_pipeline_take_the_memory_of_the_look_ahead(tmp_path: Path) -> None:
     data = batches(60, keys=100_000)
     table = make_table(tmp_path / "a", rows=1000, lookahead=64)

@@ -93,6 +93,7 @@ class DramHorizon:
         self._above = above
         self._above_from_ssd = 0 if above is None else above.stats().from_ssd
         self._dedup = training and above is None
+        self._sweeping = threading.Lock()  # held while a part is chosen and loaded: over ranks two threads load
         self._loading = threading.Lock()  # held while a part is loaded
         self._part = max(1, min(_PART_KEYS, dram.capacity // 16))
         self._most_ids = 0  # of a batch
@@ -119,6 +120,10 @@ class DramHorizon:
         return self._dropped or self._host.dram is not self._dram
 
     def load(self, share: float = 1.0) -> bool:
+        with self._sweeping:
+            return self._load(share)
+
+    def _load(self, share: float) -> bool:
         before = self._core.position
         keys = self._core.next_part(self._part, max(1, math.ceil(share * self._core.partitions)))
         if len(keys) == 0:
