@@ -100,6 +100,14 @@ def test_dates_of_partitions_need_a_bucket(tmp_path: Path) -> None:
     assert batch.ids.reshape(4, 2)[:, 1].tolist() == [key("date", b"%d" % day) for day in (0, 0, 1, 1)]
 
 
+def test_partitions_of_text_files_give_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "day=7").mkdir()
+    (tmp_path / "day=7" / "a.csv").write_text("click,site\n1,a\n0,b\n")
+    with pytest.warns(UserWarning, match=r"csv files in folders day=\.\.\. have no column 'day'"):
+        reader = tc.Reader(tmp_path, label="click", batch_size=2)
+    assert len(list(reader)) == 1
+
+
 def test_arrow_datasets(hive: Path) -> None:
     dataset = ds.dataset(hive, partitioning="hive", exclude_invalid_files=True)
     assert rows_of(tc.Reader(dataset, batch_size=7)) == EXPECTED

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,6 +89,12 @@ def open_files(
     _check_options(data, format)
     if block_bytes is None:
         block_bytes = _REMOTE_BLOCK_BYTES if any(source.remote for source in sources) else _BLOCK_BYTES
+    if format != "parquet" and (names := next((source.partitions for source in sources if source.partitions), None)):
+        name = next(iter(names))
+        warnings.warn(
+            f"{format} files in folders {name}=... have no column {name!r}: write it into the files, or use Parquet",
+            stacklevel=3,
+        )
     if format == "parquet":
         blocks, resolved, columns = _open_parquet(sources, data, features, labelled, carry)
         columns = sorted(columns, key=str)  # columns are read by name: their order does not matter
