@@ -8,7 +8,7 @@ JOBS := $(shell nproc)
 PYTEST = $(PYTHON) -m pytest -n $(JOBS)
 # Evaluated when a recipe runs, after setup.
 SCRIPTS = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
-CPP_TESTS = $(BUILD)/cpp/thermocline_tests
+CPP_TESTS = $(BUILD)/inplace/thermocline_tests
 
 GENERATOR := $(if $(shell command -v ninja),-G Ninja)
 CPP_FILES = $(wildcard csrc/*/*.cc csrc/*/*.h)
@@ -58,10 +58,13 @@ ifeq ($(PYTHON),$(VENV_PYTHON))
 	@python3 tools/browser.py
 endif
 
+# $(call build,TARGET): the module or the tests. They share the objects of the library, which take most of the time.
+build = @cmake -S . -B $(BUILD)/inplace $(GENERATOR) -DTHERMOCLINE_TESTS=ON \
+  -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')" > /dev/null \
+  && cmake --build $(BUILD)/inplace -j $(JOBS) --target $(1)
+
 build-inplace: setup
-	@cmake -S . -B $(BUILD)/inplace $(GENERATOR) -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')" \
-	  > /dev/null
-	@cmake --build $(BUILD)/inplace -j $(JOBS)
+	$(call build,_core)
 
 lint: setup
 	$(PYTHON) -m ruff check $(PY_FILES)
@@ -79,8 +82,8 @@ format: setup
 configure_cpp = @cmake -S . -B $(1) $(GENERATOR) -DTHERMOCLINE_BIND=OFF -DTHERMOCLINE_TESTS=ON $(2) > /dev/null \
   && cmake --build $(1) -j $(JOBS)
 
-cpp-tests:
-	$(call configure_cpp,$(BUILD)/cpp)
+cpp-tests: setup
+	$(call build,thermocline_tests)
 
 test-cpp: cpp-tests
 	$(CPP_TESTS) --skip Faults
