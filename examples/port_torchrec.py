@@ -27,7 +27,7 @@ BATCH = 256
 
 @dataclasses.dataclass
 class Batch:
-    """What the data loader returns, as in TorchRec's examples."""
+    """A batch of the data loader, as in TorchRec's examples."""
 
     dense: torch.Tensor
     sparse: KeyedJaggedTensor

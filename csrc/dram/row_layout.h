@@ -64,7 +64,7 @@ struct RowLayout {
     }
     return 0;
   }
-  // What follows the weights, unchanged by codecs.
+  // Words after the weights: state and statistics, which codecs leave unchanged.
   size_t tail_words() const { return state_floats() + statistics_words(); }
   // Decoded row: weights, state and the words of the statistics.
   size_t floats() const { return dim + tail_words(); }

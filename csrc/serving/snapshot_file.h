@@ -37,7 +37,7 @@ class SnapshotFile {
   Place locate(uint64_t h) const;
   // The row of the key, or nullptr. Verifies the page when it is read for the first time: throws CorruptionError.
   const uint8_t* find(uint64_t key, uint64_t h, const Place& place) const;
-  // The same on bytes of the page that were read in another way. check_page() verifies them.
+  // find() on the bytes of the page, read by the caller, who verifies them by check_page().
   const uint8_t* find_on(const uint8_t* bytes, uint64_t key, uint64_t h, const Place& place) const;
   void check_page(const uint8_t* bytes, uint64_t row_page) const;
   uint32_t page_bytes() const { return geometry_.page_bytes; }

@@ -26,7 +26,7 @@ uint64_t row_bytes_of(RowFormat format, uint32_t dim);
 class View {
  public:
   static std::shared_ptr<const View> open(const std::string& base, RowFormat format, uint32_t dim);
-  // The same view whose lookups read pages of the base from the device, past the page cache.
+  // A copy of this view whose lookups read pages of the base from the device, past the page cache.
   std::shared_ptr<const View> with_direct_reads(std::shared_ptr<FileSystem> fs) const;
   // The next version. Verifies every page of the delta first: throws CorruptionError and changes nothing.
   std::shared_ptr<const View> with_delta(const std::string& delta) const;

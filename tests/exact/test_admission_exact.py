@@ -106,6 +106,17 @@ def assert_expected(table: tc.Table, model: Net, otherwise: Otherwise, count: in
     assert len(stored) == len(set(stored)) == number, "a key that was not admitted has a row"
 
 
+def train_and_check(options: Options, otherwise: Otherwise, folder: Path, count: int, weighted: bool) -> None:
+    one_torch_thread()
+    table = open_table(options, otherwise, folder)
+    model = make_model(table)
+    dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
+    source = tc.prefetch(batches(count, weighted), table, depth=options.depth, pull_window=options.pull_window)
+    train(model, table, dense, source)
+    assert_expected(table, model, otherwise, count, weighted)
+    table.close()
+
+
 HOST = [
     *(Options("dram", depth, window) for depth, window in [(1, 1), (3, 2)]),
     *(Options("ssd", depth, window, ahead) for depth, window, ahead in [(4, 2, 0), (1, 1, 5), (3, 2, 9)]),
@@ -116,15 +127,8 @@ HOST = [
 @pytest.mark.parametrize("otherwise", OTHERWISE)
 @pytest.mark.parametrize("options", HOST, ids=str)
 def test_rows_are_those_of_the_rule_in_every_tier(options: Options, otherwise: Otherwise, tmp_path: Path) -> None:
-    one_torch_thread()
     for weighted in (False, True):
-        table = open_table(options, otherwise, tmp_path / str(weighted))
-        model = make_model(table)
-        dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
-        source = tc.prefetch(batches(60, weighted), table, depth=options.depth, pull_window=options.pull_window)
-        train(model, table, dense, source)
-        assert_expected(table, model, otherwise, 60, weighted)
-        table.close()
+        train_and_check(options, otherwise, tmp_path / str(weighted), 60, weighted)
 
 
 HBM = [*((Options("hbm", 3, 2), otherwise) for otherwise in OTHERWISE), (Options("hbm-ssd", 3, 1, 6), "initial")]
@@ -132,29 +136,15 @@ HBM = [*((Options("hbm", 3, 2), otherwise) for otherwise in OTHERWISE), (Options
 
 @pytest.mark.parametrize(("options", "otherwise"), HBM, ids=str)
 def test_rows_are_those_of_the_rule_in_hbm(options: Options, otherwise: Otherwise, tmp_path: Path) -> None:
-    one_torch_thread()
-    table = open_table(options, otherwise, tmp_path)
-    model = make_model(table)
-    dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
-    source = tc.prefetch(batches(14, True), table, depth=options.depth, pull_window=options.pull_window)
-    train(model, table, dense, source)
-    assert_expected(table, model, otherwise, 14, True)
-    table.close()
+    train_and_check(options, otherwise, tmp_path, 14, True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("otherwise", OTHERWISE)
 @pytest.mark.parametrize("options", [Options("hbm", 4, 1), Options("hbm-ssd", 3, 2, 9)], ids=str)
 def test_rows_are_those_of_the_rule_on_a_gpu(options: Options, otherwise: Otherwise, tmp_path: Path) -> None:
-    one_torch_thread()
     for weighted in (False, True):
-        table = open_table(options, otherwise, tmp_path / str(weighted))
-        model = make_model(table)
-        dense = torch.optim.Adam(model.dense.parameters(), lr=0.01)
-        source = tc.prefetch(batches(60, weighted), table, depth=options.depth, pull_window=options.pull_window)
-        train(model, table, dense, source)
-        assert_expected(table, model, otherwise, 60, weighted)
-        table.close()
+        train_and_check(options, otherwise, tmp_path / str(weighted), 60, weighted)
 
 
 @pytest.mark.parametrize("otherwise", OTHERWISE)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import rich
 import torch
+from helpers import stream
 from helpers.train import weights_of
 from rich.console import Console
 
@@ -25,37 +26,14 @@ from thermocline.data.open_data import open_data
 from thermocline.training.display import Display
 from thermocline.training.run import Run
 
-CONFIG = """
-[data]
-train = "{folder}/in"
-follow = true
-follow_idle = 0.2
-time = "at"
-[model]
-name = "deepfm"
-dim = 4
-hidden = [8]
-[tiers]
-device = "cpu"
-mem = "16MB"
-[train]
-batch_size = 16
-run_dir = "{folder}/run"
-tensorboard = false
-display = false
-log_every = 1000
-"""
+CONFIG = stream.CONFIG.replace("[model]", "follow = true\nfollow_idle = 0.2\n[model]") + "log_every = 1000\n"
 
 
 def write(folder: Path, number: int, examples: int = 40) -> None:
     """Write file `number`; it appears by a rename."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(number)
-    values = rng.zipf(1.5, (examples, 2)) % 50
-    rows = [f"{int(a % 3 == 0)},{100 * number + i},{a},{b}" for i, (a, b) in enumerate(values)]
-    temporary = folder / f".{number}"
-    temporary.write_text("\n".join(["label,at,a,b", *rows, ""]))
-    temporary.rename(folder / f"{number:04}.csv")
+    values = np.random.default_rng(number).zipf(1.5, (examples, 2)) % 50
+    rows = ((int(a % 3 == 0), 100 * number + i, a, b) for i, (a, b) in enumerate(values))
+    stream.write_file(folder / f"{number:04}.csv", rows)
 
 
 class At(tc.Callback):

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from helpers.stream import CONFIG, write_file
 from helpers.train import weights_of
 
 import thermocline as tc
@@ -19,24 +20,6 @@ from thermocline.serving.version import read_version, versions
 from thermocline.training.run import Run
 from thermocline.training.scoring import Scorer
 
-CONFIG = """
-[data]
-train = "{folder}/in"
-time = "at"
-[model]
-name = "deepfm"
-dim = 4
-hidden = [8]
-[tiers]
-device = "cpu"
-mem = "16MB"
-[train]
-batch_size = 16
-run_dir = "{folder}/run"
-tensorboard = false
-display = false
-"""
-
 
 @pytest.fixture
 def ads(tmp_path: Path) -> Path:
@@ -46,11 +29,9 @@ def ads(tmp_path: Path) -> Path:
 
 
 def write(folder: Path, number: int, examples: int) -> None:
-    (folder / "in").mkdir(exist_ok=True)
     values = np.random.default_rng(number).zipf(1.3, (examples, 2)) % 90
-    rows = [f"{int((a + b) % 3 == 0)},{1000 * number + i},{a},{b}" for i, (a, b) in enumerate(values)]
-    (folder / "in" / ".new").write_text("\n".join(["label,at,a,b", *rows, ""]))
-    (folder / "in" / ".new").rename(folder / "in" / f"{number}.csv")
+    rows = ((int((a + b) % 3 == 0), 1000 * number + i, a, b) for i, (a, b) in enumerate(values))
+    write_file(folder / "in" / f"{number}.csv", rows)
 
 
 class Kill(tc.Callback):

@@ -93,6 +93,29 @@ class Features:
             raise DataError(f"{name} has the columns of the training data in a different order{difference}")
 
 
+class FeatureCounts:
+    """Base of readers: what their batches have, by features and settings."""
+
+    data: Data
+    features: Features
+
+    @property
+    def fields(self) -> int:
+        """Number of fields of a batch; 1 if data.hashing combines them."""
+        fields = len(self.features.fields)
+        return fields if self.data.hashing is None else self.data.hashing.fields_of(fields)
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        names = self.features.fields
+        return names if self.fields == len(names) else ("all fields",)
+
+    @property
+    def dense(self) -> int:
+        """Number of dense features."""
+        return len(self.features.dense)
+
+
 def _kinds(fields: Sequence[str], dense: Sequence[str]) -> dict[str, str]:
     return dict.fromkeys(fields, "field of keys") | dict.fromkeys(dense, "dense feature")
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from thermocline.batch import Batch
 from thermocline.config.data import Data
-from thermocline.data.features import Features
+from thermocline.data.features import FeatureCounts, Features
 from thermocline.data.files import NoExamples, Source
 from thermocline.data.new_files import NewFiles, Taken
 from thermocline.data.reader import Reader, Skipped
@@ -27,7 +27,7 @@ from thermocline.utils.text_format import parse_duration
 _POLL_SECONDS = 0.2
 
 
-class FollowReader:
+class FollowReader(FeatureCounts):
     """An iterable of batches that waits for new files; it ends after `data.follow_idle` without one.
 
     Thread safety: one thread iterates; `stop_waiting` may be called and `waiting` read on others.
@@ -85,22 +85,6 @@ class FollowReader:
         )
 
     # ---- properties
-
-    @property
-    def fields(self) -> int:
-        """Number of fields of a batch; 1 if data.hashing combines them."""
-        fields = len(self.features.fields)
-        return fields if self.data.hashing is None else self.data.hashing.fields_of(fields)
-
-    @property
-    def field_names(self) -> tuple[str, ...]:
-        names = self.features.fields
-        return names if self.fields == len(names) else ("all fields",)
-
-    @property
-    def dense(self) -> int:
-        """Number of dense features."""
-        return len(self.features.dense)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from thermocline.config.data import Data
 from thermocline.core import core
 from thermocline.data.block_prefetch import BlockIndex, prefetch_blocks
 from thermocline.data.feature_hashing import make_hasher
-from thermocline.data.features import Features
+from thermocline.data.features import FeatureCounts, Features
 from thermocline.data.files import NoExamples, Source, dataset_files, map_threads
 from thermocline.data.formats import no_examples, open_files
 from thermocline.data.parquet import ParquetBlocks
@@ -70,7 +70,7 @@ class ShuffleChunk:
         return len(self.order) - self.taken
 
 
-class Reader:
+class Reader(FeatureCounts):
     """An iterable of `tc.Batch`: one iteration is one epoch. `set_epoch` selects the order, `seek` the start position.
 
     `tc.Reader("train/*.csv", label="click", numeric=("age",), batch_size=4096, shuffle=True)`
@@ -163,22 +163,6 @@ class Reader:
         self._malformed: list[Malformed] = []
 
     # ---- properties
-
-    @property
-    def fields(self) -> int:
-        """Number of fields of a batch; 1 if data.hashing combines them."""
-        fields = len(self.features.fields)
-        return fields if self._hasher is None else self._hasher.settings.fields_of(fields)
-
-    @property
-    def field_names(self) -> tuple[str, ...]:
-        names = self.features.fields
-        return names if self.fields == len(names) else ("all fields",)
-
-    @property
-    def dense(self) -> int:
-        """Number of dense features."""
-        return len(self.features.dense)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class _TableBlocks(ParquetBlocks):
 
 
 class _TableInfo:
-    """What `ParquetBlocks` reads of a `ParquetFileInfo`."""
+    """The part of a `ParquetFileInfo` that `ParquetBlocks` reads."""
 
     def __init__(self, table: Any) -> None:
         self.schema = table.schema

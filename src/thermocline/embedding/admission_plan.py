@@ -1,4 +1,4 @@
-"""What `AdmissionBackend` adds to the objects of the backend below it, between planning a batch and training it."""
+"""Wrappers of windows, plans and batches ahead by which `AdmissionBackend` keeps the decisions about a batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Planner(Protocol):
 
 
 class Decision:
-    """What the filter decided about one batch. It changes if a row of a coming batch is deleted (`inputs`)."""
+    """The decision of the filter about one batch. It changes if a row of a coming batch is deleted (`inputs`)."""
 
     __slots__ = ("inputs", "refused", "specs")
 

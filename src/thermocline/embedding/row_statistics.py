@@ -99,7 +99,7 @@ NO_STATISTICS = RowStatistics()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StatisticsState:
-    """What the statistics of all rows of a table depend on, beside the rows."""
+    """State of a table, beside its rows, that their statistics depend on."""
 
     newest: int | None = None
     """Newest event time of all steps."""

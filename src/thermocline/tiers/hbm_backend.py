@@ -108,7 +108,7 @@ class HbmBackend:
 
     def launch(self, window: HbmWindow) -> None:
         assert window.ids is not None
-        window.pins = self.hbm.launch(window.ids, None if window.graph is None else window.graph.launch)
+        window.pins = self.hbm.launch(window.ids, window.assign)
 
     def pin(self, window: HbmWindow) -> None:
         launched, window.pins = window.pins, None
@@ -116,10 +116,8 @@ class HbmBackend:
             with contextlib.suppress(BudgetError):  # windows may have been released since it was planned: again below
                 window.pins = self.hbm.finish(launched)
         if window.pins is None:
-            self.launch(window)
-            launched, window.pins = window.pins, None
-            assert launched is not None
-            window.pins = self.hbm.finish(launched)
+            assert window.ids is not None
+            window.pins = self.hbm.pin(window.ids, window.assign)
         window.ids = None
 
     def prepare(self, window: HbmWindow) -> list[HbmBatchPlan]:

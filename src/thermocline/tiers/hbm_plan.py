@@ -13,7 +13,7 @@ from thermocline.kernels.gradient_index import index_gradients
 from thermocline.kernels.segments import Segments, find_segments, segment_views
 from thermocline.tiers.dram import DramTier
 from thermocline.tiers.dram_horizon import DramBatchAhead
-from thermocline.tiers.hbm import HbmPins, StagedIds
+from thermocline.tiers.hbm import Assign, HbmPins, StagedIds
 from thermocline.tiers.plan_layout import PlanLayout, PlanMemory
 from thermocline.utils.recording import current_stream
 
@@ -238,6 +238,11 @@ class HbmWindow:
     pins: HbmPins | None = None
     ahead: Sequence[DramBatchAhead] = ()
     """The batches of a look-ahead: their rows stay in DRAM until they were copied."""
+
+    @property
+    def assign(self) -> Assign | None:
+        """The planning of the window for `HbmTier`; None: `find_or_insert` and nothing else."""
+        return None if self.graph is None else self.graph.launch
 
     def release(self) -> None:
         pins, self.pins = self.pins, None
