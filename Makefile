@@ -22,7 +22,7 @@ FUZZ_STORE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/ssd/*.cc csrc/util/*
   csrc/ssd/files_fuzz_test.cc
 
 .PHONY: cpp-tests demo demo-online reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
-  fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser docs notebooks \
+  soak fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser docs notebooks \
   wheels
 
 demo: build-inplace
@@ -113,6 +113,11 @@ test-faults: build-inplace cpp-tests iproute2
 test-long: build-inplace cpp-tests
 	THERMOCLINE_LONG=1 $(CPP_TESTS)
 	THERMOCLINE_LONG=1 $(PYTEST) -m "faults or long" --timeout 0
+
+# Hours of training with faults, compared with uninterrupted runs; continues an unfinished soak. Report: build/soak.
+HOURS = 2
+soak: build-inplace
+	PYTHONPATH=src $(PYTHON) tests/soak/main.py --hours $(HOURS) --folder $(BUILD)/soak $(ARGS)
 
 # TSan of GCC 12 aborts under high address-space randomisation: setarch turns that off.
 test-sanitize:
