@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import thermocline as tc
-import thermocline.training.trainer  # noqa: F401  once, before the forks
+import thermocline.training.trainer  # once, before the forks
 from thermocline import serving
 from thermocline.embedding.state_dict import dense_state_dict
 from thermocline.serving.snapshot import StoredRows
@@ -171,7 +171,7 @@ def published_state(folder: Path) -> Arrays:
     """Return step, keys and weights of the current version: its base with all deltas after it."""
     with serving.open(folder) as snapshot:
         snapshot.verify()
-        ((name, view),) = snapshot.state.views.items()
+        (view,) = snapshot.state.views.values()
         pieces = list(StoredRows(view))
         keys = np.concatenate([piece.keys for piece in pieces])
         rows = np.concatenate([piece.rows for piece in pieces])

@@ -94,8 +94,8 @@ class Report:
         ]
         for each in self.compared:
             lines.append(
-                f"  {each['at']}  lane {each['lane']}, {each['world']} ranks, step {each['step']}: {each['rows']} rows, "
-                f"{each['arrays']} arrays, {each['published']} published rows: "
+                f"  {each['at']}  lane {each['lane']}, {each['world']} ranks, step {each['step']}: "
+                f"{each['rows']} rows, {each['arrays']} arrays, {each['published']} published rows: "
                 + ("equal" if not each["different"] else f"DIFFERENT: {each['different']}")
             )
         lines.append(f"{len(self.failures)} failures")

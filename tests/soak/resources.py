@@ -6,10 +6,10 @@ import dataclasses
 import os
 
 MEMORY_BEYOND_BUDGETS = 128 << 20
-"""Anonymous memory of a rank, beside its budgets and what it shares with the soak's process: torch, buffers, batches."""
+"""Anonymous memory of a rank beside its budgets and what it shares with the soak's process: torch, batches."""
 DESCRIPTORS = 200
 DISK = 400 << 20
-"""Bytes of one lane: at most 24,000 rows of at most 128 bytes, in 1 to 4 retained checkpoints, a log and served files."""
+"""Bytes of one lane: about 25,000 rows of at most 128 bytes, in up to 4 checkpoints, a log and served versions."""
 REFERENCE_GROWTH = 48 << 20
 """Memory that the process of the reference may gain after its first comparison."""
 REFERENCE_DESCRIPTORS = 4
@@ -62,8 +62,11 @@ class Peaks:
     samples: int = 0
 
     def sample(self, pids: list[int], budget: int, baseline: int, others: list[int]) -> None:
-        """Sample the ranks of an attempt. budget: of one rank; baseline: memory of the soak's process, which they share;
-        others: further processes of the soak."""
+        """Sample the ranks of an attempt, of which each has `budget` bytes.
+
+        baseline   memory of the soak's process, which its forks share
+        others     further processes of the soak
+        """
         self.samples += 1
         total = baseline
         for pid in pids:
