@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 import thermocline as tc
-from thermocline.distributed.rendezvous import scoped_store
+from thermocline.distributed.group_setup import open_store
+from thermocline.distributed.rendezvous import decide_json, scoped_store
 
 
 def run_attempt(store: Any, world: int, seed: int, timeout: float = 20.0) -> list[Any]:
@@ -41,6 +43,28 @@ def test_repeated_attempts_on_one_store() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     for seed in range(12):
         assert run_attempt(store, 4, seed) == [[str(seed)] * 4] * 4
+
+
+def test_rank_0_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused.getsockname()[1]), "RANK": "1"}
+        for name, value in (settings | {"WORLD_SIZE": "2"}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(
+            tc.RankError, match="rank 1 of 2 has no connection to the store of the job: check that rank 0"
+        ):
+            open_store(1, 2, 0.5)
+
+
+def test_rank_0_ends_during_the_rendezvous() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    del server
+    with pytest.raises(tc.RankError):  # the first call may be sent, and is not answered
+        decide_json(client, "job", 1, 2, {}, lambda values: values, 5.0)
+    with pytest.raises(tc.RankError, match="rank 1 of 2 has no connection to the store of the job"):
+        decide_json(client, "job", 1, 2, {}, lambda values: values, 5.0)
 
 
 def test_missing_ranks_are_named() -> None:

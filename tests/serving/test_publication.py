@@ -252,6 +252,19 @@ def test_roll_back_serves_the_earlier_rows_and_needs_a_base_next(tmp_path: Path)
             publication.roll_back(77)
 
 
+def test_the_version_that_was_rolled_back_to_is_kept(tmp_path: Path) -> None:
+    oracle: Oracle = {1: np.float32([1, 1, 1])}
+    with Publication(tmp_path) as publication, published(publication, oracle) as snapshot:
+        publication.publish_delta([table_rows({2: np.float32([2, 2, 2])})], step=1)
+        publication.publish_base([table_rows({3: np.float32([3, 3, 3])})], step=2)
+        publication.roll_back(2)
+        assert publication.retire(keep_bases=1) == []  # version 2 is older than the last base, but current
+        snapshot.refresh()
+        expect_equal(snapshot, {**oracle, 2: np.float32([2, 2, 2])})
+        with serving.open(tmp_path) as opened:
+            expect_equal(opened, {**oracle, 2: np.float32([2, 2, 2])})
+
+
 def test_missing_keys(tmp_path: Path) -> None:
     from thermocline.embedding.initializers import Uniform
     from thermocline.embedding.reference import initial_weights

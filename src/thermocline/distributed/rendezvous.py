@@ -12,11 +12,12 @@ Raises     `RankError` with the missing ranks
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +25,19 @@ import torch.distributed as dist
 from thermocline.errors import RankError
 
 _POLL_SECONDS = 0.01
+
+
+@contextlib.contextmanager
+def store_errors(rank: int, world: int) -> Iterator[None]:
+    """Re-raise errors of the connection to the store, which rank 0 has, as `RankError`."""
+    try:
+        yield
+    except dist.DistNetworkError as error:  # type: ignore[attr-defined]
+        cause = str(error).strip().partition("\n")[0]
+        raise RankError(
+            f"rank {rank} of {world} has no connection to the store of the job: check that rank 0 was started and has "
+            f"not ended ({cause})"
+        ) from None
 
 
 def scoped_store(store: Any, rank: int, world: int, timeout: float) -> Any:
@@ -46,7 +60,8 @@ def decide_json(
     Every rank calls it once per `name`, with a scoped store. An error of `decide` is raised on rank 0 only.
     """
     if rank != 0:
-        store.set(f"{name}/{rank}", json.dumps(value))
+        with store_errors(rank, world):
+            store.set(f"{name}/{rank}", json.dumps(value))
         return json.loads(_await(store, f"{name}/decision", 0, world, timeout))
     values = [value]
     for other in range(1, world):
