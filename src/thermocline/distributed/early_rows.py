@@ -21,7 +21,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,8 +80,10 @@ class EarlyRows:
         self._coming.extend(weakref.ref(plan) for plan in plans)
 
     def invalidate(self) -> None:
-        """Declare that rows were changed by anything but a step."""
+        """Declare that rows will be changed by anything but a step. Waits until none are being read."""
         self._version += 1
+        if self._current is not None:
+            wait([self._current.done])
 
     def take(self, plan: Any, step: int) -> Arrived | None:
         """Return the rows of a batch that have arrived; None: exchange all of them."""

@@ -120,8 +120,8 @@ class ShardedBackend(Unrecorded):
     def step_count(self, count: int) -> None:
         self.local.step_count = count
 
-    def _rows_changed(self) -> None:
-        """Rows changed by anything but a step: what was exchanged early is no longer valid."""
+    def _rows_change(self) -> None:
+        """Call before anything but a step changes rows: what was exchanged early is no longer valid."""
         if self.early is not None:
             self.early.invalidate()
 
@@ -375,7 +375,7 @@ class ShardedBackend(Unrecorded):
                 f"table {self.spec.name!r}: expire() while the rows of a batch are in use: call it after table.step(), "
                 "before the next batch is drawn"
             )
-        self._rows_changed()
+        self._rows_change()
         return self.local.expire(select, store)
 
     def flush(self, store: SsdStore | None = None) -> None:
@@ -385,28 +385,28 @@ class ShardedBackend(Unrecorded):
         self.local.write_back()
 
     def reopen(self, epoch: int | None = None) -> None:
-        self._rows_changed()
+        self._rows_change()
         self.local.reopen(epoch)
 
     def move_store(self, path: Path, *, clear: bool = False) -> None:
-        self._rows_changed()
+        self._rows_change()
         self.local.move_store(path, clear=clear)
 
     def undo_point(self) -> Callable[[], None]:
         undo_local = self.local.undo_point()
 
         def undo() -> None:
-            self._rows_changed()
+            self._rows_change()
             undo_local()
 
         return undo
 
     def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> None:
-        self._rows_changed()
+        self._rows_change()
         self.local.replace_rows(pieces, scale)
 
     def import_rows(self, keys: Keys, rows: Rows) -> None:
-        self._rows_changed()
+        self._rows_change()
         self.local.import_rows(keys, rows)
 
     def write_rows(self, keys: Keys, rows: Floats) -> None:
@@ -414,7 +414,7 @@ class ShardedBackend(Unrecorded):
         settings = {"keys": len(keys), "digest of keys and rows": digest}
         require_equal(self.groups.train, settings, "load_rows must get the same keys and rows on all ranks")
         owned = owner_of(keys, self.groups.topology.world) == self.groups.topology.rank
-        self._rows_changed()
+        self._rows_change()
         self.local.write_rows(keys[owned], np.ascontiguousarray(rows[owned]))
 
     @property
@@ -428,6 +428,7 @@ class ShardedBackend(Unrecorded):
         self.local.require_idle()
 
     def close(self) -> None:
+        self._rows_change()
         self.local.close()
 
 
