@@ -22,7 +22,7 @@ FUZZ_STORE_SOURCES = $(filter-out %_test.cc,$(wildcard csrc/ssd/*.cc csrc/util/*
   csrc/ssd/files_fuzz_test.cc
 
 .PHONY: cpp-tests demo demo-online reproduce test build-inplace lint format test-cpp test-py test-faults test-long test-sanitize \
-  fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser docs notebooks \
+  test-tsan test-asan test-long-part soak fuzz fuzz-clang fuzz-parse fuzz-store bench clean commit-file iproute2 redis-server setup browser docs notebooks \
   wheels
 
 demo: build-inplace
@@ -114,12 +114,36 @@ test-long: build-inplace cpp-tests
 	THERMOCLINE_LONG=1 $(CPP_TESTS)
 	THERMOCLINE_LONG=1 $(PYTEST) -m "faults or long" --timeout 0
 
+# A part of test-long, test-sanitize and the planted bugs of at most 55 minutes; the same command continues. KINDS: see
+# tests/faults/long_run.py. Results: build/long_run.jsonl.
+KINDS = cpp py mutants mutants-python
+SHARD = 1/1
+test-long-part: build-inplace cpp-tests
+	$(PYTHON) tests/faults/long_run.py $(KINDS) --shard $(SHARD) --build $(BUILD) $(ARGS)
+
+# Hours of training with faults, compared with uninterrupted runs; continues an unfinished soak. Report: build/soak.
+HOURS = 2
+soak: build-inplace
+	PYTHONPATH=src $(PYTHON) tests/soak/main.py --hours $(HOURS) --folder $(BUILD)/soak $(ARGS)
+
 # TSan of GCC 12 aborts under high address-space randomisation: setarch turns that off.
 test-sanitize:
 	$(call configure_cpp,$(BUILD)/asan,-DTHERMOCLINE_SANITIZE=address$(comma)undefined)
 	UBSAN_OPTIONS=print_stacktrace=1 $(BUILD)/asan/thermocline_tests
 	$(call configure_cpp,$(BUILD)/tsan,-DTHERMOCLINE_SANITIZE=thread)
 	setarch -R $(BUILD)/tsan/thermocline_tests
+
+# $(call sanitized_python,folder,kind): Python tests on a module that is built with a sanitizer; ARGS: other tests.
+sanitized_python = @cmake -S . -B $(1) $(GENERATOR) -DTHERMOCLINE_SANITIZE=$(2) -DTHERMOCLINE_INPLACE=OFF \
+  -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')" > /dev/null \
+  && cmake --build $(1) -j $(JOBS) --target _core \
+  && $(PYTHON) tests/faults/sanitized_python.py $(2) $(1)/_core*.so $(ARGS)
+
+test-tsan: setup
+	$(call sanitized_python,$(BUILD)/tsan-python,thread)
+
+test-asan: setup
+	$(call sanitized_python,$(BUILD)/asan-python,address)
 
 # fuzz-parse: the parsers; fuzz-store: every file of a store. Inputs that fail are written to $(BUILD)/fuzz; they belong
 # into the corpus.

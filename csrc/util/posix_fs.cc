@@ -19,6 +19,7 @@
 #include "util/error.h"
 #include "util/posix_file.h"
 #include "util/pread_queue.h"
+#include "util/slow_calls.h"
 #include "util/uring.h"
 #include "util/uring_queue.h"
 #include "util/warnings.h"
@@ -261,7 +262,7 @@ std::shared_ptr<FileSystem> make_posix_fs_on(const PosixCalls& calls, IoEngine e
 }
 
 std::shared_ptr<FileSystem> make_posix_fs(IoEngine engine, int workers, int depth) {
-  return make_posix_fs_on(real_posix_calls(), engine, workers, depth);
+  return make_posix_fs_on(posix_calls_from_env(), engine, workers, depth);
 }
 
 }  // namespace thermocline

@@ -2,12 +2,12 @@
 
     python tests/faults/mutants_python.py [NAME...]
 
-A bug in a hint changes no bit, so tests of bits cannot detect it. Run by `make test-faults`.
+A bug in a hint changes no bit, so tests of bits cannot detect it. bugs_in_runs.py has those of checkpoints, publishing,
+admission, the look-ahead and ranks. Run by `make test-faults`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -15,7 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from planted_bugs import Mutant, chosen, plant
+from bugs_in_runs import BUGS
+from planted_bugs import PythonMutant, chosen, plant
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 300
@@ -26,13 +27,8 @@ STATISTICS = "tests/embedding/test_row_statistics.py"
 EXPIRY = "tests/embedding/test_expiry.py"
 
 
-@dataclasses.dataclass(frozen=True)
-class PythonMutant(Mutant):
-    tests: str
-    """File of the tests that have to detect it."""
-
-
 MUTANTS = [
+    *BUGS,
     PythonMutant(
         "hints are sent to the next rank",
         "distributed/hint_lane.py",
@@ -137,7 +133,20 @@ MUTANTS = [
 def first_failure(package: Path, tests: str) -> str:
     """Return the first failing test; empty if all pass."""
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(package), str(ROOT)]))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-x",
+        "-q",
+        "-m",
+        "not faults and not long",
+        "-p",
+        "no:cacheprovider",
+        tests,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=TIMEOUT, check=False)
     except subprocess.TimeoutExpired:

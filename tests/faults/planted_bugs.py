@@ -17,6 +17,12 @@ class Mutant:
     new: str
 
 
+@dataclasses.dataclass(frozen=True)
+class PythonMutant(Mutant):
+    tests: str
+    """File, or one test, that has to detect it."""
+
+
 M = TypeVar("M", bound=Mutant)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faults import workload
+from faults.failpoints import failpoints
 from helpers.ssd import ROW, SMALL, contents, rows_of, some_keys
 
 import thermocline as tc
@@ -31,17 +32,6 @@ LONG = os.environ.get("THERMOCLINE_LONG") == "1"
 SHARDS = 8  # of the random kills, for pytest-xdist
 KILLS = 10_000 if LONG else 200
 TIMES_PER_POINT = 100 if LONG else 5
-CSRC = Path(__file__).parents[2] / "csrc"
-
-
-def failpoints() -> list[str]:
-    """Return the names of all failpoints: the string literals in calls of failpoint()."""
-    points: set[str] = set()
-    for file in [*CSRC.glob("ssd/*.cc"), CSRC / "util" / "fs.cc"]:
-        if not file.name.endswith("_test.cc"):
-            for call in re.findall(r"failpoint\(([^;]*)\);", file.read_text()):
-                points.update(re.findall(r'"([a-z_]+\.[a-z_]+)"', call))
-    return sorted(points)
 
 
 class WorkloadProcess:

@@ -1,0 +1,146 @@
+"""Run the long tests, the sanitizers and the planted bugs in resumable parts, and keep each result.
+
+    python tests/faults/long_run.py KIND... [--shard I/N] [--minutes 55] [--results build/long_run.jsonl]
+
+KIND: cpp and py, the parts of `make test-long`; asan, tsan, those of `make test-sanitize`; mutants, mutants-python.
+A unit is a C++ suite (or one test of a Faults suite), a Python test, or seven planted bugs. Each appends one JSON line
+to the results: date, commit, unit, seconds, result, and the last lines of its output. A unit that passed at this commit
+is not repeated, so that the same command continues after an interruption. Units that the minutes do not suffice for are
+"not finished". Exit code: 0 if all units of the shard have passed, 1 if one failed, 3 if some are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from soak.report import git_commit, now
+
+ROOT = Path(__file__).parents[2]
+KINDS = ("cpp", "py", "asan", "tsan", "mutants", "mutants-python")
+BUGS_PER_UNIT = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A command whose exit code 0 means that it passed."""
+
+    name: str
+    command: tuple[str, ...]
+    env: tuple[tuple[str, str], ...] = ()
+
+
+def cpp_units(kind: str, binary: Path, *, long: bool, prefix: Sequence[str] = ()) -> list[Unit]:
+    """Return one unit per suite, and one per test of a Faults suite."""
+    listed = subprocess.run([str(binary), "--list"], capture_output=True, text=True, check=True).stdout.split()
+    names = dict.fromkeys(test if test.startswith("Faults") else test.partition(".")[0] + "." for test in listed)
+    env = (("THERMOCLINE_LONG", "1" if long else "0"), ("UBSAN_OPTIONS", "print_stacktrace=1"))
+    return [Unit(f"{kind} {name}", (*prefix, str(binary), name), env) for name in names]
+
+
+def python_units() -> list[Unit]:
+    """Return one unit per test that is marked faults or long; their parameters together, those of kills apart."""
+    collect = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "faults or long", "--collect-only"]
+    listed = subprocess.run(collect, capture_output=True, text=True, check=False, cwd=ROOT).stdout
+    tests = [line for line in listed.splitlines() if line.startswith("tests/") and "::" in line]
+    if not tests:
+        raise SystemExit(f"no Python test was found:\n{listed[-2000:]}")
+    names = dict.fromkeys(test if "random_times" in test else test.partition("[")[0] for test in tests)
+    command = (sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "faults or long", "--timeout", "0")
+    return [Unit(f"py {name}", (*command, name), (("THERMOCLINE_LONG", "1"),)) for name in names]
+
+
+def mutant_units(script: str) -> list[Unit]:
+    """Return units of several planted bugs each: their builds share a folder."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    names = [mutant.name for mutant in __import__(script).MUTANTS]
+    program = str(Path(__file__).with_name(f"{script}.py"))
+    parts = [names[at : at + BUGS_PER_UNIT] for at in range(0, len(names), BUGS_PER_UNIT)]
+    return [Unit(f"{script} {part[0]} ...", (sys.executable, program, *part)) for part in parts]
+
+
+def units_of(kind: str, build: Path) -> list[Unit]:
+    """Return the units of a kind, in a fixed order."""
+    if kind == "cpp":
+        return cpp_units(kind, build / "inplace" / "thermocline_tests", long=True)
+    if kind == "asan":
+        return cpp_units(kind, build / "asan" / "thermocline_tests", long=False)
+    if kind == "tsan":
+        return cpp_units(kind, build / "tsan" / "thermocline_tests", long=False, prefix=("setarch", "-R"))
+    return python_units() if kind == "py" else mutant_units(kind.replace("-", "_"))
+
+
+def read_results(path: Path, commit: str) -> dict[str, str]:
+    """Return the last result of each unit at this commit."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    entries = [json.loads(line) for line in lines]
+    return {entry["unit"]: entry["result"] for entry in entries if entry["commit"] == commit}
+
+
+def run_unit(unit: Unit, seconds: float) -> dict[str, Any]:
+    """Run one unit for at most `seconds`; return its result and the end of its output."""
+    start = time.monotonic()
+    env = {**os.environ, **dict(unit.env)}
+    process = subprocess.Popen(
+        unit.command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=seconds)
+        result = "passed" if process.returncode == 0 else "failed"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        result = "not finished"
+    lines = output.splitlines()[-12 if result == "passed" else -60 :]
+    return {"result": result, "seconds": round(time.monotonic() - start, 1), "output": lines}
+
+
+def run(units: Sequence[Unit], results: Path, minutes: float, commit: str) -> int:
+    """Run the units that have not passed at this commit; return the exit code."""
+    deadline = time.monotonic() + minutes * 60
+    done = read_results(results, commit)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    for unit in units:
+        left = deadline - time.monotonic()
+        if done.get(unit.name) == "passed" or left <= 0:
+            continue
+        entry = {"date": now(), "commit": commit, "unit": unit.name} | run_unit(unit, left)
+        with results.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        done[unit.name] = entry["result"]
+        print(f"{entry['date']} {unit.name}: {entry['result']}, {entry['seconds']} s", flush=True)
+    counts = {result: sum(done.get(unit.name) == result for unit in units) for result in ("passed", "failed")}
+    unfinished = len(units) - sum(counts.values())
+    print(f"{counts['passed']} units passed, {counts['failed']} failed, {unfinished} not finished, commit {commit}")
+    return 1 if counts["failed"] else 3 if unfinished else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kinds", nargs="+", choices=KINDS)
+    parser.add_argument("--shard", default="1/1", help="I/N: every N-th unit, from the I-th")
+    parser.add_argument("--minutes", type=float, default=55.0)
+    parser.add_argument("--build", type=Path, default=ROOT / "build")
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "long_run.jsonl")
+    parser.add_argument("--only", default="", help="text that the names of units contain")
+    options = parser.parse_args()
+    index, _, count = options.shard.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        parser.error(f"--shard is {options.shard!r}: it must be I/N with I from 1 to N")
+    units = [unit for kind in options.kinds for unit in units_of(kind, options.build) if options.only in unit.name]
+    return run(units[int(index) - 1 :: int(count)], options.results, options.minutes, git_commit())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

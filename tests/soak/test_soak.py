@@ -1,0 +1,139 @@
+"""The soak: a run of seconds, and that a wrong bit, an unexpected end and an exceeded bound are failures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from soak import processes
+from soak.lane import Lane
+from soak.main import Soak
+from soak.report import Report
+from soak.resources import DISK
+
+LANE = Lane(0, 1, 7, True)
+
+
+@pytest.fixture
+def soak(tmp_path: Path) -> Soak:
+    options = argparse.Namespace(folder=str(tmp_path), report="", disk_mb=64, seed=1, hours=1.0, minutes=1.0, cores=1.0)
+    return Soak(options)
+
+
+@pytest.mark.faults
+def test_a_soak_of_seconds(tmp_path: Path) -> None:
+    main = Path(__file__).with_name("main.py")
+    command = [sys.executable, str(main), "--hours", "0.001", "--minutes", "0.02", "--folder", str(tmp_path)]
+    run = subprocess.run([*command, "--seed", "2"], capture_output=True, text=True, timeout=280, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [each["different"] for each in report["compared"]] == [[]]
+    assert report["compared"][0]["rows"] > 1000
+    assert report["compared"][0]["rows"] == report["compared"][0]["published"]
+    assert report["attempts"] >= 1
+    assert report["peaks"]["samples"] > 3
+    assert "equal" in (tmp_path / "report.txt").read_text()
+    # A new process continues with the same lane.
+    again = Report.read(tmp_path)
+    assert again is not None
+    assert again.open_lanes[0]["number"] == 0
+
+
+def states(step: int) -> tuple[processes.Arrays, processes.Arrays]:
+    """Return the state of an uninterrupted run and what it publishes."""
+    rows = np.arange(12, dtype=np.float32).reshape(3, 4)
+    state = {"keys": np.arange(3, dtype=np.uint64), "rows": rows, "dim": np.array([2]), "steps": np.array([step])}
+    weights = np.ascontiguousarray(rows[:, :2]).view(np.uint8)
+    return state, {"step": np.array([step]), "keys": state["keys"], "weights": weights}
+
+
+@pytest.mark.parametrize("wrong", ["", "bit", "missing", "published key", "published step"])
+def test_differences_are_failures(soak: Soak, wrong: str) -> None:
+    expected, served = states(9)
+    restored = dict(expected)
+    if wrong == "bit":
+        rows = restored["rows"].copy()
+        rows.view(np.uint8)[2, 5] ^= 1
+        restored["rows"] = rows
+    elif wrong == "missing":
+        restored |= {"keys": restored["keys"][:2], "rows": restored["rows"][:2]}
+    elif wrong == "published key":
+        served["keys"] = served["keys"] + np.uint64(1)
+    elif wrong == "published step":
+        served["step"] = served["step"] - 1
+    processes.save_state(soak.folder / "restored.0.npz", restored)
+    processes.save_state(soak.folder / "restored.published.npz", served)
+    reference: Any = SimpleNamespace(state=lambda step: [expected], growth=lambda: (0, 0))
+    soak.references[0] = reference
+    soak.compare(LANE, 9)
+    assert bool(soak.report.failures) == bool(wrong)
+    assert bool(soak.report.compared[0]["different"]) == bool(wrong)
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes", "log", "end"),
+    [
+        ("kill all", [-9, -9], "", "killed"),
+        ("kill one", [-9, 1], "RankError: rank 0 is gone", "killed, other ranks ended with RankError"),
+        ("kill one", [-9, 1], "AssertionError", "FAILED"),
+        ("kill one", [-9, 0], "", "FAILED"),
+        ("full disk", [1], "DiskFullError: free some space", "stopped by the full disk"),
+        ("full disk", [1], "CorruptionError: page 7", "FAILED"),
+        ("full disk", [-11], "", "FAILED"),
+        ("terminate", [143], "", "terminated and saved"),
+        ("terminate", [-15], "", "terminated before training"),
+        ("slow disk", [1], "RuntimeError", "FAILED"),
+        ("long", [0], "", "FAILED"),
+    ],
+)
+def test_ends_of_attempts(soak: Soak, fault: str, codes: list[int], log: str, end: str) -> None:
+    file = soak.folder / "log"
+    file.write_text(log)
+    ranks: Any = SimpleNamespace(codes=dict(enumerate(codes)), log=file)
+    assert soak.judge(fault, ranks, "") == end
+    assert bool(soak.report.failures) == (end == "FAILED")
+
+
+def test_an_exceeded_bound_is_one_failure(soak: Soak) -> None:
+    soak.report.peaks.disk = DISK
+    soak.write()
+    assert not soak.report.failures
+    soak.report.peaks.disk = DISK + 1
+    soak.write()
+    soak.write()
+    assert [each["bound"] for each in soak.report.failures] == ["disk"]
+    assert f"disk is {DISK + 1}, above its bound {DISK}" in (soak.folder / "report.txt").read_text()
+
+
+def test_a_failpoint_kills_the_fork_and_no_other(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        processes.set_failpoint("run.file_synced:2")
+        for number in range(3):
+            processes.atomic_file.atomic_write(tmp_path / f"{number}", b"")
+
+    ranks = processes.Ranks(1, tmp_path / "log", work)
+    while not ranks.poll():
+        pass
+    assert ranks.codes == {0: -signal.SIGKILL}
+    assert (tmp_path / "0").exists()
+    assert not (tmp_path / "1").exists()
+    assert processes.atomic_file._kill_at == ""
+
+
+def test_the_config_of_a_lane_is_fixed_and_budgets_vary(tmp_path: Path) -> None:
+    from thermocline.config.resume import MAY_CHANGE, differences
+
+    configs = [LANE.attempt_config(tmp_path, random.Random(seed), 10).resolve() for seed in range(8)]
+    changed = {name for config in configs for name in differences(configs[0], config)}
+    assert changed <= MAY_CHANGE
+    assert {"tiers.mem", "tiers.lookahead", "train.depth", "publish.every_steps"} <= changed
+    assert not {name for name in changed if name.startswith(("expiry", "admission", "train.schedule"))}
