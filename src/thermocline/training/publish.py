@@ -10,6 +10,7 @@ from typing import Any
 from thermocline.embedding.admission import SHARED_KEY
 from thermocline.embedding.initializers import Constant
 from thermocline.embedding.table import Table
+from thermocline.errors import NotFoundError
 from thermocline.serving import Publication, ServedRows, TableRows, Version
 from thermocline.serving.changes import Changes
 from thermocline.serving.row_format import Precision
@@ -63,9 +64,9 @@ def publish_table(
 
 
 def _published(publication: Publication, name: str) -> TableFile:
-    Publication.check(publication.path, delta=True)
     current = publication.current
-    assert current is not None
+    if current is None:
+        raise NotFoundError(f"{publication.path} has no version yet: publish a base first, without --delta")
     for table in current.tables:
         if table.name == name:
             return table
