@@ -69,6 +69,8 @@ class TableRows:
     """See `TableFile.positions`: where the next delta continues."""
     served: ServedRows = ALL_ROWS
     """Which rows the version has; `rows` and `deleted` obey it already. It is recorded for the next delta."""
+    decays: int | None = None
+    """See `TableFile.decays`."""
 
 
 class Publication:
@@ -225,6 +227,7 @@ class Publication:
                 shared_key=t.shared_key,
                 positions=t.positions,
                 served=ServedRows.of(t),
+                decays=t.decays,
             )
             for t in state.version.tables
         ]
@@ -390,8 +393,8 @@ def _table_file(table: TableRows, file: Path, writer: _core.SnapshotWriter, prec
         table_id=table.table_id,
         initial=table.initial,
         positions=table.positions,
-        min_norm=table.served.min_norm,
-        max_rows=table.served.max_rows,
+        **dataclasses.asdict(table.served),
+        decays=table.decays,
         shared_key=table.shared_key,
     )
 

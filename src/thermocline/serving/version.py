@@ -57,6 +57,13 @@ class TableFile:
     """Rows with a smaller L2 norm are not served."""
     max_rows: int | None = None
     """At most this number of rows is served, those with the largest norms."""
+    min_frequency: int = 0
+    min_score: float | None = None
+    nonclick_coeff: float = 0.1
+    click_coeff: float = 1.0
+    """These and the two before: the rule of `ServedRows`."""
+    decays: int | None = None
+    """Decays of show and click of all rows before this version, if the rule depends on them."""
     shared_key: int | None = None
     """The key whose row stands for keys without a row. None: they have their initial row."""
 
