@@ -105,6 +105,7 @@ class Publication:
             raise LockError(f"another process publishes to {self.path}: wait until it ends") from None
         self._pointer: Current | None = None  # what CURRENT has; None: not read yet, or there is none
         self._version: Version | None = None  # the version that it names. Nobody else writes either of them
+        self._newest = 0  # largest number of a version
         self._remove_leftovers()
         current = None
         with contextlib.suppress(ThermoclineError):  # a damaged version is reported when it is needed
