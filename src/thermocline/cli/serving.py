@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import time
 import warnings
 from collections.abc import Iterator
@@ -129,6 +130,8 @@ def serve(
         options["scorer"] = Scorer(folder)
     with _usage_errors():
         server = LookupServer(folder, host=host, port=port, token=token, tls=tls, **options)
+    gc.collect()
+    gc.freeze()  # collections during requests then skip the modules, which would take milliseconds
     with server:
         version = server.snapshot.version
         scheme = "grpc" if tls is None else "grpc+tls"

@@ -75,4 +75,5 @@ def _separators(array: Any, separator: str) -> int:
 def _take(values: Offsets, array: Any) -> Offsets:
     """Return the values that the indices of a dictionary array name; 0 for null."""
     indices = array.indices.cast("int64").fill_null(len(values)).to_numpy(zero_copy_only=False)
-    return np.append(values, 0)[indices]
+    taken: Offsets = np.append(values, 0)[indices]
+    return taken
