@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 import thermocline as tc
-from thermocline.distributed.rendezvous import scoped_store
+from thermocline.distributed.group_setup import open_store
+from thermocline.distributed.rendezvous import decide_json, scoped_store
 
 
 def run_attempt(store: Any, world: int, seed: int, timeout: float = 20.0) -> list[Any]:
@@ -50,3 +52,22 @@ def test_missing_ranks_are_named() -> None:
         scoped_store(store, 0, 3, 0.2)
     with pytest.raises(tc.RankError, match=r"rank 0 did not answer rank 1 within 0\.2 s"):
         scoped_store(store, 1, 3, 0.2)
+
+
+def test_a_store_whose_process_never_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 was killed before this rank connected."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(tc.RankError, match="rank 1 cannot reach the rendezvous store"):
+        open_store(1, 2, timeout=1.0)
+
+
+def test_a_store_whose_process_exits_while_ranks_join() -> None:
+    class Lost:
+        def set(self, *_: object) -> None:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(tc.RankError, match="Connection reset by peer"):
+        decide_json(Lost(), "job", 1, 2, {}, lambda values: values, 1.0)

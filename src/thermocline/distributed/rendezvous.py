@@ -12,11 +12,12 @@ Raises     `RankError` with the missing ranks
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +25,18 @@ import torch.distributed as dist
 from thermocline.errors import RankError
 
 _POLL_SECONDS = 0.01
+
+
+@contextlib.contextmanager
+def translated_errors(rank: int) -> Iterator[None]:
+    """Re-raise errors of torch's store, which name a socket, as `RankError`: its process has exited, or never began."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise RankError(
+            f"rank {rank} cannot reach the rendezvous store, which rank 0 or torchrun hosts: that process has exited, "
+            f"or did not start in time (dist.timeout). See its error. Cause: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def scoped_store(store: Any, rank: int, world: int, timeout: float) -> Any:
@@ -46,8 +59,9 @@ def decide_json(
     Every rank calls it once per `name`, with a scoped store. An error of `decide` is raised on rank 0 only.
     """
     if rank != 0:
-        store.set(f"{name}/{rank}", json.dumps(value))
-        return json.loads(_await(store, f"{name}/decision", 0, world, timeout))
+        with translated_errors(rank):
+            store.set(f"{name}/{rank}", json.dumps(value))
+            return json.loads(_await(store, f"{name}/decision", 0, world, timeout))
     values = [value]
     for other in range(1, world):
         values.append(json.loads(_await(store, f"{name}/{other}", other, world, timeout)))
