@@ -1,6 +1,7 @@
-"""Accuracy on MovieLens-100k compared with FuxiCTR: same split, same settings (BARS x1), mean test AUC over seeds.
+"""Accuracy compared with FuxiCTR: same split, same settings (BARS x1), mean test AUC over seeds.
 
     python benchmarks/accuracy.py FOLDER --fuxictr REPOSITORY --json FILE
+    python benchmarks/accuracy.py FOLDER --data frappe --seeds 2021,2022,2023,2024,2025 --fuxictr REPOSITORY --json FILE
     python benchmarks/accuracy.py FOLDER --models lr,fm --seeds 1 --sides ours
     python benchmarks/accuracy.py FOLDER --fuxictr REPOSITORY --sides ours,catch_up,fuxictr --json FILE
     python benchmarks/accuracy.py FOLDER --models dnn,dcnv2 --sides ours,tf32,bf16,compile --device cuda --json FILE
@@ -8,11 +9,9 @@
 The sides tf32, bf16 and compile are ours with train.dense_precision or train.compile, compared with ours in fp32. The
 side catch_up is ours with lazy = "catch_up", compared with FuxiCTR; served_auc is its test AUC with rows as they are
 stored and published: as of the last batch that trained them.
-FOLDER has ml-100k.inter, ml-100k.user and ml-100k.item in RecBole's format. A rating of 4 or more is positive.
-Features: user id, age, gender, occupation and zip code; movie id, year and genres (several, summed). The random 8:1:1
-split is written as CSV files that both sides read. FuxiCTR needs a copy of its repository (the models are not in its
-package) and these packages: polars<2 pandas<3 scikit-learn h5py tqdm pyyaml keras_preprocessing. Runs that FILE already
-has are not repeated.
+FOLDER has the files of the data set (`accuracy_data.py`), whose random 8:1:1 split is written as CSV files that both
+sides read. FuxiCTR needs a copy of its repository (the models are not in its package) and these packages: polars<2
+pandas<3 scikit-learn h5py tqdm pyyaml keras_preprocessing. Runs that FILE already has are not repeated.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from accuracy_data import DATA_SETS, SPLITS, DataSet, write_split
 from common import Claim, console, environment, print_claims, write_json
 from rich.table import Table as Grid
 
@@ -40,9 +40,6 @@ import thermocline as tc
 from thermocline.embedding.optimizers import Lazy
 from thermocline.models import ModelConfig, build, parameter_groups, row_dim
 
-FEATURES = ("user_id", "age", "gender", "occupation", "zip_code", "item_id", "release_year", "class")
-SEVERAL = "class"
-SPLITS = ("train", "valid", "test")
 MODELS = ("lr", "fm", "dnn", "deepfm", "dcn", "dcnv2")
 TRAINING: dict[str, Any] = {
     "batch_size": 4096, "lr": 1e-3, "epochs": 100, "clip_norm": 10.0, "patience": 2, "plateau_factor": 0.1
@@ -56,54 +53,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 Run = dict[str, Any]
 
-# ---- data files
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    """Read a RecBole file: tab-separated, with a header of `name:type`."""
-    with path.open(encoding="utf-8", newline="") as file:
-        lines = [line.rstrip("\r\n").split("\t") for line in file]
-    names = [name.split(":")[0] for name in lines[0]]
-    return [dict(zip(names, line, strict=True)) for line in lines[1:]]
-
-
-def write_split(source: Path, folder: Path, seed: int) -> dict[str, int]:
-    """Write a random 8:1:1 split as train.csv, valid.csv and test.csv; return their sizes."""
-    users = {row["user_id"]: row for row in rows_of(source / "ml-100k.user")}
-    items = {row["item_id"]: row for row in rows_of(source / "ml-100k.item")}
-    examples = []
-    for rating in rows_of(source / "ml-100k.inter"):
-        row = {**items[rating["item_id"]], **users[rating["user_id"]]}
-        row[SEVERAL] = "^".join(row[SEVERAL].split())
-        examples.append({"label": str(int(float(rating["rating"]) >= 4)), **{name: row[name] for name in FEATURES}})
-    order = np.random.default_rng(seed).permutation(len(examples))
-    cuts = [len(order) * 8 // 10, len(order) * 9 // 10]
-    sizes = {}
-    for name, part in zip(SPLITS, np.split(order, cuts), strict=True):
-        with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, ["label", *FEATURES])
-            writer.writeheader()
-            writer.writerows(examples[n] for n in part)
-        sizes[name] = len(part)
-    return sizes
-
-
 # ---- our side
 
 
 class Examples:
     """Batches of a CSV file held in memory; reshuffled in each epoch if `seed` is set."""
 
-    def __init__(self, path: Path, batch_size: int, seed: int | None = None) -> None:
+    def __init__(self, data: DataSet, path: Path, batch_size: int, seed: int | None = None) -> None:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
-        values = [[row[name].split("^") if name == SEVERAL else [row[name]] for name in FEATURES] for row in rows]
+        values = [
+            [row[name].split("^") if name in data.several else [row[name]] for name in data.features] for row in rows
+        ]
+        self.fields = len(data.features)
         max_ids = max(len(bag) for row in values for bag in row)
-        self.keys = np.zeros((len(rows), len(FEATURES), max_ids), np.uint64)
+        self.keys = np.zeros((len(rows), self.fields, max_ids), np.uint64)
         self.used = np.zeros(self.keys.shape, bool)
         for n, row in enumerate(values):
             for field, bag in enumerate(row):
-                self.keys[n, field, : len(bag)] = [key_of(FEATURES[field], value) for value in bag]
+                self.keys[n, field, : len(bag)] = [key_of(data.features[field], value) for value in bag]
                 self.used[n, field, : len(bag)] = True
         self.label = torch.tensor([float(row["label"]) for row in rows])
         self.batch_size, self.seed, self.epoch = batch_size, seed, 0
@@ -122,7 +90,7 @@ class Examples:
             part = order[begin : begin + self.batch_size]
             used = self.used[part]
             offsets = np.concatenate([[0], np.cumsum(used.sum(2).reshape(-1))])
-            yield tc.Batch(self.keys[part][used], offsets, len(FEATURES), label=self.label[torch.from_numpy(part)])
+            yield tc.Batch(self.keys[part][used], offsets, self.fields, label=self.label[torch.from_numpy(part)])
 
 
 def key_of(field: str, value: str) -> int:
@@ -130,10 +98,18 @@ def key_of(field: str, value: str) -> int:
 
 
 def train_ours(
-    config: ModelConfig, seed: int, data: Path, work: Path, *, device: str = "cpu", lazy: Lazy = "touched", **dense: Any
+    config: ModelConfig,
+    seed: int,
+    data: DataSet,
+    folder: Path,
+    work: Path,
+    *,
+    device: str = "cpu",
+    lazy: Lazy = "touched",
+    **dense: Any,
 ) -> Run:
     """Train on `device`; `dense` are settings of the dense part."""
-    parts = {name: Examples(data / f"{name}.csv", TRAINING["batch_size"]) for name in SPLITS}
+    parts = {name: Examples(data, folder / f"{name}.csv", TRAINING["batch_size"]) for name in SPLITS}
     parts["train"].seed = seed
     torch.manual_seed(seed)
     lr, l2 = TRAINING["lr"], config.embedding_l2 or 0.0
@@ -141,7 +117,7 @@ def train_ours(
     tiers = {"mem": "64MB"} if device == "cpu" else {"mem": "64MB", "hbm": "64MB", "device": device}
     adam = tc.Adam(lr=lr, weight_decay=l2, lazy=lazy)
     table = tc.Table(row_dim(config), adam, seed=seed, initial=initial, **tiers)
-    model = build(config, table, len(FEATURES)).to(device)
+    model = build(config, table, len(data.features)).to(device)
     settings = tc.TrainConfig(
         **{name: TRAINING[name] for name in ("epochs", "clip_norm", "patience", "plateau_factor")},
         checkpoint_minutes=None,
@@ -224,7 +200,8 @@ def save(args: argparse.Namespace, setup: dict[str, Any], runs: list[Run]) -> No
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder with ml-100k.inter, .user and .item")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder of the data set")
+    parser.add_argument("--data", choices=tuple(DATA_SETS), default="movielens", help="default: movielens")
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="write results to this file; runs that it has are kept"
     )
@@ -241,7 +218,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.torch_threads)
-    sides: dict[str, Callable[[ModelConfig, int, Path, Path], Run]] = {
+    sides: dict[str, Callable[[ModelConfig, int, DataSet, Path, Path], Run]] = {
         name: functools.partial(train_ours, device=args.device, **dense) for name, dense in VARIANTS.items()
     }
     if args.fuxictr is None and "fuxictr" in args.sides:
@@ -252,13 +229,15 @@ def main() -> None:
         sides["fuxictr"] = lambda *run: train_fuxictr(*run, folder=args.fuxictr.resolve(), training=TRAINING)
     runs: list[Run] = []
     setup = {"training": TRAINING, "split_seed": args.split_seed, "torch_threads": args.torch_threads}
+    setup |= {} if args.data == "movielens" else {"data": args.data}
     setup |= {} if args.device == "cpu" else {"device": torch.cuda.get_device_name()}
     if args.json and args.json.exists():
         old = json.loads(args.json.read_text())
         runs = old["runs"] if old["setup"] == setup else []
     with tempfile.TemporaryDirectory(prefix="thermocline-accuracy-") as folder:
-        sizes = write_split(args.folder, Path(folder), args.split_seed)
-        console.print(f"{sizes}; {TRAINING}")
+        data = DATA_SETS[args.data]
+        sizes = write_split(data, args.folder, Path(folder), args.split_seed)
+        console.print(f"{args.data}: {sizes}; {TRAINING}")
         for model in args.models.split(","):
             for seed in map(int, args.seeds.split(",")):
                 for side in (side for side in args.sides.split(",") if side in sides):
@@ -267,13 +246,13 @@ def main() -> None:
                         continue
                     config, start = ModelConfig(name=model).resolve(), time.perf_counter()
                     with tempfile.TemporaryDirectory(dir=folder) as work:
-                        run = sides[side](config, seed, Path(folder), Path(work))
+                        run = sides[side](config, seed, data, Path(folder), Path(work))
                     runs.append({**name, **run, "seconds": round(time.perf_counter() - start, 1)})
                     console.print(runs[-1])
                     save(args, setup, runs)
     save(args, setup, runs)
     print_runs(runs)
-    print_claims("accuracy on MovieLens-100k", claims_of(runs))
+    print_claims(f"accuracy on {args.data}", claims_of(runs))
 
 
 if __name__ == "__main__":

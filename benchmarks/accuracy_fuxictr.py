@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accuracy_data import DataSet
 
 from thermocline.models import ModelConfig
 
@@ -56,12 +57,11 @@ def settings_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def train_fuxictr(
-    config: ModelConfig, seed: int, data: Path, work: Path, *, folder: Path, training: dict[str, Any]
+    config: ModelConfig, seed: int, data: DataSet, split: Path, work: Path, *, folder: Path, training: dict[str, Any]
 ) -> dict[str, Any]:
     """Train and evaluate on our split, like FuxiCTR's run_expid.py."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    from accuracy import FEATURES, SEVERAL
     from fuxictr.features import FeatureMap
     from fuxictr.preprocess import FeatureProcessor, build_dataset
     from fuxictr.pytorch.dataloaders import RankDataLoader
@@ -71,16 +71,19 @@ def train_fuxictr(
     if not hasattr(np, "unicode_"):
         np.unicode_ = np.str_  # keras_preprocessing, which FuxiCTR imports, needs this name, which NumPy 2 removed
     columns: list[dict[str, Any]] = [
-        {"name": name, "active": True, "dtype": "str", "type": "categorical"} for name in FEATURES if name != SEVERAL
+        {"name": name, "active": True, "dtype": "str", "type": "categorical"}
+        for name in data.features
+        if name not in data.several
     ]
     several = {"splitter": "^", "max_len": 8, "padding": "post", "feature_encoder": "layers.MaskedSumPooling()"}
-    columns.append({"name": SEVERAL, "active": True, "dtype": "str", "type": "sequence", **several})
+    for name in data.several:
+        columns.append({"name": name, "active": True, "dtype": "str", "type": "sequence", **several})
     params: dict[str, Any] = {
         **settings_of(config),
-        "dataset_id": "movielens",
+        "dataset_id": data.name,
         "data_root": str(work),
         "data_format": "csv",
-        **{f"{name}_data": str(data / f"{name}.csv") for name in ("train", "valid", "test")},
+        **{f"{name}_data": str(split / f"{name}.csv") for name in ("train", "valid", "test")},
         "feature_cols": columns,
         "label_col": {"name": "label", "dtype": "float"},
         "min_categr_count": 1,

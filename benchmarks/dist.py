@@ -1,10 +1,10 @@
-"""Training over several ranks: throughput and traffic by k, one hop against two, accuracy of k-step merging, scopes.
+"""Training over several ranks: traffic and speed by k, by hops, with overlap; accuracy of k-step merging; scopes.
 
     python benchmarks/dist.py --quick
-    python benchmarks/dist.py --only links,hops,ads --json FILE
+    python benchmarks/dist.py --only links,hops,overlap,ads --json FILE
     python benchmarks/dist.py --only movielens --movielens FOLDER --json FILE
 
-links and hops run on two virtual machines of two ranks: network namespaces joined by a link of a given rate
+links, hops and overlap run on two virtual machines of two ranks: network namespaces joined by a link of a given rate
 (tests/helpers/machines.py: Linux, root and iproute2). The four ranks share this machine's processors, so a link of 1
 Gbit/s is fast in comparison. ads and movielens simulate four ranks in one process, scopes four and eight; scopes also
 counts the bytes of as many processes. FOLDER is that of benchmarks/accuracy.py. Results are added to FILE; a part that
@@ -172,6 +172,45 @@ def hops_claims(part: Part) -> list[Claim]:
         name = f"rows between nodes, {hop_mode}, over those required"
         out.append(Claim(name, rows / needed, 1.0, at_most=True, detail=detail))
     return out
+
+
+def overlap(args: argparse.Namespace) -> Part:
+    """Measure the exchange of rows while the network computes against that between steps, k = 20."""
+    runs: list[Part] = []
+    steps = 20 if args.quick else 40
+    with noise() as load, Machines(2) as machines:
+        for number in track(range(args.rounds), "overlap", console=console):
+            for rate in RATES:
+                for node in range(2):
+                    machines.set_link(node, rate)
+                for early in (False, True):
+                    call = ("dist_ranks:exchange_speed", "two", BATCH, steps, 20, 4, early)
+                    ranks = results(machines.run(*call, seconds=900, timeout=300))
+                    total = {name: sum(rank[name] for rank in ranks) for name in ranks[0] if name.endswith("between")}
+                    runs.append({**ranks[0], **total, "rate": rate, "round": number})
+    return {"batch_per_rank": BATCH, **load, "runs": runs}
+
+
+def overlap_claims(part: Part) -> list[Claim]:
+    runs, out = part["runs"], []
+    for rate in RATES:
+        pairs = zip(*(pick(runs, "examples_per_s", rate=rate, overlap=early) for early in (True, False)), strict=True)
+        gain = statistics.median(on / off for on, off in pairs)
+        out.append(Claim(f"overlap over none, {rate}/s", gain, 1.0, detail="examples/s, median of rounds"))
+    return out
+
+
+def print_overlap(part: Part) -> None:
+    runs = part["runs"]
+    for early in (False, True):
+        speeds = [f"{statistics.median(pick(runs, 'examples_per_s', rate=r, overlap=early)):,.0f}" for r in RATES]
+        first, rest = (
+            statistics.median(pick(runs, f"{kind}_items_between", overlap=early)) for kind in ("early_rows", "rows")
+        )
+        console.print(
+            f"overlap {early}: {', '.join(speeds)} examples/s ({', '.join(RATES)}); {first / (first + rest):.1%} of "
+            "the rows between nodes are sent while the network computes"
+        )
 
 
 def rows_needed(steps: int) -> dict[str, int]:
@@ -364,6 +403,7 @@ def print_scopes(part: Part) -> None:
 PARTS: dict[str, tuple[Callable[[argparse.Namespace], Part], Callable[[Part], None], Callable[[Part], list[Claim]]]] = {
     "links": (links, print_links, links_claims),
     "hops": (hops, print_hops, hops_claims),
+    "overlap": (overlap, print_overlap, overlap_claims),
     "ads": (ads, print_accuracy, lambda part: accuracy_claims(part, "SyntheticAds")),
     "movielens": (movielens, print_accuracy, lambda part: accuracy_claims(part, "MovieLens-100k")),
     "scopes": (scopes, print_scopes, scopes_claims),
@@ -383,9 +423,9 @@ def save(args: argparse.Namespace, name: str, part: Part) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, a few minutes")
-    parser.add_argument("--only", default="links,hops,ads", help="parts: links, hops, ads, movielens, scopes")
+    parser.add_argument("--only", default="links,hops,ads", help="parts: links, hops, overlap, ads, movielens, scopes")
     parser.add_argument("--json", metavar="FILE", type=Path, help="add results to this file")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of links and hops; default: 5")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of links, hops and overlap; default: 5")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of ads, movielens and scopes; default: 3")
     parser.add_argument("--ks", default=",".join(map(str, KS)), help="values of k for ads and movielens")
     parser.add_argument("--movielens", metavar="FOLDER", type=Path, help="folder of ml-100k.inter, .user and .item")
@@ -403,7 +443,7 @@ def main() -> None:
         args.record.pop("claims")
     for name in args.only.split(","):
         measure, show, _ = PARTS[name]
-        if name in ("links", "hops") and (reason := unavailable_reason()):
+        if name in ("links", "hops", "overlap") and (reason := unavailable_reason()):
             console.print(f"[yellow]{name} skipped: {reason}[/]")
             continue
         part = measure(args)

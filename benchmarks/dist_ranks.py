@@ -134,14 +134,19 @@ def training(groups: Groups, table: ShardedTable, sync: tc.DenseSync) -> Train:
     return train
 
 
-def exchange_speed(groups: Groups, hops: str, batch: int, steps: int, every: int) -> dict[str, Any]:
+def exchange_speed(
+    groups: Groups, hops: str, batch: int, steps: int, every: int, depth: int = 2, overlap: bool = False
+) -> dict[str, Any]:
     """Time a model over a sharded table: rows exchanged by `hops`, dense parameters merged every `every` steps."""
+    if overlap:
+        with Groups.make(groups.topology, timeout=groups.timeout, overlap=True) as made:
+            return exchange_speed(made, hops, batch, steps, every, depth)
     t = groups.topology
     table = ShardedTable(16, tc.Adagrad(lr=0.05), groups=groups, hops=hops, mem="256MB", threads=1)  # type: ignore[arg-type]
     emb, train = tc.EmbeddingBag(table, 26), training(groups, table, tc.DenseSync(every=every))
     figures: dict[str, Any] = {}
     begin: tuple[float, int, Any] = (0.0, 0, None)
-    with tc.prefetch(exchange_data(t.rank, t.world, batch, steps), table, depth=2) as batches:
+    with tc.prefetch(exchange_data(t.rank, t.world, batch, steps), table, depth=depth) as batches:
         for step, ready in enumerate(batches, 1):
             train(emb(ready), ready, step)
             if step == WARM:  # before the next batch requests rows
@@ -150,11 +155,12 @@ def exchange_speed(groups: Groups, hops: str, batch: int, steps: int, every: int
         dist.barrier()
         seconds = time.perf_counter() - begin[0]
         after = dataclasses.asdict(table.backend.traffic)
-        for kind in ("keys", "rows", "gradients"):
+        for kind in ("keys", "rows", "early_rows", "gradients"):
             for figure in ("items_between", "bytes_between"):
                 figures[f"{kind}_{figure}"] = after[kind][figure] - begin[2][kind][figure]
         figures["link"] = link_bytes() - begin[1]
     table.close()
     return {
-        "hops": hops, "every": every, "steps": steps, "examples_per_s": steps * batch * t.world / seconds, **figures,
+        "hops": hops, "every": every, "overlap": groups.early is not None, "steps": steps,
+        "examples_per_s": steps * batch * t.world / seconds, **figures,
     }  # fmt: skip

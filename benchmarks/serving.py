@@ -94,8 +94,7 @@ def exports(folder: Path, keys: Any) -> dict[str, Any]:
             opened.store.commit()
             if delta is None:
                 continue
-            while opened.store.stats().merges_running:  # they would take part of the machine
-                time.sleep(0.1)
+            wait_for_merges(opened)
             start, processor = time.perf_counter(), time.thread_time()
             version = publish_table(opened, folder / "exported", step=1, delta=delta)
             figures[f"{name}_export"] = {
@@ -107,6 +106,13 @@ def exports(folder: Path, keys: Any) -> dict[str, Any]:
     shutil.rmtree(folder / "store")
     shutil.rmtree(folder / "exported")
     return figures
+
+
+def wait_for_merges(opened: tc.Table, seconds: float = 2.0) -> None:
+    """Wait until no merge takes part of the machine; one that keeps pace with puts may pause until the next put."""
+    end = time.monotonic() + seconds
+    while opened.store.stats().merges_running and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 def stored(keys: Any, version: int) -> Any:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
+import sys
+import weakref
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +17,9 @@ import numpy.typing as npt
 from thermocline.arrays import Floats, Keys, Offsets, Slots, as_keys, as_numpy
 from thermocline.core import core
 from thermocline.utils.cpu_affinity import cores
+
+_handles = itertools.count(1)
+_by_handle: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
 
 
 @functools.cache
@@ -44,7 +50,16 @@ class WorkingSet:
         return len(self.keys)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+class BatchHandle(NamedTuple):
+    """What a graph of torch.compile knows of a batch; arrays of NumPy cannot be its inputs in inference mode."""
+
+    number: Any
+    """The batch's number in this process: a tensor, so that graphs do not depend on it."""
+    examples: int
+    ids: int
+
+
+@dataclasses.dataclass(slots=True, eq=False, weakref_slot=True)
 class Batch:
     """Examples in CSR layout: bag b = example * fields + field holds ids[offsets[b] : offsets[b + 1]].
 
@@ -71,6 +86,8 @@ class Batch:
     order of the values."""
     time: npt.NDArray[np.int64] | None = None
     """Event time of each example, int64 seconds since 1970; None: the data has none."""
+    handle: BatchHandle | None = dataclasses.field(init=False, repr=False)
+    """How a graph of torch.compile refers to the batch; None: torch was imported after the batch was made."""
 
     def __post_init__(self) -> None:
         self.ids = as_keys(self.ids)
@@ -93,6 +110,22 @@ class Batch:
                 raise ValueError(f"weights have shape {values.shape}: expected ({len(self.ids)},), one per id")
             if self.learned_weights is None:
                 self.weights = values
+        self._set_handle()
+
+    def __setstate__(self, state: Any) -> None:
+        """Restore a pickled or copied batch, with a number of its own."""
+        for name, value in state[1].items():
+            setattr(self, name, value)
+        self._set_handle()
+
+    def _set_handle(self) -> None:
+        torch = sys.modules.get("torch")
+        if torch is None:
+            self.handle = None
+            return
+        number = next(_handles)
+        self.handle = BatchHandle(torch.tensor(number), self.examples, len(self.ids))
+        _by_handle[number] = self
 
     @property
     def learned_weights(self) -> Any:
@@ -188,6 +221,11 @@ class Batch:
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
         return np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1]), offsets
+
+
+def batch_of_handle(number: int) -> Batch:
+    """Return the batch of this process that has the handle."""
+    return _by_handle[number]
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,13 +15,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers.reader import Example, contents, examples_of, write_files
+from helpers.reader import Example, contents, examples_of, write_arrow, write_files
 from hypothesis import given, settings, strategies as st
 
 import thermocline as tc
 from thermocline.errors import DataError
 
-KINDS = ["csv", "gz", "zst", "mixed", "parquet", "weights"]
+KINDS = ["csv", "gz", "zst", "mixed", "parquet", "arrow", "streams", "weights"]
 
 
 ANY: dict[str, Any] = {"label_values": "any"}
@@ -31,11 +31,15 @@ ANY: dict[str, Any] = {"label_values": "any"}
 def make_files(folder: Path, kind: str, files: int = 3, lines: int = 60) -> tuple[list[str], dict[str, Any]]:
     """Write files in which every example has a unique value."""
     rows = [[(i, f"{i * lines + j}", f"u{j % 7}", j % 5 - 1.5) for j in range(lines)] for i in range(files)]
-    if kind == "parquet":
-        paths = [folder / f"{i}.parquet" for i in range(files)]
-        for path, part in zip(paths, rows, strict=True):
-            table = {name: [row[k] for row in part] for k, name in enumerate(("label", "id", "user", "x"))}
-            pq.write_table(pa.table(table), path, row_group_size=7)
+    if kind in ("parquet", "arrow", "streams"):
+        ending = "arrow" if kind == "streams" else kind
+        paths = [folder / f"{i}.{ending}" for i in range(files)]
+        for i, (path, part) in enumerate(zip(paths, rows, strict=True)):
+            table = pa.table({name: [row[k] for row in part] for k, name in enumerate(("label", "id", "user", "x"))})
+            if kind == "parquet":
+                pq.write_table(table, path, row_group_size=7)
+            else:
+                write_arrow(table, path, rows=7, stream=kind == "streams" and i != 1)  # one of them is a file
         return [str(path) for path in paths], {"numeric": ("x",), **ANY}
     if kind == "weights":
         texts = [b"".join(b"%d %s:%g\n" % (row[0], row[1].encode(), row[3]) for row in part) for part in rows]
@@ -288,7 +292,7 @@ def test_estimated_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samp
         one = reader(tmp_path / kind, kind, block_bytes=None)
         assert 9 <= one.estimated_batches() <= 24
         assert 4 <= reader(tmp_path / kind, kind, shard=(1, 2)).estimated_batches() <= 12
-        if kind == "parquet":
+        if kind in ("parquet", "arrow"):
             assert len(one) == 14
             assert len(reader(tmp_path / kind, kind, shard=(1, 2))) == len(
                 list(reader(tmp_path / kind, kind, shard=(1, 2)))

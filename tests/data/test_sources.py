@@ -111,7 +111,7 @@ def test_partitions_of_text_files_give_a_warning(tmp_path: Path) -> None:
 def test_arrow_datasets(hive: Path) -> None:
     dataset = ds.dataset(hive, partitioning="hive", exclude_invalid_files=True)
     assert rows_of(tc.Reader(dataset, batch_size=7)) == EXPECTED
-    with pytest.raises(DataError, match="the dataset does not consist of Parquet files: write it with"):
+    with pytest.raises(DataError, match="the dataset does not consist of Parquet or Arrow files: write it with"):
         tc.Reader(ds.dataset(pa.table({"label": [1]})), batch_size=7)
     remote = pa.fs.PyFileSystem(pa.fs.FSSpecHandler(fsspec.filesystem("memory")))
     ds.write_dataset(dataset.to_table().drop(["country", "day"]), "/shops", format="parquet", filesystem=remote)

@@ -45,28 +45,6 @@ def test_repeated_attempts_on_one_store() -> None:
         assert run_attempt(store, 4, seed) == [[str(seed)] * 4] * 4
 
 
-def test_rank_0_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound, but nobody listens
-        settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused.getsockname()[1]), "RANK": "1"}
-        for name, value in (settings | {"WORLD_SIZE": "2"}).items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(
-            tc.RankError, match="rank 1 of 2 has no connection to the store of the job: check that rank 0"
-        ):
-            open_store(1, 2, 0.5)
-
-
-def test_rank_0_ends_during_the_rendezvous() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
-    del server
-    with pytest.raises(tc.RankError):  # the first call may be sent, and is not answered
-        decide_json(client, "job", 1, 2, {}, lambda values: values, 5.0)
-    with pytest.raises(tc.RankError, match="rank 1 of 2 has no connection to the store of the job"):
-        decide_json(client, "job", 1, 2, {}, lambda values: values, 5.0)
-
-
 def test_missing_ranks_are_named() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     run_attempt(store, 3, 0)
@@ -74,3 +52,22 @@ def test_missing_ranks_are_named() -> None:
         scoped_store(store, 0, 3, 0.2)
     with pytest.raises(tc.RankError, match=r"rank 0 did not answer rank 1 within 0\.2 s"):
         scoped_store(store, 1, 3, 0.2)
+
+
+def test_a_store_whose_process_never_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 was killed before this rank connected."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(tc.RankError, match="rank 1 cannot reach the rendezvous store"):
+        open_store(1, 2, timeout=1.0)
+
+
+def test_a_store_whose_process_exits_while_ranks_join() -> None:
+    class Lost:
+        def set(self, *_: object) -> None:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(tc.RankError, match="Connection reset by peer"):
+        decide_json(Lost(), "job", 1, 2, {}, lambda values: values, 1.0)

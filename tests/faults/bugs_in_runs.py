@@ -14,6 +14,7 @@ _PUBLISHER = "tests/training/test_publisher.py"
 _EXPORT = "tests/serving/test_export.py"
 _ADMISSION = "tests/embedding/test_admission.py"
 _ADMITTED = "tests/exact/test_admission_exact.py"
+_DELETED = f"{_ADMITTED}::test_keys_count_from_0_after_their_rows_were_deleted_whatever_was_planned"
 _LOOKAHEAD = "tests/pipeline/test_lookahead.py"
 _EXCHANGE = "tests/distributed/test_row_exchange.py"
 _RESTARTS = "tests/distributed/test_restarts.py"
@@ -158,21 +159,21 @@ ADMISSION = [
         "embedding/admission_plan.py",
         "        whole[refused] = lost\n",
         "        whole[refused] = 0\n",
-        _ADMITTED,
+        _ADMISSION,
     ),
     PythonMutant(
         "deleted keys keep their count",
         "embedding/admission_backend.py",
         "            self._filter.forget(keys)\n",
         "",
-        _ADMITTED,
+        _DELETED,
     ),
     PythonMutant(
         "batches that were planned before a deletion keep their decision",
         "embedding/admission_backend.py",
         "                if not _same(refused, decision.refused):\n",
         "                if False:\n",
-        _ADMITTED,
+        _DELETED,
     ),
 ]
 LOOK_AHEAD = [

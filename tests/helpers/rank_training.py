@@ -275,10 +275,15 @@ def train_rank(groups: Groups, job: Job, options: RunOptions, folder: str) -> di
             table.hbm.check()
         table.close()
     traffic = {name: table.backend.traffic for name, table in tables.items()}
+    early = {name: table.backend.early for name, table in tables.items()}
+    exchanged = {
+        name: None if rows is None else (rows.rows_early, rows.rows_late, rows.discarded)
+        for name, rows in early.items()
+    }
     hints = {name: table.backend.hints.stats for name, table in tables.items() if table.backend.hints is not None}
     return {
         **rows, "dense": weights_of(model), "count": count, "empty": empty, "stats": stats, "traffic": traffic,
-        "hbm": hbm, "hints": hints,
+        "hbm": hbm, "hints": hints, "early": exchanged,
     }  # fmt: skip
 
 

@@ -228,3 +228,12 @@ def criteo_row(rng: np.random.Generator) -> list[str]:
     numbers = ["" if rng.random() < 0.2 else str(int(rng.exponential(30)) - 2) for _ in range(13)]
     words = ["" if rng.random() < 0.1 else f"{int(rng.integers(0, 2**32)):08x}" for _ in range(26)]
     return [str(int(rng.integers(0, 2))), *numbers, *words]
+
+
+def write_arrow(table: pa.Table, path: Path, *, rows: int = 7, stream: bool = False, **options: Any) -> Path:
+    """Write an Arrow IPC file, or a stream, with record batches of `rows` rows."""
+    make = pa.ipc.new_stream if stream else pa.ipc.new_file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with make(str(path), table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return path

@@ -166,7 +166,7 @@ def test_rows_below_the_threshold_or_beyond_the_cap_are_not_served(tmp_path: Pat
     path = tmp_path / "published"
 
     def norms() -> dict[int, float]:
-        pieces = [(keys, ServedRows.score(rows[:, :4])) for keys, rows in table.rows()]
+        pieces = [(keys, ServedRows.norms(rows[:, :4])) for keys, rows in table.rows()]
         return {int(k): float(norm) for keys, norm in pieces for k, norm in zip(keys, norm, strict=True)}
 
     def served() -> set[int]:
@@ -198,16 +198,116 @@ def test_rows_below_the_threshold_or_beyond_the_cap_are_not_served(tmp_path: Pat
         assert served() == {key for key, norm in expected[:100] if norm >= least}
 
 
+@pytest.mark.parametrize("ssd", [True, False])
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_are_served_by_their_statistics(tmp_path: Path, ssd: bool, seed: int) -> None:
+    """Thresholds of frequency and score against the statistics of every key, over deltas, deletes and decays."""
+    path, rng = tmp_path / "published", np.random.default_rng(seed)
+    rule = ServedRows(min_frequency=3, min_score=0.6, nonclick_coeff=0.2)
+    table = tc.Table(
+        4, tc.Adagrad(lr=0.1), mem="8MB", ssd=tmp_path / "ssd" if ssd else None,
+        statistics=["frequency", "show", "click"],
+    )  # fmt: skip
+    bag = tc.EmbeddingBag(table, 1)
+
+    def step() -> None:
+        keys = rng.zipf(1.3, 300).astype(np.uint64) % np.uint64(200)
+        label = torch.from_numpy(rng.integers(0, 2, 300).astype(np.float32))
+        bag(tc.Batch(keys, np.arange(301), 1, label=label)).square().sum().backward()
+        table.step()
+
+    def expect() -> None:
+        keys = np.concatenate([keys for keys, _ in table.rows()])
+        seen = table.read_statistics(keys)
+        scores = (seen["show"].astype(float) - seen["click"]) * 0.2 + seen["click"]
+        expected = {int(key) for key in keys[(seen["frequency"] >= 3) & (scores >= 0.6)]}
+        assert 0 < len(expected) < len(keys)
+        snapshot = serving.open(path)
+        pieces = list(StoredRows(snapshot.state.views[table.name]))
+        assert {int(key) for piece in pieces for key in piece.keys} == expected
+        served = np.array(sorted(expected), np.uint64)
+        assert snapshot.lookup(served).tobytes() == np.ascontiguousarray(table.read(served)[:, :4]).tobytes()
+
+    with contextlib.closing(table):
+        step()
+        publish_table(table, path, step=1, served=rule)
+        expect()
+        for number in range(2, 6):
+            step()
+            with contextlib.nullcontext() if ssd else pytest.warns(RuntimeWarning, match="neither a store nor"):
+                publish_table(table, path, step=number, delta=True)
+            expect()
+        table.expire(tc.Expiry(every=1, decay=0.5))  # scores fall, also of rows that no step has changed since
+        with pytest.warns(RuntimeWarning, match="were decayed since" if ssd else "neither a store nor"):
+            version = publish_table(table, path, step=6, delta=True)
+        assert version.tables[0].deleted > 0
+        expect()
+        with contextlib.nullcontext() if ssd else pytest.warns(RuntimeWarning):
+            assert publish_table(table, path, step=6, delta=True).tables[0].rows == 0
+        with serving.Publication(path) as publication:  # the rule stays in a compacted version
+            publication.compact()
+        step()
+        with contextlib.nullcontext() if ssd else pytest.warns(RuntimeWarning):
+            publish_table(table, path, step=7, delta=True)
+        expect()
+
+
+def test_thresholds_need_the_statistics(tmp_path: Path) -> None:
+    with contextlib.closing(tc.Table(4, tc.SGD(lr=0.1), mem="8MB", statistics=["show"])) as table:
+        train_one(table, [1])
+        with pytest.raises(ValueError, match="min_frequency is 2: it needs the statistic 'frequency', but rows have"):
+            publish_table(table, tmp_path / "a", step=1, served=ServedRows(min_frequency=2))
+        with pytest.raises(ValueError, match=r"min_score is 0\.5: it needs the statistic 'click'"):
+            publish_table(table, tmp_path / "a", step=1, served=ServedRows(min_score=0.5))
+
+
+def train_one(table: tc.Table, keys: list[int]) -> None:
+    tc.EmbeddingBag(table, 1)(tc.Batch(np.uint64(keys), np.arange(len(keys) + 1), 1)).square().sum().backward()
+    table.step()
+
+
+@pytest.mark.parametrize("ssd", [True, False])
+def test_the_shared_row_is_always_served(tmp_path: Path, ssd: bool) -> None:
+    path, admission = tmp_path / "published", tc.Admission(count=2, otherwise="shared")
+    table = tc.Table(
+        4, tc.SGD(lr=0.01), mem="8MB", ssd=tmp_path / "ssd" if ssd else None, admission=admission,
+        statistics=["frequency"], initial=tc.Normal(scale=0.1),
+    )  # fmt: skip
+    with contextlib.closing(table):
+        bag = tc.EmbeddingBag(table, 1)
+
+        def step(keys: list[int]) -> None:
+            bag(tc.Batch(np.uint64(keys), np.arange(len(keys) + 1), 1)).square().sum().backward()
+            table.step()
+
+        def expect(keys: list[int]) -> None:
+            with torch.no_grad():
+                expected = bag.eval()(tc.Batch(np.uint64(keys), np.arange(len(keys) + 1), 1))[:, 0].numpy()
+            bag.train()
+            assert serving.open(path).lookup(np.uint64(keys)).tobytes() == expected.tobytes()
+
+        step([1, 1, 1, 2, 2, 3])
+        for served in (ServedRows(min_norm=1e6), ServedRows(max_rows=1), ServedRows(min_frequency=1000)):
+            version = publish_table(table, path, step=1, served=served)
+            assert version.tables[0].rows == 1
+            expect([3, 7])
+        step([4, 5])
+        with contextlib.nullcontext() if ssd else pytest.warns(RuntimeWarning):
+            version = publish_table(table, path, step=2, delta=True)
+        assert version.tables[0].rows == 1
+        expect([3, 7])
+
+
 def test_the_cap_serves_equal_norms_in_hash_order() -> None:
     keys = np.arange(100, dtype=np.uint64)
     keys = keys[np.argsort(hash_keys(keys))]
     weights = np.where(np.arange(100) % 5 == 0, np.float32(2), np.float32(1))[:, None]
-    pieces = [(keys[first : first + 7], weights[first : first + 7]) for first in range(0, 100, 7)]
+    pieces: Any = [(keys[first : first + 7], weights[first : first + 7], {}) for first in range(0, 100, 7)]
     chosen = np.concatenate([part for part, _ in ServedRows(max_rows=30).select(lambda: pieces)])
     ones = keys[weights[:, 0] == 1]
     assert set(chosen.tolist()) == {*keys[weights[:, 0] == 2].tolist(), *ones[:10].tolist()}
     assert len(list(ServedRows(max_rows=1000).select(lambda: pieces))) == len(pieces)
-    for bad in ({"min_norm": -1.0}, {"max_rows": 0}):
+    for bad in ({"min_norm": -1.0}, {"max_rows": 0}, {"min_frequency": -1}, {"min_score": float("nan")}):
         with pytest.raises(ValueError, match="it must be"):
             ServedRows(**bad)
 

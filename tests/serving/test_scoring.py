@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from typer.testing import CliRunner
 import thermocline as tc
 from thermocline import serving
 from thermocline.cli.main import app
+from thermocline.data.request_size import require_size
 from thermocline.errors import CorruptionError, NotFoundError, ThermoclineError
 from thermocline.serving import Publication, TableRows
 from thermocline.serving.server import LookupServer
+from thermocline.training import scoring
 from thermocline.training.scoring import Scorer
 
 ROWS = 400
@@ -149,6 +152,97 @@ train = {{ run_dir = "run", batch_size = 20, seed = 3 }}
     scores = Scorer("served")(serving.open("served").state, table)
     assert len(set(scores[20:].tolist())) > 10
     assert scores.tobytes() == np.load("scores.npy").tobytes()
+
+
+def publish_files(**changed: bytes) -> serving.Snapshot:
+    """Publish the version of `served` again, with changed files."""
+    state = serving.open("served").state
+    folder = Path("served") / state.version.folder
+    files = {file.name: (folder / file.name).read_bytes() for file in state.version.files}
+    files |= {name.replace("__", "."): content for name, content in changed.items()}
+    with Publication("served") as publication:
+        (old,) = state.tables.values()
+        keys = np.arange(0, dtype=np.uint64)
+        rows = TableRows(name=old.name, dim=old.dim, rows=[(keys, np.zeros((0, old.dim), np.float32))])
+        publication.publish_base([rows], step=10, files=files)
+    return serving.open("served")
+
+
+@pytest.mark.parametrize("run", ["parquet"], indirect=True)
+def test_the_sizes_of_a_config_are_bounded_by_the_weights_before_any_is_allocated(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    invoke("export", "run", "--out", "served")
+    published = serving.open("served").version.folder
+    text = (Path("served") / published / "config.toml").read_text()
+
+    def load(**model: Any) -> None:
+        config = tc.Config.parse(text)
+        changed = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+        Scorer("served").load(publish_files(config__toml=changed.to_toml().encode()).state)
+
+    load()
+    for sizes in (
+        {"hidden": (2 * 10**9, 2 * 10**9)},
+        {"hidden": (2**62, 2**62)},
+        {"hidden": (16, 9)},
+        {"cross_layers": 10**9},
+        {"attention_layers": 10**9},
+    ):
+        with pytest.raises(CorruptionError, match=r"dense\.safetensors does not have the sizes of config\.toml"):
+            load(**sizes)
+    with pytest.raises(CorruptionError, match=r"config\.toml has rows of 1000000001 weights, the version has 4"):
+        load(name="deepfm", dim=10**9)
+    load()
+    monkeypatch.setitem(scoring._MAX_BYTES, "config.toml", 100)
+    with pytest.raises(CorruptionError, match=r"config\.toml has \d+ bytes: it must have at most 100"):
+        Scorer("served").load(serving.open("served").state)
+
+
+def test_requests_are_bounded_by_their_size_after_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    def size(column: Any, separators: Any, max_ids: int = 1000, max_text: int = 1000) -> None:
+        require_size(pa.table({"c": column}), separators, max_ids=max_ids, max_text=max_text)
+
+    words = pa.array(["a^b^c"] * 10)
+    for column in (words, words.dictionary_encode(), words.cast(pa.string_view()), words.cast(pa.large_binary())):
+        size(column, {}, max_ids=10, max_text=50)
+        size(column, {"c": "^"}, max_ids=30, max_text=50)
+        with pytest.raises(ValueError, match="30 ids or more: at most 29; send several batches"):
+            size(column, {"c": "^"}, max_ids=29)
+        with pytest.raises(ValueError, match="50 bytes of text or more: at most 49"):
+            size(column, {}, max_text=49)
+    for column in (
+        pa.array([[1, 2, 3], None, []]),
+        pa.array([[1, 2, 3], None, []], pa.large_list(pa.int8())),
+        pa.array([["x", "y", "z"], None, []]).slice(0, 3),
+        pa.array([[1.0, 2.0, 3.0]], pa.list_(pa.float32(), 3)),
+    ):
+        size(column, {}, max_ids=3)
+        with pytest.raises(ValueError, match="3 ids or more: at most 2"):
+            size(column, {}, max_ids=2)
+    with pytest.raises(ValueError, match="6 bytes of text"):
+        size(pa.array([["ab", "cd"], ["ef"]]), {}, max_text=5)
+    # A billion ids per row that take no bytes, and text that a dictionary repeats.
+    nulls = pa.FixedSizeListArray.from_arrays(pa.nulls(2 * 10**9), 10**9)
+    with pytest.raises(ValueError, match="2000000000 ids or more"):
+        size(nulls, {}, max_ids=scoring.MAX_IDS)
+    text = pa.DictionaryArray.from_arrays(pa.array([0, None] * 30_000), pa.array(["x" * 100_000]))
+    with pytest.raises(ValueError, match="3000000000 bytes of text"):
+        size(text, {"c": "^"}, max_ids=scoring.MAX_IDS, max_text=scoring.MAX_TEXT)
+
+
+@pytest.mark.parametrize("run", ["parquet"], indirect=True)
+def test_a_request_with_too_many_ids_fails_alone(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    invoke("export", "run", "--out", "served")
+    monkeypatch.setattr(scoring, "MAX_IDS", 4 * ROWS - 1)  # three columns are used, and the label
+    with (
+        LookupServer("served", scorer=Scorer("served")) as server,
+        serving.connect(f"grpc://127.0.0.1:{server.port}", timeout=60) as client,
+    ):
+        request = examples(1).drop(["at"])
+        with pytest.raises(ThermoclineError, match=f"{4 * ROWS} ids or more: at most {4 * ROWS - 1}; send several"):
+            client.score(request)
+        assert len(client.score(request.slice(0, 100))) == 100
 
 
 def test_a_version_without_a_dense_model_is_reported(tmp_path: Path) -> None:

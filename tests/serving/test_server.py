@@ -96,14 +96,42 @@ def test_bad_requests_are_errors_and_the_server_goes_on(server: LookupServer) ->
                 writer.done_writing()
                 reader.read_chunk()
             assert "Traceback" not in str(failure.value)  # a client of any language gets the message only
+        for ticket in (b"{", b'{"score": true}\n', b"{}\n1234567", b'{"missing": "x"}\n'):
+            with pytest.raises(flight.FlightServerError) as failure:
+                raw.do_get(flight.Ticket(ticket)).read_chunk()
+            assert "Traceback" not in str(failure.value)
+        assert raw.do_get(flight.Ticket(b"")).read_chunk().data.num_rows == 0
         assert client.lookup([3]).tolist() == [[3, 3, 3]]
         with pytest.raises(flight.FlightError, match="no action 'y'") as failure:
             list(raw.do_action("y"))
         assert "Traceback" not in str(failure.value)
         text = client.action("metrics").decode()
-    assert "thermocline_lookup_errors_total 9.0" in text
+    assert "thermocline_lookup_errors_total 13.0" in text
     with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics") as page:
         assert "thermocline_version 1.0" in page.read().decode()
+
+
+def test_exchanges_and_tickets_have_the_answers_of_the_snapshot(server: LookupServer) -> None:
+    location, rng = f"grpc://127.0.0.1:{server.port}", np.random.default_rng(0)
+    raw = flight.FlightClient(location)
+    with serving.connect(location) as client:
+        writer, reader = raw.do_exchange(flight.FlightDescriptor.for_command(b'{"missing": "zero"}'))
+        for turn, count in enumerate((1, 0, 1000, MAX_KEYS)):
+            keys = rng.integers(0, 2000, count).astype(np.uint64)
+            rows, found = server.snapshot.find(keys, missing="zero")
+            assert not found.all() or count < 2
+            batch = pa.record_batch([pa.array(keys)], names=["key"])
+            if turn == 0:
+                writer.begin(batch.schema)
+            writer.write_batch(batch)
+            answer = reader.read_chunk().data
+            assert answer.schema.metadata == {b"version": b"1"}
+            assert np.array_equal(answer.column("row").values.to_numpy().reshape(rows.shape), rows)
+            assert answer.column("found").to_pylist() == found.tolist()
+            got, has = client.find(keys, missing="zero")
+            assert np.array_equal(got, rows)
+            assert has.tolist() == found.tolist()
+        writer.close()
 
 
 @pytest.mark.parametrize("score", [False, True])

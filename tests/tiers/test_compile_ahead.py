@@ -69,3 +69,11 @@ def test_first_step_compiles_only_what_is_not_known_ahead(monkeypatch: pytest.Mo
     torch.cuda.synchronize()
     assert len(late) <= 3, "a step launches about twelve kernels"
     table.close()
+
+
+def test_write_back_without_changed_rows_launches_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run writes back before its first step: compiling the copy would delay that step."""
+    table = table_of(tc.SGD(), tc.Precision())
+    monkeypatch.setattr("thermocline.tiers.hbm.copy_out", lambda *_: pytest.fail("a copy was launched"))
+    table.write_back()
+    table.close()

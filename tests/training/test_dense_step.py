@@ -201,7 +201,7 @@ def test_compile_refuses_many_batch_sizes() -> None:
 
 @pytest.mark.parametrize("train", [True, False])
 def test_bag_in_a_compiled_model_equals_eager(train: bool) -> None:
-    """The bag ends the compiled graph; the rest of the model is compiled."""
+    """With and without the bag in the graph: a `DenseStep` compiles the rest of the model only."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch.compiler.reset()

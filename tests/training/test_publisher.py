@@ -15,7 +15,7 @@ from helpers.train import weights_of
 import thermocline as tc
 from thermocline import serving
 from thermocline.cli.serving import ExportOptions, export
-from thermocline.errors import ThermoclineError
+from thermocline.errors import ConfigError, ThermoclineError
 from thermocline.serving.version import read_version, versions
 from thermocline.training.run import Run
 from thermocline.training.scoring import Scorer
@@ -88,6 +88,37 @@ def test_a_base_again_and_the_end_of_old_versions(ads: Path) -> None:
     kinds = ["base", "delta", "delta", "delta", "base", "delta"]
     assert [(v.number, v.kind) for v in published(ads)] == list(enumerate(kinds, 5))
     check_served(ads, rows)
+
+
+def test_thresholds_of_the_config_choose_the_rows(ads: Path) -> None:
+    rule = {"publish__min_frequency": 4, "publish__min_score": 1.5, "expiry__nonclick_coeff": 0.5}
+    options: dict[str, Any] = {
+        "publish__folder": ads / "served", "publish__every_steps": 4,
+        "rows__statistics": '["frequency", "show", "click"]', "expiry__every": 6, "expiry__decay": 0.9, **rule,
+    }  # fmt: skip
+    overrides = [f"{name.replace('__', '.')}={value}" for name, value in options.items()]
+    with Run(tc.Config.parse(CONFIG.format(folder=ads), overrides)) as run:
+        with pytest.warns(RuntimeWarning, match="all rows are compared"):
+            run.fit()
+        keys = np.concatenate([keys for keys, _ in run.table.rows()])
+        seen = run.table.read_statistics(keys)
+        scores = (seen["show"].astype(float) - seen["click"]) * 0.5 + seen["click"]
+        expected = (seen["frequency"] >= 4) & (scores >= 1.5)
+        run_dir = run.config.train.run_dir
+    assert [(v.kind, v.step) for v in published(ads)] == [("base", 4), ("delta", 8), ("delta", 10)]
+    assert 0 < expected.sum() < len(keys)
+    assert serving.open(ads / "served").find(keys)[1].tolist() == expected.tolist()
+    # The same rule as flags of `thermocline export`, on the checkpoint of the run: its decays and coefficients count.
+    export(str(run_dir), str(ads / "exported"), ExportOptions(min_frequency=4, min_score=1.5))
+    assert serving.open(ads / "exported").find(keys)[1].tolist() == expected.tolist()
+
+
+def test_a_threshold_without_its_statistic_is_refused(ads: Path) -> None:
+    with pytest.raises(ConfigError, match=r"publish\.min_frequency is 4: it needs the statistic 'frequency'"):
+        train(ads, publish__folder=ads / "served", publish__min_frequency=4)
+    train(ads)
+    with pytest.raises(ConfigError, match=r"min_score is 2\.0: it needs the statistic 'show'"):
+        export(str(ads / "run"), str(ads / "out"), ExportOptions(min_score=2.0))
 
 
 def test_a_resumed_run_continues_with_deltas(ads: Path) -> None:

@@ -276,6 +276,13 @@ def export(
     max_rows: Annotated[
         int | None, typer.Option(help="Serve at most this number of rows, those with the largest norms.")
     ] = None,
+    min_frequency: Annotated[
+        int | None, typer.Option(help="Serve only rows whose key occurred at least so often: statistic frequency.")
+    ] = None,
+    min_score: Annotated[
+        float | None,
+        typer.Option(help="Serve only rows with at least this score: 0.1 * (show - click) + click, decayed."),
+    ] = None,
     format: Annotated[
         list[ServedFormat] | None,
         typer.Option(help="Also write rows in this format; repeatable; default: as the version before."),
@@ -291,7 +298,8 @@ def export(
 
         options = serving.ExportOptions(
             delta=delta, precision=None if precision is None else precision.value, checkpoint=checkpoint,
-            min_norm=min_norm, max_rows=max_rows, formats=[f.value for f in format] if format else None,
+            min_norm=min_norm, max_rows=max_rows, min_frequency=min_frequency, min_score=min_score,
+            formats=[f.value for f in format] if format else None,
         )  # fmt: skip
         report = serving.export(run_dir, out, options)
         if as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import time
 import warnings
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ class ExportOptions:
     checkpoint: str | None = None
     min_norm: float | None = None
     max_rows: int | None = None
+    min_frequency: int | None = None
+    min_score: float | None = None
     formats: Any = None
 
     @property
@@ -36,17 +39,17 @@ class ExportOptions:
         """The rule of the flags; None: no flag is given. Raises `ConfigError`."""
         from thermocline.serving import ServedRows
 
-        if self.min_norm is None and self.max_rows is None:
-            return None
+        names = ("min_norm", "max_rows", "min_frequency", "min_score")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         with _usage_errors():
-            return ServedRows(min_norm=self.min_norm or 0.0, max_rows=self.max_rows)
+            return ServedRows(**given) if given else None
 
 
 def export(run_dir: str, out: str, options: ExportOptions) -> Row:
     """Publish the rows of a trained run for serving."""
     from thermocline.distributed.launch import world_size
     from thermocline.serving import Publication
-    from thermocline.training.publish import publish_table
+    from thermocline.training.publish import publish_table, with_coefficients
     from thermocline.training.run import Run
     from thermocline.training.run_dir import config_of
     from thermocline.training.scoring import scoring_files
@@ -63,6 +66,10 @@ def export(run_dir: str, out: str, options: ExportOptions) -> Row:
         progress("exporting", None, "rows") as advance,
         _all_warnings(),
     ):
+        if served is not None:
+            served = with_coefficients(served, run.config.expiry)
+            with _usage_errors():
+                served.check(run.table.spec.statistics.names)
         version = publish_table(
             run.table, out, step=run.step, delta=options.delta, precision=options.precision, served=served,
             event_time=run.event_time, formats=options.formats, files=scoring_files(run), advance=advance,
@@ -123,6 +130,8 @@ def serve(
         options["scorer"] = Scorer(folder)
     with _usage_errors():
         server = LookupServer(folder, host=host, port=port, token=token, tls=tls, **options)
+    gc.collect()
+    gc.freeze()  # collections during requests then skip the modules, which would take milliseconds
     with server:
         version = server.snapshot.version
         scheme = "grpc" if tls is None else "grpc+tls"

@@ -12,7 +12,7 @@ from thermocline.config.messages import reject
 from thermocline.config.section import section
 from thermocline.errors import DataError
 
-Format = Literal["libsvm", "libffm", "criteo", "csv", "parquet", "synth"]
+Format = Literal["libsvm", "libffm", "criteo", "csv", "parquet", "arrow", "synth"]
 FORMATS: tuple[str, ...] = get_args(Format)
 Split = Literal["train", "valid", "test"]
 
@@ -29,6 +29,10 @@ _FORMAT_OF_SUFFIX: dict[str, Format] = {
     ".tsv": "csv",
     ".parquet": "parquet",
     ".pq": "parquet",
+    ".arrow": "arrow",
+    ".arrows": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
 }
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 
@@ -153,12 +157,12 @@ class Data:
     """End the run when no new file has appeared for this long, such as "60s". By default it waits without limit."""
     format: Maybe[Format] = None
     """By default derived from the file names without .gz and .zst: .libsvm .svm, .libffm .ffm, .csv .tsv,
-    .parquet .pq."""
+    .parquet .pq, .arrow .arrows .feather .ipc."""
     label: str = "label"
-    """Column of the label (csv, parquet)."""
+    """Column of the label (csv, parquet, arrow)."""
     time: Maybe[Column] = None
-    """Column of the event time (csv, parquet): timestamps, or seconds since 1970. It is no feature. By default batches
-    have no time."""
+    """Column of the event time (csv, parquet, arrow): timestamps, or seconds since 1970. It is no feature. By default
+    batches have no time."""
     label_threshold: Maybe[FiniteFloat] = None
     """Labels of at least this value become 1, all others 0. By default labels are unchanged, but -1 becomes 0 in LibSVM
     and LibFFM."""
@@ -172,11 +176,11 @@ class Data:
     ignore: Items[Column] = ()
     """Columns that are not read."""
     separators: Separators = FrozenTable()
-    """Categorical columns with several values, and the text between the values, such as { tags = "|" } (csv, parquet).
-    Empty values are left out."""
+    """Categorical columns with several values, and the text between the values, such as { tags = "|" } (csv, parquet,
+    arrow). Empty values are left out."""
     time_buckets: TimeBuckets = FrozenTable()
     """Columns of times that become keys, and their bucket: hour_of_day, weekday, hour_of_week, day_of_month or month,
-    in UTC (csv, parquet)."""
+    in UTC (csv, parquet, arrow)."""
     delimiter: Maybe[Delimiter] = None
     """Delimiter of csv files. By default a tab for .tsv, otherwise a comma."""
     line_breaks: Maybe[bool] = None

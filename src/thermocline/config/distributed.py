@@ -21,6 +21,9 @@ class Dist:
     every rank communicates with every owner. Both have the same bits."""
     wire: Wire = "fp32"
     """Precision of rows and gradients between nodes. fp32 is exact; int8 uses unbiased stochastic rounding."""
+    overlap: bool = False
+    """Exchange the rows of the next batch that no rank uses in the current one while the network computes on that one.
+    Rows trained in DRAM. Same bits."""
     topology: Maybe[str] = None
     """File that maps ranks to nodes. By default torchrun's assignment (LOCAL_WORLD_SIZE)."""
     timeout: Positive = 300.0

@@ -29,7 +29,7 @@ MAY_CHANGE = frozenset(
         # Parameters, rows and optimizer state of a checkpoint are fp32 for all of them.
         *("train.dense_precision", "train.compile"),
         *("train.log_every", "train.tensorboard", "train.display", "train.run_dir", "train.graphs"),
-        *("dist.hops", "dist.topology", "dist.timeout", "dist.busy_timeout", "dist.bind"),
+        *("dist.hops", "dist.overlap", "dist.topology", "dist.timeout", "dist.busy_timeout", "dist.bind"),
         *(f"publish.{name}" for name in ("folder", "every_steps", "every", "precision", "base_every", "on_error")),
         "dist.dense_sync.exact",  # earlier builds saved their default, false
         *(f"train.schedule.{name}" for name in ("kind", "warmup_steps", "decay_steps", "factor", "floor")),

@@ -229,13 +229,17 @@ def find_files(paths: Sequence[str | Source], *, empty: bool = False) -> list[So
 
 
 def dataset_files(dataset: Any) -> list[Source]:
-    """Return the Parquet files of a `pyarrow.dataset.Dataset`, with the values of their partitions."""
+    """Return the Parquet or Arrow files of a `pyarrow.dataset.Dataset`, with the values of their partitions."""
     from pyarrow import dataset as ds, fs
 
     sources = []
-    for fragment in dataset.get_fragments():
-        if not isinstance(fragment, ds.ParquetFileFragment):
-            raise DataError("the dataset does not consist of Parquet files: write it with write_dataset of pyarrow")
+    with file_errors("the dataset"):  # a filtered dataset has no fragments
+        fragments = list(dataset.get_fragments())
+    for fragment in fragments:
+        if not isinstance(getattr(fragment, "format", None), (ds.ParquetFileFormat, ds.IpcFileFormat)):
+            raise DataError(
+                "the dataset does not consist of Parquet or Arrow files: write it with write_dataset of pyarrow"
+            )
         pairs = ds.get_partition_keys(fragment.partition_expression)
         names = [name for name in dataset.schema.names if name in pairs]
         partitions = {name: "" if pairs[name] is None else str(pairs[name]) for name in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
 import warnings
@@ -14,6 +15,7 @@ import numpy as np
 
 from thermocline.config.data import CRITEO_CATEGORICAL, CRITEO_NUMERIC, Data, Format
 from thermocline.core import core
+from thermocline.data.arrow_ipc import ArrowBlocks, ArrowFileInfo
 from thermocline.data.arrow_keys import as_doubles, one_array
 from thermocline.data.column_checks import check_columns, has_line_breaks, sampled_values
 from thermocline.data.features import (
@@ -35,15 +37,20 @@ from thermocline.errors import DataError, ThermoclineError
 from thermocline.utils.text_format import plural
 
 # Options that only some formats have; set for another format, they are an error.
+_COLUMNAR: dict[str, tuple[str, Any, Any]] = {
+    "parquet": ("Parquet", ParquetFileInfo, ParquetBlocks),
+    "arrow": ("Arrow", ArrowFileInfo, ArrowBlocks),
+}
+"""Formats with typed columns: title, class of a file's schema and size, class of the input splits."""
 _ONLY_IN = {
-    "label": ("csv", "parquet"),
-    "time": ("csv", "parquet"),
-    "categorical": ("criteo", "csv", "parquet"),
-    "numeric": ("criteo", "csv", "parquet"),
-    "ignore": ("criteo", "csv", "parquet"),
-    "numeric_features": ("criteo", "csv", "parquet"),
-    "separators": ("csv", "parquet"),
-    "time_buckets": ("csv", "parquet"),
+    "label": ("csv", "parquet", "arrow"),
+    "time": ("csv", "parquet", "arrow"),
+    "categorical": ("criteo", "csv", "parquet", "arrow"),
+    "numeric": ("criteo", "csv", "parquet", "arrow"),
+    "ignore": ("criteo", "csv", "parquet", "arrow"),
+    "numeric_features": ("criteo", "csv", "parquet", "arrow"),
+    "separators": ("csv", "parquet", "arrow"),
+    "time_buckets": ("csv", "parquet", "arrow"),
     "line_breaks": ("csv",),
     "delimiter": ("csv",),
     "fields": ("libsvm",),
@@ -89,14 +96,16 @@ def open_files(
     _check_options(data, format)
     if block_bytes is None:
         block_bytes = _REMOTE_BLOCK_BYTES if any(source.remote for source in sources) else _BLOCK_BYTES
-    if format != "parquet" and (names := next((source.partitions for source in sources if source.partitions), None)):
-        name = next(iter(names))
+    partitions = next((source.partitions for source in sources if source.partitions), None)
+    if partitions and format not in _COLUMNAR:
+        name = next(iter(partitions))
         warnings.warn(
-            f"{format} files in folders {name}=... have no column {name!r}: write it into the files, or use Parquet",
+            f"{format} files in folders {name}=... have no column {name!r}: write it into the files, or use "
+            "Parquet or Arrow",
             stacklevel=3,
         )
-    if format == "parquet":
-        blocks, resolved, columns = _open_parquet(sources, data, features, labelled, carry)
+    if format in _COLUMNAR:
+        blocks, resolved, columns = _open_columnar(sources, data, format, features, labelled, carry)
         columns = sorted(columns, key=str)  # columns are read by name: their order does not matter
     elif format in ("libsvm", "libffm"):
         if carry:
@@ -305,16 +314,23 @@ def _split_header(text: bytes, delimiter: str, source: Source) -> tuple[list[str
     return header_of(text[begin : end + 1], delimiter, source.name), end + 1
 
 
-# ---- Parquet
+# ---- Parquet and Arrow
 
 
-def _open_parquet(
-    sources: list[Source], data: Data, features: Features | None, labelled: bool | None, carry: Sequence[str]
+def _open_columnar(
+    sources: list[Source],
+    data: Data,
+    format: Format,
+    features: Features | None,
+    labelled: bool | None,
+    carry: Sequence[str],
 ) -> tuple[Blocks, Features, list[list[str]]]:
+    """Open Parquet files, or Arrow IPC files."""
+    title, info, kind = _COLUMNAR[format]
     compressed = next((source for source in sources if source.compression is not None), None)
     if compressed is not None:
-        raise DataError(f"{compressed.name}: Parquet files have their own compression; decompress this file")
-    infos: list[ParquetFileInfo] = map_threads(ParquetFileInfo, sources)
+        raise DataError(f"{compressed.name}: {title} files have their own compression; decompress this file")
+    infos: list[Any] = map_threads(info, sources)
     names = list(infos[0].schema.names)
     repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if repeated is not None:
@@ -322,30 +338,30 @@ def _open_parquet(
     binary = _binary(data, labelled)
     labelled = data.label in names if labelled is None else labelled
     extra = _require_carried(carry, names, features, sources[0].name)
-    columns = resolve(names, data, "parquet", sources[0].name, labelled, known=features is not None, carried=extra)
+    columns = resolve(names, data, format, sources[0].name, labelled, known=features is not None, carried=extra)
     if features is not None:
         columns = sort_columns(columns, features)
-    numbers, numeric = data.numbers_of("parquet"), numeric_columns(columns)
+    numbers, numeric = data.numbers_of(format), numeric_columns(columns)
 
     def rows() -> Any:
-        unfitted = ParquetBlocks(sources, infos, columns, data, {})
-        for number in range(len(unfitted)):
-            table = unfitted.table(unfitted.split(number), numeric)
+        unfitted = kind(sources, infos, columns, data, {})
+        splits = map(unfitted.split, range(len(unfitted)))
+        for table in itertools.chain.from_iterable(unfitted.tables(split, numeric) for split in splits):
             values = np.stack([as_doubles(one_array(table[name])) for name in numeric], axis=1)
             values[np.abs(values) > np.finfo(np.float32).max] = np.nan
             present = ~np.isnan(values)
             numbers_only = core.number_dense(np.ascontiguousarray(values.reshape(-1)), None, numbers.log, 0.0, 1.0)
             yield numbers_only.reshape(-1, len(numeric)), present
 
-    resolved = _resolve_features(columns, data, "parquet", features, rows, sources[0].name)
-    blocks = ParquetBlocks(sources, infos, columns, data, resolved.statistics, binary_labels=binary, carry=carry)
-    if features is None:
+    resolved = _resolve_features(columns, data, format, features, rows, sources[0].name)
+    blocks = kind(sources, infos, columns, data, resolved.statistics, binary_labels=binary, carry=carry)
+    if features is None and len(blocks):
         check_columns(blocks.sampled_values(), columns, data, sources[0].name)
     return blocks, resolved, [[column.name, column.role] for column in columns]
 
 
 def sort_columns(columns: list[Column], features: Features) -> list[Column]:
-    """Sort columns by their order in the training data: Parquet columns are read by name, in any order."""
+    """Sort columns by their order in the training data: columns of Parquet and Arrow are read by name, in any order."""
     order = {name: i for i, name in enumerate((*features.fields, *features.dense))}
     return sorted(columns, key=lambda column: order.get(column.name, len(order)))
 

@@ -42,19 +42,26 @@ class ParquetFileInfo:
     """The footer of a Parquet file."""
 
     def __init__(self, source: Source) -> None:
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         with source.open() as file, file_errors(source.name):
             opened = pq.ParquetFile(file)
             self.metadata = opened.metadata
-            self.schema = self.stored = opened.schema_arrow
-        for name in source.partitions:
-            if name in self.stored.names:
-                raise DataError(f"{source.name}: column {name!r} is in the file and in its path; rename one")
-            self.schema = self.schema.append(pa.field(name, pa.string()))
+            self.stored = opened.schema_arrow
+        self.schema = with_partition_fields(self.stored, source)
         self.rows = [self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups)]
         self.first_rows = np.concatenate([[0], np.cumsum(self.rows)]).tolist()
+
+
+def with_partition_fields(schema: Any, source: Source) -> Any:
+    """Add the columns of a file's path to its schema."""
+    import pyarrow as pa
+
+    for name in source.partitions:
+        if name in schema.names:
+            raise DataError(f"{source.name}: column {name!r} is in the file and in its path; rename one")
+        schema = schema.append(pa.field(name, pa.string()))
+    return schema
 
 
 class ParquetBlocks:
@@ -82,6 +89,9 @@ class ParquetBlocks:
         self._keys = [column for column in columns if column.role in KEY_ROLES]
         self._binary_labels = binary_labels
         self.carry = tuple(carry)
+        names = [column.name for column in self._read]
+        self.names = [*names, *(name for name in self.carry if name not in names)]
+        """Columns that are read."""
         for source, info in zip(sources, infos, strict=True):
             self._check_types(source, info)
         groups = [
@@ -100,8 +110,8 @@ class ParquetBlocks:
         file, group, _ = self._groups[number].tolist()
         return InputSplit(self._sources[file], group)
 
-    def rows(self, numbers: Offsets) -> int:
-        """Return the total rows of these input splits."""
+    def rows(self, numbers: Offsets) -> int | None:
+        """Return the total rows of these input splits; None: not known before they are read."""
         return int(self._groups[numbers, 2].sum())
 
     def _check_types(self, source: Source, info: ParquetFileInfo) -> None:
@@ -157,14 +167,15 @@ class ParquetBlocks:
         raise AssertionError("row groups are not sequential")
 
     def load(self, split: InputSplit) -> Block:
-        names = [column.name for column in self._read]
-        table = self.table(split, [*names, *(name for name in self.carry if name not in names)])
+        return self._block(split, self.table(split, self.names), self._infos[id(split.source)].first_rows[split.start])
+
+    def _block(self, split: InputSplit, table: Any, first_row: int) -> Block:
         first_malformed: tuple[Malformed, ...] = ()
         malformed = 0
         causes = self._causes(table)
         if causes:
             bad = np.logical_or.reduce([mask for mask, _ in causes])
-            first_malformed, malformed = self._malformed(split, causes, bad), int(bad.sum())
+            first_malformed, malformed = self._malformed(split, first_row, causes, bad), int(bad.sum())
             if self._data.on_error == "raise":
                 raise DataError(str(first_malformed[0]))
             import pyarrow as pa
@@ -210,7 +221,11 @@ class ParquetBlocks:
             opened = pq.ParquetFile(file, metadata=info.metadata)
             stored = [name for name in names if name in info.stored.names]
             table = opened.read_row_group(split.start, columns=stored, use_threads=False).combine_chunks()
-        return _with_partitions(table, split, names, info.rows[split.start])
+        return with_partitions(table, split, names, info.rows[split.start])
+
+    def tables(self, split: InputSplit, names: Sequence[str]) -> Iterator[Any]:
+        """Read columns of an input split, part by part."""
+        yield self.table(split, names)
 
     def _check_size(self, split: InputSplit, names: Sequence[str]) -> None:
         group = self._infos[id(split.source)].metadata.row_group(split.start)
@@ -270,9 +285,8 @@ class ParquetBlocks:
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(((np.sign(values) * np.log1p(np.abs(values)) if log else values) - mean) * inverse)
 
-    def _malformed(self, split: InputSplit, causes: list[Cause], bad: Mask) -> tuple[Malformed, ...]:
+    def _malformed(self, split: InputSplit, first: int, causes: list[Cause], bad: Mask) -> tuple[Malformed, ...]:
         """Describe the first malformed rows."""
-        first = self._infos[id(split.source)].first_rows[split.start]
         rows = np.flatnonzero(bad)[:16].tolist()
         messages = [next(message(row) for mask, message in causes if mask[row]) for row in rows]
         return tuple(Malformed(split.source, first + row, text) for row, text in zip(rows, messages, strict=True))
@@ -312,7 +326,7 @@ class ParquetBlocks:
         return raw_keys(array) if raw else hash_column(array, column.name)
 
 
-def _with_partitions(table: Any, split: InputSplit, names: Sequence[str], rows: int) -> Any:
+def with_partitions(table: Any, split: InputSplit, names: Sequence[str], rows: int) -> Any:
     """Add the columns of the file's path to its rows, as text."""
     import pyarrow as pa
 

@@ -94,7 +94,8 @@ class Reader(FeatureCounts):
         **options: Any,
     ) -> None:
         """
-        paths        one or several files, folders, globs or URLs; or a `pyarrow.dataset.Dataset` of Parquet files
+        paths        one or several files, folders, globs or URLs; or a `pyarrow.dataset.Dataset` of Parquet or Arrow
+                     files
         data         format options (data.shuffle is ignored); `options` override its fields: format, label,
                      categorical, numeric, on_error, ...
         batch_size   examples per batch; the last batch of an epoch may have fewer
@@ -142,7 +143,7 @@ class Reader(FeatureCounts):
         if not sequential and len(opened.blocks) < self.shard[1] and not contiguous:
             raise DataError(
                 f"{len(opened.blocks)} blocks for {self.shard[1]} shards: each shard needs at least one block; use "
-                "fewer shards, a smaller block_bytes (text) or smaller row groups (Parquet)"
+                "fewer shards, a smaller block_bytes (text) or smaller row groups (Parquet) or record batches (Arrow)"
             )
         self._identity = {  # stored in positions, and so in checkpoints: keep the names
             "reader": "files",
@@ -189,11 +190,14 @@ class Reader(FeatureCounts):
         return max(1, math.ceil(self._blocks.total_examples / self.shard[1] / self.batch_size))
 
     def __len__(self) -> int:
-        """Batches per epoch; known in advance for Parquet only."""
+        """Batches per epoch; known in advance for Parquet and Arrow files only."""
         if isinstance(self._blocks, ParquetBlocks) and self.data.on_error == "raise":
-            return -(-self._blocks.rows(self._order(self._epoch)) // self.batch_size)
+            rows = self._blocks.rows(self._order(self._epoch))
+            if rows is not None:
+                return -(-rows // self.batch_size)
         raise TypeError(
-            "the number of batches of text files is not known before they are read: use estimated_batches()"
+            "the number of batches of text files and Arrow streams is not known before they are read: use "
+            "estimated_batches()"
         )
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ from thermocline.data.parquet import ParquetBlocks
 from thermocline.data.text_blocks import InputSplit
 from thermocline.errors import DataError
 
-ColumnFormat = Literal["csv", "criteo", "parquet"]
+ColumnFormat = Literal["csv", "criteo", "parquet", "arrow"]
 """Formats whose examples have named columns."""
 
 

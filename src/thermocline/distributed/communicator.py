@@ -1,11 +1,12 @@
 """`Groups`: the process groups of a job. `Communicator`: the process groups of one thread, with error translation.
 
-Collectives of two threads must not interleave on one process group, so `Groups` has four communicators:
+Collectives of two threads must not interleave on one process group, so `Groups` has several communicators:
 
     train   training thread: rows, gradients, dense parameters, checkpoints, metrics
     ahead   exchange thread of a training pipeline: keys of later batches, number of remaining batches
     read    pull thread of an evaluation pipeline, or the caller of `ShardedTable.read` while none is open
     hints   thread of the `HintLane`: keys of batches that are far ahead
+    early   thread of `Groups.early_thread`, only with `dist.overlap`: rows of the next batch
 
 Each communicator spans three groups: "world" (all ranks), "node" (the ranks of one node) and "peers" (the ranks of
 equal local rank, one per node). Gloo carries CPU tensors between nodes, shared memory carries them within a node, and
@@ -25,6 +26,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 GroupName = Literal["world", "node", "peers"]
 
 _NAMES = ("train", "ahead", "read", "hints")
+_EARLY = "early"
 
 
 @dataclasses.dataclass(slots=True)
@@ -277,7 +280,10 @@ class Groups:
         self.heartbeat = heartbeat
         self._owns_torch = owns_torch
         self._lane: HintLane | None = None
-        self.train, self.ahead, self.read, self._hints = (
+        self._early_thread: ThreadPoolExecutor | None = None
+        self.early: Communicator | None = None
+        """None: rows are exchanged between two steps, see `EarlyRows`."""
+        self.train, self.ahead, self.read, self._hints, *early = (
             Communicator(
                 name,
                 topology,
@@ -289,8 +295,10 @@ class Groups:
                 relays=name == "train" and topology.node in topology.relaying_nodes,
                 shm=channel.shm,
             )
-            for name, channel in zip(_NAMES, channels, strict=True)
+            for name, channel in zip((*_NAMES, _EARLY), channels, strict=False)
         )
+        if early:
+            (self.early,) = early
 
     @classmethod
     def make(
@@ -301,6 +309,7 @@ class Groups:
         busy_timeout: float = 3600.0,
         gpu: bool = False,
         shared: bool = True,
+        overlap: bool = False,
         store: Any = None,
     ) -> Self:
         """Create all process groups. Collective: all ranks call it once, with the same arguments.
@@ -311,6 +320,7 @@ class Groups:
         busy_timeout   seconds that declared local work of a rank (a commit, a load) may take
         gpu            whether every rank has its own GPU, so that NCCL can carry rows
         shared         whether ranks of a node use shared memory for CPU tensors, where the system supports it
+        overlap        whether rows of the next batch are exchanged while the network computes (`EarlyRows`)
         store          result of `open_store`; None: it is opened here
         """
         owns_torch = not dist.is_initialized()
@@ -327,8 +337,9 @@ class Groups:
                 )
             # A clone has its own connection: a call of another thread that blocks does not stop the heartbeat.
             heartbeat = Heartbeat(None if store is None else store.clone(), timeout, busy_timeout)
+            names = (*_NAMES, _EARLY) if overlap else _NAMES
             channels = make_channels(
-                topology, store, heartbeat, _NAMES, "train" if gpu else None, shared=shared, owns_torch=owns_torch
+                topology, store, heartbeat, names, "train" if gpu else None, shared=shared, owns_torch=owns_torch
             )
             return cls(topology, channels, heartbeat, gpu, owns_torch)
         except BaseException:
@@ -353,6 +364,13 @@ class Groups:
 
             self._lane = HintLane(self._hints)
         return self._lane
+
+    @property
+    def early_thread(self) -> ThreadPoolExecutor:
+        """The thread that uses the communicator `early`, for all tables: every rank submits the same calls in order."""
+        if self._early_thread is None:
+            self._early_thread = ThreadPoolExecutor(1, "thermocline-early-rows")
+        return self._early_thread
 
     def open_pipeline(self, training: bool) -> Communicator:
         """Reserve the communicator of a training or evaluation pipeline. All ranks open the same ones in order."""
@@ -386,9 +404,11 @@ class Groups:
         self.heartbeat.close()
         if self._lane is not None:
             self._lane.close()
-        for comm in (self.train, self.ahead, self.read, self._hints):
-            if comm.shm is not None:
+        for comm in (self.train, self.ahead, self.read, self._hints, self.early):
+            if comm is not None and comm.shm is not None:
                 comm.shm.close()  # it stays set: a pipeline that still has the communicator raises instead of waiting
+        if self._early_thread is not None:
+            self._early_thread.shutdown()
         if self._owns_torch and dist.is_initialized():
             self._owns_torch = False
             if failed and self.train.gpu:

@@ -114,7 +114,14 @@ def join_ranks(dist: Dist | None = None) -> Groups:
         torch.cuda.set_device(gpu)
     if dist.bind:
         bind_to_numa(topology, None if gpu is None else pci_bus_id(torch.cuda.get_device_properties(gpu)))
-    return Groups.make(topology, timeout=dist.timeout, busy_timeout=dist.busy_timeout, gpu=gpu_per_rank, store=store)
+    return Groups.make(
+        topology,
+        timeout=dist.timeout,
+        busy_timeout=dist.busy_timeout,
+        gpu=gpu_per_rank,
+        overlap=dist.overlap,
+        store=store,
+    )
 
 
 def machine_rank(topology: Topology) -> int:

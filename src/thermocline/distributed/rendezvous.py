@@ -28,16 +28,15 @@ _POLL_SECONDS = 0.01
 
 
 @contextlib.contextmanager
-def store_errors(rank: int, world: int) -> Iterator[None]:
-    """Re-raise errors of the connection to the store, which rank 0 has, as `RankError`."""
+def translated_errors(rank: int) -> Iterator[None]:
+    """Re-raise errors of torch's store, which name a socket, as `RankError`: its process has exited, or never began."""
     try:
         yield
-    except dist.DistNetworkError as error:  # type: ignore[attr-defined]
-        cause = str(error).strip().partition("\n")[0]
+    except dist.DistError as error:
         raise RankError(
-            f"rank {rank} of {world} has no connection to the store of the job: check that rank 0 was started and has "
-            f"not ended ({cause})"
-        ) from None
+            f"rank {rank} cannot reach the rendezvous store, which rank 0 or torchrun hosts: that process has exited, "
+            f"or did not start in time (dist.timeout). See its error. Cause: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def scoped_store(store: Any, rank: int, world: int, timeout: float) -> Any:
@@ -60,9 +59,9 @@ def decide_json(
     Every rank calls it once per `name`, with a scoped store. An error of `decide` is raised on rank 0 only.
     """
     if rank != 0:
-        with store_errors(rank, world):
+        with translated_errors(rank):
             store.set(f"{name}/{rank}", json.dumps(value))
-        return json.loads(_await(store, f"{name}/decision", 0, world, timeout))
+            return json.loads(_await(store, f"{name}/decision", 0, world, timeout))
     values = [value]
     for other in range(1, world):
         values.append(json.loads(_await(store, f"{name}/{other}", other, world, timeout)))

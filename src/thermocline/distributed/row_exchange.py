@@ -11,7 +11,8 @@ float32; ranks without the key are skipped. So both give the same bits.
 A `Route` is planned ahead of training from keys alone. Rows and gradients follow it later; keys are not sent again.
 
 Thread     `plan` on the exchange thread (ahead) or, for evaluation, the pull thread (read); `fetch_rows` and
-           `reduce_gradients` on the training thread (train) or, for evaluation, the pull thread (read)
+           `reduce_gradients` on the training thread (train) or, for evaluation, the pull thread (read); `split_route`
+           and the `fetch_rows` of its first part on the thread of `EarlyRows` (early)
 Blocks     until all ranks have made the same call, at most `dist.timeout` seconds
 Raises     `RankError`
 """
@@ -60,6 +61,8 @@ class TableTraffic:
 
     keys: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
     rows: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
+    early_rows: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
+    """Rows sent while the network computes (`EarlyRows`)."""
     gradients: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
     read_keys: TrafficCounter = dataclasses.field(default_factory=TrafficCounter)
     """Traffic of evaluation."""
@@ -94,6 +97,22 @@ class Hop:
     def move(self, device: torch.device) -> None:
         """Move the index tensors to the rows' device."""
         self.order, self.inverse = self.order.to(device), self.inverse.to(device)
+
+    def part(self, requested: torch.Tensor, awaited: torch.Tensor) -> Hop:
+        """Return the hop of some keys, for `fetch_rows`. Indices refer to the same keys as before.
+
+        requested   bool: which of `received`
+        awaited     bool: which of `order`
+        """
+        return dataclasses.replace(
+            self,
+            order=self.order[awaited],
+            sent=self.sent[awaited.cpu().numpy()],
+            send=[int(piece.sum()) for piece in _pieces(awaited, self.send)],
+            received=self.received[requested.cpu().numpy()],
+            receive=[int(piece.sum()) for piece in _pieces(requested, self.receive)],
+            inverse=self.inverse[requested],
+        )
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -243,17 +262,42 @@ class RowExchange:
 
     # ---- rows
 
+    def split_route(
+        self, comm: Communicator, route: Route, chosen: torch.Tensor, counter: TrafficCounter
+    ) -> tuple[Route, Route]:
+        """Return the route of the owned keys with chosen[i], and that of all others, for `fetch_rows`.
+
+        Every owner chooses for its own keys and tells the ranks that request them. All ranks call it.
+        """
+        parts: list[tuple[Hop, Hop]] = []
+        for hop in reversed(route.hops):
+            requested = chosen[hop.inverse]
+            sizes_to, sizes_from = ([flag_bytes(n) for n in counts] for counts in (hop.receive, hop.send))
+            message = comm.send_buffer(hop.group, sum(sizes_to), requested.device)
+            for target, flags in zip(_pieces(message, sizes_to), _pieces(requested, hop.receive), strict=True):
+                target.copy_(pack_flags(flags, len(flags)))
+            pieces = comm.all_to_all(hop.group, message, sizes_to, sizes_from, "choosing rows to exchange early")
+            self._count(counter, hop.ranks, [0] * len(hop.ranks), sizes_to)
+            awaited = torch.cat([unpack_flags(piece, n) for piece, n in zip(pieces, hop.send, strict=True)])
+            parts.insert(0, (hop.part(requested, awaited), hop.part(~requested, ~awaited)))
+            chosen = torch.empty_like(awaited)
+            chosen[hop.order] = awaited
+        first, second = ([hops[side] for hops in parts] for side in (0, 1))
+        return Route(route.keys, first), Route(route.keys, second)
+
     def fetch_rows(
         self, comm: Communicator, route: Route, read_owned: ReadRows, out: torch.Tensor, counter: TrafficCounter,
         step: int = 0,
     ) -> None:  # fmt: skip
-        """Fill `out` with the rows of the route's keys from their owners. All ranks call it.
+        """Fill `out` with the rows of the route's keys from their owners; of a part of a route, those of its hops.
+
+        All ranks call it.
 
         read_owned   reads rows of `route.owned`, by index
         out          float32[keys, n]
         """
         floats, device, read = out.shape[1], out.device, read_owned
-        for hop in reversed(route.hops):
+        for level, hop in reversed(list(enumerate(route.hops))):
             wires = self._wires(hop.ranks)
             sizes_to = [n * wire_bytes(wire, floats) for n, wire in zip(hop.receive, wires, strict=True)]
             sizes_from = [n * wire_bytes(wire, floats) for n, wire in zip(hop.send, wires, strict=True)]
@@ -271,7 +315,8 @@ class RowExchange:
                     target.copy_(encode(rows, wire, keys, step, self._salt))
             pieces = comm.all_to_all(hop.group, message, sizes_to, sizes_from, "exchanging rows")
             self._count(counter, hop.ranks, hop.receive, sizes_to)
-            values = out if hop is route.hops[0] else torch.empty(len(hop.order), floats, device=device)
+            keys_below = len(route.hops[level - 1].unique)
+            values = out if level == 0 else torch.empty(keys_below, floats, device=device)
             for piece, index, wire in zip(pieces, _pieces(hop.order.to(device), hop.send), wires, strict=True):
                 put_rows(values, index, decode(piece, wire, floats))
             read = functools.partial(take_rows, values)

@@ -6,6 +6,7 @@ Each rank stores and trains the rows it owns through a local backend (DRAM or HB
     pin        each owner pins the rows that any rank uses             no communication
     prepare    plan pooling and sums on rows yet to be received        no communication
     fetch      owners send the values, after the preceding step        communicator `groups.train`, from here on
+               (with `dist.overlap` some of them before that: `EarlyRows`)
     reduce     gradients go to the owners, which sum them over ranks
 
 `exchange` never waits for memory, so no rank waits for another rank's memory. Every method marked collective is called
@@ -31,6 +32,7 @@ import torch
 from thermocline.arrays import Floats, Keys, Rows
 from thermocline.batch import WorkingSet
 from thermocline.distributed.communicator import Groups
+from thermocline.distributed.early_rows import EarlyRows
 from thermocline.distributed.key_sharding import owner_of
 from thermocline.distributed.rank_agreement import require_equal
 from thermocline.distributed.row_exchange import Route, RowExchange
@@ -77,6 +79,7 @@ class ShardedWindow:
     """Rows of this rank that any rank uses in the window; slots per batch."""
     ahead: bool = False
     """Whether a pipeline made it."""
+    plans: Sequence[Any] = ()
 
     def release(self) -> None:
         owned, self.owned = self.owned, None
@@ -102,6 +105,10 @@ class ShardedBackend(Unrecorded):
         self._row_exchange = exchange
         self._exact_exchange = RowExchange(exchange.topology, hops=exchange.hops, threads=spec.threads)
         """For statistics of rows, which no wire format may round."""
+        self.early: EarlyRows | None = None
+        """Rows exchanged while the network computes. None: not wanted, or a row may change between its batches."""
+        if groups.early is not None and local.rates is None and local.tiers.hbm is None:
+            self.early = EarlyRows(groups, exchange, local)
         self._open: list[OpenBatch] = []
         """Batches fetched since the last step: their rows stay pinned here for all ranks."""
 
@@ -112,6 +119,11 @@ class ShardedBackend(Unrecorded):
     @step_count.setter
     def step_count(self, count: int) -> None:
         self.local.step_count = count
+
+    def _rows_change(self) -> None:
+        """Call before anything but a step changes rows: what was exchanged early is no longer valid."""
+        if self.early is not None:
+            self.early.invalidate()
 
     @property
     def statistics(self) -> StatisticsState:
@@ -166,6 +178,7 @@ class ShardedBackend(Unrecorded):
         plans = self.local.prepare_remote(window.inputs, window.working_sets, window.owned)
         for plan, route, slots in zip(plans, window.routes, window.owned.slots, strict=True):
             plan.remote = RemoteBatch(route, slots)
+        window.plans = plans
         return plans
 
     def load(self, window: ShardedWindow) -> None:
@@ -173,6 +186,9 @@ class ShardedBackend(Unrecorded):
         self.local.load_keys(window.owned)
         for route in window.routes:
             route.move(self.device)
+        if self.early is not None and window.ahead:
+            self.early.add(window.plans)
+        window.plans = ()
         if self.hints is not None and window.ahead:
             self.hints.passed(len(window.routes), training=True)
 
@@ -183,14 +199,20 @@ class ShardedBackend(Unrecorded):
         self._close_unused()
         remote: RemoteBatch = plan.remote
         plan.use()
-        rows, out = self.local.row_buffer(len(remote.route.keys))
+        arrived = None if self.early is None else self.early.take(plan, self.step_count)
+        if arrived is None:
+            (rows, out), route = self.local.row_buffer(len(remote.route.keys)), remote.route
+        else:
+            rows, out, route = arrived.rows, arrived.out, arrived.rest
         self.local.catch_up(remote.slots)
         give = functools.partial(self.local.read_weights, remote.slots)
-        self._row_exchange.fetch_rows(self.groups.train, remote.route, give, out, self.traffic.rows, self.step_count)
+        self._row_exchange.fetch_rows(self.groups.train, route, give, out, self.traffic.rows, self.step_count)
         plan.rows, remote.step = rows, self.step_count
         if not plan.pins.acquire():
             raise RuntimeError(f"table {self.spec.name!r}: fetch of a batch whose rows were released")
         self._open.append(OpenBatch(weakref.ref(plan), remote, plan.pins))
+        if self.early is not None:
+            self.early.start([batch.remote.slots for batch in self._open], self.step_count)
 
     def _close_unused(self) -> None:
         """Release batches that no rank uses any more: forward passes without backward. Collective if a batch is open.
@@ -353,6 +375,7 @@ class ShardedBackend(Unrecorded):
                 f"table {self.spec.name!r}: expire() while the rows of a batch are in use: call it after table.step(), "
                 "before the next batch is drawn"
             )
+        self._rows_change()
         return self.local.expire(select, store)
 
     def flush(self, store: SsdStore | None = None) -> None:
@@ -362,18 +385,28 @@ class ShardedBackend(Unrecorded):
         self.local.write_back()
 
     def reopen(self, epoch: int | None = None) -> None:
+        self._rows_change()
         self.local.reopen(epoch)
 
     def move_store(self, path: Path, *, clear: bool = False) -> None:
+        self._rows_change()
         self.local.move_store(path, clear=clear)
 
     def undo_point(self) -> Callable[[], None]:
-        return self.local.undo_point()
+        undo_local = self.local.undo_point()
+
+        def undo() -> None:
+            self._rows_change()
+            undo_local()
+
+        return undo
 
     def replace_rows(self, pieces: Iterable[tuple[Keys, Rows]], scale: LearnedScale | None) -> None:
+        self._rows_change()
         self.local.replace_rows(pieces, scale)
 
     def import_rows(self, keys: Keys, rows: Rows) -> None:
+        self._rows_change()
         self.local.import_rows(keys, rows)
 
     def write_rows(self, keys: Keys, rows: Floats) -> None:
@@ -381,6 +414,7 @@ class ShardedBackend(Unrecorded):
         settings = {"keys": len(keys), "digest of keys and rows": digest}
         require_equal(self.groups.train, settings, "load_rows must get the same keys and rows on all ranks")
         owned = owner_of(keys, self.groups.topology.world) == self.groups.topology.rank
+        self._rows_change()
         self.local.write_rows(keys[owned], np.ascontiguousarray(rows[owned]))
 
     @property
@@ -394,6 +428,7 @@ class ShardedBackend(Unrecorded):
         self.local.require_idle()
 
     def close(self) -> None:
+        self._rows_change()
         self.local.close()
 
 

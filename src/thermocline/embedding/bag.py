@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from thermocline.batch import Batch
 from thermocline.embedding.batch_plan import BagSpec, BatchPlan, Pooling
+from thermocline.embedding.graph_op import call_in_graph, in_graph, register_module
 from thermocline.embedding.table import Table
 from thermocline.embedding.table_state import decode, describe, encode, require_same_rows
 from thermocline.errors import FormatError
@@ -71,6 +72,9 @@ class EmbeddingBag(torch.nn.Module):
         table.register(self, self.specs)
         # Makes autograd call backward. Not a parameter, so that no dense optimizer receives it.
         self._anchor = torch.zeros((), requires_grad=True)
+        self.pooled = self.specs[0].pooling != "none"
+        """Whether there is one vector per field; else one per id."""
+        self.graph_number = register_module(self)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freeze the bag (False) or unfreeze it, between steps.
@@ -91,10 +95,19 @@ class EmbeddingBag(torch.nn.Module):
         weights   one weight per id, used instead of `batch.weights`: in the order of `batch.ids` or, for a batch of
                   `Batch.from_jagged`, of its values
 
-        torch.compile does not trace the bag: a model's compiled graph ends before it, and another begins after it.
+        In a model that torch.compile compiles, the bag is one op of the graph (`graph_op.py`). The graph ends before it
+        if the batch has weights that require grad, and with pooling "none" for one of several fields.
         """
         if torch.compiler.is_compiling():
+            if in_graph(batch) and (self.pooled or batch.fields == 1):
+                _, examples, ids = batch.handle  # type: ignore[misc]
+                shape = (examples, len(self.fields), self.table.dim) if self.pooled else (ids, self.table.dim)
+                return call_in_graph(self, batch, None, weights, shape)
             return _forward_outside_graph(self, batch, weights)
+        return self._forward(batch, weights)
+
+    def call_outside_graph(self, batch: Any, offsets: Any, weights: torch.Tensor | None) -> torch.Tensor:
+        """Run the op of a graph."""
         return self._forward(batch, weights)
 
     def _forward(self, batch: Batch, weights: torch.Tensor | None) -> torch.Tensor:
@@ -119,7 +132,7 @@ class EmbeddingBag(torch.nn.Module):
             _Pool.apply(anchor, learned, self.table, batch, plan, spec, training)  # type: ignore[no-untyped-call]
             for spec in self.specs
         ]
-        if self.specs[0].pooling == "none":
+        if not self.pooled:
             return outputs[0]  # type: ignore[no-any-return]
         shaped = [out.view(-1, len(spec.fields), self.table.dim) for out, spec in zip(outputs, self.specs, strict=True)]
         if len(shaped) == 1:
@@ -203,6 +216,7 @@ class EmbeddingBag(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.table.register(self, self.specs)  # a copy that shares the table
+        self.graph_number = register_module(self)
 
     def extra_repr(self) -> str:
         return f"table={self.table.name!r}, fields={len(self.fields)}, dim={self.table.dim}"

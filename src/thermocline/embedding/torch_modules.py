@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from thermocline.arrays import as_keys
 from thermocline.batch import Batch
 from thermocline.embedding.bag import EmbeddingBag as FieldBag
+from thermocline.embedding.graph_op import call_in_graph, in_graph
 from thermocline.embedding.table import Table
 from thermocline.errors import require
 
@@ -58,8 +59,24 @@ class EmbeddingBag(FieldBag):
         per_sample_weights   one weight per id, with mode "sum"; receives its gradient
         """
         if torch.compiler.is_compiling():
+            if in_graph(input):
+                bags = self._bags(input, offsets)
+                return call_in_graph(self, input, offsets, per_sample_weights, (bags, self.table.dim))
             return _bag_outside_graph(self, input, offsets, per_sample_weights)
         return self._bag(input, offsets, per_sample_weights)
+
+    def call_outside_graph(self, batch: Any, offsets: Any, weights: torch.Tensor | None) -> torch.Tensor:
+        """Run the op of a graph."""
+        return self._bag(batch, offsets, weights)
+
+    def _bags(self, input: Any, offsets: torch.Tensor | None) -> int:
+        """Return the number of bags of arguments that `_bag` accepts."""
+        if isinstance(input, Batch):
+            assert input.handle is not None
+            return input.handle.examples
+        if input.ndim == 2 or offsets is None:
+            return int(input.shape[0])
+        return int(offsets.shape[0]) - int(self.include_last_offset)
 
     def batch_of(self, input: torch.Tensor, offsets: torch.Tensor | None = None) -> Batch:
         """Return the arguments of `forward` as `tc.Batch`, for `tc.prefetch`."""
@@ -128,8 +145,14 @@ class Embedding(FieldBag):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Return the rows of int32 or int64 ids."""
         if torch.compiler.is_compiling():
+            if in_graph(input):
+                return call_in_graph(self, input, None, None, (*input.shape, self.table.dim))
             return _rows_outside_graph(self, input)
         return self._rows(input)
+
+    def call_outside_graph(self, batch: Any, offsets: Any, weights: Any) -> torch.Tensor:
+        """Run the op of a graph."""
+        return self._rows(batch)
 
     def _rows(self, input: torch.Tensor) -> torch.Tensor:
         ids = _as_ids(input, self.num_embeddings).reshape(-1)

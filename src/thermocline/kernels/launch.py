@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.backends.nvidia.compiler import CUDAOptions
 
 from thermocline.kernels import INTERPRETED
+from thermocline.utils.compiler_hash import wait_for_hash
 
 _KNOWN_OPTIONS = {field.name for field in dataclasses.fields(CUDAOptions)}
 
@@ -104,6 +105,7 @@ class Kernel:
     def _compile(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
         """Launch through Triton; return the C launcher, its handles, and the values of the constants."""
         tail = self._tail(args, constants)
+        wait_for_hash()
         return _handles(self._function[grid](*args, **constants), tail)
 
     def _compile_only(
@@ -112,6 +114,7 @@ class Kernel:
         """Compile and load without a launch; return the same as `_compile`."""
         torch.cuda.set_device(device)
         tail = self._tail(args, constants)
+        wait_for_hash()
         return _handles(self._function.warmup(*args, grid=grid, **constants), tail)
 
     def _tail(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:

@@ -45,8 +45,10 @@ class Client:
         self, keys: Any, *, table: str | None = None, missing: Missing = "initial"
     ) -> tuple[Floats, npt.NDArray[np.bool_]]:
         """See `Snapshot.find`."""
-        batch = pa.record_batch([pa.array(as_keys(keys))], names=["key"])
-        answer = self._exchange({"table": table, "missing": missing}, batch)
+        command = json.dumps({"table": table, "missing": missing}).encode()
+        ticket = flight.Ticket(command + b"\n" + as_keys(keys).astype("<u8", copy=False).tobytes())
+        with _server_errors():
+            answer = self._client.do_get(ticket, self._options).read_chunk().data
         rows = answer.column("row")
         values = rows.values.to_numpy(zero_copy_only=True).reshape(len(rows), rows.type.list_size)
         return values, answer.column("found").to_numpy(zero_copy_only=False)

@@ -38,6 +38,7 @@ from thermocline.serving.version import (
     read_current,
     read_file,
     read_version,
+    version_folder,
     versions,
 )
 from thermocline.utils import atomic_file
@@ -68,6 +69,8 @@ class TableRows:
     """See `TableFile.positions`: where the next delta continues."""
     served: ServedRows = ALL_ROWS
     """Which rows the version has; `rows` and `deleted` obey it already. It is recorded for the next delta."""
+    decays: int | None = None
+    """See `TableFile.decays`."""
 
 
 class Publication:
@@ -100,6 +103,9 @@ class Publication:
         except BlockingIOError:
             os.close(self._folder)
             raise LockError(f"another process publishes to {self.path}: wait until it ends") from None
+        self._pointer: Current | None = None  # what CURRENT has; None: not read yet, or there is none
+        self._version: Version | None = None  # the version that it names. Nobody else writes either of them
+        self._newest = 0  # largest number of a version
         self._remove_leftovers()
         current = None
         with contextlib.suppress(ThermoclineError):  # a damaged version is reported when it is needed
@@ -118,10 +124,12 @@ class Publication:
         if not delta:
             return
         try:
-            current = read_version(versions(folder)[read_current(folder).number])
-        except (NotFoundError, FileNotFoundError, KeyError):
-            raise NotFoundError(f"{folder} has no version yet: publish a base first, without --delta") from None
-        for table in current.tables:
+            found = version_folder(folder, read_current(folder).number)
+        except (NotFoundError, FileNotFoundError):
+            found = None
+        if found is None:
+            raise NotFoundError(f"{folder} has no version yet: publish a base first, without --delta")
+        for table in read_version(found).tables:
             if precision not in (None, table.precision):
                 raise ValueError(
                     f"precision is {precision}, that of the current version of {folder} is {table.precision}: publish "
@@ -144,9 +152,12 @@ class Publication:
     def current(self) -> Version | None:
         """The version that consumers read; None before the first."""
         try:
-            return self._read(read_current(self.path).number)
+            number = self._read_pointer().number
         except NotFoundError:
             return None
+        if self._version is None or self._version.number != number:
+            self._version = self._read(number)
+        return self._version
 
     def publish_base(
         self,
@@ -184,7 +195,7 @@ class Publication:
         current = self.current
         if current is None:
             raise NotFoundError(f"{self.path} has no base: publish a base before a delta")
-        if read_current(self.path).rolled_back:
+        if self._read_pointer().rolled_back:
             raise ThermoclineError(
                 f"{self.path} was rolled back to version {current.number}: publish a base, because a delta contains "
                 "only changes since the version before it"
@@ -205,7 +216,7 @@ class Publication:
 
     def compact(self) -> Version:
         """Publish the current version again, as a base: consumers then need no deltas. Reads and writes all rows."""
-        state = open_state(self.path, read_current(self.path).number)
+        state = open_state(self.path, self._read_pointer().number)
         tables = [
             TableRows(
                 name=t.name,
@@ -217,6 +228,7 @@ class Publication:
                 shared_key=t.shared_key,
                 positions=t.positions,
                 served=ServedRows.of(t),
+                decays=t.decays,
             )
             for t in state.version.tables
         ]
@@ -236,8 +248,7 @@ class Publication:
         """Make an earlier version the current one. The next version published must be a base."""
         version = self._read(number)
         open_state(self.path, number)  # every file that it needs exists and is sound
-        newest = max(versions(self.path))
-        self._set_current(Current(version.publication, number, rolled_back=number != newest))
+        self._set_current(Current(version.publication, number, rolled_back=number != self._newest))
         return version
 
     def retire(self, keep_bases: int = 2) -> list[int]:
@@ -304,12 +315,12 @@ class Publication:
                 others.append(temporary / name)
                 others[-1].write_bytes(content)
             try:
-                publication = read_current(self.path).publication
+                publication = self._read_pointer().publication
             except NotFoundError:
                 publication = secrets.token_hex(16)
             version = Version(
                 publication=publication,
-                number=max(versions(self.path), default=0) + 1,
+                number=self._newest + 1,
                 kind=kind,
                 previous=previous,
                 step=step,
@@ -319,9 +330,11 @@ class Publication:
                 files=tuple(_extra_file(path) for path in others),
                 formats=self.formats,
             )
-            atomic_file.atomic_write(temporary / MANIFEST, version.to_json())
+            _write_durably(temporary / MANIFEST, version.to_json())
+            atomic_file.sync_folder(temporary)
             atomic_file.failpoint("publish.files_written")
             temporary.rename(self.path / version.folder)
+            self._newest = version.number
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -331,25 +344,33 @@ class Publication:
         return version
 
     def _set_current(self, current: Current) -> None:
+        self._pointer = None  # unknown if writing it fails
         atomic_file.atomic_write(self.path / CURRENT, current.to_json())
+        self._pointer = current
+
+    def _read_pointer(self) -> Current:
+        if self._pointer is None:
+            self._pointer = read_current(self.path)
+        return self._pointer
 
     def _read(self, number: int) -> Version:
-        folders = versions(self.path)
-        if number not in folders:
-            raise NotFoundError(f"{self.path} has no version {number}: it has {_ranges(sorted(folders))}")
-        return read_version(folders[number])
+        folder = version_folder(self.path, number)
+        if folder is None:
+            raise NotFoundError(f"{self.path} has no version {number}: it has {_ranges(sorted(versions(self.path)))}")
+        return read_version(folder)
 
     def _remove_leftovers(self) -> None:
         """Remove what a killed writer left: incomplete folders, and versions that never became current."""
-        for entry in self.path.iterdir():
+        for entry in os.scandir(self.path):
             if entry.name.startswith(_TEMPORARY) or entry.name.endswith(".gone"):
-                shutil.rmtree(entry, ignore_errors=True)
+                shutil.rmtree(entry.path, ignore_errors=True)
+        folders = versions(self.path)
         with contextlib.suppress(NotFoundError):
-            current = read_current(self.path)
+            current = self._read_pointer()
             if not current.rolled_back:
-                for number, folder in versions(self.path).items():
-                    if number > current.number:
-                        atomic_file.remove_folder(folder)
+                for number in [number for number in folders if number > current.number]:
+                    atomic_file.remove_folder(folders.pop(number))
+        self._newest = max(folders, default=0)
 
 
 def _append(writer: _core.SnapshotWriter, table: TableRows, precision: Precision) -> None:
@@ -373,10 +394,18 @@ def _table_file(table: TableRows, file: Path, writer: _core.SnapshotWriter, prec
         table_id=table.table_id,
         initial=table.initial,
         positions=table.positions,
-        min_norm=table.served.min_norm,
-        max_rows=table.served.max_rows,
+        **dataclasses.asdict(table.served),
+        decays=table.decays,
         shared_key=table.shared_key,
     )
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    """Write a new file in a folder that nobody else knows yet: no rename is needed."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _extra_file(path: Path) -> ExtraFile:

@@ -1,15 +1,17 @@
 """`LookupServer`: lookups in a publication over Arrow Flight (gRPC). `client.py` is the Python client.
 
-One request is one `do_exchange` stream with the command `{"table": ..., "missing": ...}`: the client writes record
-batches with a column `key` (uint64), and receives for each one a batch with `row` (fixed-size list of float32) and
-`found` (bool), in order. With the command `{"score": true}` the batches have the columns of the training data, and the
-answers a column `probability` (float32). Actions: `health`, `version` (JSON) and `metrics` (Prometheus text).
+A lookup is one `do_get` whose ticket is the command `{"table": ..., "missing": ...}`, a line feed and the keys, 8 bytes
+each, little-endian. The answer is one record batch with `row` (fixed-size list of float32) and `found` (bool).
+A `do_exchange` stream with the same command takes record batches with a column `key` (uint64), and answers each one in
+order; it costs a few messages more. With the command `{"score": true}` its batches have the columns of the training
+data, and the answers a column `probability` (float32). Actions: `health`, `version` (JSON), `metrics` (Prometheus).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hmac
 import json
 import os
@@ -135,6 +137,19 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         self._snapshot = snapshot
         self._metrics = metrics
 
+    def do_get(self, context: Any, ticket: Any) -> Any:
+        with self._metrics.errors_counted(), _client_errors():
+            start = time.perf_counter()
+            text, _, data = ticket.ticket.partition(b"\n")
+            command = _Command.parse(text)
+            if command.score:
+                raise ValueError("a ticket is for lookups: score with do_exchange")
+            if len(data) % 8:
+                raise ValueError(f"the ticket has {len(data)} bytes of keys: it must have 8 per key")
+            batch, items, found = self._look_up(command, np.frombuffer(data, "<u8"))
+            self._metrics.count(command, items, found, time.perf_counter() - start)
+            return flight.RecordBatchStream(pa.RecordBatchReader.from_batches(batch.schema, [batch]))
+
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         with self._metrics.errors_counted(), _client_errors():
             command = _Command.parse(descriptor.command)
@@ -150,13 +165,11 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
 
     def _answer(self, command: _Command, request: Any) -> tuple[Any, int, int]:
         """Return the answer to a batch, its number of keys or examples, and the number of keys with a row."""
-        state = self._snapshot.state
         if request is not None:
             request.validate(full=command.score)  # Arrow has not compared lengths and offsets with the buffers
         if not command.score:
-            keys = _keys(request)
-            rows, found = find(state, keys, command.table, command.missing)
-            return _as_batch(rows, found, state.version.number), len(keys), int(found.sum())
+            return self._look_up(command, _keys(request))
+        state = self._snapshot.state
         if self._scorer is None:
             raise ValueError("this server does not score: start it with --score")
         if request is None or request.num_rows > MAX_EXAMPLES:
@@ -164,6 +177,13 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         scores = self._scorer(state, pa.Table.from_batches([request]))
         schema = pa.schema([("probability", pa.float32())], metadata={"version": str(state.version.number)})
         return pa.record_batch([pa.array(scores)], schema=schema), len(scores), 0
+
+    def _look_up(self, command: _Command, keys: Any) -> tuple[Any, int, int]:
+        if len(keys) > MAX_KEYS:
+            raise ValueError(f"{len(keys)} keys in one batch: at most {MAX_KEYS}; send several batches")
+        state = self._snapshot.state
+        rows, found = find(state, keys, command.table, command.missing)
+        return _as_batch(rows, found, state.version.number), len(keys), int(found.sum())
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
         version = self._snapshot.version
@@ -219,8 +239,6 @@ class _Command:
 def _keys(batch: Any) -> Any:
     if batch is None or batch.schema.names != ["key"] or batch.schema.field("key").type != pa.uint64():
         raise ValueError("a request must have one column, key, of uint64")
-    if batch.num_rows > MAX_KEYS:
-        raise ValueError(f"{batch.num_rows} keys in one batch: at most {MAX_KEYS}; send several batches")
     column = batch.column("key")
     if column.null_count:
         raise ValueError("the column key has nulls")
@@ -228,9 +246,15 @@ def _keys(batch: Any) -> Any:
 
 
 def _as_batch(rows: Any, found: Any, version: int) -> Any:
-    values = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
-    schema = pa.schema([("row", values.type), ("found", pa.bool_())], metadata={"version": str(version)})
-    return pa.record_batch([values, pa.array(np.asarray(found))], schema=schema)
+    schema = _schema(rows.shape[1], version)
+    values = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), type=schema.field(0).type)
+    return pa.RecordBatch.from_arrays([values, pa.array(found)], schema=schema)
+
+
+@functools.lru_cache(maxsize=64)
+def _schema(dim: int, version: int) -> Any:
+    row = pa.list_(pa.float32(), dim)
+    return pa.schema([("row", row), ("found", pa.bool_())], metadata={"version": str(version)})
 
 
 class _RequireToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from thermocline.arrays import Floats, Keys, as_keys
 from thermocline.core import _core
 from thermocline.errors import CorruptionError, NotFoundError
-from thermocline.serving.version import TableFile, Version, read_current, read_version, versions
+from thermocline.serving.version import TableFile, Version, read_current, read_version, version_folder
 from thermocline.utils import atomic_file
 
 Missing = Literal["initial", "zero", "error"]
@@ -269,14 +269,14 @@ def version_chain(path: Path, number: int, known: int | None) -> list[tuple[Vers
     Raises `NotFoundError` if a version is missing and `CorruptionError` if one does not belong to `number`.
     """
     chain: list[tuple[Version, Path]] = []
-    folders = versions(path)
     at: int | None = number
     while at is not None and at != known:
-        if at not in folders:
+        folder = version_folder(path, at)
+        if folder is None:
             raise NotFoundError(f"{path} has no version {at}, which version {number} needs")
-        version = read_version(folders[at])
+        version = read_version(folder)
         if chain and (version.publication != chain[0][0].publication or at >= chain[-1][0].number):
-            raise CorruptionError(f"{folders[at]}: it does not belong to version {number}: publish a base")
-        chain.append((version, folders[at]))
+            raise CorruptionError(f"{folder}: it does not belong to version {number}: publish a base")
+        chain.append((version, folder))
         at = version.previous
     return chain[::-1]

@@ -13,9 +13,10 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from thermocline.errors import CorruptionError, FormatError, NotFoundError
 from thermocline.serving.row_format import Precision, row_bytes
@@ -56,6 +57,13 @@ class TableFile:
     """Rows with a smaller L2 norm are not served."""
     max_rows: int | None = None
     """At most this number of rows is served, those with the largest norms."""
+    min_frequency: int = 0
+    min_score: float | None = None
+    nonclick_coeff: float = 0.1
+    click_coeff: float = 1.0
+    """These and the two before: the rule of `ServedRows`."""
+    decays: int | None = None
+    """Decays of show and click of all rows before this version, if the rule depends on them."""
     shared_key: int | None = None
     """The key whose row stands for keys without a row. None: they have their initial row."""
 
@@ -110,11 +118,17 @@ def _digest(content: dict[str, Any]) -> str:
 
 def versions(publication: Path) -> dict[int, Path]:
     """Return the folders of all complete versions by number."""
-    found = {}
-    for entry in publication.iterdir():
-        if match := _FOLDER.fullmatch(entry.name):
-            found[int(match[1])] = entry
-    return found
+    matches = (_FOLDER.fullmatch(name) for name in os.listdir(publication))
+    return {int(match[1]): publication / match[0] for match in matches if match}
+
+
+def version_folder(publication: Path, number: int) -> Path | None:
+    """Return the folder of a complete version, without listing all of them; None: there is no such version."""
+    for kind in get_args(Kind):
+        folder = publication / f"v{number:010}-{kind}"
+        if folder.is_dir():
+            return folder
+    return None
 
 
 def read_version(folder: Path) -> Version:

@@ -438,7 +438,7 @@ class HbmTier:
             self._wait_for_training()
             dirty = self._transfer.dirty
             slots = torch.nonzero(dirty[: self._used]).flatten().to(torch.int32)
-            for piece in torch.split(slots, _WRITE_BACK_ROWS):
+            for piece in torch.split(slots, _WRITE_BACK_ROWS) if len(slots) else ():
                 rows = self._transfer.staging_rows(len(piece))
                 copy_out(self.arena, piece, rows, torch.full((1,), len(piece), device=self.device))
                 keys = as_uint64(self.residents.keys[piece.long()])

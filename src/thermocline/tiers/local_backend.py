@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from thermocline.embedding.backend import ShardBackend
 from thermocline.embedding.table_spec import TableSpec
+from thermocline.utils.compiler_hash import start_hashing
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,7 @@ def training_device(device: str, hbm: int | None) -> torch.device | None:
     if device == "interpreter":
         return torch.device("cpu")
     if torch.cuda.is_available():
+        start_hashing()  # meanwhile torch makes the CUDA context, and the table its memory
         return torch.device("cuda", torch.cuda.current_device())
     if device == "cuda":
         raise ValueError("device is 'cuda', but torch sees no GPU: use device='auto', or 'cpu'")

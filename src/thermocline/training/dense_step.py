@@ -17,6 +17,7 @@ import torch
 
 from thermocline.batch import Batch
 from thermocline.config.train import DensePrecision, TrainConfig
+from thermocline.embedding.graph_op import outside_graphs
 from thermocline.embedding.table import Table
 from thermocline.errors import ThermoclineError
 
@@ -89,7 +90,8 @@ class DenseStep:
         from torch._dynamo import config, exc  # takes more than a second: only where it is used
 
         try:
-            with config.patch(fail_on_recompile_limit_hit=True):  # by default torch runs it uncompiled, with a warning
+            # By default torch runs a model beyond the limit uncompiled, with a warning. Bags are not compiled.
+            with config.patch(fail_on_recompile_limit_hit=True), outside_graphs():
                 yield
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
             reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

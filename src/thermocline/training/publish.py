@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from thermocline.embedding.admission import SHARED_KEY
+from thermocline.embedding.expiry import Expiry
 from thermocline.embedding.initializers import Constant
 from thermocline.embedding.table import Table
+from thermocline.errors import NotFoundError
 from thermocline.serving import Publication, ServedRows, TableRows, Version
 from thermocline.serving.changes import Changes
 from thermocline.serving.row_format import Precision
@@ -42,6 +45,9 @@ def publish_table(
     advance    called with the number of rows read since the last call
     """
     with Publication(path, precision=precision, formats=formats) as publication:
+        before = _published(publication, table.name) if delta else None
+        served = served or (ServedRows() if before is None else ServedRows.of(before))
+        served.check(table.spec.statistics.names)
         source = RowSource(table, advance)
         options: dict[str, Any] = {
             "name": table.name,
@@ -50,33 +56,41 @@ def publish_table(
             "table_id": table.spec.table_id,
             **_missing(table),
             "positions": source.positions,
+            "served": served,
+            "decays": None if served.min_score is None else source.decays,
         }
-        if not delta:
-            options["served"] = served = served or ServedRows()
-            tables = [TableRows(rows=served.select(source.rows), **options)]
+        if before is None:
+            tables = [TableRows(rows=source.rows(served, options.get("shared_key")), **options)]
             return publication.publish_base(tables, step=step, event_time=event_time, files=files or {})
-        before = _published(publication, table.name)
-        options["served"] = served = served or ServedRows.of(before)
-        changes = _changes(source, publication, before, served)
+        changes = _changes(source, publication, before, served, options.get("shared_key"))
         tables = [TableRows(rows=changes, deleted=changes.deleted, **options)]
         return publication.publish_delta(tables, step=step, event_time=event_time, files=files or {})
 
 
+def with_coefficients(served: ServedRows, expiry: Expiry | None) -> ServedRows:
+    """Return the rule with the coefficients of the score that expiry has."""
+    if served.min_score is None or expiry is None:
+        return served
+    return dataclasses.replace(served, nonclick_coeff=expiry.nonclick_coeff, click_coeff=expiry.click_coeff)
+
+
 def _published(publication: Publication, name: str) -> TableFile:
-    Publication.check(publication.path, delta=True)
     current = publication.current
-    assert current is not None
+    if current is None:
+        raise NotFoundError(f"{publication.path} has no version yet: publish a base first, without --delta")
     for table in current.tables:
         if table.name == name:
             return table
     raise ValueError(f"{publication.path} has no table {name!r}: publish into another folder")
 
 
-def _changes(source: RowSource, publication: Publication, before: TableFile, served: ServedRows) -> Any:
+def _changes(
+    source: RowSource, publication: Publication, before: TableFile, served: ServedRows, always: int | None
+) -> Any:
     """Return the changes since the current version, by the log or by comparing all rows."""
     logged: Any = "other rows are served than before"
     if served == ServedRows.of(before):
-        logged = source.changes(before.positions, served)
+        logged = source.changes(before.positions, before.decays, served, always)
     if not isinstance(logged, str):
         return logged
     current = publication.current
@@ -87,7 +101,7 @@ def _changes(source: RowSource, publication: Publication, before: TableFile, ser
         stacklevel=3,
     )
     view = open_state(publication.path, current.number).views[before.name]
-    return Changes(served.select(source.rows), view, before.precision)
+    return Changes(source.rows(served, always), view, before.precision)
 
 
 def _missing(table: Table) -> dict[str, Any]:

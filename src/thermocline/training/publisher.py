@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thermocline.config.publish import Publish
+from thermocline.config.publish import SERVED, Publish
+from thermocline.embedding.expiry import Expiry
 from thermocline.embedding.table import Table
 from thermocline.errors import NotFoundError, ThermoclineError
-from thermocline.serving import Publication, Version
+from thermocline.serving import Publication, ServedRows, Version
 from thermocline.serving.version import read_current, read_version, versions
 from thermocline.training.callbacks import Callback
-from thermocline.training.publish import publish_table
+from thermocline.training.publish import publish_table, with_coefficients
 from thermocline.utils.text_format import parse_duration
 
 if TYPE_CHECKING:
@@ -32,9 +33,24 @@ class Publisher(Callback):
     the folder has no version, was rolled back, or has a later step or another precision.
     """
 
-    def __init__(self, settings: Publish, table: Table, files: Callable[[], Mapping[str, bytes]] = dict) -> None:
-        """files: returns the further files of a version, such as `scoring_files(run)`."""
+    def __init__(
+        self,
+        settings: Publish,
+        table: Table,
+        files: Callable[[], Mapping[str, bytes]] = dict,
+        expiry: Expiry | None = None,
+    ) -> None:
+        """
+        files   returns the further files of a version, such as `scoring_files(run)`
+        expiry  has the coefficients of the score
+
+        Raises ValueError if the served rows depend on statistics that the table does not keep.
+        """
         assert settings.folder is not None
+        rule = {name: value for name in SERVED if (value := getattr(settings, name)) is not None}
+        self._served = with_coefficients(ServedRows(**rule), expiry) if rule else None
+        if self._served is not None:
+            self._served.check(table.spec.statistics.names)
         self._files = files
         self._settings = settings
         self._table = table
@@ -74,7 +90,7 @@ class Publisher(Callback):
                     warnings.filterwarnings("ignore", ".*all rows are compared with version", RuntimeWarning)
                 version = publish_table(
                     self._table, self._folder, step=step, delta=delta, precision=self._settings.precision,
-                    event_time=trainer.progress.event_time, files=self._files(),
+                    served=self._served, event_time=trainer.progress.event_time, files=self._files(),
                 )  # fmt: skip
             if not delta:
                 with Publication(self._folder, precision=self._settings.precision) as publication:

@@ -1,4 +1,7 @@
-"""`RowSource`: the weights of a table in hash order, all of them or those that changed since a position of its log."""
+"""`RowSource`: the served rows of a table in hash order, all of them or those that changed since a position of its log.
+
+Inside, a row is its weights, followed by the words of its statistics if the rule of the served rows reads them.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from thermocline.distributed.shard_reader import ShardReaderTable
 from thermocline.embedding.table import Table
 from thermocline.errors import ThermoclineError
 from thermocline.serving.changes import merge_by_hash, sort_by_hash
-from thermocline.serving.served_rows import ServedRows
+from thermocline.serving.served_rows import Candidates, ServedRows
 from thermocline.tiers.ssd import SsdStore
 
 _BATCH_ROWS = 65536
 Piece = tuple[Keys, Floats]
 Change = tuple[Keys, Floats, Mask]
-"""Keys, weights, and whether each key is deleted; the weights of deleted keys are undefined."""
+"""Keys, rows, and whether each key is deleted; the rows of deleted keys are undefined."""
 
 
 class RowSource:
@@ -36,18 +39,45 @@ class RowSource:
         self.positions = tuple(store.position() for store in self._stores)
         """Position of each store; empty: the table has none."""
 
-    def rows(self) -> Iterator[Piece]:
-        """Yield keys and weights of every trained row."""
-        rows = self._all_rows()
-        return rows if self._stores else sort_by_hash(rows)
+    def rows(self, served: ServedRows, always: int | None = None) -> Iterator[Piece]:
+        """Yield keys and weights of the trained rows that are served. `always`: a key that is served in any case."""
+        served.check(self._table.spec.statistics.names)
+        return served.select(lambda: self._candidates(served), always)
 
-    def _all_rows(self) -> Iterator[Piece]:
-        for keys, rows in self._table.rows(_BATCH_ROWS):
-            yield keys, rows[:, : self._table.dim]
+    def _candidates(self, served: ServedRows) -> Iterator[Candidates]:
+        rows = self._all_rows(served)
+        for keys, packed in rows if self._stores else sort_by_hash(rows):
+            yield self._unpack(keys, packed, served)
+
+    def _all_rows(self, served: ServedRows) -> Iterator[Piece]:
+        table = self._table
+        for keys, rows in table.backend.rows(table.checkpoint_store, _BATCH_ROWS):
+            yield keys, self._pack(rows, served)
             self._advance(len(keys))
 
-    def changes(self, since: Sequence[str], served: ServedRows) -> LoggedChanges | str:
-        """Return the changes since the positions of a version; a text, the cause, if they are not known."""
+    def _pack(self, rows: Floats, served: ServedRows) -> Floats:
+        """Return the columns of whole rows that are needed."""
+        weights = rows[:, : self._table.dim]
+        if not served.needs:
+            return weights
+        words = self._table.spec.statistics.words
+        packed: Floats = np.concatenate([weights, rows[:, rows.shape[1] - words :]], axis=1)
+        return packed
+
+    def _unpack(self, keys: Keys, packed: Floats, served: ServedRows) -> Candidates:
+        table = self._table
+        values = table.spec.statistics.unpack(packed, table.backend.statistics) if served.needs else {}
+        return keys, packed[:, : table.dim], values
+
+    def changes(
+        self, since: Sequence[str], decays: int | None, served: ServedRows, always: int | None = None
+    ) -> LoggedChanges | str:
+        """Return the changes since a version; a text, the cause, if they are not known.
+
+        since, decays  positions of the rows of the version, and decays before it (`TableFile`)
+        always         a key that is served in any case
+        """
+        served.check(self._table.spec.statistics.names)
         if not self._stores:
             return "the table has neither a store nor a checkpoint, so that its changes are not recorded"
         if not since:
@@ -56,26 +86,35 @@ class RowSource:
             return "the scale of all weights is trained"
         if not served.by_row:
             return "a cap on rows compares each row with all others"
+        if served.min_score is not None and decays != self.decays:
+            return "show and click of all rows were decayed since"
         if len(since) != len(self._stores):
             return f"the rows are in {len(self._stores)} stores, those of the version before in {len(since)}"
         streams = [store.changes(position) for store, position in zip(self._stores, since, strict=True)]
         if causes := [stream for stream in streams if isinstance(stream, str)]:
             return causes[0]
-        decoded = [self._decoded(stream) for stream in streams if not isinstance(stream, str)]
-        return LoggedChanges(decoded[0] if len(decoded) == 1 else _merged(decoded), served)
+        decoded = [self._decoded(stream, served) for stream in streams if not isinstance(stream, str)]
+        merged = decoded[0] if len(decoded) == 1 else _merged(decoded)
+        unpacked = ((self._unpack(keys, packed, served), deleted) for keys, packed, deleted in merged)
+        return LoggedChanges(unpacked, served, always)
 
-    def _decoded(self, stream: Iterator[tuple[Keys, Rows, Mask]]) -> Iterator[Change]:
-        dram, dim = self._table.backend.tiers.dram, self._table.dim
+    @property
+    def decays(self) -> int:
+        """Decays of show and click of all rows so far."""
+        return self._table.backend.statistics.decays
+
+    def _decoded(self, stream: Iterator[tuple[Keys, Rows, Mask]], served: ServedRows) -> Iterator[Change]:
+        dram = self._table.backend.tiers.dram
         assert dram is not None
         for keys, stored, deleted in stream:
-            yield keys, dram.decode(stored.view(np.float32))[:, :dim], deleted
+            yield keys, self._pack(dram.decode(stored.view(np.float32)), served), deleted
             self._advance(len(keys))
 
 
 def _merged(streams: Sequence[Iterator[Change]]) -> Iterator[Change]:
     """Merge changes of several stores by hash; the flags travel as a further column."""
     packed = (
-        ((keys, np.column_stack([weights, deleted.astype(np.float32)])) for keys, weights, deleted in stream)
+        ((keys, np.column_stack([rows, deleted.astype(np.float32)])) for keys, rows, deleted in stream)
         for stream in streams
     )
     for keys, rows in merge_by_hash(list(packed)):
@@ -85,14 +124,16 @@ def _merged(streams: Sequence[Iterator[Change]]) -> Iterator[Change]:
 class LoggedChanges:
     """Changed rows that are served. Iterate once; then `deleted` has the keys that are deleted or not served."""
 
-    def __init__(self, stream: Iterator[Change], served: ServedRows) -> None:
+    def __init__(self, stream: Iterator[tuple[Candidates, Mask]], served: ServedRows, always: int | None) -> None:
         self._stream = stream
         self._served = served
+        self._always = always
         self._deleted: list[Keys] = []
 
     def __iter__(self) -> Iterator[Piece]:
-        for keys, weights, deleted in self._stream:
-            kept = ~deleted & self._served.keeps(weights)
+        for candidates, deleted in self._stream:
+            keys, weights, _ = candidates
+            kept = ~deleted & self._served.keeps(candidates, self._always)
             if kept.all():
                 yield keys, weights
                 continue

@@ -386,7 +386,10 @@ class Run:
 
         if self.config.publish.folder is None:
             return []
-        return [Publisher(self.config.publish, self.table, lambda: scoring_files(self))]
+        try:
+            return [Publisher(self.config.publish, self.table, lambda: scoring_files(self), self.config.expiry)]
+        except ValueError as error:
+            raise ConfigError(f"publish.{error}") from None
 
     # ---- trained runs
 

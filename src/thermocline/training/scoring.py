@@ -24,12 +24,13 @@ from thermocline.config.schema import Config, Tiers, Train
 from thermocline.data.features import Features
 from thermocline.data.open_data import training_format
 from thermocline.data.record_batches import ColumnFormat, RecordBatchConverter
+from thermocline.data.request_size import require_size
 from thermocline.embedding.initializers import Normal
 from thermocline.embedding.optimizers import SGD
 from thermocline.embedding.table import Table
 from thermocline.embedding.table_spec import TableSpec
 from thermocline.errors import CorruptionError, NotFoundError
-from thermocline.models import build, row_dim
+from thermocline.models import ModelConfig, build, row_dim
 from thermocline.serving.snapshot import State, find
 from thermocline.serving.version import read_file
 from thermocline.tiers.dram_backend import DramBackend
@@ -38,6 +39,14 @@ if TYPE_CHECKING:
     from thermocline.training.run import Run
 
 CONFIG, FEATURES, DENSE = "config.toml", "features.json", "dense.safetensors"
+_MAX_BYTES = {CONFIG: 1 << 20, FEATURES: 1 << 26, DENSE: 1 << 32}
+"""Largest files of a version that are read."""
+_MAX_LAYERS = 1000
+"""Layers of one kind that a published model may have."""
+MAX_IDS = 1 << 22
+"""Ids of one request to score: those of all columns together."""
+MAX_TEXT = 1 << 28
+"""Bytes of text of one request to score."""
 
 
 def scoring_files(run: Run) -> dict[str, bytes]:
@@ -83,6 +92,7 @@ class Scorer:
 
         with self._lock:
             model = self._model(state)
+            require_size(table, model.separators, max_ids=MAX_IDS, max_text=MAX_TEXT)
             batch = model.converter.batch(table)
             model.rows.state = state
             with torch.no_grad():
@@ -106,9 +116,13 @@ class Scorer:
                 f"{', '.join(get_args(ColumnFormat))} data"
             )
         folder = self._path / state.version.folder
-        content = {file.name: read_file(folder, file) for file in state.version.files}
+        files = [file for file in state.version.files if file.name in _MAX_BYTES]
+        for file in files:
+            if file.bytes > (limit := _MAX_BYTES[file.name]):
+                raise CorruptionError(f"{folder / file.name} has {file.bytes} bytes: it must have at most {limit}")
+        content = {file.name: read_file(folder, file) for file in files}
         if self._loaded is None or self._loaded.settings != _settings(content, state):
-            self._loaded = _Model.build(content, f"{folder}/{CONFIG}", state)
+            self._loaded = _Model.build(content, folder, state)
         try:
             missing, unexpected = self._loaded.module.load_state_dict(
                 safetensors.torch.load(content[DENSE]), strict=False
@@ -132,14 +146,21 @@ class _Model:
     module: Any
     rows: _VersionRows
     converter: RecordBatchConverter
+    separators: Mapping[str, str]
+    """Separators of the columns whose text has several ids."""
     number: int = -1
     """The version of its dense weights."""
 
     @classmethod
-    def build(cls, content: Mapping[str, bytes], name: str, state: State) -> _Model:
-        config = Config.parse(content[CONFIG].decode(), name=name)
+    def build(cls, content: Mapping[str, bytes], folder: Path, state: State) -> _Model:
+        config = Config.parse(content[CONFIG].decode(), name=f"{folder}/{CONFIG}")
         features = Features.from_json(json.loads(content[FEATURES]))
         (table_name,) = state.tables
+        if row_dim(config.model) != state.tables[table_name].dim:
+            raise CorruptionError(
+                f"{folder}/{CONFIG} has rows of {row_dim(config.model)} weights, the version has "
+                f"{state.tables[table_name].dim}: publish this version again"
+            )
         backends: list[_VersionRows] = []
 
         def make_backend(spec: TableSpec, device: str, epoch: int | None) -> _VersionRows:
@@ -152,10 +173,37 @@ class _Model:
         )  # fmt: skip
         fields, hashing = len(features.fields), config.data.hashing
         fields = fields if hashing is None else hashing.fields_of(fields)
+        _require_sizes(config.model, table, fields, len(features.dense), content[DENSE], folder)
         module = build(config.model, table, fields, len(features.dense))
         module.eval()
         converter = RecordBatchConverter(config.data, features)
-        return cls(_settings(content, state), module, backends[0], converter)
+        return cls(_settings(content, state), module, backends[0], converter, config.data.separators)
+
+
+def _require_sizes(model: ModelConfig, table: Table, fields: int, dense: int, weights: bytes, folder: Path) -> None:
+    """Raise `CorruptionError` unless the file of weights has the parameters of the model. Allocates none of them.
+
+    A config from elsewhere can name layers of any size; the file with their weights is read, and so it bounds them.
+    """
+    import safetensors.torch
+    import torch
+
+    damaged = CorruptionError(f"{folder}/{DENSE} does not have the sizes of {CONFIG}: publish this version again")
+    try:
+        stored = {name: tuple(value.shape) for name, value in safetensors.torch.load(weights).items()}
+    except Exception as error:
+        raise damaged from error
+    layers = max(len(model.hidden), len(model.bottom), model.cross_layers or 0, model.attention_layers)
+    if layers > _MAX_LAYERS:
+        raise damaged
+    try:
+        with torch.device("meta"):
+            state = _dense_state(build(model, table, fields, dense))
+        expected = {name: tuple(value.shape) for name, value in state.items()}
+    except Exception as error:  # sizes that overflow
+        raise damaged from error
+    if stored != expected:
+        raise damaged
 
 
 def _settings(content: Mapping[str, bytes], state: State) -> tuple[Any, ...]:
