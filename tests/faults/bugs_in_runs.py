@@ -185,10 +185,10 @@ LOOK_AHEAD = [
         _LOOKAHEAD,
     ),
     PythonMutant(
-        "rows of frozen bags stay pinned",
+        "a batch passes before its rows are loaded",
         "pipeline/lookahead.py",
-        "            self._frozen.pop().release()\n",
-        "            self._frozen.pop()\n",
+        "        return max((ahead.to_visit for ahead in (*self._ahead.values(), *self._frozen)), default=0.0)\n",
+        "        return 0.0\n",
         _LOOKAHEAD,
     ),
     PythonMutant(
@@ -196,13 +196,6 @@ LOOK_AHEAD = [
         "pipeline/lookahead.py",
         '        self.bytes = sum(int(getattr(array, "nbytes", 0)) for array in arrays)\n',
         "        self.bytes = 0 * len(arrays)\n",
-        _LOOKAHEAD,
-    ),
-    PythonMutant(
-        "a pull that does not fit keeps the look-ahead's rows",
-        "pipeline/prefetch.py",
-        "                if before == 0 and any(table.drop_lookahead() for table in self._tables):\n",
-        "                if False:\n",
         _LOOKAHEAD,
     ),
 ]

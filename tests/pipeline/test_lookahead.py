@@ -161,6 +161,25 @@ def test_memory_of_the_horizon_stays_in_its_budget(depth: int, tmp_path: Path) -
     assert stats.bytes_total <= stats.budget
 
 
+def test_dense_features_of_batches_ahead_are_counted(tmp_path: Path) -> None:
+    table = make_table(tmp_path / "a", rows=8000, lookahead="300KB")
+    bag, trained, most = tc.EmbeddingBag(table, 1), 0, 0
+    dense = torch.zeros(40, 128)  # 20 KB: the budget holds fewer than 15 batches
+
+    def loader() -> Iterator[tc.Batch]:
+        nonlocal most
+        for number, batch in enumerate(batches(60, keys=1 << 40)):
+            most = max(most, number - trained)
+            yield tc.Batch(batch.ids, batch.offsets, 1, dense=dense.clone())
+
+    with tc.prefetch(loader(), table, depth=1) as prepared:
+        for batch in prepared:
+            bag(batch).sum().backward()
+            table.step()
+            trained += 1
+    assert 4 < most < 15
+
+
 def test_the_first_batch_does_not_wait_for_a_group(tmp_path: Path) -> None:
     read: list[int] = []
 
