@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thermocline.kernels.optimizer_rules import OptimizerStep, StoredStep
+from thermocline.kernels.optimizer_rules import StoredStep
 from thermocline.kernels.segments import capacities
 from thermocline.tiers.hbm_plan import HbmBatchPlan, PlanLists
 
@@ -42,6 +43,7 @@ class HbmRecordedRows:
         optimizer = backend.spec.optimizer
         constants = torch.zeros(StoredStep.WORDS, dtype=torch.int32, device=device)
         self._step = StoredStep(optimizer.code, optimizer.weight_decay, constants)
+        self._stochastic = backend.spec.precision.stochastic
         self._content: object = None
         """What `_constants` contains."""
         self._constants = torch.zeros(StoredStep.WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -51,7 +53,7 @@ class HbmRecordedRows:
         """Return what two plans must have in common to share the addresses; None: the plan cannot be copied."""
         if not isinstance(plan, HbmBatchPlan) or plan.lists is None or plan.pins is None or plan.rows is not None:
             return None
-        return plan.lists.layout, tuple(plan.specs)
+        return plan.lists.shape(plan.specs)
 
     def load(self, plan: HbmBatchPlan) -> None:
         """Copy a plan with the same shape, on the current stream, after its rows are ready."""
@@ -62,10 +64,10 @@ class HbmRecordedRows:
 
     def set_constants(self, step: int, lr: float, scale: float) -> None:
         """Set the constants of the next step. The upload before must have ended."""
-        rule = OptimizerStep.of(self._backend.spec.optimizer, step, lr=lr, scale=scale)
-        content = rule.constants, step if self._backend.spec.precision.stochastic else 0
+        rule = self._backend.step_rule(step, lr, scale)
+        content = rule, step if self._stochastic else 0
         if content != self._content:  # most optimizers have the same constants in each step
-            self._constants.numpy()[:] = rule.words()
+            self._constants.numpy()[:] = dataclasses.replace(rule, number=step).words()
             self._step.memory.copy_(self._constants, non_blocking=True)
             self._content = content
 
