@@ -295,7 +295,7 @@ def test_a_loss_that_is_not_finite_is_not_applied() -> None:
 def test_a_step_with_a_wrong_label_is_not_applied(
     monkeypatch: pytest.MonkeyPatch, graphs: str, threshold: int, step: int
 ) -> None:
-    monkeypatch.setattr(throughput, "_THREAD_EXAMPLES", threshold)
+    monkeypatch.setattr(throughput, "_LARGE_EXAMPLES", threshold)
     batches = batches_of(6)
     batches[step].label[3] = 2.0
     keep = Keep()
@@ -307,7 +307,7 @@ def test_a_step_with_a_wrong_label_is_not_applied(
 
 def test_metrics_on_a_thread_use_the_labels_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread reads logits and labels of a step after the next one has run, which overwrites fixed buffers."""
-    monkeypatch.setattr(throughput, "_THREAD_EXAMPLES", 1)
+    monkeypatch.setattr(throughput, "_LARGE_EXAMPLES", 1)
     settle, update, gate = ThroughputMeter.settle, StreamingMetrics.update, threading.Event()
 
     def late_settle(meter: ThroughputMeter) -> None:

@@ -219,7 +219,7 @@ class GraphStep:
         for values in (batch.label, batch.dense):
             if values is not None and not isinstance(values, (np.ndarray, torch.Tensor)):
                 return None
-            shape.append(None if values is None else (tuple(values.shape), str(values.dtype).removeprefix("torch.")))
+            shape.append(None if values is None else (values.shape, values.dtype))
         for table in self._tables:
             plan = batch.prepared.get(table)
             plan_shape = None if plan is None else table.backend.plan_shape(plan)
