@@ -114,7 +114,8 @@ class Batch:
 
     def __setstate__(self, state: Any) -> None:
         """Restore a pickled or copied batch, with a number of its own."""
-        for name, value in state[1].items():
+        attributes, fields = state  # attributes of a subclass, or None
+        for name, value in {**(attributes or {}), **fields}.items():
             setattr(self, name, value)
         self.set_handle()
 
