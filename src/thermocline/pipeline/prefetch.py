@@ -38,7 +38,7 @@ from thermocline.pipeline.window_sync import WindowSync, window_sync_for
 from thermocline.utils.malloc import keep_freed_memory
 
 _FIELDS = [field.name for field in dataclasses.fields(Batch) if field.init]
-_INLINE_IDS = 1 << 19
+_INLINE_IDS = 1 << 18
 """Ids of a window up to which its stages may run on the caller's thread: copying them takes a fraction of a step."""
 
 
