@@ -241,8 +241,6 @@ class Run:
             "on_damage": tiers.on_damage,
         }
         dim, optimizer = row_dim(config.model), row_optimizer(config)
-        if config.admission is not None and (self.groups is not None or self.folder.saved_by_ranks):
-            raise ConfigError("[admission] is set: it must be left out over several ranks, which have no admission yet")
         if read_only and (self.groups is not None or self.folder.saved_by_ranks):
             from thermocline.distributed.shard_reader import ShardReaderTable
 
