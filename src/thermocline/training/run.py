@@ -163,11 +163,6 @@ class Run:
                 self.groups = undo.enter_context(join_ranks(config.dist))
             same = {**rank_settings(config), "resume": resume}
             self._require_equal(same, "start all ranks with the same config and flags")
-            if self.groups is not None and self._shard[1] > 1 and config.publish.folder is not None and not read_only:
-                raise ConfigError(
-                    f"publish.folder is {config.publish.folder!r}: {self._shard[1]} ranks cannot publish; leave it out "
-                    "and use `thermocline export`"
-                )
             self.folder = RunFolder.read(run_dir, self.runner)
             """State of the folder of the run when it was opened."""
             if read_only and not self.folder.has_run and not self.folder.has_begun:
@@ -368,7 +363,8 @@ class Run:
         if self._shard[0] == 0:
             if not folder.has_run:  # before the first checkpoint, which needs them
                 files.write()
-            active = [files, *callbacks, *self._publishers()]
+            active = [files, *callbacks]
+        active += self._publishers()
         trainer = Trainer(
             self.model, self.optimizers, run_dir=run_dir, config=config.train, callbacks=active,
             dense_sync=config.dist.dense_sync,
