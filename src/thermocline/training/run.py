@@ -25,6 +25,7 @@ from thermocline.config.data import Split
 from thermocline.config.rank_rules import rank_settings
 from thermocline.config.schema import Config, OptimizerName, Tiers
 from thermocline.data.features import Features
+from thermocline.data.follow import FileAgreement
 from thermocline.data.open_data import check_paths, has_split, open_data, require_local
 from thermocline.distributed.collective_errors import CollectiveRunner
 from thermocline.distributed.launch import join_ranks, machine_world, world_size
@@ -301,7 +302,8 @@ class Run:
 
     def _open(self, split: Split, options: dict[str, Any]) -> Any:
         try:
-            opened: Any = open_data(self.config.data, split, shard=self._shard, **options)
+            agreement = self._file_agreement() if split == "train" else None
+            opened: Any = open_data(self.config.data, split, shard=self._shard, agreement=agreement, **options)
         except DataError:
             if split == "train" or self._shard == (0, 1):
                 raise
@@ -312,6 +314,13 @@ class Run:
         else:
             self._identities[f"data.{split}"] = opened.identity
         return opened
+
+    def _file_agreement(self) -> FileAgreement | None:
+        if self.groups is None or self.groups.topology.world == 1 or not self.config.data.follow:
+            return None
+        from thermocline.distributed.file_agreement import RankFiles
+
+        return RankFiles(self.groups)
 
     # ---- training
 
