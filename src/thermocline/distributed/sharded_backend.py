@@ -103,8 +103,8 @@ class ShardedBackend(Unrecorded):
         if local.lookahead is not None:
             self.hints = HintedRows(local, groups.hint_lane, groups.topology.world, local.lookahead.bytes)
         self._row_exchange = exchange
-        self._exact_exchange = RowExchange(exchange.topology, hops=exchange.hops, threads=spec.threads)
-        """For statistics of rows, which no wire format may round."""
+        self.exact_exchange = RowExchange(exchange.topology, hops=exchange.hops, threads=spec.threads)
+        """For statistics of rows and admission, which no wire format may round."""
         self.early: EarlyRows | None = None
         """Rows exchanged while the network computes. None: not wanted, or a row may change between its batches."""
         if groups.early is not None and local.rates is None and local.tiers.hbm is None:
@@ -289,7 +289,7 @@ class ShardedBackend(Unrecorded):
         values = torch.zeros(len(route.keys), 2 * LIMBS, device=self.device)
         if reduced is not None:
             values[reduced.slots.long()] = to_limbs(reduced.occurrences)
-        total, _ = self._exact_exchange.reduce_gradients(
+        total, _ = self.exact_exchange.reduce_gradients(
             self.groups.train, route, values, None, self.traffic.statistics, self.step_count
         )
         return from_limbs(total)
@@ -339,6 +339,10 @@ class ShardedBackend(Unrecorded):
 
     # ---- evaluation
 
+    def read_initial(self, inputs: BagInputs) -> Any:
+        """See `LocalBackend.read_initial`: every rank computes the initial rows of any key."""
+        return self.local.read_initial(inputs)
+
     def read_batch(self, inputs: BagInputs) -> Any:
         working_set = working_set_of(inputs, self.spec.threads)
         weights = torch.empty(len(working_set), self.spec.dim)
@@ -351,7 +355,7 @@ class ShardedBackend(Unrecorded):
 
     def read(self, keys: Keys) -> Floats:
         out = torch.empty(len(keys), self.spec.row_floats)
-        self._read_from_owners(keys, out, self._exact_exchange if self.spec.statistics else self._row_exchange)
+        self._read_from_owners(keys, out, self.exact_exchange if self.spec.statistics else self._row_exchange)
         return out.numpy()
 
     def _read_from_owners(self, keys: Keys, out: torch.Tensor, exchange: RowExchange) -> None:

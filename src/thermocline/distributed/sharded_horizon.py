@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -187,6 +187,8 @@ class HintedRows:
         self.stats = HintStats()
         self.sends_in_time = True
         """False after a batch waited for the lane in vain: the next ones do not wait."""
+        self.with_row: Callable[[Keys], Keys] | None = None
+        """Returns those keys of a hint that may have a row, on the thread of the lane; None: all of them."""
         self._local = local
         self._max_bytes = max_bytes
         self._pipelines: dict[bool, _Pipeline] = {}
@@ -237,6 +239,8 @@ class HintedRows:
     def receive(self, hint: Hint) -> None:
         self.stats.received += 1
         self.stats.keys += len(hint.keys)
+        if self.with_row is not None:
+            hint = hint._replace(keys=self.with_row(hint.keys))
         with self._lock:
             pipeline = self._pipelines.get(hint.training)
             held = sum(other.keys.nbytes for other in self._early)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -53,11 +53,9 @@ class Expiry:
     click_coeff: float = 1.0
     """Weight of a click in the score."""
     max_rows: int | None = None
-    """Keep at most this many rows: further ones go in `order`. Over ranks each rank keeps at most its equal share,
-    rounded up."""
+    """Keep at most this many rows, over all ranks: further ones go in `order`."""
     min_rows: int = 0
-    """Keep at least this many rows, although rules apply to them: those that come last in `order`. Over ranks each rank
-    keeps at least its equal share, rounded up."""
+    """Keep at least this many rows, over all ranks, although rules apply to them: those that come last in `order`."""
     order: Order | None = None
     """Which rows go first, for `max_rows` and `min_rows`: those with the lowest value, of equal ones the smallest key.
     None: the first of score, last_step, last_time, frequency and norm that the statistics of the table allow."""
@@ -138,14 +136,23 @@ class Expired:
 class Selection:
     """Chooses the rows to delete, at one step: a `backend.Select`."""
 
-    def __init__(self, expiry: Expiry, spec: TableSpec, state: StatisticsState, step: int, ranks: int) -> None:
-        """Decay comes first: it changes `state`. `expiry` has an order."""
+    def __init__(
+        self,
+        expiry: Expiry,
+        spec: TableSpec,
+        state: StatisticsState,
+        step: int,
+        total: Callable[[int], int] = lambda count: count,
+    ) -> None:
+        """Decay comes first: it changes `state`. `expiry` has an order.
+
+        total   returns the sum of a count over all ranks; collective over ranks
+        """
         self.expiry = expiry
         self._spec = spec
         self._state = state
         self._step = step
-        self._max_rows = None if expiry.max_rows is None else -(-expiry.max_rows // ranks)
-        self._min_rows = -(-expiry.min_rows // ranks)
+        self._total = total
         self.rows = 0
         """Rows that were tested."""
         self._begin = time.perf_counter()
@@ -158,7 +165,7 @@ class Selection:
         return time.perf_counter() - self._begin
 
     def __call__(self, pieces: Iterator[tuple[Keys, Floats]]) -> Keys:
-        limited = self._max_rows is not None or self._min_rows > 0
+        limited = self.expiry.max_rows is not None or self.expiry.min_rows > 0
         keys, places, condemned = [np.empty(0, np.uint64)], [np.empty(0)], [np.empty(0, np.bool_)]
         for piece, rows in pieces:
             self.rows += len(piece)
@@ -209,12 +216,41 @@ class Selection:
 
     def _limit(self, keys: Keys, places: Doubles, condemned: Mask) -> Keys:
         """Apply the floor to rows that rules condemn, then the cap to the others."""
-        first_to_go = np.lexsort((keys, places))
-        listed = first_to_go[condemned[first_to_go]]
-        spared = max(0, min(len(listed), self._min_rows - (len(keys) - len(listed))))
+        order = np.lexsort((keys, places))
+        keys, places, condemned = keys[order], places[order], condemned[order]
+        rows, listed = self._total(len(keys)), self._total(int(condemned.sum()))
+        spared = max(0, min(listed, self.expiry.min_rows - (rows - listed)))
         dead = np.zeros(len(keys), np.bool_)
-        dead[listed[: len(listed) - spared]] = True
-        if self._max_rows is not None:
-            alive = first_to_go[~dead[first_to_go]]
-            dead[alive[: max(0, len(alive) - self._max_rows)]] = True
+        dead[np.flatnonzero(condemned)[: self._first(places[condemned], keys[condemned], listed - spared)]] = True
+        if self.expiry.max_rows is not None:
+            excess = max(0, rows - (listed - spared) - self.expiry.max_rows)
+            dead[np.flatnonzero(~dead)[: self._first(places[~dead], keys[~dead], excess)]] = True
         return keys[dead]
+
+    def _first(self, places: Doubles, keys: Keys, count: int) -> int:
+        """Return how many of the first `count` rows of all ranks, by place and then key, are of this process.
+
+        places, keys   of this process, in that order
+        Counts rows up to a bound, over all ranks, and halves the range of the bound: at most 128 times.
+        """
+        if count == 0:
+            return 0
+        bits = (places + 0.0).view(np.uint64)  # no negative zero
+        negative = bits >> np.uint64(63) != 0
+        ordered = np.where(negative, ~bits, bits | np.uint64(1 << 63))  # integers in the order of the places
+        bound = self._bound(ordered, count)
+        first, last = np.searchsorted(ordered, bound, "left"), np.searchsorted(ordered, bound, "right")
+        ties = keys[first:last]
+        bound = self._bound(ties, count - self._total(int(first)))
+        return int(first + np.searchsorted(ties, bound, "right"))
+
+    def _bound(self, ascending: npt.NDArray[np.uint64], count: int) -> np.uint64:
+        """Return the least value up to which all ranks together have at least `count` values."""
+        low, high = 0, 2**64 - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._total(int(np.searchsorted(ascending, np.uint64(middle), "right"))) >= count:
+                high = middle
+            else:
+                low = middle + 1
+        return np.uint64(low)

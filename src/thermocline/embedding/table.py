@@ -204,9 +204,7 @@ class Table(OpenTable):
         """Which keys get a row; None: all that are trained."""
         self._admission: AdmissionBackend | None = None
         if admission is not None:
-            from thermocline.embedding.admission_backend import AdmissionBackend
-
-            self._admission = AdmissionBackend(cast(LocalBackend, self.backend), self.spec, admission)
+            self._admission = self._make_admission(admission)
             self._admission.may_forget = self.expiry is not None
             self.backend = cast(RowBackend, self._admission)
         self._open_version()
@@ -325,6 +323,12 @@ class Table(OpenTable):
 
     # ---- admission
 
+    def _make_admission(self, admission: Admission) -> AdmissionBackend:
+        """Make the layer above the backend that decides which keys get a row."""
+        from thermocline.embedding.admission_backend import AdmissionBackend
+
+        return AdmissionBackend(cast(LocalBackend, self.backend), self.spec, admission)
+
     @property
     def admission_stats(self) -> core.AdmissionStats | None:
         """Counters of admission since the table was opened, and its memory; None: the table has no admission."""
@@ -334,10 +338,11 @@ class Table(OpenTable):
         """Return the state of this process that a checkpoint saves beside rows, as of the last step."""
         return {} if self._admission is None else {"admission": self._admission.state()}
 
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `rank_state`, after the rows."""
+    def load_rank_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the results of `rank_state` of the processes that had this one's rows, after the rows."""
         if self._admission is not None:
-            self._admission.load_state(state.get("admission"))
+            saved = [state["admission"] for state in states if "admission" in state]
+            self._admission.load_state(saved, self.owns)
 
     def pin(self, window: RowWindow) -> None:
         """See `RowBackend.pin`. The error names passes of the training loop that hold rows, if there are any."""
@@ -511,9 +516,8 @@ class Table(OpenTable):
         self._require_no_gradients("expire()")
         if self._admission is not None and self.expiry is None:
             self._admission.require_no_planner("expire() of a table without expiry=...")
-        ranks = 1 if self.groups is None else self.groups.topology.world
         selection = Selection(
-            expiry.checked(self.spec.statistics), self.spec, self.backend.statistics, self.step_count, ranks
+            expiry.checked(self.spec.statistics), self.spec, self.backend.statistics, self.step_count, self._total
         )
         keys = self.backend.expire(selection, self.checkpoint_store)
         self._history, self._history_begun = self._new_history(), True
@@ -523,6 +527,12 @@ class Table(OpenTable):
         for called in self.on_expired:
             called(keys)
         return len(keys)
+
+    def _total(self, count: int) -> int:
+        """Return the sum of a count over the ranks. Collective."""
+        if self.groups is None:
+            return count
+        return int(self.groups.train.all_gather(np.array([count]), "counting rows").sum())
 
     @property
     def _idle(self) -> bool:

@@ -322,9 +322,11 @@ class _Stages:
             self._loader.shutdown()
         if self.ahead is not None:
             self.ahead.close()
-        self.end_planning()
-        if self._sync is not None:
-            self._sync.drain(windows)
+        try:
+            if self._sync is not None:
+                self._sync.drain(windows)  # it plans windows, too
+        finally:
+            self.end_planning()
 
 
 def _copy(batch: Batch) -> Batch:
