@@ -28,7 +28,6 @@ void init_tier(DramTier* self, uint32_t dim, int optimizer, size_t budget, size_
                const Precision& precision, uint8_t statistics, RowStore* store, std::optional<size_t> write_ahead,
                bool catch_up) {
   require(!catch_up || precision.kind == WeightKind::kFp32, "rows that catch up are fp32");
-  require(!catch_up || statistics == 0, "rows that catch up have no statistics");
   TierOptions o;
   o.layout = {dim, static_cast<Optimizer>(optimizer), precision, catch_up, statistics};
   o.initial = {static_cast<InitialKind>(initial_kind), initial_scale, initial_state, seed, table};
@@ -136,10 +135,11 @@ void mark_dirty(DramTier& self, SlotsArg slots) {
 }
 
 // Returns (rows copied, next slot).
-std::pair<size_t, uint32_t> dirty_rows(const DramTier& self, uint32_t next, KeysOutArg keys, FloatsOutArg rows) {
+std::pair<size_t, uint32_t> dirty_rows(DramTier& self, uint32_t next, KeysOutArg keys, FloatsOutArg rows, uint64_t lo,
+                                       uint64_t hi) {
   check_stored(self, keys.size(), rows);
   nb::gil_scoped_release release;
-  size_t n = self.dirty_rows(&next, keys.size(), keys.data(), reinterpret_cast<uint8_t*>(rows.data()));
+  size_t n = self.dirty_rows(&next, keys.size(), keys.data(), reinterpret_cast<uint8_t*>(rows.data()), {lo, hi});
   return {n, next};
 }
 
@@ -175,9 +175,9 @@ void write(DramTier& self, SlotsArg slots, FloatsArg rows) {
   self.write(slots.data(), slots.size(), reinterpret_cast<const uint8_t*>(rows.data()));
 }
 
-void flush(DramTier& self, RowStore* to) {
+void flush(DramTier& self, RowStore* to, uint64_t lo, uint64_t hi) {
   nb::gil_scoped_release release;
-  self.flush(to);
+  self.flush(to, {lo, hi});
 }
 
 void check(DramTier& self, bool idle) {
@@ -246,13 +246,13 @@ void bind_dram(nb::module_& m) {
       .def("pull", &pull, "keys"_a.noconvert(), "slots"_a.noconvert())
       .def("unpin", &unpin, "slots"_a.noconvert(), "dirty"_a, "keys"_a.noconvert().none())
       .def("mark_dirty", &mark_dirty, "slots"_a.noconvert())
-      .def("dirty_rows", &dirty_rows, "next"_a, "keys"_a.noconvert(), "rows"_a.noconvert())
+      .def("dirty_rows", &dirty_rows, "next"_a, "keys"_a.noconvert(), "rows"_a.noconvert(), "lo"_a, "hi"_a)
       .def("read", &read, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def("push", &push, "keys"_a.noconvert(), "rows"_a.noconvert(), "dirty"_a, "unique"_a = false)
       .def("erase", &erase, "keys"_a.noconvert())
       .def("copy_out", &copy_out, "slots"_a.noconvert(), "rows"_a.noconvert())
       .def("write", &write, "slots"_a.noconvert(), "rows"_a.noconvert())
-      .def("flush", &flush, "to"_a.none())
+      .def("flush", &flush, "to"_a.none(), "lo"_a, "hi"_a)
       .def("write_ahead", &write_ahead, "rows"_a)
       .def("stop_write_ahead", &DramTier::stop_write_ahead, nb::call_guard<nb::gil_scoped_release>())
       .def("check", &check, "idle"_a)

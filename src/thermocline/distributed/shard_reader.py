@@ -109,12 +109,12 @@ class ShardReaderBackend(DramBackend):
         elif scale is not None:
             self.host.dram.set_scale(scale)  # `rows` decodes with it
 
-    def _owned_rows(self, **options: int) -> Iterator[tuple[Keys, Rows]]:
+    def _owned_rows(self, batch_rows: int = 65536) -> Iterator[tuple[Keys, Rows]]:
         for shard in self._shards:
-            yield from self._owned_rows_of(shard, **options)
+            yield from self._owned_rows_of(shard, batch_rows)
 
-    def _owned_rows_of(self, shard: _Shard, **options: int) -> Iterator[tuple[Keys, Rows]]:
-        for keys, rows in shard.store.scan(**options):
+    def _owned_rows_of(self, shard: _Shard, batch_rows: int = 65536) -> Iterator[tuple[Keys, Rows]]:
+        for keys, rows in shard.store.scan(batch_rows):
             owned = owner_of(keys, self._world) == self._rank
             yield keys[owned], rows[owned]
 

@@ -40,6 +40,7 @@ from thermocline.distributed.row_reduce import LIMBS, RowSum, from_limbs, take_r
 from thermocline.distributed.sharded_horizon import HintedRows, ShardedHorizon
 from thermocline.embedding.backend import Select, ShardBackend, ShardPins, TierSet, Unrecorded
 from thermocline.embedding.batch_plan import BagInputs, Gradient, ReducedGradients, working_set_of
+from thermocline.embedding.key_hash import KeyPart
 from thermocline.embedding.quant_scale import LearnedScale
 from thermocline.embedding.row_statistics import StatisticsState
 from thermocline.embedding.step_rates import StepRates
@@ -372,7 +373,7 @@ class ShardedBackend(Unrecorded):
     def rows(self, store: SsdStore | None, batch_rows: int) -> Iterator[tuple[Keys, Floats]]:
         return self.local.rows(store, batch_rows)
 
-    def expire(self, select: Select, store: SsdStore | None) -> Keys:
+    def expire(self, select: Select, store: SsdStore | None, part: KeyPart) -> Keys:
         """See `RowBackend.expire`: the rows that this rank owns. Batches are fetched after it, so none is open."""
         if self._open:
             raise RuntimeError(
@@ -380,7 +381,7 @@ class ShardedBackend(Unrecorded):
                 "before the next batch is drawn"
             )
         self._rows_change()
-        return self.local.expire(select, store)
+        return self.local.expire(select, store, part)
 
     def flush(self, store: SsdStore | None = None) -> None:
         self.local.flush(store)

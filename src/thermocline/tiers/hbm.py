@@ -22,9 +22,11 @@ import numpy.typing as npt
 import torch
 
 from thermocline.arrays import Floats, Keys, as_keys
+from thermocline.embedding.key_hash import ALL_KEYS, KeyPart
 from thermocline.errors import BudgetError, ThermoclineError
 from thermocline.kernels.evict import CLAIMED, EMPTIED, EVICTED, LOST, NEW, NEWEST, SHORT
 from thermocline.kernels.find import find
+from thermocline.kernels.hash_part import is_in_part
 from thermocline.kernels.index import Index
 from thermocline.kernels.insert import BYTES_PER_SLOT, InsertPlan, Residents, find_or_insert
 from thermocline.kernels.launch import stream_ahead
@@ -488,13 +490,16 @@ class HbmTier:
             rows[torch.from_numpy(resident).to(self.device)] = buffer
             return rows, None if self._stream is None else self._stream.record_event()
 
-    def write_back(self) -> None:
-        """Push every changed row into the DRAM tier. Call between steps."""
+    def write_back(self, part: KeyPart = ALL_KEYS) -> None:
+        """Push every changed row of a part of the keys into the DRAM tier. Call between steps."""
         with self._planned():
             self._transfer.drain()
             self.wait_for_training()
             dirty = self._transfer.dirty
-            slots = torch.nonzero(dirty[: self._used]).flatten().to(torch.int32)
+            changed = dirty[: self._used] != 0
+            if part != ALL_KEYS:
+                changed &= is_in_part(self.residents.keys[: self._used], part.lo, part.hi)
+            slots = torch.nonzero(changed).flatten().to(torch.int32)
             for piece in torch.split(slots, _WRITE_BACK_ROWS) if len(slots) else ():
                 rows = self._transfer.staging_rows(len(piece))
                 copy_out(self.arena, piece, rows, torch.full((1,), len(piece), device=self.device))
@@ -513,6 +518,8 @@ class HbmTier:
     def erase(self, keys: Keys) -> None:
         """Replace the rows of `keys` that are here by their initial rows, not dirty. Call between steps, after
         `write_back`, under `exclusive`."""
+        if len(keys) == 0:
+            return
         with self._planned():
             self._transfer.drain()
             self.wait_for_training()

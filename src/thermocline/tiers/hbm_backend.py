@@ -20,6 +20,7 @@ from thermocline.arrays import Floats, Keys, Rows, as_keys
 from thermocline.batch import WorkingSet
 from thermocline.embedding.backend import Select, ShardPins, TierSet
 from thermocline.embedding.batch_plan import BagInput, BagInputs, Gradient, ReducedGradients, working_set_of
+from thermocline.embedding.key_hash import KeyPart
 from thermocline.embedding.quant_scale import UNIT, LearnedScale
 from thermocline.embedding.row_statistics import StatisticsState, click_units
 from thermocline.embedding.step_rates import StepRates
@@ -33,14 +34,14 @@ from thermocline.kernels.optimizer_rules import ADAM, OptimizerStep, StoredStep
 from thermocline.kernels.pool import Pooling, pool_rows
 from thermocline.kernels.random import table_mix
 from thermocline.kernels.segments import Segments, find_segments
-from thermocline.kernels.statistics import StatisticsStep, count_occurrences, update_statistics
+from thermocline.kernels.statistics import StatisticsStep, StoredStatistics, count_occurrences, update_statistics
 from thermocline.kernels.update import RowUpdate, apply_gradients, sum_gradients, update_rows
 from thermocline.kernels.weight_gradient import weight_gradient
 from thermocline.tiers.compile_ahead import compile_ahead
 from thermocline.tiers.dram_horizon import DramBatchAhead, DramHorizon
 from thermocline.tiers.hbm import HbmPins, HbmTier
 from thermocline.tiers.hbm_plan import HbmBag, HbmBatchPlan, HbmWindow, PlanLists, write_plan
-from thermocline.tiers.hbm_recorded import HbmRecordedRows
+from thermocline.tiers.hbm_recorded import HbmRecordedRows, fixed_click_units
 from thermocline.tiers.host_rows import HostRows
 from thermocline.tiers.plan_graph import PlanGraphs, WindowShapes
 from thermocline.tiers.ssd import SsdStore
@@ -79,6 +80,8 @@ class HbmBackend:
         self.record_planning(True)
         self.recorded_step: StoredStep | None = None
         """While a training step is recorded: the constants of all its replays."""
+        self.recorded_statistics: StoredStatistics | None = None
+        """The same for the statistics of rows."""
         self._step_rule: OptimizerStep | None = None
         """The constants of the last step."""
         self._updates_rows_only = self.rates is None and not spec.statistics and self._codec.gradient is None
@@ -297,15 +300,26 @@ class HbmBackend:
         """Return `ReducedGradients.occurrences` on the device; undefined past segments.counts[0]."""
         units = None
         if "click" in self.spec.statistics:
-            units = self._to_device(click_units(self.spec.name, gradients))
+            if self.recording:
+                units = torch.cat([fixed_click_units(gradient) for gradient in gradients])
+            else:
+                units = self._to_device(click_units(self.spec.name, gradients))
         return count_occurrences(segments, rows, units)
+
+    @property
+    def recording(self) -> bool:
+        return self.recorded_step is not None
 
     def _update_statistics(
         self, slots: torch.Tensor, occurrences: torch.Tensor, limit: torch.Tensor | None, step: int
     ) -> None:
-        kept, state = self.spec.statistics, self.statistics
-        rule = StatisticsStep(kept.names, kept.words, step, state.step_time, state.runs)
+        rule = self.recorded_statistics or self.statistics_step(step)
         update_statistics(self.hbm.arena, slots, occurrences, limit, rule)
+
+    def statistics_step(self, step: int) -> StatisticsStep:
+        """Return the constants of the statistics of step `step`."""
+        kept, state = self.spec.statistics, self.statistics
+        return StatisticsStep(kept.names, kept.words, step, state.step_time, state.runs)
 
     def norm(self, reduced: ReducedGradients) -> float:
         return float(reduced.values.double().square().sum().sqrt())
@@ -370,8 +384,6 @@ class HbmBackend:
         self.plans_on_device = self.plan_graphs.enabled and self.spec.ssd is None
 
     def cannot_record(self) -> str:
-        if self.spec.statistics:
-            return f"table {self.spec.name!r} keeps statistics of rows, which change with the step and the labels"
         if self._codec.gradient is not None:
             return f"table {self.spec.name!r} learns its quantization scale (scale_lr)"
         if self.rates is not None:
@@ -382,7 +394,9 @@ class HbmBackend:
         return HbmRecordedRows(self, plan)
 
     def plan_shape(self, plan: Any) -> Any:
-        return HbmRecordedRows.shape(plan) if self.is_current(plan) else None
+        if not self.is_current(plan) or len(self.statistics.runs) > StoredStatistics.RUNS:
+            return None
+        return HbmRecordedRows.shape(plan)
 
     def _combine(
         self, gradients: Sequence[Gradient]
@@ -463,9 +477,11 @@ class HbmBackend:
         self.write_back()
         yield from self.host.rows(store, batch_rows)
 
-    def expire(self, select: Select, store: SsdStore | None) -> Keys:
+    def expire(self, select: Select, store: SsdStore | None, part: KeyPart) -> Keys:
         with self.hbm.exclusive():  # no window is planned meanwhile
-            keys = select((keys, self._caught_up(rows)) for keys, rows in self.rows(store, 65536))
+            self.hbm.write_back(part)
+            self._save_scale()
+            keys = select((keys, self._caught_up(rows)) for keys, rows in self.host.rows(store, 65536, part))
             self.host.erase(keys, store)
             self.hbm.erase(keys)
         return keys

@@ -301,7 +301,7 @@ class Trainer:
         self.position = batch.position
         self.progress.batch += 1
         self.progress.examples += batch.examples
-        self.progress.advance_time(batch.time)
+        self.progress.advance_time(batch.time, self.config.max_jump)
         if len(self._losses) < self.config.accumulate:
             return None
         return self._update() if done is None else self._count_step()
@@ -449,6 +449,8 @@ class Trainer:
         self.progress = Progress(rates={table.name: table.optimizer.lr for table in self.tables})
         for table in self.tables:
             table.accumulate = self.config.accumulate
+            if self.config.max_jump is not None:
+                table.max_time_jump = self.config.max_jump
         self.position = None
         self._stop = self._averaged = False
         self.completed_step = None
