@@ -267,7 +267,8 @@ def main(words: Sequence[str] | None = None) -> None:
             progress(f"loaded in {built.load_s:.0f} s, log filled in {built.put_s:.0f} s")
         built = Built.of(folder, keys.count)
         if options.step == "build":
-            return progress("complete" if built.complete else "not complete: repeat the command")
+            progress("complete" if built.complete else "not complete: repeat the command")
+            return
         if not built.complete:
             raise SystemExit(f"{folder}: no complete store of {keys.count:,} keys; run --step build first")
         batch = min(BATCH, keys.count // 10)
