@@ -323,9 +323,7 @@ def test_reopening_under_a_pipeline_is_refused_and_changes_no_row(tmp_path: Any)
     table.commit()
     with tc.prefetch(batches, table, depth=2) as prepared:
         first = next(prepared)
-        with pytest.raises(
-            tc.ThermoclineError, match=r"reopen\(\) while \d windows have rows in HBM"
-        ):
+        with pytest.raises(tc.ThermoclineError, match=r"reopen\(\) while \d windows have rows in HBM"):
             table.reopen()
         for batch in [first, *prepared]:
             bag(batch).sum().backward()
