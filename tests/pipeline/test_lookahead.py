@@ -388,6 +388,44 @@ def test_a_part_is_chosen_and_pulled_while_the_one_before_is_read(
     table.dram.check()
 
 
+def test_parts_that_wait_for_a_thread_are_not_loaded_after_a_drop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dram_horizon, "_LEAST_PARTS", 2)
+    load, started, resume = DramHorizon._load_part, threading.Semaphore(0), threading.Event()
+
+    def slow(self: DramHorizon, *part: Any) -> None:
+        started.release()
+        resume.wait(20)
+        load(self, *part)
+
+    monkeypatch.setattr(DramHorizon, "_load_part", slow)
+    table = make_table(tmp_path / "a", rows=1500)
+    horizon = table.backend.horizon(training=True)
+    assert isinstance(horizon, DramHorizon)
+    horizon._part = 50
+    ahead = [horizon.add_keys(batch.ids) for batch in batches(10)]
+    loading = threading.Thread(target=lambda: [horizon.load() for _ in range(3)])
+    loading.start()
+    assert started.acquire(timeout=20)
+    assert started.acquire(timeout=20)
+    while horizon._core.gathered == 0 or len(horizon._loads) < 3:
+        time.sleep(0.001)  # the third part is chosen while two are being loaded
+    dropping = threading.Thread(target=horizon.drop)
+    dropping.start()
+    while not horizon._dropped:
+        time.sleep(0.001)
+    resume.set()
+    for thread in (dropping, loading):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert table.dram.pinned == 0
+    assert table.dram.loaded_ahead == 0
+    for batch in ahead:
+        batch.release()
+    table.dram.check()
+
+
 def test_forward_passes_outside_the_pipeline_take_the_memory_of_the_look_ahead(tmp_path: Path) -> None:
     data = batches(60, keys=100_000)
     table = make_table(tmp_path / "a", rows=1000, lookahead=64)

@@ -112,6 +112,7 @@ class DramHorizon:
         self._lock = threading.Lock()  # protects `_loads` and `_dropped`
         self._loads: deque[_Load] = deque()
         self._parts = max(_LEAST_PARTS, dram.core.calls_at_once // 2)
+        self._behind = self._parts if self._parts > 1 else 0  # parts that may be loading when `load` returns
         self._part = max(1, min(_PART_KEYS, dram.capacity // 16))
         self._threads = ThreadPoolExecutor(self._parts, thread_name_prefix="thermocline-load-ahead")
         self._most_ids = 0  # of a batch
@@ -144,7 +145,7 @@ class DramHorizon:
             ahead = self._core.gathered - before
             part = max(1, math.ceil(share * self._core.partitions)) - ahead
             visited = part > 0 and self._start(part)
-            waited = self._wait(self._parts - 1 if visited else max(0, len(self._loads) - 1))
+            waited = self._wait(self._behind if visited else max(0, len(self._loads) - 1))
             return visited or waited or self._core.position > before
 
     def _start(self, partitions: int) -> bool:
@@ -166,7 +167,8 @@ class DramHorizon:
         return True
 
     def _load_part(self, part: core.HorizonPart, skip: npt.NDArray[np.uint8] | None) -> None:
-        self._core.load_part(part, skip)
+        if not self._dropped:
+            self._core.load_part(part, skip)
 
     def _fits(self, keys: int) -> bool:
         loading = sum(load.keys for load in tuple(self._loads))
@@ -224,5 +226,5 @@ class DramHorizon:
 
     @property
     def bytes(self) -> int:
-        parts = self._parts * self._part * core.Horizon.PART_BYTES
+        parts = (self._behind + 1) * self._part * core.Horizon.PART_BYTES
         return self._core.bytes + core.Horizon.SCRATCH_BYTES * self._most_ids + parts
