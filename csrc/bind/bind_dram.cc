@@ -82,21 +82,21 @@ HorizonBatch* horizon_add(Horizon& self, KeysArg ids) {
   return self.add(ids.data(), ids.size()).release();
 }
 
-auto horizon_next_part(Horizon& self, size_t max, uint32_t partitions) {
-  const std::vector<uint64_t>* part;
-  {
-    nb::gil_scoped_release release;
-    part = &self.next_part(max, partitions);
-  }
-  Recycled<uint64_t> keys(part->size());
-  std::copy(part->begin(), part->end(), keys.get());
-  return to_numpy(std::move(keys), part->size());
+HorizonPart* horizon_next_part(Horizon& self, size_t max, uint32_t partitions) {
+  nb::gil_scoped_release release;
+  return self.next_part(max, partitions).release();
 }
 
-void horizon_load_part(Horizon& self, size_t keys, std::optional<BytesArg> skip) {
-  require(!skip || skip->size() == keys, "load_part: skip and keys differ in length");
+auto part_keys(const HorizonPart& self) {
+  Recycled<uint64_t> keys(self.keys().size());
+  std::copy(self.keys().begin(), self.keys().end(), keys.get());
+  return to_numpy(std::move(keys), self.keys().size());
+}
+
+void horizon_load_part(Horizon& self, HorizonPart& part, std::optional<BytesArg> skip) {
+  require(!skip || skip->size() == part.keys().size(), "load_part: skip and keys differ in length");
   nb::gil_scoped_release release;
-  self.load_part(skip ? skip->data() : nullptr);
+  self.load_part(part, skip ? skip->data() : nullptr);
 }
 
 // Returns (ids,), or (ids, keys, inverse, starts, order).
@@ -219,6 +219,7 @@ nb::dict stats(const DramTier& self) {
   d["pushed"] = s.pushed;
   d["reads"] = s.reads;
   d["read_hits"] = s.read_hits;
+  d["read_from_store"] = s.read_from_store;
   d["evictions"] = s.evictions;
   d["flushed"] = s.flushed;
   d["puts"] = s.puts;
@@ -259,6 +260,10 @@ void bind_dram(nb::module_& m) {
       .def("stats", &stats)
       .def("initial_rows", &initial_rows, "keys"_a.noconvert(), "rows"_a.noconvert())
       .def_prop_ro("capacity", &DramTier::capacity)
+      .def_prop_ro("calls_at_once", &DramTier::calls_at_once)
+      .def_prop_ro("pinned", &DramTier::pinned)
+      .def_prop_ro("loaded_ahead", &DramTier::loaded_ahead)
+      .def_prop_ro("read_from_store", &DramTier::rows_read_from_store)
       .def_prop_ro("row_bytes", [](const DramTier& self) { return self.layout().bytes(); });
   nb::class_<Pins>(m, "Pins")
       .def("__init__", &init_pins, "tier"_a, "keys"_a.noconvert(), nb::keep_alive<1, 2>())
@@ -270,16 +275,22 @@ void bind_dram(nb::module_& m) {
   nb::class_<Horizon>(m, "Horizon")
       .def(nb::init<DramTier&, bool>(), "tier"_a, "training"_a, nb::keep_alive<1, 2>())
       .def("add", &horizon_add, "ids"_a.noconvert(), nb::rv_policy::take_ownership, nb::keep_alive<0, 1>())
-      .def("next_part", &horizon_next_part, "max"_a, "partitions"_a)
-      .def("load_part", &horizon_load_part, "keys"_a, "skip"_a.noconvert().none() = nb::none())
+      .def("next_part", &horizon_next_part, "max"_a, "partitions"_a, nb::rv_policy::take_ownership,
+           nb::keep_alive<0, 1>())
+      .def("load_part", &horizon_load_part, "part"_a, "skip"_a.noconvert().none() = nb::none())
       .def("drop", &Horizon::drop, unlocked)
       .def_prop_ro("unique", &Horizon::unique)
       .def_prop_ro("pinned", &Horizon::pinned)
       .def_prop_ro("late", &Horizon::late)
       .def_prop_ro("position", &Horizon::position)
+      .def_prop_ro("gathered", &Horizon::gathered)
       .def_prop_ro("bytes", &Horizon::bytes)
       .def_prop_ro("partitions", &Horizon::partitions)
-      .def_ro_static("SCRATCH_BYTES", &Horizon::kScratchBytes);
+      .def_ro_static("SCRATCH_BYTES", &Horizon::kScratchBytes)
+      .def_ro_static("PART_BYTES", &Horizon::kPartBytes);
+  nb::class_<HorizonPart>(m, "HorizonPart")
+      .def("__len__", [](const HorizonPart& self) { return self.keys().size(); })
+      .def("keys", &part_keys);
   nb::class_<HorizonBatch>(m, "HorizonBatch")
       .def("expand", &horizon_expand, "working_set"_a)
       .def("keys", &horizon_keys)

@@ -83,6 +83,7 @@ DramTier::Sources DramTier::read(const uint64_t* keys, size_t n, uint8_t* rows) 
   }
   reads_ += n;
   read_hits_ += sources.resident;
+  read_from_store_ += sources.store;
   return sources;
 }
 

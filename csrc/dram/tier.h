@@ -67,6 +67,7 @@ struct TierStats {
   uint64_t loaded_ahead = 0;                      // misses of a look-ahead of training; its hits are not counted
   uint64_t read_ahead = 0;                        // rows that a look-ahead of read() loaded: in no other counter
   uint64_t reads = 0, read_hits = 0;              // keys of read()
+  uint64_t read_from_store = 0;                   // of reads: rows that read() itself read from the store
   uint64_t evictions = 0, flushed = 0, puts = 0;  // flushed: rows written to the store by `puts` calls
   uint64_t written_ahead = 0;                     // of flushed: by the background thread
   uint64_t puts_in_pulls = 0;                     // of puts: a pull waited for them
@@ -133,6 +134,11 @@ class DramTier {
   // nothing pinned), free + resident == capacity and no pins.
   void check(bool idle);
   TierStats stats() const;
+  // Counters of stats() that are requested often: stats() takes time proportional to the capacity.
+  size_t pinned() const;
+  uint64_t loaded_ahead() const { return loaded_ahead_ + read_ahead_; }
+  uint64_t rows_read_from_store() const { return read_from_store_; }
+  size_t calls_at_once() const { return plan_.scratches; }  // of pull(), read() and push(); others wait
 
   const RowLayout& layout() const { return options_.layout; }
   const InitialRows& initial() const { return initial_; }
@@ -154,7 +160,7 @@ class DramTier {
   // Division of the budget.
   struct Plan {
     uint32_t capacity, shards, buckets;  // buckets: of the index, per shard
-    size_t scratch_keys;
+    size_t scratches, scratch_keys;
     size_t staged_rows;                     // copies of rows that are being written ahead
     size_t rows, metadata, index, buffers;  // bytes
     size_t total() const { return rows + metadata + index + buffers; }
@@ -294,7 +300,8 @@ class DramTier {
   std::condition_variable ready_;
 
   std::atomic<uint64_t> hits_{0}, misses_{0}, loaded_ahead_{0}, read_ahead_{0}, from_store_{0}, initialised_{0},
-      pushed_{0}, reads_{0}, read_hits_{0}, evictions_{0}, flushed_{0}, puts_{0}, written_ahead_{0}, puts_in_pulls_{0};
+      pushed_{0}, reads_{0}, read_hits_{0}, read_from_store_{0}, evictions_{0}, flushed_{0}, puts_{0},
+      written_ahead_{0}, puts_in_pulls_{0};
   std::atomic<size_t> reserve_;                 // rows to be evicted next that are kept clean
   std::atomic<size_t> recent_taken_{0};         // slots of the largest recent pull
   std::atomic<size_t> taken_since_pass_{0};     // slots

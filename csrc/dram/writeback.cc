@@ -320,6 +320,15 @@ void DramTier::check(bool idle) {
   }
 }
 
+size_t DramTier::pinned() const {
+  size_t sum = 0;
+  for (uint32_t h = 0; h < plan_.shards; ++h) {
+    std::lock_guard lock(shards_[h].mutex);
+    sum += shards_[h].pinned();
+  }
+  return sum;
+}
+
 TierStats DramTier::stats() const {
   TierStats t;
   t.capacity = plan_.capacity;
@@ -343,6 +352,7 @@ TierStats DramTier::stats() const {
   t.pushed = pushed_;
   t.reads = reads_;
   t.read_hits = read_hits_;
+  t.read_from_store = read_from_store_;
   t.evictions = evictions_;
   t.flushed = flushed_;
   t.puts = puts_;

@@ -124,9 +124,10 @@ class RowHorizon(Protocol):
         """Whether no further batch should be added: the rows reach the share of memory that they may pin."""
 
     def load(self, share: float = 1.0) -> bool:
-        """Visit up to this share of the sweep: load and pin the rows of new keys. Blocks on SSD reads.
+        """Visit up to this share of the sweep, from `position` on: load and pin rows of new keys. Blocks on SSD reads.
 
-        Return False if nothing was visited.
+        The last rows may still be loading at the return: call it until `BatchAhead.to_visit` is 0.
+        Return False if nothing was visited, and nothing is being loaded.
         Raises `BudgetError`, and changes nothing, if the rows do not fit beside those pinned already.
         """
 

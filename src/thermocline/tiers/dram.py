@@ -63,6 +63,8 @@ class DramStats:
     reads: int
     """Rows requested by `read`."""
     read_hits: int
+    read_from_store: int
+    """Rows that `read` itself read from the store."""
     evictions: int
     flushed: int
     """Rows written to the store, by eviction or flush."""
@@ -431,6 +433,21 @@ class DramTier:
     def capacity(self) -> int:
         """Rows that fit the budget."""
         return self._core.capacity
+
+    @property
+    def pinned(self) -> int:
+        """See `DramStats.pinned`, at little cost."""
+        return self._core.pinned
+
+    @property
+    def read_from_store(self) -> int:
+        """See `DramStats.read_from_store`, at little cost."""
+        return self._core.read_from_store
+
+    @property
+    def loaded_ahead(self) -> int:
+        """See `DramStats`: `loaded_ahead` + `read_ahead`, at little cost."""
+        return self._core.loaded_ahead
 
     @property
     def row_bytes(self) -> int:

@@ -495,8 +495,14 @@ class HbmBackend:
         self._save_scale()
 
     def reopen(self, epoch: int | None = None) -> None:
-        self.host.reopen(epoch)
-        self._reset()
+        with self.hbm.exclusive():  # no window is planned meanwhile
+            if windows := self.hbm.stats().windows:
+                raise ThermoclineError(
+                    f"table {self.spec.name!r}: reopen() while {windows} windows have rows in HBM: close tc.prefetch, "
+                    "and drop or step forward passes, first"
+                )
+            self.host.reopen(epoch)
+            self._reset()
 
     def move_store(self, path: Path, *, clear: bool = False) -> None:
         self.host.move_store(path, clear=clear)
